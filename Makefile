@@ -1,0 +1,59 @@
+# siirl: every command a newcomer needs. `make help` prints them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# A CPU wheel of torch that pip is configured to find is found by uv too.
+ifdef PIP_FIND_LINKS
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+endif
+UV := $(shell command -v uv 2>/dev/null || echo .venv/bin/uv)
+PY := .venv/bin/python
+# Tests start many small processes: one thread each.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help setup test test-all check quickstart plan bench docs clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-12s %s\n", $$1, $$2}'
+
+.venv/.python:
+	@python=""; for p in python3.11 python3.12 python3 python; do \
+	  if $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; then python=$$p; break; fi; done; \
+	if [ -z "$$python" ]; then echo "make setup: Python 3.11 or 3.12 is needed and neither is on the PATH. Install one." >&2; exit 1; fi; \
+	$$python -m venv .venv && { command -v uv >/dev/null || .venv/bin/pip install --quiet uv; } && touch $@
+
+.venv/.base: .venv/.python pyproject.toml
+	$(UV) pip install --quiet --python $(PY) -e . && touch $@
+
+.venv/.dev: .venv/.python pyproject.toml
+	$(UV) pip install --quiet --python $(PY) -e '.[dev,oracles]' && touch $@ .venv/.base
+
+setup: .venv/.dev  ## the environment in .venv, with everything for development
+
+quickstart: .venv/.base  ## make a tiny model and dataset, train it by GRPO on CPU, export it (5 minutes)
+	$(PY) examples/quickstart/prepare.py --out outputs/quickstart
+	bash examples/quickstart/run.sh
+
+test: .venv/.dev  ## the test suite (15 minutes at most on 2 cores)
+	$(TEST_ENV) $(PY) -m pytest -m 'not slow and not gpu'
+
+test-all: .venv/.dev  ## the slower tests too
+	$(TEST_ENV) $(PY) -m pytest --timeout 900
+
+check: .venv/.dev  ## lint, format, types, layers
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyright
+	.venv/bin/lint-imports
+
+plan: .venv/.base  ## print and draw the plan of the quickstart job on 8 GPUs
+	$(PY) -m siirl.cli plan actor_rollout_ref.rollout.name=hf trainer.n_gpus_per_node=8 --draw outputs/plan.svg
+
+bench: .venv/.dev  ## siirl against TRL's GRPOTrainer on CPU
+	$(PY) benchmarks/grpo_cpu.py
+
+docs: .venv/.base  ## regenerate the configuration reference
+	$(PY) -m siirl.config.reference > docs/configuration.md
+
+clean:  ## remove the environment and all outputs
+	rm -rf .venv outputs build *.egg-info

@@ -1,0 +1,98 @@
+"""What every training engine offers, whatever its strategy: one model of one role on the ranks of its node.
+
+All methods are collective over the engine's ranks unless said otherwise. Rows are TensorDicts with at least
+prompt_ids, prompt_length, response_ids, response_length, response_mask (see siirl/types.py); a rank may hold zero rows.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.observe.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What the model says of each response token of a micro-batch, [B, T], with gradient when training.
+
+    Positions past response_length hold zeros. log_prob and entropy in nats, at the temperature of the call.
+    """
+
+    log_prob_BT: Tensor | None = None
+    entropy_BT: Tensor | None = None
+    value_BT: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class BatchCounts:
+    """Counts over the whole mini-batch, all data-parallel ranks together: what a loss is normalised by."""
+
+    num_tokens: float  # sum of response_mask
+    num_rows: float  # rows with at least one trained token
+    response_width: int  # the configured response length, for normalisation by a constant
+
+
+LossFn = Callable[[TokenOutputs, TensorDict, BatchCounts], tuple[Tensor, Metrics]]
+"""(outputs, micro-batch rows, counts) -> (this micro-batch's share of the loss, scalar; metrics).
+
+Shares of all micro-batches and ranks add up to the loss of the mini-batch.
+"""
+
+
+class TrainEngine(ABC):
+    """One model of one role. Build: `Engine(plan: ModelPlan, cfg: Config, groups: ProcessGroups, device)`."""
+
+    name: str
+    version: int  # optimizer steps taken; what weight links compare
+    dp_rank: int
+    dp_size: int
+    device: torch.device
+
+    @abstractmethod
+    def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
+        """Forward without gradient. outputs: any of "log_prob", "entropy", "value". Returns [B, T] float32 each."""
+
+    @abstractmethod
+    def train_mini_batch(
+        self, rows: TensorDict, loss_fn: LossFn, outputs: tuple[str, ...], temperature: float
+    ) -> Metrics:
+        """One optimizer step on this rank's rows of one mini-batch. Advances `version` and the LR schedule.
+
+        Returns the metrics of loss_fn plus grad_norm and lr; local to the rank (reduce later).
+        """
+
+    @abstractmethod
+    def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Name -> (full shape, dtype) of every tensor that export_weights yields, under HF names. No communication."""
+
+    @abstractmethod
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors under HF names, one at a time, cast to `dtype` before the gather. Same order on all ranks.
+
+        LoRA adapters are merged. Every rank must exhaust the iterator; each receives every full tensor.
+        """
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """{"model": ..., "optimizer": ..., "scheduler": ..., "version": ...}: what torch.distributed.checkpoint takes."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what state_dict gave, in place, on this or another number of ranks."""
+
+    @abstractmethod
+    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        """Move the named parts to host memory. Idempotent; nothing to do on CPU."""
+
+    @abstractmethod
+    def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        """Bring the named parts back to the device."""
+
+    @abstractmethod
+    def flops(self, rows: TensorDict, backward: bool) -> float:
+        """Model FLOPs of a pass over this rank's rows (2N or 6N per token plus causal attention). No communication."""

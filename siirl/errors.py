@@ -1,0 +1,57 @@
+"""The exceptions that siirl raises on purpose: one tree, each leaf also an instance of the matching built-in.
+
+A user error (`UserError`) is reported as its message alone, without a traceback, and ends the command with exit
+code 2. Its message says what is wrong with the values, why, and the fix.
+"""
+
+
+class SiirlError(Exception):
+    """Base of everything siirl raises on purpose."""
+
+
+class UserError(SiirlError, ValueError):
+    """Something the user wrote (a key, a DAG, a file) cannot work; found before training starts where possible."""
+
+
+class ConfigError(UserError):
+    """An unknown key, a value of the wrong type, or keys that contradict each other."""
+
+
+class NotSupportedError(ConfigError):
+    """A known key or value whose feature does not exist yet; the message starts with "not supported yet: "."""
+
+
+class DagError(UserError):
+    """The workflow is not a valid DAG: cycle, unknown dependency, missing or doubly written field, bad node."""
+
+
+class PlacementError(UserError):
+    """Nodes cannot be placed on the cluster: ranks outside it, or parallel sizes that do not divide them."""
+
+
+class DataError(UserError):
+    """A dataset, tokenizer or model directory is missing, empty or malformed."""
+
+
+class RewardError(SiirlError, RuntimeError):
+    """A reward function failed on a sample; the message names the sample."""
+
+
+class RolloutError(SiirlError, RuntimeError):
+    """A rollout engine failed, hung past its deadline, or broke its contract."""
+
+
+class WeightSyncError(SiirlError, RuntimeError):
+    """A weight transfer was incomplete or did not match: training stops rather than sample from stale weights."""
+
+
+class CheckpointError(SiirlError, RuntimeError):
+    """A checkpoint cannot be written, or none that is complete can be read."""
+
+
+class WorkerError(SiirlError, RuntimeError):
+    """A worker process died or raised; the message gives host, rank, node, step and the cause."""
+
+
+class DeadlineError(SiirlError, TimeoutError):
+    """A wait passed its deadline; the message says who waited for whom."""
