@@ -1,0 +1,96 @@
+"""Make everything the quickstart trains on, from scratch: a tiny Qwen3 model, its tokenizer, and a dataset.
+
+The task is verifiable: "which digit is larger: 3 or 7 ?", answered by one digit. Nothing is downloaded. The dataset has
+the column format of verl and siiRL: prompt (chat messages), data_source, ability, reward_model.ground_truth, extra_info.
+"""
+
+import argparse
+import random
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<unk>"]
+WORDS = ["which", "digit", "is", "larger", "or", "?", ":"]
+DIGITS = [str(digit) for digit in range(10)]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """A word-level tokenizer of 22 tokens: one per word and per digit."""
+    vocab = {token: index for index, token in enumerate(SPECIAL + WORDS + DIGITS)}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A Qwen3 of two layers and width 128 with random weights: about 0.3 million parameters."""
+    config = Qwen3Config(
+        vocab_size=32,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config)
+
+
+def make_rows(pairs: list[tuple[int, int]], split: str) -> list[dict]:
+    return [
+        {
+            "data_source": "quickstart/larger_digit",
+            "prompt": [{"role": "user", "content": f"which digit is larger : {a} or {b} ?"}],
+            "ability": "arithmetic",
+            "reward_model": {"style": "rule", "ground_truth": str(max(a, b))},
+            "extra_info": {"split": split, "index": index, "a": a, "b": b},
+        }
+        for index, (a, b) in enumerate(pairs)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"))
+    parser.add_argument("--rows", type=int, default=3200, help="training rows")
+    args = parser.parse_args()
+
+    tokenizer = make_tokenizer()
+    model_dir = args.out / "model"
+    make_model(tokenizer).save_pretrained(model_dir)
+    tokenizer.save_pretrained(model_dir)
+
+    pairs = [(a, b) for a in range(10) for b in range(10) if a != b]
+    rng = random.Random(0)
+    rng.shuffle(pairs)
+    held_out, seen = pairs[:18], pairs[18:]
+    data_dir = args.out / "data"
+    data_dir.mkdir(parents=True, exist_ok=True)
+    train = [rng.choice(seen) for _ in range(args.rows)]
+    pq.write_table(pa.Table.from_pylist(make_rows(train, "train")), data_dir / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(make_rows(held_out, "test")), data_dir / "test.parquet")
+    print(f"model: {model_dir}   data: {data_dir} ({len(train)} training rows, {len(held_out)} unseen pairs to validate on)")
+
+
+if __name__ == "__main__":
+    main()

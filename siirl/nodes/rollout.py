@@ -1,0 +1,86 @@
+"""The rollout op: prompts in, n sampled responses of each out."""
+
+import hashlib
+
+import torch
+from tensordict import TensorDict
+
+from siirl.config import Config
+from siirl.engines.rollout.base import Completion, SamplingParams
+from siirl.errors import RolloutError
+from siirl.nodes.context import NodeContext
+from siirl.types import FINISH_LENGTH, FINISH_STOP
+
+
+def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+    """One row per sample: the prompt's fields repeated, and the response's. Ranks of the node; no communication."""
+    if ctx.rollout is None:
+        raise RolloutError(f"node {ctx.node_id!r} has no rollout engine on this rank: the plan gave it none")
+    params = sampling_params(ctx.cfg, stop_token_ids(ctx), ctx.validate)
+    prompts = [ids[len(ids) - length :] for ids, length in zip(rows["prompt_ids"].tolist(), rows["prompt_length"].tolist(), strict=True)]
+    seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
+    completions = ctx.rollout.generate(prompts, params, seeds)
+    samples = [sample for prompt in completions for sample in prompt]
+
+    out = rows[torch.arange(len(prompts)).repeat_interleave(params.n)]
+    out["row_id"] = out["group_id"] * params.n + torch.arange(params.n).repeat(len(prompts))
+    for name, column in response_columns(samples).items():
+        out[name] = column
+    _report(ctx, samples)
+    return out
+
+
+def sampling_params(cfg: Config, stop_ids: tuple[int, ...], validate: bool) -> SamplingParams:
+    """The sampling of a training or validation rollout. do_sample=False is temperature 0."""
+    rollout_cfg = cfg.actor_rollout_ref.rollout
+    source = rollout_cfg.val_kwargs if validate else rollout_cfg
+    return SamplingParams(
+        max_tokens=cfg.response_length,
+        n=source.n,
+        temperature=source.temperature if source.do_sample else 0.0,
+        top_k=source.top_k,
+        top_p=source.top_p,
+        stop_token_ids=stop_ids,
+        ignore_eos=rollout_cfg.ignore_eos,
+    )
+
+
+def stop_token_ids(ctx: NodeContext) -> tuple[int, ...]:
+    """End-of-sequence token of the tokenizer, and the ids that the user added."""
+    eos = [] if ctx.tokenizer.eos_token_id is None else [ctx.tokenizer.eos_token_id]
+    return tuple(dict.fromkeys([*eos, *ctx.cfg.actor_rollout_ref.rollout.stop_token_ids]))
+
+
+def prompt_seed(ctx: NodeContext, group_id: int) -> int:
+    """A 63-bit seed of (run seed, agent, step, split, prompt): the same on any number of ranks."""
+    run_seed = (ctx.cfg.trainer.seed, ctx.cfg.actor_rollout_ref.rollout.seed)
+    text = f"{run_seed}/{ctx.agent}/{ctx.step}/{ctx.validate}/{group_id}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def response_columns(samples: list[Completion]) -> dict[str, torch.Tensor]:
+    """ROLLOUT_FIELDS of the samples, right-padded to the longest: [B, T] and [B]."""
+    lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
+    width = int(lengths.max()) if len(samples) else 0
+    ids = torch.zeros(len(samples), width, dtype=torch.int64)
+    log_prob = torch.zeros(len(samples), width)
+    for row, sample in enumerate(samples):
+        ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids, dtype=torch.int64)
+        log_prob[row, : len(sample.token_ids)] = torch.tensor(sample.log_probs)
+    finish = [FINISH_STOP if sample.finish_reason == "stop" else FINISH_LENGTH for sample in samples]
+    return {
+        "response_ids": ids,
+        "response_length": lengths,
+        "response_mask": torch.arange(width) < lengths[:, None],
+        "finish_reason": torch.tensor(finish, dtype=torch.int8),
+        "weight_version": torch.tensor([sample.weight_version for sample in samples], dtype=torch.int64),
+        "rollout_log_prob": log_prob,
+    }
+
+
+def _report(ctx: NodeContext, samples: list[Completion]) -> None:
+    lengths = [len(sample.token_ids) for sample in samples]
+    ctx.metrics.mean("rollout/response_length", sum(lengths), len(samples))
+    ctx.metrics.mean("rollout/truncated", sum(sample.finish_reason == "length" for sample in samples), len(samples))
+    ctx.metrics.sum("rollout/tokens", sum(lengths))
+    ctx.metrics.max("rollout/response_length_max", max(lengths, default=0))
