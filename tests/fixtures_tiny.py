@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>", "<system>", "<user>", "<assistant>")
-CHARACTERS = "0123456789 +-*/=.,?:#\n()abcdefghijklmnopqrstuvwxyz$\\{}%!<>'_^[]|ABCDEFGHIJKLMNOPQRSTUVWXYZ&;\"@~`\t"
+CHARACTERS = (
+    "0123456789 +-*/=.,?:#\n()abcdefghijklmnopqrstuvwxyz$\\{}%!<>'_^[]|ABCDEFGHIJKLMNOPQRSTUVWXYZ&;\"@~`\t"
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -19,8 +21,8 @@ ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
 def make_tiny_tokenizer(path: str | Path, vocab: int = 64, chat_template: bool = True) -> Path:
     """Write a character-level tokenizer of exactly `vocab` ids to `path`; returns it.
 
-    Ids 0 to 5 are SPECIAL_TOKENS (pad 0, eos 1, unk 2); then CHARACTERS, cut or filled up with "<xN>" tokens. The
-    tokens of a one-turn chat prompt are <user> ... <eos> <assistant>.
+    Ids 0 to 5 are SPECIAL_TOKENS (pad 0, eos 1, unk 2); then CHARACTERS, cut or filled up with "<xN>" tokens.
+    The tokens of a one-turn chat prompt are <user> ... <eos> <assistant>.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -32,9 +34,8 @@ def make_tiny_tokenizer(path: str | Path, vocab: int = 64, chat_template: bool =
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL_TOKENS])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
+    names = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
     if chat_template:
         fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(str(path))
@@ -59,11 +60,11 @@ def make_tiny_model_dir(
     tokenizer: bool = True,
     weights: bool = True,
 ) -> Path:
-    """Write a Hugging Face model directory with random weights: config.json, model.safetensors, tokenizer; returns it.
+    """Write a Hugging Face model directory with random weights and a tokenizer to `path`; returns it.
 
     Same arguments give the same bytes; the caller's RNG state is untouched. A larger init_std (say 0.2) makes
-    log-probs less uniform, so that comparisons of two implementations see more. `weights` or `tokenizer` False
-    leaves that part out, for tests of error messages.
+    log-probs less uniform, so that comparisons of two implementations see more. `weights` or `tokenizer`
+    False leaves that part out, for tests of error messages.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

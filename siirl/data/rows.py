@@ -1,0 +1,63 @@
+"""Rows: small helpers that make TensorDicts of batch size [B] out of columns. No communication; any rank."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+from torch import Tensor
+
+from siirl.types import FIELDS, FieldSpec
+
+DTYPES: dict[str, torch.dtype] = {
+    "int64": torch.int64,
+    "int8": torch.int8,
+    "float32": torch.float32,
+    "bool": torch.bool,
+}
+
+
+def object_column(values: Sequence[Any]) -> NonTensorStack:
+    """B JSON values as a column that is indexed and concatenated like a tensor; `rows[name]` gives a list."""
+    if not values:
+        return NonTensorStack(NonTensorData(None))[:0]
+    return NonTensorStack(*[NonTensorData(value) for value in values])
+
+
+def pad_stack(lists: Sequence[Sequence[float] | Tensor], spec: FieldSpec, width: int = 0) -> Tensor:
+    """1-D lists or tensors as one tensor [B, max(longest, width)], padded by the side and value of `spec`."""
+    width = max([width, *map(len, lists)])
+    out = torch.full((len(lists), width), spec.pad_value, dtype=DTYPES[spec.dtype])
+    for row, values in zip(out, lists, strict=True):
+        if len(values):
+            where = slice(width - len(values), None) if spec.pad_side == "left" else slice(len(values))
+            row[where] = torch.as_tensor(values, dtype=out.dtype)
+    return out
+
+
+def make_rows(columns: Mapping[str, Tensor | Sequence[Any]], num_rows: int | None = None) -> TensorDict:
+    """Columns as a TensorDict of batch size [B].
+
+    Tensors are taken as they are. A list becomes what FIELDS declares for its name: a number per row, a padded
+    [B, width] tensor, or an object column; a list under an unknown name becomes an object column. num_rows is
+    needed only when there may be no column.
+    """
+    sizes = {name: len(column) for name, column in columns.items()}
+    num_rows = next(iter(sizes.values()), 0) if num_rows is None else num_rows
+    if wrong := {name: size for name, size in sizes.items() if size != num_rows}:
+        raise ValueError(f"columns of unequal length: {wrong} rows where {num_rows} were expected")
+    rows = TensorDict({}, batch_size=[num_rows])
+    for name, column in columns.items():
+        rows.set(name, _column(name, column))
+    return rows
+
+
+def _column(name: str, column: Tensor | Sequence[Any]) -> Tensor | NonTensorStack:
+    spec = FIELDS.get(name)
+    if isinstance(column, Tensor | NonTensorStack):
+        return column
+    if spec is None or spec.dtype == "object":
+        return object_column(column)
+    if spec.dims:
+        return pad_stack(column, spec)
+    return torch.tensor(column, dtype=DTYPES[spec.dtype])
