@@ -17,11 +17,39 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-def object_column(values: Sequence[Any]) -> NonTensorStack:
-    """B JSON values as a column that is indexed and concatenated like a tensor; `rows[name]` gives a list."""
-    if not values:
-        return NonTensorStack(NonTensorData(None))[:0]
-    return NonTensorStack(*[NonTensorData(value) for value in values])
+def object_column(values: Sequence[Any]) -> NonTensorData | NonTensorStack:
+    """B JSON values as an object column of a TensorDict. Read it back with `objects`."""
+    return _stack([NonTensorData(value) for value in values])
+
+
+def objects(rows: TensorDict, name: str) -> list[Any]:
+    """The B values of an object column; also right for zero rows, where `rows[name]` is not a list."""
+    return rows.get(name).tolist()
+
+
+def take_rows(rows: TensorDict, index: Tensor | Sequence[int]) -> TensorDict:
+    """The rows at `index` (positions, with repeats, or a bool mask), in that order; tensors are copied.
+
+    Object values are shared, not copied: nobody changes them in place. 8 times faster than `rows[index]`
+    for object columns, and right for zero rows: tensordict 0.14 makes an empty stack there that cannot be set
+    into another TensorDict (IndexError in LazyStackedTensorDict.names).
+    """
+    index = torch.as_tensor(index)
+    index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
+    positions = index.tolist()
+    taken = TensorDict({}, batch_size=[len(positions)])
+    for name in rows.keys():  # noqa: SIM118  (iterating a TensorDict iterates its rows)
+        column = rows.get(name)
+        if isinstance(column, NonTensorStack):
+            elements = column.tensordicts
+            taken.set(name, _stack([elements[position] for position in positions]))
+        else:
+            taken.set(name, column[index.to(column.device)] if isinstance(column, Tensor) else column[index])
+    return taken
+
+
+def _stack(elements: list[NonTensorData]) -> NonTensorData | NonTensorStack:
+    return NonTensorStack(*elements) if elements else NonTensorData(None, batch_size=[0])
 
 
 def pad_stack(lists: Sequence[Sequence[float] | Tensor], spec: FieldSpec, width: int = 0) -> Tensor:
@@ -38,9 +66,9 @@ def pad_stack(lists: Sequence[Sequence[float] | Tensor], spec: FieldSpec, width:
 def make_rows(columns: Mapping[str, Tensor | Sequence[Any]], num_rows: int | None = None) -> TensorDict:
     """Columns as a TensorDict of batch size [B].
 
-    Tensors are taken as they are. A list becomes what FIELDS declares for its name: a number per row, a padded
-    [B, width] tensor, or an object column; a list under an unknown name becomes an object column. num_rows is
-    needed only when there may be no column.
+    Tensors are taken as they are. A list becomes what FIELDS declares for its name: a number per row, a
+    padded [B, width] tensor, or an object column; a list under an unknown name becomes an object column.
+    num_rows is needed only when there may be no column.
     """
     sizes = {name: len(column) for name, column in columns.items()}
     num_rows = next(iter(sizes.values()), 0) if num_rows is None else num_rows
@@ -52,9 +80,9 @@ def make_rows(columns: Mapping[str, Tensor | Sequence[Any]], num_rows: int | Non
     return rows
 
 
-def _column(name: str, column: Tensor | Sequence[Any]) -> Tensor | NonTensorStack:
+def _column(name: str, column: Tensor | Sequence[Any]) -> Tensor | NonTensorData | NonTensorStack:
     spec = FIELDS.get(name)
-    if isinstance(column, Tensor | NonTensorStack):
+    if isinstance(column, Tensor | NonTensorData | NonTensorStack):
         return column
     if spec is None or spec.dtype == "object":
         return object_column(column)
