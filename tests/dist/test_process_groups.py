@@ -1,0 +1,73 @@
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_harness import WorkerFailure, run_workers
+
+from siirl.errors import PlacementError
+from siirl.parallel.process_groups import ProcessGroups, name_ranks
+
+GROUPS = ((0, 1, 2), (0, 2), (1,), (0, 1), (0,))
+
+
+def sum_of_ranks(group: dist.ProcessGroup) -> int:
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total, group=group)
+    return int(total)
+
+
+def use_every_group(rank: int, world_size: int) -> dict:
+    groups = ProcessGroups(GROUPS, "gloo", 30)
+    sums = {ranks: sum_of_ranks(groups.get(ranks)) for ranks in GROUPS if rank in ranks}
+    errors = {}
+    for ranks in ((1, 2), (0,), (1,), [0, 1]):
+        try:
+            groups.get(ranks)
+        except PlacementError as error:
+            errors[tuple(ranks)] = str(error)
+    own_group_for_world = groups.get((0, 1, 2)) is not groups.world
+    try:
+        ProcessGroups(((0, 3),), "gloo", 30)
+    except PlacementError as error:
+        errors[0, 3] = str(error)
+    groups.destroy()
+    dist.barrier()
+    return {"sums": sums, "errors": errors, "own": own_group_for_world, "left": (0, 1) in groups}
+
+
+def test_groups_reduce_over_exactly_their_ranks_and_refuse_others():
+    results = run_workers(use_every_group, 3)
+    for rank, result in enumerate(results):
+        assert result["sums"] == {ranks: sum(ranks) for ranks in GROUPS if rank in ranks}
+        assert result["own"] and not result["left"]
+        assert "no process group of ranks 1-2" in result["errors"][1, 2] and "0,2" in result["errors"][1, 2]
+        assert "has 3 ranks (0-2)" in result["errors"][0, 3]
+        refused = {ranks for ranks, text in result["errors"].items() if "only members" in text}
+        assert refused == {ranks for ranks in ((0,), (1,), (0, 1)) if rank not in ranks}
+
+
+def test_ranks_are_named_as_runs():
+    table = {(0,): "rank 0", (0, 1, 2, 5): "ranks 0-2,5", (1, 3): "ranks 1,3", (0, 1, 4, 5): "ranks 0-1,4-5"}
+    assert {ranks: name_ranks(ranks) for ranks in table} == table
+
+
+def fail_on_rank_1(rank: int, world_size: int, how: str) -> int:
+    if rank == 1 and how == "raise":
+        raise ValueError("the cause")
+    if rank == 1 and how == "hang":
+        sleep_in_a_named_function()
+    return rank
+
+
+def sleep_in_a_named_function() -> None:
+    time.sleep(100)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"), [("raise", "ValueError: the cause"), ("hang", "sleep_in_a_named_function")]
+)
+def test_harness_shows_where_a_worker_failed_or_hung(how, expected):
+    with pytest.raises(WorkerFailure, match=expected):
+        run_workers(fail_on_rank_1, 2, how, deadline_s=3)
+    assert run_workers(fail_on_rank_1, 2, "not at all") == [0, 1]
