@@ -1,4 +1,4 @@
-"""Metrics of one step on one rank, kept as sums and weights so that they add up exactly over micro-batches and ranks."""
+"""Metrics of one step on one rank, as sums and weights: they add up exactly over micro-batches and ranks."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,14 +10,14 @@ Kind = Literal["mean", "sum", "max", "min"]
 class Metrics:
     """name -> (kind, total, weight). A mean is total/weight; the weight of the other kinds is ignored.
 
-    Names are paths, e.g. "actor/entropy", "time/rollout_actor_s". No communication here: `merge` joins the metrics of
-    micro-batches, nodes or ranks.
+    Names are paths, e.g. "actor/entropy", "time/rollout_actor_s". No communication here: `merge` joins the
+    metrics of micro-batches, nodes or ranks.
     """
 
     entries: dict[str, tuple[Kind, float, float]] = field(default_factory=dict)
 
     def mean(self, name: str, total: float, weight: float = 1.0) -> None:
-        """Add to a weighted mean: `total` is the already weighted sum. An entry of weight 0 is recorded as absent."""
+        """Add to a weighted mean: `total` is the weighted sum already. Weight 0 counts as absent."""
         self._add(name, "mean", float(total), float(weight))
 
     def sum(self, name: str, value: float) -> None:
@@ -49,5 +49,10 @@ class Metrics:
         old_kind, old_total, old_weight = self.entries[name]
         if old_kind != kind:
             raise ValueError(f"metric {name!r} is a {old_kind} and a {kind}: use one name for one kind")
-        joined = {"mean": old_total + total, "sum": old_total + total, "max": max(old_total, total), "min": min(old_total, total)}
+        joined = {
+            "mean": old_total + total,
+            "sum": old_total + total,
+            "max": max(old_total, total),
+            "min": min(old_total, total),
+        }
         self.entries[name] = (kind, joined[kind], old_weight + weight)

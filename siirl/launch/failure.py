@@ -1,0 +1,208 @@
+"""What a failing worker leaves behind, and how the launcher finds the first cause. No torch.
+
+When one rank dies, its peers fail too, within milliseconds, in whatever collective they wait: their errors
+say only that a peer went away. The choice below puts such secondary errors last.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from siirl.errors import DeadlineError, UserError
+from siirl.observe.position import Position, read_position
+
+TAIL_LINES = 20
+_PEER_LOSS_TYPES = {
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "DistError",
+    "DistQueueEmptyError",
+}
+_PEER_LOSS_PHRASES = (
+    "closed by peer",
+    "connection reset",
+    "connection refused",
+    "broken pipe",
+    "connection was likely closed",
+    "timed out waiting",
+    "wait timeout",
+    "socket error",
+    "nccl communicator was aborted",
+    "remote process exited",
+)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exception that ended a worker.
+
+    secondary: it only says that a peer went away or was waited for too long.
+    """
+
+    rank: int
+    host: str
+    node: str | None
+    step: int | None
+    error: str
+    user_error: bool
+    secondary: bool
+    time_s: float
+    traceback: str
+
+
+def describe_exception(error: BaseException, rank: int, position: Position | None) -> Failure:
+    """The failure record of an exception; its `node` and `step` attributes go before the position."""
+    chain = list(_causes(error))
+    node = next((value for link in chain if (value := getattr(link, "node", None)) is not None), None)
+    step = next((value for link in chain if (value := getattr(link, "step", None)) is not None), None)
+    users = [link for link in chain if isinstance(link, UserError)]
+    shown = users[-1] if users else error
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        node=str(node) if node is not None else position and position.node,
+        step=step if isinstance(step, int) else position and position.step,
+        error=str(shown) if users else f"{type(shown).__name__}: {shown}",
+        user_error=bool(users),
+        secondary=any(_is_peer_loss(link) for link in chain),
+        time_s=time.time(),
+        traceback="".join(traceback.format_exception(error)),
+    )
+
+
+def write_failure(path: Path, failure: Failure) -> None:
+    """Leave the record where the launcher looks for it; complete or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(dataclasses.asdict(failure)))
+    os.replace(aside, path)
+
+
+def read_failure(path: Path) -> Failure | None:
+    try:
+        return Failure(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+
+
+@dataclass(frozen=True)
+class Death:
+    """A worker that ended badly: exit status (negative: the signal), where it was, what it left behind."""
+
+    rank: int
+    returncode: int
+    seen_s: float
+    failure: Failure | None
+    position: Position | None
+
+    @property
+    def signal_name(self) -> str | None:
+        if self.returncode >= 0:
+            return None
+        try:
+            return signal.Signals(-self.returncode).name
+        except ValueError:
+            return f"signal {-self.returncode}"
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Sort key: the likelier cause first. An abort may be a watchdog's reaction to a lost peer."""
+        if self.failure is None:
+            killed = self.returncode < 0 and self.returncode != -signal.SIGABRT
+            return (0 if killed else 2, self.seen_s)
+        return (3 if self.failure.secondary else 1, self.failure.time_s)
+
+
+def first_cause(deaths: list[Death]) -> Death:
+    """The death that most likely made the others follow."""
+    return min(deaths, key=lambda death: (*death.order, death.rank))
+
+
+def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int, oom_kills: int) -> str:
+    """What the user reads: the first failing rank, its node and step, the cause, its last log lines."""
+    failure, position = death.failure, death.position
+    node = failure.node if failure else position and position.node
+    step = failure.step if failure else position and position.step
+    where = f"node {node!r}, step {step}" if node is not None else "before its first node"
+    host = failure.host if failure else socket.gethostname()
+    lines = [f"siirl: the run failed: rank {death.rank} on {host}, in {where}: {_cause(death)}"]
+    if death.returncode == -signal.SIGKILL:
+        lines.append(_oom_hint(oom_kills))
+    if failure and failure.secondary:
+        lines.append("  No rank reported an error of its own: a peer went away or did not answer in time.")
+    seen_live = death.rank == 0 and failure is not None  # rank 0 wrote its traceback to the console
+    tail = [] if seen_live else last_lines(log_path, log_offset)
+    if tail:
+        lines += [f"  last lines of {log_path}:", *(f"  | {line}" for line in tail)]
+    others = [f"rank {other.rank} ({_cause(other)})" for other in deaths if other.rank != death.rank]
+    if others:
+        lines.append("  failed afterwards: " + "; ".join(others))
+    return "\n".join(lines)
+
+
+def last_lines(path: Path, offset: int = 0, count: int = TAIL_LINES) -> list[str]:
+    """The last lines of a log, nothing before byte `offset` (where this run began)."""
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(offset, size - 65536))
+            return log.read().decode(errors="replace").splitlines()[-count:]
+    except OSError:
+        return []
+
+
+def death_of(rank: int, returncode: int, error_path: Path, position_path: Path) -> Death:
+    return Death(rank, returncode, time.time(), read_failure(error_path), read_position(position_path))
+
+
+def oom_kill_count() -> int:
+    """Processes that the kernel's out-of-memory killer has ended so far, on this host or in this cgroup."""
+    total = 0
+    for path in (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")):
+        try:
+            fields = dict(line.split(None, 1) for line in path.read_text().splitlines())
+            total = max(total, int(fields.get("oom_kill", 0)))
+        except (OSError, ValueError):
+            continue
+    return total
+
+
+def _cause(death: Death) -> str:
+    if death.failure:
+        return death.failure.error.splitlines()[0] if death.failure.error else "unknown error"
+    if death.signal_name:
+        return f"killed by {death.signal_name}"
+    return f"exit code {death.returncode}"
+
+
+def _oom_hint(oom_kills: int) -> str:
+    if oom_kills:
+        return (
+            f"  Out of memory: the kernel's OOM killer ended {oom_kills} process(es) during this run. "
+            "Lower the micro-batch or batch sizes, or offload."
+        )
+    return (
+        "  Often that is the out-of-memory killer, but its counters did not move: somebody may have sent it."
+    )
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__
+
+
+def _is_peer_loss(error: BaseException) -> bool:
+    if isinstance(error, DeadlineError) or type(error).__name__ in _PEER_LOSS_TYPES:
+        return True
+    text = str(error).lower()
+    return isinstance(error, (RuntimeError, OSError)) and any(phrase in text for phrase in _PEER_LOSS_PHRASES)

@@ -1,0 +1,75 @@
+"""The job: all that a worker process needs to know, as one JSON file. No torch."""
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from siirl.errors import ConfigError
+
+DEFAULT_ENTRY = "siirl.dag_worker.worker:run_worker"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, the same for every rank.
+
+    config: the composed Config as a dict (siirl.config.to_dict); plan: Plan.to_json(). output_dir: logs/,
+    errors/, status/ and what the run produces. local_world_size: processes on this machine. node_configs:
+    node id -> what the node's resolved config changes, JSON values. extra: anything else that the worker
+    wants, JSON values. entry: "pkg.mod:fn", called as fn(cfg, plan, rank, world_size, device, job) in every
+    process.
+    """
+
+    config: dict[str, Any]
+    plan: str
+    output_dir: str
+    world_size: int
+    local_world_size: int
+    node_configs: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
+    entry: str = DEFAULT_ENTRY
+
+    @property
+    def output_path(self) -> Path:
+        return Path(self.output_dir)
+
+    @property
+    def log_dir(self) -> Path:
+        return self.output_path / "logs"
+
+    def log_path(self, rank: int) -> Path:
+        return self.log_dir / f"rank_{rank}.log"
+
+    def error_path(self, rank: int) -> Path:
+        return self.output_path / "errors" / f"rank_{rank}.json"
+
+    def position_path(self, rank: int) -> Path:
+        return self.output_path / "status" / f"rank_{rank}"
+
+    def prepare(self) -> Path:
+        """Make the folders, forget an earlier run's errors and positions, write job.json; return its path."""
+        try:
+            for folder in (self.log_dir, self.error_path(0).parent, self.position_path(0).parent):
+                folder.mkdir(parents=True, exist_ok=True)
+            for stale in (
+                *self.error_path(0).parent.glob("rank_*"),
+                *self.position_path(0).parent.glob("rank_*"),
+            ):
+                stale.unlink()
+            path = self.output_path / "job.json"
+            aside = path.with_suffix(".json.tmp")
+            aside.write_text(json.dumps(dataclasses.asdict(self)))
+            os.replace(aside, path)
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.output_dir={self.output_dir!r} cannot be written: {error}. "
+                "Choose a folder that this user may write to."
+            ) from error
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> "Job":
+        return cls(**json.loads(path.read_text()))

@@ -1,0 +1,61 @@
+"""The columns of the per-step table: which metric fills each, and how it is printed. Pure Python."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table.
+
+    names: metrics that can fill it, best first; each also matches after a prefix ("agent_1/" + name).
+    """
+
+    header: str
+    names: tuple[str, ...]
+    digits: int = 3
+    always: bool = False
+
+
+REWARD = Column("reward", ("reward/mean", "reward/score"), always=True)
+VALIDATION_REWARD = Column("val", ("val/reward/mean", "val/reward"), always=True)
+
+COLUMNS = (
+    REWARD,
+    VALIDATION_REWARD,
+    Column("length", ("rollout/response_length",), digits=1, always=True),
+    Column("kl", ("actor/kl", "actor/kl_loss", "actor/ppo_kl")),
+    Column("entropy", ("actor/entropy",)),
+    Column("clip", ("actor/clip_fraction",)),
+    Column("dprob", ("rollout/probs_diff_mean", "rollout_probs_diff/mean", "rollout_probs_diff"), digits=4),
+    Column("grad", ("actor/grad_norm", "grad_norm")),
+    Column("lr", ("actor/lr", "lr")),
+    Column("tok/s", ("perf/tokens_per_s",), digits=0),
+    Column("tok/s/dev", ("perf/tokens_per_s_per_device",), digits=0),
+    Column("mfu", ("perf/mfu",)),
+    Column("step s", ("time/step_s",), digits=2, always=True),
+)
+
+
+def matches(column: Column, values: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that fill the column: its first name that occurs, alone or under prefixes (agents)."""
+    for name in column.names:
+        found = {key: value for key, value in values.items() if key == name or key.endswith("/" + name)}
+        if found:
+            return found
+    return {}
+
+
+def cell(column: Column, values: Mapping[str, float]) -> str:
+    """The text of a cell; several agents' values are joined by a bar; a dash where the step has none."""
+    return "|".join(number(value, column.digits) for value in matches(column, values).values()) or "-"
+
+
+def number(value: float, digits: int) -> str:
+    """A number in few characters: fixed point, or exponent form where that would show no digit of it."""
+    if not math.isfinite(value):
+        return str(value)
+    if value and digits and (abs(value) < 0.5 * 10**-digits or abs(value) >= 1e6):
+        return f"{value:.1e}"
+    return f"{value:.{digits}f}"

@@ -1,0 +1,107 @@
+"""The terminal's view of a run: a progress bar at the bottom, above it one aligned line for each step."""
+
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from siirl.observe.columns import COLUMNS, Column, cell, matches, number
+
+HEADER_EVERY = 20
+
+
+class ConsoleSink:
+    """Prints a line for each step; on a terminal also a progress bar.
+
+    total_steps: of the run; first_step: the last step already done (a resumed run), where the bar starts.
+    """
+
+    def __init__(self, total_steps: int, first_step: int = 0):
+        self._console = Console(file=sys.stdout, highlight=False)
+        self._columns: tuple[Column, ...] = ()
+        self._rows = 0
+        self._seen: dict[str, float] = {}
+        self._node_times: deque[dict[str, float]] = deque(maxlen=HEADER_EVERY)
+        self._progress: Progress | None = None
+        if self._console.is_terminal:
+            self._progress = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.percentage:3.0f}%"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self._console,
+                refresh_per_second=2,
+            )
+            self._task = self._progress.add_task("training", total=total_steps, completed=first_step)
+            self._progress.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._seen.update(values)
+        columns = tuple(column for column in COLUMNS if column.always or matches(column, self._seen))
+        if columns != self._columns or self._rows % HEADER_EVERY == 0:
+            self._columns = columns
+            self._print_node_times()
+            self._print(
+                "  ".join(f"{name:>{_width(name)}}" for name in ("step", *(c.header for c in columns))),
+                "bold",
+            )
+            self._rows = 0
+        cells = [str(step), *(cell(column, values) for column in columns)]
+        names = ("step", *(column.header for column in columns))
+        self._print("  ".join(f"{text:>{_width(name)}}" for name, text in zip(names, cells, strict=True)), "")
+        self._rows += 1
+        self._node_times.append({name: value for name, value in values.items() if name.startswith("time/")})
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def text(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Samples go to files, not to the terminal."""
+
+    def close(self) -> None:
+        if self._rows:
+            self._print_node_times()
+        if self._progress is not None:
+            self._progress.stop()
+
+    def _print_node_times(self) -> None:
+        """Mean time per node over the steps since the last header, and the share that is the engine's own."""
+        steps = [times for times in self._node_times if "time/step_s" in times]
+        self._node_times.clear()
+        total_s = sum(times["time/step_s"] for times in steps)
+        if not total_s:
+            return
+        means = {name: sum(times.get(name, 0.0) for times in steps) / len(steps) for name in steps[-1]}
+        nodes = {name: mean for name, mean in means.items() if name not in ("time/step_s", "time/overhead_s")}
+        parts = [
+            f"{name.removeprefix('time/').removesuffix('_s')} {number(mean, 2)}"
+            for name, mean in sorted(nodes.items(), key=lambda item: -item[1])
+            if mean >= 0.005 * total_s / len(steps)
+        ]
+        overhead = means.get("time/overhead_s")
+        if overhead is not None:
+            parts.append(f"overhead {100 * overhead * len(steps) / total_s:.1f}%")
+        self._print("      seconds a step: " + ", ".join(parts), "dim")
+
+    def _print(self, line: str, style: str) -> None:
+        if self._progress is not None:
+            self._progress.console.print(Text(line, style=style), soft_wrap=True)
+        else:
+            print(line, flush=True)
+
+
+def _width(name: str) -> int:
+    return max(7, len(name))

@@ -1,0 +1,101 @@
+"""Reads a run's metrics file and draws its reward curve."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from siirl.observe.columns import REWARD, VALIDATION_REWARD, Column, matches
+
+Series = dict[str, dict[int, float]]
+
+INK, TRAIN_COLOURS, VALIDATION_COLOURS = (
+    "#333333",
+    ("#8fb3d9", "#d9b38f", "#9cc9a0"),
+    ("#1f5a94", "#94531f", "#2f7d37"),
+)
+
+
+def read_series(metrics_jsonl: Path) -> Series:
+    """metric -> {step: value}; the last line for a step counts; a half-written last line is skipped."""
+    series: Series = {}
+    for line in metrics_jsonl.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        step = record.pop("step")
+        for name, value in record.items():
+            if value is not None:
+                series.setdefault(name, {})[step] = value
+    return series
+
+
+def of_column(series: Series, column: Column) -> Series:
+    """The series that fill a column of the table: one, or one for each agent."""
+    last: Mapping[str, float] = {name: 0.0 for name in series}
+    return {name: dict(sorted(series[name].items())) for name in matches(column, last)}
+
+
+def reward_curve_png(metrics_jsonl: Path, out_png: Path, title: str = "reward") -> Path:
+    """Draw training reward (with its moving mean) and validation reward over steps; return out_png."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    series = read_series(metrics_jsonl)
+    training, validation = of_column(series, REWARD), of_column(series, VALIDATION_REWARD)
+    figure = Figure(figsize=(8, 4.5), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for index, (name, points) in enumerate(training.items()):
+        colour = TRAIN_COLOURS[index % len(TRAIN_COLOURS)]
+        axes.plot(list(points), list(points.values()), color=colour, linewidth=0.8, alpha=0.55)
+        axes.plot(
+            list(points),
+            _moving_mean(list(points.values())),
+            color=colour,
+            linewidth=1.6,
+            label=_label(name, "training", training),
+        )
+    for index, (name, points) in enumerate(validation.items()):
+        colour = VALIDATION_COLOURS[index % len(VALIDATION_COLOURS)]
+        label = _label(name, "validation", validation)
+        axes.plot(
+            list(points),
+            list(points.values()),
+            color=colour,
+            linewidth=2,
+            marker="o",
+            markersize=4,
+            label=label,
+        )
+        step, value = list(points.items())[-1]
+        axes.annotate(
+            f"{value:.3g}",
+            (step, value),
+            xytext=(6, 0),
+            textcoords="offset points",
+            color=colour,
+            va="center",
+        )
+    axes.set_title(title, loc="left", color=INK)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.05)
+    if training or validation:
+        axes.legend(frameon=False, loc="best")
+    out_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out_png)
+    return out_png
+
+
+def _moving_mean(values: list[float], window: int = 9) -> list[float]:
+    """Centred moving mean; shorter windows at both ends."""
+    half = window // 2
+    slices = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(part) / len(part) for part in slices]
+
+
+def _label(name: str, kind: str, among: Series) -> str:
+    return kind if len(among) == 1 else f"{kind} {name.split('/')[0]}"

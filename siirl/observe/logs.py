@@ -1,0 +1,61 @@
+"""Logging of one worker: a rank prefix, a level from the environment, an optional file, quiet libraries."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+from siirl.errors import ConfigError
+
+QUIET = (
+    "httpx",
+    "urllib3",
+    "filelock",
+    "fsspec",
+    "matplotlib",
+    "PIL",
+    "asyncio",
+    "torch.distributed",
+    "tensorboard",
+)
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+class _CurrentStderr(logging.StreamHandler):
+    """Writes to whatever sys.stderr is now: a live progress bar replaces it, to print above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self):
+        return sys.stderr
+
+
+def setup_logging(rank: int, log_dir: Path) -> None:
+    """Configure the root logger of this process.
+
+    SIIRL_LOG_VERBOSITY: DEBUG, INFO (default), WARNING, ERROR or CRITICAL; ranks other than 0 write to their
+    own log files, all at the same level. SIIRL_LOGGING_FILENAME: also write there; a relative name is under
+    `log_dir`.
+    """
+    level = os.environ.get("SIIRL_LOG_VERBOSITY", "INFO").upper()
+    if level not in _LEVELS:
+        raise ConfigError(
+            f"SIIRL_LOG_VERBOSITY={level!r} is no logging level. Use one of {', '.join(_LEVELS)}."
+        )
+    line = f"%(asctime)s [rank {rank}] %(levelname).1s %(name)s: %(message)s"
+    handlers: list[logging.Handler] = [_CurrentStderr()]
+    if name := os.environ.get("SIIRL_LOGGING_FILENAME"):
+        path = Path(name).expanduser() if Path(name).expanduser().is_absolute() else log_dir / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(logging.FileHandler(path))
+        except OSError as error:
+            raise ConfigError(
+                f"SIIRL_LOGGING_FILENAME={name!r} cannot be written: {error}. Choose another file."
+            ) from error
+    logging.basicConfig(level=level, format=line, datefmt="%H:%M:%S", handlers=handlers, force=True)
+    logging.captureWarnings(True)
+    for noisy in QUIET:
+        logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -1,0 +1,269 @@
+"""Where metrics and sampled texts go: one protocol, one class per destination, one place that makes them."""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from siirl.errors import ConfigError
+from siirl.observe.console import ConsoleSink
+
+log = logging.getLogger(__name__)
+SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
+METRICS_FILE = "metrics.jsonl"
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Sink(Protocol):
+    """A destination. Rank 0 alone has sinks; calls come from one thread, with steps that do not fall."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the numbers of a step."""
+        ...
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        """Record samples: `name` is "train" or "validation"; each row has e.g. prompt, response, score."""
+        ...
+
+    def close(self) -> None:
+        """Write what is pending. The sink is not used afterwards."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What the destinations want to know of a run.
+
+    sample_dirs: kind of samples ("train", "validation") -> folder, where it is not the default one.
+    """
+
+    output_dir: Path
+    project: str
+    experiment: str
+    total_steps: int
+    first_step: int
+    config: dict[str, Any]
+    sample_dirs: Mapping[str, Path]
+
+
+class Sinks:
+    """All sinks of a run as one."""
+
+    def __init__(self, sinks: Sequence[Sink]):
+        self.sinks = list(sinks)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self.sinks:
+            sink.log(step, values)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        for sink in self.sinks:
+            sink.text(step, name, rows)
+
+    def close(self) -> None:
+        for sink in self.sinks:
+            sink.close()
+
+
+def make_sinks(names: Sequence[str], info: RunInfo) -> Sinks:
+    """The sinks that trainer.logger names, besides JSONL and sample files, which a run always has.
+
+    One whose package is missing is left out with a warning that names the package.
+    """
+    unknown = [name for name in names if name not in SINKS]
+    if unknown:
+        raise ConfigError(f"trainer.logger has {unknown}: unknown. Known are {', '.join(SINKS)}.")
+    sinks: list[Sink] = [
+        JsonlSink(info.output_dir / METRICS_FILE),
+        SampleSink(info.output_dir, info.sample_dirs),
+    ]
+    for name in dict.fromkeys(names):
+        try:
+            sinks.append(_make(name, info))
+        except ModuleNotFoundError as error:
+            log.warning(
+                "trainer.logger has %r, but its package is missing (%s): pip install %s",
+                name,
+                error.name,
+                name,
+            )
+    return Sinks(sinks)
+
+
+def _make(name: str, info: RunInfo) -> Sink:
+    match name:
+        case "console":
+            return ConsoleSink(info.total_steps, info.first_step)
+        case "tensorboard":
+            return TensorBoardSink(tensorboard_dir(info.output_dir))
+        case "wandb":
+            return WandbSink(info)
+        case "mlflow":
+            return MlflowSink(info)
+        case _:
+            return SwanlabSink(info)
+
+
+def tensorboard_dir(output_dir: Path) -> Path:
+    """TENSORBOARD_DIR, else a folder of the run."""
+    return Path(os.environ.get("TENSORBOARD_DIR") or output_dir / "tensorboard")
+
+
+class JsonlSink:
+    """One JSON object per call: step, time_s (since the epoch), metric: number, ...; NaN and inf are null.
+
+    Appends: a resumed run continues the file, and of two lines for one step and metric the later one counts.
+    """
+
+    def __init__(self, path: Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, "time_s": round(time.time(), 3), **numbers}) + "\n")
+        self._file.flush()
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        """Samples have files of their own."""
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class SampleSink:
+    """Sampled rows as files to read (step_N.txt) and to parse (step_N.jsonl), in a folder for each kind."""
+
+    def __init__(self, output_dir: Path, dirs: Mapping[str, Path]):
+        self._output_dir = output_dir
+        self._dirs = dirs
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers go elsewhere."""
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        folder = Path(self._dirs.get(name) or self._output_dir / "rollouts" / name)
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps({"step": step, **row}, ensure_ascii=False, default=str) for row in rows)
+        (folder / f"step_{step}.jsonl").write_text("".join(line + "\n" for line in lines))
+        (folder / f"step_{step}.txt").write_text(samples_text(rows))
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+
+def samples_text(rows: Rows) -> str:
+    """Samples for a reader: short values on the head line of a row, texts indented below."""
+    blocks = []
+    for index, row in enumerate(rows):
+        texts = {key: value for key, value in row.items() if isinstance(value, str)}
+        head = [f"{key}={_short(value)}" for key, value in row.items() if key not in texts]
+        body = [
+            f"  {key}:\n" + "".join(f"    {line}\n" for line in text.splitlines())
+            for key, text in texts.items()
+        ]
+        blocks.append(f"[{index}] {'  '.join(head)}\n{''.join(body)}")
+    return "\n".join(blocks)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class TensorBoardSink:
+    """TensorBoard event files."""
+
+    def __init__(self, folder: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), flush_secs=10)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        indented = "".join(f"    {line}\n" for line in samples_text(rows).splitlines())
+        self._writer.add_text(f"samples/{name}", indented, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases."""
+
+    def __init__(self, info: RunInfo):
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=info.project, name=info.experiment, config=info.config, dir=str(info.output_dir)
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        table = self._wandb.Table(
+            columns=columns, data=[[str(row.get(key)) for key in columns] for row in rows]
+        )
+        self._run.log({f"samples/{name}": table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """MLflow; metric names keep letters, digits and / . _ - only."""
+
+    def __init__(self, info: RunInfo):
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.set_experiment(info.project)
+        mlflow.start_run(run_name=info.experiment)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        clean = {
+            "".join(c if c.isalnum() or c in "/._-" else "_" for c in name): value
+            for name, value in values.items()
+        }
+        self._mlflow.log_metrics(clean, step=step)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        self._mlflow.log_text(samples_text(rows), f"samples/{name}/step_{step}.txt")
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class SwanlabSink:
+    """SwanLab."""
+
+    def __init__(self, info: RunInfo):
+        import swanlab
+
+        self._swanlab = swanlab
+        swanlab.init(
+            project=info.project,
+            experiment_name=info.experiment,
+            config=info.config,
+            logdir=str(info.output_dir / "swanlab"),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(values), step=step)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        self._swanlab.log({f"samples/{name}": self._swanlab.Text(samples_text(rows))}, step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
