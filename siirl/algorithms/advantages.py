@@ -1,0 +1,315 @@
+"""Advantage estimators, picked by `algorithm.adv_estimator`.
+
+Legend: B rows on this rank, T response tokens, G groups (prompts). An estimator is a pure function of the
+fields that it needs; none communicates. Where a formula needs sums over the whole batch (whitening), the
+estimator declares an `AcrossRanks` step, and `compute_advantage` lets the caller add the sums up.
+
+`response_mask` marks the tokens that the policy produced; tokens between them (tool output) are not steps of
+the policy: discounting skips them, and a reward given at one of them counts for the policy's last token
+before it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from siirl.algorithms.groups import Groups
+from siirl.algorithms.registry import Registry, option_names, pick_options
+
+
+class Advantages(NamedTuple):
+    """advantage_BT: zero where response_mask is False. return_BT: target of the value function, with a critic
+    only."""
+
+    advantage_BT: Tensor
+    return_BT: Tensor | None = None
+
+
+class AcrossRanks(NamedTuple):
+    """A last step that needs the whole batch. Totals are float64 vectors that add up over ranks.
+
+    sums(advantage_BT, mask_BT) -> totals of this rank; apply(advantage_BT, mask_BT, totals of all ranks) ->
+    advantage_BT.
+    """
+
+    sums: Callable[[Tensor, Tensor], Tensor]
+    apply: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AdvantageSpec:
+    """A named estimator.
+
+    needs: batch fields, handed to `fn` by position, in this order. options: scalars of the configuration, by
+    keyword. group_baseline: rewards are compared within a prompt, so that it needs at least two samples.
+    """
+
+    name: str
+    fn: Callable[..., Advantages]
+    needs: tuple[str, ...]
+    options: tuple[str, ...]
+    group_baseline: bool
+    across_ranks: AcrossRanks | None
+
+
+ADVANTAGES: Registry[AdvantageSpec] = Registry("advantage estimator", "algorithm.adv_estimator")
+
+
+def register_advantage(
+    name: str, needs: tuple[str, ...], across_ranks: AcrossRanks | None = None
+) -> Callable[[Callable[..., Advantages]], Callable[..., Advantages]]:
+    """Make a function known as an estimator; see AdvantageSpec for what the arguments mean.
+
+    The function takes the needed fields by position and its options as keyword-only parameters.
+    """
+
+    def add(fn: Callable[..., Advantages]) -> Callable[..., Advantages]:
+        group_baseline = "group_id" in needs
+        ADVANTAGES.add(AdvantageSpec(name, fn, needs, option_names(fn), group_baseline, across_ranks))
+        return fn
+
+    return add
+
+
+def compute_advantage(
+    name: str,
+    fields: Mapping[str, Tensor],
+    options: Mapping[str, Any],
+    all_sum: Callable[[Tensor], Tensor] = lambda totals: totals,
+) -> Advantages:
+    """Run a named estimator on this rank's rows.
+
+    fields: at least what the estimator needs, and response_mask. options: scalars offered; each estimator
+    takes what it declares. all_sum: adds a float64 vector over the ranks that hold rows; called once by
+    estimators with an AcrossRanks step, also by ranks without rows, and by no others. ConfigError for an
+    unknown name.
+    """
+    spec = ADVANTAGES.get(name)
+    result = spec.fn(*(fields[field] for field in spec.needs), **pick_options(name, spec.fn, options))
+    if spec.across_ranks is None:
+        return result
+    mask_BT = fields["response_mask"].bool()
+    totals = all_sum(spec.across_ranks.sums(result.advantage_BT, mask_BT))
+    return Advantages(spec.across_ranks.apply(result.advantage_BT, mask_BT, totals), result.return_BT)
+
+
+def _moments(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    kept = advantage_BT[mask_BT].double()
+    return torch.stack([kept.new_tensor(float(kept.numel())), kept.sum(), (kept**2).sum()])
+
+
+def _whiten(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
+    count, total, total_sq = totals.to(advantage_BT.device).unbind()
+    mean = total / count.clamp(min=1)
+    variance = (total_sq - count * mean**2).clamp(min=0) / (count - 1).clamp(min=1)
+    white_BT = (advantage_BT.double() - mean) * torch.rsqrt(variance + 1e-8)
+    return torch.where(mask_BT, white_BT, 0).to(advantage_BT.dtype)
+
+
+def _row_counts(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    trained_B = mask_BT.any(-1)
+    with_signal_B = ((advantage_BT != 0) & mask_BT).any(-1)
+    return torch.stack([trained_B.sum(), with_signal_B.sum()]).double()
+
+
+def _upweight_signal(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
+    rows, rows_with_signal = totals.to(advantage_BT.device).unbind()
+    return (advantage_BT * (rows / rows_with_signal.clamp(min=1))).to(advantage_BT.dtype)
+
+
+WHITEN = AcrossRanks(_moments, _whiten)
+"""Zero mean and unit variance (n - 1) over all trained tokens of the batch."""
+
+UPWEIGHT_SIGNAL = AcrossRanks(_row_counts, _upweight_signal)
+"""Scale by rows / rows with a non-zero advantage, so that rows without signal do not shrink the step."""
+
+
+def _over_tokens(value_B: Tensor, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.where(mask_BT.bool(), value_B[:, None], 0).to(dtype)
+
+
+def _less_group_mean(reward_BT: Tensor, group_id_B: Tensor) -> tuple[Tensor, Tensor, Groups]:
+    score_B = reward_BT.double().sum(-1)
+    groups = Groups.of(group_id_B)
+    return score_B - groups.rows(groups.mean(score_B)), score_B, groups
+
+
+@register_advantage("grpo", needs=("reward", "response_mask", "group_id"))
+def grpo(
+    reward_BT: Tensor,
+    response_mask_BT: Tensor,
+    group_id_B: Tensor,
+    *,
+    norm_adv_by_std_in_grpo: bool,
+    epsilon: float = 1e-6,
+) -> Advantages:
+    """Outcome less the group's mean, over the group's standard deviation if asked, the same for all tokens of
+    a row.
+
+    A group of one row, or of equal outcomes, has advantage 0: it carries no signal.
+    Source: DeepSeekMath (2024), section 4.1.2; without the deviation: Dr. GRPO, "Understanding R1-Zero-Like
+    Training" (2025).
+    """
+    advantage_B, score_B, groups = _less_group_mean(reward_BT, group_id_B)
+    if norm_adv_by_std_in_grpo:
+        advantage_B = advantage_B / (groups.rows(groups.std(score_B)) + epsilon)
+    return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
+
+
+@register_advantage("rloo", needs=("reward", "response_mask", "group_id"))
+def rloo(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Advantages:
+    """Outcome less the mean outcome of the other rows of the group; 0 for a group of one row.
+
+    Equal to n / (n - 1) times the distance from the group's mean. Source: "Back to Basics" (2024), section 3.
+    """
+    advantage_B, _, groups = _less_group_mean(reward_BT, group_id_B)
+    scale_G = groups.count_G / (groups.count_G - 1).clamp(min=1)
+    return Advantages(_over_tokens(advantage_B * groups.rows(scale_G), response_mask_BT, reward_BT.dtype))
+
+
+@register_advantage("opo", needs=("reward", "response_mask", "group_id"))
+def opo(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Advantages:
+    """Outcome less the length-weighted mean outcome of the group, the baseline of least gradient variance.
+
+    Length: trained tokens of the row. Source: "On-Policy RL with Optimal Reward Baseline" (2025), equation 8.
+    """
+    score_B = reward_BT.double().sum(-1)
+    length_B = response_mask_BT.double().sum(-1)
+    groups = Groups.of(group_id_B)
+    baseline_G = groups.sum(length_B * score_B) / groups.sum(length_B).clamp(min=1)
+    return Advantages(_over_tokens(score_B - groups.rows(baseline_G), response_mask_BT, reward_BT.dtype))
+
+
+@register_advantage("gpg", needs=("reward", "response_mask", "group_id"), across_ranks=UPWEIGHT_SIGNAL)
+def gpg(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Advantages:
+    """Outcome less the group's mean, scaled up by the share of rows without signal in the whole batch.
+
+    Source: "GPG: Group Policy Gradient" (2025), equation 7 with F_norm = 1; alpha is the AcrossRanks step.
+    """
+    advantage_B, _, _ = _less_group_mean(reward_BT, group_id_B)
+    return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
+
+
+@register_advantage("grpo_passk", needs=("reward", "response_mask", "group_id"))
+def grpo_passk(
+    reward_BT: Tensor,
+    response_mask_BT: Tensor,
+    group_id_B: Tensor,
+    *,
+    norm_adv_by_std_in_grpo: bool,
+    epsilon: float = 1e-6,
+) -> Advantages:
+    """The best row of a group gets its lead over the second best; all others get 0.
+
+    Ties for the best have no lead: the whole group gets 0.
+    Source: "Optimizing Language Models for Inference Time Objectives using Reinforcement Learning" (2025),
+    leave-one-out pass@k.
+    """
+    score_B = reward_BT.double().sum(-1)
+    groups = Groups.of(group_id_B)
+    best_B = score_B == groups.rows(groups.max(score_B))
+    several_best_G = groups.sum(best_B) > 1
+    rest_B = score_B.masked_fill(best_B, -torch.inf)
+    second_G = torch.where(several_best_G, groups.max(score_B), groups.max(rest_B))
+    second_G = torch.where(groups.count_G > 1, second_G, groups.max(score_B))
+    advantage_B = torch.where(best_B, score_B - groups.rows(second_G), 0)
+    if norm_adv_by_std_in_grpo:
+        advantage_B = advantage_B / (groups.rows(groups.std(score_B)) + epsilon)
+    return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
+
+
+def discounted_sum(value_BT: Tensor, discount: float) -> Tensor:
+    """out[t] = sum over k >= t of discount^(k - t) * value[k], shape [B, T], in O(log T) vector operations.
+
+    Doubles the window each round; all factors are powers of `discount` <= 1, so nothing is divided and
+    rounding does not grow with T.
+    """
+    step, factor = 1, discount
+    while step < value_BT.shape[-1] and factor != 0:
+        value_BT = value_BT + factor * pad(value_BT[:, step:], (0, step))
+        step, factor = 2 * step, factor * factor
+    return value_BT
+
+
+class _PolicySteps(NamedTuple):
+    """The trained tokens of each row moved together: step s of row b is its s-th trained token. float64 [B,
+    T]."""
+
+    reward_BT: Tensor
+    value_BT: Tensor
+    step_BT: Tensor  # of each token: the step that it belongs to, -1 before the first
+    mask_BT: Tensor
+
+    def unpack(self, x_BT: Tensor) -> Tensor:
+        return torch.where(self.mask_BT, x_BT.gather(-1, self.step_BT.clamp(min=0)), 0)
+
+
+def _policy_steps(reward_BT: Tensor, mask_BT: Tensor, value_BT: Tensor | None = None) -> _PolicySteps:
+    mask_BT = mask_BT.bool()
+    num_rows, width = mask_BT.shape
+    step_BT = mask_BT.long().cumsum(-1) - 1
+    packed = reward_BT.new_zeros(2, num_rows, width + 1, dtype=torch.float64)
+    outside = width  # a column for what belongs to no step, cut off below
+    packed[0].scatter_add_(-1, step_BT.masked_fill(step_BT < 0, outside), reward_BT.double())
+    if value_BT is not None:
+        packed[1].scatter_(-1, step_BT.masked_fill(~mask_BT, outside), value_BT.double())
+    return _PolicySteps(packed[0, :, :-1], packed[1, :, :-1], step_BT, mask_BT)
+
+
+@register_advantage("gae", needs=("reward", "value", "response_mask"), across_ranks=WHITEN)
+def gae(
+    reward_BT: Tensor, value_BT: Tensor, response_mask_BT: Tensor, *, gamma: float, lam: float
+) -> Advantages:
+    """Generalised advantage estimate and its return (advantage + value); the advantage is whitened over the
+    batch.
+
+    The value after a row's last trained token is 0, also for truncated rows.
+    Source: Schulman et al., "High-Dimensional Continuous Control Using GAE" (2015), equation 16.
+    """
+    steps = _policy_steps(reward_BT, response_mask_BT, value_BT)
+    next_value_BT = pad(steps.value_BT[:, 1:], (0, 1))
+    delta_BT = steps.reward_BT + gamma * next_value_BT - steps.value_BT
+    advantage_BT = discounted_sum(delta_BT, gamma * lam)
+    return_BT = advantage_BT + steps.value_BT
+    dtype = reward_BT.dtype
+    return Advantages(steps.unpack(advantage_BT).to(dtype), steps.unpack(return_BT).to(dtype))
+
+
+def _reward_to_go(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
+    steps = _policy_steps(reward_BT, mask_BT)
+    return steps.unpack(discounted_sum(steps.reward_BT, gamma))
+
+
+@register_advantage("reinforce_plus_plus", needs=("reward", "response_mask"), across_ranks=WHITEN)
+def reinforce_plus_plus(reward_BT: Tensor, response_mask_BT: Tensor, *, gamma: float) -> Advantages:
+    """Discounted reward to go (KL penalties included when they are in the reward), whitened over the batch.
+
+    Source: "REINFORCE++" (2025), equations 6 to 8.
+    """
+    return Advantages(_reward_to_go(reward_BT, response_mask_BT, gamma).to(reward_BT.dtype))
+
+
+@register_advantage(
+    "reinforce_plus_plus_baseline", needs=("reward", "response_mask", "group_id"), across_ranks=WHITEN
+)
+def reinforce_plus_plus_baseline(
+    reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor
+) -> Advantages:
+    """Outcome less the group's mean, whitened over the batch rather than by the group's deviation.
+
+    Source: "REINFORCE++" (2025), the variant with baseline.
+    """
+    advantage_B, _, _ = _less_group_mean(reward_BT, group_id_B)
+    return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
+
+
+@register_advantage("remax", needs=("reward", "response_mask", "baseline_score"))
+def remax(reward_BT: Tensor, response_mask_BT: Tensor, baseline_score_B: Tensor) -> Advantages:
+    """Reward to go less the score of the prompt's greedy response. Source: "ReMax" (2023), equation 4."""
+    to_go_BT = _reward_to_go(reward_BT, response_mask_BT, 1.0)
+    baseline_BT = _over_tokens(baseline_score_B.double(), response_mask_BT, torch.float64)
+    return Advantages((to_go_BT - baseline_BT).to(reward_BT.dtype))

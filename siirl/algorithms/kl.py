@@ -1,0 +1,170 @@
+"""Estimates of KL(policy || reference) from sampled tokens, and the controllers of its coefficient.
+
+Legend: B rows on this rank, T response tokens, N packed tokens, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from siirl.errors import ConfigError
+
+MAX_LOG_RATIO = 20.0  # exp of it is finite in fp32, bf16 and fp16 accumulations alike
+
+
+def kl_k1(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
+    """Per-token k1 estimate, log ratio: unbiased, may be negative; as a loss its expected gradient is 0."""
+    return log_prob_BT - ref_log_prob_BT
+
+
+def kl_abs(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
+    """Absolute log ratio per token, in nats: a distance, not an estimate of KL."""
+    return (log_prob_BT - ref_log_prob_BT).abs()
+
+
+def kl_k2(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
+    """Per-token k2 estimate, half the squared log ratio: biased, but its gradient is an unbiased gradient of
+    KL."""
+    return 0.5 * (log_prob_BT - ref_log_prob_BT) ** 2
+
+
+def kl_k3(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
+    """Per-token k3 estimate: non-negative and unbiased. Exact: overflows where the log ratio passes 88 in
+    fp32."""
+    log_ratio_BT = ref_log_prob_BT - log_prob_BT
+    return torch.expm1(log_ratio_BT) - log_ratio_BT
+
+
+def low_var_kl(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
+    """k3 bounded as the field trains with it: log ratio within 20 nats, estimate at most 10; no gradient
+    beyond."""
+    log_ratio_BT = (ref_log_prob_BT - log_prob_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return (torch.expm1(log_ratio_BT) - log_ratio_BT).clamp(max=10.0)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "kl": kl_k1,
+    "k1": kl_k1,
+    "abs": kl_abs,
+    "mse": kl_k2,
+    "k2": kl_k2,
+    "k3": kl_k3,
+    "low_var_kl": low_var_kl,
+}
+
+
+def kl_estimate(name: str, log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
+    """Per-token estimate of KL(policy || reference), in nats, shape [B, T], with gradient; not masked.
+
+    A name ending in "+" keeps the estimate's value and takes the gradient of k2, which is unbiased for the
+    gradient of KL (that of k1 is 0 in expectation, that of k3 is the gradient of the reverse KL). No
+    communication.
+    Sources: Schulman, "Approximating KL divergence" (2020); "Rethinking KL Regularization in RLHF" (2025).
+    """
+    estimator = KL_ESTIMATORS.get(name.removesuffix("+"))
+    if estimator is None:
+        raise ConfigError(
+            f"KL estimator {name!r} is not known: known are {', '.join(KL_ESTIMATORS)}, "
+            f"each also with a '+' at the end (its value with the gradient of k2)."
+        )
+    if not name.endswith("+"):
+        return estimator(log_prob_BT, ref_log_prob_BT)
+    k2_BT = kl_k2(log_prob_BT, ref_log_prob_BT)
+    value_BT = estimator(log_prob_BT.detach(), ref_log_prob_BT)
+    return value_BT + (k2_BT - k2_BT.detach())
+
+
+def kl_full(logits_NV: Tensor, ref_logits_NV: Tensor) -> Tensor:
+    """Exact KL(policy || reference) over the vocabulary at each token, in nats, fp32 [N], with gradient."""
+    log_p_NV = logits_NV.float().log_softmax(-1)
+    log_q_NV = ref_logits_NV.float().log_softmax(-1)
+    return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1)
+
+
+def kl_in_reward(
+    reward_BT: Tensor,
+    log_prob_BT: Tensor,
+    ref_log_prob_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    kl_penalty: str,
+    kl_coef: float,
+) -> tuple[Tensor, Tensor]:
+    """Reward less kl_coef times the KL estimate at each trained token: (reward_BT, kl_BT), both without
+    gradient.
+
+    kl_BT is zero where the mask is. Source: "Fine-Tuning Language Models from Human Preferences" (2019),
+    equation 2.
+    """
+    kl_BT = kl_estimate(kl_penalty, log_prob_BT.detach(), ref_log_prob_BT)
+    kl_BT = torch.where(mask_BT.bool(), kl_BT, 0)
+    return reward_BT - kl_coef * kl_BT, kl_BT
+
+
+@dataclass
+class FixedKl:
+    """A KL coefficient that stays as it is."""
+
+    coef: float
+
+    def update(self, kl: float, num_steps: int) -> None:
+        """Nothing to do."""
+
+    def state_dict(self) -> dict[str, float]:
+        """{"coef": ...}"""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Keep the configured coefficient: it may have been changed on purpose between two runs."""
+
+
+@dataclass
+class AdaptiveKl:
+    """A KL coefficient that moves in proportion to the relative distance of the measured KL from a target.
+
+    target: nats per token; horizon: in samples. Source: Ziegler et al. (2019), section 2.2.
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def update(self, kl: float, num_steps: int) -> None:
+        """Adjust after a step: kl is its mean KL over the whole batch (the same on all ranks), num_steps its
+        rows."""
+        if not math.isfinite(kl):
+            return
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * num_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """{"coef": ...}, so that a resumed run goes on with the coefficient it had."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Take the coefficient from a checkpoint."""
+        self.coef = state["coef"]
+
+
+KlController = FixedKl | AdaptiveKl
+
+
+def kl_controller(
+    kind: Literal["fixed", "adaptive"], kl_coef: float, target_kl: float, horizon: float
+) -> KlController:
+    """The controller that `algorithm.kl_ctrl` describes. ConfigError for another kind or sizes that cannot
+    work."""
+    if kind == "fixed":
+        return FixedKl(kl_coef)
+    if kind != "adaptive":
+        raise ConfigError(f"algorithm.kl_ctrl.type={kind!r} is not known: known are fixed, adaptive.")
+    if target_kl <= 0 or horizon <= 0:
+        raise ConfigError(
+            f"algorithm.kl_ctrl: target_kl={target_kl} and horizon={horizon} must be positive: the adaptive "
+            f"controller divides by both. Set them, or type=fixed."
+        )
+    return AdaptiveKl(kl_coef, target_kl, horizon)

@@ -1,0 +1,241 @@
+"""Policy losses, picked by `actor_rollout_ref.actor.policy_loss.loss_mode`.
+
+Legend: B rows of a micro-batch, T response tokens. Each is a pure function of (log_prob_BT, old_log_prob_BT,
+advantage_BT, mask_BT) and keyword-only options; it returns the loss of every token, to be aggregated by
+`aggregate_loss`. Only log_prob_BT carries gradient. With one optimizer step per rollout batch the caller may
+pass log_prob_BT.detach() as the old one. Sequence-level losses give each token of a row the row's value.
+Nothing communicates, and no token depends on another row, so any split of the rows gives the same loss.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from siirl.algorithms.aggregate import TokenLoss, masked_row_mean
+from siirl.algorithms.kl import MAX_LOG_RATIO
+from siirl.algorithms.registry import Registry, option_names, pick_options
+
+PolicyLossFn = Callable[..., TokenLoss]
+
+
+@dataclass(frozen=True)
+class PolicyLossSpec:
+    """A named policy loss. options: what it takes from the configuration; paper_mode: the paper's
+    aggregation."""
+
+    name: str
+    fn: PolicyLossFn
+    options: tuple[str, ...]
+    paper_mode: str
+
+
+POLICY_LOSSES: Registry[PolicyLossSpec] = Registry(
+    "policy loss", "actor_rollout_ref.actor.policy_loss.loss_mode"
+)
+
+
+def register_policy_loss(
+    *names: str, paper_mode: str = "token-mean"
+) -> Callable[[PolicyLossFn], PolicyLossFn]:
+    """Make a function known as a policy loss, under one or several names."""
+
+    def add(fn: PolicyLossFn) -> PolicyLossFn:
+        for name in names:
+            POLICY_LOSSES.add(PolicyLossSpec(name, fn, option_names(fn), paper_mode))
+        return fn
+
+    return add
+
+
+def compute_policy_loss(
+    name: str,
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    options: Mapping[str, Any],
+) -> TokenLoss:
+    """Run a named policy loss; it takes of `options` what it declares. ConfigError for an unknown name."""
+    spec = POLICY_LOSSES.get(name)
+    picked = pick_options(name, spec.fn, options)
+    return spec.fn(log_prob_BT, old_log_prob_BT, advantage_BT, mask_BT.bool(), **picked)
+
+
+def _log_ratio(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
+    return (log_prob_BT - old_log_prob_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _stats(log_ratio_BT: Tensor, **clipped_BT: Tensor) -> dict[str, Tensor]:
+    """ratio; ppo_kl: k1 estimate of KL(old || policy); approx_kl: its k3 estimate; and 0/1 columns per
+    clip."""
+    log_ratio_BT = log_ratio_BT.detach()
+    ratio_BT = log_ratio_BT.exp()
+    stats = {
+        "ratio": ratio_BT,
+        "ppo_kl": -log_ratio_BT,
+        "approx_kl": torch.expm1(log_ratio_BT) - log_ratio_BT,
+    }
+    return stats | {name: flag_BT.detach().to(ratio_BT.dtype) for name, flag_BT in clipped_BT.items()}
+
+
+@register_policy_loss("vanilla")
+def vanilla(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+) -> TokenLoss:
+    """PPO's clipped objective, with separate bounds (clip-higher) and a floor for negative advantages (dual
+    clip).
+
+    With r the ratio and A the advantage: -min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at most -c
+    A. clip_fraction: tokens whose gradient the bounds cut; clip_fraction_lower: those that the floor cuts.
+    Sources: PPO (2017), equation 7; DAPO (2025), equation 10; dual clip: "Mastering Complex Control in MOBA
+    Games" (2020).
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    ratio_BT = log_ratio_BT.exp()
+    plain_BT = -advantage_BT * ratio_BT
+    clipped_BT = -advantage_BT * ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    bounded_BT = torch.maximum(plain_BT, clipped_BT)
+    floor_BT = -advantage_BT * clip_ratio_c
+    negative_BT = advantage_BT < 0
+    loss_BT = torch.where(negative_BT, torch.minimum(bounded_BT, floor_BT), bounded_BT)
+    stats = _stats(
+        log_ratio_BT,
+        clip_fraction=clipped_BT > plain_BT,
+        clip_fraction_lower=negative_BT & (bounded_BT > floor_BT),
+    )
+    return TokenLoss(loss_BT, stats)
+
+
+@register_policy_loss("gspo", paper_mode="seq-mean-token-mean")
+def gspo(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> TokenLoss:
+    """Clipped objective of the row's length-normalised likelihood ratio (the geometric mean over its tokens).
+
+    Typical bounds are about 3e-4 and 4e-4. Source: "Group Sequence Policy Optimization" (2025), equations 5
+    and 7.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    ratio_BT = masked_row_mean(log_ratio_BT, mask_BT).exp()[:, None].expand_as(log_ratio_BT)
+    plain_BT = -advantage_BT * ratio_BT
+    clipped_BT = -advantage_BT * ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    stats = _stats(log_ratio_BT, clip_fraction=clipped_BT > plain_BT)
+    return TokenLoss(torch.maximum(plain_BT, clipped_BT), stats | {"sequence_ratio": ratio_BT.detach()})
+
+
+@register_policy_loss("gmpo", "geo_mean", paper_mode="seq-mean-token-mean")
+def gmpo(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> TokenLoss:
+    """Geometric mean over a row of token ratios, each clipped against the sign of the advantage, times the
+    advantage.
+
+    The bounds are in log space: clip_ratio_low = clip_ratio_high = 0.4 is the paper's (e^-0.4, e^0.4).
+    Source: "Geometric-Mean Policy Optimization" (2025), equation 4.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    bounded_BT = log_ratio_BT.clamp(-clip_ratio_low, clip_ratio_high)
+    sign_BT = advantage_BT.sign()
+    kept_BT = sign_BT * torch.minimum(sign_BT * log_ratio_BT, sign_BT * bounded_BT)
+    ratio_B = masked_row_mean(kept_BT, mask_BT).exp()
+    advantage_B = masked_row_mean(advantage_BT, mask_BT)
+    loss_BT = (-advantage_B * ratio_B)[:, None].expand_as(log_ratio_BT)
+    cut_BT = (sign_BT != 0) & (sign_BT * bounded_BT < sign_BT * log_ratio_BT)
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=cut_BT))
+
+
+@register_policy_loss("cispo")
+def cispo(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> TokenLoss:
+    """REINFORCE with a clipped importance weight that takes no gradient, so that no token loses its own.
+
+    Source: "MiniMax-M1" (2025), equations 4 and 5.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    ratio_BT = log_ratio_BT.detach().exp()
+    weight_BT = ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    stats = _stats(log_ratio_BT, clip_fraction=weight_BT != ratio_BT)
+    return TokenLoss(-weight_BT * advantage_BT * log_prob_BT, stats)
+
+
+@register_policy_loss("sapo", paper_mode="seq-mean-token-mean")
+def sapo(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    tau_pos: float,
+    tau_neg: float,
+) -> TokenLoss:
+    """A soft gate on the ratio instead of a clip: -A * 4 / tau * sigmoid(tau (r - 1)), tau by the sign of A.
+
+    At r = 1 its gradient is that of the plain objective. Source: "Soft Adaptive Policy Optimization" (2025),
+    equation 5.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    tau_BT = torch.full_like(advantage_BT, tau_neg).masked_fill(advantage_BT > 0, tau_pos)
+    gate_BT = torch.sigmoid(tau_BT * torch.expm1(log_ratio_BT)) * 4 / tau_BT
+    return TokenLoss(-gate_BT * advantage_BT, _stats(log_ratio_BT))
+
+
+@register_policy_loss("gpg")
+def gpg(log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> TokenLoss:
+    """Plain policy gradient, -A log pi: no ratio and no clip. Source: "GPG: Group Policy Gradient" (2025),
+    equation 7."""
+    return TokenLoss(-advantage_BT * log_prob_BT, _stats(_log_ratio(log_prob_BT, old_log_prob_BT)))
+
+
+@register_policy_loss("cpgd")
+def cpgd(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    policy_drift_coeff: float,
+) -> TokenLoss:
+    """Clipped log ratio times advantage, and a penalty on the drift from the old policy.
+
+    -min(log r A, clip(log r, log(1 - low), log(1 + high)) A) + policy_drift_coeff * (r - 1 - log r), the last
+    term being the k3 estimate of KL(old || policy) on the old policy's samples.
+    Source: "CPGD: Clipped Policy Gradient Optimization with Policy Drift" (2025), section 3.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    bounded_BT = log_ratio_BT.clamp(math.log1p(-clip_ratio_low), math.log1p(clip_ratio_high))
+    plain_BT, clipped_BT = -advantage_BT * log_ratio_BT, -advantage_BT * bounded_BT
+    drift_BT = torch.expm1(log_ratio_BT) - log_ratio_BT
+    loss_BT = torch.maximum(plain_BT, clipped_BT) + policy_drift_coeff * drift_BT
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=clipped_BT > plain_BT))

@@ -1,0 +1,114 @@
+"""Log-probs and entropy from logits or hidden states, against torch's own softmax in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from siirl.algorithms.log_probs import linear_log_prob_entropy, log_prob_and_entropy
+
+NUM_TOKENS, HIDDEN, VOCABULARY, TEMPERATURE = 23, 6, 19, 0.7
+
+
+def reference(logits: Tensor, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    log_p = torch.log_softmax(logits.double() / temperature, -1)
+    return log_p.gather(-1, target[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(NUM_TOKENS, HIDDEN, generator=generator, dtype=torch.float64) * scale
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+    target = torch.randint(VOCABULARY, (NUM_TOKENS,), generator=generator)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("chunk", [1, 7, NUM_TOKENS, 100])
+def test_hidden_states_give_the_values_and_gradients_of_full_logits(chunk, keep_logits):
+    hidden, weight, target = inputs(torch.float64)
+    log_prob, entropy = linear_log_prob_entropy(
+        hidden, weight, target, TEMPERATURE, chunk=chunk, keep_logits=keep_logits
+    )
+    mix = torch.linspace(-1, 1, NUM_TOKENS, dtype=torch.float64)
+    got = torch.autograd.grad((mix * log_prob + mix.flip(0) * entropy).sum(), (hidden, weight))
+    want_log_prob, want_entropy = reference(hidden @ weight.t(), target, TEMPERATURE)
+    want = torch.autograd.grad((mix * want_log_prob + mix.flip(0) * want_entropy).sum(), (hidden, weight))
+    torch.testing.assert_close(log_prob, want_log_prob, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(entropy, want_entropy, rtol=1e-10, atol=1e-10)
+    for got_grad, want_grad in zip(got, want, strict=True):
+        torch.testing.assert_close(got_grad, want_grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [5, 100])
+def test_logits_give_the_values_and_gradients_of_the_softmax(chunk):
+    hidden, weight, target = inputs(torch.float64)
+    logits = (hidden @ weight.t()).detach().requires_grad_()
+    log_prob, entropy = log_prob_and_entropy(logits, target, TEMPERATURE, chunk=chunk)
+    got = torch.autograd.grad((log_prob.square() + 3 * entropy).sum(), logits)[0]
+    want_log_prob, want_entropy = reference(logits, target, TEMPERATURE)
+    want = torch.autograd.grad((want_log_prob.square() + 3 * want_entropy).sum(), logits)[0]
+    torch.testing.assert_close(log_prob, want_log_prob, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_bf16_logits_lose_nothing_beyond_their_own_rounding():
+    hidden, weight, target = inputs(torch.float64, scale=8.0)
+    logits = (hidden @ weight.t()).bfloat16()
+    log_prob, entropy = log_prob_and_entropy(logits, target, 1.0)
+    want_log_prob, want_entropy = reference(logits, target, 1.0)
+    assert log_prob.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(log_prob.double(), want_log_prob, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-5, atol=1e-5)
+
+
+def test_extreme_logits_stay_finite():
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-3e4, -3e4, -3e4]], requires_grad=True)
+    log_prob, entropy = log_prob_and_entropy(logits, torch.tensor([1, 2]), 1.0)
+    (log_prob.sum() + entropy.sum()).backward()
+    torch.testing.assert_close(log_prob, torch.tensor([-2e4, -1.0986123]))
+    torch.testing.assert_close(entropy, torch.tensor([0.0, 1.0986123]))
+    assert logits.grad.isfinite().all()
+
+
+def test_entropy_takes_no_gradient_unless_asked():
+    hidden, weight, target = inputs(torch.float32)
+    log_prob, entropy = linear_log_prob_entropy(hidden, weight, target, 1.0, entropy_grad=False)
+    assert not entropy.requires_grad and log_prob.requires_grad
+    plain, none = linear_log_prob_entropy(hidden, weight, target, 1.0, with_entropy=False)
+    assert none is None
+    torch.testing.assert_close(plain, log_prob)
+    got = torch.autograd.grad(plain.sum(), (hidden, weight))
+    want = torch.autograd.grad(log_prob.sum(), (hidden, weight))
+    for got_grad, want_grad in zip(got, want, strict=True):
+        torch.testing.assert_close(got_grad, want_grad)
+
+
+def test_the_entropy_alone_can_be_trained():
+    hidden, weight, target = inputs(torch.float64)
+    got = torch.autograd.grad(linear_log_prob_entropy(hidden, weight, target, 2.0)[1].sum(), hidden)[0]
+    want = torch.autograd.grad(reference(hidden @ weight.t(), target, 2.0)[1].sum(), hidden)[0]
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, weight, target = inputs(torch.float32)
+    linear_log_prob_entropy(hidden, weight.detach(), target, 1.0)[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+def test_zero_tokens_give_zero_gradients():
+    hidden, weight, target = inputs(torch.float32)
+    log_prob, entropy = linear_log_prob_entropy(hidden[:0], weight, target[:0], 1.0)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert log_prob.shape == (0,) and weight.grad.abs().sum() == 0
+
+
+def test_memory_is_bounded_by_the_chunk_in_forward_and_backward(monkeypatch):
+    from siirl.algorithms import log_probs
+
+    rows = []
+    shifted = log_probs._shifted
+    monkeypatch.setattr(log_probs, "_shifted", lambda logits, t: rows.append(len(logits)) or shifted(logits, t))
+    hidden, weight, target = inputs(torch.float32)
+    linear_log_prob_entropy(hidden, weight, target, 1.0, chunk=4)[0].sum().backward()
+    assert max(rows) == 4 and sum(rows) == 2 * NUM_TOKENS
