@@ -1,0 +1,177 @@
+"""Groups actor_rollout_ref.actor and actor_rollout_ref.ref."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config.common import (
+    MEGATRON,
+    CheckpointConfig,
+    ForwardFSDPConfig,
+    FSDPConfig,
+    MegatronConfig,
+    OptimConfig,
+)
+from siirl.config.keys import group, key
+
+EMBODIED = "embodied agents"
+ULYSSES = "Ulysses sequence parallelism"
+PROFILER = "the profiler"
+MORE_LOSSES = "policy losses other than vanilla"
+KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+STRATEGIES = ("fsdp",)
+LATER_STRATEGIES = {"megatron": MEGATRON}
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+REMOVED_MICRO_BATCH = "a size over all ranks depends on their number; set {} (rows on each rank)"
+UNUSED_COMPILE = "the fsdp engine does not use torch.compile"
+UNUSED_CHUNKING = "entropy is always computed in chunks that are recomputed in the backward pass"
+NO_BACKWARD = "the reference model is never trained"
+
+
+@dataclass(frozen=True)
+class PolicyLossConfig:
+    """Which policy loss, and what it needs beyond the clip ratios."""
+
+    loss_mode: str = key(
+        "vanilla",
+        "policy loss",
+        choices=("vanilla",),
+        later_choices=dict.fromkeys(
+            ("gspo", "gmpo", "geo_mean", "cispo", "sapo", "clip_cov", "kl_cov", "cpgd", "gpg", "dppo"),
+            MORE_LOSSES,
+        ),
+    )
+    clip_cov_ratio: float = key(0.0002, "share of tokens that clip-cov clips", later=MORE_LOSSES)
+    clip_cov_lb: float = key(1.0, "least covariance that clip-cov clips", later=MORE_LOSSES)
+    clip_cov_ub: float = key(5.0, "greatest covariance that clip-cov clips", later=MORE_LOSSES)
+    kl_cov_ratio: float = key(0.0002, "share of tokens that kl-cov penalises", later=MORE_LOSSES)
+    ppo_kl_coef: float = key(0.1, "weight of the kl-cov penalty", later=MORE_LOSSES)
+
+
+@dataclass(frozen=True)
+class ActorConfig:
+    """The policy in training: batch arithmetic, loss, optimizer, sharding."""
+
+    strategy: str = key(
+        "fsdp",
+        "training backend",
+        choices=STRATEGIES,
+        later_choices=LATER_STRATEGIES,
+        synonyms={"fsdp2": "fsdp"},
+    )
+    ppo_mini_batch_size: int = key(256, "prompts of one optimizer step, over all ranks", low=1)
+    ppo_micro_batch_size: int | None = key(
+        None,
+        "rows of a micro-batch over all ranks",
+        replaced=REMOVED_MICRO_BATCH.format("ppo_micro_batch_size_per_gpu"),
+    )
+    ppo_micro_batch_size_per_gpu: int = key(
+        1, "rows of a micro-batch on each rank, unless use_dynamic_bsz", when="use_dynamic_bsz=false", low=1
+    )
+    use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget")
+    ppo_max_token_len_per_gpu: int = key(
+        16384, "that budget: tokens of a micro-batch on each rank", when="use_dynamic_bsz", low=1
+    )
+    grad_clip: float = key(1.0, "largest gradient norm; larger ones are scaled down", low=0)
+    clip_ratio: float = key(0.2, "PPO clips the probability ratio to 1 - clip_ratio .. 1 + clip_ratio", low=0)
+    clip_ratio_low: float = key(None, "lower clip ratio", low=0)
+    clip_ratio_high: float = key(None, "upper clip ratio (clip-higher)", low=0)
+    clip_ratio_c: float = key(
+        3.0, "bound of the loss for negative advantages (dual clip); greater than 1", low=1
+    )
+    entropy_coeff: float = key(0.0, "weight of the entropy bonus")
+    use_kl_loss: bool = key(False, "add the KL divergence from the reference model to the loss")
+    kl_loss_coef: float = key(0.001, "its weight", when="use_kl_loss")
+    kl_loss_type: str = key(
+        "low_var_kl",
+        "its estimator: kl = k1, mse = k2, low_var_kl = k3, abs; a trailing + takes the gradient of k2",
+        when="use_kl_loss",
+        choices=(*KL_TYPES, *(name + "+" for name in KL_TYPES)),
+        later_choices={"full": "KL over the whole vocabulary", "full+": "KL over the whole vocabulary"},
+    )
+    ppo_epochs: int = key(1, "passes over each rollout batch", low=1)
+    shuffle: bool = key(False, "shuffle the rows of a rollout batch before it is cut into mini-batches")
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=ULYSSES)
+    policy_loss: PolicyLossConfig = group(PolicyLossConfig, "policy loss")
+    tis_imp_ratio_cap: float = key(
+        -1, "cap of truncated importance sampling; -1: off", later="rollout correction"
+    )
+    optim: OptimConfig = group(OptimConfig, "optimizer and schedule")
+    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp")
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
+    use_remove_padding: bool = key(False, "train on rows without padding", ignored="rows are always packed")
+    use_fused_kernels: bool = key(
+        False, "fused output head", ignored="log-probs are always computed in chunks, without full logits"
+    )
+    use_torch_compile: bool = key(True, "compile parts of the model", ignored=UNUSED_COMPILE)
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
+    param_offload: bool = key(False, "older name of fsdp_config.param_offload")
+    grad_offload: bool = key(False, "keep gradients in host memory between phases")
+    optimizer_offload: bool = key(False, "older name of fsdp_config.optimizer_offload")
+    load_weight: bool = key(True, "load the weights of model.path", later="training from random weights")
+    loss_agg_mode: str = key("token-mean", "how token losses become one number", choices=AGGREGATIONS)
+    recompute_old_log_prob: bool = key(
+        True, "old log-probs come from the trainer's weights; False: from the rollout engine"
+    )
+    use_cpgd_loss: bool = key(False, "CPGD loss", later=MORE_LOSSES)
+    policy_drift_coeff: float = key(0.0, "weight of CPGD's policy drift", later=MORE_LOSSES)
+    data_loader_seed: int = key(None, "seed of shuffle", when="shuffle")
+    profile: dict[str, Any] = key({}, "profiler of this role", later=PROFILER)
+    entropy_checkpointing: bool = key(
+        False, "recompute the entropy in the backward pass", ignored=UNUSED_CHUNKING
+    )
+    entropy_from_logits_with_chunking: bool = key(False, "entropy in chunks", ignored=UNUSED_CHUNKING)
+    embodied_type: str | None = key(None, "kind of embodied policy", later=EMBODIED)
+    action_token_len: int | None = key(None, "tokens of an action", later=EMBODIED)
+    action_chunks_len: int | None = key(None, "actions of a chunk", later=EMBODIED)
+    traj_mini_batch_size: int = key(16, "trajectories of a mini-batch", later=EMBODIED)
+
+
+@dataclass(frozen=True)
+class RefConfig:
+    """The frozen reference model: its log-probs are what the KL divergence is measured against."""
+
+    strategy: str = key(
+        None,
+        "backend of the reference model",
+        choices=STRATEGIES,
+        later_choices=LATER_STRATEGIES,
+        synonyms={"fsdp2": "fsdp"},
+    )
+    fsdp_config: ForwardFSDPConfig = group(ForwardFSDPConfig, "sharding and offload under fsdp")
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
+    log_prob_micro_batch_size: int | None = key(
+        None,
+        "rows of a micro-batch over all ranks",
+        replaced=REMOVED_MICRO_BATCH.format("log_prob_micro_batch_size_per_gpu"),
+    )
+    log_prob_micro_batch_size_per_gpu: int = key(
+        1,
+        "rows of a micro-batch on each rank, unless log_prob_use_dynamic_bsz",
+        when="log_prob_use_dynamic_bsz=false",
+        low=1,
+    )
+    log_prob_use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget")
+    log_prob_max_token_len_per_gpu: int = key(
+        16384, "that budget: tokens of a micro-batch on each rank", when="log_prob_use_dynamic_bsz", low=1
+    )
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=ULYSSES)
+    use_remove_padding: bool = key(False, "compute on rows without padding", ignored="rows are always packed")
+    use_fused_kernels: bool = key(
+        False, "fused output head", ignored="log-probs are always computed in chunks, without full logits"
+    )
+    use_torch_compile: bool = key(True, "compile parts of the model", ignored=UNUSED_COMPILE)
+    ppo_micro_batch_size: int | None = key(None, "micro-batch size of training", ignored=NO_BACKWARD)
+    ppo_micro_batch_size_per_gpu: int | None = key(None, "micro-batch size of training", ignored=NO_BACKWARD)
+    param_offload: bool = key(False, "older name of fsdp_config.param_offload")
+    grad_offload: bool = key(False, "keep gradients in host memory", ignored=NO_BACKWARD)
+    optimizer_offload: bool = key(False, "keep optimizer states in host memory", ignored=NO_BACKWARD)
+    load_weight: bool = key(True, "load the weights of model.path", later="a reference with random weights")
+    profile: dict[str, Any] = key({}, "profiler of this role", later=PROFILER)
+    shuffle: bool = key(False, "shuffle rows", ignored=NO_BACKWARD)
+    data_loader_seed: int | None = key(None, "seed of shuffle", ignored=NO_BACKWARD)
+    recompute_old_log_prob: bool = key(True, "as for the actor", ignored="a key of the actor")
+    entropy_checkpointing: bool = key(False, "recompute the entropy", ignored=NO_BACKWARD)
+    entropy_from_logits_with_chunking: bool = key(
+        False, "entropy in chunks", ignored="no entropy is computed"
+    )
+    embodied_type: str | None = key(None, "kind of embodied policy", later=EMBODIED)

@@ -1,0 +1,100 @@
+"""Group algorithm."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config.actor import EMBODIED, KL_TYPES, MORE_LOSSES
+from siirl.config.keys import group, key
+
+CRITIC = "PPO with a critic"
+ESTIMATORS = "advantage estimators other than grpo"
+DYNAMIC_SAMPLING = "dynamic sampling (DAPO)"
+PF_PPO = "PF-PPO"
+
+
+@dataclass(frozen=True)
+class KLControlConfig:
+    """Weight of the KL penalty in the reward."""
+
+    type: str = key("fixed", "fixed, or adapted towards target_kl", choices=("fixed", "adaptive"))
+    kl_coef: float = key(0.001, "weight, at the start if adaptive", when="algorithm.use_kl_in_reward", low=0)
+    target_kl: float = key(0.1, "KL that the adaptive weight aims at", when="type=adaptive", low=0)
+    horizon: int = key(10000, "samples over which it adapts", when="type=adaptive", low=1)
+
+
+@dataclass(frozen=True)
+class FilterGroupsConfig:
+    """Dynamic sampling: drop prompts whose samples all score alike."""
+
+    enable: bool = key(False, "drop such prompts and sample further ones")
+    metric: str = key("acc", "value that must vary")
+    max_num_gen_batches: int = key(10, "most batches sampled for one step")
+
+
+@dataclass(frozen=True)
+class EmbodiedSamplingConfig:
+    """Sampling of embodied trajectories."""
+
+    filter_accuracy: bool = key(False, "drop prompts by success rate")
+    accuracy_lower_bound: float = key(0.0, "least success rate")
+    accuracy_upper_bound: float = key(1.0, "greatest success rate")
+    filter_truncated: bool = key(False, "drop truncated trajectories")
+    oversample_factor: int = key(1, "trajectories sampled for each one used")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """Advantages and what goes into the reward."""
+
+    gamma: float = key(1.0, "discount", later=CRITIC)
+    lam: float = key(1.0, "lambda of GAE", later=CRITIC)
+    adv_estimator: str = key(
+        "gae",
+        "advantage estimator",
+        choices=("grpo",),
+        later_choices={"gae": CRITIC, "gae_marft": "multi-agent interaction"}
+        | dict.fromkeys(
+            (
+                "rloo",
+                "reinforce_plus_plus",
+                "reinforce_plus_plus_baseline",
+                "remax",
+                "opo",
+                "gpg",
+                "grpo_passk",
+                "cpgd",
+            ),
+            ESTIMATORS,
+        ),
+    )
+    kl_penalty: str = key(
+        "kl",
+        "estimator of the KL in the reward",
+        when="use_kl_in_reward",
+        choices=KL_TYPES,
+        later_choices={"full": "KL over the whole vocabulary"},
+    )
+    kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of the KL in the reward")
+    use_kl_in_reward: bool = key(
+        False, "subtract the KL from the reference model from the reward of each token"
+    )
+    share_reward_in_agent: bool = key(True, "agents share one reward", later="multi-agent interaction")
+    norm_adv_by_std_in_grpo: bool = key(
+        True, "divide group-relative advantages by the group's standard deviation (False: Dr.GRPO)"
+    )
+    algorithm_name: str = key(
+        "grpo", "name of the workflow", ignored="dag.workflow_path and adv_estimator choose the workflow"
+    )
+    weight_factor_in_cpgd: str = key("STD_weight", "CPGD's weights", later=MORE_LOSSES)
+    workflow_type: str = key(
+        "default",
+        "kind of workflow",
+        choices=("default",),
+        later_choices={"dapo": DYNAMIC_SAMPLING, "embodied": EMBODIED},
+    )
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling", later=DYNAMIC_SAMPLING)
+    use_pf_ppo: bool = key(False, "resample rows by reward", later=PF_PPO)
+    pf_ppo: dict[str, Any] = key({}, "how they are resampled", later=PF_PPO)
+    embodied_sampling: EmbodiedSamplingConfig = group(
+        EmbodiedSamplingConfig, "sampling of embodied trajectories", later=EMBODIED
+    )

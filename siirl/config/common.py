@@ -1,0 +1,186 @@
+"""Groups that several parts of the configuration share: model, FSDP, Megatron, optimizer, checkpoint."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config.keys import group, key
+
+MULTIMODAL = "images and videos in prompts"
+MEGATRON = "the megatron strategy"
+HUB = "options of downloads from a model hub: give a local directory as model.path"
+TOKENIZER = "changing the tokenizer; prepare it in the model directory"
+
+
+@dataclass(frozen=True)
+class MixedPrecisionConfig:
+    """Number types of FSDP compute and communication; master weights stay in fsdp_config.model_dtype."""
+
+    param_dtype: str = key(
+        "bfloat16", "type of gathered parameters and of compute", choices=("float32", "bfloat16", "float16")
+    )
+    reduce_dtype: str = key(
+        "float32", "type in which gradients are reduced", choices=("float32", "bfloat16", "float16")
+    )
+    buffer_dtype: str = key("float32", "type of buffers", ignored="FSDP2 keeps buffers in their own type")
+    keep_low_precision_grads: bool = key(
+        False, "keep gradients in param_dtype", ignored="gradients are always accumulated in the master type"
+    )
+    cast_forward_inputs: bool = key(
+        False, "cast inputs of each unit", ignored="FSDP2 casts activations between units where they differ"
+    )
+    cast_root_forward_inputs: bool = key(
+        True, "cast inputs of the root", ignored="the root takes token ids, which are never cast"
+    )
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """How FSDP2 shards and offloads one model."""
+
+    wrap_policy: dict[str, Any] = key(
+        {"min_num_params": 0}, "FSDP1 wrapping rules", ignored="each transformer layer is one FSDP2 unit"
+    )
+    param_offload: bool = key(False, "keep parameters in host memory between phases")
+    optimizer_offload: bool = key(False, "keep optimizer states in host memory between phases")
+    fsdp_size: int = key(
+        -1, "ranks that share one copy of the weights; fewer than all is HSDP; -1: all", low=-1
+    )
+    model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
+    mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "types of compute and communication")
+
+
+@dataclass(frozen=True)
+class ForwardFSDPConfig(FSDPConfig):
+    """FSDPConfig of a model that is never trained."""
+
+    optimizer_offload: bool = key(
+        False, "keep optimizer states in host memory", ignored="a forward-only model has no optimizer"
+    )
+
+
+@dataclass(frozen=True)
+class MegatronConfig:
+    """Parallel sizes and options of a Megatron-Core model."""
+
+    tensor_model_parallel_size: int = key(1, "tensor parallel size", low=1)
+    pipeline_model_parallel_size: int = key(1, "pipeline parallel size", low=1)
+    context_parallel_size: int = key(1, "context parallel size", low=1)
+    expert_model_parallel_size: int = key(1, "expert parallel size", low=1)
+    expert_tensor_parallel_size: int = key(1, "tensor parallel size within experts", low=1)
+    virtual_pipeline_model_parallel_size: int | None = key(None, "model chunks on each pipeline rank", low=1)
+    sequence_parallel: bool = key(False, "split activations over the tensor parallel ranks")
+    use_distributed_optimizer: bool = key(True, "shard optimizer states over data parallel ranks (ZeRO-1)")
+    param_dtype: str = key("bfloat16", "type of parameters in compute")
+    seed: int = key(1, "seed of Megatron's generators")
+    param_offload: bool = key(True, "keep parameters in host memory between phases")
+    grad_offload: bool = key(False, "keep gradients in host memory between phases")
+    optimizer_offload: bool = key(False, "keep optimizer states in host memory between phases")
+    extra: dict[str, Any] = key({}, "further options of the engine")
+    override_transformer_config: dict[str, Any] = key({}, "options of megatron.core TransformerConfig")
+    use_dist_checkpointing: bool = key(False, "load a Megatron distributed checkpoint instead of HF weights")
+    dist_checkpointing_path: str = key("", "directory of that checkpoint")
+    override_ddp_config: dict[str, Any] = key({}, "options of megatron.core DistributedDataParallelConfig")
+    use_mbridge: bool = key(False, "convert HF weights by mbridge")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = key(1e-6, "peak learning rate", low=0)
+    lr_warmup_steps_ratio: float = key(0.0, "warmup length as a share of all optimizer steps", low=0)
+    min_lr: float = key(0.0, "final learning rate", later=MEGATRON + " (fsdp: set min_lr_ratio)")
+    min_lr_ratio: float = key(0.0, "final learning rate as a share of lr", low=0)
+    warmup_style: str = key(
+        "constant",
+        "schedule after the warmup: hold, or decay to min_lr_ratio",
+        choices=("constant", "linear", "cosine"),
+    )
+    lr_warmup_init: float = key(0.0, "learning rate at the first step", later=MEGATRON)
+    lr_decay_steps: int | None = key(None, "steps of the decay", later=MEGATRON)
+    lr_decay_style: str = key("linear", "Megatron's decay", later=MEGATRON + " (fsdp: set warmup_style)")
+    weight_decay_incr_style: str = key("constant", "how weight decay grows", later=MEGATRON)
+    lr_wsd_decay_style: str = key("exponential", "decay of the warmup-stable-decay schedule", later=MEGATRON)
+    lr_wsd_decay_steps: int | None = key(None, "its number of steps", later=MEGATRON)
+    use_checkpoint_opt_param_scheduler: bool = key(
+        False, "take the schedule from the checkpoint", ignored="a resumed run always continues its schedule"
+    )
+    total_training_steps: int = key(0, "optimizer steps of the schedule; 0: all steps of the run", low=0)
+    betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas")
+    weight_decay: float = key(0.01, "AdamW weight decay", low=0)
+    lr_warmup_steps: int = key(
+        -1, "warmup length in optimizer steps; negative: lr_warmup_steps_ratio decides"
+    )
+    clip_grad: float = key(1.0, "largest gradient norm, Megatron's name of grad_clip")
+    num_cycles: float = key(0.5, "cosine waves of the cosine schedule", when="warmup_style=cosine", low=0)
+    override_optimizer_config: dict[str, Any] | None = key(None, "further arguments of torch.optim.AdamW")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What checkpoints of a model hold."""
+
+    contents: tuple[str, ...] = key(
+        ("model", "optimizer", "extra"), "older name of save_contents and load_contents"
+    )
+    save_contents: tuple[str, ...] = key(
+        ("model", "optimizer", "extra"), "what is saved", choices=("model", "optimizer", "extra", "hf_model")
+    )
+    load_contents: tuple[str, ...] = key(
+        ("model", "optimizer", "extra"),
+        "what is restored",
+        choices=("model", "optimizer", "extra", "hf_model"),
+    )
+    async_save: bool = key(False, "save in the background", later="asynchronous checkpoints")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained and how it is built."""
+
+    image_max_pixels: int = key(589824, "largest image", later=MULTIMODAL)
+    image_min_pixels: int = key(1024, "smallest image", later=MULTIMODAL)
+    video_max_pixels: int = key(65536, "largest video frame", later=MULTIMODAL)
+    video_min_pixels: int = key(256, "smallest video frame", later=MULTIMODAL)
+    video_fps: float = key(2.0, "frames taken from each second of a video", later=MULTIMODAL)
+    video_maxlen: int = key(128, "most frames of a video", later=MULTIMODAL)
+    path: str = key("~/models/deepseek-llm-7b-chat", "directory of a Hugging Face model and its tokenizer")
+    external_lib: str | None = key(None, "Python module imported before the model is built")
+    override_config: dict[str, Any] = key({}, "values that replace those of the model's config.json")
+    enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass")
+    gradient_checkpointing_kwargs: dict[str, Any] = key(
+        {}, "arguments of gradient checkpointing", when="enable_gradient_checkpointing"
+    )
+    use_remove_padding: bool = key(False, "train on rows without padding", ignored="rows are always packed")
+    use_fused_kernels: bool = key(
+        False, "fused output head", ignored="log-probs are always computed in chunks, without full logits"
+    )
+    cache_dir: str | None = key(None, "cache of downloaded models", later=HUB)
+    model_revision: str = key("main", "revision of the model on the hub", later=HUB)
+    trust_remote_code: bool = key(False, "run Python code that comes with the model")
+    hf_hub_token: str | None = key(None, "access token of the hub", later=HUB)
+    use_fast_tokenizer: bool = key(True, "use the fast tokenizer", later="slow tokenizers")
+    split_special_tokens: bool = key(False, "split special tokens in prompts", later=TOKENIZER)
+    model_max_length: int | None = key(None, "longest input of the tokenizer", later=TOKENIZER)
+    new_special_tokens: str | None = key(None, "tokens to add", later=TOKENIZER)
+    resize_vocab: bool = key(False, "grow the embeddings to the tokenizer", later=TOKENIZER)
+    use_liger: bool = key(False, "use Liger kernels (package liger-kernel)")
+    fsdp_config: FSDPConfig = group(FSDPConfig, "older place of actor.fsdp_config and ref.fsdp_config")
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
+    input_tokenizer: str | None = key(None, "tokenizer of the prompts", later=TOKENIZER)
+    rm_tokenizer: str | None = key(None, "tokenizer of the reward model", later=TOKENIZER)
+    lora_rank: int = key(0, "rank of LoRA adapters; 0: train all weights", low=0)
+    lora_alpha: int = key(16, "scale of LoRA adapters", when="lora_rank", low=1)
+    target_modules: str | tuple[str, ...] = key(
+        "all-linear", "modules that get LoRA adapters: all-linear, or a list of names", when="lora_rank"
+    )
+    use_shm: bool = key(False, "copy the model to /dev/shm first", later="loading through /dev/shm")
+    enable_activation_offload: bool = key(
+        False, "keep activations in host memory", later="activation offload"
+    )
+    model_type: str = key(
+        "llm",
+        "kind of model",
+        choices=("llm",),
+        later_choices={"vlm": MULTIMODAL, "embodied": "embodied agents"},
+    )

@@ -1,0 +1,110 @@
+"""What a configuration key is: its default, its rule, and the walk over the schema that lists all of them.
+
+A group of keys is a frozen dataclass; each of its fields is made by `key` (a value) or `group` (a nested
+group). The dataclasses are the only place of defaults and of what a key means; everything else is derived
+from them.
+"""
+
+import copy
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Status = Literal["supported", "later", "ignored", "replaced"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is known of a key beyond its type.
+
+    At most one of later (the feature that does not exist yet: another value than the default is refused),
+    ignored (why any value is accepted and changes nothing: setting it warns) and replaced (what to set
+    instead: setting it is refused) is given; a key with none of them is supported. when: the sibling key
+    (or "group.key" from the root) that must be true, or "key=a|b" that must have one of the values, for
+    this key to have an effect. low: least value. choices: the allowed names; later_choices: name -> feature
+    that does not exist yet; synonyms: name -> the name that it stands for.
+    """
+
+    doc: str
+    later: str = ""
+    ignored: str = ""
+    replaced: str = ""
+    when: str = ""
+    low: float | None = None
+    choices: tuple[str, ...] = ()
+    later_choices: Mapping[str, str] = field(default_factory=dict)
+    synonyms: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> Status:
+        if self.later:
+            return "later"
+        if self.ignored:
+            return "ignored"
+        return "replaced" if self.replaced else "supported"
+
+
+def key(default: Any, doc: str, **rule: Any) -> Any:
+    """A field that holds a value; keywords are those of `Rule`.
+
+    A default of None on a type without None means that the value follows other keys (see resolve.py).
+    """
+    metadata = {"rule": Rule(doc, **rule)}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def group(schema: type, doc: str, later: str = "", ignored: str = "") -> Any:
+    """A field that holds a nested group. later and ignored hold for every key below it."""
+    return field(default_factory=schema, metadata={"group": Rule(doc, later=later, ignored=ignored)})
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema: its full dotted name, its type, its default and its rule."""
+
+    name: str
+    type: Any
+    default: Any
+    rule: Rule
+
+    @property
+    def is_map(self) -> bool:
+        """True for free-form maps, in which any key may be added."""
+        return typing.get_origin(self.type) is dict or any(
+            typing.get_origin(option) is dict for option in typing.get_args(self.type)
+        )
+
+    @property
+    def takes_text(self) -> bool:
+        """True if a plain string is a valid value, so that a command line need not quote it."""
+        options = (self.type, *typing.get_args(self.type))
+        return any(option is str or typing.get_args(option) == (str, ...) for option in options)
+
+
+@functools.cache
+def field_types(schema: type) -> dict[str, Any]:
+    """Field name -> type of a schema dataclass."""
+    return typing.get_type_hints(schema)
+
+
+def walk(node: Any, prefix: str = "", above: Rule | None = None) -> dict[str, Key]:
+    """Full name -> Key for every value below an instance of a schema dataclass, in declaration order."""
+    keys: dict[str, Key] = {}
+    types = field_types(type(node))
+    for item in dataclasses.fields(node):
+        name, value = prefix + item.name, getattr(node, item.name)
+        if "group" in item.metadata:
+            own: Rule = item.metadata["group"]
+            inherited = own if own.status != "supported" else above
+            keys.update(walk(value, name + ".", inherited))
+        elif "rule" in item.metadata:
+            rule: Rule = item.metadata["rule"]
+            if above is not None:
+                rule = dataclasses.replace(rule, later=above.later, ignored=above.ignored, replaced="")
+            keys[name] = Key(name, types[item.name], value, rule)
+    return keys

@@ -1,0 +1,200 @@
+"""From the command line to a `Config`: hydra composes preset and overrides, the schema types the result.
+
+hydra is imported by the functions that use it: it takes half a second, and workers get a composed
+configuration.
+"""
+
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from siirl.config.keys import Key
+from siirl.config.resolve import FOLLOWS
+from siirl.config.root import Config, all_groups, all_keys
+from siirl.config.tree import default_config, split_name, with_overrides
+from siirl.config.values import closest, plain
+from siirl.errors import ConfigError
+
+PRESETS = Path(__file__).parent
+SCHEMA_NAME = "siirl_schema"
+OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<name>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Override:
+    """One override as it was written: sign "", "+", "++" or "~", full name, text after the "=" (None if
+    absent).
+    """
+
+    sign: str
+    name: str
+    value: str | None
+
+
+def load_config(overrides: Sequence[str] = (), config_name: str = "ppo_dag_trainer") -> Config:
+    """The configuration of a command line: `key=value` overrides over a preset over the schema's defaults.
+
+    config_name: a preset of siirl/config, or the path of a YAML file of the user's own. Works in any
+    directory and any number of times in a process. ConfigError for unknown keys, wrong types and malformed
+    overrides; NotSupportedError for a feature that does not exist yet. Cross-checks between keys are those
+    of `check_config`.
+    """
+    written = [_read_override(text) for text in overrides]
+    composed = _compose([_for_hydra(item) for item in written], config_name)
+    set_here = {item.name for item in written if item.sign != "~"}
+    updates = {}
+    for name, value in _leaves(composed):
+        known = all_keys().get(name)
+        default = plain(known.default) if known else None
+        if (
+            known is None
+            or value != default
+            or (name in set_here and not (name in FOLLOWS and value is None))
+        ):
+            updates[name] = value
+    return with_overrides(default_config(), updates)
+
+
+def _read_override(text: str) -> _Override:
+    match = OVERRIDE.fullmatch(text.strip())
+    name = match["name"].strip() if match else ""
+    if match is None or not name or (match["value"] is None and match["sign"] != "~"):
+        raise ConfigError(
+            f"{text!r} is not an override: write key=value (+key=value adds to a map, ~key removes)."
+        )
+    if name.split(".")[0] == "hydra":
+        raise ConfigError(f"{text!r}: hydra's own settings are not used. Outputs go to trainer.output_dir.")
+    if name not in all_groups():
+        split_name(name)
+    return _Override(match["sign"], name, match["value"])
+
+
+def _for_hydra(item: _Override) -> str:
+    """The override in hydra's grammar.
+
+    Names are checked by now, so every one is forced. Texts are quoted, because paths hold characters that
+    hydra's grammar refuses without quotes.
+    """
+    if item.sign == "~":
+        return f"~{item.name}" if item.value is None else f"~{item.name}={item.value}"
+    raw = (item.value or "").strip()
+    if item.name not in all_groups():
+        key_name, path = split_name(item.name)
+        raw = _in_map(raw) if path else _as_text(all_keys()[key_name], raw)
+    text = f"++{item.name}={raw}"
+    parsed = _parsed(text)
+    if parsed is None:
+        raise ConfigError(
+            f"{item.name}={item.value}: malformed value. Quote it: {item.name}=\"'...'\" in a shell."
+        )
+    if parsed.is_sweep_override():
+        raise ConfigError(
+            f"{item.name}={item.value}: several values: write a list, [a,b], or quote the text."
+        )
+    return text
+
+
+def _as_text(key: Key, raw: str) -> str:
+    """The value of a key, quoted if it is text."""
+    if not key.takes_text or raw.startswith("${") or raw.lower() == "null":
+        return raw
+    if key.type == bool | str and raw.lower() in ("true", "false"):
+        return raw
+    is_list = "tuple" in str(key.type)
+    if is_list and raw.startswith("[") and raw.endswith("]"):
+        items = [item.strip() for item in raw[1:-1].split(",")]
+        return "[" + ",".join(_quoted(item) for item in items if item) + "]"
+    if is_list and "," in raw and raw[0] not in "'\"":
+        return raw
+    return _quoted(raw)
+
+
+def _in_map(raw: str) -> str:
+    """A value within a free-form map: hydra's grammar decides its type; what it refuses is text."""
+    return raw if _parsed(f"++a={raw}") is not None else _quoted(raw)
+
+
+def _quoted(raw: str) -> str:
+    if len(raw) > 1 and raw[0] in "'\"" and raw[-1] == raw[0]:
+        return raw
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), raw)
+    return f"'{escaped}'"
+
+
+def _parsed(text: str) -> Any:
+    """hydra's reading of an override, or None if it is malformed."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None
+
+
+def _compose(overrides: list[str], config_name: str) -> dict[str, Any]:
+    """The composed preset as plain Python, interpolations resolved."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    file = _preset_file(config_name)
+    searchpath = f"hydra.searchpath=[{_quoted('file://' + str(PRESETS))}]"
+    ConfigStore.instance().store(name=SCHEMA_NAME, node=_schema_defaults())
+    outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
+    try:
+        with initialize_config_dir(str(file.parent), version_base="1.3"):
+            composed = compose(file.name, [*overrides, searchpath])
+        resolved = OmegaConf.to_container(composed, resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"config {config_name!r} cannot be composed: {error}") from error
+    finally:
+        GlobalHydra.instance().hydra = outer
+    return {str(key): value for key, value in resolved.items()} if isinstance(resolved, dict) else {}
+
+
+def _preset_file(config_name: str) -> Path:
+    packaged = PRESETS / f"{config_name.removesuffix('.yaml')}.yaml"
+    if packaged.is_file():
+        return packaged
+    presets = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    if not config_name.endswith((".yaml", ".yml")):
+        hint = closest(config_name, presets)
+        raise ConfigError(
+            f"unknown config {config_name!r}: give a YAML file or one of {', '.join(presets)}.{hint}"
+        )
+    file = Path(config_name).expanduser().resolve()
+    if not file.is_file():
+        raise ConfigError(
+            f"config file {config_name} does not exist (looked at {file}); presets: {', '.join(presets)}."
+        )
+    return file
+
+
+@functools.cache
+def _schema_defaults() -> dict[str, Any]:
+    """The defaults of all keys as a nested plain dict; keys that follow others are null."""
+    tree: dict[str, Any] = {}
+    for name, key in all_keys().items():
+        *groups, last = name.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[last] = plain(key.default)
+    return tree
+
+
+def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Full name and value of each key below a composed config; unknown names come out as they are."""
+    for part, value in node.items():
+        name = f"{prefix}{part}"
+        if name in all_groups() and isinstance(value, Mapping):
+            yield from _leaves(value, name + ".")
+        else:
+            yield name, value

@@ -1,0 +1,97 @@
+"""Keys that stand for others, and keys whose value follows others: the one place where both are decided.
+
+An older or duplicate name (`ALIASES`) sets the keys that it stands for; setting both to different values is
+an error. A key in `FOLLOWS` that nobody set takes its value from the keys that it follows.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config.root import Config, all_keys
+
+POLICY = "actor_rollout_ref"
+FSDP_KEYS = (
+    "param_offload",
+    "optimizer_offload",
+    "fsdp_size",
+    "model_dtype",
+    "mixed_precision.param_dtype",
+    "mixed_precision.reduce_dtype",
+)
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "data.filter_overlong_prompt": ("data.filter_overlong_prompts",),
+    f"{POLICY}.actor.optim.clip_grad": (f"{POLICY}.actor.grad_clip",),
+    f"{POLICY}.actor.param_offload": (f"{POLICY}.actor.fsdp_config.param_offload",),
+    f"{POLICY}.actor.optimizer_offload": (f"{POLICY}.actor.fsdp_config.optimizer_offload",),
+    f"{POLICY}.actor.checkpoint.contents": (
+        f"{POLICY}.actor.checkpoint.save_contents",
+        f"{POLICY}.actor.checkpoint.load_contents",
+    ),
+    f"{POLICY}.ref.param_offload": (f"{POLICY}.ref.fsdp_config.param_offload",),
+} | {
+    f"{POLICY}.model.fsdp_config.{name}": tuple(
+        f"{POLICY}.{role}.fsdp_config.{name}"
+        for role in ("actor", "ref")
+        if (role, name) != ("ref", "optimizer_offload")
+    )
+    for name in FSDP_KEYS
+}
+
+
+@dataclass(frozen=True)
+class Follow:
+    """Where an unset key takes its value from: in words, and as a function of the configuration."""
+
+    words: str
+    value: Callable[[Config], Any]
+
+
+def _same_as(name: str) -> Follow:
+    return Follow(name, lambda cfg: get(cfg, name))
+
+
+FOLLOWS: dict[str, Follow] = {
+    "data.seed": _same_as("trainer.seed"),
+    f"{POLICY}.actor.data_loader_seed": _same_as("trainer.seed"),
+    f"{POLICY}.actor.clip_ratio_low": _same_as(f"{POLICY}.actor.clip_ratio"),
+    f"{POLICY}.actor.clip_ratio_high": _same_as(f"{POLICY}.actor.clip_ratio"),
+    f"{POLICY}.ref.strategy": _same_as(f"{POLICY}.actor.strategy"),
+    f"{POLICY}.rollout.prompt_length": _same_as("data.max_prompt_length"),
+    f"{POLICY}.rollout.response_length": _same_as("data.max_response_length"),
+    "trainer.output_dir": Follow(
+        "outputs/<trainer.project_name>/<trainer.experiment_name>",
+        lambda cfg: f"outputs/{cfg.trainer.project_name}/{cfg.trainer.experiment_name}",
+    ),
+    "trainer.default_local_dir": Follow(
+        "<trainer.output_dir>/checkpoints", lambda cfg: f"{cfg.trainer.output_dir}/checkpoints"
+    ),
+}
+
+
+def get(cfg: Config, name: str) -> Any:
+    """The value of a full key name."""
+    return functools.reduce(getattr, name.split("."), cfg)
+
+
+def expand_aliases(updates: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The updates with each older name carried over to what it stands for, and the contradictions found."""
+    expanded, problems = dict(updates), []
+    for alias, targets in ALIASES.items():
+        if alias not in updates:
+            continue
+        for target in targets:
+            if target in updates and updates[target] != updates[alias]:
+                problems.append(
+                    f"{alias}={updates[alias]} contradicts {target}={updates[target]}: the first is an older "
+                    f"name of the second. Set only {target}."
+                )
+            expanded[target] = updates.get(target, updates[alias])
+    return expanded, problems
+
+
+def status(name: str) -> str:
+    """Status of a key: supported, alias, later, ignored or replaced."""
+    return "alias" if name in ALIASES else all_keys()[name].rule.status

@@ -1,0 +1,79 @@
+"""Groups reward_model and custom_reward_function."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config.common import MEGATRON, FSDPConfig, MegatronConfig, ModelConfig
+from siirl.config.keys import group, key
+
+REWARD_MODEL = "rewards by a model"
+MANAGERS = "reward managers other than naive"
+
+
+@dataclass(frozen=True)
+class OverlongBufferConfig:
+    """Penalty for responses that come close to the length limit (DAPO's soft over-long punishment)."""
+
+    enable: bool = key(False, "penalise responses longer than max_response_length - len")
+    len: int = key(512, "tokens over which the penalty grows", when="enable", low=1)
+    penalty_factor: float = key(1.0, "penalty at the limit", when="enable", low=0)
+    log: bool = key(False, "log the penalty", when="enable")
+
+
+@dataclass(frozen=True)
+class RewardModelConfig:
+    """How responses are scored."""
+
+    enable: bool = key(False, "score by a model", later=REWARD_MODEL)
+    strategy: str = key("fsdp", "backend of the reward model", later=REWARD_MODEL)
+    model: ModelConfig = group(ModelConfig, "reward model", later=REWARD_MODEL)
+    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding of the reward model", later=REWARD_MODEL)
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
+    micro_batch_size: int | None = key(None, "rows of a micro-batch over all ranks", later=REWARD_MODEL)
+    micro_batch_size_per_gpu: int | None = key(None, "rows of a micro-batch on each rank", later=REWARD_MODEL)
+    max_length: int | None = key(None, "longest input", later=REWARD_MODEL)
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=REWARD_MODEL)
+    use_dynamic_bsz: bool = key(False, "micro-batches by a token budget", later=REWARD_MODEL)
+    reward_manager: str = key(
+        "naive",
+        "how rows are scored: naive calls one function for each row",
+        choices=("naive",),
+        later_choices=dict.fromkeys(("batch", "dapo", "parallel", "prime", "remote", "embodied"), MANAGERS),
+    )
+    forward_max_token_len_per_gpu: int = key(32768, "that budget", later=REWARD_MODEL)
+    load_weight: bool = key(True, "load the weights", later=REWARD_MODEL)
+    launch_reward_fn_async: bool = key(
+        False,
+        "score beside other nodes",
+        ignored="scores are always computed beside nodes that do not need them",
+    )
+    reward_kwargs: dict[str, Any] = key({}, "arguments of the built-in reward functions")
+    sandbox_fusion: dict[str, Any] | None = key(
+        None, "remote sandbox for code", later="rewards that run code"
+    )
+    overlong_buffer: OverlongBufferConfig = group(OverlongBufferConfig, "penalty for long responses")
+    profile: dict[str, Any] = key({}, "profiler of this role", later="the profiler")
+    shuffle: bool = key(False, "shuffle rows", later=REWARD_MODEL)
+    data_loader_seed: int | None = key(None, "seed of shuffle", later=REWARD_MODEL)
+    num_workers: int | None = key(
+        None,
+        "processes that score responses on each rank; null: the cores shared among the ranks of a machine",
+        low=1,
+    )
+
+
+@dataclass(frozen=True)
+class CustomRewardFunctionConfig:
+    """A reward function of the user's own."""
+
+    path: str | None = key(
+        None, "Python file or module of the function; null: chosen by the row's data source"
+    )
+    name: str = key("compute_score", "name of the function", when="path")
+    reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", when="path")
+    on_error: str = key(
+        "raise",
+        "a score that fails stops the run, or counts as zero and is reported",
+        choices=("raise", "zero"),
+    )
+    timeout_s: float = key(30.0, "longest time for one score, in seconds", low=0)

@@ -1,0 +1,159 @@
+"""Group actor_rollout_ref.rollout."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config.actor import REMOVED_MICRO_BATCH
+from siirl.config.common import MULTIMODAL
+from siirl.config.keys import group, key
+
+ENGINES = "an option of vllm and sglang; the hf rollout has no such setting"
+ALWAYS_LOG_PROBS = "log-probs of the sampled tokens are always returned"
+MULTI_TURN = "tools and multi-turn rollouts"
+AGENTS = "multi-agent interaction"
+
+
+@dataclass(frozen=True)
+class ValKwargs:
+    """How validation samples."""
+
+    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1)
+    top_p: float = key(1.0, "sample among the likeliest tokens of this total probability", low=0)
+    temperature: float = key(0.0, "sampling temperature; 0: greedy", low=0)
+    n: int = key(1, "responses of each prompt", low=1)
+    do_sample: bool = key(False, "sample; False: greedy")
+
+
+@dataclass(frozen=True)
+class LayerNameMap:
+    """Names of fused layers in Megatron weights."""
+
+    qkv_layer_name: str = key("qkv", "fused attention projection")
+    gate_proj_layer_name: str = key("linear_fc1.weight", "fused gate and up projection")
+
+
+@dataclass(frozen=True)
+class MultiTurnConfig:
+    """Conversations with tools and users."""
+
+    use_all_traj: bool = key(False, "train on all trajectories")
+    enable: bool = key(False, "several turns")
+    max_assistant_turns: int | None = key(None, "most turns of the assistant")
+    tool_config_path: str | None = key(None, "file that lists the tools")
+    format: str = key("hermes", "format of tool calls")
+    max_user_turns: int | None = key(None, "most turns of the user")
+    max_parallel_calls: int = key(1, "tool calls at once")
+    max_tool_response_length: int = key(256, "longest tool response")
+    tool_response_truncate_side: str = key("middle", "where a longer one is cut")
+    interaction_config_path: str | None = key(None, "file of the simulated user")
+    completion_callback: str | None = key(None, "function called after each turn")
+    use_inference_chat_template: bool = key(False, "chat template of inference")
+    tokenization_sanity_check_mode: str = key("strict", "check of incremental tokenisation")
+
+
+@dataclass(frozen=True)
+class EngineKwargs:
+    """Arguments handed to the engine as they are; any key may be added."""
+
+    vllm: dict[str, Any] = key({}, "arguments of vLLM's engine")
+    sglang: dict[str, Any] = key({}, "arguments of SGLang's engine")
+
+
+@dataclass(frozen=True)
+class AsyncServerConfig:
+    """A rollout server of the user's own."""
+
+    path: str | None = key(None, "file")
+    name: str | None = key(None, "class")
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Agents in environments."""
+
+    agent_name: str = key("single_turn_agent", "agent loop")
+    num_workers: int = key(1, "processes of the agent loop")
+    custom_async_server: AsyncServerConfig = group(AsyncServerConfig, "own server")
+    train_cycle: int | None = key(None, "steps for which one agent is trained before the next")
+    process_path: str | None = key(None, "file of the functions around a turn")
+    pre_process_kwargs: dict[str, Any] = key({}, "arguments of the one before")
+    post_process_kwargs: dict[str, Any] = key({}, "arguments of the one after")
+    env_path: tuple[str, ...] = key((), "files of environments")
+    obs_with_env: bool = key(False, "observations come from the environment")
+    rewards_with_env: bool = key(False, "rewards come from the environment")
+    share_instance: int | None = key(None, "agent whose engine is shared")
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """The sampler: engine, sampling parameters, lengths."""
+
+    name: str = key(
+        "vllm",
+        "rollout engine",
+        choices=("hf",),
+        later_choices={"vllm": "the vllm rollout", "sglang": "the sglang rollout"},
+    )
+    temperature: float = key(1.0, "sampling temperature; log-probs are taken at it", low=0)
+    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1)
+    top_p: float = key(1.0, "sample among the likeliest tokens of this total probability", low=0)
+    use_fire_sampling: bool = key(False, "hot first token", later="FIRE sampling")
+    prompt_length: int = key(None, "most tokens of a prompt", low=1)
+    response_length: int = key(None, "most tokens of a response", low=1)
+    dtype: str = key(
+        "bfloat16",
+        "number type of the rollout's weights; auto: that of the model directory",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    gpu_memory_utilization: float = key(0.5, "share of device memory for the engine", ignored=ENGINES)
+    ignore_eos: bool = key(False, "never stop before response_length")
+    enforce_eager: bool = key(True, "run without CUDA graphs", ignored=ENGINES)
+    free_cache_engine: bool = key(True, "free the KV cache between rollouts", ignored=ENGINES)
+    load_format: str = key("dummy_dtensor", "where first weights come from", ignored=ENGINES)
+    tensor_model_parallel_size: int = key(1, "ranks that share one engine", low=1)
+    max_num_batched_tokens: int = key(8192, "most tokens of an engine step", ignored=ENGINES)
+    max_model_len: int | None = key(None, "most tokens of a sequence", ignored=ENGINES)
+    max_num_seqs: int = key(1024, "most sequences generated at once on each rank", low=1)
+    limit_images: int | None = key(None, "most images of a prompt", later=MULTIMODAL)
+    do_sample: bool = key(True, "sample; False: greedy")
+    n: int = key(1, "responses of each prompt; the group of group-relative advantages", low=1)
+    log_prob_micro_batch_size: int | None = key(
+        None,
+        "rows of a micro-batch over all ranks",
+        replaced=REMOVED_MICRO_BATCH.format("log_prob_micro_batch_size_per_gpu"),
+    )
+    log_prob_micro_batch_size_per_gpu: int = key(
+        1,
+        "rows of a micro-batch on each rank when the actor computes old log-probs",
+        when="log_prob_use_dynamic_bsz=false",
+        low=1,
+    )
+    log_prob_max_token_len_per_gpu: int = key(
+        16384, "its token budget on each rank", when="log_prob_use_dynamic_bsz", low=1
+    )
+    log_prob_use_dynamic_bsz: bool = key(False, "fill those micro-batches up to a token budget")
+    disable_log_stats: bool = key(True, "no log of the engine's statistics", ignored=ENGINES)
+    enable_chunked_prefill: bool = key(True, "prefill in chunks", ignored=ENGINES)
+    trust_remote_code: bool = key(
+        True, "run Python code of the model", ignored="model.trust_remote_code decides"
+    )
+    val_kwargs: ValKwargs = group(ValKwargs, "sampling of validation")
+    layer_name_map: LayerNameMap = group(
+        LayerNameMap, "names of fused layers", ignored="weights reach the rollout under Hugging Face names"
+    )
+    seed: int = key(0, "seed of sampling, combined with trainer.seed, step and prompt")
+    mode: str = key(
+        "sync",
+        "generate in step with training",
+        choices=("sync",),
+        later_choices={"async": "asynchronous rollouts"},
+    )
+    multi_turn: MultiTurnConfig = group(MultiTurnConfig, "conversations", later=MULTI_TURN)
+    micro_batch_size: int | None = key(
+        None, "prompts generated at once on each rank; null: max_num_seqs decides", low=1
+    )
+    engine_kwargs: EngineKwargs = group(EngineKwargs, "arguments of the engine", ignored=ENGINES)
+    calculate_log_probs: bool = key(False, "return log-probs of sampled tokens", ignored=ALWAYS_LOG_PROBS)
+    agent: AgentConfig = group(AgentConfig, "agents in environments", later=AGENTS)
+    multi_stage_wake_up: bool = key(False, "wake weights and cache apart", ignored=ENGINES)
+    stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")

@@ -1,0 +1,109 @@
+"""Groups trainer, dag and profiler."""
+
+from dataclasses import dataclass
+
+from siirl.config.keys import key
+
+SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
+ENVIRONMENTS = "environments"
+ONE_CHECKPOINT = "a checkpoint holds every model of the run; max_actor_ckpt_to_keep counts them"
+BY_TRAINER = "the engine decides on its own ranks"
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """The run: length, cluster, outputs, checkpoints, validation."""
+
+    total_epochs: int = key(30, "passes over the training prompts", low=1)
+    total_training_steps: int | None = key(None, "steps of the run; null: total_epochs decides", low=1)
+    project_name: str = key("siirl_examples", "project, in output paths and sinks")
+    experiment_name: str = key("gsm8k", "experiment, in output paths and sinks")
+    logger: tuple[str, ...] = key(
+        ("console", "tensorboard"), "where metrics go; a JSONL file is always written", choices=SINKS
+    )
+    log_val_generations: int = key(0, "validation responses that are logged as text", low=0)
+    nnodes: int = key(1, "machines", low=1)
+    n_gpus_per_node: int = key(8, "devices (on CPU: processes) of each machine", low=1)
+    save_freq: int = key(-1, "steps between checkpoints; -1: none", low=-1)
+    resume_mode: str = key(
+        "auto",
+        "auto: go on from the last checkpoint in default_local_dir, if any",
+        choices=("auto", "disable", "resume_path"),
+    )
+    resume_from_path: bool | str = key(
+        False, "checkpoint to resume from: .../global_step_N", when="resume_mode=resume_path"
+    )
+    test_freq: int = key(-1, "steps between validations; -1: none", low=-1)
+    critic_warmup: int = key(0, "steps in which only the critic is trained", later="PPO with a critic")
+    default_local_dir: str = key(None, "directory of checkpoints")
+    seed: int = key(1, "seed of everything that has none of its own")
+    should_log: bool = key(False, "internal", ignored=BY_TRAINER)
+    should_save: bool = key(False, "internal", ignored=BY_TRAINER)
+    val_before_train: bool = key(True, "validate before the first step")
+    default_hdfs_dir: str | None = key(None, "HDFS copy of checkpoints", later="checkpoints on HDFS")
+    del_local_ckpt_after_load: bool = key(
+        False, "delete a checkpoint once loaded", later="deleting loaded checkpoints"
+    )
+    val_only: bool = key(False, "validate once and end")
+    balance_batch: bool = key(False, "spread rows over data-parallel ranks by their compute cost")
+    remove_previous_ckpt_in_save: bool = key(
+        False, "keep only the newest checkpoint", replaced="set trainer.max_actor_ckpt_to_keep=1"
+    )
+    max_actor_ckpt_to_keep: int = key(100, "newest checkpoints that are kept", low=1)
+    max_critic_ckpt_to_keep: int = key(100, "newest critic checkpoints that are kept", ignored=ONE_CHECKPOINT)
+    ray_wait_register_center_timeout: int = key(
+        300, "wait for other workers, in seconds", ignored="trainer.deadline_s bounds every wait"
+    )
+    validation_data_dir: str | None = key(
+        None, "directory for validation responses; null: <output_dir>/rollouts"
+    )
+    rollout_data_dir: str | None = key(None, "directory for training responses; null: <output_dir>/rollouts")
+    device: str = key(
+        "auto", "device of the workers; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
+    )
+    launcher: str = key(
+        "auto",
+        "who starts the workers; auto: torchrun if it started this process, else local processes",
+        choices=("auto", "local", "torchrun"),
+        later_choices={"ray": "launch on a Ray cluster"},
+    )
+    output_dir: str = key(None, "directory of everything the run writes")
+    export_hf: bool = key(True, "write <output_dir>/hf_model at the end")
+    deadline_s: float = key(1800.0, "longest wait for another rank, in seconds", low=1)
+
+
+@dataclass(frozen=True)
+class DagConfig:
+    """The workflow."""
+
+    workflow_path: str | None = key(None, "YAML file of the DAG; null: the template of adv_estimator")
+    custom_pipeline_fn: str | None = key(
+        None, "Python function that returns the DAG: file.py:name or pkg.mod:name"
+    )
+    env_enable: bool = key(False, "rollouts act in an environment", later=ENVIRONMENTS)
+    environment_path: str | None = key(None, "file of the environment", later=ENVIRONMENTS)
+    enable_perf: bool = key(False, "measure nodes", ignored="the time of every node is always measured")
+    backend_threshold: int = key(
+        256, "ranks from which rows travel over gloo", ignored="rows travel over the backend of their group"
+    )
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """Profiler of devices."""
+
+    enable: bool = key(False, "profile")
+    save_path: str = key("./prof_data", "directory of profiles")
+    level: str = key("level1", "detail")
+    with_memory: bool = key(False, "memory")
+    record_shapes: bool = key(False, "shapes of operators")
+    with_npu: bool = key(True, "device activities")
+    with_cpu: bool = key(False, "host activities")
+    with_module: bool = key(False, "module names")
+    with_stack: bool = key(False, "stacks")
+    analysis: bool = key(True, "analyse at the end")
+    discrete: bool = key(False, "one profile for each phase")
+    roles: tuple[str, ...] = key(("generate", "compute_reward"), "phases")
+    all_ranks: bool = key(False, "every rank")
+    ranks: tuple[int, ...] = key((0,), "ranks")
+    profile_steps: tuple[int, ...] = key((0,), "steps")
