@@ -3,15 +3,30 @@
 A plan is the same for every rank, process and hash seed; it travels to the workers as JSON (`to_json`).
 """
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from siirl.dag import plan_json
 from siirl.parallel.dims import ParallelDims
+from siirl.parallel.placement import Ranks
 from siirl.types import FieldKey, Layout
 
-Ranks = tuple[int, ...]
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What a kept node runs. Its configuration is `with_overrides(cfg, overrides)` of the run's cfg.
+
+    op: name in the op table (siirl/dag/ops.py), or "custom": then `executable` ("pkg.mod:fn") is the code and
+    `options` are further arguments of it. model: the ModelPlan whose worker the op runs on.
+    """
+
+    name: str
+    agent: int
+    op: str
+    model: str | None
+    executable: str | None
+    overrides: dict[str, Any]
+    options: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -46,7 +61,15 @@ class LinkPlan:
 
 @dataclass(frozen=True)
 class RoutePlan:
-    """Rows move from layout `source` to layout `target` (ids into Plan.layouts) within the group of `ranks`."""
+    """Rows move from layout `source` to layout `target` (ids into Plan.layouts) within the group of `ranks`.
+
+    ranks: the union of both layouts' ranks, sorted. Rows are assigned to shards by row_id, group_id,
+    prompt_length and, once the row set has it, response_length. The compiler keeps these columns alive in
+    `source` at every Reshard, and the first Reshard of an agent's fields into `target` carries them, so that
+    `target` can be a source later. A Reshard of these columns alone is an order: a node on other ranks waits
+    for one that it depends on but reads nothing of; for this to hold, an exchange must not end on any rank
+    before all its ranks have begun it.
+    """
 
     name: str
     source: str
@@ -56,7 +79,11 @@ class RoutePlan:
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """Prompts of one agent, loaded by the ranks of `layout`."""
+    """Prompts of one agent, loaded by the ranks of `layout` as the configuration of `node` says.
+
+    Both instruction lists name the same loader: the worker has training prompts and validation prompts for
+    each.
+    """
 
     name: str
     agent: int
@@ -85,7 +112,7 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Run:
-    """Run a node's op: rows with `reads` in layout `source` go in, rows with `writes` in layout `target` come out."""
+    """Run a node's op: rows of `reads` in layout `source` in, rows of `writes` in layout `target` out."""
 
     node: str
     reads: tuple[FieldKey, ...]
@@ -118,13 +145,14 @@ Instruction = Load | Reshard | Run | SyncWeights | Free
 class Plan:
     """The compiled workflow. `instructions` is one training step; `validation` one validation batch.
 
-    groups: distinct rank tuples, in creation order; every rank creates all of them in this order. nodes: kept node
-    ids in execution order. pruned: node id -> why it costs nothing in this run.
+    groups: distinct rank tuples, in creation order, the world first; every rank creates all of them in this
+    order. They are the ranks of the models, of their mesh axes, and of all layouts, routes and links. nodes:
+    kept nodes by id, in execution order. pruned: node id -> why it costs nothing in this run.
     """
 
     dag_id: str
     world_size: int
-    nodes: tuple[str, ...]
+    nodes: dict[str, NodePlan]
     pruned: dict[str, str]
     models: dict[str, ModelPlan]
     layouts: dict[str, Layout]
@@ -138,3 +166,12 @@ class Plan:
     def of_rank(self, rank: int, section: Literal["instructions", "validation"] = "instructions"):
         """The instructions of one rank, in the one global order."""
         return [ins for ins in getattr(self, section) if rank in ins.ranks]
+
+    def to_json(self) -> str:
+        """The plan as JSON text: the same for every process and hash seed, exact under from_json."""
+        return plan_json.encode(self)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The plan that to_json wrote."""
+        return plan_json.decode(text, Plan)

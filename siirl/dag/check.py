@@ -1,0 +1,151 @@
+"""What must hold between nodes: each field has one writer, above its readers; unneeded nodes are pruned."""
+
+from collections.abc import Iterable
+
+from siirl.dag.graph import Graph
+from siirl.dag.names import suggest
+from siirl.dag.ops import why_unread
+from siirl.dag.resolve import ResolvedNode
+from siirl.errors import DagError, NotSupportedError
+from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
+
+Nodes = dict[str, ResolvedNode]
+
+
+def check_agents(nodes: Nodes, graph: Graph) -> None:
+    """One rollout and one trainer for each agent, and no rollout that depends on another agent's."""
+    for op_name, what in (("rollout", "rollout"), ("actor_train", "training")):
+        seen: dict[int, ResolvedNode] = {}
+        for node in nodes.values():
+            if node.op.name != op_name:
+                continue
+            if node.agent in seen:
+                raise DagError(
+                    f"{seen[node.agent]} and {node} are both the {what} of agent {node.agent}: they would "
+                    "share "
+                    "fields and weights. Remove one, or give one another agent_group."
+                )
+            seen[node.agent] = node
+    ancestors = graph.ancestors()
+    rollouts = [node for node in nodes.values() if node.op.name == "rollout"]
+    for node in rollouts:
+        for other in rollouts:
+            if other.agent != node.agent and other.id in ancestors[node.id]:
+                raise NotSupportedError(
+                    f"not supported yet: {node} of agent {node.agent} depends on {other}, the rollout of "
+                    "agent "
+                    f"{other.agent}: multi-agent interaction. Remove the dependency: each agent then samples "
+                    "by itself."
+                )
+
+
+def prune(nodes: Nodes, graph: Graph) -> dict[str, str]:
+    """Node id -> why nothing needs it: it has no side effect, and no kept node reads what it writes."""
+    needed: set[FieldKey] = set()
+    pruned: dict[str, str] = {}
+    for node in (nodes[node_id] for node_id in reversed(graph.order)):
+        if node.op.side_effect or needed.intersection(node.writes):
+            needed.update(node.reads)
+        else:
+            pruned[node.id] = _why_pruned(node)
+    return {node_id: pruned[node_id] for node_id in graph.order if node_id in pruned}
+
+
+def _why_pruned(node: ResolvedNode) -> str:
+    if node.op.model == "rollout":
+        return "no node that is needed reads its responses"
+    names = ", ".join(key.name for key in node.writes)
+    reason = next((why for key in node.writes if (why := why_unread(key.name, node.cfg))), None)
+    return f"nothing reads {names}" + (f": {reason}" if reason else "")
+
+
+def check_kept(nodes: Nodes, pruned: dict[str, str]) -> None:
+    """Something is left to do, and every rollout that is left has a trainer to take weights from."""
+    kept = [node for node in nodes.values() if node.id not in pruned]
+    trained = {node.agent for node in kept if node.op.trains}
+    if not trained:
+        raise NotSupportedError(
+            "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
+            "node_role ACTOR."
+        )
+    for node in kept:
+        if node.op.model == "rollout" and node.agent not in trained:
+            raise NotSupportedError(
+                f"not supported yet: {node}: agent {node.agent} has a rollout but no training, so nothing "
+                "gives it "
+                f"weights. Add a node with node_type MODEL_TRAIN, node_role ACTOR, agent_group {node.agent}."
+            )
+
+
+def check_writers(nodes: Nodes) -> dict[FieldKey, str]:
+    """The one writer of each field. DagError for a field written twice, or written over the loader's."""
+    writers: dict[FieldKey, str] = {}
+    for node in nodes.values():
+        for key in node.writes:
+            if key in writers:
+                raise DagError(
+                    f"{nodes[writers[key]]} and {node} both write {key}: readers could not tell which to "
+                    "take. "
+                    "Remove one of the nodes, or give one another agent_group or other writes."
+                )
+            if key.name in PROMPT_FIELDS:
+                raise DagError(f"{node} writes {key}, which comes with the prompts. Choose another name.")
+            writers[key] = node.id
+    return writers
+
+
+def check_readers(kept: Iterable[ResolvedNode], nodes: Nodes, graph: Graph) -> None:
+    """DagError unless what a kept node reads comes with the prompts or from a node above it."""
+    ancestors = graph.ancestors()
+    writers = {key: node for node in nodes.values() for key in node.writes}
+    agents = {node.agent for node in nodes.values()}
+    for node in kept:
+        for key in node.reads:
+            if key.agent not in agents:
+                raise DagError(
+                    f"{node} reads {key}, but the DAG has no agent {key.agent}: its agents are "
+                    f"{sorted(agents)}."
+                )
+            writer = writers.get(key)
+            if writer is not None and writer.id not in ancestors[node.id]:
+                raise DagError(
+                    f"{node} reads {key}, which {writer} writes, but does not depend on it: it could run "
+                    "first. "
+                    f"Add {writer.id!r} to the dependencies of {node.id!r}."
+                )
+            if writer is None and key.name not in PROMPT_FIELDS:
+                raise DagError(
+                    f"{node} reads {key}, which no node writes. {_who_could_write(key, node, nodes)}"
+                )
+
+
+def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:
+    hint = _WRITERS.get(key.name)
+    if key.name == "old_log_prob" and not node.cfg.algorithm.use_kl_in_reward:
+        hint = f"{hint}; or set actor_rollout_ref.actor.recompute_old_log_prob=False"
+    if hint:
+        return f"Add {hint}."
+    known = [*FIELDS, *(k.name for other in nodes.values() for k in other.writes if k.agent == key.agent)]
+    return (
+        suggest(key.name, dict.fromkeys(n for n in known if n != key.name)) + " Or add a node that writes it."
+    )
+
+
+_WRITERS = {
+    "ref_log_prob": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
+    "old_log_prob": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
+    "score": "a node with node_type COMPUTE, node_role REWARD",
+    "advantage": "a node with node_type COMPUTE, node_role ADVANTAGE",
+    "value": "a node with node_role CRITIC (not supported yet)",
+    "return_": "a node with node_role CRITIC (not supported yet)",
+} | dict.fromkeys(
+    (
+        "response_ids",
+        "response_length",
+        "response_mask",
+        "rollout_log_prob",
+        "finish_reason",
+        "weight_version",
+    ),
+    "a node with node_type MODEL_INFERENCE, node_role ROLLOUT, of this agent",
+)

@@ -1,0 +1,129 @@
+"""compile_plan: DAG, configuration and cluster size in, Plan out. Pure; the same result in every process."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from siirl.config import Config
+from siirl.dag.check import check_agents, check_kept, check_readers, check_writers, prune
+from siirl.dag.emit import Sections
+from siirl.dag.graph import build_graph
+from siirl.dag.layouts import LayoutTable, agent_rows, place_nodes
+from siirl.dag.models import plan_links, plan_models
+from siirl.dag.plan import LinkPlan, ModelPlan, NodePlan, Plan, RoutePlan
+from siirl.dag.resolve import ResolvedNode, resolve_nodes
+from siirl.dag.spec import DagSpec, load_object
+from siirl.dag.yaml_file import load_dag_file
+from siirl.errors import DagError
+from siirl.parallel.placement import Ranks
+from siirl.types import Layout
+
+TEMPLATES = Path(__file__).parents[2] / "dag_templates"
+
+
+def load_dag(cfg: Config) -> DagSpec:
+    """The DAG of dag.custom_pipeline_fn, of dag.workflow_path, or the algorithm's template."""
+    function, path = cfg.dag.custom_pipeline_fn, cfg.dag.workflow_path
+    if function and path:
+        raise DagError(
+            f"dag.custom_pipeline_fn={function} and dag.workflow_path={path} both name a workflow. Set one "
+            "of them."
+        )
+    if function:
+        dag = load_object(function, "dag.custom_pipeline_fn")()
+        if not isinstance(dag, DagSpec):
+            raise DagError(
+                f"dag.custom_pipeline_fn={function} returned {dag!r}, not a DagSpec. End it with "
+                "builder.build()."
+            )
+        return dag
+    return load_dag_file(path or TEMPLATES / "grpo.yaml")
+
+
+def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict[str, Config]]:
+    """The plan of a workflow on `world_size` ranks, and the configuration of each kept node.
+
+    Raises DagError, PlacementError, ConfigError or NotSupportedError, with the node and the fix.
+    """
+    full_graph = build_graph(dag)
+    nodes = resolve_nodes(dag, cfg)
+    check_writers(nodes)
+    check_agents(nodes, full_graph)
+    pruned = prune(nodes, full_graph)
+    check_kept(nodes, pruned)
+    graph = full_graph.without(set(pruned))
+    kept = {node_id: nodes[node_id] for node_id in graph.order}
+    check_readers(kept.values(), nodes, full_graph)
+
+    models = plan_models(kept.values(), world_size)
+    links = plan_links(models)
+    agents = agent_rows(kept)
+    table = LayoutTable()
+    places = place_nodes(kept, graph, models, agents, table, world_size)
+    sections = Sections(kept, places, table, links)
+    instructions = sections.emit(graph)
+    validation = sections.emit(graph.without(set(kept) - _validated(kept)))
+    plan = Plan(
+        dag_id=dag.dag_id,
+        world_size=world_size,
+        nodes={node.id: _node_plan(node) for node in kept.values()},
+        pruned=pruned,
+        models=models,
+        layouts=table.by_id,
+        routes=sections.routes,
+        links=links,
+        loaders=sections.loaders,
+        groups=_groups(
+            world_size, models.values(), table.by_id.values(), sections.routes.values(), links.values()
+        ),
+        instructions=instructions,
+        validation=validation,
+    )
+    return plan, {node_id: node.cfg for node_id, node in kept.items()}
+
+
+def _validated(kept: dict[str, ResolvedNode]) -> set[str]:
+    """Rollouts, reward nodes, and whatever writes a field that these need."""
+    writers = {key: node.id for node in kept.values() for key in node.writes}
+    todo = [
+        node.id for node in kept.values() if node.op.model == "rollout" or node.spec.node_role == "REWARD"
+    ]
+    found: set[str] = set()
+    while todo:
+        node_id = todo.pop()
+        if node_id not in found:
+            found.add(node_id)
+            todo.extend(writers[key] for key in kept[node_id].reads if key in writers)
+    return found
+
+
+def _node_plan(node: ResolvedNode) -> NodePlan:
+    return NodePlan(
+        name=node.id,
+        agent=node.agent,
+        op=node.op.name,
+        model=f"agent_{node.agent}.{node.op.model}" if node.op.model else None,
+        executable=node.spec.executable_ref,
+        overrides=node.overrides,
+        options=node.options,
+    )
+
+
+def _groups(
+    world_size: int,
+    models: Iterable[ModelPlan],
+    layouts: Iterable[Layout],
+    routes: Iterable[RoutePlan],
+    links: Iterable[LinkPlan],
+) -> tuple[Ranks, ...]:
+    """The distinct rank tuples that anything communicates over, the world first."""
+    groups: dict[Ranks, None] = {tuple(range(world_size)): None}
+    for model in models:
+        groups[model.ranks] = None
+        axes = model.dims.mesh_groups(model.ranks)
+        wanted = ("tp",) if model.role == "rollout" else ("dp_shard", "dp_replicate")
+        for axis in wanted:
+            if axis == "tp" or model.backend == "fsdp":
+                groups.update(dict.fromkeys(axes.get(axis, ())))
+    for item in (*layouts, *routes, *links):
+        groups[item.ranks] = None
+    return tuple(groups)

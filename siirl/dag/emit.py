@@ -1,0 +1,241 @@
+"""Writes the one global instruction list: loads, syncs, reshards, runs, and frees after the last reader.
+
+Row sets have two levels: "prompts", one row per prompt, and "samples", one row per response. A field is
+looked up by (key, level); fields of prompts that are read among samples are carried through the rollout of
+their agent.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from siirl.dag.graph import Graph
+from siirl.dag.layouts import LayoutTable, Nodes, Place, union
+from siirl.dag.plan import Free, Instruction, LinkPlan, Load, LoaderPlan, Reshard, RoutePlan, Run, SyncWeights
+from siirl.dag.resolve import ResolvedNode
+from siirl.errors import DagError
+from siirl.parallel.placement import Ranks
+from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey, Layout
+
+_ROUTING = {
+    "prompts": ("row_id", "group_id", "prompt_length"),
+    "samples": ("row_id", "group_id", "prompt_length", "response_length"),
+}
+_DECLARED = {name: position for position, name in enumerate(FIELDS)}
+
+
+@dataclass
+class Sections:
+    """What the instruction lists of one plan share: layouts, and the routes and loaders they need."""
+
+    nodes: Nodes
+    places: dict[str, Place]
+    table: LayoutTable
+    links: dict[str, LinkPlan]
+    routes: dict[str, RoutePlan] = field(default_factory=dict)
+    loaders: dict[str, LoaderPlan] = field(default_factory=dict)
+    _unions: dict[tuple[str, str], Ranks] = field(default_factory=dict)
+
+    def emit(self, graph: Graph) -> tuple[Instruction, ...]:
+        """The instructions that run the nodes of `graph`, in its order."""
+        section = _Section(self, graph)
+        for node_id in graph.order:
+            section.add(self.nodes[node_id])
+        return with_frees(section.instructions, self)
+
+    def level(self, layout_id: str) -> str:
+        return self.table.by_id[layout_id].rowset.rpartition(".")[2]
+
+    def route(self, source: str, target: str) -> RoutePlan:
+        """The route between two layouts, old or new."""
+        name = f"{source} -> {target}"
+        if name not in self.routes:
+            ranks = union(self.table.by_id[source], self.table.by_id[target])
+            self.routes[name] = RoutePlan(name, source, target, ranks)
+        return self.routes[name]
+
+
+class _Section:
+    """One list in the making: which layouts hold which field, and which ranks know that a node has run."""
+
+    def __init__(self, shared: Sections, graph: Graph) -> None:
+        self.shared = shared
+        self.graph = graph
+        self.instructions: list[Instruction] = []
+        self.homes: dict[tuple[FieldKey, str], list[str]] = {}
+        self.known_to: dict[str, int] = {}  # node -> bit set of ranks
+        nodes = [shared.nodes[node_id] for node_id in graph.order]
+        self.carried = {node.id: self._carried(node, nodes) for node in nodes if node.op.changes_rows}
+        self.loaded = self._loaded(nodes)
+
+    def add(self, node: ResolvedNode) -> None:
+        """Everything that must happen for a node to run, then its Run."""
+        place = self.shared.places[node.id]
+        level, carried = self.shared.level(place.source), self.carried.get(node.id, ())
+        reads = _ordered({*node.reads, *carried})
+        routing = [FieldKey(place.data_agent, name) for name in _ROUTING[level]]
+        self._bring(node, _ordered({*reads, *routing}), place.source, level)
+        self._wait_for_parents(node, place.source)
+        if node.op.model == "rollout":
+            link = self.shared.links[f"agent_{node.agent}.weights"]
+            self.instructions.append(SyncWeights(link.name, link.ranks))
+        ranks = self.shared.table.by_id[place.target].ranks
+        writes = _ordered({*node.writes, *carried})
+        self.instructions.append(Run(node.id, reads, writes, place.source, place.target, ranks))
+        self._arrive(writes, place.target, self.shared.level(place.target))
+        self.known_to[node.id] = _bits(ranks)
+
+    def _carried(self, rollout: ResolvedNode, nodes: list[ResolvedNode]) -> tuple[FieldKey, ...]:
+        """Fields of the prompts that a rollout repeats for its samples, because a node reads them there."""
+        place = self.shared.places[rollout.id]
+        made_later = {
+            key
+            for node in nodes
+            for key in node.writes
+            if self.shared.level(self.shared.places[node.id].target) == "samples"
+        }
+        wanted = {FieldKey(rollout.agent, name) for name in _ROUTING[self.shared.level(place.source)]}
+        for node in nodes:
+            if node is not rollout and self.shared.level(self.shared.places[node.id].source) == "samples":
+                wanted.update(
+                    key for key in node.reads if key.agent == rollout.agent and key not in made_later
+                )
+        return _ordered(wanted)
+
+    def _loaded(self, nodes: list[ResolvedNode]) -> dict[int, tuple[FieldKey, ...]]:
+        """agent -> the columns of its prompts that somebody reads."""
+        wanted: dict[int, set[FieldKey]] = {}
+        for node in nodes:
+            place = self.shared.places[node.id]
+            if self.shared.level(place.source) != "prompts":
+                continue
+            routing = [FieldKey(place.data_agent, name) for name in _ROUTING["prompts"]]
+            for key in (*node.reads, *self.carried.get(node.id, ()), *routing):
+                if key.name in PROMPT_FIELDS:
+                    wanted.setdefault(key.agent, set()).add(key)
+        return {agent: _ordered(keys) for agent, keys in wanted.items()}
+
+    def _bring(self, node: ResolvedNode, keys: Iterable[FieldKey], target: str, level: str) -> None:
+        """Load or reshard whatever of `keys` is not in the layout `target` yet."""
+        missing: dict[tuple[str, int], list[FieldKey]] = {}
+        for key in keys:
+            if level == "prompts" and key.name in PROMPT_FIELDS and (key, level) not in self.homes:
+                self._load(key.agent, target, node)
+            homes = self.homes.get((key, level))
+            if homes is None:
+                raise DagError(self._unreachable(node, key, level))
+            if target not in homes:
+                missing.setdefault((self._best_home(homes, target), key.agent), []).append(key)
+        for (home, agent), wanted in missing.items():
+            routing = [FieldKey(agent, name) for name in _ROUTING[level]]
+            late = [key for key in routing if target not in self.homes[key, level]]
+            self._reshard(_ordered({*wanted, *late}), home, target, level)
+
+    def _best_home(self, homes: list[str], target: str) -> str:
+        """A layout on the same ranks if there is one, else where the field was made."""
+        by_id = self.shared.table.by_id
+        own = [home for home in homes if by_id[home].rowset == by_id[homes[0]].rowset]
+        return next((home for home in own if by_id[home].ranks == by_id[target].ranks), own[0])
+
+    def _load(self, agent: int, target: str, node: ResolvedNode) -> None:
+        name = f"agent_{agent}.prompts"
+        if name not in self.shared.loaders:
+            layout = self.shared.table.by_id[target]
+            own = (
+                target
+                if layout.rowset == name
+                else self.shared.table.add(Layout(layout.ranks, layout.shards, name))
+            )
+            rollouts = [n for n in self.shared.nodes.values() if n.agent == agent and n.op.model == "rollout"]
+            self.shared.loaders[name] = LoaderPlan(name, agent, (rollouts or [node])[0].id, own)
+        layout_id = self.shared.loaders[name].layout
+        ranks = self.shared.table.by_id[layout_id].ranks
+        self.instructions.append(Load(name, self.loaded[agent], layout_id, ranks))
+        self._arrive(self.loaded[agent], layout_id, "prompts")
+
+    def _reshard(self, keys: tuple[FieldKey, ...], source: str, target: str, level: str) -> None:
+        route = self.shared.route(source, target)
+        self.instructions.append(Reshard(keys, route.name, route.ranks))
+        self._arrive(keys, target, level)
+        everyone = _bits(route.ranks)
+        for node_id, ranks in self.known_to.items():
+            if ranks & everyone:
+                self.known_to[node_id] = ranks | everyone
+
+    def _wait_for_parents(self, node: ResolvedNode, source: str) -> None:
+        """A node waits for a parent on other ranks even if it reads nothing of it: an exchange without it."""
+        layout = self.shared.table.by_id[source]
+        for parent in self.graph.parents[node.id]:
+            if not _bits(layout.ranks) & ~self.known_to[parent]:
+                continue
+            place = self.shared.places[parent]
+            made = self.shared.table.by_id[place.target]
+            level = self.shared.level(place.target)
+            waiting = self.shared.table.add(Layout(layout.ranks, layout.shards, made.rowset))
+            keys = [FieldKey(place.data_agent, name) for name in _ROUTING[level]]
+            self._reshard(_ordered(keys), place.target, waiting, level)
+
+    def _arrive(self, keys: Iterable[FieldKey], layout_id: str, level: str) -> None:
+        for key in keys:
+            homes = self.homes.setdefault((key, level), [])
+            if layout_id not in homes:
+                homes.append(layout_id)
+
+    def _unreachable(self, node: ResolvedNode, key: FieldKey, level: str) -> str:
+        other = "prompts" if level == "samples" else "samples"
+        return (
+            f"{node} works on {level} and reads {key}, which exists on {other} only at that point: their "
+            "rows differ. "
+            f"Let the rollout of agent {key.agent} depend on the node that writes it, and {node} on that "
+            "rollout."
+        )
+
+
+def with_frees(instructions: list[Instruction], shared: Sections) -> tuple[Instruction, ...]:
+    """The instructions, with columns dropped after the last instruction that makes or reads them."""
+    needed: set[tuple[FieldKey, str]] = set()
+    backwards: list[Instruction] = []
+    for instruction in reversed(instructions):
+        used, made = _touched(instruction, shared)
+        dead: dict[str, list[FieldKey]] = {}
+        for key, layout_id in dict.fromkeys([*used, *made]):
+            if (key, layout_id) not in needed:
+                dead.setdefault(layout_id, []).append(key)
+        for layout_id, keys in reversed(dead.items()):
+            columns = tuple((key, layout_id) for key in _ordered(keys))
+            backwards.append(Free(columns, shared.table.by_id[layout_id].ranks))
+        backwards.append(instruction)
+        needed.update(used)
+    return tuple(reversed(backwards))
+
+
+def _touched(
+    instruction: Instruction, shared: Sections
+) -> tuple[list[tuple[FieldKey, str]], list[tuple[FieldKey, str]]]:
+    """(columns that an instruction reads, columns that it makes)."""
+    match instruction:
+        case Load(_, keys, layout):
+            return [], [(key, layout) for key in keys]
+        case Reshard(keys, route_name, _):
+            route = shared.routes[route_name]
+            agents = dict.fromkeys(key.agent for key in keys)
+            routing = [
+                FieldKey(agent, name) for agent in agents for name in _ROUTING[shared.level(route.source)]
+            ]
+            used = dict.fromkeys([*keys, *routing])
+            return [(key, route.source) for key in used], [(key, route.target) for key in keys]
+        case Run(_, reads, writes, source, target, _):
+            return [(key, source) for key in reads], [(key, target) for key in writes]
+    return [], []
+
+
+def _ordered(keys: Iterable[FieldKey]) -> tuple[FieldKey, ...]:
+    """Keys by agent, then as FIELDS declares them, others last by name."""
+    return tuple(sorted(keys, key=lambda key: (key.agent, _DECLARED.get(key.name, len(_DECLARED)), key.name)))
+
+
+def _bits(ranks: Ranks) -> int:
+    """Ranks as a bit set."""
+    flags = bytearray(max(ranks) // 8 + 1)
+    for rank in ranks:
+        flags[rank // 8] |= 1 << rank % 8
+    return int.from_bytes(flags, "little")

@@ -1,0 +1,174 @@
+"""Where each node's rows lie: by the real parallel groups of its model, or where they come from."""
+
+from dataclasses import dataclass, field, replace
+
+from siirl.dag.graph import Graph
+from siirl.dag.models import ModelPlan
+from siirl.dag.ops import optimizer_steps
+from siirl.dag.resolve import ResolvedNode
+from siirl.errors import DagError, NotSupportedError, PlacementError
+from siirl.parallel.placement import Ranks, format_ranks, parse_placement
+from siirl.types import Layout
+
+Nodes = dict[str, ResolvedNode]
+
+
+@dataclass
+class LayoutTable:
+    """Distinct layouts under ids "<rowset>/<number>", in order of first use."""
+
+    by_id: dict[str, Layout] = field(default_factory=dict)
+    _ids: dict[Layout, str] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, layout: Layout) -> str:
+        """The id of a layout, old or new."""
+        if layout not in self._ids:
+            number = self._counts.get(layout.rowset, 0)
+            self._counts[layout.rowset] = number + 1
+            self._ids[layout] = f"{layout.rowset}/{number}"
+            self.by_id[self._ids[layout]] = layout
+        return self._ids[layout]
+
+
+@dataclass(frozen=True)
+class AgentRows:
+    """How many rows one agent makes in a step, and how its trainer cuts them. rollout, trainer: node ids."""
+
+    agent: int
+    rollout: str
+    prompts: int
+    n: int
+    mini_batch_rows: int
+    balance: bool
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.n
+
+
+@dataclass(frozen=True)
+class Place:
+    """The layouts (ids) of the rows that a node takes and gives; they differ where the op changes rows."""
+
+    source: str
+    target: str
+    data_agent: int
+
+
+def agent_rows(kept: Nodes) -> dict[int, AgentRows]:
+    """The agents that have a rollout. DagError unless the trainer's mini-batches divide the batch."""
+    trainers = {node.agent: node for node in kept.values() if node.op.trains}
+    rows: dict[int, AgentRows] = {}
+    for node in kept.values():
+        if node.op.model != "rollout":
+            continue
+        trainer = trainers[node.agent]
+        prompts, n = node.cfg.data.train_batch_size, node.cfg.actor_rollout_ref.rollout.n
+        mini = trainer.cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+        if mini > prompts or prompts % mini:
+            raise DagError(
+                f"{trainer}: ppo_mini_batch_size = {mini} prompts does not divide data.train_batch_size = "
+                f"{prompts}: "
+                f"the last mini-batch would be short. Set it to a divisor of {prompts}."
+            )
+        mini_batch_rows = 0 if mini == prompts else mini * n
+        balance = trainer.cfg.trainer.balance_batch or optimizer_steps(trainer.cfg) > 1
+        rows[node.agent] = AgentRows(node.agent, node.id, prompts, n, mini_batch_rows, balance)
+    return rows
+
+
+def place_nodes(
+    kept: Nodes,
+    graph: Graph,
+    models: dict[str, ModelPlan],
+    agents: dict[int, AgentRows],
+    table: LayoutTable,
+    world: int,
+) -> dict[str, Place]:
+    """The layouts of every kept node, in execution order; graph holds kept nodes only."""
+    above = graph.ancestors()
+    places: dict[str, Place] = {}
+    for node_id in graph.order:
+        node = kept[node_id]
+        agent = _data_agent(node, agents)
+        rows = agents.get(agent)
+        samples = rows is not None and rows.rollout in above[node_id]
+        rowset = f"agent_{agent}.{'samples' if samples else 'prompts'}"
+        if node.op.model is not None:
+            source = _model_layout(node, models[f"agent_{node.agent}.{node.op.model}"], rowset, rows)
+        else:
+            source = _compute_layout(node, graph, places, table, rowset, world)
+        target = replace(source, rowset=f"agent_{agent}.samples") if node.op.changes_rows else source
+        places[node_id] = Place(table.add(source), table.add(target), agent)
+        check_rows_pair(node, places[node_id], agents)
+        if rows is not None:
+            _check_full(node, source, rows)
+    return places
+
+
+def _data_agent(node: ResolvedNode, agents: dict[int, AgentRows]) -> int:
+    """The agent whose rows a node works on: its own, or without a rollout that of its first read."""
+    if node.agent in agents or not node.reads:
+        return node.agent
+    return node.reads[0].agent
+
+
+def _model_layout(node: ResolvedNode, model: ModelPlan, rowset: str, rows: AgentRows | None) -> Layout:
+    shards = model.dims.data_shards()
+    if node.op.split == "cost" and rows is not None and rows.balance and model.dims.dp > 1:
+        return Layout(model.ranks, shards, rowset, "cost", rows.mini_batch_rows)
+    return Layout(model.ranks, shards, rowset)
+
+
+def _compute_layout(
+    node: ResolvedNode, graph: Graph, places: dict[str, Place], table: LayoutTable, rowset: str, world: int
+) -> Layout:
+    """Where the rows of the first parent (if placed: on the same ranks) already are, else a shard a rank."""
+    ranks = None if node.spec.placement is None else parse_placement(node.spec.placement, world, str(node))
+    parents = [table.by_id[places[parent].target] for parent in graph.parents[node.id]]
+    parents.sort(key=lambda layout: layout.rowset != rowset)
+    found = next((layout for layout in parents if ranks is None or layout.ranks == ranks), None)
+    if found is None:
+        ranks = tuple(range(world)) if ranks is None else ranks
+        return Layout(ranks, tuple(range(len(ranks))), rowset)
+    if found.rowset != rowset or node.op.split == "group":
+        return Layout(found.ranks, found.shards, rowset)
+    return found
+
+
+def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
+    """PlacementError if a shard would get no rows."""
+    shards = layout.num_shards
+    if layout.split == "cost":
+        unit, count = "rows of a mini-batch", rows.mini_batch_rows or rows.samples
+        keys = "actor_rollout_ref.actor.ppo_mini_batch_size or actor_rollout_ref.rollout.n"
+        arithmetic = f" ({count // rows.n} prompts x {rows.n} responses)"
+    else:
+        unit, count, keys, arithmetic = "prompts of a batch", rows.prompts, "data.train_batch_size", ""
+    if count < shards:
+        raise PlacementError(
+            f"{node}: {count} {unit}{arithmetic} for {shards} data-parallel shards (ranks "
+            f"{format_ranks(layout.ranks)}): "
+            f"some would be empty. Raise {keys}, or place the node on fewer ranks."
+        )
+
+
+def check_rows_pair(node: ResolvedNode, place: Place, agents: dict[int, AgentRows]) -> None:
+    """Fields of other agents can be read where their rows pair up one to one with the node's own."""
+    own = agents.get(place.data_agent)
+    for agent in dict.fromkeys(key.agent for key in node.reads if key.agent != place.data_agent):
+        other = agents.get(agent)
+        if own is None or other is None or (own.prompts, own.n) != (other.prompts, other.n):
+            raise NotSupportedError(
+                f"not supported yet: {node} reads fields of agents {place.data_agent} and {agent}, whose "
+                "rows do not "
+                "pair up: both need a rollout, the same data.train_batch_size and the same rollout.n."
+            )
+
+
+def union(*layouts: Layout) -> Ranks:
+    """All ranks of some layouts, sorted."""
+    if all(layout.ranks == layouts[0].ranks for layout in layouts):
+        return layouts[0].ranks
+    return tuple(sorted({rank for layout in layouts for rank in layout.ranks}))

@@ -1,0 +1,204 @@
+"""Models of a plan: which lives on which ranks, with which backend and sizes, fed by which link."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config import Config
+from siirl.dag.names import suggest
+from siirl.dag.ops import ModelRole
+from siirl.dag.plan import LinkPlan, ModelPlan
+from siirl.dag.resolve import ResolvedNode
+from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
+from siirl.parallel.dims import ParallelDims
+from siirl.parallel.placement import Ranks, format_ranks, parse_placement
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What the compiler knows of a backend: the parallel sizes it gets, and whether it exists yet."""
+
+    dims: Callable[[Config, ModelRole, int], ParallelDims]
+    later: str = ""
+
+
+def _fsdp_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+    section = cfg.actor_rollout_ref.actor if role == "actor" else cfg.actor_rollout_ref.ref
+    size = section.fsdp_config.fsdp_size
+    shard = world if size < 1 or size > world else size
+    return ParallelDims(world, dp_shard=shard, dp_replicate=-(-world // shard))
+
+
+def _megatron_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+    section = (cfg.actor_rollout_ref.actor if role == "actor" else cfg.actor_rollout_ref.ref).megatron
+    tp, pp, cp = (
+        section.tensor_model_parallel_size,
+        section.pipeline_model_parallel_size,
+        section.context_parallel_size,
+    )
+    return ParallelDims(
+        world,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=section.expert_model_parallel_size,
+        etp=section.expert_tensor_parallel_size,
+        vpp=section.virtual_pipeline_model_parallel_size or 1,
+        dp_replicate=max(1, world // (tp * pp * cp)),
+    )
+
+
+def _replicas(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+    return ParallelDims(world, dp_replicate=world)
+
+
+def _tensor_parallel_replicas(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+    tp = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return ParallelDims(world, tp=tp, dp_replicate=max(1, world // tp))
+
+
+TRAIN_BACKENDS = {
+    "fsdp": Backend(_fsdp_dims),
+    "megatron": Backend(_megatron_dims, later="the megatron strategy"),
+}
+ROLLOUT_BACKENDS = {
+    "hf": Backend(_replicas),
+    "vllm": Backend(_tensor_parallel_replicas, later="the vllm rollout"),
+    "sglang": Backend(_tensor_parallel_replicas, later="the sglang rollout"),
+}
+
+
+def plan_models(kept: Iterable[ResolvedNode], world_size: int) -> dict[str, ModelPlan]:
+    """Name -> model, in execution order of the first node that uses it."""
+    users: dict[str, list[ResolvedNode]] = {}
+    for node in kept:
+        if node.op.model is not None:
+            users.setdefault(f"agent_{node.agent}.{node.op.model}", []).append(node)
+    models = {name: _plan_model(name, nodes, world_size) for name, nodes in users.items()}
+    _check_policies_agree(models, {node.id: node for nodes in users.values() for node in nodes})
+    return models
+
+
+def plan_links(models: dict[str, ModelPlan]) -> dict[str, LinkPlan]:
+    """One link for each rollout, from the actor of its agent."""
+    links: dict[str, LinkPlan] = {}
+    for target in models.values():
+        if target.role == "rollout":
+            source = models[f"agent_{target.agent}.actor"]
+            name = f"agent_{target.agent}.weights"
+            union = tuple(sorted({*source.ranks, *target.ranks}))
+            kind = "local" if union == source.ranks else "broadcast"
+            links[name] = LinkPlan(name, source.name, target.name, union, kind)
+    return links
+
+
+def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelPlan:
+    builder = next((node for node in nodes if node.op.trains), nodes[0])
+    role = builder.op.model
+    assert role is not None
+    _check_overrides_agree(name, builder, nodes)
+    ranks = _ranks(name, nodes, world_size)
+    backend_name, backend = _backend(role, builder)
+    dims = backend.dims(builder.cfg, role, len(ranks))
+    dims.check(str(builder), ranks)
+    return ModelPlan(
+        name=name,
+        agent=builder.agent,
+        role=role,
+        backend=backend_name,
+        head="lm",
+        trains=builder.op.trains,
+        ranks=ranks,
+        dims=dims,
+        node=builder.id,
+        nodes=tuple(node.id for node in nodes),
+    )
+
+
+def _backend(role: ModelRole, node: ResolvedNode) -> tuple[str, Backend]:
+    policy = node.cfg.actor_rollout_ref
+    key, name, known = {
+        "actor": ("actor.strategy", policy.actor.strategy, TRAIN_BACKENDS),
+        "ref": ("ref.strategy", policy.ref.strategy, TRAIN_BACKENDS),
+        "rollout": ("rollout.name", policy.rollout.name, ROLLOUT_BACKENDS),
+    }[role]
+    if name not in known:
+        raise ConfigError(
+            f"{node}: unknown actor_rollout_ref.{key}={name}. {suggest(name, known)} Known: "
+            f"{', '.join(known)}."
+        )
+    if known[name].later:
+        available = ", ".join(other for other, backend in known.items() if not backend.later)
+        raise NotSupportedError(
+            f"not supported yet: {node}: actor_rollout_ref.{key}={name}: {known[name].later}. Available: "
+            f"{available}."
+        )
+    return name, known[name]
+
+
+def _ranks(name: str, nodes: list[ResolvedNode], world_size: int) -> Ranks:
+    """The ranks that the nodes of a model are placed on; all of them when none says anything."""
+    placed = [
+        (node, parse_placement(node.spec.placement, world_size, str(node)))
+        for node in nodes
+        if node.spec.placement is not None
+    ]
+    if not placed:
+        return tuple(range(world_size))
+    first, first_ranks = placed[0]
+    for node, ranks in placed:
+        if ranks != first_ranks:
+            raise PlacementError(
+                f"{first} is placed on ranks {format_ranks(first_ranks)} and {node} on "
+                f"{format_ranks(ranks)}, but both "
+                f"use model {name}, which lives in one place. Give both the same placement."
+            )
+    return first_ranks
+
+
+def _check_overrides_agree(name: str, builder: ResolvedNode, nodes: list[ResolvedNode]) -> None:
+    for node in nodes:
+        for key, value in node.overrides.items():
+            if key.startswith("actor_rollout_ref.") and _value(builder.cfg, key) != _value(node.cfg, key):
+                raise DagError(
+                    f"{node} sets {key}={value}, but model {name}, which it shares with {builder}, is built "
+                    "from "
+                    f"the latter, where it is {_value(builder.cfg, key)}. Set it on both nodes, or on "
+                    "neither."
+                )
+
+
+def _check_policies_agree(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> None:
+    """A rollout takes its trainer's weights, and its trainer takes its rows."""
+    for target in models.values():
+        source = models.get(f"agent_{target.agent}.actor")
+        if target.role != "rollout" or source is None:
+            continue
+        rollout, actor = nodes[target.node], nodes[source.node]
+        for key in ("actor_rollout_ref.model", "actor_rollout_ref.rollout.n", "data.train_batch_size"):
+            difference = _difference(_value(rollout.cfg, key), _value(actor.cfg, key), key)
+            if difference:
+                where, one, other = difference
+                raise DagError(
+                    f"{rollout} has {where}={one} and {actor} has {other}: they are one policy (agent "
+                    f"{target.agent}) "
+                    "on one batch. Set it on the rollout node only: it then holds for the whole agent."
+                )
+
+
+def _value(cfg: Any, key: str) -> Any:
+    for name in key.split("."):
+        cfg = cfg.get(name) if isinstance(cfg, dict) else getattr(cfg, name)
+    return cfg
+
+
+def _difference(one: Any, other: Any, key: str) -> tuple[str, Any, Any] | None:
+    """(key, value, value) of the first leaf in which two configuration groups differ."""
+    if not dataclasses.is_dataclass(one):
+        return None if one == other else (key, one, other)
+    for item in dataclasses.fields(one):
+        found = _difference(getattr(one, item.name), getattr(other, item.name), f"{key}.{item.name}")
+        if found:
+            return found
+    return None

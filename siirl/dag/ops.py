@@ -1,0 +1,190 @@
+"""The op table: what each kind of node reads and writes, and what it needs. Pure; the code is in siirl/nodes.
+
+A node's op follows from (node_type, node_role, only_forward_compute), or is "custom" where `executable_ref`
+names the code. Reads and writes depend on the node's resolved configuration.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from siirl.config import Config
+from siirl.dag.names import suggest
+from siirl.dag.spec import NodeSpec
+from siirl.errors import DagError, NotSupportedError
+from siirl.types import ROLLOUT_FIELDS
+
+Names = tuple[str, ...]
+ModelRole = Literal["actor", "ref", "rollout"]
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """Signature of an op.
+
+    model: the role of the model worker that it runs on. split: how its rows must lie: whole groups on one
+    shard, or balanced by cost, or anyhow. changes_rows: it starts a new row set. side_effect: never pruned.
+    trains: it steps the optimizer. reads and writes: names of fields of the node's own agent, or
+    "agent_N.name".
+    """
+
+    name: str
+    reads: Callable[[Config], Names]
+    writes: Callable[[Config], Names]
+    model: ModelRole | None = None
+    split: Literal["group", "cost", "any"] = "any"
+    changes_rows: bool = False
+    side_effect: bool = False
+    trains: bool = False
+
+
+def _fixed(*names: str) -> Callable[[Config], Names]:
+    return lambda cfg: names
+
+
+_TOKENS = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
+
+
+def optimizer_steps(cfg: Config) -> int:
+    """Optimizer steps that the actor takes on each rollout batch."""
+    return (
+        cfg.data.train_batch_size
+        // cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+        * (cfg.actor_rollout_ref.actor.ppo_epochs)
+    )
+
+
+def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
+    """Where the policy loss takes the log-probs of the policy before the step from.
+
+    "field": old_log_prob, a forward pass. "rollout": rollout_log_prob, because actor.recompute_old_log_prob
+    is off. "current": the loss's own log-probs, detached, which are equal because the batch gets one
+    optimizer step.
+    """
+    if not cfg.actor_rollout_ref.actor.recompute_old_log_prob:
+        return "rollout"
+    return "field" if optimizer_steps(cfg) > 1 else "current"
+
+
+def _advantage_reads(cfg: Config) -> Names:
+    if not cfg.algorithm.use_kl_in_reward:
+        return ("group_id", "response_length", "response_mask", "score")
+    old = "rollout_log_prob" if old_log_prob_source(cfg) == "rollout" else "old_log_prob"
+    return ("group_id", "response_length", "response_mask", "score", old, "ref_log_prob")
+
+
+def _advantage_writes(cfg: Config) -> Names:
+    return ("reward", "advantage") if cfg.algorithm.use_kl_in_reward else ("advantage",)
+
+
+def _actor_train_reads(cfg: Config) -> Names:
+    old = ("old_log_prob",) if old_log_prob_source(cfg) == "field" else ()
+    ref = ("ref_log_prob",) if cfg.actor_rollout_ref.actor.use_kl_loss else ()
+    return ("row_id", *_TOKENS, "rollout_log_prob", *old, *ref, "advantage")
+
+
+ROLLOUT = OpSpec(
+    "rollout",
+    _fixed("row_id", "group_id", "prompt_ids", "prompt_length"),
+    _fixed(*ROLLOUT_FIELDS),
+    model="rollout",
+    split="group",
+    changes_rows=True,
+)
+FUNCTION_REWARD = OpSpec(
+    "function_reward",
+    _fixed(
+        "row_id",
+        "sample_index",
+        "raw_prompt",
+        "data_source",
+        "ground_truth",
+        "extra_info",
+        "response_ids",
+        "response_length",
+    ),
+    _fixed("score", "reward_info"),
+)
+ADVANTAGE = OpSpec("advantage", _advantage_reads, _advantage_writes, split="group")
+REFERENCE = OpSpec("reference_log_prob", _fixed(*_TOKENS), _fixed("ref_log_prob"), model="ref", split="cost")
+OLD_LOG_PROB = OpSpec("old_log_prob", _fixed(*_TOKENS), _fixed("old_log_prob"), model="actor", split="cost")
+ACTOR_TRAIN = OpSpec(
+    "actor_train", _actor_train_reads, _fixed(), model="actor", split="cost", side_effect=True, trains=True
+)
+
+_MODEL = ("MODEL_INFERENCE", "MODEL_TRAIN")
+_TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
+    "ROLLOUT": (("MODEL_INFERENCE",), lambda node: ROLLOUT),
+    "REWARD": (("COMPUTE",), lambda node: FUNCTION_REWARD),
+    "ADVANTAGE": (("COMPUTE",), lambda node: ADVANTAGE),
+    "REFERENCE": (_MODEL, lambda node: REFERENCE),
+    "ACTOR": (("MODEL_TRAIN",), lambda node: OLD_LOG_PROB if node.only_forward_compute else ACTOR_TRAIN),
+}
+_LATER_ROLES = {
+    "CRITIC": "critics and PPO with values",
+    "POSTPROCESS_SAMPLING": "filtering of groups after sampling (DAPO)",
+}
+_LATER_TYPES = {
+    "DATA_LOAD": "DATA_LOAD nodes; prompts are loaded for whichever node reads them, so drop the node",
+    "ENV_INTERACT": "environments",
+    "PUT_TO_BUFFER": "buffers; rows move to the nodes that read them by themselves, so drop the node",
+    "GET_FROM_BUFFER": "buffers; rows move to the nodes that read them by themselves, so drop the node",
+    "BARRIER_SYNC": "barriers in the DAG; a node already waits for all its dependencies, so drop the node",
+}
+
+
+def op_of(node: NodeSpec) -> OpSpec:
+    """The op that a node runs; DagError or NotSupportedError for one that means nothing or is not built."""
+    if node.node_type in _LATER_TYPES:
+        raise NotSupportedError(f"not supported yet: {node}: {_LATER_TYPES[node.node_type]}.")
+    if node.node_role in _LATER_ROLES:
+        raise NotSupportedError(f"not supported yet: {node}: {_LATER_ROLES[node.node_role]}.")
+    if node.node_role == "REWARD" and node.node_type in _MODEL:
+        raise NotSupportedError(
+            f"not supported yet: {node}: reward models. Use node_type COMPUTE and a reward function."
+        )
+    types, choose = _TABLE.get(node.node_role, (("COMPUTE", "CUSTOM"), None))
+    if node.node_type not in types and not (node.executable_ref and node.node_type == "CUSTOM"):
+        raise DagError(
+            f"{node}: node_role {node.node_role} does not go with node_type {node.node_type}. "
+            f"Set node_type: {' or '.join(types)}."
+        )
+    if node.executable_ref:
+        return _custom(node, choose(node) if choose else None)
+    if choose is None:
+        raise DagError(
+            f"{node}: a node of role {node.node_role} has no code of its own. Set executable_ref: "
+            "pkg.mod:fn, "
+            f"or a node_role. {suggest(node.node_role, _TABLE)}"
+        )
+    if node.reads is not None or node.writes is not None:
+        raise DagError(f"{node}: reads and writes of op {choose(node).name!r} are fixed. Remove them.")
+    return choose(node)
+
+
+def _custom(node: NodeSpec, replaced: OpSpec | None) -> OpSpec:
+    """User code: on its declared fields, or on those of the op that it replaces."""
+    if replaced is not None and replaced.model is not None:
+        raise NotSupportedError(
+            f"not supported yet: {node}: executable_ref in place of op {replaced.name!r}."
+        )
+    if replaced is None and (node.reads is None or node.writes is None):
+        raise DagError(
+            f"{node}: a custom node declares the fields that it reads and writes: without them nobody knows "
+            "which rows to bring. Add reads: [...] and writes: [...]."
+        )
+    base = replaced or OpSpec("custom", _fixed(), _fixed())
+    reads = base.reads if node.reads is None else _fixed(*node.reads)
+    writes = base.writes if node.writes is None else _fixed(*node.writes)
+    return replace(base, name="custom", reads=reads, writes=writes, side_effect=node.writes == ())
+
+
+def why_unread(name: str, cfg: Config) -> str | None:
+    """Why no op reads a field in this run, for the built-in fields that are needed only sometimes."""
+    if name == "ref_log_prob":
+        return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
+    if name == "old_log_prob" and old_log_prob_source(cfg) == "rollout":
+        return "actor.recompute_old_log_prob is off: the rollout's log-probs are used"
+    if name == "old_log_prob":
+        return "each rollout batch gets exactly one optimizer step"
+    return None

@@ -1,0 +1,74 @@
+"""Dataclasses of plain data to JSON text and back, guided by their type hints. Rank tuples become "0-3,8"."""
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from typing import Any, TypeVar
+
+from siirl.parallel.placement import format_ranks, parse_ranks
+from siirl.types import FieldKey
+
+T = TypeVar("T")
+
+
+def encode(value: Any) -> str:
+    """JSON text of a dataclass, in the order of its fields; one of a union names its class under "do"."""
+    return json.dumps(_pack(value, type(value)), indent=1) + "\n"
+
+
+def decode(text: str, kind: type[T]) -> T:
+    """The `kind` that encode wrote."""
+    return _unpack(json.loads(text), kind)
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _pack(value: Any, hint: Any) -> Any:
+    args = typing.get_args(hint)
+    if hint is FieldKey:
+        return str(value)
+    if hint == tuple[int, ...]:
+        return format_ranks(value)
+    if _is_union_of_classes(hint):
+        return {"do": type(value).__name__, **_pack(value, type(value))}
+    if dataclasses.is_dataclass(hint):
+        return {
+            name: _pack(getattr(value, name), kind) for name, kind in _fields(typing.cast(type, hint)).items()
+        }
+    if typing.get_origin(hint) is tuple:
+        return [_pack(item, args[0] if args[-1] is ... else args[i]) for i, item in enumerate(value)]
+    if typing.get_origin(hint) is dict:
+        return {key: _pack(item, args[1]) for key, item in value.items()}
+    return value
+
+
+def _unpack(value: Any, hint: Any) -> Any:
+    args = typing.get_args(hint)
+    if hint is FieldKey:
+        agent, _, name = value.partition(".")
+        return FieldKey(int(agent.removeprefix("agent_")), name)
+    if hint == tuple[int, ...]:
+        return parse_ranks(value)
+    if _is_union_of_classes(hint):
+        kind = next(option for option in args if option.__name__ == value["do"])
+        return _unpack({name: item for name, item in value.items() if name != "do"}, kind)
+    if dataclasses.is_dataclass(hint):
+        kinds = _fields(typing.cast(type, hint))
+        return typing.cast(type, hint)(**{name: _unpack(item, kinds[name]) for name, item in value.items()})
+    if typing.get_origin(hint) is tuple:
+        return tuple(_unpack(item, args[0] if args[-1] is ... else args[i]) for i, item in enumerate(value))
+    if typing.get_origin(hint) is dict:
+        return {key: _unpack(item, args[1]) for key, item in value.items()}
+    return value
+
+
+def _is_union_of_classes(hint: Any) -> bool:
+    return isinstance(hint, types.UnionType) and all(
+        dataclasses.is_dataclass(option) for option in typing.get_args(hint)
+    )

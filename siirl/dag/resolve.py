@@ -1,0 +1,152 @@
+"""Each node's configuration: the run's, with the overrides of the node applied."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config import Config, with_overrides
+from siirl.config.root import TOP_GROUPS
+from siirl.dag.ops import OpSpec, op_of
+from siirl.dag.spec import DagSpec, NodeSpec
+from siirl.errors import DagError, NotSupportedError, UserError
+from siirl.types import FieldKey
+
+_GROUP_OF_ROLE = {
+    "ROLLOUT": "actor_rollout_ref",
+    "ACTOR": "actor_rollout_ref",
+    "REFERENCE": "actor_rollout_ref",
+    "ADVANTAGE": "algorithm",
+    "REWARD": "reward_model",
+    "CRITIC": "critic",
+}
+_WHOLE_RUN = ("trainer", "dag", "profiler")
+AGENT_WIDE = ("data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.")
+"""What the rollout node overrides here holds for every node of its agent that does not itself override it."""
+
+
+@dataclass(frozen=True)
+class ResolvedNode:
+    """A node with its op and its configuration.
+
+    reads, writes: the fields that its op declares under that configuration. overrides: absolute dotted keys
+    that make cfg from the run's configuration. options: the node's other config keys, for the function of a
+    custom node.
+    """
+
+    spec: NodeSpec
+    op: OpSpec
+    cfg: Config
+    reads: tuple[FieldKey, ...]
+    writes: tuple[FieldKey, ...]
+    overrides: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def id(self) -> str:
+        return self.spec.node_id
+
+    @property
+    def agent(self) -> int:
+        return self.spec.agent_group
+
+    def __str__(self) -> str:
+        return str(self.spec)
+
+
+def resolve_nodes(dag: DagSpec, cfg: Config) -> dict[str, ResolvedNode]:
+    """Every node of the DAG with op and configuration, in the order of declaration. Errors name the node."""
+    own = {node.node_id: _absolute_keys(node) for node in dag.nodes}
+    shared: dict[int, dict[str, Any]] = {}
+    for node in dag.nodes:
+        if node.node_role == "ROLLOUT":
+            wide = {key: value for key, value in own[node.node_id][0].items() if key.startswith(AGENT_WIDE)}
+            shared.setdefault(node.agent_group, {}).update(wide)
+    return {
+        node.node_id: _resolve(node, cfg, shared.get(node.agent_group, {}), *own[node.node_id])
+        for node in dag.nodes
+    }
+
+
+def _resolve(
+    node: NodeSpec, cfg: Config, shared: dict[str, Any], own: dict[str, Any], options: dict[str, Any]
+) -> ResolvedNode:
+    _refuse_later(node)
+    overrides = {**shared, **own}
+    try:
+        node_cfg = with_overrides(cfg, overrides) if overrides else cfg
+    except UserError as error:
+        raise type(error)(_named(node, str(error))) from None
+    op = op_of(node)
+    return ResolvedNode(
+        spec=node,
+        op=op,
+        cfg=node_cfg,
+        reads=tuple(_key(name, node) for name in op.reads(node_cfg)),
+        writes=tuple(_own_key(name, node) for name in op.writes(node_cfg)),
+        overrides=overrides,
+        options=options,
+    )
+
+
+def _absolute_keys(node: NodeSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(overrides under absolute keys, options of a custom node's function)."""
+    group = _GROUP_OF_ROLE.get(node.node_role)
+    overrides: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for key, value in node.config.items():
+        first = str(key).partition(".")[0]
+        if first in _WHOLE_RUN:
+            raise DagError(
+                f"{node}: config {key!r} holds for the whole run, not for one node. "
+                f"Set {key}={value} on the command line."
+            )
+        if first in TOP_GROUPS:
+            overrides[key] = value
+        elif group is not None:
+            overrides[f"{group}.{key}"] = value
+        else:
+            options[key] = value
+    if options and node.executable_ref is None:
+        raise DagError(
+            f"{node}: config {next(iter(options))!r} is no key. Start it with {', '.join(TOP_GROUPS)}."
+        )
+    return overrides, options
+
+
+def _refuse_later(node: NodeSpec) -> None:
+    later = {
+        "filter_plugin": (node.filter_plugin, "plugins that filter the rows of a node"),
+        "agent_options": (node.agent_options, "multi-agent interaction"),
+        "max_lag": (node.max_lag, "rollouts that run ahead of training"),
+    }
+    for key, (value, feature) in later.items():
+        if value:
+            raise NotSupportedError(f"not supported yet: {node}: {key} = {value!r}: {feature}. Remove it.")
+
+
+def _named(node: NodeSpec, message: str) -> str:
+    """The message of a configuration error, with the node; "not supported yet: " stays in front."""
+    prefix = "not supported yet: "
+    return f"{prefix}{node}: {message[len(prefix) :]}" if message.startswith(prefix) else f"{node}: {message}"
+
+
+def _key(name: str, node: NodeSpec) -> FieldKey:
+    """ "score" is the node's own agent's field, "agent_1.score" that of agent 1."""
+    prefix, dot, field = name.rpartition(".")
+    if not dot:
+        return FieldKey(node.agent_group, name)
+    if not prefix.startswith("agent_") or not prefix[6:].isdigit() or not field:
+        raise DagError(
+            f"{node}: {name!r} is no field. Write NAME, or agent_N.NAME for a field of another agent."
+        )
+    return FieldKey(int(prefix[6:]), field)
+
+
+def _own_key(name: str, node: NodeSpec) -> FieldKey:
+    key = _key(name, node)
+    if key.agent != node.agent_group:
+        raise DagError(
+            f"{node} of agent {node.agent_group} writes {key}: two agents would share a field. "
+            f"Write a field of agent {node.agent_group}; nodes of agent {key.agent} can read it as "
+            f"agent_{node.agent_group}.{key.name}."
+        )
+    return key

@@ -1,0 +1,234 @@
+"""The DAG as the user wrote it: NodeSpec and DagSpec, made by Python or read from YAML (yaml_file.py)."""
+
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from siirl.dag.names import suggest
+from siirl.errors import DagError
+
+NODE_TYPES = (
+    "COMPUTE",
+    "CUSTOM",
+    "MODEL_INFERENCE",
+    "MODEL_TRAIN",
+    "DATA_LOAD",
+    "ENV_INTERACT",
+    "PUT_TO_BUFFER",
+    "GET_FROM_BUFFER",
+    "BARRIER_SYNC",
+)
+NODE_ROLES = (
+    "DEFAULT",
+    "ROLLOUT",
+    "REWARD",
+    "REFERENCE",
+    "ADVANTAGE",
+    "ACTOR",
+    "CRITIC",
+    "POSTPROCESS_SAMPLING",
+)
+
+_NODE_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
+_REFERENCE = re.compile(r"[^:]+:[A-Za-z_]\w*")
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One node of the file, with the defaults of what it leaves out.
+
+    config: dotted overrides, relative to the role's group of the configuration, or absolute. executable_ref:
+    "pkg.mod:fn" or "file.py:fn", the code of a custom node, whose fields `reads` and `writes` declare (None:
+    those of the role's own op). placement: see parse_placement; None: all ranks, or for a COMPUTE node those
+    of its parent.
+    """
+
+    node_id: str
+    node_type: str
+    node_role: str = "DEFAULT"
+    dependencies: tuple[str, ...] = ()
+    only_forward_compute: bool = False
+    agent_group: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    executable_ref: str | None = None
+    filter_plugin: Any = None
+    agent_options: dict[str, Any] | None = None
+    placement: Any = None
+    reads: tuple[str, ...] | None = None
+    writes: tuple[str, ...] | None = None
+    max_lag: int | None = None
+
+    def __str__(self) -> str:
+        return f"node {self.node_id!r}"
+
+
+@dataclass(frozen=True)
+class DagSpec:
+    """A workflow: nodes in the order of their declaration."""
+
+    dag_id: str
+    nodes: tuple[NodeSpec, ...]
+    description: str = ""
+
+    def node(self, node_id: str) -> NodeSpec:
+        """The node of that name. KeyError if there is none."""
+        return next(node for node in self.nodes if node.node_id == node_id)
+
+
+class DagBuilder:
+    """Builds a DagSpec in Python; the object is the same as the one read from YAML.
+
+    >>> dag = DagBuilder("grpo")
+    >>> rollout = dag.node("rollout", "MODEL_INFERENCE", "ROLLOUT")
+    >>> reward = dag.node("reward", "COMPUTE", "REWARD", dependencies=[rollout])
+    >>> spec = dag.build()
+    """
+
+    def __init__(self, dag_id: str, description: str = "") -> None:
+        self._dag_id = dag_id
+        self._description = description
+        self._nodes: list[NodeSpec] = []
+
+    def node(self, node_id: str, node_type: str, node_role: str = "DEFAULT", **options: Any) -> str:
+        """Add a node; options are the keys of the DAG file. Returns node_id, for `dependencies`."""
+        self._nodes.append(
+            node_spec({"node_id": node_id, "node_type": node_type, "node_role": node_role, **options})
+        )
+        return node_id
+
+    def build(self) -> DagSpec:
+        """The finished DagSpec. DagError if it has no nodes or repeats an id."""
+        return dag_spec(self._dag_id, self._nodes, self._description)
+
+
+def dag_spec(dag_id: str, nodes: list[NodeSpec], description: str = "") -> DagSpec:
+    """A DagSpec of nodes whose ids differ, else DagError."""
+    if not nodes:
+        raise DagError(f"DAG {dag_id!r} has no nodes: nothing would run. Add nodes under `nodes`.")
+    seen: set[str] = set()
+    for node in nodes:
+        if node.node_id in seen:
+            raise DagError(
+                f"node id {node.node_id!r} is used twice in DAG {dag_id!r}: rename one of the two nodes."
+            )
+        seen.add(node.node_id)
+    return DagSpec(dag_id, tuple(nodes), description)
+
+
+def node_spec(entry: dict[str, Any]) -> NodeSpec:
+    """A NodeSpec of one entry of `nodes`. DagError for unknown or missing keys and wrong types."""
+    node_id = entry.get("node_id")
+    if not isinstance(node_id, str) or not _NODE_ID.fullmatch(node_id):
+        raise DagError(
+            f"node_id {node_id!r} of node {entry!r}: a node needs an id of letters, digits, '_', '-' and "
+            "'.', "
+            "that starts with a letter. Set node_id."
+        )
+    who = f"node {node_id!r}"
+    known = [f.name for f in fields(NodeSpec)]
+    for key in entry:
+        if key not in known:
+            raise DagError(f"{who} has the unknown key {key!r}. {suggest(key, known)}")
+    if "node_type" not in entry:
+        raise DagError(f"{who} has no node_type. Set one of {', '.join(NODE_TYPES)}.")
+    values = {key: value for key, value in entry.items() if value is not None}
+    for key, choices in (("node_type", NODE_TYPES), ("node_role", NODE_ROLES)):
+        if key in values:
+            values[key] = _choice(values[key], choices, key, who)
+    for key in ("dependencies", "reads", "writes"):
+        if key in values:
+            values[key] = _names(values[key], key, who)
+    for key, kind, meaning in _KINDS:
+        if key in values and (
+            not isinstance(values[key], kind) or isinstance(values[key], bool) != (kind is bool)
+        ):
+            raise DagError(f"{who}: {key} = {values[key]!r} is not {meaning}. Write {key} as {meaning}.")
+    if values.get("agent_group", 0) < 0:
+        raise DagError(f"{who}: agent_group = {values['agent_group']}: agents are numbered from 0.")
+    for key in ("config", "agent_options", "placement"):
+        if key in values:
+            values[key] = _plain(values[key], key, who)
+    if "executable_ref" in values:
+        values["executable_ref"] = _reference(values["executable_ref"], who)
+    return NodeSpec(**values)
+
+
+_KINDS = (
+    ("only_forward_compute", bool, "true or false"),
+    ("agent_group", int, "a whole number"),
+    ("config", dict, "a mapping of dotted keys to values"),
+    ("executable_ref", str, 'text like "pkg.mod:fn"'),
+    ("agent_options", dict, "a mapping"),
+    ("max_lag", int, "a whole number"),
+)
+
+
+def load_object(reference: str, who: str) -> Any:
+    """The object that "pkg.mod:name" or "path/file.py:name" names. DagError if it cannot be imported."""
+    where, _, name = reference.rpartition(":")
+    try:
+        module = (
+            _module_of_file(Path(where).expanduser())
+            if where.endswith(".py")
+            else importlib.import_module(where)
+        )
+        return getattr(module, name)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise DagError(
+            f"{who}: {reference!r} cannot be imported: {error}. Check the path and PYTHONPATH."
+        ) from error
+    except AttributeError:
+        raise DagError(f"{who}: {where!r} has no {name!r}. Name a function that it defines.") from None
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    name = "siirl_user_" + re.sub(r"\W", "_", str(path.resolve()))
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _choice(value: Any, choices: tuple[str, ...], key: str, who: str) -> str:
+    upper = value.upper() if isinstance(value, str) else value
+    if upper not in choices:
+        raise DagError(f"{who}: unknown {key} {value!r}. {suggest(upper, choices)}")
+    return upper
+
+
+def _names(value: Any, key: str, who: str) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise DagError(f"{who}: {key} = {value!r} is not a list of names. Write {key}: [a, b].")
+    return tuple(dict.fromkeys(value))
+
+
+def _plain(value: Any, key: str, who: str) -> Any:
+    """The value as JSON gives it back, since plans travel as JSON."""
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise DagError(
+            f"{who}: {key} = {value!r} is not plain data: {error}. Use numbers, text, lists, mappings."
+        ) from None
+
+
+def _reference(value: str, who: str) -> str:
+    """Dotted references (pkg.mod.fn), as siiRL writes them, become pkg.mod:fn."""
+    if ":" not in value and "." in value:
+        value = ":".join(value.rsplit(".", 1))
+    if not _REFERENCE.fullmatch(value):
+        raise DagError(
+            f"{who}: executable_ref {value!r} does not name a function. Write pkg.mod:fn or file.py:fn."
+        )
+    return value

@@ -1,0 +1,159 @@
+"""ParallelDims: the one place where the parallel sizes of a model meet. Pure numbers, no torch.
+
+Rank order: a model's ranks are ordered as Megatron-Core orders them by default, tp-cp-ep-dp-pp, tp fastest.
+Dense layers see the grid [pp, dp, cp, tp]; expert layers see the same ranks as [pp, expert dp, ep, etp].
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from siirl.errors import PlacementError
+from siirl.parallel.placement import Ranks, format_ranks
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """Parallel sizes of one model on the `world` ranks of its node (not of the cluster).
+
+    tp, pp, cp: tensor, pipeline, context. ep, etp: expert parallel and tensor parallel of experts. vpp: model
+    chunks per pipeline rank. dp_replicate * dp_shard is the data-parallel size: dp_shard ranks share one copy
+    of parameters and optimizer state, and there are dp_replicate such copies (FSDP: fsdp_size; 1 shard
+    elsewhere).
+    """
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+
+    @property
+    def model_parallel(self) -> int:
+        """Ranks that one copy of the dense model spans: tp * pp * cp."""
+        return self.tp * self.pp * self.cp
+
+    @property
+    def dp(self) -> int:
+        """Number of data-parallel shards, that is of different sets of rows."""
+        return self.world // self.model_parallel
+
+    @property
+    def expert_dp(self) -> int:
+        """Copies of each expert."""
+        return self.world // (self.etp * self.ep * self.pp)
+
+    def check(self, who: str, ranks: Sequence[int], sequence_parallel: bool = False) -> None:
+        """PlacementError, with the numbers and a fix, unless the sizes fit. who: e.g. "node 'actor_train'"."""
+        where = f"its {self.world} ranks ({format_ranks(ranks)})"
+        for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "dp_replicate", "dp_shard"):
+            if getattr(self, name) < 1:
+                raise PlacementError(
+                    f"{who}: {_KEYS.get(name, name)} = {getattr(self, name)}: a size is at least 1."
+                )
+        if self.world % self.model_parallel:
+            raise PlacementError(
+                f"{who}: tp({self.tp}) * pp({self.pp}) * cp({self.cp}) = {self.model_parallel} does not "
+                f"divide {where}. "
+                f"{self._fix(('tp', 'pp', 'cp'), self.model_parallel)}"
+            )
+        expert = self.etp * self.ep * self.pp
+        if self.world % expert:
+            raise PlacementError(
+                f"{who}: etp({self.etp}) * ep({self.ep}) * pp({self.pp}) = {expert} does not divide {where}. "
+                f"{self._fix(('ep', 'etp', 'pp'), expert)}"
+            )
+        if self.dp_replicate * self.dp_shard != self.dp:
+            raise PlacementError(
+                f"{who}: fsdp_size = {self.dp_shard} does not divide the {self.dp} data-parallel ranks among "
+                f"{where}. "
+                f"Set it to -1 (all of them) or to one of {', '.join(map(str, _divisors(self.dp)))}."
+            )
+        if self.vpp > 1 and self.pp == 1:
+            raise PlacementError(
+                f"{who}: virtual_pipeline_model_parallel_size = {self.vpp} with pp(1): it counts model "
+                "chunks per "
+                "pipeline rank, so it needs pipelining. Raise pipeline_model_parallel_size, or unset it."
+            )
+        if sequence_parallel and self.tp == 1:
+            raise PlacementError(
+                f"{who}: sequence_parallel with tp(1): it splits activations over the tensor-parallel ranks. "
+                "Raise tensor_model_parallel_size, or set sequence_parallel=False."
+            )
+
+    def coordinates(self, local_rank: int) -> dict[str, int]:
+        """Where a rank sits on each axis; local_rank counts within the model's ranks."""
+        rest, tp = divmod(local_rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        rest, etp = divmod(local_rank, self.etp)
+        ep = rest % self.ep
+        return {
+            "tp": tp,
+            "cp": cp,
+            "dp": dp,
+            "pp": pp,
+            "ep": ep,
+            "etp": etp,
+            "dp_replicate": dp // self.dp_shard,
+            "dp_shard": dp % self.dp_shard,
+        }
+
+    def data_shard(self, local_rank: int) -> int:
+        """Which data-parallel shard of the rows the rank holds; ranks of one shard hold the same rows."""
+        return local_rank // (self.tp * self.cp) % self.dp
+
+    def data_shards(self) -> tuple[int, ...]:
+        """data_shard of every rank of the model."""
+        return tuple(self.data_shard(local) for local in range(self.world))
+
+    def mesh_groups(self, ranks: Sequence[int]) -> dict[str, tuple[Ranks, ...]]:
+        """The rank tuples along each axis that has more than one rank (dp_shard always), in rank order.
+
+        Axes: dp_shard, dp_replicate, tp, cp, pp. The union of an axis' tuples is `ranks`.
+        """
+        sizes = {
+            "dp_shard": self.dp_shard,
+            "dp_replicate": self.dp_replicate,
+            "tp": self.tp,
+            "cp": self.cp,
+            "pp": self.pp,
+        }
+        axes = [axis for axis, size in sizes.items() if size > 1 or axis == "dp_shard"]
+        places = [self.coordinates(local) for local in range(self.world)]
+        groups: dict[str, tuple[Ranks, ...]] = {}
+        for axis in axes:
+            lines: dict[tuple[int, ...], list[int]] = {}
+            for rank, place in zip(ranks, places, strict=True):
+                lines.setdefault(tuple(place[other] for other in sizes if other != axis), []).append(rank)
+            groups[axis] = tuple(tuple(line) for line in lines.values())
+        return groups
+
+    def _fix(self, names: tuple[str, ...], product: int) -> str:
+        """Give more ranks, or lower the one size that can be lowered to fit."""
+        needed = product * -(-self.world // product)
+        fix = f"Give the node {needed} ranks"
+        for name in names:
+            size = getattr(self, name)
+            smaller = [s for s in _divisors(size)[:-1] if self.world % (product // size * s) == 0]
+            if smaller:
+                return f"{fix}, or lower {_KEYS[name]} to {smaller[-1]}."
+        return fix + "."
+
+
+_KEYS = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "dp_shard": "fsdp_size",
+}
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
