@@ -1,7 +1,8 @@
 """What every training engine offers, whatever its strategy: one model of one role on the ranks of its node.
 
 All methods are collective over the engine's ranks unless said otherwise. Rows are TensorDicts with at least
-prompt_ids, prompt_length, response_ids, response_length, response_mask (see siirl/types.py); a rank may hold zero rows.
+prompt_ids, prompt_length, response_ids, response_length, response_mask (see siirl/types.py); a rank may hold
+zero rows.
 """
 
 from abc import ABC, abstractmethod
@@ -55,7 +56,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
-        """Forward without gradient. outputs: any of "log_prob", "entropy", "value". Returns [B, T] float32 each."""
+        """Forward without gradient; any of "log_prob", "entropy", "value" as [B, T] float32 columns."""
 
     @abstractmethod
     def train_mini_batch(
@@ -68,18 +69,19 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (full shape, dtype) of every tensor that export_weights yields, under HF names. No communication."""
+        """HF name -> (full shape, dtype) of every tensor that export_weights yields. No communication."""
 
     @abstractmethod
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors under HF names, one at a time, cast to `dtype` before the gather. Same order on all ranks.
+        """Full tensors under HF names, one at a time, cast to `dtype` before the gather.
 
-        LoRA adapters are merged. Every rank must exhaust the iterator; each receives every full tensor.
+        In the same order on all ranks. LoRA adapters are merged. Every rank must exhaust the iterator; each
+        receives every full tensor.
         """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """{"model": ..., "optimizer": ..., "scheduler": ..., "version": ...}: what torch.distributed.checkpoint takes."""
+        """{"model", "optimizer", "scheduler", "version"}: what torch.distributed.checkpoint takes."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -95,4 +97,4 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def flops(self, rows: TensorDict, backward: bool) -> float:
-        """Model FLOPs of a pass over this rank's rows (2N or 6N per token plus causal attention). No communication."""
+        """Model FLOPs of a pass over this rank's rows: 2N or 6N a token plus causal attention. Local."""

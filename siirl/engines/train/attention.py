@@ -1,0 +1,132 @@
+"""Causal attention over packed rows: the attention function that our language models are built with.
+
+Legend: N packed tokens, S sequences among them, L the longest, H query heads, K key-value heads, D head size.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from siirl.errors import NotSupportedError
+
+PACKED_ATTENTION = "siirl_packed"
+"""Name under which transformers finds `packed_attention`; it has no mask function, so no mask is built."""
+
+
+@dataclass(frozen=True)
+class SequenceBounds:
+    """Where sequences begin and end among N packed tokens.
+
+    cu_seqlens: int32 [S + 1], first token of each sequence, then N. padded_index: int64 [N], the place of
+    each token in a right-padded batch [S * max_length]. Both on the model's device.
+    """
+
+    cu_seqlens: Tensor
+    padded_index: Tensor
+    max_length: int
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    sequence_bounds: SequenceBounds,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **extra: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each sequence: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
+
+    In bf16 or fp16 on CUDA by torch's variable-length kernel; otherwise by SDPA on a right-padded batch,
+    which is exact: a causal query never sees the padding behind it. Dropout is never applied. No
+    communication.
+    """
+    for name in ("softcap", "s_aux"):
+        if extra.get(name) is not None:
+            raise NotSupportedError(
+                f"not supported yet: {type(module).__name__} with {name}: packed rows run without it. "
+                "Use a model with plain softmax attention."
+            )
+    q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        out_NHD = _varlen(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
+    else:
+        out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
+    return out_NHD.unsqueeze(0), None
+
+
+AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def _varlen(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    bounds: SequenceBounds,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    attend, options = _varlen_kernel()
+    left = -1 if window is None else window - 1
+    cu, longest = bounds.cu_seqlens, bounds.max_length
+    q_NHD, k_NKD, v_NKD = q_NHD.contiguous(), k_NKD.contiguous(), v_NKD.contiguous()
+    return attend(
+        q_NHD, k_NKD, v_NKD, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **options
+    )
+
+
+@functools.cache
+def _varlen_kernel():
+    """torch's kernel, and the option to share key-value heads: implied up to torch 2.11, named since."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    named = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn, {"enable_gqa": True} if named else {}
+
+
+def _padded(
+    q_NHD: Tensor,
+    k_NKD: Tensor,
+    v_NKD: Tensor,
+    bounds: SequenceBounds,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    rows, length = bounds.num_sequences, bounds.max_length
+    full = rows * length == q_NHD.shape[0]
+
+    def pad(x_NHD: Tensor) -> Tensor:
+        shape = (rows * length, *x_NHD.shape[1:])
+        padded = x_NHD if full else x_NHD.new_zeros(shape).index_copy(0, bounds.padded_index, x_NHD)
+        return padded.view(rows, length, *x_NHD.shape[1:]).transpose(1, 2)
+
+    mask = None if window is None or window >= length else _band(length, window, q_NHD.device)
+    out = F.scaled_dot_product_attention(
+        pad(q_NHD),
+        pad(k_NKD),
+        pad(v_NKD),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=q_NHD.shape[1] != k_NKD.shape[1],
+    )
+    out_NHD = out.transpose(1, 2).reshape(rows * length, *q_NHD.shape[1:])
+    return out_NHD if full else out_NHD.index_select(0, bounds.padded_index)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """Causal mask of a sliding window, [L, L]: a query sees itself and the window - 1 tokens before it."""
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril().triu(1 - window)

@@ -1,0 +1,182 @@
+"""A sharded language model on an FSDP2 mesh: one rank reads the weights, every rank receives its shards."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import distribute_tensor
+from transformers import PreTrainedModel
+
+from siirl.dag.plan import ModelPlan
+from siirl.engines.train.hf_model import (
+    build_skeleton,
+    decoder_layers,
+    load_hf_config,
+    load_source,
+    recompute_activations,
+    torch_dtype,
+    turn_off_dropout,
+    use_liger_kernels,
+)
+from siirl.engines.train.language_model import PackedLanguageModel
+from siirl.engines.train.lora import add_lora
+from siirl.engines.train.settings import EngineSettings
+from siirl.errors import DataError, UserError
+from siirl.parallel.process_groups import ProcessGroups
+
+SMALL_MODEL_BYTES = 2 << 30
+"""Up to this size a whole model's weights stay gathered, and its gradients whole, during a mini-batch."""
+
+
+def mesh_of(
+    plan: ModelPlan, groups: ProcessGroups, device: torch.device
+) -> tuple[DeviceMesh, dist.ProcessGroup]:
+    """The mesh of a model, [dp_shard] or [dp_replicate, dp_shard], and this rank's dp_shard group.
+
+    The groups are those of plan.dims.mesh_groups; no communication.
+    """
+    axes = plan.dims.mesh_groups(plan.ranks)
+
+    def mine(axis: str) -> dist.ProcessGroup:
+        return groups.get(next(ranks for ranks in axes[axis] if groups.rank in ranks))
+
+    shard_group = mine("dp_shard")
+    if plan.dims.dp_replicate == 1:
+        mesh = DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("dp_shard",))
+    else:
+        grid = torch.tensor(plan.ranks).view(plan.dims.dp_replicate, plan.dims.dp_shard)
+        mesh = DeviceMesh.from_group(
+            [mine("dp_replicate"), shard_group],
+            device.type,
+            mesh=grid,
+            mesh_dim_names=("dp_replicate", "dp_shard"),
+        )
+    return mesh, shard_group
+
+
+def build_sharded(
+    settings: EngineSettings, mesh: DeviceMesh, group: dist.ProcessGroup, device: torch.device, trains: bool
+) -> PackedLanguageModel:
+    """The sharded model with its weights; collective over the model's ranks, which all raise or none.
+
+    Besides its shards, a rank holds one full tensor at a time; the first rank also holds the model in host
+    memory.
+    """
+    dtype = torch_dtype(settings.fsdp.model_dtype, "fsdp_config.model_dtype")
+    hf = build_skeleton(load_hf_config(settings.model), dtype, settings.model.trust_remote_code)
+    turn_off_dropout(hf)
+    if settings.model.use_liger:
+        use_liger_kernels(hf)
+    if trains:
+        add_lora(hf, settings.model, settings.seed)
+        if settings.model.enable_gradient_checkpointing:
+            recompute_activations(hf, settings.model.gradient_checkpointing_kwargs)
+    else:
+        hf.requires_grad_(False)
+    model = _shard(hf, settings, mesh)
+    source = _read_on_first_rank(settings, hf, group, trains)
+    _materialise(hf, source, mesh, group, device)
+    return model
+
+
+def _shard(hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh) -> PackedLanguageModel:
+    precision = settings.fsdp.mixed_precision
+    param_dtype = torch_dtype(precision.param_dtype, "fsdp_config.mixed_precision.param_dtype")
+    policy = MixedPrecisionPolicy(
+        param_dtype=param_dtype,
+        reduce_dtype=torch_dtype(precision.reduce_dtype, "fsdp_config.mixed_precision.reduce_dtype"),
+        cast_forward_inputs=False,
+    )
+    reshard = mesh.size(-1) > 1 and not is_small(hf)
+    layers = decoder_layers(hf)
+    model = PackedLanguageModel(hf)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for module in fsdp_modules(model):  # shares of a loss add up: gradients are summed, not averaged
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    return model
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Every unit of sharding, the root first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def is_small(model: nn.Module) -> bool:
+    """Whether the whole model, in fp32, may lie on every rank."""
+    return 4 * sum(param.numel() for param in model.parameters()) <= SMALL_MODEL_BYTES
+
+
+def _read_on_first_rank(
+    settings: EngineSettings, hf: PreTrainedModel, group: dist.ProcessGroup, trains: bool
+) -> PreTrainedModel | None:
+    """The full model on the first rank of the group, None on others; all raise if it cannot be read."""
+    source, failure = None, None
+    if dist.get_rank(group) == 0:
+        try:
+            source = load_source(hf.config, settings.model, settings.load_weight, settings.seed)
+            if trains:
+                add_lora(source, settings.model, settings.seed)
+        except UserError as error:
+            failure = error
+    failed = torch.tensor([failure is not None], dtype=torch.int64)
+    dist.all_reduce(failed, group=group)
+    if failure:
+        raise failure
+    if failed.item():
+        raise DataError(
+            f"the first rank could not read the weights of {settings.model.path}: see its message."
+        )
+    return source
+
+
+def _materialise(
+    hf: PreTrainedModel,
+    source: PreTrainedModel | None,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Allocate the shards on the device and fill them, and the buffers, from the first rank's model."""
+    ties = _tied_names(hf)
+    hf.to_empty(device=device)
+    _tie(hf, ties)
+    full_params = dict(source.named_parameters()) if source is not None else {}
+    full_buffers = dict(source.named_buffers()) if source is not None else {}
+    first = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for name, param in hf.named_parameters():
+            full = _on_device(full_params.get(name), param, device, name)
+            param.to_local().copy_(distribute_tensor(full, mesh, param.placements).to_local())
+        for name, buffer in hf.named_buffers():
+            full = _on_device(full_buffers.get(name), buffer, device, name)
+            dist.broadcast(full, first, group=group)
+            buffer.copy_(full)
+
+
+def _on_device(full: Tensor | None, like: Tensor, device: torch.device, name: str) -> Tensor:
+    """The full tensor, cast, on the device; on ranks without it, memory to receive it in."""
+    if full is None:
+        return torch.empty(like.shape, dtype=like.dtype, device=device)
+    assert full.shape == like.shape, f"{name}: {tuple(full.shape)} read, {tuple(like.shape)} needed"
+    return full.detach().to(device=device, dtype=like.dtype).contiguous()
+
+
+def _tied_names(hf: nn.Module) -> dict[str, str]:
+    """Every further name of a shared parameter -> its first name."""
+    first: dict[int, str] = {}
+    ties = {}
+    for name, param in hf.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) != name:
+            ties[name] = first[id(param)]
+    return ties
+
+
+def _tie(hf: nn.Module, ties: dict[str, str]) -> None:
+    """Share parameters again: to_empty gives each name a parameter of its own."""
+    for name, original in ties.items():
+        module, _, leaf = name.rpartition(".")
+        setattr(hf.get_submodule(module), leaf, hf.get_parameter(original))

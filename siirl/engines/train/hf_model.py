@@ -1,0 +1,181 @@
+"""Language models from a Hugging Face directory: their shape on every rank, their weights on one."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from siirl.config.common import ModelConfig
+from siirl.engines.train.attention import PACKED_ATTENTION
+from siirl.errors import ConfigError, DataError, NotSupportedError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Types of weights and of compute. Not float16, whose gradients would need loss scaling."""
+
+
+def torch_dtype(name: str, key: str) -> torch.dtype:
+    """The torch type that a config value names. ConfigError for others, naming the key."""
+    if name not in DTYPES:
+        raise ConfigError(f"{key}={name!r}: engines run in {' or '.join(DTYPES)}. Set one of them.")
+    return DTYPES[name]
+
+
+def load_hf_config(model: ModelConfig) -> PretrainedConfig:
+    """config.json of model.path with model.override_config applied; DataError if there is none."""
+    if model.external_lib:
+        importlib.import_module(model.external_lib)
+    path = model_dir(model.path)
+    if not (path / "config.json").is_file():
+        raise DataError(
+            f"model directory {path} has no config.json: a Hugging Face model directory is needed. "
+            "Set actor_rollout_ref.model.path to one."
+        )
+    config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    for name, value in model.override_config.items():
+        if not hasattr(config, name):
+            raise ConfigError(
+                f"override_config.{name}={value!r}: a {config.model_type} config has no such value. "
+                f"Check the spelling against {path}/config.json."
+            )
+        setattr(config, name, value)
+    return config
+
+
+def model_dir(path: str) -> Path:
+    """The local directory of a model. DataError if it does not exist."""
+    local = Path(path).expanduser()
+    if not local.is_dir():
+        raise DataError(
+            f"model directory {local} does not exist: models are read from local directories. "
+            "Download or create the model, and set actor_rollout_ref.model.path."
+        )
+    return local
+
+
+def check_weight_files(path: Path) -> None:
+    """DataError unless the directory holds safetensors weights (a pickle is not read)."""
+    if not any(path.glob("*.safetensors")):
+        pickled = any(path.glob("*.bin"))
+        reason = (
+            "only pickled .bin files, which can run code when read" if pickled else "no *.safetensors file"
+        )
+        raise DataError(
+            f"model directory {path} has {reason}: weights are needed. Save the model "
+            "with save_pretrained(), or set actor_rollout_ref.actor.load_weight=False to start from random weights."
+        )
+
+
+def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """The model on the meta device, with our packed attention; no memory, no communication.
+
+    NotSupportedError for architectures that rows packed into one sequence, or our output head, would compute
+    wrongly.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
+        )
+    check_architecture(model)
+    return model
+
+
+def check_architecture(model: PreTrainedModel) -> None:
+    """NotSupportedError unless the model is one whose log-probs we compute exactly."""
+    config, head = model.config, model.get_output_embeddings()
+    problem = None
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        problem = f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
+    elif not isinstance(head, nn.Linear) or head.bias is not None:
+        problem = "an output head that is not a plain matrix"
+    elif not model._supports_attention_backend:
+        problem = "attention that cannot be replaced"
+    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            problem = f"{name}={getattr(config, name)}"
+    if problem:
+        raise NotSupportedError(
+            f"not supported yet: model type {config.model_type} has {problem}. "
+            "Use a model of the Qwen or Llama families."
+        )
+
+
+def load_source(
+    config: PretrainedConfig, model: ModelConfig, load_weight: bool, seed: int
+) -> PreTrainedModel:
+    """The whole model on the CPU in the type of its files: for the one rank that hands out the weights.
+
+    load_weight False: random weights from `seed`. DataError if weights are missing or do not fit. No
+    communication.
+    """
+    path = model_dir(model.path)
+    if not load_weight:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    check_weight_files(path)
+    try:
+        source, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype="auto",
+            use_safetensors=True,
+            trust_remote_code=model.trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise DataError(
+            f"weights of {path} cannot be loaded: {error}. Check the files against its config.json."
+        ) from error
+    problems: dict[str, Any] = {
+        key: report.get(key) for key in ("missing_keys", "mismatched_keys") if report.get(key)
+    }
+    if problems:
+        raise DataError(
+            f"weights of {path} do not fit its config.json: {problems}. Such tensors would stay random. "
+            "Check the directory, or override_config."
+        )
+    return source
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of the model, in order: the units of sharding."""
+    kinds = set(model._no_split_modules or ())
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
+    if not layers:
+        raise NotSupportedError(
+            f"not supported yet: model type {model.config.model_type} names no blocks (_no_split_modules). "
+            "Use a model of the Qwen or Llama families."
+        )
+    return layers
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """No dropout anywhere: the log-probs of a row must not depend on the pass that computes them."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def recompute_activations(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
+    """Recompute the activations of each block in the backward pass; kwargs go to torch.utils.checkpoint."""
+    kwargs = {"use_reentrant": False} | kwargs
+    if hasattr(model, "activation_checkpointing_enable"):  # transformers 6 drops the older name
+        model.activation_checkpointing_enable(kwargs)
+    else:
+        model.gradient_checkpointing_enable(kwargs)
+
+
+def use_liger_kernels(model: PreTrainedModel) -> None:
+    """Replace norms, rotary embedding and MLP of this model by Liger kernels; ConfigError if not there."""
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError as error:
+        raise ConfigError(
+            "actor_rollout_ref.model.use_liger=True: the package liger-kernel is not installed. "
+            "Install it (pip install 'siirl[liger]'), or set use_liger=False."
+        ) from error
+    _apply_liger_kernel_to_instance(model=model, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -1,0 +1,75 @@
+"""What a training engine reads of the resolved config: the one place that knows the groups of a role."""
+
+from dataclasses import dataclass
+
+from siirl.config import Config
+from siirl.config.common import FSDPConfig, ModelConfig, OptimConfig
+from siirl.dag.plan import ModelPlan
+from siirl.engines.train.packing import MicroBatchLimit
+from siirl.errors import ConfigError, NotSupportedError
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Settings of one model of one role.
+
+    forward_limit: micro-batches of compute(); train_limit, optim: None for a model that is never trained.
+    load_weight: False builds random weights from config.json. response_width: the configured response length.
+    """
+
+    model: ModelConfig
+    fsdp: FSDPConfig
+    forward_limit: MicroBatchLimit
+    train_limit: MicroBatchLimit | None
+    optim: OptimConfig | None
+    grad_clip: float
+    load_weight: bool
+    seed: int
+    response_width: int
+
+
+def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
+    """Settings of the plan's role; ConfigError without a micro-batch size, NotSupportedError otherwise."""
+    if plan.role not in ("actor", "ref") or plan.head != "lm":
+        raise NotSupportedError(
+            f"not supported yet: {plan.name} is a {plan.role} with a {plan.head} head: training engines hold "
+            "actors and references. Remove the node, or use an algorithm without it."
+        )
+    group, rollout = cfg.actor_rollout_ref, cfg.actor_rollout_ref.rollout
+    role = group.actor if plan.role == "actor" else group.ref
+    forward = rollout if plan.role == "actor" else group.ref
+    name = "rollout" if plan.role == "actor" else "ref"
+    return EngineSettings(
+        model=group.model,
+        fsdp=role.fsdp_config,
+        forward_limit=_limit(
+            forward.log_prob_use_dynamic_bsz,
+            forward.log_prob_max_token_len_per_gpu,
+            forward.log_prob_micro_batch_size_per_gpu,
+            f"actor_rollout_ref.{name}.log_prob",
+        ),
+        train_limit=_limit(
+            group.actor.use_dynamic_bsz,
+            group.actor.ppo_max_token_len_per_gpu,
+            group.actor.ppo_micro_batch_size_per_gpu,
+            "actor_rollout_ref.actor.ppo",
+        )
+        if plan.trains
+        else None,
+        optim=group.actor.optim if plan.trains else None,
+        grad_clip=group.actor.grad_clip,
+        load_weight=role.load_weight,
+        seed=cfg.trainer.seed,
+        response_width=cfg.data.max_response_length,
+    )
+
+
+def _limit(dynamic: bool, max_tokens: int, max_rows: int | None, keys: str) -> MicroBatchLimit:
+    if dynamic:
+        return MicroBatchLimit(max_tokens=max_tokens)
+    if max_rows is None:
+        raise ConfigError(
+            f"{keys}_micro_batch_size_per_gpu is not set: it says how many rows are computed at once. "
+            f"Set it, or use a token budget: {keys}_max_token_len_per_gpu with dynamic batch sizes."
+        )
+    return MicroBatchLimit(max_rows=max_rows)
