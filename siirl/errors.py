@@ -49,6 +49,10 @@ class CheckpointError(SiirlError, RuntimeError):
     """A checkpoint cannot be written, or none that is complete can be read."""
 
 
+class NumericsError(SiirlError, ArithmeticError):
+    """Training produced numbers that cannot be used: gradients that are not finite, step after step."""
+
+
 class WorkerError(SiirlError, RuntimeError):
     """A worker process died or raised; the message gives host, rank, node, step and the cause."""
 
