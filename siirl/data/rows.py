@@ -19,7 +19,16 @@ DTYPES: dict[str, torch.dtype] = {
 
 def object_column(values: Sequence[Any]) -> NonTensorData | NonTensorStack:
     """B JSON values as an object column of a TensorDict. Read it back with `objects`."""
-    return _stack([NonTensorData(value) for value in values])
+    texts: dict[str, NonTensorData] = {}  # making an element is slow, and columns of text repeat few values
+    elements = []
+    for value in values:
+        if isinstance(value, str):
+            if value not in texts:
+                texts[value] = NonTensorData(value)
+            elements.append(texts[value])
+        else:
+            elements.append(NonTensorData(value))
+    return _stack(elements)
 
 
 def objects(rows: TensorDict, name: str) -> list[Any]:

@@ -1,0 +1,83 @@
+"""Tokenizers and prompts: chat messages or plain text to token ids."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from siirl.config import Config
+from siirl.errors import DataError
+
+Messages = list[dict[str, Any]]
+Prompt = str | Messages
+
+
+def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of data.tokenizer, or else of actor_rollout_ref.model.path. Any rank; no communication.
+
+    DataError if there is none. A tokenizer without a pad token pads with its end-of-sequence token.
+    """
+    model = cfg.actor_rollout_ref.model
+    name = str(cfg.data.tokenizer or model.path)
+    source = Path(name).expanduser()
+    if source.is_dir():
+        name = str(source)
+        if not any((source / file).is_file() for file in TOKENIZER_FILES):
+            raise DataError(
+                f"model directory {source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. "
+                "Copy the model's tokenizer files there, or set data.tokenizer."
+            )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(
+            f"no tokenizer can be loaded from {name}: {error}. Check actor_rollout_ref.model.path, or set "
+            "data.tokenizer."
+        ) from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+
+
+def as_messages(prompt: Prompt) -> Messages:
+    """The prompt as chat messages; plain text is one message of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], template_kwargs: dict[str, Any]
+) -> list[list[int]]:
+    """Token ids of each prompt, in one batched call.
+
+    Chat messages go through the tokenizer's chat template, with the generation prompt added;
+    template_kwargs are handed to it (e.g. enable_thinking). A plain string is a text to continue: no
+    template is applied to it, and the tokenizer adds the special tokens that it adds to any text. DataError
+    for messages without a template.
+    """
+    chats = [index for index, prompt in enumerate(prompts) if not isinstance(prompt, str)]
+    if chats and not tokenizer.chat_template:
+        raise DataError(
+            "the prompts are chat messages, but the tokenizer of "
+            f"{tokenizer.name_or_path} has no chat template. "
+            "Use a chat model's tokenizer (data.tokenizer), or write the prompts as plain strings."
+        )
+    ids: list[list[int]] = [[] for _ in prompts]
+    texts = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
+    if chats:
+        rendered = tokenizer.apply_chat_template(
+            [prompts[i] for i in chats], tokenize=False, add_generation_prompt=True, **template_kwargs
+        )
+        # the template has written the special tokens itself
+        _place(ids, chats, tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    if texts:
+        _place(ids, texts, tokenizer([prompts[i] for i in texts])["input_ids"])
+    return ids
+
+
+def _place(out: list[list[int]], where: list[int], values: list[list[int]]) -> None:
+    for index, value in zip(where, values, strict=True):
+        out[index] = value

@@ -1,0 +1,221 @@
+"""Prompts from parquet files in the verl/siiRL column layout, tokenised when a step needs them."""
+
+import bisect
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from transformers import PreTrainedTokenizerBase
+
+from siirl.config import Config
+from siirl.data.chat import as_messages, encode_prompts
+from siirl.data.inspect import EXTRA_KEY, GROUND_TRUTH_KEY, check_columns, list_files, open_parquet
+from siirl.errors import DataError
+
+log = logging.getLogger(__name__)
+
+SCAN_ROWS = 1024  # prompts tokenised in one call when lengths are checked
+TEMPLATE_TOKENS = 64  # allowance for what a chat template adds to a prompt, and
+MESSAGE_TOKENS = 16  # to each of its messages
+
+
+class PromptDataset:
+    """Prompts of one or several files, one after the other; each row is read and tokenised when asked for.
+
+    Only the columns that training reads are decoded; they stay in Arrow buffers until a row is asked for.
+    Row `index` of the dataset counts kept rows; `sample_index` of a row counts the rows of the files, from
+    0, so that messages name the same row whatever was filtered. No communication: every rank opens the
+    files itself.
+
+    A prompt longer than max_prompt_length: dropped before training if filter_overlong; else `truncation`
+    cuts it (left keeps the end, right the beginning, middle both halves) or, "error", refuses the dataset
+    at once.
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_key: str = "prompt",
+        data_source_key: str = "data_source",
+        max_prompt_length: int = 512,
+        truncation: Literal["error", "left", "right", "middle"] = "error",
+        filter_overlong: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.prompt_key, self.data_source_key = prompt_key, data_source_key
+        self.max_prompt_length, self.truncation = max_prompt_length, truncation
+        self.template_kwargs = template_kwargs or {}
+        self.files = list_files(files)
+        self._tables = [self._read(path) for path in self.files]
+        self._starts = [0, *itertools.accumulate(table.num_rows for table in self._tables)]
+        self._kept = np.arange(self._starts[-1])
+        if len(self._kept) == 0:
+            names = ", ".join(map(str, self.files))
+            raise DataError(f"no rows in {names}: the dataset is empty. Check how the files were written.")
+        if filter_overlong:
+            self._drop_overlong()
+        elif truncation == "error":
+            self._refuse_overlong()
+
+    @classmethod
+    def from_config(
+        cls, cfg: Config, split: Literal["train", "val"], tokenizer: PreTrainedTokenizerBase
+    ) -> "PromptDataset":
+        """The dataset of data.train_files or data.val_files."""
+        data = cfg.data
+        return cls(
+            data.train_files if split == "train" else data.val_files,
+            tokenizer,
+            prompt_key=data.prompt_key,
+            data_source_key=data.reward_fn_key,
+            max_prompt_length=data.max_prompt_length,
+            truncation=data.truncation,
+            filter_overlong=data.filter_overlong_prompts,
+            template_kwargs=data.apply_chat_template_kwargs,
+        )
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows at `indices`: every field of PROMPT_FIELDS but row_id and group_id.
+
+        ground_truth and extra_info are None where the file has none.
+        """
+        sample_indices = [int(self._kept[index]) for index in indices]
+        records = [self._record(sample_index) for sample_index in sample_indices]
+        prompts = [record[self.prompt_key] for record in records]
+        ids = encode_prompts(self.tokenizer, prompts, self.template_kwargs) if prompts else []
+        rows = []
+        for sample_index, record, prompt, prompt_ids in zip(
+            sample_indices, records, prompts, ids, strict=True
+        ):
+            prompt_ids = self._fit(prompt_ids, sample_index)
+            rows.append(
+                {
+                    "sample_index": sample_index,
+                    "prompt_ids": prompt_ids,
+                    "prompt_length": len(prompt_ids),
+                    "raw_prompt": as_messages(prompt),
+                    "data_source": record[self.data_source_key],
+                    "ground_truth": (record.get(GROUND_TRUTH_KEY) or {}).get("ground_truth"),
+                    "extra_info": record.get(EXTRA_KEY),
+                }
+            )
+        return rows
+
+    def where(self, sample_index: int) -> str:
+        """The file and row of a sample, for messages."""
+        file = bisect.bisect_right(self._starts, sample_index) - 1
+        return f"{self.files[file]}, row {sample_index - self._starts[file]}"
+
+    def _read(self, path) -> pa.Table:
+        parquet = open_parquet(path)
+        check_columns(path, parquet.schema_arrow, self.prompt_key, [self.data_source_key])
+        wanted = [self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY]
+        try:
+            return parquet.read([name for name in wanted if name in parquet.schema_arrow.names])
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path} is corrupt: {error}. Write the file again.") from error
+
+    def _record(self, sample_index: int) -> dict[str, Any]:
+        file = bisect.bisect_right(self._starts, sample_index) - 1
+        row = self._tables[file].slice(sample_index - self._starts[file], 1)
+        record = row.to_pylist()[0]
+        prompt = record[self.prompt_key]
+        if not prompt:
+            raise DataError(
+                f"{self.where(sample_index)}: the prompt in column {self.prompt_key!r} is empty. "
+                "Remove the row or fill it in."
+            )
+        if not isinstance(prompt, str):  # struct columns fill absent keys of a message with null
+            record[self.prompt_key] = [{k: v for k, v in turn.items() if v is not None} for turn in prompt]
+        return record
+
+    def _fit(self, ids: list[int], sample_index: int) -> list[int]:
+        limit = self.max_prompt_length
+        if len(ids) <= limit:
+            return ids
+        match self.truncation:
+            case "left":
+                return ids[-limit:]
+            case "right":
+                return ids[:limit]
+            case "middle":
+                head = limit // 2
+                return ids[:head] + ids[head - limit :]
+        raise self._overlong_error(sample_index, len(ids))
+
+    def _overlong_error(self, sample_index: int, length: int) -> DataError:
+        return DataError(
+            f"{self.where(sample_index)}: the prompt has {length} tokens, data.max_prompt_length is "
+            f"{self.max_prompt_length}, and data.truncation=error. Raise max_prompt_length, drop such rows "
+            "by data.filter_overlong_prompts=True, or cut them by data.truncation=left|right|middle."
+        )
+
+    def _drop_overlong(self) -> None:
+        total = len(self._kept)
+        overlong = [sample_index for sample_index, _ in self._overlong()]
+        self._kept = np.setdiff1d(self._kept, np.array(overlong, dtype=np.int64), assume_unique=True)
+        log.info(
+            "filter_overlong_prompts: kept %d of %d prompts, those of at most %d tokens",
+            len(self),
+            total,
+            self.max_prompt_length,
+        )
+        if len(self) == 0:
+            raise DataError(
+                f"all {total} prompts have more than data.max_prompt_length={self.max_prompt_length} tokens: "
+                "data.filter_overlong_prompts leaves none. Raise max_prompt_length."
+            )
+
+    def _refuse_overlong(self) -> None:
+        for sample_index, length in self._overlong():
+            raise self._overlong_error(sample_index, length)
+
+    def _overlong(self):
+        """(sample_index, tokens) of each prompt above the limit, in order.
+
+        A tokenizer makes at most one token of a byte of text, so that only prompts whose bytes, with an
+        allowance for the chat template, exceed the limit are tokenised: as a rule few.
+        """
+        suspects = [
+            start + int(row)
+            for start, table in zip(self._starts, self._tables, strict=False)
+            for row in np.flatnonzero(_token_bounds(table[self.prompt_key]) > self.max_prompt_length)
+        ]
+        for first in range(0, len(suspects), SCAN_ROWS):
+            chunk = suspects[first : first + SCAN_ROWS]
+            prompts = [self._record(sample_index)[self.prompt_key] for sample_index in chunk]
+            ids = encode_prompts(self.tokenizer, prompts, self.template_kwargs)
+            for sample_index, prompt_ids in zip(chunk, ids, strict=True):
+                if len(prompt_ids) > self.max_prompt_length:
+                    yield sample_index, len(prompt_ids)
+
+
+def _token_bounds(prompts: pa.ChunkedArray) -> np.ndarray:
+    """An upper bound of the number of tokens of each prompt, from the bytes of its text."""
+    bounds = []
+    for chunk in prompts.chunks:
+        if pa.types.is_string(chunk.type) or pa.types.is_large_string(chunk.type):
+            bounds.append(_byte_lengths(chunk) + TEMPLATE_TOKENS)
+            continue
+        owner = pc.list_parent_indices(chunk).to_numpy(zero_copy_only=False)
+        turns = pc.list_flatten(chunk)
+        sizes = _byte_lengths(pc.struct_field(turns, "content")) + _byte_lengths(
+            pc.struct_field(turns, "role")
+        )
+        per_row = np.bincount(owner, weights=sizes + MESSAGE_TOKENS, minlength=len(chunk))
+        bounds.append(per_row.astype(np.int64) + TEMPLATE_TOKENS)
+    return np.concatenate(bounds) if bounds else np.zeros(0, dtype=np.int64)
+
+
+def _byte_lengths(texts: pa.Array) -> np.ndarray:
+    return pc.fill_null(pc.binary_length(texts), 0).to_numpy(zero_copy_only=False).astype(np.int64)

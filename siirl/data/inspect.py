@@ -1,0 +1,144 @@
+"""Checks of dataset files without torch or a tokenizer: the launcher runs them before any worker starts."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from siirl.config import Config
+from siirl.errors import DataError
+
+GROUND_TRUTH_KEY = "reward_model"
+EXTRA_KEY = "extra_info"
+
+
+def inspect_data(cfg: Config) -> dict[str, int]:
+    """Number of rows of the files that this run reads, as {"train": ..., "val": ...}, each if it is read.
+
+    DataError if a file or column is missing or malformed, or the training files hold less than one batch. The
+    column `reward_model` may be missing when the user's own reward function does the scoring.
+    """
+    required = [cfg.data.reward_fn_key]
+    if cfg.custom_reward_function.path is None:
+        required.append(GROUND_TRUTH_KEY)
+    trainer, counts = cfg.trainer, {}
+    if not trainer.val_only:
+        counts["train"] = inspect_files(cfg.data.train_files, cfg.data.prompt_key, required)
+        if counts["train"] < cfg.data.train_batch_size:
+            raise DataError(
+                f"data.train_files hold {counts['train']} prompts, data.train_batch_size is "
+                f"{cfg.data.train_batch_size}: there is not one full batch. Lower the batch size or add data."
+            )
+    if trainer.val_only or trainer.val_before_train or trainer.test_freq > 0:
+        counts["val"] = inspect_files(cfg.data.val_files, cfg.data.prompt_key, required)
+    return counts
+
+
+def inspect_files(
+    files: str | Sequence[str], prompt_key: str = "prompt", required: Sequence[str] = ("data_source",)
+) -> int:
+    """Check the metadata of parquet files and return their total number of rows. Reads no data pages.
+
+    DataError for a missing, unreadable or corrupt file, a missing column, a column of the wrong type, no
+    rows.
+    """
+    num_rows = 0
+    for path in list_files(files):
+        parquet = open_parquet(path)
+        check_columns(path, parquet.schema_arrow, prompt_key, required)
+        num_rows += parquet.metadata.num_rows
+    if num_rows == 0:
+        raise DataError(
+            f"no rows in {_names(files)}: the dataset is empty. Check how the files were written."
+        )
+    return num_rows
+
+
+def list_files(files: str | Sequence[str]) -> list[Path]:
+    """The paths with `~` expanded. DataError for no file at all, or one that does not exist."""
+    paths = [Path(name).expanduser() for name in ([files] if isinstance(files, str) else files)]
+    if not paths:
+        raise DataError("no dataset files given. Set data.train_files and data.val_files to parquet files.")
+    for path in paths:
+        if not path.is_file():
+            what = "is a directory" if path.is_dir() else "does not exist"
+            raise DataError(f"dataset file {path} {what}: expected a parquet file. {_near_files(path)}")
+    return paths
+
+
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """Open a parquet file, memory-mapped. DataError if it is not one."""
+    try:
+        return pq.ParquetFile(path, memory_map=path.stat().st_size > 0)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}. Write the file again.") from error
+
+
+def check_columns(path: Path, schema: pa.Schema, prompt_key: str, required: Sequence[str]) -> None:
+    """DataError: a column is missing, the prompt is no chat and no text, or a value is not JSON."""
+    for name in (prompt_key, *required):
+        if name not in schema.names:
+            near = difflib.get_close_matches(name, schema.names, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "Set data.prompt_key or data.reward_fn_key."
+            raise DataError(f"{path} has no column {name!r}: it has {', '.join(schema.names)}. {hint}")
+    prompt = schema.field(prompt_key).type
+    if not (_is_text(prompt) or _is_chat(prompt)):
+        raise DataError(
+            f"{path}: column {prompt_key!r} has type {prompt}: a prompt is a list of {{role, content}} "
+            "messages with text content, or a plain string. Convert the column."
+        )
+    for name in (*required, GROUND_TRUTH_KEY, EXTRA_KEY):
+        if name in schema.names:
+            for where, kind in _foreign_leaves(name, schema.field(name).type):
+                raise DataError(
+                    f"{path}: {where} has type {kind}: rows travel between workers as JSON. "
+                    "Store it as a string or a number."
+                )
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_chat(kind: pa.DataType) -> bool:
+    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
+        return False
+    fields = {field.name: field.type for field in kind.value_type}
+    return {"role", "content"} <= set(fields) and _is_text(fields["role"]) and _is_text(fields["content"])
+
+
+def _foreign_leaves(where: str, kind: pa.DataType) -> Iterator[tuple[str, pa.DataType]]:
+    """(dotted name, type) of each value inside `kind` that JSON does not know."""
+    if pa.types.is_struct(kind):
+        for field in kind:
+            yield from _foreign_leaves(f"{where}.{field.name}", field.type)
+    elif _is_list(kind):
+        yield from _foreign_leaves(f"{where}[]", kind.value_type)
+    elif pa.types.is_dictionary(kind):
+        yield from _foreign_leaves(where, kind.value_type)
+    elif not (
+        _is_text(kind)
+        or pa.types.is_integer(kind)
+        or pa.types.is_floating(kind)
+        or pa.types.is_boolean(kind)
+        or pa.types.is_null(kind)
+    ):
+        yield where, kind
+
+
+def _near_files(path: Path) -> str:
+    found = sorted(path.glob("*.parquet")) if path.is_dir() else sorted(path.parent.glob("*.parquet"))
+    where = path if path.is_dir() else path.parent
+    if not found:
+        return f"{where} has no parquet file: check the path, or write the dataset first."
+    return f"Parquet files there: {', '.join(file.name for file in found[:5])}."
+
+
+def _names(files: str | Sequence[str]) -> str:
+    return files if isinstance(files, str) else ", ".join(map(str, files))

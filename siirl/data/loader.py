@@ -1,0 +1,102 @@
+"""The prompts of each step: a seeded order, cut into global batches, of which a rank reads its shard only."""
+
+from typing import Any, Literal
+
+import numpy as np
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from siirl.config import Config
+from siirl.data.dataset import PromptDataset
+from siirl.data.rows import make_rows
+from siirl.errors import DataError
+from siirl.types import PROMPT_FIELDS
+
+
+class PromptLoader:
+    """Global batches of prompts, epoch after epoch without end; `next_batch` gives the rows of one shard.
+
+    The global batch of a step depends on (dataset, batch_size, seed, shuffle) alone. Shard s of S holds its
+    rows floor(s*N/S) to floor((s+1)*N/S) - 1, so that it is the same for any number of shards and need not
+    divide; a shard may hold none. An incomplete last batch is left out when drop_last, else given as it is.
+    Ranks that hold the same shard build equal loaders and get equal rows. No communication.
+    """
+
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        batch_size: int | None,
+        shard: int = 0,
+        num_shards: int = 1,
+        *,
+        seed: int = 1,
+        shuffle: bool = True,
+        drop_last: bool = True,
+    ):
+        assert 0 <= shard < num_shards, f"shard {shard} of {num_shards}"
+        self.dataset = dataset
+        self.batch_size = batch_size or len(dataset)
+        self.shard, self.num_shards = shard, num_shards
+        self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        full, rest = divmod(len(dataset), self.batch_size)
+        self.steps_per_epoch = full if drop_last else full + bool(rest)
+        if self.steps_per_epoch == 0:
+            raise DataError(
+                f"the dataset has {len(dataset)} prompts (after filtering), data.train_batch_size is "
+                f"{self.batch_size}: there is not one full batch. Lower the batch size or add data."
+            )
+        self._epoch = 0
+        self._position = 0  # prompts of this epoch that were given out, over all shards
+        self._order = self._make_order()
+
+    def next_batch(self) -> TensorDict:
+        """This shard's rows of the next global batch (PROMPT_FIELDS; row_id counts over all shards)."""
+        left = len(self.dataset) - self._position
+        if left == 0 or (self.drop_last and left < self.batch_size):
+            self._epoch, self._position = self._epoch + 1, 0
+            self._order = self._make_order()
+        batch = self._order[self._position : self._position + self.batch_size]
+        self._position += len(batch)
+        first, last = (len(batch) * s // self.num_shards for s in (self.shard, self.shard + 1))
+        rows = self.dataset.rows(batch[first:last])
+        columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in PROMPT_FIELDS}
+        columns["row_id"] = columns["group_id"] = list(range(first, last))
+        return make_rows(columns)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loader stands, in global prompts: fits any number of shards and any batch size."""
+        return {"epoch": self._epoch, "position": self._position, "num_prompts": len(self.dataset)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after the last batch before state_dict. DataError if the dataset has changed."""
+        if state["num_prompts"] != len(self.dataset):
+            raise DataError(
+                f"the checkpoint was made with {state['num_prompts']} prompts, the dataset has "
+                f"{len(self.dataset)}: the position in it has no meaning. Resume with the same data.* keys "
+                "and files, or start anew with trainer.resume_mode=disable."
+            )
+        self._epoch, self._position = state["epoch"], state["position"]
+        self._order = self._make_order()
+
+    def _make_order(self) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(len(self.dataset))
+        return np.random.default_rng([self.seed, self._epoch]).permutation(len(self.dataset))
+
+
+def make_loader(
+    cfg: Config,
+    split: Literal["train", "val"],
+    tokenizer: PreTrainedTokenizerBase,
+    shard: int = 0,
+    num_shards: int = 1,
+) -> PromptLoader:
+    """The loader of a run: training shuffles and drops an incomplete batch, validation does neither."""
+    dataset = PromptDataset.from_config(cfg, split, tokenizer)
+    if split == "val":
+        return PromptLoader(
+            dataset, cfg.data.val_batch_size, shard, num_shards, shuffle=False, drop_last=False
+        )
+    return PromptLoader(
+        dataset, cfg.data.train_batch_size, shard, num_shards, seed=cfg.data.seed, shuffle=cfg.data.shuffle
+    )
