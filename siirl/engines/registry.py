@@ -1,0 +1,58 @@
+"""The one place where a backend is chosen: by its name in the plan, and for training also by the head of
+the model.
+
+Backends are imported when they are built, so that a run needs only the packages of those it uses.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+
+from siirl.config import Config
+from siirl.dag.names import suggest
+from siirl.dag.plan import ModelPlan
+from siirl.engines.rollout.base import RolloutEngine
+from siirl.engines.train.base import TrainEngine
+from siirl.errors import ConfigError, NotSupportedError
+from siirl.parallel.process_groups import ProcessGroups
+
+TRAIN_ENGINES: dict[str, dict[str, str]] = {"fsdp": {"lm": "siirl.engines.train.fsdp:FSDPEngine"}}
+"""Strategy -> head -> class."""
+
+ROLLOUT_ENGINES: dict[str, str] = {"hf": "siirl.engines.rollout.hf:HFRollout"}
+"""Name -> class."""
+
+
+def make_train_engine(
+    plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device
+) -> TrainEngine:
+    """The training engine of a model; cfg: its node's resolved config. Collective over the model's ranks."""
+    heads = _named(TRAIN_ENGINES, plan.backend, "strategy", plan)
+    if plan.head not in heads:
+        raise NotSupportedError(
+            f"not supported yet: strategy {plan.backend!r} with a {plan.head} head (model {plan.name!r}): "
+            f"it has heads {', '.join(heads)}."
+        )
+    return _load(heads[plan.head])(plan, cfg, groups, device)
+
+
+def make_rollout_engine(
+    plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device
+) -> RolloutEngine:
+    """The rollout engine of a model; cfg: its node's resolved config. Local to its shard's ranks."""
+    return _load(_named(ROLLOUT_ENGINES, plan.backend, "rollout engine", plan))(plan, cfg, groups, device)
+
+
+def _named(table: dict[str, Any], name: str, kind: str, plan: ModelPlan) -> Any:
+    if name not in table:
+        raise ConfigError(
+            f"unknown {kind} {name!r} for model {plan.name!r}: known are {', '.join(table)}. "
+            f"{suggest(name, table)}"
+        )
+    return table[name]
+
+
+def _load(path: str) -> Any:
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,176 @@
+"""The decode loop of the HF engine: prompts and per-row seeds in, sampled tokens out, for one batch.
+
+Each distinct prompt is prefilled once and its cache repeated for its samples; rows that ended leave the
+batch when that pays. Shapes: D distinct prompts, B samples, P prompt width, T response tokens, V
+vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.kv_cache import fan_out, keep_rows, new_cache
+from siirl.engines.rollout.sampling import sample_tokens, uniforms
+
+KEEP_SHARE = 0.8
+"""Ended rows leave the batch once no more than this share of it still runs: the cache is copied for it."""
+CHECK_EVERY = {"cpu": 1, "cuda": 8}
+"""Steps between two looks at which rows ended: a look waits for the device."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was sampled, on the host.
+
+    token_BT and log_prob_BT hold garbage past length_B. stopped_B: the row ended with a stop token.
+    """
+
+    token_BT: Tensor
+    log_prob_BT: Tensor
+    length_B: Tensor
+    stopped_B: Tensor
+
+
+@dataclass
+class _Running:
+    """The rows that still run, and the cache of what they have read."""
+
+    cache: Cache
+    mask_BS: (
+        Tensor | None
+    )  # 1 for real tokens of prompts, 0 for left padding, 1 for responses; None: no padding
+    position_B: Tensor  # position of the next token
+    row_B: Tensor  # index of the row among the samples
+    ended_B: Tensor
+
+    def drop_ended(self) -> None:
+        keep = (~self.ended_B).nonzero()[:, 0]
+        keep_rows(self.cache, keep)
+        self.mask_BS = None if self.mask_BS is None else self.mask_BS[keep]
+        self.position_B, self.row_B, self.ended_B = (
+            self.position_B[keep],
+            self.row_B[keep],
+            self.ended_B[keep],
+        )
+
+
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    seeds: list[int],
+    params: SamplingParams,
+    prefill_tokens: int,
+) -> Samples:
+    """Sample counts[d] responses of prompts[d]; seeds: one per sample, in that order. No communication.
+
+    prefill_tokens bounds the padded tokens of one prefill forward (at least one prompt goes through).
+    """
+    device = model.device
+    length_D = torch.tensor([len(prompt) for prompt in prompts])
+    count_D = torch.tensor(counts)
+    logits_BV, run = _prefill(model, prompts, length_D, count_D, params.max_tokens, prefill_tokens)
+    uniform_TB = torch.from_numpy(uniforms(seeds, params.max_tokens)).to(device)
+    token_TB = torch.zeros(params.max_tokens, len(seeds), dtype=torch.int64, device=device)
+    log_prob_TB = torch.zeros(params.max_tokens, len(seeds), device=device)
+    stops_V = torch.zeros(logits_BV.shape[1], dtype=torch.bool, device=device)
+    if not params.ignore_eos:
+        stops_V[[stop for stop in params.stop_token_ids if stop < len(stops_V)]] = True
+    width, check_every = run.cache.get_seq_length(), CHECK_EVERY.get(device.type, 8)
+
+    for step in range(params.max_tokens):
+        token_B, log_prob_B = sample_tokens(logits_BV, uniform_TB[step, run.row_B], params)
+        token_TB[step, run.row_B], log_prob_TB[step, run.row_B] = token_B, log_prob_B
+        run.ended_B |= stops_V[token_B]
+        if step + 1 == params.max_tokens:
+            break
+        if (step + 1) % check_every == 0:
+            running = int((~run.ended_B).sum())
+            if running == 0:
+                break
+            if running <= KEEP_SHARE * len(run.row_B):
+                token_B = token_B[~run.ended_B]
+                run.drop_ended()
+        logits_BV = model(
+            input_ids=token_B[:, None],
+            position_ids=run.position_B[:, None],
+            attention_mask=None if run.mask_BS is None else run.mask_BS[:, : width + step + 1],
+            past_key_values=run.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        run.position_B += 1
+    return _collect(token_TB.T.cpu(), log_prob_TB.T.cpu(), stops_V.cpu(), step + 1)
+
+
+def _prefill(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    length_D: Tensor,
+    count_D: Tensor,
+    max_tokens: int,
+    prefill_tokens: int,
+) -> tuple[Tensor, _Running]:
+    """Read each prompt once; logits of the first response token and the cache, both repeated per sample."""
+    device = model.device
+    limit = int(length_D.max()) + max_tokens
+    parts, part_counts, logits = [], [], []
+    for block in _blocks(length_D.tolist(), prefill_tokens):
+        cache, last_logits = _read(model, prompts[block], length_D[block])
+        parts.append(cache)
+        part_counts.append(count_D[block].to(device))
+        logits.append(last_logits.repeat_interleave(part_counts[-1], 0))
+    length_B = length_D.repeat_interleave(count_D)
+    width = int(length_D.max())
+    padded = bool((length_D < width).any())
+    slot_S = torch.arange(limit)
+    return torch.cat(logits), _Running(
+        cache=fan_out(parts, part_counts, limit),
+        mask_BS=(slot_S >= width - length_B[:, None]).to(device) if padded else None,
+        position_B=length_B.to(device),
+        row_B=torch.arange(len(length_B), device=device),
+        ended_B=torch.zeros(len(length_B), dtype=torch.bool, device=device),
+    )
+
+
+def _blocks(lengths: list[int], max_tokens: int) -> list[slice]:
+    """Consecutive prompts whose padded size stays within max_tokens (single prompts may exceed it)."""
+    blocks, start, width = [], 0, 0
+    for index, length in enumerate(lengths):
+        width = max(width, length)
+        if index > start and width * (index + 1 - start) > max_tokens:
+            blocks.append(slice(start, index))
+            start, width = index, length
+    return [*blocks, slice(start, len(lengths))]
+
+
+def _read(model: PreTrainedModel, prompts: Sequence[Sequence[int]], length_D: Tensor) -> tuple[Cache, Tensor]:
+    """One prefill forward of left-padded prompts: the cache, and the logits after the last tokens, [D, V]."""
+    width = int(length_D.max())
+    real_DP = torch.arange(width) >= width - length_D[:, None]
+    ids_DP = torch.zeros(len(prompts), width, dtype=torch.int64)
+    ids_DP[real_DP] = torch.tensor([token for prompt in prompts for token in prompt])
+    position_DP = (torch.arange(width) - (width - length_D[:, None])).clamp_(min=0)
+    cache = new_cache(width)
+    output = model(
+        input_ids=ids_DP.to(model.device),
+        position_ids=position_DP.to(model.device),
+        attention_mask=None if bool(real_DP.all()) else real_DP.to(model.device),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return cache, output.logits[:, -1]
+
+
+def _collect(token_BT: Tensor, log_prob_BT: Tensor, stops_V: Tensor, steps: int) -> Samples:
+    """Cut each row behind its first stop token, or at the last step."""
+    token_BT, log_prob_BT = token_BT[:, :steps], log_prob_BT[:, :steps]
+    stop_BT = stops_V[token_BT]
+    stopped_B = stop_BT.any(1)
+    length_B = torch.where(stopped_B, stop_BT.int().argmax(1) + 1, steps)
+    return Samples(token_BT, log_prob_BT, length_B, stopped_B)

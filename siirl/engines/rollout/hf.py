@@ -1,0 +1,228 @@
+"""The rollout engine on transformers' own models: no further dependency, on CPU and GPU."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from siirl.config import Config
+from siirl.config.common import ModelConfig
+from siirl.dag.plan import ModelPlan
+from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
+from siirl.engines.rollout.decode import Samples, decode
+from siirl.engines.rollout.sampling import derive_seed
+from siirl.engines.rollout.weights import WeightSpecs, checked_weights
+from siirl.engines.train.hf_model import load_hf_config
+from siirl.errors import ConfigError, NotSupportedError, RolloutError
+from siirl.parallel.process_groups import ProcessGroups
+
+CACHED_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types whose state is keys and values of each position: what can be padded and repeated."""
+
+
+class HFRollout(RolloutEngine):
+    """Samples with a transformers model on one device; weights arrive by `load_weights` alone."""
+
+    def __init__(
+        self, plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device | str
+    ) -> None:
+        """Build the architecture of actor_rollout_ref.model, without reading weights. No communication."""
+        self.name = plan.name
+        self.weight_version = -1
+        self._rollout = cfg.actor_rollout_ref.rollout
+        if self._rollout.tensor_model_parallel_size != 1:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.tensor_model_parallel_size="
+                f"{self._rollout.tensor_model_parallel_size}: rollout 'hf' runs on one device. Set it to 1."
+            )
+        self._device = torch.device(device)
+        self._model = build_model(cfg.actor_rollout_ref.model, self._rollout.dtype, self._device)
+        positions = getattr(self._model.config, "max_position_embeddings", None)
+        self._max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
+        self._specs, self._aliases = _tensor_names(self._model)
+        self._state: Literal["empty", "loading", "ready"] = "empty"
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See RolloutEngine; wakes the engine.
+
+        RolloutError before the first complete sync, for a prompt that cannot run (too long, empty, unknown
+        tokens), and for weights that give log-probs that are not finite.
+        """
+        self._check_call(prompts, params, seeds)
+        if not prompts:
+            return []
+        self.wake()
+        distinct = sorted(set(map(tuple, prompts)), key=lambda prompt: (len(prompt), prompt))
+        place = {prompt: index for index, prompt in enumerate(distinct)}
+        # (distinct prompt, prompt of the call, sample): equal prompts together, similar lengths together.
+        rows = sorted(
+            (place[tuple(prompt)], call, sample)
+            for call, prompt in enumerate(prompts)
+            for sample in range(params.n)
+        )
+        max_rows = self._rows_per_pass(params.n, len(distinct[-1]) + params.max_tokens)
+        found: dict[tuple[int, int], Completion] = {}
+        with torch.inference_mode():
+            for start, stop in _passes(len(rows), max_rows):
+                part = rows[start:stop]
+                samples = self._decode(distinct, part, params, seeds)
+                for (_, call, sample), completion in zip(part, self._completions(samples), strict=True):
+                    found[call, sample] = completion
+        self._check_finite(found)
+        return [[found[call, sample] for sample in range(params.n)] for call in range(len(prompts))]
+
+    def weight_specs(self) -> WeightSpecs:
+        """See RolloutEngine."""
+        return dict(self._specs)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See RolloutEngine; wakes the engine."""
+        self.wake()
+        self._state, self.weight_version = "loading", -1
+        own = self._model.state_dict()
+        with torch.no_grad():
+            for name, tensor in checked_weights(weights, self._specs, self._aliases, self.name):
+                own[name].copy_(tensor, non_blocking=True)
+        self._state, self.weight_version = "ready", version
+
+    def sleep(self) -> None:
+        """Move the weights to host memory, on a GPU and with rollout.free_cache_engine. Idempotent."""
+        if self._device.type != "cpu" and self._rollout.free_cache_engine:
+            self._model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring the weights back to the device. Idempotent."""
+        self._model.to(self._device)
+
+    def close(self) -> None:
+        """Release the model."""
+        self._state, self.weight_version = "empty", -1
+        del self._model
+
+    def _decode(
+        self,
+        distinct: Sequence[tuple[int, ...]],
+        rows: Sequence[tuple[int, int, int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+    ) -> Samples:
+        first, last = rows[0][0], rows[-1][0]
+        counts = [0] * (last + 1 - first)
+        for index, _, _ in rows:
+            counts[index - first] += 1
+        row_seeds = [derive_seed(seeds[call], sample) for _, call, sample in rows]
+        prompts = distinct[first : last + 1]
+        return decode(self._model, prompts, counts, row_seeds, params, self._rollout.max_num_batched_tokens)
+
+    def _completions(self, samples: Samples) -> list[Completion]:
+        columns = (samples.token_BT, samples.log_prob_BT, samples.length_B, samples.stopped_B)
+        return [
+            Completion(ids[:length], log_probs[:length], "stop" if stopped else "length", self.weight_version)
+            for ids, log_probs, length, stopped in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+    def _rows_per_pass(self, n: int, max_context: int) -> int:
+        """Samples decoded together: the configured bounds, and on a GPU the memory for their cache."""
+        rows = self._rollout.max_num_seqs
+        if self._rollout.micro_batch_size is not None:
+            rows = min(rows, self._rollout.micro_batch_size * n)
+        if self._device.type == "cuda":
+            free_bytes, _ = torch.cuda.mem_get_info(self._device)
+            budget = free_bytes * self._rollout.gpu_memory_utilization
+            rows = min(rows, int(budget / (max_context * _cache_bytes_per_token(self._model))))
+        return max(rows, 1)
+
+    def _check_call(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> None:
+        if self._state != "ready":
+            why = "none have arrived yet" if self._state == "empty" else "the last sync did not complete"
+            raise RolloutError(
+                f"rollout engine {self.name!r} has no usable weights: {why}. Sync weights before generating."
+            )
+        if len(seeds) != len(prompts):
+            raise RolloutError(f"{len(prompts)} prompts and {len(seeds)} seeds: each prompt needs one seed.")
+        vocab = self._model.get_input_embeddings().num_embeddings
+        for index, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise RolloutError(f"prompt {index} is empty: there is nothing to continue. Remove it.")
+            low, high = min(prompt), max(prompt)
+            if low < 0 or high >= vocab:
+                raise RolloutError(
+                    f"prompt {index} has token ids {low} to {high}, the model knows 0 to {vocab - 1}: "
+                    "tokenizer and model do not belong together. Use the model's own tokenizer."
+                )
+            if len(prompt) + params.max_tokens > self._max_context:
+                raise RolloutError(
+                    f"prompt {index} has {len(prompt)} tokens and its response up to {params.max_tokens}: "
+                    f"rollout engine {self.name!r} has {self._max_context} positions. Lower "
+                    "data.max_prompt_length or data.max_response_length, or use a model of longer context."
+                )
+
+    def _check_finite(self, found: dict[tuple[int, int], Completion]) -> None:
+        for (call, sample), completion in found.items():
+            total = sum(completion.log_probs)
+            if total != total or total == float("-inf"):
+                raise RolloutError(
+                    f"sample {sample} of prompt {call} has log-probs that are not finite, at weight version "
+                    f"{self.weight_version}: the weights overflow in {self._model.dtype}, or hold NaN. "
+                    "Lower the learning rate, or set actor_rollout_ref.rollout.dtype=float32."
+                )
+
+
+def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The model of `model_cfg` on `device`, for inference, its weights uninitialised memory.
+
+    dtype: "auto" (what config.json says, else float32), "float32", "bfloat16" or "float16". DataError
+    without a config.json; NotSupportedError for layers that are not attention.
+    """
+    config = load_hf_config(model_cfg)
+    others = set(getattr(config, "layer_types", None) or ()) - CACHED_LAYERS
+    if others:
+        raise NotSupportedError(
+            f"not supported yet: rollout 'hf' for layers of type {', '.join(sorted(others))} "
+            f"({model_cfg.path}). Use a model of {' and '.join(sorted(CACHED_LAYERS))} layers."
+        )
+    torch_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    with torch.device(device), no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            config,
+            dtype=torch_dtype,
+            attn_implementation="sdpa",
+            trust_remote_code=model_cfg.trust_remote_code,
+        )
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def _tensor_names(model: PreTrainedModel) -> tuple[WeightSpecs, dict[str, str]]:
+    """(name -> shape and dtype, tied tensors once; further names of tied tensors -> the name used)."""
+    specs: WeightSpecs = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        own_name = first_name.setdefault(id(tensor), name)
+        if own_name == name:
+            specs[name] = (tuple(tensor.shape), tensor.dtype)
+        else:
+            aliases[name] = own_name
+    return specs, aliases
+
+
+def _cache_bytes_per_token(model: PreTrainedModel) -> int:
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+
+
+def _passes(num_rows: int, max_rows: int) -> list[tuple[int, int]]:
+    """[start, stop) of passes of equal size, give or take one row, none above max_rows."""
+    count = -(-num_rows // max_rows)
+    return [(num_rows * index // count, num_rows * (index + 1) // count) for index in range(count)]

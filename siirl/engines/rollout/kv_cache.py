@@ -1,0 +1,89 @@
+"""Keys and values of a batch that is decoded: transformers' cache interface over buffers that are written
+in place.
+
+transformers' own dynamic layer concatenates at each token, which copies the whole cache; here a token costs
+a token. Layers that attend to a sliding window keep all positions too: the model's mask hides the old ones.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import DynamicLayer
+
+GROWTH = 256
+"""Positions added to a full buffer, at least: few copies, little memory for responses that stop early."""
+
+
+class BufferedLayer(DynamicLayer):
+    """Keys and values of one layer, [B, heads, capacity, head_dim]; the first `length` positions are used."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: positions that will ever be needed; the buffer never grows past it."""
+        super().__init__()
+        self.limit = limit
+        self.length = 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append positions; views of all of them, keys and values."""
+        start, self.length = self.length, self.length + key_states.shape[-2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+        else:
+            if self.length > self.keys.shape[-2]:
+                capacity = min(self.limit, max(self.length + GROWTH, 3 * self.length // 2))
+                self.keys, self.values = _grown(self.keys, capacity), _grown(self.values, capacity)
+            self.keys[:, :, start : self.length] = key_states
+            self.values[:, :, start : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_seq_length(self) -> int:
+        """Positions in use."""
+        return self.length
+
+
+def new_cache(limit: int) -> Cache:
+    """An empty cache; its layers appear as the model writes to them."""
+    return Cache(layer_class_to_replicate=partial(BufferedLayer, limit))
+
+
+def fan_out(parts: Sequence[Cache], counts: Sequence[Tensor], limit: int) -> Cache:
+    """One cache of prefilled prompts, each repeated for its samples; empties `parts` layer by layer.
+
+    parts: left-padded batches of prompts, each of its own width, in order. counts[p][b]: samples of row b of
+    part p. Positions left of a narrower part are zero (to be masked). limit: positions ever needed.
+    """
+    width = max(part.get_seq_length() for part in parts)
+    rows = [int(count.sum()) for count in counts]
+    cache = new_cache(limit)
+    for index in range(len(parts[0].layers)):
+        layer = BufferedLayer(limit)
+        layers = [part.layers[index] for part in parts]
+        for name in ("keys", "values"):
+            first = getattr(layers[0], name)
+            capacity = min(limit, width + GROWTH)
+            buffer = first.new_empty(sum(rows), first.shape[1], capacity, first.shape[3])
+            for block, source, count in zip(buffer.split(rows), layers, counts, strict=True):
+                pad = width - source.length
+                block[:, :, :pad] = 0
+                block[:, :, pad:width] = getattr(source, name).repeat_interleave(count, 0)
+            setattr(layer, name, buffer)
+            for source in layers:
+                setattr(source, name, None)
+        layer.length, layer.is_initialized = width, True
+        cache.layers.append(layer)
+    return cache
+
+
+def keep_rows(cache: Cache, rows: Tensor) -> None:
+    """Drop all rows but `rows` (int64 indices), in place."""
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys[rows], layer.values[rows]
+
+
+def _grown(buffer: Tensor, capacity: int) -> Tensor:
+    grown = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
+    grown[:, :, : buffer.shape[2]] = buffer
+    return grown

@@ -1,0 +1,100 @@
+"""Seeds and token sampling of the rollout engines: pure functions of (seed, sample, position) and logits.
+
+Shapes: B rows, V vocabulary, T response tokens.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from siirl.engines.rollout.base import SamplingParams
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+_MAX_LOGITS = 1 << 26
+"""Logits sampled at once, as fp32 and fp64 temporaries: bounds memory at 1,024 rows of a 150k vocabulary."""
+
+
+def derive_seed(seed: int, sample: int) -> int:
+    """The 63-bit seed of sample number `sample` of a prompt whose seed is `seed`; every rollout engine uses
+    it.
+
+    Output number `sample` of the SplitMix64 stream of `seed`, less its lowest bit. Source: Steele, Lea,
+    Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
+    """
+    state = (seed + (sample + 1) * _GOLDEN) & _MASK
+    state = ((state ^ (state >> 30)) * _MIX_1) & _MASK
+    state = ((state ^ (state >> 27)) * _MIX_2) & _MASK
+    return (state ^ (state >> 31)) >> 1
+
+
+def uniforms(seeds: list[int], num_positions: int) -> np.ndarray:
+    """One number of (0, 1) for each position of each row, float64, shape [T, B]: column b depends on
+    seeds[b] alone.
+
+    The SplitMix64 stream of each seed, its upper 32 bits: never 0 or 1, also after multiplication by a total
+    probability.
+    """
+    start = np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
+    steps = np.arange(1, num_positions + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+    state = start[None, :] + steps[:, None]
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_2)
+    bits = (state ^ (state >> np.uint64(31))) >> np.uint64(32)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-32
+
+
+def sample_tokens(logits_BV: Tensor, uniform_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """One token per row by inversion of the cumulative distribution: (token_B int64, log_prob_B float32,
+    nats).
+
+    log_prob is that of softmax(logits / temperature), before top-k and top-p; at temperature 0 the token is
+    the arg-max and its log-prob is that of temperature 1. Non-finite logits give a non-finite log-prob. No
+    communication.
+    """
+    rows = max(1, _MAX_LOGITS // logits_BV.shape[1])
+    if logits_BV.shape[0] <= rows:
+        return _sample(logits_BV, uniform_B, params)
+    parts = [
+        _sample(*part, params) for part in zip(logits_BV.split(rows), uniform_B.split(rows), strict=True)
+    ]
+    tokens, log_probs = zip(*parts, strict=True)
+    return torch.cat(tokens), torch.cat(log_probs)
+
+
+def _sample(logits_BV: Tensor, uniform_B: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    logits_BV = logits_BV.float()
+    if params.temperature not in (0, 1):
+        logits_BV = logits_BV / params.temperature
+    log_prob_BV = logits_BV.log_softmax(-1)
+    if params.temperature == 0:
+        token_B = logits_BV.argmax(-1)
+    else:
+        prob_BV = log_prob_BV.exp()
+        if params.top_k > 0 or params.top_p < 1:
+            prob_BV = prob_BV.masked_fill(logits_BV < _threshold(logits_BV, params), 0.0)
+        cumulative_BV = prob_BV.cumsum(-1, dtype=torch.float64)
+        target_B = uniform_B * cumulative_BV[:, -1]
+        # NaN logits would give an index past the vocabulary, which a device reports far from here.
+        token_B = torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0].clamp_(
+            max=logits_BV.shape[1] - 1
+        )
+    return token_B, log_prob_BV.gather(-1, token_B[:, None])[:, 0]
+
+
+def _threshold(logits_BV: Tensor, params: SamplingParams) -> Tensor:
+    """The lowest logit that top-k, then top-p of what is left, keep: [B, 1]. Ties with it are kept too.
+
+    Source: Holtzman et al., "The curious case of neural text degeneration" (2020): the smallest set of most
+    probable tokens whose mass reaches top_p.
+    """
+    vocab = logits_BV.shape[1]
+    kept_BK = logits_BV.topk(min(params.top_k, vocab) if params.top_k > 0 else vocab).values
+    if params.top_p >= 1:
+        return kept_BK[:, -1:]
+    prob_BK = kept_BK.softmax(-1)
+    before_BK = prob_BK.cumsum(-1, dtype=torch.float64) - prob_BK
+    count_B1 = (before_BK < params.top_p).sum(-1, keepdim=True).clamp_(min=1)
+    return kept_BK.gather(-1, count_B1 - 1)

@@ -1,0 +1,63 @@
+"""Strict weight loading, shared by the rollout engines: every tensor exactly once, of the right shape."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from siirl.errors import WeightSyncError
+
+WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name -> (shape, dtype)."""
+
+FIX = "Build trainer and rollout from the same model.path and override_config."
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]], specs: WeightSpecs, aliases: dict[str, str], engine: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass weights on under the names of `specs`, each once; no communication.
+
+    aliases: further names of tied tensors -> their name in specs; a tensor that arrives under several of its
+    names is passed on the first time. WeightSyncError for an unknown or repeated name and for another shape
+    at once, for missing tensors at the end.
+    """
+    seen: set[str] = set()
+    passed: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise WeightSyncError(
+                f"weight {name!r} arrived twice in one sync at {engine!r}: names must differ."
+            )
+        seen.add(name)
+        own_name = check_weight(name, tuple(tensor.shape), specs, aliases, engine)
+        if own_name not in passed:
+            passed.add(own_name)
+            yield own_name, tensor
+    check_complete(passed, specs, engine)
+
+
+def check_weight(
+    name: str, shape: tuple[int, ...], specs: WeightSpecs, aliases: dict[str, str], engine: str
+) -> str:
+    """The name under which the engine knows this weight. WeightSyncError if unknown or of another shape."""
+    own_name = aliases.get(name, name)
+    if own_name not in specs:
+        raise WeightSyncError(f"weight {name!r} is unknown to rollout engine {engine!r}: other model. {FIX}")
+    if shape != specs[own_name][0]:
+        raise WeightSyncError(
+            f"weight {name!r} has shape {list(shape)}, rollout engine {engine!r} needs "
+            f"{list(specs[own_name][0])}: other model. {FIX}"
+        )
+    return own_name
+
+
+def check_complete(arrived: set[str], specs: WeightSpecs, engine: str) -> None:
+    """WeightSyncError unless every name of `specs` has arrived."""
+    missing = [name for name in specs if name not in arrived]
+    if missing:
+        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise WeightSyncError(
+            f"{len(missing)} of {len(specs)} weights did not arrive at rollout engine {engine!r} ({some}): "
+            f"it would mix old and new weights. {FIX}"
+        )
