@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +23,8 @@ class NodeContext:
     cfg: the node's resolved config. group: the ranks of the node's rows (for counts; row data moves by routes).
     train, rollout, scorer: the model workers and services that the node's op declares, else None. validate: the call
     belongs to a validation batch. step: 1 for the first training step; validation before training has step 0.
+    samples: where an op puts rows for the user to read, at most sample_limit of them (-1: all).
+    state: what the node remembers between steps; it survives a checkpoint. options: further config keys of a custom node.
     """
 
     node_id: str
@@ -32,13 +34,15 @@ class NodeContext:
     validate: bool
     group: dist.ProcessGroup
     metrics: Metrics
+    samples: list[dict[str, Any]]
+    sample_limit: int
     tokenizer: PreTrainedTokenizerBase
     train: TrainEngine | None = None
     rollout: RolloutEngine | None = None
     scorer: RewardScorer | None = None
+    state: dict[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 Op = Callable[[NodeContext, TensorDict], TensorDict | Future[TensorDict]]
 """Rows with the node's declared reads in, rows with its declared writes out; a Future is waited for when first read."""
-
-State = dict[str, Any]

@@ -1,6 +1,8 @@
 """The rule-based reward op: responses in, scores out, computed beside whatever the DAG lets run meanwhile."""
 
+from collections import defaultdict
 from concurrent.futures import Future
+from typing import Any
 
 from tensordict import TensorDict
 
@@ -8,8 +10,66 @@ from siirl.errors import RewardError
 from siirl.nodes.context import NodeContext
 
 
-def function_reward(ctx: NodeContext, rows: TensorDict) -> Future[TensorDict]:
-    """score [B] and reward_info [B] as a Future: the scorer's processes work while the next nodes run."""
+def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[TensorDict]:
+    """score [B] and reward_info [B]. No communication.
+
+    A Future in training, so that the scorer's processes work while the next nodes run; rows in validation, and on the
+    steps whose responses are shown to the user.
+    """
     if ctx.scorer is None:
         raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
-    return ctx.scorer.submit(rows)
+    future = ctx.scorer.submit(rows)
+    if not (ctx.validate or ctx.sample_limit):
+        return future
+    scored = future.result()
+    if ctx.validate:
+        report_validation(ctx, rows, scored)
+    show(ctx, rows, scored)
+    return scored
+
+
+def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
+    """Mean reward over all rows and by data source; with several samples a prompt also the mean of each prompt's best."""
+    scores, sources = scored["score"].tolist(), list(rows["data_source"])
+    for score, source, info in zip(scores, sources, scored["reward_info"], strict=True):
+        ctx.metrics.mean("val/reward/mean", score)
+        ctx.metrics.mean(f"val/{source}/reward/mean", score)
+        for name, value in (info or {}).items():
+            if isinstance(value, int | float):
+                ctx.metrics.mean(f"val/{source}/{name}/mean", float(value))
+    n = ctx.cfg.actor_rollout_ref.rollout.val_kwargs.n
+    if n > 1:
+        best: dict[tuple[int, str], float] = defaultdict(lambda: float("-inf"))
+        for row_id, score, source in zip(rows["row_id"].tolist(), scores, sources, strict=True):
+            key = (row_id // n, source)
+            best[key] = max(best[key], score)
+        for (_, source), score in best.items():
+            ctx.metrics.mean(f"val/{source}/reward/best_of_{n}", score)
+
+
+def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
+    """Put up to sample_limit rows into ctx.samples, as text."""
+    limit = len(rows) if ctx.sample_limit < 0 else min(ctx.sample_limit, len(rows))
+    for index in range(limit):
+        length = int(rows["response_length"][index])
+        response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
+        info: dict[str, Any] = scored["reward_info"][index] or {}
+        ctx.samples.append(
+            {
+                "node": ctx.node_id,
+                "data_source": rows["data_source"][index],
+                "sample_index": int(rows["sample_index"][index]),
+                "score": float(scored["score"][index]),
+                **info,
+                "prompt": as_text(rows["raw_prompt"][index]),
+                "response": response,
+                "ground_truth": str(rows["ground_truth"][index]),
+            }
+        )
+
+
+def as_text(raw_prompt: Any) -> str:
+    """A chat as text: one "role: content" paragraph per message; a plain prompt as it is."""
+    if isinstance(raw_prompt, str):
+        return raw_prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in raw_prompt)

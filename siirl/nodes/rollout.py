@@ -17,7 +17,10 @@ def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     if ctx.rollout is None:
         raise RolloutError(f"node {ctx.node_id!r} has no rollout engine on this rank: the plan gave it none")
     params = sampling_params(ctx.cfg, stop_token_ids(ctx), ctx.validate)
-    prompts = [ids[len(ids) - length :] for ids, length in zip(rows["prompt_ids"].tolist(), rows["prompt_length"].tolist(), strict=True)]
+    prompts = [
+        ids[len(ids) - length :]
+        for ids, length in zip(rows["prompt_ids"].tolist(), rows["prompt_length"].tolist(), strict=True)
+    ]
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
     completions = ctx.rollout.generate(prompts, params, seeds)
     samples = [sample for prompt in completions for sample in prompt]
@@ -27,6 +30,7 @@ def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     for name, column in response_columns(samples).items():
         out[name] = column
     _report(ctx, samples)
+    ctx.metrics.sum("perf/tokens", int(out["prompt_length"].sum() + out["response_length"].sum()))
     return out
 
 
@@ -35,7 +39,7 @@ def sampling_params(cfg: Config, stop_ids: tuple[int, ...], validate: bool) -> S
     rollout_cfg = cfg.actor_rollout_ref.rollout
     source = rollout_cfg.val_kwargs if validate else rollout_cfg
     return SamplingParams(
-        max_tokens=cfg.response_length,
+        max_tokens=rollout_cfg.response_length,
         n=source.n,
         temperature=source.temperature if source.do_sample else 0.0,
         top_k=source.top_k,
@@ -81,6 +85,8 @@ def response_columns(samples: list[Completion]) -> dict[str, torch.Tensor]:
 def _report(ctx: NodeContext, samples: list[Completion]) -> None:
     lengths = [len(sample.token_ids) for sample in samples]
     ctx.metrics.mean("rollout/response_length", sum(lengths), len(samples))
-    ctx.metrics.mean("rollout/truncated", sum(sample.finish_reason == "length" for sample in samples), len(samples))
+    ctx.metrics.mean(
+        "rollout/truncated", sum(sample.finish_reason == "length" for sample in samples), len(samples)
+    )
     ctx.metrics.sum("rollout/tokens", sum(lengths))
     ctx.metrics.max("rollout/response_length_max", max(lengths, default=0))

@@ -1,0 +1,45 @@
+"""The loop: a worker's instructions, one after another."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from siirl.dag.plan import Free, Instruction, Load, Reshard, Run, SyncWeights
+from siirl.dag_worker.worker import DAGWorker
+from siirl.observe.metrics import Metrics
+
+Samples = list[dict[str, Any]]
+
+
+def run_step(
+    instructions: Sequence[Instruction], worker: DAGWorker, step: int, validate: bool = False
+) -> tuple[Metrics, Samples]:
+    """Run this rank's instructions of one step, in the one global order, so that collectives match."""
+    store, metrics, samples = worker.new_store(), Metrics(), []
+    for ins in instructions:
+        with worker.observer.span(span_name(ins), step):
+            match ins:
+                case Load(loader=loader, keys=keys, layout=layout):
+                    store.put(worker.load(ins, validate), worker.plan.loaders[loader].agent, layout, names(keys))
+                case Reshard():
+                    worker.exchange(store, ins)
+                case Run(node=node, reads=reads, writes=writes, source=source, target=target):
+                    agent = worker.plan.nodes[node].agent
+                    rows = worker.run_node(ins, store.view(reads, source, agent), step, validate, metrics, samples)
+                    store.put(rows, agent, target, names(writes))
+                case SyncWeights():
+                    metrics.merge(worker.sync_weights(ins))
+                case Free(keys=keys):
+                    store.drop(keys)
+    return metrics, samples
+
+
+def names(keys) -> list[str]:
+    return [key.name for key in keys]
+
+
+def span_name(ins: Instruction) -> str:
+    """What the time of an instruction is booked under: the node, or the kind of instruction."""
+    return ins.node if isinstance(ins, Run) else SPAN_NAMES[type(ins)]
+
+
+SPAN_NAMES = {Load: "load", Reshard: "reshard", SyncWeights: "weight_sync", Free: "free"}

@@ -1,0 +1,226 @@
+"""A run on one rank: steps, validation, checkpoints, reports, export."""
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from siirl.checkpoint.hf import save_hf
+from siirl.checkpoint.manager import CheckpointManager, SavedModel
+from siirl.checkpoint.rng import rng_state, set_rng_state
+from siirl.config import Config, to_dict
+from siirl.dag.ops import optimizer_steps
+from siirl.dag.plan import Plan
+from siirl.dag_worker.report import Report, closing_report
+from siirl.dag_worker.step import run_step
+from siirl.dag_worker.worker import DAGWorker
+from siirl.observe.metrics import Metrics
+from siirl.observe.position import PositionFile
+from siirl.observe.sinks import RunInfo, make_sinks
+from siirl.observe.spans import Observer
+
+log = logging.getLogger(__name__)
+SAMPLES_PER_REPORT = 4
+STEPS_BETWEEN_SAMPLES = 10
+
+
+class RunPlaces(Protocol):
+    """Where a run writes: a launcher's job."""
+
+    @property
+    def output_path(self) -> Path: ...
+
+    def position_path(self, rank: int) -> Path: ...
+
+
+class Training:
+    """Drives a worker through the run. Every rank has one and calls the same methods in the same order."""
+
+    def __init__(self, worker: DAGWorker, output_dir: Path):
+        self.worker, self.cfg, self.output_dir = worker, worker.cfg, output_dir
+        self.steps = worker.plan.of_rank(worker.rank)
+        self.validation = worker.plan.of_rank(worker.rank, "validation")
+        self.total_steps = self._count_steps()
+        self.num_val_batches = self._max_over_ranks(
+            max((x.val.steps_per_epoch for x in worker.loaders.values() if x.val), default=0)
+        )
+        for name, engine in worker.train_engines.items():
+            model = worker.plan.models[name]
+            if model.trains:
+                engine.set_total_steps(self.total_steps * optimizer_steps(worker.node_cfg(model.node)))
+        trainer = self.cfg.trainer
+        root = Path(trainer.default_local_dir).expanduser()
+        self.checkpoints = CheckpointManager(root, trainer.max_actor_ckpt_to_keep, worker.groups.world)
+        self.step = 0
+        self.last_checkpoint: Path | None = None
+
+    def run(self) -> None:
+        """Resume if there is something to resume from, train to the end, export."""
+        trainer, start_s = self.cfg.trainer, time.perf_counter()
+        self.resume()
+        report = Report(self.worker, self._make_sinks()) if self.worker.rank == 0 else Report(self.worker, None)
+        if trainer.val_only or (trainer.val_before_train and self.step == 0):
+            report.log(self.step, self.validate(), Metrics())
+        while self.step < self.total_steps and not trainer.val_only:
+            self.step += 1
+            train_metrics = self.train_step()
+            report.samples(self.step, "train", self.samples)
+            val_metrics = self.validate() if self._due(trainer.test_freq) else Metrics()
+            report.samples(self.step, "validation", self.samples if val_metrics.entries else [])
+            report.log(self.step, val_metrics, train_metrics)
+            if self._due(trainer.save_freq):
+                self.save()
+        exported = [] if trainer.val_only or not trainer.export_hf else self.export()
+        report.close()
+        if self.worker.rank == 0:
+            print(closing_report(self.cfg, self.output_dir, self.last_checkpoint, exported, time.perf_counter() - start_s))
+
+    def train_step(self) -> Metrics:
+        """One step of the plan; metrics of this rank, times included."""
+        self.worker.sample_limit = self._train_samples()
+        self.worker.observer.begin_step()
+        metrics, self.samples = run_step(self.steps, self.worker, self.step)
+        metrics.merge(self.worker.observer.metrics())
+        self._report_memory(metrics)
+        return metrics
+
+    def validate(self) -> Metrics:
+        """All validation prompts once, with the weights of now; metrics of this rank."""
+        trainer, start_s = self.cfg.trainer, time.perf_counter()
+        self.worker.sample_limit = -1 if trainer.validation_data_dir else trainer.log_val_generations
+        self.worker.restart_validation()
+        metrics, self.samples = Metrics(), []
+        for _ in range(self.num_val_batches):
+            batch_metrics, samples = run_step(self.validation, self.worker, self.step, validate=True)
+            metrics.merge(batch_metrics)
+            self.samples += samples
+        kept = Metrics({name: entry for name, entry in metrics.entries.items() if "val/" in name})
+        kept.max("time/validation_s", time.perf_counter() - start_s)
+        return kept
+
+    def save(self) -> None:
+        """A checkpoint of this step: models, loader positions, node states, RNG."""
+        with self.worker.all_on_device(), self.worker.observer.span("checkpoint", self.step):
+            self.last_checkpoint = self.checkpoints.save(
+                self.step, self._saved_models(), self._extra(), rng_state(self.worker.device)
+            )
+
+    def resume(self) -> None:
+        """Go on from the checkpoint that trainer.resume_mode finds, if any."""
+        trainer = self.cfg.trainer
+        found = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path or None)
+        if found is None:
+            return
+        with self.worker.all_on_device():
+            restored = self.checkpoints.load(found, self._saved_models())
+        self.step, self.last_checkpoint = restored.step, found
+        for name, state in restored.extra["loaders"].items():
+            if name in self.worker.loaders and self.worker.loaders[name].train:
+                self.worker.loaders[name].train.load_state_dict(state)
+        for name, state in restored.extra["nodes"].items():
+            if name in self.worker.nodes:
+                self.worker.nodes[name].state.update(state)
+        if restored.rank_state is not None:
+            set_rng_state(restored.rank_state, self.worker.device)
+        if self.worker.rank == 0:
+            log.info("resumed from %s (step %d of %d)", found, self.step, self.total_steps)
+
+    def export(self) -> list[Path]:
+        """Write every trained model as a Hugging Face directory; hf_model/, or hf_model/<model> if there are several."""
+        trained = [name for name, model in self.worker.plan.models.items() if model.trains]
+        paths = []
+        for name in trained:
+            out = self.output_dir / "hf_model"
+            out = out if len(trained) == 1 else out / name
+            paths.append(out)
+            if name in self.worker.train_engines:
+                engine, model = self.worker.train_engines[name], self.worker.plan.models[name]
+                path = self.worker.node_cfg(model.node).actor_rollout_ref.model.path
+                with self.worker.all_on_device():
+                    save_hf(engine.export_weights(), path, out, model.ranks.index(self.worker.rank))
+        dist.barrier(group=self.worker.groups.world)
+        return paths
+
+    def _extra(self) -> dict[str, Any]:
+        """State that is the same wherever it exists: gathered, because not every rank has every loader or node."""
+        worker = self.worker
+        mine = {
+            "loaders": {name: x.train.state_dict() for name, x in worker.loaders.items() if x.train},
+            "nodes": {name: node.state for name, node in worker.nodes.items() if node.state},
+        }
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, mine, group=worker.groups.world)
+        return {kind: {name: state for part in parts for name, state in part[kind].items()} for kind in mine}
+
+    def _saved_models(self) -> dict[str, SavedModel]:
+        worker, saved = self.worker, {}
+        for name, engine in worker.train_engines.items():
+            model = worker.plan.models[name]
+            if not model.trains:
+                continue
+            policy = worker.node_cfg(model.node).actor_rollout_ref
+            saved[name] = SavedModel(
+                engine,
+                worker.groups.get(model.ranks),
+                policy.model.path,
+                policy.actor.checkpoint.save_contents,
+                policy.actor.checkpoint.load_contents,
+                policy.model.lora_alpha if policy.model.lora_rank else None,
+            )
+        return saved
+
+    def _count_steps(self) -> int:
+        trainer = self.cfg.trainer
+        if trainer.total_training_steps is not None:
+            return trainer.total_training_steps
+        loaders = [x.train for x in self.worker.loaders.values() if x.train]
+        return self._max_over_ranks(max((trainer.total_epochs * x.steps_per_epoch for x in loaders), default=0))
+
+    def _max_over_ranks(self, number: int) -> int:
+        value = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.worker.groups.world)
+        return int(value)
+
+    def _due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self.total_steps)
+
+    def _train_samples(self) -> int:
+        if self.cfg.trainer.rollout_data_dir:
+            return -1
+        return SAMPLES_PER_REPORT if self.step % STEPS_BETWEEN_SAMPLES == 1 else 0
+
+    def _report_memory(self, metrics: Metrics) -> None:
+        if self.worker.device.type == "cuda":
+            metrics.max("memory/peak_gib", torch.cuda.max_memory_allocated(self.worker.device) / 2**30)
+            metrics.max("memory/reserved_gib", torch.cuda.max_memory_reserved(self.worker.device) / 2**30)
+
+    def _make_sinks(self):
+        trainer = self.cfg.trainer
+        folders = {"train": trainer.rollout_data_dir, "validation": trainer.validation_data_dir}
+        info = RunInfo(
+            output_dir=self.output_dir,
+            project=trainer.project_name,
+            experiment=trainer.experiment_name,
+            total_steps=self.total_steps,
+            first_step=self.step,
+            config=to_dict(self.cfg),
+            sample_dirs={kind: Path(folder) for kind, folder in folders.items() if folder},
+        )
+        return make_sinks(trainer.logger, info)
+
+
+def run_worker(
+    cfg: Config, plan: Plan, rank: int, world_size: int, device: torch.device, places: RunPlaces
+) -> None:
+    """The whole run of one rank, in a process whose torch.distributed is ready: what a launcher calls."""
+    assert world_size == plan.world_size, f"{world_size} workers for a plan of {plan.world_size} ranks"
+    sync = partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
+    worker = DAGWorker(cfg, plan, rank, device, Observer(PositionFile(places.position_path(rank)), sync))
+    try:
+        Training(worker, places.output_path).run()
+    finally:
+        worker.close()

@@ -1,0 +1,220 @@
+"""DAGWorker: one process on one device. It owns the model workers of its rank and runs nodes on them."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from siirl.algorithms.row_cost import row_cost
+from siirl.config import Config, with_overrides
+from siirl.dag.plan import Load, NodePlan, Plan, Reshard, Run, SyncWeights
+from siirl.data.chat import load_tokenizer
+from siirl.data.loader import PromptLoader, make_loader
+from siirl.data.store import FieldStore
+from siirl.data.transport import Transport
+from siirl.engines.links import WeightLink, make_link
+from siirl.engines.registry import make_rollout_engine, make_train_engine
+from siirl.engines.rollout.base import RolloutEngine
+from siirl.engines.train.base import TrainEngine
+from siirl.nodes.context import NodeContext, Op
+from siirl.nodes.registry import find_op
+from siirl.observe.metrics import Metrics
+from siirl.observe.spans import Observer
+from siirl.parallel.process_groups import ProcessGroups
+from siirl.rewards.scorer import RewardScorer
+
+
+@dataclass
+class LocalNode:
+    """A node that runs on this rank: its plan, code and resolved config, and what it remembers between steps."""
+
+    plan: NodePlan
+    op: Op
+    cfg: Config
+    tokenizer: PreTrainedTokenizerBase
+    scorer: RewardScorer | None = None
+    state: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class LocalLoader:
+    """The prompts of one agent on this rank; `val` gives one pass over the validation prompts."""
+
+    train: PromptLoader | None
+    val: PromptLoader | None
+    num_val_batches_given: int = 0
+
+
+class DAGWorker:
+    """Builds what the plan puts on this rank. Every rank constructs one: it communicates."""
+
+    def __init__(self, cfg: Config, plan: Plan, rank: int, device: torch.device, observer: Observer):
+        self.cfg, self.plan, self.rank, self.device, self.observer = cfg, plan, rank, device, observer
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self.groups = ProcessGroups(plan.groups, backend, cfg.trainer.deadline_s)
+        self.transport = Transport(self.groups, torch.device("cpu"), row_cost)
+        self.sample_limit = 0  # rows of each reward node to keep as text this step; -1: all
+        self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
+        self.train_engines: dict[str, TrainEngine] = {}
+        self.rollout_engines: dict[str, RolloutEngine] = {}
+        for name, model in plan.models.items():
+            if rank in model.ranks:
+                make = make_rollout_engine if model.role == "rollout" else make_train_engine
+                engines = self.rollout_engines if model.role == "rollout" else self.train_engines
+                engines[name] = make(model, self.node_cfg(model.node), self.groups, device)
+                self._offload(name)
+        self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}
+        self.links: dict[str, WeightLink] = {
+            name: make_link(
+                link, self.train_engines.get(link.source), self.rollout_engines.get(link.target), self.groups
+            )
+            for name, link in plan.links.items()
+            if rank in link.ranks
+        }
+        self.loaders = {
+            name: self._build_loader(loader.node, loader.layout)
+            for name, loader in plan.loaders.items()
+            if rank in plan.layouts[loader.layout].ranks
+        }
+
+    @property
+    def num_agents(self) -> int:
+        return len({node.agent for node in self.plan.nodes.values()})
+
+    def new_store(self) -> FieldStore:
+        return FieldStore(self.cfg.trainer.deadline_s)
+
+    def restart_validation(self) -> None:
+        """Give the validation prompts from the first one on again."""
+        for loader in self.loaders.values():
+            if loader.val is not None:
+                loader.val.load_state_dict(loader.val.state_dict() | {"epoch": 0, "position": 0})
+            loader.num_val_batches_given = 0
+
+    def load(self, ins: Load, validate: bool) -> TensorDict:
+        """The next training batch, or the next validation batch; no rows once the validation prompts are used up."""
+        loader = self.loaders[ins.loader]
+        if not validate:
+            return loader.train.next_batch()
+        rows = loader.val.next_batch()
+        loader.num_val_batches_given += 1
+        return rows[:0] if loader.num_val_batches_given > loader.val.steps_per_epoch else rows
+
+    def exchange(self, store: FieldStore, ins: Reshard) -> None:
+        route = self.plan.routes[ins.route]
+        layouts = self.plan.layouts
+        self.transport.exchange(store, ins.keys, route, layouts[route.source], layouts[route.target])
+
+    def sync_weights(self, ins: SyncWeights) -> Metrics:
+        """Push the trainer's weights into the rollout engine, unless it has them already."""
+        link = self.plan.links[ins.link]
+        if link.target in self.rollout_engines:
+            self.rollout_engines[link.target].wake()
+        with self._on_device(link.source, optimizer=False):
+            return self.links[ins.link].push()
+
+    def run_node(
+        self, ins: Run, rows: TensorDict, step: int, validate: bool, metrics: Metrics, samples: list[dict[str, Any]]
+    ) -> TensorDict | Future[TensorDict]:
+        """Run a node's op on this rank's rows; its metrics go under "agent_N/" when there are several agents."""
+        node = self.nodes[ins.node]
+        own = Metrics()
+        context = NodeContext(
+            node_id=ins.node,
+            agent=node.plan.agent,
+            cfg=node.cfg,
+            step=step,
+            validate=validate,
+            group=self.groups.get(self.plan.layouts[ins.source].ranks),
+            metrics=own,
+            samples=samples,
+            sample_limit=self.sample_limit,
+            tokenizer=node.tokenizer,
+            train=self.train_engines.get(node.plan.model),
+            rollout=self.rollout_engines.get(node.plan.model),
+            scorer=node.scorer,
+            state=node.state,
+            options=node.plan.options,
+        )
+        with self._on_device(node.plan.model):
+            result = node.op(context, rows)
+        if node.plan.model in self.rollout_engines and node.cfg.actor_rollout_ref.rollout.free_cache_engine:
+            self.rollout_engines[node.plan.model].sleep()
+        metrics.merge(own, f"agent_{node.plan.agent}/" if self.num_agents > 1 else "")
+        return result
+
+    @contextmanager
+    def all_on_device(self) -> Iterator[None]:
+        """Have every training engine whole on its device, for a checkpoint or an export."""
+        with ExitStack() as stack:
+            for name in self.train_engines:
+                stack.enter_context(self._on_device(name))
+            yield
+
+    def close(self) -> None:
+        """Release engines and reward processes. The process groups stay until the process ends."""
+        for engine in self.rollout_engines.values():
+            engine.close()
+        for node in self.nodes.values():
+            if node.scorer is not None:
+                node.scorer.close()
+
+    def _runs(self, name: str) -> bool:
+        sections = (self.plan.instructions, self.plan.validation)
+        return any(
+            isinstance(ins, Run) and ins.node == name and self.rank in ins.ranks for part in sections for ins in part
+        )
+
+    def node_cfg(self, name: str) -> Config:
+        """The resolved configuration of a node."""
+        return with_overrides(self.cfg, self.plan.nodes[name].overrides)
+
+    def _tokenizer(self, cfg: Config) -> PreTrainedTokenizerBase:
+        path = cfg.actor_rollout_ref.model.path
+        if path not in self._tokenizers:
+            self._tokenizers[path] = load_tokenizer(cfg)
+        return self._tokenizers[path]
+
+    def _build_node(self, plan: NodePlan) -> LocalNode:
+        cfg = self.node_cfg(plan.name)
+        tokenizer = self._tokenizer(cfg)
+        scorer = RewardScorer(cfg, tokenizer) if plan.op == "function_reward" else None
+        return LocalNode(plan, find_op(plan), cfg, tokenizer, scorer)
+
+    def _build_loader(self, node: str, layout_id: str) -> LocalLoader:
+        cfg, layout = self.node_cfg(node), self.plan.layouts[layout_id]
+        tokenizer, shard = self._tokenizer(cfg), layout.shard_of(self.rank)
+        trainer = cfg.trainer
+        validates = trainer.val_only or trainer.val_before_train or trainer.test_freq > 0
+        return LocalLoader(
+            None if trainer.val_only else make_loader(cfg, "train", tokenizer, shard, layout.num_shards),
+            make_loader(cfg, "val", tokenizer, shard, layout.num_shards) if validates else None,
+        )
+
+    @contextmanager
+    def _on_device(self, name: str | None, optimizer: bool = True) -> Iterator[None]:
+        """Have a training engine's parts on the device, and move back afterwards what its config keeps on the host."""
+        engine = self.train_engines.get(name)
+        if engine is not None:
+            trains = optimizer and self.plan.models[name].trains
+            engine.onload(params=True, grads=trains, optimizer=trains)
+        yield
+        self._offload(name)
+
+    def _offload(self, name: str | None) -> None:
+        if name not in self.train_engines:
+            return
+        model = self.plan.models[name]
+        policy = self.node_cfg(model.node).actor_rollout_ref
+        role = policy.ref if model.role == "ref" else policy.actor
+        self.train_engines[name].offload(
+            params=role.fsdp_config.param_offload,
+            grads=model.trains and role.grad_offload,
+            optimizer=model.trains and role.fsdp_config.optimizer_offload,
+        )
+

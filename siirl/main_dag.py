@@ -1,0 +1,61 @@
+"""`python -m siirl.main_dag key=value ...`: compose the configuration, check it, compile the plan, launch the workers."""
+
+import logging
+import sys
+from pathlib import Path
+
+from siirl.checkpoint.files import check_writable
+from siirl.config import Config, load_config, to_dict
+from siirl.config.checks import effect_warnings
+from siirl.config.show import print_config
+from siirl.dag.arguments import parse_arguments, user_errors
+from siirl.dag.compile import compile_plan, load_dag
+from siirl.dag.plan import Plan
+from siirl.dag.report import batch_arithmetic
+from siirl.data.inspect import inspect_data
+from siirl.launch.job import Job
+from siirl.launch.local import run_local
+from siirl.launch.torchrun import choose_launcher, is_first_process, run_torchrun
+from siirl.observe.logs import setup_logging
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code: 0 the run ended well, 2 the user's input cannot work, 1 it failed, 130 or 143 it was stopped."""
+    with user_errors() as outcome:
+        arguments = parse_arguments(argv)
+        cfg = load_config(arguments.overrides, arguments.config_name)
+        if arguments.cfg == "job":
+            print(print_config(cfg))
+            return 0
+        return run(cfg)
+    return outcome.code
+
+
+def run(cfg: Config) -> int:
+    """Check everything that can be checked before a worker starts, then run the job to its end."""
+    launcher = choose_launcher(cfg)
+    world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    plan, node_cfgs = compile_plan(load_dag(cfg), cfg, world_size)
+    output_dir = Path(cfg.trainer.output_dir).expanduser().absolute()
+    if is_first_process():
+        setup_logging(0, output_dir / "logs")
+        for warning in effect_warnings(cfg):
+            log.warning(warning)
+        preflight(cfg, plan, node_cfgs)
+        print(batch_arithmetic(plan, node_cfgs))
+    job = Job(to_dict(cfg), plan.to_json(), str(output_dir), world_size, cfg.trainer.n_gpus_per_node)
+    return run_torchrun(job) if launcher == "torchrun" else run_local(job)
+
+
+def preflight(cfg: Config, plan: Plan, node_cfgs: dict[str, Config]) -> None:
+    """UserError for data, models, reward functions and directories that the run would trip over later."""
+    for loader in plan.loaders.values():
+        inspect_data(node_cfgs[loader.node])
+    if cfg.trainer.save_freq > 0:
+        check_writable(Path(cfg.trainer.default_local_dir).expanduser())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""The advantage op: from the score of each row to an advantage for each of its tokens."""
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.algorithms.advantages import compute_advantage
+from siirl.algorithms.kl import kl_controller, kl_in_reward
+from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
+from siirl.algorithms.stats import advantage_stats, group_stats
+from siirl.dag.ops import old_log_prob_source
+from siirl.nodes.context import NodeContext
+
+
+def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+    """advantage [B, T] and reward [B, T] (and return_ with a critic). Whole groups on this rank.
+
+    Communicates over the node's ranks only when the estimator, or a KL in the reward, needs sums over the whole batch.
+    """
+    algorithm = ctx.cfg.algorithm
+    reward_BT = token_reward(ctx, rows)
+    fields = {name: rows[name] for name in rows.keys() if isinstance(rows[name], Tensor)} | {
+        "reward": reward_BT
+    }
+    options = {
+        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
+        "gamma": algorithm.gamma,
+        "lam": algorithm.lam,
+    }
+    result = compute_advantage(
+        algorithm.adv_estimator, fields, options, lambda totals: _all_sum(totals, ctx.group)
+    )
+    _report(ctx, rows, reward_BT, result.advantage_BT)
+    out = {"advantage": result.advantage_BT, "reward": reward_BT}
+    if result.return_BT is not None:
+        out["return_"] = result.return_BT
+    return TensorDict(out, batch_size=rows.batch_size)
+
+
+def token_reward(ctx: NodeContext, rows: TensorDict) -> Tensor:
+    """The score at the last response token, less the over-long penalty and, if asked, the KL to the reference."""
+    buffer = ctx.cfg.reward_model.overlong_buffer
+    score_B = rows["score"]
+    if buffer.enable:
+        penalty_B = overlong_penalty(
+            rows["response_length"],
+            ctx.cfg.actor_rollout_ref.rollout.response_length,
+            buffer.len,
+            buffer.penalty_factor,
+        )
+        if buffer.log:
+            ctx.metrics.mean("reward/overlong_penalty", float(penalty_B.sum()), len(penalty_B))
+        score_B = score_B + penalty_B
+    reward_BT = score_to_token_reward(score_B, rows["response_length"], rows["response_mask"].shape[-1])
+    if not ctx.cfg.algorithm.use_kl_in_reward:
+        return reward_BT
+    return _less_kl(ctx, rows, reward_BT)
+
+
+def _less_kl(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor) -> Tensor:
+    algorithm, control = ctx.cfg.algorithm, ctx.cfg.algorithm.kl_ctrl
+    controller = kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
+    if ctx.state:
+        controller.load_state_dict(ctx.state)
+    from_rollout = old_log_prob_source(ctx.cfg) == "rollout"
+    log_prob_BT = rows["rollout_log_prob" if from_rollout else "old_log_prob"]
+    reward_BT, kl_BT = kl_in_reward(
+        reward_BT,
+        log_prob_BT,
+        rows["ref_log_prob"],
+        rows["response_mask"],
+        kl_penalty=algorithm.kl_penalty,
+        kl_coef=controller.coef,
+    )
+    kl_B = kl_BT.sum(-1) / rows["response_mask"].sum(-1).clamp(min=1)
+    kl_sum, num_rows = _all_sum(
+        torch.tensor([float(kl_B.sum()), float(len(kl_B))], dtype=torch.float64), ctx.group
+    ).tolist()
+    ctx.metrics.mean("reward/kl", kl_sum, num_rows)
+    ctx.metrics.mean("reward/kl_coef", controller.coef)
+    controller.update(kl_sum / max(num_rows, 1.0), int(num_rows))
+    ctx.state.update(controller.state_dict())
+    return reward_BT
+
+
+def _all_sum(totals: Tensor, group: dist.ProcessGroup) -> Tensor:
+    dist.all_reduce(totals, group=group)
+    return totals
+
+
+def _report(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor, advantage_BT: Tensor) -> None:
+    ctx.metrics.merge(group_stats(rows["score"], rows["group_id"]), "reward/")
+    ctx.metrics.merge(advantage_stats(advantage_BT, rows["response_mask"]), "advantage/")
+    ctx.metrics.mean("reward/score", float(rows["score"].sum()), len(rows))
+    ctx.metrics.mean("reward/shaped", float(reward_BT.sum()), len(rows))

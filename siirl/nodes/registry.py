@@ -1,0 +1,26 @@
+"""From op names, as the compiler resolves them, to the functions that run them."""
+
+from siirl.dag.plan import NodePlan
+from siirl.dag.spec import load_object
+from siirl.nodes.actor_train import actor_train
+from siirl.nodes.advantage import advantage
+from siirl.nodes.context import Op
+from siirl.nodes.log_prob import old_log_prob, reference_log_prob
+from siirl.nodes.reward import function_reward
+from siirl.nodes.rollout import rollout
+
+OPS: dict[str, Op] = {
+    "rollout": rollout,
+    "function_reward": function_reward,
+    "old_log_prob": old_log_prob,
+    "reference_log_prob": reference_log_prob,
+    "advantage": advantage,
+    "actor_train": actor_train,
+}
+
+
+def find_op(node: NodePlan) -> Op:
+    """The function of a node: a built-in op, or the user's "pkg.mod:fn" / "file.py:fn". DagError if it is not there."""
+    if node.executable is None:
+        return OPS[node.op]
+    return load_object(node.executable, f"node {node.name!r}")
