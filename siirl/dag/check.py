@@ -122,7 +122,10 @@ def check_readers(kept: Iterable[ResolvedNode], nodes: Nodes, graph: Graph) -> N
 def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:
     hint = _WRITERS.get(key.name)
     if key.name == "old_log_prob" and not node.cfg.algorithm.use_kl_in_reward:
-        hint = f"{hint}; or set actor_rollout_ref.actor.recompute_old_log_prob=False"
+        hint = (
+            f"{hint}; or take one optimizer step on each batch (ppo_mini_batch_size = train_batch_size, "
+            "ppo_epochs = 1); or set actor_rollout_ref.actor.recompute_old_log_prob=False"
+        )
     if hint:
         return f"Add {hint}."
     known = [*FIELDS, *(k.name for other in nodes.values() for k in other.writes if k.agent == key.agent)]

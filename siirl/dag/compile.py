@@ -6,11 +6,11 @@ from pathlib import Path
 from siirl.config import Config
 from siirl.dag.check import check_agents, check_kept, check_readers, check_writers, prune
 from siirl.dag.emit import Sections
-from siirl.dag.graph import build_graph
+from siirl.dag.graph import Graph, build_graph
 from siirl.dag.layouts import LayoutTable, agent_rows, place_nodes
 from siirl.dag.models import plan_links, plan_models
 from siirl.dag.plan import LinkPlan, ModelPlan, NodePlan, Plan, RoutePlan
-from siirl.dag.resolve import ResolvedNode, resolve_nodes
+from siirl.dag.resolve import ResolvedNode, check_node_config, resolve_nodes
 from siirl.dag.spec import DagSpec, load_object
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import DagError
@@ -54,6 +54,8 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     kept = {node_id: nodes[node_id] for node_id in graph.order}
     check_readers(kept.values(), nodes, full_graph)
 
+    for node in kept.values():
+        check_node_config(node)
     models = plan_models(kept.values(), world_size)
     links = plan_links(models)
     agents = agent_rows(kept)
@@ -65,7 +67,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     plan = Plan(
         dag_id=dag.dag_id,
         world_size=world_size,
-        nodes={node.id: _node_plan(node) for node in kept.values()},
+        nodes={node.id: _node_plan(node, graph) for node in kept.values()},
         pruned=pruned,
         models=models,
         layouts=table.by_id,
@@ -96,10 +98,11 @@ def _validated(kept: dict[str, ResolvedNode]) -> set[str]:
     return found
 
 
-def _node_plan(node: ResolvedNode) -> NodePlan:
+def _node_plan(node: ResolvedNode, graph: Graph) -> NodePlan:
     return NodePlan(
         name=node.id,
         agent=node.agent,
+        dependencies=graph.parents[node.id],
         op=node.op.name,
         model=f"agent_{node.agent}.{node.op.model}" if node.op.model else None,
         executable=node.spec.executable_ref,

@@ -5,6 +5,7 @@ looked up by (key, level); fields of prompts that are read among samples are car
 their agent.
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,10 +17,12 @@ from siirl.errors import DagError
 from siirl.parallel.placement import Ranks
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey, Layout
 
-_ROUTING = {
+ROUTING = {
     "prompts": ("row_id", "group_id", "prompt_length"),
     "samples": ("row_id", "group_id", "prompt_length", "response_length"),
 }
+"""The columns by which the transport assigns rows to shards, for each level."""
+
 _DECLARED = {name: position for position, name in enumerate(FIELDS)}
 
 
@@ -72,7 +75,7 @@ class _Section:
         place = self.shared.places[node.id]
         level, carried = self.shared.level(place.source), self.carried.get(node.id, ())
         reads = _ordered({*node.reads, *carried})
-        routing = [FieldKey(place.data_agent, name) for name in _ROUTING[level]]
+        routing = [FieldKey(place.data_agent, name) for name in ROUTING[level]]
         self._bring(node, _ordered({*reads, *routing}), place.source, level)
         self._wait_for_parents(node, place.source)
         if node.op.model == "rollout":
@@ -93,7 +96,7 @@ class _Section:
             for key in node.writes
             if self.shared.level(self.shared.places[node.id].target) == "samples"
         }
-        wanted = {FieldKey(rollout.agent, name) for name in _ROUTING[self.shared.level(place.source)]}
+        wanted = {FieldKey(rollout.agent, name) for name in ROUTING[self.shared.level(place.source)]}
         for node in nodes:
             if node is not rollout and self.shared.level(self.shared.places[node.id].source) == "samples":
                 wanted.update(
@@ -108,7 +111,7 @@ class _Section:
             place = self.shared.places[node.id]
             if self.shared.level(place.source) != "prompts":
                 continue
-            routing = [FieldKey(place.data_agent, name) for name in _ROUTING["prompts"]]
+            routing = [FieldKey(place.data_agent, name) for name in ROUTING["prompts"]]
             for key in (*node.reads, *self.carried.get(node.id, ()), *routing):
                 if key.name in PROMPT_FIELDS:
                     wanted.setdefault(key.agent, set()).add(key)
@@ -126,7 +129,7 @@ class _Section:
             if target not in homes:
                 missing.setdefault((self._best_home(homes, target), key.agent), []).append(key)
         for (home, agent), wanted in missing.items():
-            routing = [FieldKey(agent, name) for name in _ROUTING[level]]
+            routing = [FieldKey(agent, name) for name in ROUTING[level]]
             late = [key for key in routing if target not in self.homes[key, level]]
             self._reshard(_ordered({*wanted, *late}), home, target, level)
 
@@ -171,7 +174,7 @@ class _Section:
             made = self.shared.table.by_id[place.target]
             level = self.shared.level(place.target)
             waiting = self.shared.table.add(Layout(layout.ranks, layout.shards, made.rowset))
-            keys = [FieldKey(place.data_agent, name) for name in _ROUTING[level]]
+            keys = [FieldKey(place.data_agent, name) for name in ROUTING[level]]
             self._reshard(_ordered(keys), place.target, waiting, level)
 
     def _arrive(self, keys: Iterable[FieldKey], layout_id: str, level: str) -> None:
@@ -219,7 +222,7 @@ def _touched(
             route = shared.routes[route_name]
             agents = dict.fromkeys(key.agent for key in keys)
             routing = [
-                FieldKey(agent, name) for agent in agents for name in _ROUTING[shared.level(route.source)]
+                FieldKey(agent, name) for agent in agents for name in ROUTING[shared.level(route.source)]
             ]
             used = dict.fromkeys([*keys, *routing])
             return [(key, route.source) for key in used], [(key, route.target) for key in keys]
@@ -233,6 +236,7 @@ def _ordered(keys: Iterable[FieldKey]) -> tuple[FieldKey, ...]:
     return tuple(sorted(keys, key=lambda key: (key.agent, _DECLARED.get(key.name, len(_DECLARED)), key.name)))
 
 
+@functools.lru_cache
 def _bits(ranks: Ranks) -> int:
     """Ranks as a bit set."""
     flags = bytearray(max(ranks) // 8 + 1)

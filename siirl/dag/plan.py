@@ -16,12 +16,14 @@ from siirl.types import FieldKey, Layout
 class NodePlan:
     """What a kept node runs. Its configuration is `with_overrides(cfg, overrides)` of the run's cfg.
 
-    op: name in the op table (siirl/dag/ops.py), or "custom": then `executable` ("pkg.mod:fn") is the code and
-    `options` are further arguments of it. model: the ModelPlan whose worker the op runs on.
+    dependencies: kept nodes that run before it. op: name in the op table (siirl/dag/ops.py), or "custom":
+    then `executable` ("pkg.mod:fn") is the code and `options` are further arguments of it. model: the
+    ModelPlan whose worker the op runs on.
     """
 
     name: str
     agent: int
+    dependencies: tuple[str, ...]
     op: str
     model: str | None
     executable: str | None
@@ -166,6 +168,16 @@ class Plan:
     def of_rank(self, rank: int, section: Literal["instructions", "validation"] = "instructions"):
         """The instructions of one rank, in the one global order."""
         return [ins for ins in getattr(self, section) if rank in ins.ranks]
+
+    def run_of(self, node: str) -> Run:
+        """The Run of a node in a training step."""
+        return next(ins for ins in self.instructions if isinstance(ins, Run) and ins.node == node)
+
+    def before(self, node: str) -> list[Instruction]:
+        """What happens between the Run before a node's and its own: the loads and reshards that it needs."""
+        end = self.instructions.index(self.run_of(node))
+        start = max((i for i in range(end) if isinstance(self.instructions[i], Run)), default=-1)
+        return list(self.instructions[start + 1 : end])
 
     def to_json(self) -> str:
         """The plan as JSON text: the same for every process and hash seed, exact under from_json."""

@@ -1,9 +1,12 @@
 """Each node's configuration: the run's, with the overrides of the node applied."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from siirl.config import Config, with_overrides
+from siirl.config.checks import check_config
 from siirl.config.root import TOP_GROUPS
 from siirl.dag.ops import OpSpec, op_of
 from siirl.dag.spec import DagSpec, NodeSpec
@@ -71,10 +74,8 @@ def _resolve(
 ) -> ResolvedNode:
     _refuse_later(node)
     overrides = {**shared, **own}
-    try:
+    with _naming(node):
         node_cfg = with_overrides(cfg, overrides) if overrides else cfg
-    except UserError as error:
-        raise type(error)(_named(node, str(error))) from None
     op = op_of(node)
     return ResolvedNode(
         spec=node,
@@ -85,6 +86,13 @@ def _resolve(
         overrides=overrides,
         options=options,
     )
+
+
+def check_node_config(node: ResolvedNode) -> None:
+    """ConfigError, with the node's name, if its overrides make a configuration that contradicts itself."""
+    if node.overrides:
+        with _naming(node.spec):
+            check_config(node.cfg)
 
 
 def _absolute_keys(node: NodeSpec) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -123,10 +131,19 @@ def _refuse_later(node: NodeSpec) -> None:
             raise NotSupportedError(f"not supported yet: {node}: {key} = {value!r}: {feature}. Remove it.")
 
 
-def _named(node: NodeSpec, message: str) -> str:
-    """The message of a configuration error, with the node; "not supported yet: " stays in front."""
-    prefix = "not supported yet: "
-    return f"{prefix}{node}: {message[len(prefix) :]}" if message.startswith(prefix) else f"{node}: {message}"
+@contextmanager
+def _naming(node: NodeSpec) -> Iterator[None]:
+    """Configuration errors raised inside name the node; "not supported yet: " stays in front."""
+    try:
+        yield
+    except UserError as error:
+        prefix, message = "not supported yet: ", str(error)
+        named = (
+            f"{prefix}{node}: {message[len(prefix) :]}"
+            if message.startswith(prefix)
+            else f"{node}: {message}"
+        )
+        raise type(error)(named) from None
 
 
 def _key(name: str, node: NodeSpec) -> FieldKey:

@@ -47,7 +47,7 @@ class ParallelDims:
         return self.world // (self.etp * self.ep * self.pp)
 
     def check(self, who: str, ranks: Sequence[int], sequence_parallel: bool = False) -> None:
-        """PlacementError, with the numbers and a fix, unless the sizes fit. who: e.g. "node 'actor_train'"."""
+        """PlacementError, with the numbers and a fix, unless the sizes fit; who: "node 'actor_train'"."""
         where = f"its {self.world} ranks ({format_ranks(ranks)})"
         for name in ("tp", "pp", "cp", "ep", "etp", "vpp", "dp_replicate", "dp_shard"):
             if getattr(self, name) < 1:

@@ -118,12 +118,11 @@ def _checked(ranks: Iterable[int], world_size: int, value: Any, who: str) -> Ran
     listed = list(ranks)
     if not listed:
         raise PlacementError(f"{who}: placement {value!r} names no rank. {_FORMS}.")
-    outside = sorted(rank for rank in listed if not 0 <= rank < world_size)
-    if outside:
+    outside = max(listed) if max(listed) >= world_size else min(listed)
+    if not 0 <= outside < world_size:
         raise PlacementError(
-            f"{who}: placement {value!r} names rank {outside[-1] if outside[-1] >= 0 else outside[0]}, "
-            f"but the cluster has {world_size} ranks (0-{world_size - 1}). "
-            "Place the node inside it, or raise trainer.nnodes or trainer.n_gpus_per_node."
+            f"{who}: placement {value!r} names rank {outside}, but the cluster has {world_size} ranks "
+            f"(0-{world_size - 1}). Place the node inside it, or raise trainer.nnodes or trainer.n_gpus_per_node."
         )
     if len(set(listed)) != len(listed):
         twice = next(rank for rank in listed if listed.count(rank) > 1)

@@ -1,0 +1,107 @@
+"""The console script: siirl check | plan | run | export. A user error is one message and exit code 2.
+
+check and plan need neither torch nor devices; run and export import what they need when they are called.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from siirl.config import Config, load_config
+from siirl.config.checks import check_config, effect_warnings
+from siirl.dag.arguments import add_config_arguments, parse_settings, user_errors
+from siirl.dag.compile import compile_plan, load_dag
+from siirl.dag.plan import Plan
+from siirl.dag.report import report
+from siirl.errors import ConfigError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    with user_errors() as outcome:
+        if argv[:1] == ["run"]:
+            return _run(argv[1:])
+        args, overrides = parse_settings(_parser(), argv)
+        args.command(args, overrides)
+    return outcome.code
+
+
+def _compiled(args: argparse.Namespace, overrides: list[str]) -> tuple[Plan, dict[str, Config]]:
+    """The plan of a command line, and the configuration of each kept node. Warnings go to stderr."""
+    cfg = load_config(overrides, args.config_name)
+    check_config(cfg)
+    compiled = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+    for line in effect_warnings(cfg):
+        print(f"warning: {line}", file=sys.stderr)
+    return compiled
+
+
+def _check(args: argparse.Namespace, overrides: list[str]) -> None:
+    plan, _ = _compiled(args, overrides)
+    print(f"ok: DAG {plan.dag_id!r}, {len(plan.nodes)} nodes on {plan.world_size} ranks")
+    for node, why in plan.pruned.items():
+        print(f"left out: {node}: {why}")
+
+
+def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
+    plan, configs = _compiled(args, overrides)
+    print(report(plan, configs), end="")
+    if args.json:
+        _write(Path(args.json), lambda path: path.write_text(plan.to_json(), encoding="utf-8"))
+    if args.draw:
+        from siirl.dag.draw import draw
+
+        _write(Path(args.draw), lambda path: draw(plan, path))
+
+
+def _run(argv: list[str]) -> int:
+    from siirl import main_dag
+
+    return main_dag.main(argv)
+
+
+def _export(args: argparse.Namespace, overrides: list[str]) -> None:
+    from siirl.checkpoint.export import export_hf
+
+    export_hf(Path(args.checkpoint), Path(args.out))
+    print(f"wrote {args.out}")
+
+
+def _write(path: Path, write: Callable[[Path], object]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}. Choose another file.") from None
+    print(f"wrote {path}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="siirl",
+        description="Post-train language models by reinforcement learning; the workflow is a DAG.",
+        epilog="Settings are key=value, as in data.train_batch_size=64; docs/configuration.md lists them.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command, help_text in (
+        ("check", _check, "validate configuration, DAG and placement"),
+        ("plan", _plan, "print what runs where, without starting anything"),
+    ):
+        sub = commands.add_parser(name, help=help_text, description=help_text)
+        add_config_arguments(sub)
+        sub.set_defaults(command=command)
+        if name == "plan":
+            sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")
+            sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")
+    commands.add_parser("run", help="train: the same as python -m siirl.main_dag", add_help=False)
+    export = commands.add_parser("export", help="turn a checkpoint into a Hugging Face model")
+    export.add_argument("checkpoint", help="directory of a checkpoint: .../global_step_N")
+    export.add_argument("out", help="directory of the model")
+    export.set_defaults(command=_export)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Command lines of key=value settings, and the edge where a user error becomes a message and exit code 2."""
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from siirl.errors import UserError
+
+EXIT_USER_ERROR = 2
+DEFAULT_CONFIG = "ppo_dag_trainer"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """cfg: "job" to print the composed configuration instead of running."""
+
+    overrides: tuple[str, ...]
+    config_name: str
+    cfg: str | None
+
+
+@dataclass
+class Outcome:
+    """code: the exit code so far; 2 after a user error."""
+
+    code: int = 0
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """The arguments of the main job. Exits with code 2 and the usage if an option is unknown."""
+    parser = argparse.ArgumentParser(
+        prog="python -m siirl.main_dag",
+        description="Train a model: compose the configuration, compile the workflow, run it.",
+        epilog="Settings are key=value, as in data.train_batch_size=64; docs/configuration.md lists them.",
+    )
+    add_config_arguments(parser)
+    parser.add_argument("--cfg", choices=("job",), help="print the composed configuration and end")
+    args, overrides = parse_settings(parser, argv)
+    return Arguments(tuple(overrides), args.config_name, args.cfg)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that every command with a configuration takes."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings; +key=value adds to a map"
+    )
+    parser.add_argument(
+        "--config-name",
+        default=DEFAULT_CONFIG,
+        metavar="NAME",
+        help=f"preset, or a YAML file [{DEFAULT_CONFIG}]",
+    )
+
+
+def parse_settings(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, list[str]]:
+    """(arguments, settings): settings stand anywhere among options. Exits with code 2 for unknown options."""
+    args, rest = parser.parse_known_args(argv)
+    options = [item for item in rest if item.startswith("-")]
+    if options or (rest and not hasattr(args, "overrides")):
+        parser.error(f"unknown argument {(options or rest)[0]!r}")
+    return args, [*getattr(args, "overrides", []), *rest]
+
+
+@contextmanager
+def user_errors() -> Iterator[Outcome]:
+    """Reports a UserError raised inside as its message alone; HYDRA_FULL_ERROR=1 adds the traceback."""
+    outcome = Outcome()
+    try:
+        yield outcome
+    except UserError as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        outcome.code = EXIT_USER_ERROR

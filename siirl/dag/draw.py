@@ -1,0 +1,285 @@
+"""The picture of a plan: a lane for each set of ranks, nodes left to right, arrows for rows and weights."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from siirl.dag.emit import ROUTING
+from siirl.dag.plan import LinkPlan, Plan, Reshard
+from siirl.dag.report import node_ranks, sizes
+from siirl.errors import ConfigError
+from siirl.parallel.placement import Ranks, format_ranks
+
+FORMATS = (".svg", ".png")
+
+_AGENT_COLORS = ("#3b6fb6", "#d9822b", "#3f9b6c", "#a2559b", "#c04f4f", "#7a7a3a", "#4a9fb0", "#8c6d4f")
+_INK, _FAINT, _LANE_COLOR, _WEIGHT_COLOR = "#22262b", "#6b737c", "#f3f4f6", "#b03a48"
+_BOX_W, _BOX_H, _GAP_X, _GAP_Y = 2.4, 0.84, 1.2, 0.3  # inches
+_MARGIN, _HEADER, _TRACK, _NOTE = 0.3, 0.42, 0.34, 0.22
+
+Point = tuple[float, float]
+Way = tuple[str, str, int]
+"""(parent, child, column): where an arrow passes a column in which neither of its nodes is."""
+
+
+@dataclass
+class _Lane:
+    """Nodes on the same ranks. slots: column -> nodes and passing arrows in it, from top to bottom."""
+
+    ranks: Ranks
+    slots: dict[int, list[str | Way]] = field(default_factory=dict)
+    tracks: int = 0  # weight arrows that run along its bottom
+    bottom: float = 0.0
+    top: float = 0.0
+
+    @property
+    def height(self) -> float:
+        fullest = max(len(slots) for slots in self.slots.values())
+        return _HEADER + fullest * (_BOX_H + _GAP_Y) + max(_TRACK * self.tracks, 0.05)
+
+
+@dataclass(frozen=True)
+class _Canvas:
+    """Where everything is, in inches; y grows upwards."""
+
+    lanes: list[_Lane]
+    centers: dict[str | Way, Point]
+    width: float
+    top: float
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Write the picture as SVG or PNG, by the file's ending. Needs matplotlib, no display."""
+    if path.suffix.lower() not in FORMATS:
+        raise ConfigError(f"--draw {path}: the ending says the format. End it with {' or '.join(FORMATS)}.")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    edges = _edges(plan)
+    canvas = _arrange(plan, edges)
+    notes = _NOTE * len(plan.pruned) + 0.1
+    size = (canvas.width, canvas.top + 0.5 + notes)
+    figure = Figure(figsize=size)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, canvas.width), ylim=(-notes, canvas.top + 0.5))
+    axes.axis("off")
+    title = f"{plan.dag_id}: {len(plan.nodes)} nodes on {plan.world_size} ranks, one training step"
+    axes.text(_MARGIN, canvas.top + 0.24, title, size=12, color=_INK, weight="bold", va="center")
+    for lane in canvas.lanes:
+        _draw_lane(axes, lane, canvas.width)
+    for link, track in _tracks(plan, canvas.lanes):
+        _draw_weights(axes, plan, link, track, canvas)
+    for parent, child in edges:
+        _draw_edge(axes, _way(parent, child, _columns(plan), canvas), _label(plan, parent, child))
+    for node in plan.nodes:
+        _draw_node(axes, plan, node, canvas.centers[node])
+    for line, (node, why) in enumerate(plan.pruned.items()):
+        axes.text(
+            _MARGIN, -0.12 - _NOTE * line, f"left out: {node} ({why})", size=8, color=_FAINT, va="center"
+        )
+    # The same plan gives the same file.
+    metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": "siirl", "svg.fonttype": "none"}):
+        figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
+
+
+def _columns(plan: Plan) -> dict[str, int]:
+    """Node -> the longest way to it from a node that depends on nothing."""
+    columns: dict[str, int] = {}
+    for name, node in plan.nodes.items():
+        columns[name] = max((columns[parent] + 1 for parent in node.dependencies), default=0)
+    return columns
+
+
+def _edges(plan: Plan) -> list[tuple[str, str]]:
+    """Dependencies, without those that follow from others."""
+    above: dict[str, set[str]] = {}
+    edges: list[tuple[str, str]] = []
+    for name, node in plan.nodes.items():
+        implied = set().union(*(above[parent] for parent in node.dependencies))
+        above[name] = implied | set(node.dependencies)
+        edges += [(parent, name) for parent in node.dependencies if parent not in implied]
+    return edges
+
+
+def _arrange(plan: Plan, edges: list[tuple[str, str]]) -> _Canvas:
+    columns = _columns(plan)
+    lanes = _fill_lanes(plan, edges, columns)
+    for link, _ in _tracks(plan, lanes):
+        _lane_of(lanes, plan.models[link.source].ranks).tracks += 1
+    bottom = 0.0
+    for lane in reversed(lanes):
+        lane.bottom, lane.top = bottom, bottom + lane.height
+        bottom = lane.top + 0.22
+    left = _MARGIN + 0.55 + _BOX_W / 2
+    centers: dict[str | Way, Point] = {}
+    for lane in lanes:
+        for column, slots in lane.slots.items():
+            free = lane.height - _HEADER - _TRACK * lane.tracks
+            step = free / len(slots)
+            for index, slot in enumerate(slots):
+                y = lane.top - _HEADER - (index + 0.5) * step
+                centers[slot] = (left + column * (_BOX_W + _GAP_X), y)
+    width = left + max(columns.values()) * (_BOX_W + _GAP_X) + _BOX_W / 2 + _MARGIN + 0.25
+    return _Canvas(lanes, centers, max(width, 7.0), lanes[0].top)
+
+
+def _fill_lanes(plan: Plan, edges: list[tuple[str, str]], columns: dict[str, int]) -> list[_Lane]:
+    """Lanes from top to bottom by first rank, each slot near the slots that its arrows come from."""
+    ranks = node_ranks(plan)
+    order = sorted(dict.fromkeys(ranks.values()), key=lambda r: (r[0], -len(r), r))
+    lanes = {members: _Lane(members) for members in order}
+    for node in plan.nodes:
+        lanes[ranks[node]].slots.setdefault(columns[node], []).append(node)
+    before: dict[str | Way, list[str | Way]] = {}
+    for parent, child in edges:
+        last: str | Way = parent
+        for column in range(columns[parent] + 1, columns[child]):
+            way = (parent, child, column)
+            lanes[ranks[parent]].slots.setdefault(column, []).append(way)
+            before.setdefault(way, []).append(last)
+            last = way
+        before.setdefault(child, []).append(last)
+    height: dict[str | Way, float] = {}
+    for column in range(max(columns.values()) + 1):
+        for lane in lanes.values():
+            slots = lane.slots.get(column, [])
+            middle = {
+                slot: sum(height[other] for other in before[slot]) / len(before[slot])
+                if slot in before
+                else 0.0
+                for slot in slots
+            }
+            slots.sort(key=lambda slot: middle[slot])
+            for index, slot in enumerate(slots):
+                height[slot] = (index + 0.5) / len(slots) + list(lanes).index(lane.ranks)
+    return list(lanes.values())
+
+
+def _lane_of(lanes: list[_Lane], ranks: Ranks) -> _Lane:
+    return next(lane for lane in lanes if lane.ranks == ranks)
+
+
+def _tracks(plan: Plan, lanes: list[_Lane]) -> list[tuple[LinkPlan, int]]:
+    """Each weight link, and which track along the bottom of its trainer's lane it takes."""
+    taken: dict[Ranks, int] = {}
+    tracks = []
+    for link in plan.links.values():
+        ranks = plan.models[link.source].ranks
+        tracks.append((link, taken.get(ranks, 0)))
+        taken[ranks] = taken.get(ranks, 0) + 1
+    return tracks
+
+
+def _way(parent: str, child: str, columns: dict[str, int], canvas: _Canvas) -> list[Point]:
+    """The points that an arrow passes: out of the parent's right side, into the child's left side."""
+    (x, y), (end_x, end_y) = canvas.centers[parent], canvas.centers[child]
+    points = [(x + _BOX_W / 2, y)]
+    for column in range(columns[parent] + 1, columns[child]):
+        way_x, way_y = canvas.centers[parent, child, column]
+        points += [(way_x - _BOX_W / 2, way_y), (way_x + _BOX_W / 2, way_y)]
+    return [*points, (end_x - _BOX_W / 2, end_y)]
+
+
+def _label(plan: Plan, parent: str, child: str) -> str:
+    """What moves from the parent's layout before the child runs, if rows change layout."""
+    names = [
+        key.name
+        for ins in plan.before(child)
+        if isinstance(ins, Reshard) and plan.routes[ins.route].source == plan.run_of(parent).target
+        for key in ins.keys
+    ]
+    if not names:
+        return ""
+    if set(names) <= set(ROUTING["samples"]):
+        return "waits"
+    return f"reshard\n{len(names)} column{'s' if len(names) > 1 else ''}"
+
+
+def _draw_lane(axes: Any, lane: _Lane, width: float) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    style = "round,pad=0,rounding_size=0.12"
+    corner, size = (_MARGIN - 0.1, lane.bottom), (width - 2 * _MARGIN + 0.2, lane.height)
+    axes.add_patch(FancyBboxPatch(corner, *size, boxstyle=style, fc=_LANE_COLOR, ec="none"))
+    text = f"rank{'s' if len(lane.ranks) > 1 else ''} {format_ranks(lane.ranks)}"
+    axes.text(_MARGIN + 0.55, lane.top - 0.2, text, size=9.5, color=_FAINT, va="center", weight="bold")
+
+
+def _draw_node(axes: Any, plan: Plan, name: str, center: Point) -> None:
+    from matplotlib.patches import FancyBboxPatch, Rectangle
+
+    node, (x, y) = plan.nodes[name], center
+    color = _AGENT_COLORS[node.agent % len(_AGENT_COLORS)]
+    corner = (x - _BOX_W / 2, y - _BOX_H / 2)
+    style = "round,pad=0,rounding_size=0.1"
+    outline = FancyBboxPatch(corner, _BOX_W, _BOX_H, boxstyle=style, fc="white", ec=color, lw=1.6, zorder=3)
+    axes.add_patch(outline)
+    stripe = Rectangle(corner, 0.1, _BOX_H, fc=color, ec="none", zorder=4)
+    axes.add_patch(stripe)
+    stripe.set_clip_path(outline)
+    model = plan.models.get(node.model or "")
+    detail = f"{model.backend}, {sizes(model)}" if model else (node.executable or "no model")
+    lines = (
+        (name, 9.5, _INK, 0.22),
+        (f"{node.op}, agent {node.agent}", 8, _FAINT, -0.01),
+        (detail, 8, _FAINT, -0.23),
+    )
+    for text, size, ink, shift in lines:
+        shown = text if len(text) < 34 else text[:32] + "..."
+        axes.text(x + 0.04, y + shift, shown, size=size, color=ink, ha="center", va="center", zorder=5)
+
+
+def _draw_edge(axes: Any, points: list[Point], label: str) -> None:
+    """A curve that leaves and enters horizontally."""
+    from matplotlib.patches import FancyArrowPatch
+    from matplotlib.path import Path as Curve
+
+    vertices, codes = [points[0]], [Curve.MOVETO]
+    for (x, y), (next_x, next_y) in pairwise(points):
+        middle = (x + next_x) / 2
+        vertices += [(middle, y), (middle, next_y), (next_x, next_y)]
+        codes += [Curve.CURVE4] * 3
+    style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 11, "color": _INK, "lw": 1.1, "zorder": 2}
+    axes.add_patch(FancyArrowPatch(path=Curve(vertices, codes), **style))
+    if label:
+        (x, y), (next_x, next_y) = points[-2:]
+        along = 0.58  # nearer the child, clear of where arrows fan out
+        rise = 3 * along**2 - 2 * along**3
+        place = (
+            x + (next_x - x) * (0.5 + 4 * (along - 0.5) ** 3 + (along - 0.5) / 2),
+            y + (next_y - y) * rise,
+        )
+        box = {"boxstyle": "round,pad=0.12", "fc": _LANE_COLOR, "ec": "none", "alpha": 0.9}
+        axes.text(
+            *place, label, size=7, color=_INK, bbox=box, ha="center", va="center", linespacing=1.05, zorder=6
+        )
+
+
+def _draw_weights(axes: Any, plan: Plan, link: LinkPlan, track: int, canvas: _Canvas) -> None:
+    """A dashed arrow from below the trainer, along its lane's bottom, up the left of the rollout and into it."""
+    from matplotlib.patches import FancyArrowPatch
+    from matplotlib.path import Path as Curve
+
+    source, target = plan.models[link.source], plan.models[link.target]
+    (x, y), (end_x, end_y) = canvas.centers[source.node], canvas.centers[target.node]
+    low = _lane_of(canvas.lanes, source.ranks).bottom + _TRACK * (track + 0.55)
+    side = end_x - _BOX_W / 2 - 0.28 - 0.1 * track
+    points = [
+        (x, y - _BOX_H / 2),
+        (x, low),
+        (side, low),
+        (side, end_y - 0.2),
+        (end_x - _BOX_W / 2, end_y - 0.2),
+    ]
+    arrow = FancyArrowPatch(path=Curve(points), arrowstyle="-|>", mutation_scale=11, zorder=2)
+    arrow.set(color=_WEIGHT_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.add_patch(arrow)
+    text = f"weights, if newer ({link.kind})"
+    box = {"boxstyle": "round,pad=0.15", "fc": _LANE_COLOR, "ec": "none"}
+    axes.text(
+        x - _BOX_W, low, text, size=8, color=_WEIGHT_COLOR, ha="center", va="center", bbox=box, zorder=3
+    )

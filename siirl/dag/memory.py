@@ -1,0 +1,161 @@
+"""A rough memory estimate per rank, from the model's config.json: how many parameters, what each engine
+keeps of them.
+
+Counted: parameters, gradients, AdamW's two moments, the unsharded copy of the layer that computes,
+activations of one micro-batch, the rollout's weights and KV cache. Not counted: the allocator's slack,
+communication buffers, CUDA context. Expect the truth within some tens of percent.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from siirl.config import Config
+from siirl.dag.plan import ModelPlan
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+_ACTIVATIONS_PER_LAYER = 16  # values of width hidden_size that a layer keeps for its backward pass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the estimate needs of a model. params: all, tied ones once; layer_params: of the largest layer."""
+
+    params: int
+    embedding_params: int
+    layer_params: int
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    kv_width: int
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """Bytes of one kind on one rank. host: they wait in host memory between phases (offload)."""
+
+    model: str
+    what: str
+    num_bytes: int
+    host: bool = False
+
+
+def read_shape(cfg: Config) -> ModelShape | str:
+    """The shape of the configured model, or why it is not known: the estimate is then left out."""
+    directory = Path(cfg.actor_rollout_ref.model.path).expanduser()
+    try:
+        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        return f"{directory / 'config.json'} cannot be read ({type(error).__name__})"
+    raw = {**raw, **cfg.actor_rollout_ref.model.override_config}
+    if raw.get("model_type") not in FAMILIES:
+        return f"model_type {raw.get('model_type')!r} is none of {', '.join(FAMILIES)}"
+    try:
+        return model_shape(raw)
+    except KeyError as error:
+        return f"{directory / 'config.json'} lacks {error}"
+
+
+def model_shape(raw: dict[str, Any]) -> ModelShape:
+    """Parameter counts of a Llama-shaped decoder, dense or with experts, from its config.json."""
+    hidden, layers, heads = raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"]
+    family = raw["model_type"]
+    head_dim = raw.get("head_dim") or hidden // heads
+    q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
+    attention = 2 * hidden * q_width + 2 * hidden * kv_width
+    if family.startswith("qwen2"):
+        attention += q_width + 2 * kv_width
+    elif raw.get("attention_bias"):
+        attention += q_width + 2 * kv_width + hidden
+    if family.startswith("qwen3"):
+        attention += 2 * head_dim
+    norms = 2 * hidden
+    per_layer = [attention + norms + _mlp_params(raw, index) for index in range(layers)]
+    embedding = raw["vocab_size"] * hidden
+    copies = 1 if raw.get("tie_word_embeddings") else 2
+    return ModelShape(
+        params=sum(per_layer) + hidden + copies * embedding,
+        embedding_params=copies * embedding,
+        layer_params=max(per_layer, default=0),
+        layers=layers,
+        hidden=hidden,
+        intermediate=raw["intermediate_size"],
+        vocabulary=raw["vocab_size"],
+        kv_width=kv_width,
+    )
+
+
+def _mlp_params(raw: dict[str, Any], layer: int) -> int:
+    hidden, width = raw["hidden_size"], raw["intermediate_size"]
+    if raw["model_type"] == "mixtral":
+        experts = raw["num_local_experts"]
+        return experts * 3 * hidden * width + hidden * experts
+    if not raw["model_type"].endswith("_moe"):
+        bias = 2 * width + hidden if raw.get("mlp_bias") else 0
+        return 3 * hidden * width + bias
+    dense = layer in raw.get("mlp_only_layers", []) or (layer + 1) % raw.get("decoder_sparse_step", 1)
+    if dense:
+        return 3 * hidden * width
+    experts = raw.get("num_experts") or raw["num_local_experts"]
+    count = experts * 3 * hidden * raw["moe_intermediate_size"] + hidden * experts
+    if raw["model_type"] == "qwen2_moe":
+        count += 3 * hidden * raw["shared_expert_intermediate_size"] + hidden
+    return count
+
+
+def estimate(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """What one rank holds of a model. rows_per_shard: rows of a whole batch, for the KV cache."""
+    if model.role == "rollout":
+        return _rollout_lines(model, cfg, shape, rows_per_shard)
+    policy = cfg.actor_rollout_ref
+    section = policy.actor if model.role == "actor" else policy.ref
+    fsdp = section.fsdp_config
+    master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.mixed_precision.param_dtype]
+    shard = -(-shape.params // (model.dims.dp_shard * model.dims.tp * model.dims.pp))
+    lines = [MemoryLine(model.name, "parameters", shard * master, fsdp.param_offload)]
+    if model.trains:
+        lines.append(MemoryLine(model.name, "gradients", shard * master))
+        lines.append(MemoryLine(model.name, "optimizer", 2 * shard * master, fsdp.optimizer_offload))
+    gathered = 2 * shape.layer_params + shape.embedding_params
+    lines.append(MemoryLine(model.name, "gathered layers", gathered * compute))
+    tokens = micro_batch_tokens(model, cfg)
+    lines.append(MemoryLine(model.name, "activations", _activations(model, cfg, shape, tokens) * compute))
+    return lines
+
+
+def micro_batch_tokens(model: ModelPlan, cfg: Config) -> int:
+    """The most tokens of one micro-batch on a rank."""
+    policy = cfg.actor_rollout_ref
+    row = policy.rollout.prompt_length + policy.rollout.response_length
+    if model.trains:
+        dynamic = policy.actor.use_dynamic_bsz
+        budget, rows = policy.actor.ppo_max_token_len_per_gpu, policy.actor.ppo_micro_batch_size_per_gpu
+    else:
+        dynamic = policy.ref.log_prob_use_dynamic_bsz
+        budget, rows = policy.ref.log_prob_max_token_len_per_gpu, policy.ref.log_prob_micro_batch_size_per_gpu
+    return max(budget, row) if dynamic else rows * row
+
+
+def _activations(model: ModelPlan, cfg: Config, shape: ModelShape, tokens: int) -> int:
+    """Values kept for a micro-batch: each layer's input, and one layer (or all of them) in full."""
+    layer = _ACTIVATIONS_PER_LAYER * shape.hidden + 3 * shape.intermediate
+    if not model.trains:
+        return tokens * layer
+    if cfg.actor_rollout_ref.model.enable_gradient_checkpointing:
+        return tokens * (shape.layers * shape.hidden + layer)
+    return tokens * shape.layers * layer
+
+
+def _rollout_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
+    rollout = cfg.actor_rollout_ref.rollout
+    width = _BYTES[rollout.dtype]
+    at_once = min(rows, rollout.max_num_seqs)
+    cache = 2 * shape.layers * shape.kv_width * at_once * (rollout.prompt_length + rollout.response_length)
+    tp = model.dims.tp
+    return [
+        MemoryLine(model.name, "weights", -(-shape.params // tp) * width),
+        MemoryLine(model.name, "KV cache", -(-cache // tp) * width),
+    ]

@@ -1,0 +1,243 @@
+"""`siirl plan` as text: who runs where, which rows move, batch arithmetic, memory, and what is left out."""
+
+from siirl.config import Config
+from siirl.dag.emit import ROUTING
+from siirl.dag.memory import MemoryLine, estimate, micro_batch_tokens, read_shape
+from siirl.dag.ops import optimizer_steps
+from siirl.dag.plan import Free, Load, ModelPlan, Plan, Reshard, Run, SyncWeights
+from siirl.parallel.placement import Ranks, format_ranks
+from siirl.types import Layout
+
+_MOST_GROUPS = 16
+_MOST_COORDINATES = 64  # ranks of a model up to which each one's coordinates are printed
+
+
+def report(plan: Plan, configs: dict[str, Config]) -> str:
+    """The whole report; configs: the resolved configuration of each kept node."""
+    sections = [
+        ("nodes by rank", _nodes_by_rank(plan)),
+        ("models", _models(plan)),
+        ("batches", _batches(plan, configs)),
+        ("a step", _instructions(plan)),
+        ("process groups", _groups(plan)),
+        ("memory per rank (rough)", _memory(plan, configs)),
+        ("left out", [f"{node}: {why}" for node, why in plan.pruned.items()]),
+    ]
+    head = f"plan of DAG {plan.dag_id!r} on {_count(plan.world_size, 'rank')}"
+    body = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]
+    return "\n\n".join([head, *body]) + "\n"
+
+
+def batch_arithmetic(plan: Plan, configs: dict[str, Config]) -> str:
+    """Prompts x responses = sequences -> optimizer steps -> micro-batches on each rank, for each agent."""
+    return "\n".join(_batches(plan, configs))
+
+
+def rank_classes(plan: Plan) -> list[tuple[Ranks, list[str]]]:
+    """Ranks that run the same nodes, with these nodes; classes in the order of their first rank."""
+    nodes_of: dict[int, list[str]] = {rank: [] for rank in range(plan.world_size)}
+    for node, ranks in node_ranks(plan).items():
+        for rank in ranks:
+            nodes_of[rank].append(node)
+    classes: dict[tuple[str, ...], list[int]] = {}
+    for rank, nodes in nodes_of.items():
+        classes.setdefault(tuple(nodes), []).append(rank)
+    return [(tuple(ranks), list(nodes)) for nodes, ranks in classes.items()]
+
+
+def node_ranks(plan: Plan) -> dict[str, Ranks]:
+    """Node -> the ranks that run it, in execution order."""
+    return {ins.node: ins.ranks for ins in plan.instructions if isinstance(ins, Run)}
+
+
+def _nodes_by_rank(plan: Plan) -> list[str]:
+    classes = rank_classes(plan)
+    rows = [["", "node", "op", "agent", *(format_ranks(ranks) for ranks, _ in classes)]]
+    for position, (name, node) in enumerate(plan.nodes.items(), 1):
+        marks = ["x" if name in nodes else "" for _, nodes in classes]
+        op = node.op if node.executable is None else node.executable
+        rows.append([str(position), name, op, str(node.agent), *marks])
+    idle = [format_ranks(ranks) for ranks, nodes in classes if not nodes]
+    return table(rows) + [f"ranks {ranks} have nothing to do" for ranks in idle]
+
+
+def _models(plan: Plan) -> list[str]:
+    rows = [["model", "backend", "ranks", "parallel", "built from", "weights"]]
+    weights = {
+        link.target: f"from {link.source} ({link.kind}, over {_count(len(link.ranks), 'rank')})"
+        for link in plan.links.values()
+    }
+    for model in plan.models.values():
+        source = weights.get(model.name, "trained here" if model.trains else "frozen")
+        rows.append([model.name, model.backend, format_ranks(model.ranks), sizes(model), model.node, source])
+    return table(rows) + [line for model in plan.models.values() for line in _coordinates(model)]
+
+
+def sizes(model: ModelPlan) -> str:
+    """The parallel sizes of a model, e.g. "dp 8 (2 replicas x 4 shards)"."""
+    dims = model.dims
+    axes = [
+        f"{axis} {getattr(dims, axis)}"
+        for axis in ("tp", "pp", "cp", "ep", "etp", "vpp")
+        if getattr(dims, axis) > 1
+    ]
+    dp = f"dp {dims.dp}"
+    if model.role != "rollout" and dims.dp > 1:
+        replicas = f"{_count(dims.dp_replicate, 'replica')} x " if dims.dp_replicate > 1 else ""
+        dp += f" ({replicas}{_count(dims.dp_shard, 'shard')})"
+    return ", ".join([*axes, dp])
+
+
+def _coordinates(model: ModelPlan) -> list[str]:
+    """One line for each axis on which the ranks of a model differ: rank -> coordinate."""
+    if not 1 < model.dims.world <= _MOST_COORDINATES:
+        return []
+    places = [model.dims.coordinates(local) for local in range(model.dims.world)]
+    axes = [axis for axis in places[0] if len({place[axis] for place in places}) > 1]
+    if model.role == "rollout" or model.dims.dp_replicate == 1:
+        axes = [axis for axis in axes if axis not in ("dp_replicate", "dp_shard")]
+    listed = "; ".join(f"{axis} {format_ranks([place[axis] for place in places])}" for axis in axes)
+    return [f"{model.name}: ranks {format_ranks(model.ranks)} have {listed}"] if axes else []
+
+
+def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
+    lines: list[str] = []
+    for model in plan.models.values():
+        if model.role != "rollout":
+            continue
+        cfg = configs[model.node]
+        prompts, n = cfg.data.train_batch_size, cfg.actor_rollout_ref.rollout.n
+        lines.append(
+            f"agent {model.agent}: {prompts} prompts x {n} responses = {prompts * n} sequences a step, "
+            f"sampled by {_count(model.dims.dp, 'shard')} of {_share(prompts, model.dims.dp)} prompts"
+        )
+        trainer = plan.models[f"agent_{model.agent}.actor"]
+        lines += [f"  {line}" for line in _training(trainer, configs[trainer.node], prompts, n)]
+    return lines
+
+
+def _training(trainer: ModelPlan, cfg: Config, prompts: int, n: int) -> list[str]:
+    actor = cfg.actor_rollout_ref.actor
+    mini, shards = actor.ppo_mini_batch_size, trainer.dims.dp
+    rows = mini * n
+    epochs = f" x {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else ""
+    lines = [
+        f"{prompts // mini} mini-batches of {mini} prompts = {rows} sequences{epochs} "
+        f"-> {_count(optimizer_steps(cfg), 'optimizer step')}",
+        f"a mini-batch is {_share(rows, shards)} sequences on each of {_count(shards, 'data-parallel rank')}",
+    ]
+    per_rank = -(-rows // shards)
+    if actor.use_dynamic_bsz:
+        most = -(-per_rank * _row_tokens(cfg) // micro_batch_tokens(trainer, cfg))
+        budget = actor.ppo_max_token_len_per_gpu
+        lines.append(f"-> micro-batches of up to {budget} tokens: at most about {most} on each rank")
+    else:
+        micro = actor.ppo_micro_batch_size_per_gpu
+        count = _count(-(-per_rank // micro), "micro-batch", "es")
+        lines.append(f"-> {count} of {_count(micro, 'sequence')} on each rank")
+    return lines
+
+
+def _row_tokens(cfg: Config) -> int:
+    return cfg.actor_rollout_ref.rollout.prompt_length + cfg.actor_rollout_ref.rollout.response_length
+
+
+def _share(total: int, parts: int) -> str:
+    return str(total // parts) if total % parts == 0 else f"{total // parts}-{total // parts + 1}"
+
+
+def _instructions(plan: Plan) -> list[str]:
+    rows: list[list[str]] = [["", "ranks", ""]]
+    for ins in plan.instructions:
+        ranks = format_ranks(ins.ranks)
+        match ins:
+            case Load(loader, keys, layout, _):
+                rows.append(["load", ranks, f"{loader}: {_count(len(keys), 'column')} into {layout}"])
+            case Reshard(keys, route, _):
+                names = [key.name for key in keys]
+                what = "wait" if set(names) <= set(ROUTING["samples"]) else "reshard"
+                rows.append([what, ranks, f"{route}: {', '.join(names)}"])
+            case SyncWeights(link, _):
+                made = plan.links[link]
+                rows.append(["weights", ranks, f"{made.source} -> {made.target}, if newer"])
+            case Run(node, _, _, source, target, _):
+                rows.append(
+                    ["run", ranks, f"{node} on {source if source == target else f'{source} -> {target}'}"]
+                )
+            case Free():
+                continue
+    layouts = [
+        f"  {name}: {_count(layout.num_shards, 'shard')} on ranks {format_ranks(layout.ranks)}, "
+        f"{_split(layout)}"
+        for name, layout in plan.layouts.items()
+    ]
+    return [*table(rows), "layouts", *layouts]
+
+
+def _split(layout: Layout) -> str:
+    if layout.split == "group":
+        return "samples of a prompt together"
+    unit = f"mini-batch of {layout.mini_batch_rows} rows" if layout.mini_batch_rows else "batch"
+    return f"each {unit} balanced by compute cost"
+
+
+def _groups(plan: Plan) -> list[str]:
+    lines = [f"{format_ranks(ranks)}" for ranks in plan.groups[:_MOST_GROUPS]]
+    more = len(plan.groups) - len(lines)
+    return lines + ([f"and {more} more"] if more else [])
+
+
+def _memory(plan: Plan, configs: dict[str, Config]) -> list[str]:
+    """A table of bytes by model and kind, for the busiest rank, or why there is none."""
+    lines: dict[str, list[MemoryLine]] = {}
+    for model in plan.models.values():
+        cfg = configs[model.node]
+        shape = read_shape(cfg)
+        if isinstance(shape, str):
+            return [f"left out: {shape}"]
+        rows = -(-cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n // model.dims.dp)
+        lines[model.name] = estimate(model, cfg, shape, rows)
+    output = [["model", *(_KINDS), "sum"]]
+    for name, entries in lines.items():
+        amounts = {entry.what: _gib(entry.num_bytes) + (" (host)" if entry.host else "") for entry in entries}
+        total = sum(entry.num_bytes for entry in entries if not entry.host)
+        output.append([name, *(amounts.get(kind, "") for kind in _KINDS), _gib(total)])
+    return table(output) + _totals(plan, lines)
+
+
+_KINDS = ("parameters", "weights", "gradients", "optimizer", "gathered layers", "activations", "KV cache")
+
+
+def _totals(plan: Plan, lines: dict[str, list[MemoryLine]]) -> list[str]:
+    """Sums over the models that share ranks."""
+    by_models: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(plan.world_size):
+        here = tuple(model.name for model in plan.models.values() if rank in set(model.ranks))
+        by_models.setdefault(here, []).append(rank)
+    totals = []
+    for names, ranks in by_models.items():
+        device = sum(entry.num_bytes for name in names for entry in lines[name] if not entry.host)
+        host = sum(entry.num_bytes for name in names for entry in lines[name] if entry.host)
+        offloaded = f", and {_gib(host)} in host memory" if host else ""
+        totals.append(f"ranks {format_ranks(ranks)}: about {_gib(device)} each{offloaded}")
+    return totals
+
+
+def _gib(num_bytes: int) -> str:
+    if num_bytes < 2**30 // 10:
+        return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    """Rows of cells as aligned lines; columns that are empty throughout are left out."""
+    columns = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
+    widths = [max(len(row[index]) for row in rows) for index in columns]
+    return [
+        "  ".join(row[index].ljust(width) for index, width in zip(columns, widths, strict=True)).rstrip()
+        for row in rows
+    ]
