@@ -167,7 +167,7 @@ def rloo(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Adv
     Equal to n / (n - 1) times the distance from the group's mean. Source: "Back to Basics" (2024), section 3.
     """
     advantage_B, _, groups = _less_group_mean(reward_BT, group_id_B)
-    scale_G = groups.count_G / (groups.count_G - 1).clamp(min=1)
+    scale_G = groups.count_G.double() / (groups.count_G - 1).clamp(min=1)
     return Advantages(_over_tokens(advantage_B * groups.rows(scale_G), response_mask_BT, reward_BT.dtype))
 
 

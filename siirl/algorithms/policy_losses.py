@@ -239,3 +239,58 @@ def cpgd(
     drift_BT = torch.expm1(log_ratio_BT) - log_ratio_BT
     loss_BT = torch.maximum(plain_BT, clipped_BT) + policy_drift_coeff * drift_BT
     return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=clipped_BT > plain_BT))
+
+
+def _outside_trust_region(
+    divergence_BT: Tensor, log_ratio_BT: Tensor, advantage_BT: Tensor, clip_divergence: float
+) -> Tensor:
+    """Tokens too far from the old policy that the advantage would move further away, bool [B, T]."""
+    moves_away_BT = log_ratio_BT.detach() * advantage_BT > 0
+    return moves_away_BT & (divergence_BT > clip_divergence)
+
+
+@register_policy_loss("dppo_tv")
+def dppo_tv(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_divergence: float,
+) -> TokenLoss:
+    """-r A, without gradient for tokens outside a trust region of total variation.
+
+    The divergence is that between (sampled token, all others) under both policies: |pi - pi_old| of the
+    token; a ratio bound cuts rare tokens too early and frequent ones too late. Source: DPPO, "Rethinking
+    the Trust Region in LLM Reinforcement Learning" (2026), the binary approximation.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    divergence_BT = (log_prob_BT.detach().exp() - old_log_prob_BT.exp()).abs()
+    cut_BT = _outside_trust_region(divergence_BT, log_ratio_BT, advantage_BT, clip_divergence)
+    ratio_BT = log_ratio_BT.exp()
+    loss_BT = -advantage_BT * torch.where(cut_BT, ratio_BT.detach(), ratio_BT)
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=cut_BT) | {"divergence": divergence_BT})
+
+
+@register_policy_loss("dppo_kl")
+def dppo_kl(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    clip_divergence: float,
+) -> TokenLoss:
+    """-r A, without gradient for tokens outside a trust region of KL(old || policy), in nats.
+
+    The divergence is that between (sampled token, all others) under both policies. Source: as dppo_tv.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    old_BT, new_BT = old_log_prob_BT.double().exp(), log_prob_BT.detach().double().exp()
+    rest_BT = (1 - old_BT).clamp(min=0)
+    others_BT = torch.xlogy(rest_BT, rest_BT / (1 - new_BT).clamp(min=1e-12))
+    divergence_BT = (others_BT - old_BT * log_ratio_BT.detach()).to(log_prob_BT.dtype)
+    cut_BT = _outside_trust_region(divergence_BT, log_ratio_BT, advantage_BT, clip_divergence)
+    ratio_BT = log_ratio_BT.exp()
+    loss_BT = -advantage_BT * torch.where(cut_BT, ratio_BT.detach(), ratio_BT)
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=cut_BT) | {"divergence": divergence_BT})

@@ -1,0 +1,82 @@
+"""Weights for tokens that another engine sampled than the one that trains on them.
+
+Legend: B rows, T response tokens. log_ratio_BT is the trainer's log-prob of each sampled token (by the
+weights that sampled it) less the rollout engine's; the two differ by numerics, and by weights when rollouts
+run ahead. Multiply a policy loss per token by the weights; the normalisation of the loss stays. No
+gradient, no communication.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from siirl.algorithms.aggregate import masked_row_mean
+from siirl.algorithms.kl import MAX_LOG_RATIO
+from siirl.observe.metrics import Metrics
+
+Level = Literal["token", "sequence", "geometric"]
+"""What the ratio is taken of: each token, the row (product over tokens), or the geometric mean over them."""
+
+
+def importance_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, level: Level) -> Tensor:
+    """Trainer over rollout probability at a level, [B, T], at most e^20; 1 where the mask is False."""
+    mask_BT = mask_BT.bool()
+    log_ratio_BT = torch.where(mask_BT, log_ratio_BT.detach(), 0)
+    if level == "sequence":
+        log_ratio_BT = log_ratio_BT.sum(-1, keepdim=True).expand_as(log_ratio_BT)
+    elif level == "geometric":
+        log_ratio_BT = masked_row_mean(log_ratio_BT, mask_BT)[:, None].expand_as(log_ratio_BT)
+    return torch.where(mask_BT, log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), 1)
+
+
+def truncated_weight(log_ratio_BT: Tensor, mask_BT: Tensor, *, level: Level, cap: float) -> Tensor:
+    """Importance ratio, at most `cap`, [B, T].
+
+    Source: "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), truncated
+    importance sampling.
+    """
+    return importance_ratio(log_ratio_BT, mask_BT, level).clamp(max=cap)
+
+
+def masked_weight(log_ratio_BT: Tensor, mask_BT: Tensor, *, level: Level, low: float, high: float) -> Tensor:
+    """Importance ratio where it lies in [low, high], else 0, [B, T].
+
+    level "token" with both bounds is IcePop; low 0 is masked importance sampling.
+    Sources: "Every Step Evolves" (2025), IcePop; "When Speed Kills Stability" (2025).
+    """
+    ratio_BT = importance_ratio(log_ratio_BT, mask_BT, level)
+    return torch.where((ratio_BT >= low) & (ratio_BT <= high), ratio_BT, 0)
+
+
+def accepted_rows(log_ratio_BT: Tensor, mask_BT: Tensor, *, level: Level, low: float, high: float) -> Tensor:
+    """Rows whose ratio lies in [low, high], bool [B]; at level "token", rows all of whose tokens do.
+
+    Reject a row by weight 0 for all of its tokens. A row without trained tokens is accepted.
+    """
+    ratio_BT = importance_ratio(log_ratio_BT, mask_BT, level)
+    inside_BT = (ratio_BT >= low) & (ratio_BT <= high)
+    return (inside_BT | ~mask_BT.bool()).all(-1)
+
+
+def correction_stats(log_ratio_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor) -> Metrics:
+    """Means over trained tokens: ratio; kl: k1 and k3 of KL(rollout || trainer); weight, weight_square,
+    masked.
+
+    The effective sample size, as a share of the tokens, is weight^2 / weight_square.
+    """
+    mask_BT = mask_BT.bool()
+    log_ratio_N = log_ratio_BT[mask_BT].double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weight_N = weight_BT[mask_BT].double()
+    columns = {
+        "ratio": log_ratio_N.exp(),
+        "kl_k1": -log_ratio_N,
+        "kl_k3": torch.expm1(log_ratio_N) - log_ratio_N,
+        "weight": weight_N,
+        "weight_square": weight_N**2,
+        "masked": weight_N == 0,
+    }
+    metrics = Metrics()
+    for name, column_N in columns.items():
+        metrics.mean(name, column_N.sum().item(), len(column_N))
+    return metrics

@@ -1,0 +1,262 @@
+"""Policy and value losses, values and gradients, against published packages and formulas of papers."""
+
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from siirl.algorithms.aggregate import aggregate_loss
+from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
+from siirl.algorithms.value_loss import clipped_value_loss
+from siirl.errors import ConfigError
+
+OPTIONS = {
+    "clip_ratio_low": 0.15,
+    "clip_ratio_high": 0.3,
+    "clip_ratio_c": 1.6,
+    "tau_pos": 1.0,
+    "tau_neg": 1.25,  # exact in fp32, in which TRL holds it
+    "policy_drift_coeff": 0.4,
+    "clip_divergence": 0.1,
+}
+B, T = 8, 7
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def batch(seed: int = 0) -> dict[str, Tensor]:
+    """Ratios beyond all bounds, advantages of both signs and 0, holes in the mask, one untrained row."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(B, T, generator=generator, dtype=torch.float64) - 0.02
+    shift = 0.6 * torch.randn(B, T, generator=generator, dtype=torch.float64)
+    advantage = torch.randn(B, 1, generator=generator, dtype=torch.float64).expand(B, T).clone()
+    advantage[2] = 0
+    mask = torch.rand(B, T, generator=generator) < 0.8
+    mask[5] = False
+    return {"log_prob": (old + shift).clamp(max=-1e-3), "old": old, "advantage": advantage, "mask": mask}
+
+
+def ours(name: str, b: dict[str, Tensor], mode: str = "token-mean", **options) -> tuple[Tensor, Tensor]:
+    log_prob = b["log_prob"].clone().requires_grad_()
+    token = compute_policy_loss(name, log_prob, b["old"], b["advantage"], b["mask"], OPTIONS | options)
+    mask = b["mask"]
+    loss = aggregate_loss(token.loss_BT, mask, mode, float(mask.sum()), float(mask.any(-1).sum()), 32)
+    return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
+
+
+def scalar_loss(name: str, lp: Tensor, old: float, adv: float) -> Tensor:
+    """The loss of one token, as its paper writes it."""
+    low, high, c = OPTIONS["clip_ratio_low"], OPTIONS["clip_ratio_high"], OPTIONS["clip_ratio_c"]
+    r = torch.exp(lp - old)
+    held = min(max(r, 1 - low), 1 + high)
+    if name == "vanilla":
+        objective = min(r * adv, held * adv)
+        return -(max(objective, c * adv) if adv < 0 else objective)
+    if name == "cispo":
+        return -adv * lp * (held.item() if isinstance(held, Tensor) else held)
+    if name == "sapo":
+        tau = OPTIONS["tau_pos"] if adv > 0 else OPTIONS["tau_neg"]
+        return -adv * 4 / tau / (1 + torch.exp(-tau * (r - 1)))
+    if name == "gpg":
+        return -adv * lp
+    if name == "cpgd":
+        held_log = min(max(lp - old, math.log(1 - low)), math.log(1 + high))
+        return -min((lp - old) * adv, held_log * adv) + OPTIONS["policy_drift_coeff"] * (r - 1 - (lp - old))
+    p, q = math.exp(lp.item()), math.exp(old)
+    kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+    divergence = abs(p - q) if name == "dppo_tv" else kl
+    away = (adv > 0 and p > q) or (adv < 0 and p < q)
+    return -adv * (r.item() if away and divergence > OPTIONS["clip_divergence"] else r)
+
+
+def row_loss(name: str, lp: Tensor, old: Tensor, adv: Tensor) -> Tensor:
+    """The loss of one row of trained tokens, for losses of the whole sequence."""
+    low, high, a = OPTIONS["clip_ratio_low"], OPTIONS["clip_ratio_high"], float(adv[0])
+    if name == "gspo":
+        s = torch.exp((lp - old).mean())
+        return -min(s * a, min(max(s, 1 - low), 1 + high) * a)
+    product = torch.ones((), dtype=torch.float64)
+    for x, y in zip(lp, old, strict=True):
+        r = torch.exp(x - y)
+        held = min(max(r, math.exp(-low)), math.exp(high))
+        product = product * (min(r, held) if a > 0 else max(r, held))
+    return -(product ** (1 / len(lp))) * a
+
+
+SEQUENCE_LOSSES = ("gspo", "gmpo", "geo_mean")
+TOKEN_LOSSES = ("vanilla", "cispo", "sapo", "gpg", "cpgd", "dppo_tv", "dppo_kl")
+
+
+def test_every_registered_loss_is_proven_here():
+    assert set(POLICY_LOSSES.names()) == {*SEQUENCE_LOSSES, *TOKEN_LOSSES}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_a_token_loss_equals_its_paper_in_value_and_gradient(name, seed):
+    b = batch(seed)
+    log_prob = b["log_prob"].clone().requires_grad_()
+    places = b["mask"].nonzero().tolist()
+    terms = [
+        scalar_loss(name, log_prob[i, t], b["old"][i, t].item(), b["advantage"][i, t].item())
+        for i, t in places
+    ]
+    want = sum(terms) / len(terms)
+    loss, grad = ours(name, b)
+    torch.testing.assert_close(loss, want.detach(), **CLOSE)
+    torch.testing.assert_close(grad, torch.autograd.grad(want, log_prob)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", SEQUENCE_LOSSES)
+def test_a_sequence_loss_equals_its_paper_in_value_and_gradient(name, seed):
+    b = batch(seed)
+    log_prob = b["log_prob"].clone().requires_grad_()
+    rows = [i for i in range(B) if b["mask"][i].any()]
+    keep = [b["mask"][i] for i in rows]
+    terms = [
+        row_loss(name, log_prob[i][m], b["old"][i][m], b["advantage"][i][m])
+        for i, m in zip(rows, keep, strict=True)
+    ]
+    want = sum(terms) / len(terms)
+    loss, grad = ours(name, b, POLICY_LOSSES.get(name).paper_mode)
+    torch.testing.assert_close(loss, want.detach(), **CLOSE)
+    torch.testing.assert_close(grad, torch.autograd.grad(want, log_prob)[0], **CLOSE)
+
+
+def trl_loss(b: dict[str, Tensor], loss_type: str, **settings) -> tuple[Tensor, Tensor]:
+    """TRL's GRPOTrainer._compute_loss on given log-probs: value and gradient."""
+    trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    log_prob = b["log_prob"].clone().requires_grad_()
+    args = SimpleNamespace(delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0)
+    args.sapo_temperature_neg = 1.25
+    stub = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        args=args,
+        loss_type=loss_type,
+        importance_sampling_level="token",
+        epsilon_low=0.15,
+        epsilon_high=0.3,
+        beta=0.0,
+        max_completion_length=32,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1,
+        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x),
+        _metrics={"train": defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *a, **k: (log_prob, torch.zeros_like(log_prob), None),
+    )
+    stub.args.steps_per_generation = 1
+    for name, value in settings.items():
+        setattr(args if hasattr(args, name) else stub, name, value)
+    mask = b["mask"].double()
+    ids = torch.zeros_like(mask, dtype=torch.long)
+    inputs = {
+        "prompt_ids": ids,
+        "prompt_mask": ids,
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": b["advantage"],
+        "old_per_token_logps": b["old"],
+        "ref_per_token_logps": b["old"] + 0.1,
+        "num_items_in_batch": mask.sum(),
+    }
+    loss = trainer._compute_loss(stub, None, inputs)
+    return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
+
+
+TRL_CASES = {
+    "clip-higher, token-mean": ("vanilla", "token-mean", {"clip_ratio_c": 1e9}, ("bnpo", {})),
+    "dual clip": ("vanilla", "token-mean", {}, ("bnpo", {"delta": 1.6})),
+    "row means": ("vanilla", "seq-mean-token-mean", {"clip_ratio_c": 1e9}, ("grpo", {})),
+    "row sums": ("vanilla", "seq-mean-token-sum", {"clip_ratio_c": 1e9}, ("luspo", {})),
+    "Dr.GRPO": ("vanilla", "seq-mean-token-sum-norm", {"clip_ratio_c": 1e9}, ("dr_grpo", {})),
+    "sapo": ("sapo", "seq-mean-token-mean", {}, ("sapo", {})),
+    "gspo": ("gspo", "seq-mean-token-mean", {}, ("grpo", {"importance_sampling_level": "sequence"})),
+    "cispo": ("cispo", "token-mean", {"clip_ratio_low": 1.0}, ("cispo", {"epsilon_high": 1.3})),
+}
+
+
+@pytest.mark.parametrize("case", TRL_CASES)
+def test_losses_and_aggregations_equal_trl(case):
+    name, mode, options, (loss_type, settings) = TRL_CASES[case]
+    b = {k: v[b_rows] for b_rows in [[i for i in range(B) if i != 5]] for k, v in batch().items()}
+    loss, grad = ours(name, b, mode, **options)
+    want_loss, want_grad = trl_loss(b, loss_type, **settings)
+    torch.testing.assert_close(loss, want_loss, **CLOSE)
+    torch.testing.assert_close(grad, want_grad, **CLOSE)
+
+
+def test_the_clipped_objective_equals_torchrl():
+    grpo = pytest.importorskip("torchrl.objectives.llm.grpo")
+    b = batch()
+    log_prob = b["log_prob"].clone().requires_grad_()
+    stub = SimpleNamespace(_clip_bounds=(math.log(0.85), math.log(1.3)))
+    want, _ = grpo.GRPOLoss._compute_policy_objective(stub, log_prob - b["old"], b["advantage"])
+    want_grad = torch.autograd.grad(want[b["mask"]].mean(), log_prob)[0]
+    loss, grad = ours("vanilla", b, clip_ratio_c=1e9)
+    torch.testing.assert_close(loss, want[b["mask"]].mean().detach(), **CLOSE)
+    torch.testing.assert_close(grad, want_grad, **CLOSE)
+
+
+def test_clip_statistics_count_the_tokens_that_lose_their_gradient():
+    b = batch()
+    log_prob = b["log_prob"].clone().requires_grad_()
+    token = compute_policy_loss("vanilla", log_prob, b["old"], b["advantage"], b["mask"], OPTIONS)
+    grad = torch.autograd.grad(token.loss_BT.sum(), log_prob)[0]
+    cut = (token.stats["clip_fraction"] + token.stats["clip_fraction_lower"]) > 0
+    assert token.stats["clip_fraction"].sum() > 0 and token.stats["clip_fraction_lower"].sum() > 0
+    assert torch.equal(cut, (grad == 0) & (b["advantage"] != 0))
+    assert not any(stat.requires_grad for stat in token.stats.values())
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_on_policy_every_loss_has_the_policy_gradient(name):
+    b = batch()
+    b["old"] = b["log_prob"]
+    _, grad = ours(name, b, "seq-mean-token-mean")
+    want = (
+        -(b["advantage"] * b["mask"]) / b["mask"].sum(-1, keepdim=True).clamp(min=1) / b["mask"].any(-1).sum()
+    )
+    torch.testing.assert_close(grad, want, **CLOSE)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_extreme_ratios_and_untrained_rows_stay_finite(name):
+    b = {k: v.float() if v.is_floating_point() else v for k, v in batch().items()}
+    b["log_prob"][0, 0], b["old"][0, 0] = 0.0, -1e4
+    b["log_prob"][1, 0], b["old"][1, 0] = -1e4, 0.0
+    for mask in (b["mask"], torch.zeros_like(b["mask"]), b["mask"] | True):
+        loss, grad = ours(name, b | {"mask": mask})
+        assert loss.isfinite() and grad.isfinite().all()
+    empty = {k: v[:0] for k, v in b.items()}
+    loss, grad = ours(name, empty)
+    assert loss == 0 and grad.shape == (0, T)
+
+
+def test_an_unknown_loss_is_refused_with_the_known_names():
+    with pytest.raises(
+        ConfigError, match=r"loss_mode='vanila'.*known are vanilla, gspo.*Did you mean 'vanilla'"
+    ):
+        ours("vanila", batch())
+
+
+def test_the_value_loss_takes_the_larger_of_plain_and_held_error():
+    cases = [  # value, old value, return, loss, derivative
+        (1.0, 1.0, 3.0, 2.0, -2.0),
+        (2.5, 1.0, 3.0, 1.125, 0.0),  # held at 1.5: error 1.5
+        (2.5, 1.0, 0.0, 3.125, 2.5),
+        (-1.0, 1.0, 0.5, 1.125, -1.5),
+        (0.8, 1.0, 0.0, 0.32, 0.8),
+    ]
+    value, old, return_, want, slope = torch.tensor(cases, dtype=torch.float64).T
+    value = value.clone().requires_grad_()
+    token = clipped_value_loss(value[None], old[None], return_[None], cliprange_value=0.5)
+    torch.testing.assert_close(token.loss_BT[0].detach(), want)
+    torch.testing.assert_close(torch.autograd.grad(token.loss_BT.sum(), value)[0], slope)
+    assert token.stats["clip_fraction"].tolist() == [[0, 1, 0, 0, 0]]
