@@ -117,7 +117,7 @@ def _read_on_first_rank(
     source, failure = None, None
     if dist.get_rank(group) == 0:
         try:
-            source = load_source(hf.config, settings.model, settings.load_weight, settings.seed)
+            source = load_source(hf.config, settings.model)
             if trains:
                 add_lora(source, settings.model, settings.seed)
         except UserError as error:

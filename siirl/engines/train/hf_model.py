@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -33,7 +34,12 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
             f"model directory {path} has no config.json: a Hugging Face model directory is needed. "
             "Set actor_rollout_ref.model.path to one."
         )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise DataError(
+            f"{path / 'config.json'} describes no model that transformers can build: {error}. Correct it."
+        ) from error
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise ConfigError(
@@ -63,8 +69,7 @@ def check_weight_files(path: Path) -> None:
             "only pickled .bin files, which can run code when read" if pickled else "no *.safetensors file"
         )
         raise DataError(
-            f"model directory {path} has {reason}: weights are needed. Save the model "
-            "with save_pretrained(), or set actor_rollout_ref.actor.load_weight=False to start from random weights."
+            f"model directory {path} has {reason}: weights are needed. Save the model with save_pretrained()."
         )
 
 
@@ -103,19 +108,12 @@ def check_architecture(model: PreTrainedModel) -> None:
         )
 
 
-def load_source(
-    config: PretrainedConfig, model: ModelConfig, load_weight: bool, seed: int
-) -> PreTrainedModel:
+def load_source(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
     """The whole model on the CPU in the type of its files: for the one rank that hands out the weights.
 
-    load_weight False: random weights from `seed`. DataError if weights are missing or do not fit. No
-    communication.
+    DataError if weights are missing or do not fit. No communication.
     """
     path = model_dir(model.path)
-    if not load_weight:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
     check_weight_files(path)
     try:
         source, report = AutoModelForCausalLM.from_pretrained(

@@ -31,8 +31,8 @@ class MicroBatchLimit:
         limits = [limit for limit in (self.max_tokens, self.max_rows) if limit is not None]
         if len(limits) != 1 or limits[0] < 1:
             raise ConfigError(
-                f"micro-batch limit of {self.max_tokens} tokens and {self.max_rows} rows: one of them, at least 1, "
-                "is needed. Set use_dynamic_bsz=True with a token budget, or a micro-batch size per GPU."
+                f"micro-batch limit of {self.max_tokens} tokens and {self.max_rows} rows: set one, to 1 or "
+                "more. Either use_dynamic_bsz=True and a token budget, or a micro-batch size."
             )
 
 

@@ -13,8 +13,8 @@ from siirl.errors import ConfigError, NotSupportedError
 class EngineSettings:
     """Settings of one model of one role.
 
-    forward_limit: micro-batches of compute(); train_limit, optim: None for a model that is never trained.
-    load_weight: False builds random weights from config.json. response_width: the configured response length.
+    forward_limit: micro-batches of compute(). train_limit, optim: None for a model that is never trained.
+    response_width: the configured response length.
     """
 
     model: ModelConfig
@@ -23,7 +23,6 @@ class EngineSettings:
     train_limit: MicroBatchLimit | None
     optim: OptimConfig | None
     grad_clip: float
-    load_weight: bool
     seed: int
     response_width: int
 
@@ -58,7 +57,6 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
         else None,
         optim=group.actor.optim if plan.trains else None,
         grad_clip=group.actor.grad_clip,
-        load_weight=role.load_weight,
         seed=cfg.trainer.seed,
         response_width=cfg.data.max_response_length,
     )

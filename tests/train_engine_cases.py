@@ -1,0 +1,259 @@
+"""What every training engine is held to: sample rows, a loss, plain Hugging Face as the reference."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.config import load_config
+from siirl.dag.plan import ModelPlan
+from siirl.data.rows import make_rows, take_rows
+from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
+from siirl.observe.metrics import Metrics
+from siirl.parallel.dims import ParallelDims
+from siirl.parallel.process_groups import ProcessGroups
+
+NUM_ROWS, NUM_STEPS, WIDTH = 10, 3, 9
+TEMPERATURE, LR, EPS, BETA1, WEIGHT_DECAY, CLIP = 0.7, 1e-3, 1e-6, 0.9, 0.1, 0.5
+ENTROPY_COEFF = 0.05
+LORA_RANK, LORA_ALPHA, SEED = 4, 8, 3
+ENGINES = {"fsdp": "siirl.engines.train.fsdp:FSDPEngine"}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way of running the same training: all must give what the reference gives.
+
+    split: "even", "first_rank" (every other rank has zero rows) or "uneven". fsdp_size: 0 for all ranks.
+    """
+
+    name: str
+    world: int
+    model: str = "qwen3_tied"
+    split: str = "even"
+    overrides: tuple[str, ...] = ()
+    fsdp_size: int = 0
+    strategy: str = "fsdp"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def sample_rows(step: int) -> TensorDict:
+    """NUM_ROWS rows of unequal length: one without response, one with nothing to train, masks with holes."""
+    draw = torch.Generator().manual_seed(100 + step)
+    prompt_B = torch.randint(1, 8, (NUM_ROWS,), generator=draw)
+    response_B = torch.randint(1, WIDTH + 1, (NUM_ROWS,), generator=draw)
+    response_B[3] = 0
+    inside_BT = torch.arange(WIDTH) < response_B[:, None]
+    mask_BT = inside_BT & (torch.rand(NUM_ROWS, WIDTH, generator=draw) < 0.8)
+    mask_BT[5] = False
+    return make_rows(
+        {
+            "row_id": torch.arange(NUM_ROWS),
+            "prompt_ids": torch.randint(0, 64, (NUM_ROWS, 7), generator=draw),
+            "prompt_length": prompt_B,
+            "response_ids": torch.randint(0, 64, (NUM_ROWS, WIDTH), generator=draw),
+            "response_length": response_B,
+            "response_mask": mask_BT,
+            "advantage": torch.randn(NUM_ROWS, WIDTH, generator=draw),
+            "raw_prompt": [[{"role": "user", "content": str(row)}] for row in range(NUM_ROWS)],
+        }
+    )
+
+
+def rows_of_rank(rank: int, world: int, split: str) -> list[int]:
+    """Positions of the rows that a rank holds."""
+    if split == "even":
+        return list(range(rank, NUM_ROWS, world))
+    if split == "first_rank":
+        return list(range(NUM_ROWS)) if rank == 0 else []
+    bounds = [0, *(NUM_ROWS - world + r for r in range(1, world)), NUM_ROWS]
+    return list(range(bounds[rank], bounds[rank + 1]))
+
+
+def policy_loss(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
+    """This micro-batch's share of the token-mean of -advantage * log_prob - coefficient * entropy."""
+    loss_BT = -rows["advantage"] * outputs.log_prob_BT - ENTROPY_COEFF * outputs.entropy_BT
+    share = (loss_BT * rows["response_mask"]).sum() / counts.num_tokens
+    metrics = Metrics()
+    metrics.sum("loss", share.item())
+    metrics.sum("rows", len(rows))
+    return share, metrics
+
+
+def one_row_outputs(model: Any, rows: TensorDict, row: int) -> tuple[Tensor, Tensor]:
+    """(log_prob, entropy) of a row's response tokens by plain Hugging Face, alone in its batch."""
+    num_prompt, num_response = int(rows["prompt_length"][row]), int(rows["response_length"][row])
+    prompt = rows["prompt_ids"][row][rows["prompt_ids"].shape[1] - num_prompt :]
+    response = rows["response_ids"][row][:num_response]
+    logits = model(input_ids=torch.cat([prompt, response]).unsqueeze(0)).logits[0]
+    log_p = torch.log_softmax(logits[num_prompt - 1 : -1].float() / TEMPERATURE, dim=-1)
+    return log_p.gather(-1, response[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def reference_outputs(model: Any, rows: TensorDict) -> tuple[Tensor, Tensor]:
+    """(log_prob, entropy) [B, T], a row at a time."""
+    log_prob_BT = torch.zeros(len(rows), WIDTH)
+    entropy_BT = torch.zeros(len(rows), WIDTH)
+    for row in range(len(rows)):
+        if (num := int(rows["response_length"][row])) > 0:
+            log_prob_BT[row, :num], entropy_BT[row, :num] = one_row_outputs(model, rows, row)
+    return log_prob_BT, entropy_BT
+
+
+@dataclass
+class Outcome:
+    """What a training run leaves behind; of the reference or of an engine."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    grad_norms: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+def run_reference(path: Path, lora: bool = False) -> Outcome:
+    """Plain single-process Hugging Face and AdamW."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    if lora:
+        model = _plain_lora(model)
+    with torch.no_grad():
+        outcome = Outcome(*reference_outputs(model, sample_rows(0)))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    adamw = torch.optim.AdamW(trained, lr=LR, betas=(BETA1, 0.999), eps=EPS, weight_decay=WEIGHT_DECAY)
+    for step in range(NUM_STEPS):
+        rows = sample_rows(step)
+        log_prob_BT, entropy_BT = reference_outputs(model, rows)
+        mask_BT = rows["response_mask"]
+        loss_BT = -rows["advantage"] * log_prob_BT - ENTROPY_COEFF * entropy_BT
+        loss = (loss_BT * mask_BT).sum() / mask_BT.sum()
+        loss.backward()
+        outcome.losses.append(loss.item())
+        outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(trained, CLIP).item())
+        if step == 0:
+            outcome.grads = {
+                _plain(n): p.grad.clone() for n, p in model.named_parameters() if p.requires_grad
+            }
+        adamw.step()
+        adamw.zero_grad()
+    if lora:
+        model = model.merge_and_unload()
+    outcome.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return outcome
+
+
+def _plain_lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(SEED)
+    return get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear"))
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.")
+
+
+def overrides_for(path: Path | str, role: str = "actor") -> list[str]:
+    """Config overrides that describe the reference's training in fp32."""
+    precision = "fsdp_config.mixed_precision.param_dtype=float32"
+    group = "actor_rollout_ref"
+    return [
+        f"{group}.model.path={path}",
+        f"{group}.{role}.{precision}",
+        f"{group}.actor.grad_clip={CLIP}",
+        f"{group}.actor.optim.lr={LR}",
+        f"{group}.actor.optim.weight_decay={WEIGHT_DECAY}",
+        f"+{group}.actor.optim.override_optimizer_config={{eps:{EPS}}}",
+        f"{group}.actor.ppo_micro_batch_size_per_gpu=4",
+        f"{group}.rollout.log_prob_micro_batch_size_per_gpu=4",
+        f"{group}.ref.log_prob_micro_batch_size_per_gpu=4",
+        f"trainer.seed={SEED}",
+    ]
+
+
+def build_engine(
+    scenario: Scenario, path: Path | str, role: str = "actor"
+) -> tuple[TrainEngine, ProcessGroups]:
+    """The scenario's engine on all ranks of the default group."""
+    import importlib
+
+    world = scenario.world
+    ranks = tuple(range(world))
+    shard = scenario.fsdp_size or world
+    dims = ParallelDims(world=world, dp_shard=shard, dp_replicate=world // shard)
+    wanted = dict.fromkeys([ranks, *(line for lines in dims.mesh_groups(ranks).values() for line in lines)])
+    groups = ProcessGroups(list(wanted), "gloo", 60)
+    plan = ModelPlan(
+        name=f"agent_0.{role}",
+        agent=0,
+        role=role,
+        backend=scenario.strategy,
+        head="lm",
+        trains=role == "actor",
+        ranks=ranks,
+        dims=dims,
+        node=role,
+        nodes=(role,),
+    )
+    cfg = load_config([*overrides_for(path, role), *scenario.overrides])
+    module, _, name = ENGINES[scenario.strategy].partition(":")
+    engine = getattr(importlib.import_module(module), name)(plan, cfg, groups, torch.device("cpu"))
+    return engine, groups
+
+
+def first_step_gradients(engine: TrainEngine) -> dict[str, Tensor]:
+    """Full gradients of the first optimizer step, out of AdamW's first moment: (1 - beta1) * gradient."""
+    moments = engine.state_dict()["optimizer"]
+    prefix = "exp_avg."
+    return {
+        name.removeprefix(prefix): moment.full_tensor() / (1 - BETA1)
+        for name, moment in moments.items()
+        if name.startswith(prefix)
+    }
+
+
+def train_steps(engine: TrainEngine, scenario: Scenario, steps: range) -> list[Metrics]:
+    """Run optimizer steps on this rank's rows."""
+    mine = rows_of_rank(engine.dp_rank, scenario.world, scenario.split)
+    return [
+        engine.train_mini_batch(
+            take_rows(sample_rows(step), mine), policy_loss, ("log_prob", "entropy"), TEMPERATURE
+        )
+        for step in steps
+    ]
+
+
+def run_scenario(scenario: Scenario, path: Path | str) -> Outcome:
+    """Train as the scenario says; the outcome is whole on every rank."""
+    engine, _ = build_engine(scenario, path)
+    mine = rows_of_rank(engine.dp_rank, scenario.world, scenario.split)
+    columns = engine.compute(take_rows(sample_rows(0), mine), ("log_prob", "entropy"), TEMPERATURE)
+    whole = torch.zeros(2, NUM_ROWS, WIDTH)
+    whole[0, mine], whole[1, mine] = columns["log_prob"], columns["entropy"]
+    dist.all_reduce(whole)
+    outcome = Outcome(whole[0], whole[1])
+    for step in range(NUM_STEPS):
+        (metrics,) = train_steps(engine, scenario, range(step, step + 1))
+        if step == 0:
+            outcome.grads = first_step_gradients(engine)
+        values = metrics.values()
+        loss = torch.tensor([values.get("loss", 0.0), values.get("rows", 0.0)])
+        dist.all_reduce(loss)
+        assert loss[1] == NUM_ROWS, "the loss function saw every row once"
+        outcome.losses.append(loss[0].item())
+        outcome.grad_norms.append(values["grad_norm"])
+    assert engine.version == NUM_STEPS
+    outcome.weights = {name: weight.clone() for name, weight in engine.export_weights(torch.float32)}
+    return outcome
+
+
+def run_scenarios(rank: int, world: int, scenarios: list[Scenario], paths: dict[str, str]) -> Any:
+    """All scenarios of one world size, one after the other: name -> Outcome, from rank 0."""
+    outcomes = {scenario.name: run_scenario(scenario, paths[scenario.model]) for scenario in scenarios}
+    return outcomes if rank == 0 else None
