@@ -47,7 +47,7 @@ def run_workers(
 
     fn must be importable (a module-level function); args and results must be picklable. Each worker has one
     thread, the environment of the caller, and the default process group initialised. With NCCL in `backend`,
-    rank r uses CUDA device r. WorkerFailure, with tracebacks, if a worker raises, dies or passes the deadline.
+    rank r uses CUDA device r. WorkerFailure, with tracebacks, if a worker raises, dies or is late.
     """
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=deadline_s), wait_for_workers=False)
     job = {

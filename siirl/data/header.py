@@ -1,0 +1,113 @@
+"""What ranks tell each other before rows move: which rows they have, and what the columns look like."""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from siirl.data.store import Column
+from siirl.errors import DagError
+
+SIZES = 5
+"""Words at the head of an encoded header: its length, a check sum, and the lengths of its parts."""
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """How a column looks on some rank: dtype ("object" for JSON), dims beyond B, whether it is on a GPU."""
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...] = ()
+    on_gpu: bool = False
+
+    @classmethod
+    def of(cls, name: str, column: Column) -> "ColumnSpec":
+        if not isinstance(column, Tensor):
+            return cls(name, "object")
+        dtype = str(column.dtype).removeprefix("torch.")
+        return cls(name, dtype, tuple(column.shape[1:]), column.is_cuda)
+
+    @property
+    def is_object(self) -> bool:
+        return self.dtype == "object"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.dims) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Header:
+    """One rank's rows: row_id and weight [n] in the source layout, held [m] (row ids) in the target layout.
+
+    weight: group_id or length in tokens (-1: unknown), whichever the target's split goes by. held is None
+    when the rank has no rows in the target layout yet. A rank without the source layout has empty arrays and
+    no specs.
+    """
+
+    row_id: np.ndarray
+    weight: np.ndarray
+    held: np.ndarray | None
+    specs: tuple[ColumnSpec, ...]
+
+    def encode(self, check: int) -> np.ndarray:
+        """As int64 words: the sizes, the arrays, then the specs as JSON. The first word is the length."""
+        specs = json.dumps([[spec.name, spec.dtype, spec.dims, spec.on_gpu] for spec in self.specs]).encode()
+        text = np.frombuffer(specs.ljust(-(-len(specs) // 8) * 8), dtype=np.int64)
+        held = self.row_id[:0] if self.held is None else self.held
+        num_held = -1 if self.held is None else len(self.held)
+        body = np.concatenate([self.row_id, self.weight, held, text])
+        return np.concatenate([[SIZES + len(body), check, len(self.row_id), num_held, len(text)], body])
+
+    @classmethod
+    def decode(cls, words: np.ndarray) -> "Header":
+        _, _, num_rows, num_held, num_text = words[:SIZES].tolist()
+        ends = np.cumsum([num_rows, num_rows, max(num_held, 0), num_text])
+        row_id, weight, held, text, _ = np.split(words[SIZES:], ends)
+        return cls(row_id, weight, None if num_held < 0 else held, _decode_specs(text.tobytes()))
+
+
+@lru_cache(maxsize=256)
+def _decode_specs(text: bytes) -> tuple[ColumnSpec, ...]:
+    return tuple(
+        ColumnSpec(name, dtype, tuple(dims), on_gpu) for name, dtype, dims, on_gpu in json.loads(text)
+    )
+
+
+def common_specs(headers: dict[int, Header], ranks: Iterable[int]) -> tuple[ColumnSpec, ...]:
+    """One spec for each column, wide enough for the rows of all `ranks`; those without rows do not count.
+
+    DagError if two ranks disagree on the dtype of a column or on a dimension after its first.
+    """
+    ranks = list(ranks)
+    filled = [rank for rank in ranks if len(headers[rank].row_id)] or ranks[:1]
+    distinct = {headers[rank].specs: rank for rank in reversed(filled)}
+    if len(distinct) == 1:
+        return next(iter(distinct))
+    return tuple(
+        _common_spec(dict(zip(seen, distinct.values(), strict=True))) for seen in zip(*distinct, strict=True)
+    )
+
+
+def _common_spec(seen: dict[ColumnSpec, int]) -> ColumnSpec:
+    """seen: spec -> a rank that has it."""
+    first = next(iter(seen))
+    for other in seen:
+        if (other.dtype, len(other.dims), other.dims[1:]) != (first.dtype, len(first.dims), first.dims[1:]):
+            raise DagError(
+                f"{first.name!r} has rows of {first.dtype} {list(first.dims)} on rank {seen[first]}, but of "
+                f"{other.dtype} {list(other.dims)} on rank {seen[other]}: between ranks, only the first of "
+                "these dimensions may differ. Make the op that writes it return one dtype and shape."
+            )
+    dims = tuple(max(sizes) for sizes in zip(*(spec.dims for spec in seen), strict=True))
+    return ColumnSpec(first.name, first.dtype, dims, any(spec.on_gpu for spec in seen))
