@@ -9,7 +9,7 @@ from typing import Any
 
 from siirl.errors import ConfigError
 
-DEFAULT_ENTRY = "siirl.dag_worker.worker:run_worker"
+DEFAULT_ENTRY = "siirl.dag_worker.training:run_worker"
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ def choose_launcher(cfg: Config, env: Mapping[str, str] = os.environ) -> Literal
     if cfg.trainer.nnodes > 1:
         raise ConfigError(
             f"trainer.nnodes={cfg.trainer.nnodes}: the local launcher starts processes on one machine "
-            "only. Start one `torchrun --nnodes ... -m siirl.main_dag ...` on each machine, or set trainer.nnodes=1."
+            "only. Start one `torchrun --nnodes ... -m siirl.main_dag ...` on each machine, or set "
+            "trainer.nnodes=1."
         )
     return "local"
 

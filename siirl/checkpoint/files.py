@@ -1,0 +1,259 @@
+"""Checkpoint folders on disk: complete ones, the current one, the one to resume from. No torch.
+
+root/global_step_N/            a complete checkpoint; it appears by one rename
+root/global_step_N/manifest.json   size and SHA-256 of every other file in it, written last
+root/latest_checkpointed_iteration.txt   the step of the current one; replaced atomically, after the rename
+root/global_step_N.tmp, .old   left by a save that was killed; the next save removes them
+"""
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from siirl.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+FORMAT = 1
+POINTER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+_STEP_FOLDER = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint: its path inside it, its size, its SHA-256."""
+
+    path: str
+    num_bytes: int
+    sha256: str
+
+
+def check_writable(root: Path) -> None:
+    """Prove that checkpoints can be written under `root`, before training starts. CheckpointError if not."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=root, prefix=".writable_") as probe:
+            probe.write(b"siirl")
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        raise CheckpointError(
+            f"trainer.default_local_dir={str(root)!r} cannot be written: {error}. "
+            "No checkpoint could be saved. Choose another folder, or fix its permissions or free space."
+        ) from error
+
+
+def write_file(path: Path, data: str) -> None:
+    """Write a text file and wait until the disk has it."""
+    with path.open("w") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folders(folder: Path) -> None:
+    """Wait until the disk knows the entries of `folder` and of all folders in it."""
+    for path, _, _ in os.walk(folder):
+        _sync_folder(Path(path))
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return root / f"global_step_{step}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint folder. CheckpointError if it has another name."""
+    found = _STEP_FOLDER.fullmatch(checkpoint.name)
+    if found is None:
+        raise CheckpointError(
+            f"{checkpoint} is no checkpoint: its name is not global_step_N. Give such a folder."
+        )
+    return int(found[1])
+
+
+def saved_steps(root: Path) -> list[int]:
+    """Steps of the checkpoint folders under `root`, newest first, complete or not."""
+    if not root.is_dir():
+        return []
+    found = (_STEP_FOLDER.fullmatch(path.name) for path in root.iterdir() if path.is_dir())
+    return sorted((int(match[1]) for match in found if match), reverse=True)
+
+
+def records_of(checkpoint: Path, paths: Iterable[Path]) -> list[FileRecord]:
+    """Size and checksum of files of a checkpoint, hashed in parallel."""
+
+    def record(path: Path) -> FileRecord:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileRecord(path.relative_to(checkpoint).as_posix(), path.stat().st_size, digest)
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(record, sorted(paths)))
+
+
+def write_manifest(checkpoint: Path, step: int, records: Iterable[FileRecord], about: dict[str, Any]) -> None:
+    """Declare the checkpoint complete: list its files. `about`: further JSON values that a reader needs."""
+    files = [asdict(record) for record in sorted(records, key=lambda record: record.path)]
+    write_file(
+        checkpoint / MANIFEST, json.dumps({"format": FORMAT, "step": step, **about, "files": files}, indent=1)
+    )
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """The manifest. CheckpointError if there is none that can be read: the checkpoint is not complete."""
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{checkpoint} is not complete: it has no {MANIFEST}.") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is not of checkpoint format {FORMAT}: it was written by another version."
+        )
+    return manifest
+
+
+def verify(checkpoint: Path, under: str = "") -> dict[str, Any]:
+    """Compare the files (those whose path starts with `under`) with the manifest, which is returned.
+
+    CheckpointError names the first file that is missing, cut short or changed.
+    """
+    manifest = read_manifest(checkpoint)
+    wanted = [FileRecord(**entry) for entry in manifest["files"]]
+    wanted = [record for record in wanted if record.path.startswith(under)]
+    for record in wanted:
+        path = checkpoint / record.path
+        if not path.is_file():
+            raise CheckpointError(f"{checkpoint} is corrupted: {record.path} is missing.")
+        if path.stat().st_size != record.num_bytes:
+            raise CheckpointError(
+                f"{checkpoint} is corrupted: {record.path} has {path.stat().st_size} bytes "
+                f"instead of {record.num_bytes}."
+            )
+    found = records_of(checkpoint, [checkpoint / record.path for record in wanted])
+    for record, now in zip(sorted(wanted, key=lambda r: checkpoint / r.path), found, strict=True):
+        if record.sha256 != now.sha256:
+            raise CheckpointError(f"{checkpoint} is corrupted: the contents of {record.path} have changed.")
+    return manifest
+
+
+def publish(aside: Path, root: Path, step: int) -> Path:
+    """Make a complete folder the current checkpoint: rename it, then replace the pointer."""
+    final = step_folder(root, step)
+    sync_folders(aside)
+    if final.exists():
+        os.replace(final, _fresh(final.with_suffix(".old")))
+    os.replace(aside, final)
+    _sync_folder(root)
+    pointer = root / f"{POINTER}.tmp"
+    write_file(pointer, str(step))
+    os.replace(pointer, root / POINTER)
+    _sync_folder(root)
+    return final
+
+
+def prepare_aside(root: Path, step: int) -> Path:
+    """An empty folder for the files of a coming checkpoint; what killed saves left behind is removed."""
+    root.mkdir(parents=True, exist_ok=True)
+    for path in root.iterdir():
+        if path.suffix in (".tmp", ".old") and _STEP_FOLDER.fullmatch(path.stem) and path.is_dir():
+            shutil.rmtree(path)
+    aside = root / f"global_step_{step}.tmp"
+    aside.mkdir()
+    return aside
+
+
+def prune(root: Path, keep: int, current: int) -> None:
+    """Delete the oldest checkpoints beyond `keep`, the current one never, nor any of a later step.
+
+    A checkpoint that cannot be deleted is left with a warning.
+    """
+    steps = [step for step in saved_steps(root) if step <= current]
+    for folder in [step_folder(root, step) for step in steps[keep:]] + list(root.glob("global_step_*.old")):
+        try:
+            if folder.suffix != ".old":
+                folder = folder.rename(_fresh(folder.with_suffix(".old")))
+            shutil.rmtree(folder)
+        except OSError as error:
+            log.warning("the old checkpoint %s cannot be deleted: %s", folder, error)
+
+
+def current_step(root: Path) -> int | None:
+    """The step that the pointer names; None if there is no pointer that can be read."""
+    try:
+        return int((root / POINTER).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def find_resume(root: Path, mode: str, from_path: str | Path | None) -> Path | None:
+    """The checkpoint to resume from, its files checked against its manifest; None: start from the beginning.
+
+    auto: the current one; if it is damaged, the newest complete one before it, with a warning that says why;
+    None if there is none at all. CheckpointError if all are damaged, or the one of resume_path is.
+    """
+    if mode == "disable":
+        return None
+    if mode == "resume_path":
+        return _verified_path(from_path)
+    current, steps = current_step(root), saved_steps(root)
+    candidates = steps if current is None else [current, *(step for step in steps if step < current)]
+    problems = []
+    for step in candidates:
+        checkpoint = step_folder(root, step)
+        try:
+            verify(checkpoint)
+        except (CheckpointError, OSError, KeyError, TypeError) as error:
+            problems.append(str(error))
+            log.warning(
+                "checkpoint of step %d is not used: %s Falling back to the one before it.", step, error
+            )
+            continue
+        return checkpoint
+    if problems:
+        raise CheckpointError(
+            f"no complete checkpoint under {root}, newest first: {' '.join(problems)} "
+            "Restore one, or start over with trainer.resume_mode=disable."
+        )
+    return None
+
+
+def _verified_path(from_path: str | Path | None) -> Path:
+    if not from_path or from_path is True:
+        raise ConfigError(
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path. "
+            "Set it to a global_step_N folder."
+        )
+    checkpoint = Path(from_path).expanduser()
+    if not checkpoint.is_dir():
+        raise CheckpointError(
+            f"trainer.resume_from_path={str(from_path)!r}: no such folder. Give a global_step_N folder."
+        )
+    step_of(checkpoint)
+    verify(checkpoint)
+    return checkpoint
+
+
+def _fresh(path: Path) -> Path:
+    if path.exists():
+        shutil.rmtree(path)
+    return path
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,56 @@
+"""A state (nested dicts and lists with tensors inside) as JSON plus named tensors: no pickle is ever read."""
+
+from typing import Any
+
+from torch import Tensor
+
+from siirl.errors import CheckpointError
+
+_TENSOR, _TUPLE, _ITEMS = "$tensor", "$tuple", "$items"
+
+
+def split(state: Any, prefix: str) -> tuple[Any, dict[str, Tensor]]:
+    """(JSON value, {name: tensor}); names follow the path below `prefix`, e.g. "model/layers.0.weight".
+
+    Leaves are tensors, numbers, texts, bools or None; anything else is a CheckpointError that names its
+    place.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _split(state, prefix, tensors), tensors
+
+
+def join(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The state that `split` took apart."""
+    if isinstance(value, list):
+        return [join(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _TUPLE in value:
+        return tuple(join(item, tensors) for item in value[_TUPLE])
+    if _ITEMS in value:
+        return {key: join(item, tensors) for key, item in value[_ITEMS]}
+    return {key: join(item, tensors) for key, item in value.items()}
+
+
+def _split(state: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(state, Tensor):
+        tensors[path] = state
+        return {_TENSOR: path}
+    if state is None or isinstance(state, (bool, int, float, str)):
+        return state
+    if isinstance(state, tuple):
+        return {_TUPLE: [_split(item, f"{path}/{index}", tensors) for index, item in enumerate(state)]}
+    if isinstance(state, list):
+        return [_split(item, f"{path}/{index}", tensors) for index, item in enumerate(state)]
+    if isinstance(state, dict):
+        pairs = [(key, _split(item, f"{path}/{key}", tensors)) for key, item in state.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key in state):
+            return dict(pairs)
+        if all(isinstance(key, (int, str)) for key in state):
+            return {_ITEMS: [list(pair) for pair in pairs]}
+    raise CheckpointError(
+        f"{path} cannot be saved: {type(state).__name__} is neither a tensor, a JSON value, nor a dict with "
+        "text or integer keys. Convert it in state_dict()."
+    )

@@ -1,0 +1,198 @@
+"""The local launcher and torchrun with real processes: every way in which a run can end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from siirl.config import load_config, to_dict
+from siirl.dag.plan import Plan
+from siirl.launch.job import Job
+
+ROOT = Path(__file__).parents[2]
+PLAN = Plan("launch_test", 2, (), {}, {}, {}, {}, {}, {}, (), (), ())
+LAUNCH = (
+    "import sys; from pathlib import Path; from siirl.launch.job import Job;"
+    "from siirl.launch.local import run_local;"
+    "code = run_local(Job.read(Path(sys.argv[1]))); assert 'torch' not in sys.modules; sys.exit(code)"
+)
+TORCHRUN = """
+import sys
+from pathlib import Path
+from siirl.errors import UserError
+from siirl.launch.job import Job
+from siirl.launch.torchrun import run_torchrun
+if __name__ == "__main__":
+    try:
+        sys.exit(run_torchrun(Job.read(Path(sys.argv[1]))))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+"""
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return env | {"PYTHONPATH": path}
+
+
+def write_job(folder: Path, entry: str, *overrides: str, world_size: int = 2) -> Path:
+    cfg = load_config(["trainer.device=cpu", "trainer.deadline_s=60", *overrides])
+    job = Job(
+        config=to_dict(cfg),
+        plan=PLAN.to_json(),
+        output_dir=str(folder / "out"),
+        world_size=world_size,
+        local_world_size=world_size,
+        extra={"note": "hello"},
+        entry=f"launch_entries:{entry}",
+    )
+    path = folder / "job.json"
+    path.write_text(json.dumps(vars(job)))
+    return path
+
+
+def run(folder: Path, entry: str, *overrides: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", LAUNCH, str(write_job(folder, entry, *overrides))]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+
+
+def log(folder: Path, rank: int) -> str:
+    return (folder / "out" / "logs" / f"rank_{rank}.log").read_text()
+
+
+def test_a_run_that_ends_well_exits_0_and_logs_every_rank(tmp_path):
+    done = run(tmp_path, "finish")
+    assert done.returncode == 0, done.stderr
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"sum=1 dag=launch_test seed=1 cpu threads={threads}" in done.stdout
+    assert "tty=False note=hello" in done.stdout and "rank 1 was here" not in done.stdout
+    assert "rank 0 was here" in log(tmp_path, 0) and "rank 1 was here" in log(tmp_path, 1)
+
+
+FAILURES = {
+    "raise_on_rank_1": (1, r"rank 1 .*node 'actor_train', step 3: ZeroDivisionError: the loss fell off"),
+    "raise_with_place": (1, r"rank 1 .*node 'function_reward', step 9: WorkerError: node failed"),
+    "killed_on_rank_1": (
+        1,
+        r"(?s)rank 1 .*node 'rollout_actor', step 7: killed by SIGKILL.*out-of-memory killer",
+    ),
+    "exit_silently": (1, r"rank 1 .*before its first node: exit code 17"),
+    "user_error": (2, r"^siirl: train\.parquet has no column 'prompt'\. Add it\.\n$"),
+}
+
+
+@pytest.mark.parametrize("entry", FAILURES)
+def test_the_first_failing_rank_is_named_with_its_node_step_and_cause(tmp_path, entry):
+    code, pattern = FAILURES[entry]
+    started = time.monotonic()
+    done = run(tmp_path, entry)
+    assert time.monotonic() - started < 60
+    assert done.returncode == code
+    assert re.search(pattern, done.stderr), done.stderr
+    if entry == "killed_on_rank_1":
+        assert "| rank 1 before the kill" in done.stderr
+    if entry == "raise_on_rank_1":
+        assert "the loss fell off" in log(tmp_path, 1)
+        assert json.loads((tmp_path / "out" / "errors" / "rank_1.json").read_text())["node"] == "actor_train"
+        assert "| ZeroDivisionError" in done.stderr
+
+
+def test_a_wait_past_the_deadline_shows_where_the_stuck_rank_is(tmp_path):
+    done = run(tmp_path, "time_out", "trainer.deadline_s=3")
+    assert done.returncode == 1
+    assert re.search(r"rank 0 .*node 'reshard', step 4", done.stderr), done.stderr
+    assert "did not answer in time" in done.stderr
+    assert "in time_out" in log(tmp_path, 1)  # the stack of the rank that was waited for
+
+
+def start(folder: Path, entry: str) -> tuple[subprocess.Popen, list[int]]:
+    """Start a launcher and wait until its workers tell their pids."""
+    command = [sys.executable, "-c", LAUNCH, str(write_job(folder, entry))]
+    launcher = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    files = [folder / "out" / f"pids_{rank}.txt" for rank in range(2)]
+    end = time.monotonic() + 90
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < end and launcher.poll() is None, "the workers did not start"
+        time.sleep(0.1)
+    return launcher, [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_dead(pids: list[int], within_s: float) -> None:
+    end = time.monotonic() + within_s
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < end, f"still alive: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("entry", "number", "code"),
+    [("wait_politely", signal.SIGINT, 130), ("wait_stubbornly", signal.SIGTERM, 143)],
+)
+def test_a_signal_ends_the_run_and_leaves_no_orphans(tmp_path, entry, number, code):
+    launcher, pids = start(tmp_path, entry)
+    started = time.monotonic()
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=30)
+    assert launcher.returncode == code and time.monotonic() - started < 15
+    assert f"stopped by {number.name}" in errors
+    wait_until_dead(pids, 1)
+
+
+def test_workers_and_their_children_end_when_the_launcher_is_killed(tmp_path):
+    launcher, pids = start(tmp_path, "wait_stubbornly")
+    launcher.kill()
+    launcher.communicate()
+    wait_until_dead(pids, 10)
+
+
+def test_rank_0_has_a_terminal_when_the_launcher_has_one(tmp_path):
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", LAUNCH, str(write_job(tmp_path, "finish"))]
+    launcher = subprocess.Popen(command, env=environment(), stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(ours, 65536)
+        except OSError:
+            break
+    assert launcher.wait(60) == 0
+    assert b"tty=True" in seen
+    assert "tty=True note=hello\n" in log(tmp_path, 0)
+
+
+def torchrun(folder: Path, entry: str, num_processes: int) -> subprocess.CompletedProcess:
+    script = folder / "main.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
+    command += ["--master-addr=127.0.0.1", "--master-port=0", str(script), str(write_job(folder, entry))]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+
+
+def test_torchrun_runs_the_same_job(tmp_path):
+    done = torchrun(tmp_path, "finish", 2)
+    assert done.returncode == 0, done.stderr
+    assert "sum=1 dag=launch_test" in done.stdout
+
+
+def test_torchrun_with_another_world_than_the_plans_is_refused(tmp_path):
+    done = torchrun(tmp_path, "finish", 1)
+    assert done.returncode != 0
+    assert "torchrun started 1 processes" in done.stderr and "= 2" in done.stderr

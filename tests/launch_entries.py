@@ -1,0 +1,95 @@
+"""What the workers of the launch tests run instead of a training: one function for each way to end."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from siirl.errors import DataError, WorkerError
+from siirl.observe.position import PositionFile
+
+
+def _enter(job, rank, node, step):
+    PositionFile(job.position_path(rank)).set(step, node)
+
+
+def finish(cfg, plan, rank, world_size, device, job):
+    """All ranks add up their ranks; rank 0 prints what it was given."""
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    if rank == 0:
+        threads = torch.get_num_threads()
+        print(f"sum={total.item():.0f} dag={plan.dag_id} seed={cfg.trainer.seed} {device} threads={threads}")
+        print(f"tty={sys.stdout.isatty()} note={job.extra['note']}")
+    print(f"rank {rank} was here", file=sys.stderr)
+
+
+def raise_on_rank_1(cfg, plan, rank, world_size, device, job):
+    """Rank 1 raises in step 3; the others wait for it in a collective."""
+    _enter(job, rank, "actor_train", 3)
+    dist.barrier()
+    if rank == 1:
+        raise ZeroDivisionError("the loss fell off")
+    dist.all_reduce(torch.zeros(1))
+
+
+def raise_with_place(cfg, plan, rank, world_size, device, job):
+    """The error itself says where it was, and has a cause."""
+    _enter(job, rank, "somewhere", 1)
+    if rank == 1:
+        error = WorkerError("node failed")
+        error.node, error.step = "function_reward", 9
+        raise error from KeyError("answer")
+    dist.barrier()
+
+
+def user_error(cfg, plan, rank, world_size, device, job):
+    raise WorkerError("wrapped") from DataError("train.parquet has no column 'prompt'. Add it.")
+
+
+def killed_on_rank_1(cfg, plan, rank, world_size, device, job):
+    """Rank 1 is killed as by the OOM killer."""
+    _enter(job, rank, "rollout_actor", 7)
+    print(f"rank {rank} before the kill", flush=True)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.zeros(1))
+
+
+def exit_silently(cfg, plan, rank, world_size, device, job):
+    if rank == 1:
+        os._exit(17)
+    time.sleep(120)
+
+
+def time_out(cfg, plan, rank, world_size, device, job):
+    """Rank 1 is stuck; rank 0 waits for it until the deadline."""
+    _enter(job, rank, "reshard", 4)
+    if rank == 1:
+        time.sleep(120)
+    dist.all_reduce(torch.zeros(1))
+
+
+def wait_stubbornly(cfg, plan, rank, world_size, device, job):
+    """Ignores SIGTERM, and has a child of its own that does so too; tells both pids."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import signal,time; signal.signal(15,1); time.sleep(300)"]
+    )
+    aside = Path(job.output_dir) / f"pids_{rank}.tmp"
+    aside.write_text(f"{os.getpid()} {child.pid}")
+    os.replace(aside, aside.with_suffix(".txt"))
+    time.sleep(300)
+
+
+def wait_politely(cfg, plan, rank, world_size, device, job):
+    aside = Path(job.output_dir) / f"pids_{rank}.tmp"
+    aside.write_text(f"{os.getpid()}")
+    os.replace(aside, aside.with_suffix(".txt"))
+    time.sleep(300)

@@ -1,0 +1,159 @@
+"""Checkpoint folders on disk: completeness, the pointer, what a resume picks, what is kept."""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from siirl.checkpoint import files
+from siirl.errors import CheckpointError, ConfigError
+
+
+def write_checkpoint(root: Path, step: int, keep: int = 100) -> Path:
+    aside = files.prepare_aside(root, step)
+    (aside / "agent_0.actor").mkdir()
+    (aside / "agent_0.actor" / "__0_0.distcp").write_bytes(bytes(range(256)) * 40)
+    (aside / "extra.json").write_text(json.dumps({"step": step}))
+    written = [path for path in aside.rglob("*") if path.is_file()]
+    files.write_manifest(aside, step, files.records_of(aside, written), {"models": ["agent_0.actor"]})
+    files.publish(aside, root, step)
+    files.prune(root, keep, step)
+    return files.step_folder(root, step)
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGE = {
+    "a flipped bit": (
+        lambda c: flip_a_byte(c / "agent_0.actor" / "__0_0.distcp"),
+        "__0_0.distcp have changed",
+    ),
+    "a file cut short": (
+        lambda c: cut_short(c / "agent_0.actor" / "__0_0.distcp"),
+        "10239 bytes instead of 10240",
+    ),
+    "a missing file": (lambda c: (c / "extra.json").unlink(), "extra.json is missing"),
+    "a missing manifest": (lambda c: (c / "manifest.json").unlink(), "no manifest.json"),
+    "a manifest cut short": (lambda c: cut_short(c / "manifest.json"), "cannot be read"),
+    "another format": (lambda c: (c / "manifest.json").write_text('{"format": 99}'), "format 1"),
+}
+
+
+def test_the_newest_checkpoint_is_current_and_resumed(tmp_path):
+    for step in (10, 9, 20):
+        write_checkpoint(tmp_path, step)
+    assert (tmp_path / files.POINTER).read_text() == "20"
+    assert files.find_resume(tmp_path, "auto", None) == tmp_path / "global_step_20"
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_and_says_why(tmp_path, caplog, damage):
+    act, reason = DAMAGE[damage]
+    previous, newest = write_checkpoint(tmp_path, 1), write_checkpoint(tmp_path, 2)
+    act(newest)
+    with caplog.at_level(logging.WARNING):
+        assert files.find_resume(tmp_path, "auto", None) == previous
+    assert reason in caplog.text and "step 2" in caplog.text
+
+
+def test_only_damaged_checkpoints_are_an_error_not_a_fresh_start(tmp_path):
+    flip_a_byte(write_checkpoint(tmp_path, 3) / "extra.json")
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*extra\.json.*resume_mode=disable"):
+        files.find_resume(tmp_path, "auto", None)
+    assert files.find_resume(tmp_path, "disable", None) is None
+
+
+def test_nothing_or_a_killed_first_save_starts_from_the_beginning(tmp_path):
+    assert files.find_resume(tmp_path / "absent", "auto", None) is None
+    files.prepare_aside(tmp_path, 5)
+    assert files.find_resume(tmp_path, "auto", None) is None
+
+
+def test_a_pointer_set_back_by_hand_is_followed_and_later_steps_stay(tmp_path):
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / files.POINTER).write_text("2")
+    assert files.find_resume(tmp_path, "auto", None) == tmp_path / "global_step_2"
+    files.prune(tmp_path, 1, current=2)
+    assert files.saved_steps(tmp_path) == [3, 2]
+
+
+@pytest.mark.parametrize("pointer", [None, "", "garbage"])
+def test_without_a_readable_pointer_the_newest_complete_checkpoint_is_taken(tmp_path, pointer):
+    newest = [write_checkpoint(tmp_path, step) for step in (1, 2)][-1]
+    (tmp_path / files.POINTER).unlink()
+    if pointer is not None:
+        (tmp_path / files.POINTER).write_text(pointer)
+    assert files.find_resume(tmp_path, "auto", None) == newest
+
+
+def test_a_given_path_is_checked_and_never_replaced_by_another(tmp_path):
+    good, bad = write_checkpoint(tmp_path, 1), write_checkpoint(tmp_path, 2)
+    cut_short(bad / "extra.json")
+    assert files.find_resume(tmp_path, "resume_path", str(good)) == good
+    with pytest.raises(CheckpointError, match="corrupted"):
+        files.find_resume(tmp_path, "resume_path", str(bad))
+    with pytest.raises(CheckpointError, match="no such folder"):
+        files.find_resume(tmp_path, "resume_path", str(tmp_path / "global_step_7"))
+    with pytest.raises(CheckpointError, match="not global_step_N"):
+        files.find_resume(tmp_path, "resume_path", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"trainer\.resume_from_path"):
+        files.find_resume(tmp_path, "resume_path", False)
+
+
+def test_the_newest_n_are_kept_and_a_step_can_be_saved_again(tmp_path):
+    for step in (5, 10, 15, 20):
+        write_checkpoint(tmp_path, step, keep=2)
+    assert files.saved_steps(tmp_path) == [20, 15]
+    write_checkpoint(tmp_path, 20, keep=2)
+    files.verify(tmp_path / "global_step_20")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "global_step_15",
+        "global_step_20",
+        files.POINTER,
+    ]
+
+
+def test_the_next_save_removes_what_a_killed_save_left(tmp_path):
+    files.prepare_aside(tmp_path, 1)
+    (tmp_path / "global_step_0.old").mkdir()
+    (tmp_path / "notes.tmp").mkdir()
+    write_checkpoint(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", files.POINTER, "notes.tmp"]
+
+
+@pytest.mark.parametrize("fails_at", ["rename", "pointer"])
+def test_a_crash_while_publishing_leaves_a_pointer_to_a_complete_checkpoint(tmp_path, monkeypatch, fails_at):
+    write_checkpoint(tmp_path, 1)
+    replace = os.replace
+
+    def crash(source, target):
+        if Path(target).name == {"rename": "global_step_2", "pointer": files.POINTER}[fails_at]:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(tmp_path, 2)
+    monkeypatch.undo()
+    assert (tmp_path / files.POINTER).read_text() == "1"
+    assert files.find_resume(tmp_path, "auto", None) == tmp_path / "global_step_1"
+
+
+def test_a_root_that_cannot_be_written_is_refused_before_training(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"trainer\.default_local_dir=.*cannot be written"):
+        files.check_writable(tmp_path / "file" / "checkpoints")
+    files.check_writable(tmp_path / "new" / "checkpoints")
+    assert list((tmp_path / "new" / "checkpoints").iterdir()) == []

@@ -1,0 +1,264 @@
+"""What a user sees of a run: table, files, TensorBoard, curve, summary; the clocks and logs behind it."""
+
+import io
+import json
+import logging
+import math
+import sys
+
+import pytest
+
+from siirl.errors import ConfigError
+from siirl.observe.columns import COLUMNS, REWARD, cell, number
+from siirl.observe.console import ConsoleSink
+from siirl.observe.curve import read_series, reward_curve_png
+from siirl.observe.flops import mfu, peak_flops
+from siirl.observe.logs import setup_logging
+from siirl.observe.metrics import Metrics
+from siirl.observe.position import PositionFile, read_position
+from siirl.observe.sinks import JsonlSink, RunInfo, make_sinks, samples_text
+from siirl.observe.spans import Observer
+from siirl.observe.summary import closing_summary, duration
+
+
+def step_values(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": 1 - math.exp(-step / 30),
+        "rollout/response_length": 5.25,
+        "actor/entropy": 1.5,
+        "actor/lr": 5e-4,
+        "time/step_s": 0.5,
+        "time/rollout_actor_s": 0.3,
+        "time/actor_train_s": 0.19,
+        "time/overhead_s": 0.01,
+    }
+
+
+def info(tmp_path, **changes) -> RunInfo:
+    fields = {
+        "output_dir": tmp_path,
+        "project": "p",
+        "experiment": "e",
+        "total_steps": 50,
+        "first_step": 0,
+        "config": {},
+        "sample_dirs": {},
+    }
+    return RunInfo(**(fields | changes))
+
+
+def test_the_console_prints_one_aligned_line_for_each_step(capsys):
+    sink = ConsoleSink(50)
+    sink.log(0, {"val/reward": 0.05})
+    for step in range(1, 46):
+        sink.log(step, step_values(step))
+    sink.close()
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in lines if line.split()[0].isdigit()]
+    assert [row[0] for row in rows] == [str(step) for step in range(46)]
+    headers = [line for line in lines if line.split()[0] == "step"]
+    assert len(headers) == 4  # the first, the second when columns were added, then every 20 rows
+    assert "mfu" not in headers[-1] and "entropy" in headers[-1]
+    header = headers[-1].split()
+    last = dict(zip(header[: header.index("lr") + 1], rows[-1], strict=False))
+    assert last == {
+        "step": "45",
+        "reward": "0.777",
+        "val": "-",
+        "length": "5.2",
+        "entropy": "1.500",
+        "lr": "5.0e-04",
+    }
+    assert len({len(line) for line in lines if line in headers[1:] or line.split()[0] in ("20", "30")}) == 1
+    times = [line for line in lines if "seconds a step" in line]
+    assert times and times[-1].split(": ")[1] == "rollout_actor 0.30, actor_train 0.19, overhead 2.0%"
+
+
+def test_each_agent_has_its_own_number_in_a_cell():
+    values = {"agent_0/reward/mean": 0.5, "agent_1/reward/mean": 0.25, "critic_reward": 9.0}
+    assert cell(REWARD, values) == "0.500|0.250"
+    assert cell(REWARD, {"other": 1.0}) == "-"
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (0.0, 3, "0.000"),
+        (1e-6, 3, "1.0e-06"),
+        (12.3456, 1, "12.3"),
+        (25600.4, 0, "25600"),
+        (math.nan, 3, "nan"),
+        (-2e7, 3, "-2.0e+07"),
+    ],
+)
+def test_numbers_fit_their_column(value, digits, text):
+    assert number(value, digits) == text
+
+
+def test_metrics_and_samples_are_files_whatever_the_loggers_are(tmp_path):
+    sinks = make_sinks([], info(tmp_path, sample_dirs={"validation": tmp_path / "elsewhere"}))
+    sinks.log(1, {"a": 1.5, "bad": math.nan})
+    rows = [{"prompt": "1+1=", "response": "2\nbecause", "score": 1.0, "ground_truth": "2"}]
+    sinks.text(1, "train", rows)
+    sinks.text(1, "validation", rows)
+    sinks.close()
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert record["step"] == 1 and record["a"] == 1.5 and record["bad"] is None
+    parsed = json.loads((tmp_path / "rollouts" / "train" / "step_1.jsonl").read_text())
+    assert parsed == {"step": 1, **rows[0]}
+    assert (tmp_path / "elsewhere" / "step_1.txt").read_text() == samples_text(rows)
+    assert "score=1" in samples_text(rows) and "    because" in samples_text(rows)
+
+
+def test_tensorboard_gets_every_number(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for folder, env in ((tmp_path / "tensorboard", None), (tmp_path / "other", str(tmp_path / "other"))):
+        monkeypatch.delenv("TENSORBOARD_DIR", raising=False)
+        if env:
+            monkeypatch.setenv("TENSORBOARD_DIR", env)
+        sinks = make_sinks(["tensorboard"], info(tmp_path))
+        sinks.log(7, {"reward/mean": 0.25})
+        sinks.text(7, "train", [{"response": "4"}])
+        sinks.close()
+        events = EventAccumulator(str(folder)).Reload()
+        assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(7, 0.25)]
+
+
+def test_a_missing_package_is_a_warning_and_an_unknown_name_an_error(tmp_path, caplog, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with caplog.at_level(logging.WARNING):
+        sinks = make_sinks(["wandb"], info(tmp_path))
+    assert "pip install wandb" in caplog.text and len(sinks.sinks) == 2
+    with pytest.raises(ConfigError, match=r"'tensorbord'.*Known are console"):
+        make_sinks(["tensorbord"], info(tmp_path))
+
+
+def test_a_resumed_run_overrides_the_steps_it_repeats(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for values in ({"val/reward": 0.1}, {"val/reward": 0.2}):
+        sink = JsonlSink(path)
+        sink.log(3, values)
+        sink.close()
+    with path.open("a") as file:
+        file.write('{"step": 4, "val/rew')
+    assert read_series(path)["val/reward"] == {3: 0.2}
+
+
+def test_the_reward_curve_is_a_picture_with_both_curves(tmp_path):
+    from matplotlib.image import imread
+
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step in range(0, 61):
+        values = step_values(step) | ({"val/reward": 1 - math.exp(-step / 25)} if step % 10 == 0 else {})
+        sink.log(step, values)
+    sink.close()
+    full = imread(reward_curve_png(tmp_path / "metrics.jsonl", tmp_path / "sub" / "curve.png"))
+    (tmp_path / "empty.jsonl").write_text("")
+    empty = imread(reward_curve_png(tmp_path / "empty.jsonl", tmp_path / "empty.png"))
+    assert full.shape == empty.shape and full.shape[1] > 1000
+    assert abs(full - empty).sum() > 1000
+
+
+def test_the_summary_names_rewards_and_places(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step, value in ((0, 0.05), (10, 0.95), (20, 0.9)):
+        sink.log(step, {"val/reward": value, "reward/mean": value / 2})
+    sink.close()
+    places = {"checkpoint": tmp_path / "checkpoints", "HF model": None}
+    text = closing_summary(tmp_path / "metrics.jsonl", 125.4, places)
+    assert "0.050 (step 0) -> 0.900 (step 20); best 0.950 (step 10)" in text
+    assert "2 min 5 s" in text and str(tmp_path / "checkpoints") in text and "HF model" not in text
+    assert [duration(s) for s in (3.21, 3723)] == ["3.2 s", "1:02:03"]
+
+
+def test_spans_add_up_to_the_step_and_nested_ones_count_once(monkeypatch, tmp_path):
+    clock = iter(range(100))
+    monkeypatch.setattr("siirl.observe.spans.time.perf_counter", lambda: next(clock))
+    observer = Observer(PositionFile(tmp_path / "rank_0"))
+    observer.begin_step()  # 1
+    with observer.span("rollout", 5):  # 2 to 5
+        with observer.span("sync", 5):  # 3 to 4
+            pass
+        assert read_position(tmp_path / "rank_0").node == "sync"
+    with observer.span("reshard", 5):  # 6 to 7
+        pass
+    with observer.span("reshard", 5):  # 8 to 9
+        pass
+    values = observer.metrics().values()  # 10
+    assert values == {
+        "time/rollout_s": 3,
+        "time/sync_s": 1,
+        "time/reshard_s": 2,
+        "time/step_s": 9,
+        "time/overhead_s": 4,
+    }
+    assert [span.depth for span in observer.spans] == [1, 0, 0, 0]
+    position = read_position(tmp_path / "rank_0")
+    assert (position.node, position.step) == ("reshard", 5)
+    assert read_position(tmp_path / "absent") is None
+
+
+def test_a_span_is_closed_by_an_exception_and_waits_for_the_device():
+    calls = []
+    observer = Observer(sync=lambda: calls.append(1))
+    with pytest.raises(RuntimeError), observer.span("node", 1):
+        raise RuntimeError
+    assert [span.name for span in observer.spans] == ["node"] and len(calls) == 2
+    with observer.span("next", 1):
+        pass
+    assert observer.spans[-1].depth == 0
+
+
+def test_node_times_of_ranks_merge_to_the_slowest():
+    merged = Metrics()
+    for seconds in (1.0, 3.0, 2.0):
+        one = Metrics()
+        one.max("time/rollout_s", seconds)
+        merged.merge(one)
+    assert merged.values() == {"time/rollout_s": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("cpu", None),
+    ],
+)
+def test_the_peak_is_known_by_the_device_name(device, peak):
+    assert peak_flops(device) == peak
+    assert mfu(98.9e12, 0.5, 2, "NVIDIA H200") == pytest.approx(0.1)
+    assert mfu(1e12, 1.0, 1, "cpu") is None
+
+
+def test_logging_follows_the_environment(tmp_path, monkeypatch):
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        monkeypatch.setenv("SIIRL_LOG_VERBOSITY", "warning")
+        monkeypatch.setenv("SIIRL_LOGGING_FILENAME", "run.log")
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        setup_logging(3, tmp_path / "logs")
+        later = io.StringIO()
+        monkeypatch.setattr(sys, "stderr", later)  # as a live progress bar does
+        logging.getLogger("siirl.x").info("hidden")
+        logging.getLogger("siirl.x").warning("shown")
+        for text in (later.getvalue(), (tmp_path / "logs" / "run.log").read_text()):
+            assert "[rank 3] W siirl.x: shown" in text and "hidden" not in text
+        monkeypatch.setenv("SIIRL_LOG_VERBOSITY", "loud")
+        with pytest.raises(ConfigError, match="SIIRL_LOG_VERBOSITY='LOUD'"):
+            setup_logging(0, tmp_path)
+    finally:
+        for handler in root.handlers[:]:
+            root.removeHandler(handler)
+        root.handlers[:], root.level = before
+        logging.captureWarnings(False)
+
+
+def test_every_column_has_a_header_of_its_own():
+    assert len({column.header for column in COLUMNS}) == len(COLUMNS)
