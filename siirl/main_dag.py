@@ -1,4 +1,4 @@
-"""`python -m siirl.main_dag key=value ...`: compose the configuration, check it, compile the plan, launch the workers."""
+"""`python -m siirl.main_dag key=value ...`: compose and check the configuration, compile the plan, launch."""
 
 import logging
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 from siirl.checkpoint.files import check_writable
 from siirl.config import Config, load_config, to_dict
-from siirl.config.checks import effect_warnings
-from siirl.config.show import print_config
+from siirl.config.checks import check_config, effect_warnings
+from siirl.config.tree import print_config
 from siirl.dag.arguments import parse_arguments, user_errors
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.plan import Plan
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 the run ended well, 2 the user's input cannot work, 1 it failed, 130 or 143 it was stopped."""
+    """Exit code: 0 it ended well, 2 the user's input cannot work, 1 it failed, 130 or 143 it was stopped."""
     with user_errors() as outcome:
         arguments = parse_arguments(argv)
         cfg = load_config(arguments.overrides, arguments.config_name)
@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(cfg: Config) -> int:
     """Check everything that can be checked before a worker starts, then run the job to its end."""
+    check_config(cfg)
     launcher = choose_launcher(cfg)
     world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     plan, node_cfgs = compile_plan(load_dag(cfg), cfg, world_size)

@@ -1,6 +1,6 @@
 """Make everything the quickstart trains on, from scratch: a tiny Qwen3 model, its tokenizer, and a dataset.
 
-The task is verifiable: "which digit is larger: 3 or 7 ?", answered by one digit. Nothing is downloaded. The dataset has
+The task is verifiable: "largest of 3 7 5 ?", answered by one digit. Nothing is downloaded. The dataset has
 the column format of verl and siiRL: prompt (chat messages), data_source, ability, reward_model.ground_truth, extra_info.
 """
 
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<unk>"]
-WORDS = ["which", "digit", "is", "larger", "or", "?", ":"]
+WORDS = ["largest", "of", "?"]
 DIGITS = [str(digit) for digit in range(10)]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of 22 tokens: one per word and per digit."""
+    """A word-level tokenizer of 18 tokens: one per word and per digit."""
     vocab = {token: index for index, token in enumerate(SPECIAL + WORDS + DIGITS)}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -39,7 +39,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     """A Qwen3 of two layers and width 128 with random weights: about 0.3 million parameters."""
     config = Qwen3Config(
-        vocab_size=32,
+        vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
@@ -56,23 +56,23 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def make_rows(pairs: list[tuple[int, int]], split: str) -> list[dict]:
+def make_rows(triples: list[tuple[int, int, int]], split: str) -> list[dict]:
     return [
         {
-            "data_source": "quickstart/larger_digit",
-            "prompt": [{"role": "user", "content": f"which digit is larger : {a} or {b} ?"}],
+            "data_source": "quickstart/largest_digit",
+            "prompt": [{"role": "user", "content": f"largest of {a} {b} {c} ?"}],
             "ability": "arithmetic",
-            "reward_model": {"style": "rule", "ground_truth": str(max(a, b))},
-            "extra_info": {"split": split, "index": index, "a": a, "b": b},
+            "reward_model": {"style": "rule", "ground_truth": str(max(a, b, c))},
+            "extra_info": {"split": split, "index": index, "digits": [a, b, c]},
         }
-        for index, (a, b) in enumerate(pairs)
+        for index, (a, b, c) in enumerate(triples)
     ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("outputs/quickstart"))
-    parser.add_argument("--rows", type=int, default=3200, help="training rows")
+    parser.add_argument("--rows", type=int, default=6400, help="training rows")
     args = parser.parse_args()
 
     tokenizer = make_tokenizer()
@@ -80,16 +80,18 @@ def main() -> None:
     make_model(tokenizer).save_pretrained(model_dir)
     tokenizer.save_pretrained(model_dir)
 
-    pairs = [(a, b) for a in range(10) for b in range(10) if a != b]
+    triples = [(a, b, c) for a in range(10) for b in range(10) for c in range(10)]
     rng = random.Random(0)
-    rng.shuffle(pairs)
-    held_out, seen = pairs[:18], pairs[18:]
+    rng.shuffle(triples)
+    held_out, seen = triples[:100], triples[100:]
     data_dir = args.out / "data"
     data_dir.mkdir(parents=True, exist_ok=True)
     train = [rng.choice(seen) for _ in range(args.rows)]
     pq.write_table(pa.Table.from_pylist(make_rows(train, "train")), data_dir / "train.parquet")
     pq.write_table(pa.Table.from_pylist(make_rows(held_out, "test")), data_dir / "test.parquet")
-    print(f"model: {model_dir}   data: {data_dir} ({len(train)} training rows, {len(held_out)} unseen pairs to validate on)")
+    print(
+        f"model {model_dir}, data {data_dir}: {len(train)} training rows, {len(held_out)} unseen ones to validate on"
+    )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ exec .venv/bin/python -m siirl.main_dag \
   data.val_files="$OUT/data/test.parquet" \
   data.train_batch_size=32 \
   data.max_prompt_length=16 \
-  data.max_response_length=3 \
+  data.max_response_length=4 \
   actor_rollout_ref.model.path="$OUT/model" \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
   actor_rollout_ref.actor.optim.lr=1e-3 \
@@ -21,11 +21,14 @@ exec .venv/bin/python -m siirl.main_dag \
   actor_rollout_ref.rollout.dtype=float32 \
   actor_rollout_ref.rollout.n=16 \
   custom_reward_function.path=examples/quickstart/reward.py \
+  reward_model.overlong_buffer.enable=True \
+  reward_model.overlong_buffer.len=2 \
+  reward_model.overlong_buffer.penalty_factor=0.5 \
   trainer.device=cpu \
   trainer.n_gpus_per_node=2 \
-  trainer.total_training_steps=120 \
+  trainer.total_training_steps=150 \
   trainer.test_freq=10 \
-  trainer.save_freq=60 \
+  trainer.save_freq=50 \
   trainer.resume_mode=disable \
   trainer.project_name=siirl \
   trainer.experiment_name=quickstart \

@@ -1,4 +1,4 @@
-"""What a run tells its user: metrics of all ranks joined on rank 0, sampled rollouts, and the closing summary."""
+"""What a run tells its user: metrics of all ranks joined on rank 0, sampled rollouts, the closing summary."""
 
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Report:
         return parts or []
 
     def _rates(self, values: dict[str, float]) -> dict[str, float]:
-        """Rates of a training step: tokens per second, and the share of the devices' peak that the update reached."""
+        """Rates of a training step: tokens per second, and the update's share of the devices' peak."""
         step_s = values.get("time/step_s")
         if not step_s:
             return {}

@@ -1,36 +1,33 @@
 """The loop: a worker's instructions, one after another."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from siirl.dag.plan import Free, Instruction, Load, Reshard, Run, SyncWeights
-from siirl.dag_worker.worker import DAGWorker
-from siirl.observe.metrics import Metrics
-
-Samples = list[dict[str, Any]]
+from siirl.dag_worker.worker import DAGWorker, StepRecord
 
 
 def run_step(
     instructions: Sequence[Instruction], worker: DAGWorker, step: int, validate: bool = False
-) -> tuple[Metrics, Samples]:
+) -> StepRecord:
     """Run this rank's instructions of one step, in the one global order, so that collectives match."""
-    store, metrics, samples = worker.new_store(), Metrics(), []
+    store, record = worker.new_store(), StepRecord(step, validate)
     for ins in instructions:
         with worker.observer.span(span_name(ins), step):
             match ins:
                 case Load(loader=loader, keys=keys, layout=layout):
-                    store.put(worker.load(ins, validate), worker.plan.loaders[loader].agent, layout, names(keys))
+                    agent = worker.plan.loaders[loader].agent
+                    store.put(worker.load(ins, validate), agent, layout, names(keys))
                 case Reshard():
                     worker.exchange(store, ins)
                 case Run(node=node, reads=reads, writes=writes, source=source, target=target):
                     agent = worker.plan.nodes[node].agent
-                    rows = worker.run_node(ins, store.view(reads, source, agent), step, validate, metrics, samples)
+                    rows = worker.run_node(ins, store.view(reads, source, agent), record)
                     store.put(rows, agent, target, names(writes))
                 case SyncWeights():
-                    metrics.merge(worker.sync_weights(ins))
+                    record.metrics.merge(worker.sync_weights(ins))
                 case Free(keys=keys):
                     store.drop(keys)
-    return metrics, samples
+    return record
 
 
 def names(keys) -> list[str]:

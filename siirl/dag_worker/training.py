@@ -62,7 +62,7 @@ class Training:
         """Resume if there is something to resume from, train to the end, export."""
         trainer, start_s = self.cfg.trainer, time.perf_counter()
         self.resume()
-        report = Report(self.worker, self._make_sinks()) if self.worker.rank == 0 else Report(self.worker, None)
+        report = Report(self.worker, self._make_sinks() if self.worker.rank == 0 else None)
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
             report.log(self.step, self.validate(), Metrics())
         while self.step < self.total_steps and not trainer.val_only:
@@ -77,13 +77,16 @@ class Training:
         exported = [] if trainer.val_only or not trainer.export_hf else self.export()
         report.close()
         if self.worker.rank == 0:
-            print(closing_report(self.cfg, self.output_dir, self.last_checkpoint, exported, time.perf_counter() - start_s))
+            total_s = time.perf_counter() - start_s
+            print(closing_report(self.cfg, self.output_dir, self.last_checkpoint, exported, total_s))
 
     def train_step(self) -> Metrics:
         """One step of the plan; metrics of this rank, times included."""
         self.worker.sample_limit = self._train_samples()
         self.worker.observer.begin_step()
-        metrics, self.samples = run_step(self.steps, self.worker, self.step)
+        record = run_step(self.steps, self.worker, self.step)
+        metrics, self.samples = record.metrics, record.samples
+        self.worker.drain_scorers(metrics)
         metrics.merge(self.worker.observer.metrics())
         self._report_memory(metrics)
         return metrics
@@ -95,9 +98,9 @@ class Training:
         self.worker.restart_validation()
         metrics, self.samples = Metrics(), []
         for _ in range(self.num_val_batches):
-            batch_metrics, samples = run_step(self.validation, self.worker, self.step, validate=True)
-            metrics.merge(batch_metrics)
-            self.samples += samples
+            record = run_step(self.validation, self.worker, self.step, validate=True)
+            metrics.merge(record.metrics)
+            self.samples += record.samples
         kept = Metrics({name: entry for name, entry in metrics.entries.items() if "val/" in name})
         kept.max("time/validation_s", time.perf_counter() - start_s)
         return kept
@@ -130,7 +133,7 @@ class Training:
             log.info("resumed from %s (step %d of %d)", found, self.step, self.total_steps)
 
     def export(self) -> list[Path]:
-        """Write every trained model as a Hugging Face directory; hf_model/, or hf_model/<model> if there are several."""
+        """Write each trained model as a Hugging Face directory: hf_model/, or hf_model/<model> of several."""
         trained = [name for name, model in self.worker.plan.models.items() if model.trains]
         paths = []
         for name in trained:
@@ -146,7 +149,7 @@ class Training:
         return paths
 
     def _extra(self) -> dict[str, Any]:
-        """State that is the same wherever it exists: gathered, because not every rank has every loader or node."""
+        """State that is the same wherever it exists; gathered, as not every rank has every loader or node."""
         worker = self.worker
         mine = {
             "loaders": {name: x.train.state_dict() for name, x in worker.loaders.items() if x.train},
@@ -178,7 +181,8 @@ class Training:
         if trainer.total_training_steps is not None:
             return trainer.total_training_steps
         loaders = [x.train for x in self.worker.loaders.values() if x.train]
-        return self._max_over_ranks(max((trainer.total_epochs * x.steps_per_epoch for x in loaders), default=0))
+        steps_per_epoch = max((x.steps_per_epoch for x in loaders), default=0)
+        return trainer.total_epochs * self._max_over_ranks(steps_per_epoch)
 
     def _max_over_ranks(self, number: int) -> int:
         value = torch.tensor([number], dtype=torch.int64)

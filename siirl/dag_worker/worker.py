@@ -31,7 +31,7 @@ from siirl.rewards.scorer import RewardScorer
 
 @dataclass
 class LocalNode:
-    """A node that runs on this rank: its plan, code and resolved config, and what it remembers between steps."""
+    """A node that runs on this rank: plan, code, resolved config, and what it remembers between steps."""
 
     plan: NodePlan
     op: Op
@@ -39,6 +39,16 @@ class LocalNode:
     tokenizer: PreTrainedTokenizerBase
     scorer: RewardScorer | None = None
     state: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class StepRecord:
+    """What one pass over the instructions leaves behind on this rank: numbers, and rows shown as text."""
+
+    step: int
+    validate: bool
+    metrics: Metrics = field(default_factory=Metrics)
+    samples: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -97,7 +107,7 @@ class DAGWorker:
             loader.num_val_batches_given = 0
 
     def load(self, ins: Load, validate: bool) -> TensorDict:
-        """The next training batch, or the next validation batch; no rows once the validation prompts are used up."""
+        """The next training or validation batch; no rows once the validation prompts are used up."""
         loader = self.loaders[ins.loader]
         if not validate:
             return loader.train.next_batch()
@@ -118,21 +128,19 @@ class DAGWorker:
         with self._on_device(link.source, optimizer=False):
             return self.links[ins.link].push()
 
-    def run_node(
-        self, ins: Run, rows: TensorDict, step: int, validate: bool, metrics: Metrics, samples: list[dict[str, Any]]
-    ) -> TensorDict | Future[TensorDict]:
-        """Run a node's op on this rank's rows; its metrics go under "agent_N/" when there are several agents."""
+    def run_node(self, ins: Run, rows: TensorDict, record: StepRecord) -> TensorDict | Future[TensorDict]:
+        """Run a node's op on this rank's rows; with several agents its metrics go under "agent_N/"."""
         node = self.nodes[ins.node]
         own = Metrics()
         context = NodeContext(
             node_id=ins.node,
             agent=node.plan.agent,
             cfg=node.cfg,
-            step=step,
-            validate=validate,
+            step=record.step,
+            validate=record.validate,
             group=self.groups.get(self.plan.layouts[ins.source].ranks),
             metrics=own,
-            samples=samples,
+            samples=record.samples,
             sample_limit=self.sample_limit,
             tokenizer=node.tokenizer,
             train=self.train_engines.get(node.plan.model),
@@ -145,7 +153,7 @@ class DAGWorker:
             result = node.op(context, rows)
         if node.plan.model in self.rollout_engines and node.cfg.actor_rollout_ref.rollout.free_cache_engine:
             self.rollout_engines[node.plan.model].sleep()
-        metrics.merge(own, f"agent_{node.plan.agent}/" if self.num_agents > 1 else "")
+        record.metrics.merge(own, self._prefix(node))
         return result
 
     @contextmanager
@@ -164,11 +172,18 @@ class DAGWorker:
             if node.scorer is not None:
                 node.scorer.close()
 
+    def drain_scorers(self, metrics: Metrics) -> None:
+        """Add what the reward scorers counted since the last call."""
+        for node in self.nodes.values():
+            if node.scorer is not None:
+                metrics.merge(node.scorer.drain_metrics(), self._prefix(node))
+
+    def _prefix(self, node: LocalNode) -> str:
+        return f"agent_{node.plan.agent}/" if self.num_agents > 1 else ""
+
     def _runs(self, name: str) -> bool:
-        sections = (self.plan.instructions, self.plan.validation)
-        return any(
-            isinstance(ins, Run) and ins.node == name and self.rank in ins.ranks for part in sections for ins in part
-        )
+        both = (*self.plan.instructions, *self.plan.validation)
+        return any(isinstance(ins, Run) and ins.node == name and self.rank in ins.ranks for ins in both)
 
     def node_cfg(self, name: str) -> Config:
         """The resolved configuration of a node."""
@@ -198,7 +213,7 @@ class DAGWorker:
 
     @contextmanager
     def _on_device(self, name: str | None, optimizer: bool = True) -> Iterator[None]:
-        """Have a training engine's parts on the device, and move back afterwards what its config keeps on the host."""
+        """Have a training engine on the device; afterwards move back what its config keeps on the host."""
         engine = self.train_engines.get(name)
         if engine is not None:
             trains = optimizer and self.plan.models[name].trains
@@ -217,4 +232,3 @@ class DAGWorker:
             grads=model.trains and role.grad_offload,
             optimizer=model.trains and role.fsdp_config.optimizer_offload,
         )
-

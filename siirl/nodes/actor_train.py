@@ -1,4 +1,4 @@
-"""The actor update: mini-batches of the rollout batch, one optimizer step each, with the loss that the config composes."""
+"""The actor update: one optimizer step per mini-batch, with the loss that the configuration composes."""
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "
 def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """ppo_epochs passes over the batch; no fields are written. Collective over the model's ranks.
 
-    A mini-batch is a run of rows in the global order of row_id, so that it holds the same rows on any number of ranks.
+    A mini-batch is a run of rows in the order of row_id: the same rows on any number of ranks.
     """
     actor = ctx.cfg.actor_rollout_ref.actor
     mini_batch_rows = actor.ppo_mini_batch_size * ctx.cfg.actor_rollout_ref.rollout.n
@@ -39,7 +39,7 @@ def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
 
 
 def global_positions(row_id_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """Position of each of this rank's rows among all rows of the group, by row_id; and how many rows there are.
+    """Position of each of this rank's rows among all rows of the group, by row_id; and their number.
 
     Rows that several ranks hold count once. Collective over the group; exchanges 8 bytes a row.
     """
@@ -55,7 +55,7 @@ def global_positions(row_id_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor
 
 
 def make_loss_fn(cfg: Config) -> LossFn:
-    """The actor's loss: policy loss - entropy_coeff * entropy + kl_loss_coef * KL, aggregated by loss_agg_mode."""
+    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL, aggregated by loss_agg_mode."""
     actor = cfg.actor_rollout_ref.actor
     options = policy_loss_options(cfg)
     old_field = OLD_LOG_PROB_FIELDS[old_log_prob_source(cfg)]
@@ -91,7 +91,7 @@ def make_loss_fn(cfg: Config) -> LossFn:
         num_tokens = float(mask_BT.sum())
         for name, value_BT in stats.items():
             metrics.mean(name, float(value_BT[mask_BT].sum()), num_tokens)
-        # Shares add up over a mini-batch and are averaged over mini-batches: weights of one mini-batch sum to 1.
+        # Shares add up over a mini-batch, whose weights sum to 1, and are averaged over mini-batches.
         weight = float(mask_BT.any(-1).sum()) / max(counts.num_rows, 1.0)
         for name, share in {**shares, "loss": loss}.items():
             metrics.mean(name, float(share.detach()), weight)
@@ -124,7 +124,7 @@ def _shuffled(position_B: Tensor, total: int, ctx: NodeContext, epoch: int) -> T
 
 
 def _report_rollout_difference(metrics: Metrics, difference_N: Tensor) -> None:
-    """How far the trainer's log-probs are from the rollout engine's, for the weights that both had: nats per token."""
+    """Distance of the trainer's log-probs from the rollout engine's under the same weights, in nats."""
     metrics.mean("rollout_log_prob_diff", float(difference_N.abs().sum()), len(difference_N))
     if len(difference_N):
         metrics.max("rollout_log_prob_diff_max", float(difference_N.abs().max()))

@@ -16,7 +16,7 @@ from siirl.nodes.context import NodeContext
 def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """advantage [B, T] and reward [B, T] (and return_ with a critic). Whole groups on this rank.
 
-    Communicates over the node's ranks only when the estimator, or a KL in the reward, needs sums over the whole batch.
+    Communicates over the node's ranks only if the estimator, or a KL in the reward, needs batch-wide sums.
     """
     algorithm = ctx.cfg.algorithm
     reward_BT = token_reward(ctx, rows)
@@ -39,7 +39,7 @@ def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
 
 
 def token_reward(ctx: NodeContext, rows: TensorDict) -> Tensor:
-    """The score at the last response token, less the over-long penalty and, if asked, the KL to the reference."""
+    """The score at the last response token, less the over-long penalty and, if asked, the KL."""
     buffer = ctx.cfg.reward_model.overlong_buffer
     score_B = rows["score"]
     if buffer.enable:

@@ -20,11 +20,12 @@ from siirl.rewards.scorer import RewardScorer
 class NodeContext:
     """One call of one node on this rank.
 
-    cfg: the node's resolved config. group: the ranks of the node's rows (for counts; row data moves by routes).
-    train, rollout, scorer: the model workers and services that the node's op declares, else None. validate: the call
+    cfg: the node's resolved config. group: the ranks of its rows (for counts; rows move by routes). train,
+    rollout, scorer: the model workers and services that the op declares, else None. validate: the call
     belongs to a validation batch. step: 1 for the first training step; validation before training has step 0.
     samples: where an op puts rows for the user to read, at most sample_limit of them (-1: all).
-    state: what the node remembers between steps; it survives a checkpoint. options: further config keys of a custom node.
+    state: what the node remembers between steps; it survives a checkpoint.
+    options: further config keys of a custom node.
     """
 
     node_id: str
@@ -45,4 +46,4 @@ class NodeContext:
 
 
 Op = Callable[[NodeContext, TensorDict], TensorDict | Future[TensorDict]]
-"""Rows with the node's declared reads in, rows with its declared writes out; a Future is waited for when first read."""
+"""Rows with the declared reads in, the declared writes out; a Future is waited for when first read."""

@@ -1,4 +1,4 @@
-"""Forward-only ops of a training engine: log-probs of the responses by the policy before the step, or the reference."""
+"""Forward-only ops: log-probs of the responses by the policy before the step, or by the reference."""
 
 from tensordict import TensorDict
 

@@ -20,7 +20,7 @@ OPS: dict[str, Op] = {
 
 
 def find_op(node: NodePlan) -> Op:
-    """The function of a node: a built-in op, or the user's "pkg.mod:fn" / "file.py:fn". DagError if it is not there."""
+    """The function of a node: a built-in op, or the user's "pkg.mod:fn" or "file.py:fn" (else DagError)."""
     if node.executable is None:
         return OPS[node.op]
     return load_object(node.executable, f"node {node.name!r}")

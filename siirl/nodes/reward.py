@@ -13,8 +13,8 @@ from siirl.nodes.context import NodeContext
 def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[TensorDict]:
     """score [B] and reward_info [B]. No communication.
 
-    A Future in training, so that the scorer's processes work while the next nodes run; rows in validation, and on the
-    steps whose responses are shown to the user.
+    A Future in training, so that the scorer's processes work while the next nodes run; rows in validation,
+    and on the steps whose responses are shown to the user.
     """
     if ctx.scorer is None:
         raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
@@ -29,7 +29,7 @@ def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[T
 
 
 def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
-    """Mean reward over all rows and by data source; with several samples a prompt also the mean of each prompt's best."""
+    """Mean reward, over all and by data source; with several samples also the mean of each prompt's best."""
     scores, sources = scored["score"].tolist(), list(rows["data_source"])
     for score, source, info in zip(scores, sources, scored["reward_info"], strict=True):
         ctx.metrics.mean("val/reward/mean", score)

@@ -13,7 +13,7 @@ from siirl.types import FINISH_LENGTH, FINISH_STOP
 
 
 def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
-    """One row per sample: the prompt's fields repeated, and the response's. Ranks of the node; no communication."""
+    """One row per sample: the prompt's fields repeated, and the response's. No communication."""
     if ctx.rollout is None:
         raise RolloutError(f"node {ctx.node_id!r} has no rollout engine on this rank: the plan gave it none")
     params = sampling_params(ctx.cfg, stop_token_ids(ctx), ctx.validate)
