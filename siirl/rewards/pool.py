@@ -1,0 +1,185 @@
+"""Reward workers: processes that score samples in parallel, each sample with a time limit of its own.
+
+They are plain subprocesses that talk JSON over a socket: nothing is pickled, they do not import the rank's
+main module (and with it torch), and one can be killed at any time without harm to the others.
+"""
+
+import contextlib
+import json
+import logging
+import multiprocessing.connection
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from siirl.errors import RewardError
+from siirl.rewards.sample import Outcome, Sample
+
+log = logging.getLogger(__name__)
+
+STARTUP_S = 120.0  # longest import of the user's module
+
+GIVEN_UP = Outcome(error="not scored: an earlier sample failed", failure="raised")
+
+
+@dataclass(eq=False)
+class _Worker:
+    process: subprocess.Popen
+    pipe: Connection
+    deadline: float
+    ready: bool = False
+    sample: int | None = None  # position of the sample it is scoring
+
+
+class WorkerPool:
+    """Up to num_workers processes, started when there is work. For one thread at a time.
+
+    setup: what worker.py reads first. A sample that takes longer than timeout_s has its worker killed and
+    replaced; other samples do not wait for it. A worker that dies costs the sample it was scoring.
+    """
+
+    def __init__(self, num_workers: int, timeout_s: float, setup: dict[str, Any]):
+        self.num_workers = num_workers
+        self.timeout_s = timeout_s
+        self.num_deaths = 0
+        self._setup = json.dumps(setup).encode()
+        self._workers: list[_Worker] = []
+
+    def start_one(self) -> None:
+        """Start a worker and wait until it has loaded its functions. RewardError if it cannot."""
+        self._start()
+        while not all(worker.ready for worker in self._workers):
+            self._take_messages({})
+
+    def run(self, samples: Sequence[Sample], stop_at_failure: bool = False) -> list[Outcome]:
+        """Score the samples; outcomes in their order. stop_at_failure: give up at the first failure.
+
+        A sample that was given up has an outcome with an error and no failure. RewardError if no worker can
+        be started.
+        """
+        waiting = deque(range(len(samples)))
+        outcomes: dict[int, Outcome] = {}
+        while len(outcomes) < len(samples):
+            self._start_missing(len(waiting))
+            self._hand_out(samples, waiting)
+            failed = [outcome for outcome in self._take_messages(outcomes) if outcome.failure]
+            if failed and stop_at_failure:
+                self._drop([worker for worker in self._workers if worker.sample is not None])
+                break
+        return [outcomes.get(index, GIVEN_UP) for index in range(len(samples))]
+
+    def close(self) -> None:
+        """End all workers. A later run starts new ones."""
+        self._drop(self._workers)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "OMP_NUM_THREADS": "1",
+        }
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "siirl.rewards.worker", str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a reward function prints goes to our log
+                env=environment,
+            )
+        pipe = Connection(ours.detach())
+        self._workers.append(_Worker(process, pipe, time.monotonic() + STARTUP_S))
+        pipe.send_bytes(self._setup)
+
+    def _start_missing(self, num_waiting: int) -> None:
+        busy = sum(worker.sample is not None for worker in self._workers)
+        for _ in range(min(self.num_workers, busy + num_waiting) - len(self._workers)):
+            self._start()
+
+    def _hand_out(self, samples: Sequence[Sample], waiting: deque[int]) -> None:
+        for worker in [worker for worker in self._workers if worker.ready and worker.sample is None]:
+            if not waiting:
+                return
+            try:
+                worker.pipe.send_bytes(samples[waiting[0]].to_json())
+            except OSError:  # it died while it was idle
+                self._bury(worker)
+                continue
+            worker.sample = waiting.popleft()
+            worker.deadline = time.monotonic() + self.timeout_s
+
+    def _take_messages(self, outcomes: dict[int, Outcome]) -> list[Outcome]:
+        """Wait until something happens; add what came of samples to `outcomes`, and return it."""
+        active = [worker for worker in self._workers if not worker.ready or worker.sample is not None]
+        if not active:
+            return []
+        patience = min(worker.deadline for worker in active) - time.monotonic()
+        spoke = multiprocessing.connection.wait([worker.pipe for worker in active], max(0.0, patience))
+        new = []
+        for worker in active:
+            sample = worker.sample
+            if worker.pipe in spoke:
+                outcome = self._hear(worker)
+            elif time.monotonic() >= worker.deadline:
+                outcome = self._time_out(worker)
+            else:
+                continue
+            if outcome is not None and sample is not None:
+                outcomes[sample] = outcome
+                new.append(outcome)
+        return new
+
+    def _hear(self, worker: _Worker) -> Outcome | None:
+        try:
+            message = worker.pipe.recv_bytes()
+        except (EOFError, OSError):
+            return self._bury(worker)
+        if worker.ready:
+            worker.sample = None
+            return Outcome.from_json(message)
+        if fatal := json.loads(message).get("fatal"):
+            self.close()
+            raise RewardError(f"a reward worker cannot start: {fatal}. Correct the reward function.")
+        worker.ready = True
+        return None
+
+    def _time_out(self, worker: _Worker) -> Outcome:
+        if not worker.ready:
+            self.close()
+            raise RewardError(
+                f"a reward worker was not ready after {STARTUP_S:.0f} s: importing the reward function "
+                "hangs. Move slow work out of the module's top level."
+            )
+        self._drop([worker])
+        return Outcome(error=f"no score after {self.timeout_s:g} s", failure="timeout")
+
+    def _bury(self, worker: _Worker) -> Outcome:
+        """Account for a worker that has ended by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            worker.process.wait(timeout=5)
+        code = worker.process.returncode
+        self._drop([worker])
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        if not worker.ready:
+            self.close()
+            raise RewardError(
+                f"a reward worker ended before it was ready: {how}. Its output is in the log above."
+            )
+        self.num_deaths += 1
+        log.warning("a reward worker ended by itself (%s); it is replaced", how)
+        return Outcome(error=f"the process that scored it ended: {how}", failure="died")
+
+    def _drop(self, workers: Sequence[_Worker]) -> None:
+        for worker in list(workers):
+            self._workers.remove(worker)
+            worker.process.kill()
+            worker.process.wait()
+            worker.pipe.close()

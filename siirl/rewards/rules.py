@@ -1,0 +1,92 @@
+"""Rewards that compare text by simple rules, in time linear in its length."""
+
+import re
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+from siirl.errors import ConfigError
+from siirl.rewards.registry import accepted_answers, register_reward
+
+FINAL_CHARS = 300  # a GSM8K answer is looked for at the end of the response only
+STRICT_ANSWER = re.compile(r"####\s*\$?\s*(-?\$?[0-9.,]*[0-9])")
+BRACES = re.compile(r"\\(?:boxed|fbox)\s?\{|\\.|[{}]", re.DOTALL)
+NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
+
+
+@register_reward("exact_match", inline=True)
+def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    """1 if the response equals the ground truth, white space at both ends aside."""
+    return float(solution_str.strip() in accepted_answers(ground_truth))
+
+
+@register_reward("gsm8k", inline=True)
+def gsm8k(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+) -> float:
+    """1 if the answer is the right number, format_score if there is an answer but a wrong one, else 0.
+
+    method "strict": the answer is the number after the last "####"; "flexible": the last number of the
+    response.
+    """
+    end = solution_str[-FINAL_CHARS:]
+    match method:
+        case "strict":
+            found = STRICT_ANSWER.findall(end)
+        case "flexible":
+            found = NUMBER.findall(end)
+        case _:
+            raise ConfigError(
+                f"reward_model.reward_kwargs.method={method!r}: gsm8k knows strict and flexible. Use one."
+            )
+    if not found:
+        return 0.0
+    answer = _number(found[-1])
+    right = any(answer == _number(accepted) for accepted in accepted_answers(ground_truth))
+    return 1.0 if right else float(format_score)
+
+
+@register_reward("think_format", inline=True)
+def think_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    """1 if the response is <think>reasoning</think> and then an answer, neither of them empty, else 0."""
+    text = solution_str.strip()
+    if not text.startswith("<think>") or text.count("<think>") != 1 or text.count("</think>") != 1:
+        return 0.0
+    reasoning, answer = text.removeprefix("<think>").split("</think>")
+    return float(bool(reasoning.strip()) and bool(answer.strip()))
+
+
+@register_reward("boxed_format", inline=True)
+def boxed_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+    r"""1 if the response has a closed \boxed{...} that is not empty."""
+    return float(bool((last_boxed(solution_str) or "").strip()))
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The content of the \boxed{...} or \fbox{...} that opens last among the closed ones; None without one.
+
+    Braces inside it are balanced; escaped ones (\{) do not count. One pass over the text.
+    """
+    opened: list[tuple[int, bool]] = []
+    best: tuple[int, int] | None = None
+    for token in BRACES.finditer(text):
+        if token[0] == "}":
+            if opened:
+                start, boxed = opened.pop()
+                if boxed and (best is None or start > best[0]):
+                    best = (start, token.start())
+        elif token[0][-1] == "{" and token[0] != r"\{":
+            opened.append((token.end(), token[0] != "{"))
+    return None if best is None else text[best[0] : best[1]]
+
+
+def _number(text: str) -> Decimal | str:
+    plain = text.replace(",", "").replace("$", "").strip()
+    try:
+        return Decimal(plain)
+    except InvalidOperation:
+        return plain

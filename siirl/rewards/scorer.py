@@ -1,0 +1,163 @@
+"""Scores of responses: rows with tokens in, rows with `score` and `reward_info` out, beside other work."""
+
+import functools
+import logging
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from siirl.config import Config
+from siirl.data.rows import make_rows, objects
+from siirl.errors import ConfigError, RewardError
+from siirl.observe.metrics import Metrics
+from siirl.rewards.choose import CUSTOM, RewardChooser
+from siirl.rewards.pool import WorkerPool
+from siirl.rewards.registry import REWARDS
+from siirl.rewards.sample import Outcome, Sample, score_sample
+from siirl.rewards.user_function import check_user_function
+
+log = logging.getLogger(__name__)
+
+MAX_WORKERS = 8  # of one rank, when reward_model.num_workers does not say
+
+
+class RewardScorer:
+    """Scores the rows of one rank; every rank that holds rows has its own. No communication between ranks.
+
+    A thread decodes the responses and calls functions that take microseconds; all others run in a pool of
+    processes, each sample with a time limit. The user's function is loaded once at construction:
+    RewardError or ConfigError if that fails.
+
+    A failing user function raises RewardError from the future's result(), or counts as 0 if
+    custom_reward_function.on_error is "zero". A built-in function that cannot judge a response in time
+    gives 0.
+    """
+
+    def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
+        user = cfg.custom_reward_function
+        check_user_function(cfg)
+        self.chooser = RewardChooser(cfg)
+        self._tokenizer = tokenizer
+        self._on_error = user.on_error
+        self._custom_name = f"{user.name} of {user.path}"
+        self._functions = {
+            name: functools.partial(REWARDS[name].fn, **kwargs)
+            for name, kwargs in self.chooser.kwargs.items()
+        }
+        custom = None
+        if self.chooser.custom:
+            custom = {"path": user.path, "name": user.name, "reward_kwargs": dict(user.reward_kwargs)}
+        setup = {"kwargs": self.chooser.kwargs, "custom": custom}
+        workers = cfg.reward_model.num_workers or _default_workers(cfg.trainer.n_gpus_per_node)
+        self._pool = WorkerPool(workers, user.timeout_s, setup)
+        self._metrics = Metrics()
+        if custom is not None:
+            self._pool.start_one()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+
+    def submit(self, rows: TensorDict) -> Future[TensorDict]:
+        """Start scoring [B] rows; the future holds score [B] float32 and reward_info [B], on the CPU.
+
+        Reads response_ids, response_length, data_source, ground_truth, extra_info, sample_index. The rows
+        must not be changed in place until the result is there.
+        """
+        return self._thread.submit(self._score, rows)
+
+    def drain_metrics(self) -> Metrics:
+        """What happened since the last call: reward/failed, /timeout, /worker_death, and /scoring_s."""
+        metrics, self._metrics = self._metrics, Metrics()
+        return metrics
+
+    def close(self) -> None:
+        """Finish what was submitted and end the workers."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
+
+    def _score(self, rows: TensorDict) -> TensorDict:
+        start = time.perf_counter()
+        samples = self._samples(rows)
+        outcomes: list[Outcome] = [Outcome()] * len(samples)
+        slow = []
+        for index, sample in enumerate(samples):
+            if all(name != CUSTOM and REWARDS[name].inline for name, _ in sample.parts):
+                outcomes[index] = self._score_inline(sample)
+            else:
+                slow.append(index)
+        if slow:
+            deaths = self._pool.num_deaths
+            stop = self.chooser.custom and self._on_error == "raise"
+            for index, outcome in zip(slow, self._pool.run([samples[i] for i in slow], stop), strict=True):
+                outcomes[index] = outcome
+            self._metrics.sum("reward/worker_death", self._pool.num_deaths - deaths)
+        self._judge_failures(rows, samples, outcomes)
+        self._metrics.max("reward/scoring_s", time.perf_counter() - start)
+        return make_rows(
+            {
+                "score": torch.tensor([outcome.score for outcome in outcomes], dtype=torch.float32),
+                "reward_info": [outcome.info or NO_INFO for outcome in outcomes],
+            }
+        )
+
+    def _samples(self, rows: TensorDict) -> list[Sample]:
+        lengths = rows["response_length"].tolist()
+        ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+        sources = objects(rows, "data_source")
+        parts = {source: self.chooser.parts(source) for source in set(sources)}
+        columns = zip(sources, texts, objects(rows, "ground_truth"), objects(rows, "extra_info"), strict=True)
+        return [Sample(parts[source], source, *rest) for source, *rest in columns]
+
+    def _score_inline(self, sample: Sample) -> Outcome:
+        try:
+            return score_sample(self._functions, sample)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            return Outcome(error=str(error), failure="raised")
+
+    def _judge_failures(self, rows: TensorDict, samples: list[Sample], outcomes: list[Outcome]) -> None:
+        """Raise for failures that must stop the run; count the others, with a note in their reward_info."""
+        failed = [index for index, outcome in enumerate(outcomes) if outcome.failure]
+        if not failed:
+            return
+        for index in failed:
+            custom = self.chooser.custom
+            if self._on_error == "raise" if custom else outcomes[index].failure == "raised":
+                raise RewardError(self._message(rows, samples[index], outcomes[index], index))
+            outcomes[index].info["error"] = outcomes[index].error
+        timeouts = sum(outcomes[index].failure == "timeout" for index in failed)
+        self._metrics.sum("reward/failed", len(failed))
+        self._metrics.sum("reward/timeout", timeouts)
+        log.warning(
+            "%d of %d samples were not scored (%d timeouts) and count as 0. The first: %s",
+            len(failed),
+            len(samples),
+            timeouts,
+            self._message(rows, samples[failed[0]], outcomes[failed[0]], failed[0]),
+        )
+
+    def _message(self, rows: TensorDict, sample: Sample, outcome: Outcome, index: int) -> str:
+        names = " + ".join(self._custom_name if name == CUSTOM else name for name, _ in sample.parts)
+        fix = (
+            "Correct the function, or set custom_reward_function.on_error=zero to count such samples as 0."
+            if self.chooser.custom
+            else "Correct the row in the dataset, or choose another function for its data source."
+        )
+        return (
+            f"reward function {names} failed on sample_index {int(rows['sample_index'][index])} "
+            f"(data_source {sample.data_source!r}): {outcome.error}. {fix}"
+        )
+
+
+NO_INFO: dict[str, Any] = {}
+
+
+def _default_workers(ranks_per_machine: int) -> int:
+    """This rank's share of the machine's cores; at least two, so that a hung sample delays no other."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(MAX_WORKERS, cores // ranks_per_machine))

@@ -1,0 +1,143 @@
+"""The user's own reward function: found, checked without running it, and loaded. No torch."""
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from siirl.config import Config
+from siirl.errors import ConfigError
+from siirl.rewards.registry import SAMPLE_ARGUMENTS, ScoreFn
+
+CALL = "compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)"
+
+
+def check_user_function(cfg: Config) -> None:
+    """Check custom_reward_function against its source text, without running it. Called before launch.
+
+    ConfigError if the file, module or function does not exist, or cannot be called as CALL. A function that
+    the source only imports or computes is checked when it is loaded.
+    """
+    user = cfg.custom_reward_function
+    if user.path is None:
+        return
+    source = _source(user.path)
+    if source is None:  # a module without Python source
+        return
+    try:
+        tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
+    except (SyntaxError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(
+            f"custom_reward_function.path: {source} cannot be read as Python: {error}. Correct it."
+        ) from error
+    functions = {
+        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    if user.name in functions:
+        _check_arguments(functions[user.name], user.reward_kwargs, f"{user.name} of {source}")
+    elif not _may_define(tree, user.name):
+        near = difflib.get_close_matches(user.name, functions, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Set custom_reward_function.name."
+        raise ConfigError(
+            f"custom_reward_function.name={user.name}: {source} defines "
+            f"{', '.join(functions) or 'no function'}. {hint}"
+        )
+
+
+def load_user_function(path: str, name: str, reward_kwargs: Mapping[str, Any]) -> ScoreFn:
+    """Import the user's function. A reward worker calls it; errors of the user's module pass through.
+
+    ConfigError if there is no such function or it cannot be called as CALL.
+    """
+    if _is_file(path):
+        file = Path(path).expanduser().resolve()
+        sys.path.append(str(file.parent))  # last, so that a neighbour called json.py hides no library
+        spec = importlib.util.spec_from_file_location("custom_reward_function", file)
+        assert spec is not None and spec.loader is not None, f"{file} has no loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(path)
+    function = getattr(module, name, None)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{path} has no plain function {name!r}. Define {CALL}.")
+    try:
+        inspect.signature(function).bind(**dict.fromkeys(SAMPLE_ARGUMENTS), **reward_kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{name} of {path} cannot be called as {CALL}: {error}.") from error
+    return function
+
+
+def _is_file(path: str) -> bool:
+    return path.endswith(".py") or "/" in path
+
+
+def _source(path: str) -> Path | None:
+    if _is_file(path):
+        file = Path(path).expanduser()
+        if not file.is_file():
+            raise ConfigError(
+                f"custom_reward_function.path={path}: there is no such file. Give a file.py, or a module "
+                "pkg.mod that can be imported."
+            )
+        return file
+    try:
+        spec = importlib.util.find_spec(path)
+    except ImportError:
+        spec = None
+    if spec is None:
+        raise ConfigError(
+            f"custom_reward_function.path={path}: no such module can be imported. Install it, add its folder "
+            "to PYTHONPATH, or give the path of a file.py."
+        )
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def _may_define(tree: ast.Module, name: str) -> bool:
+    """Whether the module may bind `name` other than by a plain top-level `def`."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for inner in ast.walk(node):
+            match inner:
+                case ast.alias(name="*"):
+                    return True
+                case ast.alias(name=bound, asname=renamed) if name in (renamed, bound):
+                    return True
+                case ast.Name(id=bound, ctx=ast.Store()) if bound == name:
+                    return True
+                case ast.ClassDef(name=bound) | ast.FunctionDef(name=bound) if bound == name:
+                    return True
+    return False
+
+
+def _check_arguments(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, reward_kwargs: Mapping[str, Any], where: str
+) -> None:
+    if isinstance(function, ast.AsyncFunctionDef):
+        raise ConfigError(f"{where} is a coroutine: reward functions are plain functions. Drop `async`.")
+    arguments = function.args
+    optional = arguments.args[len(arguments.args) - len(arguments.defaults) :]
+    named = {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
+    required = named - {argument.arg for argument in optional}
+    required -= {
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is not None
+    }
+    given = SAMPLE_ARGUMENTS | set(reward_kwargs)
+    problems = [f"{argument.arg} is positional-only" for argument in arguments.posonlyargs]
+    problems += [f"it needs {name}, which is not given" for name in sorted(required - given)]
+    if arguments.kwarg is None:
+        problems += [f"it does not take {name}" for name in sorted(given - named)]
+    if problems:
+        raise ConfigError(
+            f"{where} (line {function.lineno}) cannot be called as {CALL}: {'; '.join(problems)}. "
+            "Change its arguments, or custom_reward_function.reward_kwargs."
+        )
