@@ -19,8 +19,8 @@ def checked_weights(
     """Pass weights on under the names of `specs`, each once; no communication.
 
     aliases: further names of tied tensors -> their name in specs; a tensor that arrives under several of its
-    names is passed on the first time. WeightSyncError for an unknown or repeated name and for another shape
-    at once, for missing tensors at the end.
+    names is passed on the first time. WeightSyncError for an unknown or repeated name, another shape or
+    another kind of dtype at once, for missing tensors at the end.
     """
     seen: set[str] = set()
     passed: set[str] = set()
@@ -30,24 +30,31 @@ def checked_weights(
                 f"weight {name!r} arrived twice in one sync at {engine!r}: names must differ."
             )
         seen.add(name)
-        own_name = check_weight(name, tuple(tensor.shape), specs, aliases, engine)
+        own_name = check_weight(name, tensor, specs, aliases, engine)
         if own_name not in passed:
             passed.add(own_name)
             yield own_name, tensor
     check_complete(passed, specs, engine)
 
 
-def check_weight(
-    name: str, shape: tuple[int, ...], specs: WeightSpecs, aliases: dict[str, str], engine: str
-) -> str:
-    """The name under which the engine knows this weight. WeightSyncError if unknown or of another shape."""
+def check_weight(name: str, tensor: Tensor, specs: WeightSpecs, aliases: dict[str, str], engine: str) -> str:
+    """The name under which the engine knows this weight. WeightSyncError if it is not what specs say.
+
+    Floating types may differ (the engine casts); an integer tensor for a floating one may not.
+    """
     own_name = aliases.get(name, name)
     if own_name not in specs:
         raise WeightSyncError(f"weight {name!r} is unknown to rollout engine {engine!r}: other model. {FIX}")
-    if shape != specs[own_name][0]:
+    shape, dtype = specs[own_name]
+    if tuple(tensor.shape) != shape:
         raise WeightSyncError(
-            f"weight {name!r} has shape {list(shape)}, rollout engine {engine!r} needs "
-            f"{list(specs[own_name][0])}: other model. {FIX}"
+            f"weight {name!r} has shape {list(tensor.shape)}, rollout engine {engine!r} needs {list(shape)}: "
+            f"other model. {FIX}"
+        )
+    if tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
+        raise WeightSyncError(
+            f"weight {name!r} has dtype {tensor.dtype}, rollout engine {engine!r} needs {dtype}: "
+            f"other model. {FIX}"
         )
     return own_name
 

@@ -1,0 +1,259 @@
+"""Weight links: the weights of a training engine, copied into a rollout engine, complete or not at all.
+
+All ranks of a link call `push` together. Ranks that hold a trainer export its weights (a collective of
+theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
+lowest trainer rank broadcasts the tensors to them in buckets, each announced by a header. No rank goes on
+before all agree that the sync succeeded.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from siirl.dag.plan import LinkPlan
+from siirl.engines.rollout.base import RolloutEngine
+from siirl.engines.train.base import TrainEngine
+from siirl.errors import WeightSyncError
+from siirl.observe.metrics import Metrics
+from siirl.parallel.process_groups import ProcessGroups
+
+BUCKET_BYTES = 64 << 20
+"""Tensors are broadcast together up to this size; a larger one goes alone."""
+ALIGN_BYTES = 16
+MESSAGE_BYTES = 512
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)} | {
+    str(dtype): dtype
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+}
+TARGET_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, OSError)
+"""What an engine may raise while it loads: told to all ranks, so that none waits for the one that failed."""
+
+Named = tuple[str, Tensor]
+
+
+def make_link(
+    plan: LinkPlan, source: TrainEngine | None, target: RolloutEngine | None, groups: ProcessGroups
+) -> "WeightLink":
+    """The link of `plan` on this rank, between the engines that this rank holds. No communication."""
+    return WeightLink(plan, source, target, groups)
+
+
+class WeightLink:
+    """One trainer-to-rollout transfer. `push` is collective over plan.ranks."""
+
+    def __init__(
+        self,
+        plan: LinkPlan,
+        source: TrainEngine | None,
+        target: RolloutEngine | None,
+        groups: ProcessGroups,
+    ) -> None:
+        """See make_link."""
+        self.name = plan.name
+        if source is None and target is None:
+            raise WeightSyncError(
+                f"{self}: rank {groups.rank} holds neither {plan.source} nor {plan.target}."
+            )
+        if plan.kind == "local" and (source is None or target is None):
+            lacking = plan.source if source is None else plan.target
+            raise WeightSyncError(f"{self} is local, and rank {groups.rank} holds no {lacking}.")
+        self._ranks = plan.ranks
+        self._source = source
+        self._target = target
+        self._rank = groups.rank
+        self._group = groups.get(plan.ranks)
+        self._broken = False
+        self._num_bytes = 0
+
+    def __str__(self) -> str:
+        return f"weight link {self.name!r}"
+
+    def push(self) -> Metrics:
+        """Bring the target to the source's version; nothing if all target ranks have it. Wakes the target.
+
+        The trainer's parameters must be on their device. Metrics: time/weight_sync_s and weight_sync/bytes
+        (one copy of the weights), none when skipped. WeightSyncError on every rank of the link if any part
+        failed; targets that failed refuse to generate.
+        """
+        start = time.perf_counter()
+        version, dtype, root, broadcast = self._exchange()
+        metrics = Metrics()
+        if version is None:
+            return metrics
+        self._broken, self._num_bytes = False, 0
+        self._transfer(self._stream(dtype, root, broadcast), version)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        metrics.max("time/weight_sync_s", time.perf_counter() - start)
+        metrics.max("weight_sync/bytes", self._num_bytes)
+        return metrics
+
+    def _exchange(self) -> tuple[int | None, torch.dtype | None, int, bool]:
+        """(version to send or None, dtype to export in, broadcasting rank, whether any rank needs it)."""
+        source, target = self._source, self._target
+        mine = [
+            int(source is not None),
+            source.version if source is not None else 0,
+            int(target is not None),
+            target.weight_version if target is not None else 0,
+            _dtype_code(target) if target is not None else 0,
+        ]
+        table = self._all_gather(torch.tensor(mine)).tolist()
+        sources = {rank: row[1] for rank, row in zip(self._ranks, table, strict=True) if row[0]}
+        targets = {rank: row[3:] for rank, row in zip(self._ranks, table, strict=True) if row[2]}
+        if not sources or not targets:
+            raise WeightSyncError(
+                f"{self}: ranks {self._ranks} hold no {'target' if sources else 'trainer'}."
+            )
+        if len(set(sources.values())) > 1:
+            raise WeightSyncError(f"{self}: trainer ranks are at different steps, {sources} (rank: version).")
+        version = next(iter(sources.values()))
+        codes = {code for _, code in targets.values()}
+        dtype = list(DTYPES.values())[codes.pop()] if len(codes) == 1 and codes != {-1} else None
+        current = all(held == version for held, _ in targets.values())
+        return None if current else version, dtype, min(sources), bool(targets.keys() - sources.keys())
+
+    def _transfer(self, stream: Iterator[Named], version: int) -> None:
+        try:
+            failure = self._load(stream, version)
+            for _ in stream:
+                pass  # export and broadcast are collective: take part to the end
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"{self}, version {version}: the weights did not arrive: {error}"
+            ) from error
+        failures = self._agree(failure)
+        if failures:
+            raise WeightSyncError(f"{self}, version {version}, failed. {' '.join(failures)}")
+
+    def _load(self, stream: Iterator[Named], version: int) -> str:
+        """Hand the stream to the target; why the target failed, or an empty text."""
+        if self._target is None:
+            return ""
+        try:
+            self._target.wake()
+            self._target.load_weights(stream, version)
+        except TARGET_FAILURES as error:
+            if self._broken:
+                raise
+            return f"rank {self._rank}: {error}"
+        return ""
+
+    def _stream(self, dtype: torch.dtype | None, root: int, broadcast: bool) -> Iterator[Named]:
+        """The tensors as this rank gets them; sets _broken if getting them fails (not: using them)."""
+        try:
+            if self._source is None:
+                tensors = self._received(root)
+            elif broadcast:
+                tensors = self._sent(self._source.export_weights(dtype), root)
+            else:
+                tensors = self._source.export_weights(dtype)
+            for name, tensor in tensors:
+                self._num_bytes += tensor.nbytes
+                yield name, tensor
+        except RuntimeError:
+            self._broken = True
+            raise
+
+    def _sent(self, tensors: Iterator[Named], root: int) -> Iterator[Named]:
+        """Pass the trainer's tensors on, and broadcast them from the root.
+
+        All trainer ranks see the same sizes, so they meet in the broadcasts between the same exports.
+        """
+        bucket: list[Named] = []
+        filled = 0
+        try:
+            for name, tensor in tensors:
+                if bucket and filled + _room(tensor) > BUCKET_BYTES:
+                    self._broadcast(bucket, root)
+                    bucket, filled = [], 0
+                bucket.append((name, tensor))
+                filled += _room(tensor)
+                yield name, tensor
+        except RuntimeError as error:
+            if self._rank == root:
+                self._header({"error": f"the trainer's export failed: {error}"}, root)
+            raise
+        self._broadcast(bucket, root)
+        self._broadcast([], root)
+
+    def _broadcast(self, bucket: list[Named], root: int) -> None:
+        if self._rank != root:
+            self._receive_bucket(root)
+            return
+        entries = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in bucket]
+        device = bucket[0][1].device if bucket else torch.device("cpu")
+        self._header({"device": device.type, "tensors": entries}, root)
+        if not bucket:
+            return
+        flat = torch.empty(sum(_room(tensor) for _, tensor in bucket), dtype=torch.uint8, device=device)
+        start = 0
+        for _, tensor in bucket:
+            flat[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
+            start += _room(tensor)
+        dist.broadcast(flat, src=root, group=self._group)
+
+    def _received(self, root: int) -> Iterator[Named]:
+        while bucket := self._receive_bucket(root):
+            yield from bucket
+
+    def _receive_bucket(self, root: int) -> list[Named]:
+        """The root's next tensors, views of one buffer; none at the end. WeightSyncError if it gave up."""
+        header = self._header(None, root)
+        if "error" in header:
+            raise WeightSyncError(f"{self}: rank {root}: {header['error']}")
+        if not header["tensors"]:
+            return []
+        empty = [
+            torch.empty(shape, dtype=DTYPES[dtype], device="meta") for _, shape, dtype in header["tensors"]
+        ]
+        device = torch.device(header["device"])
+        flat = torch.empty(sum(map(_room, empty)), dtype=torch.uint8, device=device)
+        dist.broadcast(flat, src=root, group=self._group)
+        bucket, start = [], 0
+        for (name, _, _), like in zip(header["tensors"], empty, strict=True):
+            bucket.append((name, flat[start : start + like.nbytes].view(like.dtype).view(like.shape)))
+            start += _room(like)
+        return bucket
+
+    def _header(self, content: dict[str, Any] | None, root: int) -> dict[str, Any]:
+        """Broadcast a JSON object from the root."""
+        text = b"" if content is None else json.dumps(content).encode()
+        size = torch.tensor([len(text)])
+        dist.broadcast(size, src=root, group=self._group)
+        data = (
+            torch.empty(int(size), dtype=torch.uint8)
+            if content is None
+            else torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        )
+        dist.broadcast(data, src=root, group=self._group)
+        return json.loads(data.numpy().tobytes())
+
+    def _agree(self, failure: str) -> list[str]:
+        """The failures of all ranks; each gives its own, or an empty text."""
+        text = failure.encode()[:MESSAGE_BYTES]
+        mine = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        texts = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in self._all_gather(mine).tolist()]
+        return [text for text in texts if text]
+
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        rows = [torch.empty_like(mine) for _ in self._ranks]
+        dist.all_gather(rows, mine, group=self._group)
+        return torch.stack(rows)
+
+
+def _dtype_code(target: RolloutEngine) -> int:
+    """Index into DTYPES of the one floating type that the target wants, or -1 if it wants several."""
+    wanted = {dtype for _, dtype in target.weight_specs().values() if dtype.is_floating_point}
+    return list(DTYPES.values()).index(wanted.pop()) if len(wanted) == 1 else -1
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of a tensor in a bucket: rounded up, so that each starts where any dtype may."""
+    return -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,0 +1,361 @@
+"""What every rollout engine must do, whatever its backend. A new engine joins by its name in ENGINES."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from fixtures_tiny import make_tiny_model_dir
+from transformers import AutoModelForCausalLM
+
+from siirl.config import load_config
+from siirl.dag.plan import ModelPlan
+from siirl.engines.registry import make_rollout_engine
+from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.sampling import derive_seed
+from siirl.errors import ConfigError, RolloutError, WeightSyncError
+from siirl.parallel.dims import ParallelDims
+
+ENGINES = ["hf"]
+VOCAB = 24
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return make_tiny_model_dir(path, vocab=VOCAB, init_std=0.3, max_positions=64, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir):
+    return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+
+
+def build(name, model_dir, *overrides):
+    cfg = load_config(
+        [
+            f"actor_rollout_ref.rollout.name={name}",
+            f"actor_rollout_ref.model.path={model_dir}",
+            "actor_rollout_ref.rollout.dtype=float32",
+            *overrides,
+        ]
+    )
+    plan = ModelPlan(
+        "agent_0.rollout", 0, "rollout", name, "lm", False, (0,), ParallelDims(1), "rollout_actor", ()
+    )
+    return make_rollout_engine(plan, cfg, None, torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine_name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(engine_name, model_dir, reference):
+    engine = build(engine_name, model_dir)
+    engine.load_weights(weights_of(engine, reference), version=7)
+    yield engine
+    engine.close()
+
+
+def weights_of(engine, model):
+    """What a link would deliver: the names that the engine asks for."""
+    state = model.state_dict()
+    return [(name, state[name]) for name in engine.weight_specs()]
+
+
+def tokens(completions):
+    return [[sample.token_ids for sample in prompt] for prompt in completions]
+
+
+def flat(completions):
+    return [sample for prompt in completions for sample in prompt]
+
+
+def next_token_log_probs(model, prompt, temperature=1.0):
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1].double()
+    return (logits / temperature).log_softmax(-1)
+
+
+def response_log_probs(model, prompt, response, temperature=1.0):
+    """Log-probs of the response tokens by one plain forward of the whole row."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1].float()
+    log_probs = (logits / temperature).log_softmax(-1)
+    return log_probs.gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def test_results_come_per_prompt_in_order_with_n_samples_each(engine):
+    completions = engine.generate(PROMPTS, SamplingParams(max_tokens=4, n=3), range(5))
+    assert [len(prompt) for prompt in completions] == [3] * 5
+    for sample in flat(completions):
+        assert len(sample.token_ids) == len(sample.log_probs) == 4
+        assert sample.weight_version == 7
+        assert all(type(token) is int and 0 <= token < VOCAB for token in sample.token_ids)
+
+
+def test_zero_prompts_give_an_empty_list(engine):
+    assert engine.generate([], SamplingParams(max_tokens=4), []) == []
+
+
+def test_same_seed_same_tokens_other_seed_other_tokens(engine):
+    params = SamplingParams(max_tokens=12, n=2)
+    first = tokens(engine.generate(PROMPTS, params, range(5)))
+    assert tokens(engine.generate(PROMPTS, params, range(5))) == first
+    assert tokens(engine.generate(PROMPTS, params, range(5, 10))) != first
+    assert first[0][0] != first[0][1], "samples of a prompt differ"
+    assert first[0] != first[3], "equal prompts with different seeds differ"
+
+
+def test_a_prompt_does_not_depend_on_its_batch_or_order(engine, engine_name, model_dir, reference):
+    params = SamplingParams(max_tokens=10, n=3, stop_token_ids=(4, 9))
+    together = engine.generate(PROMPTS, params, range(5))
+    order = [3, 0, 4, 2, 1]
+    shuffled = engine.generate([PROMPTS[i] for i in order], params, order)
+    alone = [engine.generate([prompt], params, [i])[0] for i, prompt in enumerate(PROMPTS)]
+    assert tokens(shuffled) == [tokens(together)[i] for i in order]
+    assert tokens(alone) == tokens(together)
+    for one, other in zip(flat(alone), flat(together), strict=True):
+        assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+    chunked = build(engine_name, model_dir, "actor_rollout_ref.rollout.max_num_seqs=2")
+    chunked.load_weights(weights_of(chunked, reference), version=7)
+    assert tokens(chunked.generate(PROMPTS, params, range(5))) == tokens(together)
+    chunked.close()
+
+
+def test_fewer_samples_are_the_first_of_more(engine):
+    many = tokens(engine.generate(PROMPTS, SamplingParams(max_tokens=6, n=4), range(5)))
+    few = tokens(engine.generate(PROMPTS, SamplingParams(max_tokens=6, n=2), range(5)))
+    assert few == [prompt[:2] for prompt in many]
+
+
+def test_a_large_seed_is_accepted(engine):
+    assert engine.generate([[5]], SamplingParams(max_tokens=2), [(1 << 63) - 1])[0][0].token_ids
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.8])
+def test_log_probs_equal_a_separate_forward(engine, reference, temperature):
+    params = SamplingParams(max_tokens=8, n=2, temperature=temperature, top_k=10, top_p=0.9)
+    for prompt, samples in zip(PROMPTS, engine.generate(PROMPTS, params, range(5)), strict=True):
+        for sample in samples:
+            expected = response_log_probs(reference, prompt, sample.token_ids, temperature)
+            torch.testing.assert_close(torch.tensor(sample.log_probs), expected, atol=1e-5, rtol=0)
+
+
+def test_greedy_equals_transformers_generate(engine, reference):
+    stop = 9
+    completions = engine.generate(
+        PROMPTS, SamplingParams(max_tokens=9, temperature=0, stop_token_ids=(stop,)), [0] * 5
+    )
+    for prompt, (sample,) in zip(PROMPTS, completions, strict=True):
+        expected = reference.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=9, eos_token_id=stop, pad_token_id=0
+        )
+        assert sample.token_ids == expected[0, len(prompt) :].tolist()
+        log_probs = response_log_probs(reference, prompt, sample.token_ids)
+        torch.testing.assert_close(torch.tensor(sample.log_probs), log_probs, atol=1e-5, rtol=0)
+
+
+def truncated(log_probs, top_k, top_p):
+    """Exact probabilities after top-k, then top-p: a reference that goes token by token."""
+    probs = log_probs.exp().tolist()
+    ranked = sorted(range(len(probs)), key=lambda token: -probs[token])
+    ranked = ranked[:top_k] if top_k > 0 else ranked
+    total, mass, kept = sum(probs[token] for token in ranked), 0.0, []
+    for token in ranked:
+        kept.append(token)
+        mass += probs[token] / total
+        if mass >= top_p:
+            break
+    total = sum(probs[token] for token in kept)
+    return {token: probs[token] / total for token in kept}
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"),
+    [(1.0, -1, 1.0), (0.6, -1, 1.0), (1.0, 5, 1.0), (1.0, -1, 0.8), (1.5, 9, 0.7)],
+)
+def test_samples_follow_the_exact_distribution(engine, reference, temperature, top_k, top_p):
+    prompt, n = [9, 8, 7, 6], 4000
+    params = SamplingParams(max_tokens=1, n=n, temperature=temperature, top_k=top_k, top_p=top_p)
+    exact = truncated(next_token_log_probs(reference, prompt, temperature), top_k, top_p)
+    counts = Counter(sample.token_ids[0] for sample in engine.generate([prompt], params, [123])[0])
+    assert set(counts) <= set(exact), "a token that top-k or top-p excludes was sampled"
+    chi_square = sum((counts[token] - n * prob) ** 2 / (n * prob) for token, prob in exact.items())
+    freedom = len(exact) - 1
+    limit = freedom + 4.5 * math.sqrt(2 * freedom)
+    assert freedom > 1 and chi_square < limit, (
+        f"chi-square {chi_square:.1f} with {freedom} degrees of freedom"
+    )
+
+
+def test_positions_of_a_response_are_independent(engine):
+    """Uniform weights would hide a seed that is reused: the same token at every position, or in every row."""
+    samples = engine.generate([[5]], SamplingParams(max_tokens=6, n=200), [3])[0]
+    repeats = sum(a == b for s in samples for a, b in zip(s.token_ids, s.token_ids[1:], strict=False))
+    assert repeats < 600
+    assert len({tuple(sample.token_ids) for sample in samples}) > 150
+
+
+def test_stop_tokens_end_a_response_and_stay_in_it(engine):
+    stops = (3, 4, 5, 6)
+    params = SamplingParams(max_tokens=20, n=8, stop_token_ids=stops)
+    samples = flat(engine.generate(PROMPTS, params, range(5)))
+    reasons = Counter(sample.finish_reason for sample in samples)
+    assert reasons["stop"] > 5
+    for sample in samples:
+        stopped = [token in stops for token in sample.token_ids]
+        assert not any(stopped[:-1])
+        assert sample.finish_reason == ("stop" if stopped[-1] else "length")
+        assert stopped[-1] or len(sample.token_ids) == 20
+
+
+def test_stopping_early_does_not_change_what_was_said_before(engine):
+    free = engine.generate(PROMPTS, SamplingParams(max_tokens=12, n=4), range(5))
+    stopped = engine.generate(PROMPTS, SamplingParams(max_tokens=12, n=4, stop_token_ids=(3, 4, 5)), range(5))
+    for long, short in zip(flat(free), flat(stopped), strict=True):
+        assert long.token_ids[: len(short.token_ids)] == short.token_ids
+
+
+def test_ignore_eos_runs_to_the_length_limit(engine):
+    params = SamplingParams(max_tokens=10, n=3, stop_token_ids=tuple(range(VOCAB)), ignore_eos=True)
+    samples = flat(engine.generate(PROMPTS, params, range(5)))
+    assert {(len(sample.token_ids), sample.finish_reason) for sample in samples} == {(10, "length")}
+
+
+def test_a_stop_token_as_the_last_allowed_token_counts_as_stop(engine):
+    params = SamplingParams(max_tokens=1, stop_token_ids=tuple(range(VOCAB)))
+    assert engine.generate([[5]], params, [0])[0][0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "max_tokens", "words"),
+    [
+        ([[5], [6] * 60], 10, ["prompt 1", "60", "10", "64"]),
+        ([[5], []], 10, ["prompt 1", "empty"]),
+        ([[5, VOCAB]], 10, ["prompt 0", str(VOCAB)]),
+    ],
+)
+def test_a_prompt_that_cannot_run_is_named(engine, prompts, max_tokens, words):
+    with pytest.raises(RolloutError) as caught:
+        engine.generate(prompts, SamplingParams(max_tokens=max_tokens), list(range(len(prompts))))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_max_model_len_lowers_the_context(engine_name, model_dir, reference):
+    engine = build(engine_name, model_dir, "actor_rollout_ref.rollout.max_model_len=8")
+    engine.load_weights(weights_of(engine, reference), version=0)
+    assert engine.generate([[5, 6, 7]], SamplingParams(max_tokens=5), [0])
+    with pytest.raises(RolloutError, match="8 positions"):
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=6), [0])
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "values", [{"max_tokens": 0}, {"n": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_k": -2}]
+)
+def test_sampling_parameters_out_of_range_are_refused(values):
+    (name,) = values
+    with pytest.raises(ConfigError, match=name):
+        SamplingParams(**({"max_tokens": 4} | values))
+
+
+def test_new_weights_change_samples_and_version(engine_name, model_dir, reference):
+    engine = build(engine_name, model_dir)
+    with pytest.raises(RolloutError, match="no usable weights"):
+        engine.generate([[5]], SamplingParams(max_tokens=1), [0])
+    assert engine.weight_version == -1
+    params = SamplingParams(max_tokens=12)
+    engine.load_weights(weights_of(engine, reference), version=0)
+    before = engine.generate(PROMPTS, params, range(5))
+    engine.load_weights([(name, tensor * 0.5) for name, tensor in weights_of(engine, reference)], version=1)
+    after = engine.generate(PROMPTS, params, range(5))
+    assert tokens(before) != tokens(after)
+    assert {sample.weight_version for prompt in after for sample in prompt} == {1}
+    engine.load_weights(weights_of(engine, reference), version=2)
+    assert tokens(engine.generate(PROMPTS, params, range(5))) == tokens(before)
+    engine.close()
+
+
+def unknown(weights):
+    return [*weights, ("model.nothing.weight", torch.zeros(3))]
+
+
+def missing(weights):
+    return weights[:-1]
+
+
+def repeated(weights):
+    return [*weights, weights[0]]
+
+
+def other_shape(weights):
+    name, tensor = weights[2]
+    return [*weights[:2], (name, tensor[..., :-1]), *weights[3:]]
+
+
+def other_kind(weights):
+    name, tensor = weights[2]
+    return [*weights[:2], (name, tensor.long()), *weights[3:]]
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        (other_kind, ["int64", "float32"]),
+        (unknown, ["model.nothing.weight", "unknown"]),
+        (missing, ["1 of", "model.norm.weight"]),
+        (repeated, ["model.embed_tokens.weight", "twice"]),
+        (other_shape, ["shape", "needs"]),
+    ],
+)
+def test_a_broken_sync_is_an_error_and_leaves_no_stale_weights(
+    engine_name, model_dir, reference, broken, words
+):
+    engine = build(engine_name, model_dir)
+    engine.load_weights(weights_of(engine, reference), version=0)
+    with pytest.raises(WeightSyncError) as caught:
+        engine.load_weights(broken(weights_of(engine, reference)), version=1)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert engine.weight_version == -1
+    with pytest.raises(RolloutError, match="did not complete"):
+        engine.generate([[5]], SamplingParams(max_tokens=1), [0])
+    engine.load_weights(weights_of(engine, reference), version=1)
+    assert engine.generate([[5]], SamplingParams(max_tokens=1), [0])[0][0].weight_version == 1
+    engine.close()
+
+
+def test_weight_specs_name_tied_tensors_once_and_accept_their_other_name(engine, reference):
+    specs = engine.weight_specs()
+    assert ("model.embed_tokens.weight" in specs) != ("lm_head.weight" in specs)
+    engine.load_weights(reference.state_dict().items(), version=7)
+    shapes = {name: tuple(tensor.shape) for name, tensor in reference.named_parameters()}
+    assert {name: shape for name, (shape, _) in specs.items()} == shapes
+
+
+def test_weights_that_give_no_finite_log_prob_are_reported(engine_name, model_dir, reference):
+    engine = build(engine_name, model_dir)
+    broken = [(name, torch.full_like(tensor, torch.nan)) for name, tensor in weights_of(engine, reference)]
+    engine.load_weights(broken, version=3)
+    with pytest.raises(RolloutError, match="not finite"):
+        engine.generate([[5]], SamplingParams(max_tokens=3), [0])
+    engine.close()
+
+
+def test_sleep_and_wake_change_nothing(engine):
+    params = SamplingParams(max_tokens=6)
+    before = tokens(engine.generate(PROMPTS, params, range(5)))
+    engine.sleep()
+    engine.sleep()
+    engine.wake()
+    assert tokens(engine.generate(PROMPTS, params, range(5))) == before
+    assert engine.weight_version == 7
+
+
+def test_seeds_of_samples_are_fixed_for_all_engines():
+    """Halves of the published SplitMix64 stream of seed 1234567."""
+    stream = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
+    assert [derive_seed(1234567, sample) for sample in range(4)] == [value >> 1 for value in stream]

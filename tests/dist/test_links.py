@@ -1,0 +1,276 @@
+"""Weight links between HF rollouts and fake trainers, which communicate per tensor as sharded ones do."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_harness import run_workers
+from fixtures_tiny import make_tiny_model_dir
+from transformers import AutoModelForCausalLM
+
+from siirl.config import load_config
+from siirl.dag.plan import LinkPlan, ModelPlan
+from siirl.engines import links
+from siirl.engines.links import make_link
+from siirl.engines.registry import make_rollout_engine
+from siirl.engines.rollout.base import SamplingParams
+from siirl.errors import RolloutError, WeightSyncError
+from siirl.parallel.dims import ParallelDims
+from siirl.parallel.process_groups import ProcessGroups
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return str(make_tiny_model_dir(path, vocab=24, init_std=0.3, tokenizer=False))
+
+
+class FakeTrainer:
+    """Exports the weights of a model directory times `scale`; each tensor is a collective of its ranks."""
+
+    def __init__(self, model_dir, groups, ranks, version=0):
+        self.weights = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+        self.group = groups.get(ranks)
+        self.version = version
+        self.scale = 1.0
+        self.edit = lambda tensors: tensors
+        self.fail_at = None
+        self.exported_dtypes = []
+
+    def export_weights(self, dtype=None):
+        self.exported_dtypes.append(dtype)
+        weights = {name: tensor for name, tensor in self.weights.items() if name != "lm_head.weight"}
+        for position, (name, tensor) in enumerate(self.edit(weights).items()):
+            if position == self.fail_at:
+                raise RuntimeError("out of memory")
+            total = torch.tensor([float(position)])
+            dist.all_reduce(total, group=self.group)
+            assert total == position * dist.get_world_size(self.group), "collectives of two tensors met"
+            yield name, (tensor * self.scale).to(dtype or tensor.dtype)
+
+
+def build_rollout(model_dir, dtype="float32"):
+    cfg = load_config(
+        [
+            "actor_rollout_ref.rollout.name=hf",
+            f"actor_rollout_ref.model.path={model_dir}",
+            f"actor_rollout_ref.rollout.dtype={dtype}",
+        ]
+    )
+    plan = ModelPlan("rollout", 0, "rollout", "hf", "lm", False, (0,), ParallelDims(1), "rollout", ())
+    return make_rollout_engine(plan, cfg, None, torch.device("cpu"))
+
+
+def all_groups(places):
+    """The process groups of several links, created on every rank of the world."""
+    tuples = [group for sources, targets in places for group in (tuple(sources), ranks_of(sources, targets))]
+    return ProcessGroups(list(dict.fromkeys(tuples)), "gloo", 20)
+
+
+def ranks_of(sources, targets):
+    return tuple(sorted({*sources, *targets}))
+
+
+def build_link(rank, model_dir, groups, sources, targets, dtype="float32"):
+    ranks = ranks_of(sources, targets)
+    trainer = FakeTrainer(model_dir, groups, tuple(sources)) if rank in sources else None
+    rollout = build_rollout(model_dir, dtype) if rank in targets else None
+    kind = "local" if set(targets) == set(sources) else "broadcast"
+    plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", ranks, kind)
+    return trainer, rollout, make_link(plan, trainer, rollout, groups)
+
+
+def everywhere(rank, world_size, check, model_dir, places, *args):
+    """check(rank, model_dir, groups, sources, targets, *args) on each place that this rank is in."""
+    groups = all_groups(places)
+    return [
+        check(rank, model_dir, groups, *place, *args) if rank in ranks_of(*place) else None
+        for place in places
+    ]
+
+
+def log_probs(rollout):
+    (sample,) = rollout.generate([[5, 6, 7]], SamplingParams(max_tokens=8, temperature=0), [0])[0]
+    return sample.token_ids, sample.log_probs
+
+
+PLACES = [
+    ([0], [0]),
+    ([0, 1], [0, 1]),
+    ([0], [1]),
+    ([1], [0]),
+    ([0, 1], [2]),
+    ([0, 1], [1, 2]),
+    ([1, 2], [0, 3]),
+]
+
+
+def two_syncs(rank, model_dir, groups, sources, targets):
+    links.BUCKET_BYTES = 3000  # several tensors in a bucket, several buckets, and tensors larger than one
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
+    first = link.push().values()
+    results = [log_probs(rollout) if rollout else None]
+    skipped = link.push().values()
+    if trainer:
+        trainer.scale, trainer.version = 0.5, 1
+    second = link.push().values()
+    results.append(log_probs(rollout) if rollout else None)
+    return first, skipped, second, results, rollout and rollout.weight_version
+
+
+def test_every_target_gets_the_trainers_weights_and_version_wherever_it_is(model_dir):
+    state = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+    del state["lm_head.weight"]
+    rollout = build_rollout(model_dir)
+    expected = []
+    for scale in (1.0, 0.5):
+        rollout.load_weights([(name, tensor * scale) for name, tensor in state.items()], 0)
+        expected.append(log_probs(rollout))
+    assert expected[0] != expected[1]
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    out = run_workers(everywhere, 4, two_syncs, model_dir, PLACES)
+    for index, (sources, targets) in enumerate(PLACES):
+        for rank in ranks_of(sources, targets):
+            first, skipped, second, results, version = out[rank][index]
+            for metrics in (first, second):
+                assert metrics["weight_sync/bytes"] == num_bytes
+                assert metrics["time/weight_sync_s"] > 0
+            assert skipped == {}
+            if rank in targets:
+                assert results == expected and version == 1
+
+
+def in_rollout_dtype(rank, model_dir, groups, sources, targets):
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, "bfloat16")
+    num_bytes = link.push().values()["weight_sync/bytes"]
+    if trainer:
+        return trainer.exported_dtypes == [torch.bfloat16], num_bytes
+    weight = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()["model.norm.weight"]
+    own = rollout._model.state_dict()["model.norm.weight"]
+    return own.dtype == torch.bfloat16 and torch.equal(own, weight.bfloat16()), num_bytes
+
+
+def test_weights_are_exported_and_sent_in_the_rollouts_dtype(model_dir):
+    state = AutoModelForCausalLM.from_pretrained(model_dir).state_dict()
+    num_bytes = 2 * sum(tensor.numel() for name, tensor in state.items() if name != "lm_head.weight")
+    out = run_workers(everywhere, 2, in_rollout_dtype, model_dir, [([0], [1])])
+    assert out == [[(True, num_bytes)]] * 2
+
+
+def one_target_behind(rank, model_dir, groups, sources, targets):
+    _, rollout, link = build_link(rank, model_dir, groups, sources, targets)
+    link.push()
+    if rank == targets[-1]:
+        rollout.weight_version = -1
+    return "weight_sync/bytes" in link.push().values(), rollout and rollout.weight_version
+
+
+def trainers_disagree(rank, model_dir, groups, sources, targets):
+    trainer, _, link = build_link(rank, model_dir, groups, sources, targets)
+    trainer.version = rank
+    with pytest.raises(WeightSyncError, match="different steps"):
+        link.push()
+
+
+def rollout_missing(rank, model_dir, groups, sources, targets):
+    plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", (0, 1), "local")
+    with pytest.raises(WeightSyncError, match=r"holds no agent_0\.rollout"):
+        make_link(plan, FakeTrainer(model_dir, groups, (0, 1)), None, groups)
+
+
+def several_decisions(rank, world_size, model_dir):
+    (behind,) = everywhere(rank, world_size, one_target_behind, model_dir, [([0], [1, 2])])
+    everywhere(rank, world_size, trainers_disagree, model_dir, [([0, 1], [0, 1])])
+    everywhere(rank, world_size, rollout_missing, model_dir, [([0, 1], [0, 1])])
+    return behind
+
+
+def test_ranks_decide_alike(model_dir):
+    """One target behind makes all sync; trainers at different steps, and a missing engine, are errors."""
+    assert run_workers(several_decisions, 3, model_dir) == [(True, None), (True, 0), (True, 0)]
+
+
+def without_norm(weights):
+    return {name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}
+
+
+def with_extra(weights):
+    return weights | {"model.extra.weight": torch.zeros(3)}
+
+
+def with_cut_norm(weights):
+    return weights | {"model.norm.weight": weights["model.norm.weight"][:-1]}
+
+
+BROKEN = [
+    (without_norm, ["model.norm.weight", "did not arrive"]),
+    (with_extra, ["model.extra.weight", "unknown"]),
+    (with_cut_norm, ["model.norm.weight", "[31]", "[32]"]),
+]
+
+
+def broken_exports(rank, model_dir, groups, sources, targets):
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
+    link.push()
+    messages = []
+    for version, (edit, _) in enumerate(BROKEN, start=1):
+        if trainer:
+            trainer.edit, trainer.version = edit, version
+        with pytest.raises(WeightSyncError) as caught:
+            link.push()
+        messages.append(str(caught.value))
+        if rollout:
+            with pytest.raises(RolloutError, match="did not complete"):
+                rollout.generate([[5]], SamplingParams(max_tokens=1), [0])
+    if trainer:
+        trainer.edit = lambda tensors: tensors
+    link.push()
+    return messages, rollout and rollout.weight_version
+
+
+def test_a_wrong_tensor_fails_the_sync_on_every_rank_and_the_next_one_can_succeed(model_dir):
+    places = [([0, 1], [0, 1]), ([0, 1], [1, 2])]
+    out = run_workers(everywhere, 3, broken_exports, model_dir, places)
+    for index, (sources, targets) in enumerate(places):
+        for rank in ranks_of(sources, targets):
+            messages, version = out[rank][index]
+            for number, (message, (_, words)) in enumerate(zip(messages, BROKEN, strict=True), start=1):
+                assert all(word in message for word in [*words, "agent_0.sync", f"version {number}"]), message
+            assert version == (len(BROKEN) if rank in targets else None)
+
+
+def last_target_fails(rank, model_dir, groups, sources, targets):
+    _, rollout, link = build_link(rank, model_dir, groups, sources, targets)
+    if rank == targets[-1]:
+        rollout._specs["model.layers.0.mlp.up_proj.weight"] = ((1, 2), torch.float32)
+    with pytest.raises(WeightSyncError) as caught:
+        link.push()
+    return str(caught.value)
+
+
+def test_one_failing_target_fails_all_ranks(model_dir):
+    places = [([0, 1], [0, 1]), ([0], [1, 2]), ([0, 1], [1, 2]), ([0, 2], [2, 0, 1])]
+    out = run_workers(everywhere, 3, last_target_fails, model_dir, places)
+    for index, place in enumerate(places):
+        for rank in ranks_of(*place):
+            message = out[rank][index]
+            assert f"rank {place[1][-1]}: " in message and "up_proj" in message
+
+
+def export_fails(rank, model_dir, groups, sources, targets):
+    links.BUCKET_BYTES = 3000
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
+    if trainer:
+        trainer.fail_at = 7
+    with pytest.raises(WeightSyncError) as caught:
+        link.push()
+    return str(caught.value), rollout and rollout.weight_version
+
+
+def test_an_export_that_raises_fails_all_ranks_and_nobody_hangs(model_dir):
+    places = [([0], [0]), ([0], [1, 2]), ([0, 1], [0, 1])]
+    out = run_workers(everywhere, 3, export_fails, model_dir, places, deadline_s=30)
+    for index, (sources, targets) in enumerate(places):
+        for rank in ranks_of(sources, targets):
+            message, version = out[rank][index]
+            assert "out of memory" in message
+            assert version == (-1 if rank in targets else None)
