@@ -1,8 +1,11 @@
 """The columns of the per-step table: which metric fills each, and how it is printed. Pure Python."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+_AGENT = re.compile(r"^agent_\d+/")
 
 
 @dataclass(frozen=True)
@@ -10,27 +13,29 @@ class Column:
     """A column of the table.
 
     names: metrics that can fill it, best first; each also matches after a prefix ("agent_1/" + name).
+    digits: after the decimal point; None: three significant ones.
     """
 
     header: str
     names: tuple[str, ...]
-    digits: int = 3
+    digits: int | None = 3
     always: bool = False
 
 
-REWARD = Column("reward", ("reward/mean", "reward/score"), always=True)
-VALIDATION_REWARD = Column("val", ("val/reward/mean", "val/reward"), always=True)
+REWARD = Column("reward", ("reward/score",), always=True)
+VALIDATION_REWARD = Column("val", ("val/reward/mean",), always=True)
 
 COLUMNS = (
     REWARD,
     VALIDATION_REWARD,
     Column("length", ("rollout/response_length",), digits=1, always=True),
-    Column("kl", ("actor/kl", "actor/kl_loss", "actor/ppo_kl")),
+    Column("ref kl", ("actor/ref_kl", "reward/kl")),
+    Column("kl", ("actor/ppo_kl",)),
     Column("entropy", ("actor/entropy",)),
     Column("clip", ("actor/clip_fraction",)),
-    Column("dprob", ("rollout/probs_diff_mean", "rollout_probs_diff/mean", "rollout_probs_diff"), digits=4),
-    Column("grad", ("actor/grad_norm", "grad_norm")),
-    Column("lr", ("actor/lr", "lr")),
+    Column("dlogp", ("actor/rollout_log_prob_diff",), digits=4),
+    Column("grad", ("actor/grad_norm",)),
+    Column("lr", ("actor/lr",), digits=None),
     Column("tok/s", ("perf/tokens_per_s",), digits=0),
     Column("tok/s/dev", ("perf/tokens_per_s_per_device",), digits=0),
     Column("mfu", ("perf/mfu",)),
@@ -39,9 +44,9 @@ COLUMNS = (
 
 
 def matches(column: Column, values: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that fill the column: its first name that occurs, alone or under prefixes (agents)."""
+    """The metrics that fill the column: its first name that occurs, alone or under agents' prefixes."""
     for name in column.names:
-        found = {key: value for key, value in values.items() if key == name or key.endswith("/" + name)}
+        found = {key: value for key, value in values.items() if _AGENT.sub("", key) == name}
         if found:
             return found
     return {}
@@ -52,10 +57,12 @@ def cell(column: Column, values: Mapping[str, float]) -> str:
     return "|".join(number(value, column.digits) for value in matches(column, values).values()) or "-"
 
 
-def number(value: float, digits: int) -> str:
+def number(value: float, digits: int | None) -> str:
     """A number in few characters: fixed point, or exponent form where that would show no digit of it."""
     if not math.isfinite(value):
         return str(value)
+    if digits is None:
+        return f"{value:.3g}"
     if value and digits and (abs(value) < 0.5 * 10**-digits or abs(value) >= 1e6):
         return f"{value:.1e}"
     return f"{value:.{digits}f}"

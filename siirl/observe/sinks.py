@@ -1,5 +1,6 @@
 """Where metrics and sampled texts go: one protocol, one class per destination, one place that makes them."""
 
+import importlib
 import json
 import logging
 import math
@@ -200,10 +201,8 @@ class WandbSink:
     """Weights & Biases."""
 
     def __init__(self, info: RunInfo):
-        import wandb
-
-        self._wandb = wandb
-        self._run = wandb.init(
+        self._wandb = importlib.import_module("wandb")
+        self._run = self._wandb.init(
             project=info.project, name=info.experiment, config=info.config, dir=str(info.output_dir)
         )
 
@@ -225,11 +224,9 @@ class MlflowSink:
     """MLflow; metric names keep letters, digits and / . _ - only."""
 
     def __init__(self, info: RunInfo):
-        import mlflow
-
-        self._mlflow = mlflow
-        mlflow.set_experiment(info.project)
-        mlflow.start_run(run_name=info.experiment)
+        self._mlflow = importlib.import_module("mlflow")
+        self._mlflow.set_experiment(info.project)
+        self._mlflow.start_run(run_name=info.experiment)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         clean = {
@@ -249,10 +246,8 @@ class SwanlabSink:
     """SwanLab."""
 
     def __init__(self, info: RunInfo):
-        import swanlab
-
-        self._swanlab = swanlab
-        swanlab.init(
+        self._swanlab = importlib.import_module("swanlab")
+        self._swanlab.init(
             project=info.project,
             experiment_name=info.experiment,
             config=info.config,

@@ -91,7 +91,7 @@ def resume_then_go_on(rank: int, world_size: int, root: str):
     path = checkpoints.find_resume("auto", None)
     restored = checkpoints.load(path, {"actor": SavedModel(engine, dist.group.WORLD)})
     loaded = engine.full()
-    if restored.rank_state is not None:
+    if restored.rank_state:
         set_rng_state(restored.rank_state, CPU)
     engine.train(2)
     return (

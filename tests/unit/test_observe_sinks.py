@@ -23,7 +23,7 @@ from siirl.observe.summary import closing_summary, duration
 
 def step_values(step: int) -> dict[str, float]:
     return {
-        "reward/mean": 1 - math.exp(-step / 30),
+        "reward/score": 1 - math.exp(-step / 30),
         "rollout/response_length": 5.25,
         "actor/entropy": 1.5,
         "actor/lr": 5e-4,
@@ -49,7 +49,7 @@ def info(tmp_path, **changes) -> RunInfo:
 
 def test_the_console_prints_one_aligned_line_for_each_step(capsys):
     sink = ConsoleSink(50)
-    sink.log(0, {"val/reward": 0.05})
+    sink.log(0, {"val/reward/mean": 0.05})
     for step in range(1, 46):
         sink.log(step, step_values(step))
     sink.close()
@@ -67,7 +67,7 @@ def test_the_console_prints_one_aligned_line_for_each_step(capsys):
         "val": "-",
         "length": "5.2",
         "entropy": "1.500",
-        "lr": "5.0e-04",
+        "lr": "0.0005",
     }
     assert len({len(line) for line in lines if line in headers[1:] or line.split()[0] in ("20", "30")}) == 1
     times = [line for line in lines if "seconds a step" in line]
@@ -75,7 +75,7 @@ def test_the_console_prints_one_aligned_line_for_each_step(capsys):
 
 
 def test_each_agent_has_its_own_number_in_a_cell():
-    values = {"agent_0/reward/mean": 0.5, "agent_1/reward/mean": 0.25, "critic_reward": 9.0}
+    values = {"agent_0/reward/score": 0.5, "agent_1/reward/score": 0.25, "val/reward/score": 9.0}
     assert cell(REWARD, values) == "0.500|0.250"
     assert cell(REWARD, {"other": 1.0}) == "-"
 
@@ -89,6 +89,8 @@ def test_each_agent_has_its_own_number_in_a_cell():
         (25600.4, 0, "25600"),
         (math.nan, 3, "nan"),
         (-2e7, 3, "-2.0e+07"),
+        (1e-6, None, "1e-06"),
+        (5e-4, None, "0.0005"),
     ],
 )
 def test_numbers_fit_their_column(value, digits, text):
@@ -118,11 +120,11 @@ def test_tensorboard_gets_every_number(tmp_path, monkeypatch):
         if env:
             monkeypatch.setenv("TENSORBOARD_DIR", env)
         sinks = make_sinks(["tensorboard"], info(tmp_path))
-        sinks.log(7, {"reward/mean": 0.25})
+        sinks.log(7, {"reward/score": 0.25})
         sinks.text(7, "train", [{"response": "4"}])
         sinks.close()
         events = EventAccumulator(str(folder)).Reload()
-        assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(7, 0.25)]
+        assert [(event.step, event.value) for event in events.Scalars("reward/score")] == [(7, 0.25)]
 
 
 def test_a_missing_package_is_a_warning_and_an_unknown_name_an_error(tmp_path, caplog, monkeypatch):
@@ -136,13 +138,13 @@ def test_a_missing_package_is_a_warning_and_an_unknown_name_an_error(tmp_path, c
 
 def test_a_resumed_run_overrides_the_steps_it_repeats(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    for values in ({"val/reward": 0.1}, {"val/reward": 0.2}):
+    for values in ({"val/reward/mean": 0.1}, {"val/reward/mean": 0.2}):
         sink = JsonlSink(path)
         sink.log(3, values)
         sink.close()
     with path.open("a") as file:
         file.write('{"step": 4, "val/rew')
-    assert read_series(path)["val/reward"] == {3: 0.2}
+    assert read_series(path)["val/reward/mean"] == {3: 0.2}
 
 
 def test_the_reward_curve_is_a_picture_with_both_curves(tmp_path):
@@ -150,7 +152,7 @@ def test_the_reward_curve_is_a_picture_with_both_curves(tmp_path):
 
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     for step in range(0, 61):
-        values = step_values(step) | ({"val/reward": 1 - math.exp(-step / 25)} if step % 10 == 0 else {})
+        values = step_values(step) | ({"val/reward/mean": 1 - math.exp(-step / 25)} if step % 10 == 0 else {})
         sink.log(step, values)
     sink.close()
     full = imread(reward_curve_png(tmp_path / "metrics.jsonl", tmp_path / "sub" / "curve.png"))
@@ -163,7 +165,7 @@ def test_the_reward_curve_is_a_picture_with_both_curves(tmp_path):
 def test_the_summary_names_rewards_and_places(tmp_path):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     for step, value in ((0, 0.05), (10, 0.95), (20, 0.9)):
-        sink.log(step, {"val/reward": value, "reward/mean": value / 2})
+        sink.log(step, {"val/reward/mean": value, "reward/score": value / 2})
     sink.close()
     places = {"checkpoint": tmp_path / "checkpoints", "HF model": None}
     text = closing_summary(tmp_path / "metrics.jsonl", 125.4, places)
