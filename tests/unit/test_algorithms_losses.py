@@ -127,8 +127,11 @@ def test_a_sequence_loss_equals_its_paper_in_value_and_gradient(name, seed):
 
 
 def trl_loss(b: dict[str, Tensor], loss_type: str, **settings) -> tuple[Tensor, Tensor]:
-    """TRL's GRPOTrainer._compute_loss on given log-probs: value and gradient."""
-    trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
+    """The loss of TRL's trainer on given log-probs: value and gradient."""
+    if loss_type == "gmpo":
+        trainer = pytest.importorskip("trl.experimental.gmpo").GMPOTrainer
+    else:
+        trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
     log_prob = b["log_prob"].clone().requires_grad_()
     args = SimpleNamespace(delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0)
     args.sapo_temperature_neg = 1.25
@@ -161,7 +164,7 @@ def trl_loss(b: dict[str, Tensor], loss_type: str, **settings) -> tuple[Tensor, 
         "prompt_mask": ids,
         "completion_ids": ids,
         "completion_mask": mask,
-        "advantages": b["advantage"],
+        "advantages": b["advantage"][:, 0],
         "old_per_token_logps": b["old"],
         "ref_per_token_logps": b["old"] + 0.1,
         "num_items_in_batch": mask.sum(),
@@ -178,6 +181,7 @@ TRL_CASES = {
     "Dr.GRPO": ("vanilla", "seq-mean-token-sum-norm", {"clip_ratio_c": 1e9}, ("dr_grpo", {})),
     "sapo": ("sapo", "seq-mean-token-mean", {}, ("sapo", {})),
     "gspo": ("gspo", "seq-mean-token-mean", {}, ("grpo", {"importance_sampling_level": "sequence"})),
+    "gmpo": ("gmpo", "seq-mean-token-mean", {}, ("gmpo", {})),
     "cispo": ("cispo", "token-mean", {"clip_ratio_low": 1.0}, ("cispo", {"epsilon_high": 1.3})),
 }
 

@@ -35,6 +35,7 @@ from siirl.algorithms.stats import (
     group_stats,
     length_stats,
 )
+from siirl.config.actor import KL_TYPES
 from siirl.errors import ConfigError
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -96,6 +97,10 @@ def test_a_kl_estimate_follows_its_formula(name):
         ref = torch.tensor([-2.0], dtype=torch.float64)
         got = kl_estimate(name, ref + difference, ref)
         assert math.isclose(got.item(), formula(difference), rel_tol=1e-9, abs_tol=1e-12)
+
+
+def test_the_configuration_offers_the_estimators_that_exist():
+    assert set(KL_TYPES) == set(KL_ESTIMATORS)
 
 
 def test_low_var_kl_is_finite_where_k3_is_not():
