@@ -8,6 +8,7 @@ from them.
 import copy
 import dataclasses
 import functools
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,8 +83,15 @@ class Key:
     @property
     def takes_text(self) -> bool:
         """True if a plain string is a valid value, so that a command line need not quote it."""
-        options = (self.type, *typing.get_args(self.type))
+        options = (
+            typing.get_args(self.type) if typing.get_origin(self.type) is types.UnionType else (self.type,)
+        )
         return any(option is str or typing.get_args(option) == (str, ...) for option in options)
+
+
+def has_one_value(key: Key) -> bool:
+    """True if only one of the known names of a key exists so far, so that the key decides nothing yet."""
+    return len(key.rule.choices) == 1 and bool(key.rule.later_choices)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ configuration.
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from siirl.config.values import closest, plain
 from siirl.errors import ConfigError
 
 PRESETS = Path(__file__).parent
-SCHEMA_NAME = "siirl_schema"
 OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<name>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
@@ -39,23 +38,16 @@ def load_config(overrides: Sequence[str] = (), config_name: str = "ppo_dag_train
 
     config_name: a preset of siirl/config, or the path of a YAML file of the user's own. Works in any
     directory and any number of times in a process. ConfigError for unknown keys, wrong types and malformed
-    overrides; NotSupportedError for a feature that does not exist yet. Cross-checks between keys are those
-    of `check_config`.
+    overrides; NotSupportedError for a feature that does not exist yet. Cross-checks between keys are those of
+    `check_config`.
     """
     written = [_read_override(text) for text in overrides]
-    composed = _compose([_for_hydra(item) for item in written], config_name)
-    set_here = {item.name for item in written if item.sign != "~"}
-    updates = {}
-    for name, value in _leaves(composed):
-        known = all_keys().get(name)
-        default = plain(known.default) if known else None
-        if (
-            known is None
-            or value != default
-            or (name in set_here and not (name in FOLLOWS and value is None))
-        ):
-            updates[name] = value
-    return with_overrides(default_config(), updates)
+    composed = _compose([_for_hydra(item) for item in written if item.sign != "~"], config_name)
+    for position, item in enumerate(written):
+        set_later = any(later.name == item.name and later.sign != "~" for later in written[position:])
+        if item.sign == "~" and not set_later:
+            _remove(composed, item.name)
+    return with_overrides(default_config(), composed)
 
 
 def _read_override(text: str) -> _Override:
@@ -136,27 +128,29 @@ def _parsed(text: str) -> Any:
 
 
 def _compose(overrides: list[str], config_name: str) -> dict[str, Any]:
-    """The composed preset as plain Python, interpolations resolved."""
+    """What preset and overrides set, as plain Python; interpolations resolved, against the defaults too."""
     from hydra import compose, initialize_config_dir
-    from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     file = _preset_file(config_name)
     searchpath = f"hydra.searchpath=[{_quoted('file://' + str(PRESETS))}]"
-    ConfigStore.instance().store(name=SCHEMA_NAME, node=_schema_defaults())
     outer, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(file.parent), version_base="1.3"):
             composed = compose(file.name, [*overrides, searchpath])
-        resolved = OmegaConf.to_container(composed, resolve=True)
-    except (HydraException, OmegaConfBaseException) as error:
+        written = OmegaConf.to_container(composed)
+        if "${" in str(written):
+            everything = OmegaConf.merge(_schema_defaults(), composed)
+            written = _pick(written, OmegaConf.to_container(everything, resolve=True))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(f"config {config_name!r} cannot be composed: {error}") from error
     finally:
         GlobalHydra.instance().hydra = outer
-    return {str(key): value for key, value in resolved.items()} if isinstance(resolved, dict) else {}
+    return {str(name): value for name, value in written.items()} if isinstance(written, dict) else {}
 
 
 def _preset_file(config_name: str) -> Path:
@@ -179,22 +173,27 @@ def _preset_file(config_name: str) -> Path:
 
 @functools.cache
 def _schema_defaults() -> dict[str, Any]:
-    """The defaults of all keys as a nested plain dict; keys that follow others are null."""
+    """The defaults of all keys as a nested plain dict, for interpolations to read."""
     tree: dict[str, Any] = {}
     for name, key in all_keys().items():
         *groups, last = name.split(".")
         node = tree
         for group in groups:
             node = node.setdefault(group, {})
-        node[last] = plain(key.default)
+        node[last] = FOLLOWS.get(name, plain(key.default))
     return tree
 
 
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Full name and value of each key below a composed config; unknown names come out as they are."""
-    for part, value in node.items():
-        name = f"{prefix}{part}"
-        if name in all_groups() and isinstance(value, Mapping):
-            yield from _leaves(value, name + ".")
-        else:
-            yield name, value
+def _pick(shape: Any, values: Any) -> Any:
+    """The part of a nested dict that has the keys of `shape`."""
+    if not isinstance(shape, dict):
+        return values
+    return {name: _pick(inner, values[name]) for name, inner in shape.items()}
+
+
+def _remove(tree: dict[str, Any], name: str) -> None:
+    """Drop a key from a nested dict, if it is there."""
+    *groups, last = name.split(".")
+    for group in groups:
+        tree = tree.get(group, {})
+    tree.pop(last, None)

@@ -1,12 +1,13 @@
 """Keys that stand for others, and keys whose value follows others: the one place where both are decided.
 
 An older or duplicate name (`ALIASES`) sets the keys that it stands for; setting both to different values is
-an error. A key in `FOLLOWS` that nobody set takes its value from the keys that it follows.
+an error. A key in `FOLLOWS` that nobody set takes its value from the keys that its template names; an entry
+may use an earlier one.
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from siirl.config.root import Config, all_keys
@@ -41,39 +42,37 @@ ALIASES: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Follow:
-    """Where an unset key takes its value from: in words, and as a function of the configuration."""
-
-    words: str
-    value: Callable[[Config], Any]
-
-
-def _same_as(name: str) -> Follow:
-    return Follow(name, lambda cfg: get(cfg, name))
-
-
-FOLLOWS: dict[str, Follow] = {
-    "data.seed": _same_as("trainer.seed"),
-    f"{POLICY}.actor.data_loader_seed": _same_as("trainer.seed"),
-    f"{POLICY}.actor.clip_ratio_low": _same_as(f"{POLICY}.actor.clip_ratio"),
-    f"{POLICY}.actor.clip_ratio_high": _same_as(f"{POLICY}.actor.clip_ratio"),
-    f"{POLICY}.ref.strategy": _same_as(f"{POLICY}.actor.strategy"),
-    f"{POLICY}.rollout.prompt_length": _same_as("data.max_prompt_length"),
-    f"{POLICY}.rollout.response_length": _same_as("data.max_response_length"),
-    "trainer.output_dir": Follow(
-        "outputs/<trainer.project_name>/<trainer.experiment_name>",
-        lambda cfg: f"outputs/{cfg.trainer.project_name}/{cfg.trainer.experiment_name}",
-    ),
-    "trainer.default_local_dir": Follow(
-        "<trainer.output_dir>/checkpoints", lambda cfg: f"{cfg.trainer.output_dir}/checkpoints"
-    ),
+FOLLOWS: dict[str, str] = {
+    "data.seed": "${trainer.seed}",
+    f"{POLICY}.actor.data_loader_seed": "${trainer.seed}",
+    f"{POLICY}.actor.clip_ratio_low": f"${{{POLICY}.actor.clip_ratio}}",
+    f"{POLICY}.actor.clip_ratio_high": f"${{{POLICY}.actor.clip_ratio}}",
+    f"{POLICY}.ref.strategy": f"${{{POLICY}.actor.strategy}}",
+    f"{POLICY}.rollout.prompt_length": "${data.max_prompt_length}",
+    f"{POLICY}.rollout.response_length": "${data.max_response_length}",
+    "trainer.output_dir": "outputs/${trainer.project_name}/${trainer.experiment_name}",
+    "trainer.default_local_dir": "${trainer.output_dir}/checkpoints",
 }
+REFERENCE = re.compile(r"\$\{([^}]+)\}")
 
 
 def get(cfg: Config, name: str) -> Any:
     """The value of a full key name."""
     return functools.reduce(getattr, name.split("."), cfg)
+
+
+def followed_value(cfg: Config, name: str) -> Any:
+    """What a key of `FOLLOWS` is while nobody sets it."""
+    template = FOLLOWS[name]
+    whole = REFERENCE.fullmatch(template)
+    if whole:
+        return get(cfg, whole[1])
+    return REFERENCE.sub(lambda found: str(get(cfg, found[1])), template)
+
+
+def followed_keys() -> set[str]:
+    """The keys that others follow."""
+    return {source for template in FOLLOWS.values() for source in REFERENCE.findall(template)}
 
 
 def expand_aliases(updates: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -105,14 +105,22 @@ class RolloutConfig:
         "number type of the rollout's weights; auto: that of the model directory",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    gpu_memory_utilization: float = key(0.5, "share of device memory for the engine", ignored=ENGINES)
+    gpu_memory_utilization: float = key(
+        0.5,
+        "share of device memory for the rollout (hf: of the free memory, for the KV cache of one pass)",
+        low=0,
+    )
     ignore_eos: bool = key(False, "never stop before response_length")
     enforce_eager: bool = key(True, "run without CUDA graphs", ignored=ENGINES)
-    free_cache_engine: bool = key(True, "free the KV cache between rollouts", ignored=ENGINES)
+    free_cache_engine: bool = key(
+        True, "give device memory back between rollouts (hf: the weights move to host memory)"
+    )
     load_format: str = key("dummy_dtensor", "where first weights come from", ignored=ENGINES)
     tensor_model_parallel_size: int = key(1, "ranks that share one engine", low=1)
-    max_num_batched_tokens: int = key(8192, "most tokens of an engine step", ignored=ENGINES)
-    max_model_len: int | None = key(None, "most tokens of a sequence", ignored=ENGINES)
+    max_num_batched_tokens: int = key(
+        8192, "most tokens of an engine step (hf: padded prompt tokens of one prefill)", low=1
+    )
+    max_model_len: int | None = key(None, "most tokens of prompt and response together", low=1)
     max_num_seqs: int = key(1024, "most sequences generated at once on each rank", low=1)
     limit_images: int | None = key(None, "most images of a prompt", later=MULTIMODAL)
     do_sample: bool = key(True, "sample; False: greedy")

@@ -98,4 +98,9 @@ def all_groups() -> frozenset[str]:
     )
 
 
+def get_group_class(name: str) -> type:
+    """The schema class of a group, by its full name."""
+    return type(functools.reduce(getattr, name.split("."), Config()))
+
+
 TOP_GROUPS = tuple(item.name for item in fields(Config) if item.name != "explicit")

@@ -5,9 +5,9 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from siirl.config.resolve import FOLLOWS, expand_aliases, get
+from siirl.config.resolve import ALIASES, FOLLOWS, expand_aliases, followed_value, get
 from siirl.config.root import Config, all_groups, all_keys
-from siirl.config.values import check_available, closest, convert, plain
+from siirl.config.values import SECRET_KEYS, check_available, closest, convert, plain
 from siirl.errors import ConfigError
 
 
@@ -64,13 +64,29 @@ def from_dict(data: Mapping[str, Any]) -> Config:
 
 
 def diff_keys(cfg: Config) -> dict[str, tuple[Any, Any]]:
-    """Key -> (default, value) of each key that is not at its default; one that follows others counts if set."""
+    """Key -> (default, value) of each key that is not at its default; one that follows others only if set."""
     changed = {}
     for name in all_keys():
         default, value = get(default_config(), name), get(cfg, name)
         if value != default and (name not in FOLLOWS or name in cfg.explicit):
             changed[name] = (default, value)
     return changed
+
+
+def print_config(cfg: Config) -> str:
+    """All keys with their values as YAML, a preset as it stands; older names and secrets are left out."""
+    import yaml
+
+    tree: dict[str, Any] = {}
+    for name in all_keys():
+        if name in ALIASES or name.endswith(SECRET_KEYS):
+            continue
+        *groups, last = name.split(".")
+        node = tree
+        for group in groups:
+            node = node.setdefault(group, {})
+        node[last] = plain(get(cfg, name))
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=110)
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -138,10 +154,10 @@ def _rebuild(node: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _follow(cfg: Config) -> Config:
-    for name, follow in FOLLOWS.items():
+    for name in FOLLOWS:
         if name in cfg.explicit:
             continue
-        value = follow.value(cfg)
+        value = followed_value(cfg, name)
         if get(cfg, name) != value:
             cfg = _rebuild(cfg, {name: value})
     return cfg

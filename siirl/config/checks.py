@@ -1,0 +1,235 @@
+"""Checks between keys that need no DAG, and the warnings for keys that change nothing in a run."""
+
+from collections.abc import Iterator
+
+from siirl.config.keys import Key
+from siirl.config.resolve import ALIASES, FOLLOWS, followed_value, get
+from siirl.config.root import TOP_GROUPS, Config, all_keys
+from siirl.config.values import check_available, show
+from siirl.errors import ConfigError, NotSupportedError
+
+GROUP_BASELINES = ("grpo",)
+
+
+def check_config(cfg: Config) -> None:
+    """Refuse a configuration that cannot work; all contradictions are reported at once, one on each line.
+
+    For a whole run or for the resolved configuration of a node. NotSupportedError if a default stands for a
+    feature that does not exist yet (rollout.name=vllm); ConfigError for keys that contradict each other.
+    Pure, and quick enough to call once for every node.
+    """
+    _check_names(cfg)
+    problems = [
+        problem for check in (_batch, _lengths, _sampling, _loss, _optimizer, _run) for problem in check(cfg)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def effect_warnings(cfg: Config) -> list[str]:
+    """One line for each key that was set to more than its default and changes nothing in this run."""
+    warnings = []
+    for name in cfg.explicit:
+        key = all_keys()[name]
+        default = followed_value(cfg, name) if name in FOLLOWS else key.default
+        if name in ALIASES or get(cfg, name) == default:
+            continue
+        reason = key.rule.ignored or _unmet(cfg, key) or _no_reference(cfg, name)
+        if reason:
+            warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
+    return warnings
+
+
+def _check_names(cfg: Config) -> None:
+    """Names of features are checked when they are set; this finds defaults that are not available yet."""
+    for name, key in all_keys().items():
+        if not key.rule.later_choices or key.rule.later or name in cfg.explicit:
+            continue
+        try:
+            check_available(key, get(cfg, name))
+        except NotSupportedError as error:
+            available = key.rule.choices[0]
+            raise NotSupportedError(
+                f"{error} Nobody set it: this is its default. Set {name}={available}."
+            ) from None
+
+
+def _unmet(cfg: Config, key: Key) -> str:
+    """Why the condition under which a key acts does not hold, or an empty string."""
+    if not key.rule.when:
+        return ""
+    needed, _, values = key.rule.when.partition("=")
+    if needed.split(".")[0] not in TOP_GROUPS:
+        needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
+    actual = show(all_keys()[needed], get(cfg, needed))
+    met = actual in values.split("|") if values else bool(get(cfg, needed))
+    return "" if met else f"{needed} is {actual}"
+
+
+def _no_reference(cfg: Config, name: str) -> str:
+    """Why a key of the reference model has no effect in a built-in workflow, or an empty string."""
+    if not name.startswith("actor_rollout_ref.ref.") or cfg.dag.workflow_path or cfg.dag.custom_pipeline_fn:
+        return ""
+    if cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward:
+        return ""
+    return "there is no reference model without actor.use_kl_loss or algorithm.use_kl_in_reward"
+
+
+def _batch(cfg: Config) -> Iterator[str]:
+    batch, mini = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+    if batch % mini:
+        why = "is larger than" if mini > batch else "does not divide"
+        fix = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
+        yield (
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} {why} data.train_batch_size={batch}: a "
+            f"training step is cut into whole mini-batches of prompts. Set ppo_mini_batch_size={fix}, or "
+            "another divisor."
+        )
+    n, estimator = cfg.actor_rollout_ref.rollout.n, cfg.algorithm.adv_estimator
+    if estimator in GROUP_BASELINES and n < 2:
+        yield (
+            f"actor_rollout_ref.rollout.n={n} with algorithm.adv_estimator={estimator}: the advantage is "
+            "relative to the other samples of a prompt, and there are none. Set actor_rollout_ref.rollout.n "
+            "to 2 or more."
+        )
+
+
+def _lengths(cfg: Config) -> Iterator[str]:
+    rollout, data = cfg.actor_rollout_ref.rollout, cfg.data
+    for name, value, limit_name, limit in (
+        ("prompt_length", rollout.prompt_length, "max_prompt_length", data.max_prompt_length),
+        ("response_length", rollout.response_length, "max_response_length", data.max_response_length),
+    ):
+        if value != limit:
+            yield (
+                f"actor_rollout_ref.rollout.{name}={value} differs from data.{limit_name}={limit}: both are "
+                f"the same limit. Set only data.{limit_name}."
+            )
+    longest = rollout.prompt_length + rollout.response_length
+    actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
+    for group, dynamic, name, budget in (
+        ("actor", actor.use_dynamic_bsz, "ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
+        (
+            "ref",
+            ref.log_prob_use_dynamic_bsz,
+            "log_prob_max_token_len_per_gpu",
+            ref.log_prob_max_token_len_per_gpu,
+        ),
+        (
+            "rollout",
+            rollout.log_prob_use_dynamic_bsz,
+            "log_prob_max_token_len_per_gpu",
+            rollout.log_prob_max_token_len_per_gpu,
+        ),
+    ):
+        if dynamic and budget < longest:
+            yield (
+                f"actor_rollout_ref.{group}.{name}={budget} is less than the longest row, prompt "
+                f"{rollout.prompt_length} + response {rollout.response_length} = {longest} tokens: a row is "
+                f"never split. Set it to {longest} or more."
+            )
+    buffer = cfg.reward_model.overlong_buffer
+    if buffer.enable and buffer.len > rollout.response_length:
+        yield (
+            f"reward_model.overlong_buffer.len={buffer.len} is longer than a response "
+            f"({rollout.response_length} tokens): the penalty would start before the first token. Lower it."
+        )
+
+
+def _sampling(cfg: Config) -> Iterator[str]:
+    rollout = cfg.actor_rollout_ref.rollout
+    prefix = "actor_rollout_ref.rollout"
+    for where, params in ((prefix, rollout), (f"{prefix}.val_kwargs", rollout.val_kwargs)):
+        if params.top_k == 0:
+            yield f"{where}.top_k=0: no token could be sampled. Set -1 for no limit."
+        if not 0 < params.top_p <= 1:
+            yield f"{where}.top_p={params.top_p:g}: must be above 0 and at most 1. Set 1.0 for no limit."
+    if rollout.temperature == 0:
+        yield (
+            f"{prefix}.temperature=0: log-probs are taken at the sampling temperature, and there are none at "
+            f"0. Set {prefix}.do_sample=false to decode greedily."
+        )
+    val = rollout.val_kwargs
+    if val.do_sample and val.temperature == 0:
+        yield (
+            f"{prefix}.val_kwargs.do_sample=true with val_kwargs.temperature=0: temperature 0 is greedy. Set "
+            "val_kwargs.temperature, e.g. 1.0."
+        )
+    if val.n > 1 and not val.do_sample:
+        yield (
+            f"{prefix}.val_kwargs.n={val.n} with val_kwargs.do_sample=false: all {val.n} greedy responses "
+            "would be the same. Set val_kwargs.do_sample=true and val_kwargs.temperature, or val_kwargs.n=1."
+        )
+    if rollout.n > 1 and not rollout.do_sample:
+        yield (
+            f"{prefix}.n={rollout.n} with {prefix}.do_sample=false: all {rollout.n} greedy responses of a "
+            f"prompt would be the same. Set {prefix}.do_sample=true."
+        )
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+        yield (
+            f"{prefix}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
+            f"{prefix}.name=hf: the hf rollout holds the whole model on each rank. Set "
+            f"{prefix}.tensor_model_parallel_size=1."
+        )
+
+
+def _loss(cfg: Config) -> Iterator[str]:
+    actor = cfg.actor_rollout_ref.actor
+    if actor.clip_ratio_c <= 1:
+        yield (
+            f"actor_rollout_ref.actor.clip_ratio_c={actor.clip_ratio_c:g}: the dual clip bounds ratios above "
+            "1. Set it to more than 1, e.g. 3.0."
+        )
+    if actor.clip_ratio_low > 1:
+        yield (
+            f"actor_rollout_ref.actor.clip_ratio_low={actor.clip_ratio_low:g}: a ratio cannot fall below 0, "
+            "so it is at most 1."
+        )
+
+
+def _optimizer(cfg: Config) -> Iterator[str]:
+    optim, prefix = cfg.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim"
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield f"{prefix}.betas={list(optim.betas)}: each must be at least 0 and less than 1."
+    for name, share in (
+        ("lr_warmup_steps_ratio", optim.lr_warmup_steps_ratio),
+        ("min_lr_ratio", optim.min_lr_ratio),
+    ):
+        if share > 1:
+            yield f"{prefix}.{name}={share:g}: a share is at most 1."
+    for role, size in (
+        ("actor", cfg.actor_rollout_ref.actor.fsdp_config.fsdp_size),
+        ("ref", cfg.actor_rollout_ref.ref.fsdp_config.fsdp_size),
+    ):
+        if size == 0:
+            yield f"actor_rollout_ref.{role}.fsdp_config.fsdp_size=0: set -1 to shard over all ranks."
+    if "model" not in cfg.actor_rollout_ref.actor.checkpoint.save_contents:
+        contents = ",".join(cfg.actor_rollout_ref.actor.checkpoint.save_contents)
+        yield (
+            f"actor_rollout_ref.actor.checkpoint.save_contents=[{contents}]: a checkpoint without the model "
+            "cannot be resumed. Add model."
+        )
+
+
+def _run(cfg: Config) -> Iterator[str]:
+    trainer, dag = cfg.trainer, cfg.dag
+    if not cfg.data.train_files and not trainer.val_only:
+        yield "data.train_files is empty: there is nothing to train on. Name at least one parquet file."
+    validates = trainer.val_before_train or trainer.val_only or trainer.test_freq > 0
+    if not cfg.data.val_files and validates:
+        yield (
+            "data.val_files is empty, but the run validates. Name a parquet file, or set "
+            "trainer.val_before_train=false trainer.test_freq=-1."
+        )
+    if trainer.resume_mode == "resume_path" and not isinstance(trainer.resume_from_path, str):
+        yield (
+            "trainer.resume_mode=resume_path without a path. Set "
+            "trainer.resume_from_path=DIR/global_step_N, or trainer.resume_mode=auto."
+        )
+    if trainer.resume_from_path is True:
+        yield "trainer.resume_from_path=true: expected the path of a checkpoint, DIR/global_step_N."
+    if dag.workflow_path and dag.custom_pipeline_fn:
+        yield (
+            f"dag.workflow_path={dag.workflow_path} and dag.custom_pipeline_fn={dag.custom_pipeline_fn}: a "
+            "run has one workflow. Set only one of them."
+        )

@@ -1,0 +1,26 @@
+"""Where a default of ours is not that of siiRL, and why; the documentation shows this table."""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """siiRL's default of a key, and why ours is another."""
+
+    reference: Any
+    reason: str
+
+
+FILLED_IN = "the same when unset; ours is filled in when the configuration is read"
+
+DEVIATIONS: dict[str, Deviation] = {
+    "trainer.logger": Deviation(["console", "wandb"], "wandb needs an account and a package of its own"),
+    "trainer.device": Deviation("cuda", "auto takes cuda where there is one, and runs without a GPU as well"),
+    "trainer.default_local_dir": Deviation(
+        "checkpoints/siirl_examples/gsm8k", "everything that a run writes lies below trainer.output_dir"
+    ),
+    "actor_rollout_ref.rollout.prompt_length": Deviation(None, FILLED_IN),
+    "actor_rollout_ref.rollout.response_length": Deviation(None, FILLED_IN),
+    "actor_rollout_ref.actor.data_loader_seed": Deviation(None, FILLED_IN),
+}

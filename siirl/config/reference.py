@@ -1,0 +1,122 @@
+"""The reference page of the configuration, generated from the schema.
+
+`python -m siirl.config.reference` prints docs/configuration.md.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from siirl.config.deviations import DEVIATIONS
+from siirl.config.keys import Key, has_one_value
+from siirl.config.resolve import ALIASES, FOLLOWS
+from siirl.config.root import Config, all_keys
+from siirl.config.values import show, type_name
+
+HEADER = """\
+# Configuration reference
+
+Generated from the schema by `make docs`; do not edit.
+
+A run is configured by `key=value` on the command line, over a preset
+(`siirl/config/ppo_dag_trainer.yaml`, or a YAML file of your own given by `--config-name FILE.yaml`),
+over the defaults below. `--cfg job` prints the outcome.
+
+- Unknown keys and values of a wrong type are errors that name the closest key.
+- A list is written `[a,b]`; a single path may stand for a list of one. `null` is no value.
+  `${other.key}` inserts another key.
+- Maps are free-form: any key may be set below them, with or without a leading `+`.
+- `~key` puts a key that a preset has set back to its default.
+- A node of the DAG may override keys for itself (`config:`).
+
+Status of a key: **supported**; **later**: known, but its feature does not exist yet, so any value but
+the default is refused; **no effect**: accepted, because launch scripts set it, and answered by a
+warning; **older name** of another key; **replaced**: refused, with the key to use instead.
+"""
+
+
+def reference_page() -> str:
+    """The text of docs/configuration.md."""
+    parts = [HEADER, *_sections(Config(), "", {}), _deviations()]
+    return "\n".join(parts)
+
+
+def _sections(node: Any, prefix: str, seen: dict[type, str]) -> Iterator[str]:
+    """A table for each group, in declaration order; a group that repeats another is only named."""
+    rows, groups = [], []
+    for item in dataclasses.fields(node):
+        if "rule" in item.metadata:
+            rows.append(_row(all_keys()[prefix + item.name]))
+        elif "group" in item.metadata:
+            groups.append(item)
+    if rows:
+        title = prefix.removesuffix(".")
+        table = "\n".join(("| key | default | type | meaning | status |", "|---|---|---|---|---|", *rows))
+        yield f"## {title}\n\n{type(node).__doc__}\n\n{table}\n"
+    for item in groups:
+        name, below = prefix + item.name, getattr(node, item.name)
+        later = {key.rule.later for full, key in all_keys().items() if full.startswith(name + ".")}
+        if type(below) in seen and len(later) == 1 and "" not in later:
+            yield f"## {name}\n\nThe keys and defaults of `{seen[type(below)]}`. Later: {later.pop()}.\n"
+            continue
+        seen.setdefault(type(below), name)
+        yield from _sections(below, name + ".", seen)
+
+
+def _row(key: Key) -> str:
+    last = key.name.rsplit(".", 1)[-1]
+    meaning = key.rule.doc
+    if key.rule.choices and not has_one_value(key):
+        meaning += f"; one of {', '.join(f'`{name}`' for name in key.rule.choices)}"
+    if key.rule.when:
+        meaning += f"; acts with `{key.rule.when}`"
+    cells = (f"`{last}`", _default(key), type_name(key.type), meaning, _status(key))
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _default(key: Key) -> str:
+    if key.name in FOLLOWS:
+        return f"`{FOLLOWS[key.name]}`"
+    return f"`{show(key, key.default)}`"
+
+
+def _status(key: Key) -> str:
+    rule = key.rule
+    if key.name in ALIASES:
+        return "older name of " + " and ".join(f"`{name}`" for name in ALIASES[key.name])
+    if rule.later:
+        return f"later: {rule.later}"
+    if rule.ignored:
+        return f"no effect: {rule.ignored}"
+    if rule.replaced:
+        return f"replaced: {rule.replaced}"
+    later = ", ".join(f"`{name}`" for name in rule.later_choices)
+    if has_one_value(key):
+        return f"only `{rule.choices[0]}` so far (later: {later})"
+    return f"supported (later: {later})" if later else "supported"
+
+
+def _deviations() -> str:
+    rows = [
+        f"| `{name}` | `{_plain(item.reference)}` | {_default(all_keys()[name])} | {item.reason} |"
+        for name, item in DEVIATIONS.items()
+    ]
+    return "\n".join(
+        (
+            "## Defaults that differ from siiRL's\n",
+            "| key | siiRL | siirl | why |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+        )
+    )
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ",".join(str(item) for item in value) + "]"
+    return "null" if value is None else str(value)
+
+
+if __name__ == "__main__":
+    print(reference_page(), end="")

@@ -1,0 +1,114 @@
+"""Keys that contradict each other are refused before anything starts; keys without effect are named."""
+
+import pytest
+
+from siirl.config import check_config, effect_warnings, load_config
+from siirl.errors import ConfigError, NotSupportedError
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+GOOD = (f"{ROLLOUT}.name=hf", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
+
+
+def test_a_sound_configuration_passes_without_warnings():
+    cfg = load_config(GOOD)
+    check_config(cfg)
+    assert effect_warnings(cfg) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=64"],
+            ("does not divide", "ppo_mini_batch_size=50"),
+        ),
+        (
+            ["data.train_batch_size=64"],
+            ("ppo_mini_batch_size=256 is larger than data.train_batch_size=64", "=64"),
+        ),
+        ([f"{ROLLOUT}.n=1"], (f"{ROLLOUT}.n=1", "2 or more")),
+        ([f"{ROLLOUT}.response_length=8"], ("response_length=8 differs from data.max_response_length=512",)),
+        (
+            [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"],
+            ("ppo_max_token_len_per_gpu=1000", "512 + response 512 = 1024"),
+        ),
+        (
+            [f"{ROLLOUT}.log_prob_use_dynamic_bsz=true", f"{ROLLOUT}.log_prob_max_token_len_per_gpu=10"],
+            (f"{ROLLOUT}.log_prob_max_token_len_per_gpu=10",),
+        ),
+        (
+            ["reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=600"],
+            ("overlong_buffer.len=600",),
+        ),
+        ([f"{ROLLOUT}.top_k=0"], ("top_k=0", "-1")),
+        ([f"{ROLLOUT}.val_kwargs.top_p=1.5"], ("val_kwargs.top_p=1.5",)),
+        ([f"{ROLLOUT}.temperature=0"], ("do_sample=false",)),
+        ([f"{ROLLOUT}.do_sample=false"], ("do_sample=false", "the same")),
+        ([f"{ROLLOUT}.val_kwargs.do_sample=true"], ("temperature=0 is greedy".replace("=", " "),)),
+        ([f"{ROLLOUT}.val_kwargs.n=4"], ("all 4 greedy",)),
+        ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ("tensor_model_parallel_size=2", "name=hf")),
+        ([f"{ACTOR}.clip_ratio_c=1"], ("more than 1",)),
+        ([f"{ACTOR}.clip_ratio_low=2"], ("clip_ratio_low=2",)),
+        ([f"{ACTOR}.optim.betas=[0.9,1.0]"], ("less than 1",)),
+        ([f"{ACTOR}.optim.min_lr_ratio=2"], ("min_lr_ratio=2",)),
+        ([f"{ACTOR}.fsdp_config.fsdp_size=0"], ("fsdp_size=0",)),
+        ([f"{ACTOR}.checkpoint.save_contents=[optimizer]"], ("save_contents=[optimizer]", "Add model")),
+        (["data.train_files=[]"], ("data.train_files is empty",)),
+        (["data.val_files=[]"], ("data.val_files is empty", "val_before_train=false")),
+        (["trainer.resume_mode=resume_path"], ("trainer.resume_from_path=",)),
+        (["dag.workflow_path=a.yaml", "dag.custom_pipeline_fn=b.py:c"], ("a.yaml", "b.py:c", "only one")),
+    ],
+)
+def test_contradictions_name_the_keys_and_the_fix(overrides, words):
+    cfg = load_config([*GOOD, *overrides])
+    with pytest.raises(ConfigError) as caught:
+        check_config(cfg)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_all_contradictions_are_reported_at_once():
+    with pytest.raises(ConfigError) as caught:
+        check_config(load_config([*GOOD, f"{ROLLOUT}.n=1", f"{ACTOR}.clip_ratio_c=1", f"{ROLLOUT}.top_k=0"]))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_default_that_does_not_exist_yet_is_refused_with_the_key_to_set():
+    with pytest.raises(NotSupportedError, match=r"rollout\.name=vllm.*default.*rollout\.name=hf"):
+        check_config(load_config(["algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4"]))
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (f"{ROLLOUT}.enforce_eager=false", "vllm and sglang"),
+        (f"{ROLLOUT}.engine_kwargs.vllm.x=1", "vllm and sglang"),
+        ("algorithm.algorithm_name=ppo", "workflow"),
+        (f"{ACTOR}.kl_loss_coef=0.1", "use_kl_loss is false"),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu=4096", "use_dynamic_bsz is false"),
+        (f"{ACTOR}.optim.num_cycles=1", "warmup_style is constant"),
+        ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.use_kl_in_reward is false"),
+        ("trainer.resume_from_path=/x", "resume_mode is auto"),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload=true", "no reference model"),
+    ],
+)
+def test_a_key_without_effect_warns_and_names_itself(override, words):
+    warnings = effect_warnings(load_config([*GOOD, override]))
+    assert len(warnings) == 1
+    assert warnings[0].startswith(override.partition("=")[0].removesuffix(".x"))
+    assert words in warnings[0]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1"],
+        [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"],
+        [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.param_offload=true"],
+        ["dag.workflow_path=own.yaml", "actor_rollout_ref.ref.fsdp_config.param_offload=true"],
+        [f"{ACTOR}.param_offload=true"],
+    ],
+)
+def test_a_key_that_acts_does_not_warn(overrides):
+    assert effect_warnings(load_config([*GOOD, *overrides])) == []

@@ -1,0 +1,82 @@
+"""The schema knows every key of siiRL, explains each of its own, and the reference page says what it says."""
+
+import ast
+import typing
+from pathlib import Path
+
+import pytest
+
+from siirl.config.checks import GROUP_BASELINES
+from siirl.config.deviations import DEVIATIONS
+from siirl.config.reference import reference_page
+from siirl.config.resolve import ALIASES, FOLLOWS, followed_keys, get, status
+from siirl.config.root import TOP_GROUPS, all_groups, all_keys
+from siirl.config.tree import default_config
+from siirl.config.values import plain
+
+ROOT = Path(__file__).parents[2]
+
+
+def reference_defaults() -> dict[str, typing.Any]:
+    """Key -> default, as siiRL has them."""
+    lines = (Path(__file__).parent / "config_reference_keys.txt").read_text().splitlines()
+    pairs = (line.partition(" = ") for line in lines)
+    return {name: plain(ast.literal_eval(value)) for name, _, value in pairs}
+
+
+def test_every_key_of_siirl_is_known_with_its_default():
+    wrong = {}
+    for name, expected in reference_defaults().items():
+        ours = plain(get(default_config(), name)) if name in all_keys() else "unknown"
+        if name in DEVIATIONS:
+            assert DEVIATIONS[name].reference == expected, name
+            assert ours != expected, f"{name} does not deviate any more"
+        elif ours != expected:
+            wrong[name] = (expected, ours)
+    assert wrong == {}
+    assert set(DEVIATIONS) <= set(reference_defaults())
+
+
+def test_every_key_is_explained_and_has_one_status():
+    for name, key in all_keys().items():
+        rule = key.rule
+        assert rule.doc and "|" not in rule.doc, name
+        assert sum(map(bool, (rule.later, rule.ignored, rule.replaced))) <= 1, name
+        if key.default is None and name not in FOLLOWS:
+            assert type(None) in typing.get_args(key.type), name
+        if rule.choices and key.default is not None:
+            default = key.default if isinstance(key.default, tuple) else (key.default,)
+            assert set(default) <= set(rule.choices) | set(rule.later_choices), name
+        if rule.when:
+            needed = rule.when.partition("=")[0]
+            absolute = needed.split(".")[0] in TOP_GROUPS
+            assert (needed if absolute else f"{name.rsplit('.', 1)[0]}.{needed}") in all_keys(), name
+
+
+def test_older_names_and_followers_point_at_keys_that_act():
+    for alias, targets in ALIASES.items():
+        assert alias in all_keys()
+        assert {status(target) for target in targets} == {"supported"}, alias
+    for name in FOLLOWS:
+        assert all_keys()[name].default is None, name
+    assert followed_keys() <= set(all_keys())
+
+
+def test_group_names_cover_every_level():
+    assert {
+        "data",
+        "actor_rollout_ref",
+        "actor_rollout_ref.actor",
+        "actor_rollout_ref.actor.optim",
+    } <= all_groups()
+    assert not all_groups() & set(all_keys())
+
+
+def test_group_baselines_are_known_estimators():
+    assert set(GROUP_BASELINES) <= set(all_keys()["algorithm.adv_estimator"].rule.choices)
+
+
+def test_the_reference_page_is_current():
+    committed = (ROOT / "docs" / "configuration.md").read_text()
+    if committed != reference_page():
+        pytest.fail("docs/configuration.md is out of date: run `make docs`")
