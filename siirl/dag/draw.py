@@ -260,7 +260,7 @@ def _draw_edge(axes: Any, points: list[Point], label: str) -> None:
 
 
 def _draw_weights(axes: Any, plan: Plan, link: LinkPlan, track: int, canvas: _Canvas) -> None:
-    """A dashed arrow from below the trainer, along its lane's bottom, up the left of the rollout and into it."""
+    """A dashed arrow from below the trainer, along its lane's bottom and up into the rollout's left side."""
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.path import Path as Curve
 

@@ -171,9 +171,9 @@ class _Section:
             if not _bits(layout.ranks) & ~self.known_to[parent]:
                 continue
             place = self.shared.places[parent]
-            made = self.shared.table.by_id[place.target]
             level = self.shared.level(place.target)
-            waiting = self.shared.table.add(Layout(layout.ranks, layout.shards, made.rowset))
+            rowset = f"agent_{place.data_agent}.{parent}_before_{node.id}.{level}"  # nobody else's rows
+            waiting = self.shared.table.add(Layout(layout.ranks, layout.shards, rowset))
             keys = [FieldKey(place.data_agent, name) for name in ROUTING[level]]
             self._reshard(_ordered(keys), place.target, waiting, level)
 

@@ -101,7 +101,7 @@ def place_nodes(
             source = _compute_layout(node, graph, places, table, rowset, world)
         target = replace(source, rowset=f"agent_{agent}.samples") if node.op.changes_rows else source
         places[node_id] = Place(table.add(source), table.add(target), agent)
-        check_rows_pair(node, places[node_id], agents)
+        check_rows_pair(node, agent, source, agents)
         if rows is not None:
             _check_full(node, source, rows)
     return places
@@ -154,16 +154,24 @@ def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
         )
 
 
-def check_rows_pair(node: ResolvedNode, place: Place, agents: dict[int, AgentRows]) -> None:
-    """Fields of other agents can be read where their rows pair up one to one with the node's own."""
-    own = agents.get(place.data_agent)
-    for agent in dict.fromkeys(key.agent for key in node.reads if key.agent != place.data_agent):
-        other = agents.get(agent)
+def check_rows_pair(node: ResolvedNode, agent: int, layout: Layout, agents: dict[int, AgentRows]) -> None:
+    """Fields of other agents can be read where their rows pair up one to one with the node's own.
+
+    That is so where all have the same prompts and samples, cut into equal runs of whole groups.
+    """
+    own = agents.get(agent)
+    for other_agent in dict.fromkeys(key.agent for key in node.reads if key.agent != agent):
+        other = agents.get(other_agent)
         if own is None or other is None or (own.prompts, own.n) != (other.prompts, other.n):
             raise NotSupportedError(
-                f"not supported yet: {node} reads fields of agents {place.data_agent} and {agent}, whose "
-                "rows do not "
-                "pair up: both need a rollout, the same data.train_batch_size and the same rollout.n."
+                f"not supported yet: {node} reads fields of agents {agent} and {other_agent}, whose rows "
+                "do not pair up: both need a rollout, the same data.train_batch_size and the same rollout.n."
+            )
+        if layout.split != "group" or own.prompts % layout.num_shards:
+            raise NotSupportedError(
+                f"not supported yet: {node} reads fields of agents {agent} and {other_agent} where rows lie "
+                f"by compute cost, or {own.prompts} prompts do not divide by {layout.num_shards} shards. "
+                "Make a reward node its first dependency, and choose a train_batch_size that divides."
             )
 
 

@@ -122,7 +122,8 @@ def _checked(ranks: Iterable[int], world_size: int, value: Any, who: str) -> Ran
     if not 0 <= outside < world_size:
         raise PlacementError(
             f"{who}: placement {value!r} names rank {outside}, but the cluster has {world_size} ranks "
-            f"(0-{world_size - 1}). Place the node inside it, or raise trainer.nnodes or trainer.n_gpus_per_node."
+            f"(0-{world_size - 1}). Place the node inside it, or raise trainer.nnodes or "
+            "trainer.n_gpus_per_node."
         )
     if len(set(listed)) != len(listed):
         twice = next(rank for rank in listed if listed.count(rank) > 1)
