@@ -38,7 +38,7 @@ class Scenario:
     overrides: tuple[str, ...] = ()
     fsdp_size: int = 0
     strategy: str = "fsdp"
-    options: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
 
 
 def sample_rows(step: int) -> TensorDict:
@@ -188,7 +188,8 @@ def build_engine(
     shard = scenario.fsdp_size or world
     dims = ParallelDims(world=world, dp_shard=shard, dp_replicate=world // shard)
     wanted = dict.fromkeys([ranks, *(line for lines in dims.mesh_groups(ranks).values() for line in lines)])
-    groups = ProcessGroups(list(wanted), "gloo", 60)
+    backend = "gloo" if scenario.device == "cpu" else "cpu:gloo,cuda:nccl"
+    groups = ProcessGroups(list(wanted), backend, 60)
     plan = ModelPlan(
         name=f"agent_0.{role}",
         agent=0,
@@ -203,7 +204,7 @@ def build_engine(
     )
     cfg = load_config([*overrides_for(path, role), *scenario.overrides])
     module, _, name = ENGINES[scenario.strategy].partition(":")
-    engine = getattr(importlib.import_module(module), name)(plan, cfg, groups, torch.device("cpu"))
+    engine = getattr(importlib.import_module(module), name)(plan, cfg, groups, torch.device(scenario.device))
     return engine, groups
 
 
@@ -212,7 +213,7 @@ def first_step_gradients(engine: TrainEngine) -> dict[str, Tensor]:
     moments = engine.state_dict()["optimizer"]
     prefix = "exp_avg."
     return {
-        name.removeprefix(prefix): moment.full_tensor() / (1 - BETA1)
+        name.removeprefix(prefix): moment.full_tensor().cpu() / (1 - BETA1)
         for name, moment in moments.items()
         if name.startswith(prefix)
     }
@@ -249,7 +250,8 @@ def run_scenario(scenario: Scenario, path: Path | str) -> Outcome:
         outcome.losses.append(loss[0].item())
         outcome.grad_norms.append(values["grad_norm"])
     assert engine.version == NUM_STEPS
-    outcome.weights = {name: weight.clone() for name, weight in engine.export_weights(torch.float32)}
+    weights = engine.export_weights(torch.float32)
+    outcome.weights = {name: weight.to("cpu", copy=True) for name, weight in weights}
     return outcome
 
 

@@ -145,3 +145,25 @@ def train_nothing(rank: int, world: int, path: str) -> None:
 
 def test_a_mini_batch_without_trained_tokens_changes_nothing(model_dir):
     run_workers(train_nothing, 2, model_dir)
+
+
+def go_back_after_a_forward(rank: int, world: int, path: str) -> None:
+    scenario = Scenario("", world)
+    engine, _ = cases.build_engine(scenario, path)
+    rows = take_rows(cases.sample_rows(0), cases.rows_of_rank(rank, world, "even"))
+
+    def scores() -> torch.Tensor:
+        return engine.compute(rows, ("log_prob",), cases.TEMPERATURE)["log_prob"]
+
+    state = engine.state_dict()
+    for part in ("model", "optimizer"):
+        state[part] = {name: tensor.clone() for name, tensor in state[part].items()}
+    first = scores()
+    cases.train_steps(engine, scenario, range(1))
+    assert not torch.equal(scores(), first)
+    engine.load_state_dict(state)
+    assert torch.equal(scores(), first)
+
+
+def test_weights_that_are_loaded_right_after_a_forward_take_effect(model_dir):
+    run_workers(go_back_after_a_forward, 2, model_dir)

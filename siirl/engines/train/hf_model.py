@@ -8,6 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from siirl.config.common import ModelConfig
 from siirl.engines.train.attention import PACKED_ATTENTION
@@ -96,6 +97,8 @@ def check_architecture(model: PreTrainedModel) -> None:
         problem = f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
     elif not isinstance(head, nn.Linear) or head.bias is not None:
         problem = "an output head that is not a plain matrix"
+    elif get_model_conversion_mapping(model, add_legacy=False):
+        problem = "weights that are stored under other names or shapes, as fused experts are"
     elif not model._supports_attention_backend:
         problem = "attention that cannot be replaced"
     for name in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
