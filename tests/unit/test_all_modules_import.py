@@ -1,0 +1,19 @@
+"""Every module of siirl imports: none refers to something that no longer exists."""
+
+import importlib
+import pkgutil
+
+import pytest
+
+import siirl
+
+MODULES = sorted(module.name for module in pkgutil.walk_packages(siirl.__path__, "siirl."))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_module_imports(name):
+    importlib.import_module(name)
+
+
+def test_the_list_of_modules_is_not_empty():
+    assert {"siirl.types", "siirl.dag.plan", "siirl.engines.registry"} <= set(MODULES)

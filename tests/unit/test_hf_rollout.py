@@ -1,0 +1,191 @@
+"""What is particular to the HF engine: passes, prefill blocks, the cache, dtypes, architectures."""
+
+import numpy as np
+import pytest
+import torch
+from fixtures_tiny import make_tiny_model_dir
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from siirl.config import load_config
+from siirl.dag.plan import ModelPlan
+from siirl.engines.rollout import decode, kv_cache, sampling
+from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.hf import HFRollout
+from siirl.errors import ConfigError, DataError, NotSupportedError
+from siirl.parallel.dims import ParallelDims
+
+VOCAB = 24
+PLAN = ModelPlan("agent_0.rollout", 0, "rollout", "hf", "lm", False, (0,), ParallelDims(1), "rollout", ())
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
+SAMPLED = SamplingParams(max_tokens=24, n=3, stop_token_ids=(4, 9))
+GREEDY = SamplingParams(max_tokens=24, temperature=0)
+
+
+def build(path, *overrides, dtype="float32"):
+    cfg = load_config(
+        [
+            "actor_rollout_ref.rollout.name=hf",
+            f"actor_rollout_ref.model.path={path}",
+            f"actor_rollout_ref.rollout.dtype={dtype}",
+            *overrides,
+        ]
+    )
+    return HFRollout(PLAN, cfg, None, "cpu")
+
+
+def loaded(path, *overrides, dtype="float32"):
+    engine = build(path, *overrides, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    engine.load_weights(model.state_dict().items(), version=0)
+    return engine
+
+
+def tokens(engine, params=SAMPLED):
+    return [[s.token_ids for s in prompt] for prompt in engine.generate(PROMPTS, params, range(5))]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return make_tiny_model_dir(path, vocab=VOCAB, init_std=0.3, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def expected(model_dir):
+    return tokens(loaded(model_dir))
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["max_num_seqs=1", "max_num_seqs=4", "micro_batch_size=2", "max_num_batched_tokens=8"],
+)
+def test_passes_and_prefill_blocks_do_not_change_samples(model_dir, expected, override):
+    assert tokens(loaded(model_dir, f"actor_rollout_ref.rollout.{override}")) == expected
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (kv_cache, "GROWTH", 1),
+        (decode, "KEEP_SHARE", 1.0),
+        (decode, "KEEP_SHARE", 0.0),
+        (decode, "CHECK_EVERY", {"cpu": 5}),
+        (sampling, "_MAX_LOGITS", 30),
+    ],
+)
+def test_tuning_does_not_change_samples(model_dir, expected, monkeypatch, module, name, value):
+    monkeypatch.setattr(module, name, value)
+    assert tokens(loaded(model_dir)) == expected
+
+
+def test_prompts_are_read_once_and_ended_rows_leave(model_dir, monkeypatch):
+    engine = loaded(model_dir)
+    shapes = []
+    forward = engine._model.forward
+    monkeypatch.setattr(
+        engine._model, "forward", lambda **kw: shapes.append(tuple(kw["input_ids"].shape)) or forward(**kw)
+    )
+    completions = engine.generate(PROMPTS, SAMPLED, range(5))
+    assert shapes[0] == (4, 11), "four distinct prompts, not five, not fifteen rows"
+    rows = [shape[0] for shape in shapes[1:]]
+    assert rows[0] >= rows[-1] and rows[-1] < 15
+    longest = max(len(sample.token_ids) for prompt in completions for sample in prompt)
+    assert len(rows) == longest - 1, "no forward after the last token"
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+        ("mistral", {"sliding_window": 4}),
+        ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
+    ],
+)
+def test_greedy_equals_transformers_on_other_architectures(tmp_path, family, options):
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        **options,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    engine = build(tmp_path)
+    engine.load_weights(model.state_dict().items(), version=0)
+    for prompt, (response,) in zip(PROMPTS, tokens(engine, GREEDY), strict=True):
+        full = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
+        assert response == full[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected_dtype"),
+    [("bfloat16", torch.bfloat16), ("float32", torch.float32), ("auto", torch.bfloat16)],
+)
+def test_weights_have_the_dtype_that_was_asked_for(tmp_path, dtype, expected_dtype):
+    path = make_tiny_model_dir(tmp_path, vocab=VOCAB, dtype="bfloat16", init_std=0.3, tokenizer=False)
+    engine = loaded(path, dtype=dtype)
+    assert {dtype for _, dtype in engine.weight_specs().values()} == {expected_dtype}
+    assert all(len(sample) > 0 for prompt in tokens(engine) for sample in prompt)
+
+
+def test_no_weight_file_is_needed_to_start(tmp_path):
+    path = make_tiny_model_dir(tmp_path, vocab=VOCAB, weights=False, tokenizer=False)
+    assert build(path).weight_version == -1
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "error", "words"),
+    [
+        ("qwen3", ["actor_rollout_ref.rollout.tensor_model_parallel_size=2"], ConfigError, "one device"),
+        ("qwen3", ["actor_rollout_ref.model.path=/does/not/exist"], DataError, "does not exist"),
+        ("qwen3", ["actor_rollout_ref.model.path={tmp}/empty"], DataError, "config.json"),
+        ("qwen3_next", [], NotSupportedError, "linear_attention"),
+    ],
+)
+def test_what_cannot_run_is_refused(tmp_path, family, overrides, error, words):
+    (tmp_path / "empty").mkdir()
+    AutoConfig.for_model(family).save_pretrained(tmp_path)
+    with pytest.raises(error, match=words):
+        build(tmp_path, *(override.format(tmp=tmp_path) for override in overrides))
+
+
+def test_uniforms_are_uniform_and_independent_of_the_other_rows():
+    table = sampling.uniforms([3, 4, (1 << 63) - 1], 20_000)
+    assert table.shape == (20_000, 3)
+    np.testing.assert_array_equal(sampling.uniforms([4], 5)[:, 0], table[:5, 1])
+    counts = np.stack([np.histogram(column, 50, (0, 1))[0] for column in table.T])
+    chi_square = ((counts - 400) ** 2 / 400).sum(1)
+    assert (chi_square < 49 + 4.5 * np.sqrt(98)).all()
+    assert np.abs(np.corrcoef(table.T) - np.eye(3)).max() < 0.03
+    assert abs(np.corrcoef(table[:-1, 0], table[1:, 0])[0, 1]) < 0.03
+    assert table.min() > 0 and table.max() < 1
+
+
+def test_seeds_of_samples_of_neighbouring_prompts_do_not_collide():
+    seeds = {sampling.derive_seed(prompt, sample) for prompt in range(200) for sample in range(50)}
+    assert len(seeds) == 10_000
+
+
+def test_a_token_without_probability_is_never_drawn():
+    logits = torch.full((4, 6), -torch.inf)
+    logits[:, 2] = 0.0
+    uniform = torch.tensor([2.0**-33, 0.3, 0.9, 1 - 2.0**-33], dtype=torch.float64)
+    token, log_prob = sampling.sample_tokens(logits, uniform, SamplingParams(max_tokens=1))
+    assert token.tolist() == [2] * 4 and log_prob.tolist() == [0.0] * 4
+
+
+def test_top_p_keeps_at_least_the_likeliest_token():
+    logits = torch.tensor([[0.0, 3.0, 1.0]]).repeat(50, 1)
+    uniform = torch.linspace(0.01, 0.99, 50, dtype=torch.float64)
+    token, _ = sampling.sample_tokens(logits, uniform, SamplingParams(max_tokens=1, top_p=1e-6))
+    assert set(token.tolist()) == {1}
