@@ -1,0 +1,91 @@
+"""The main job on real processes: the same training on any number of ranks, exact resume, an export that loads."""
+
+import math
+
+import pytest
+import torch
+from job_harness import Inputs, overrides, run_job
+
+KL = "actor_rollout_ref.actor.use_kl_loss=True"
+COMPARED = ("reward/score", "actor/loss", "actor/grad_norm", "actor/ref_kl", "actor/entropy", "rollout/response_length")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(inputs, tmp_path_factory):
+    output = tmp_path_factory.mktemp("one")
+    return run_job(1, overrides(inputs, output, KL, "trainer.save_freq=2", "trainer.test_freq=2"))
+
+
+def largest_difference(one, other) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "more"),
+    [
+        (2, ["trainer.balance_batch=True"]),
+        (4, ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"]),
+    ],
+)
+def test_training_is_the_same_on_any_number_of_ranks(inputs, one_rank, tmp_path, world_size, more):
+    several = run_job(world_size, overrides(inputs, tmp_path, KL, *more))
+    for name in COMPARED:
+        assert len(several.values(name)) == 3
+        assert several.values(name) == pytest.approx(one_rank.values(name), rel=2e-4, abs=2e-5), name
+    assert largest_difference(several.weights(), one_rank.weights()) < 2e-4
+
+
+def test_trainer_and_rollout_agree_on_log_probs(one_rank):
+    assert max(one_rank.values("actor/rollout_log_prob_diff")) < 1e-5
+
+
+def test_training_changes_the_weights_and_reports_what_it_did(inputs, one_rank):
+    from safetensors.torch import load_file
+
+    before = load_file(inputs.model / "model.safetensors")
+    assert largest_difference(one_rank.weights(), before) > 1e-2
+    assert [line["step"] for line in one_rank.lines] == [0, 1, 2, 3]
+    assert all(math.isfinite(value) for line in one_rank.lines for value in line.values() if value is not None)
+    assert len(one_rank.values("val/reward/mean")) == 3  # before training, after step 2, at the end
+    last = one_rank.lines[-1]
+    for name in ("perf/tokens_per_s", "time/step_s", "time/rollout_actor_s", "actor/lr", "actor/clip_fraction"):
+        assert name in last, name
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(inputs, one_rank, tmp_path):
+    settings = [KL, "trainer.save_freq=2", "trainer.test_freq=2"]
+    run_job(1, overrides(inputs, tmp_path, *settings, "trainer.total_training_steps=2"))
+    resumed = run_job(1, overrides(inputs, tmp_path, *settings))
+    assert largest_difference(resumed.weights(), one_rank.weights()) == 0.0
+    for name in COMPARED:
+        assert resumed.values(name)[-1] == one_rank.values(name)[-1], name
+
+
+def test_a_run_resumes_on_another_number_of_ranks(inputs, one_rank, tmp_path):
+    settings = [KL, "trainer.save_freq=2"]
+    run_job(1, overrides(inputs, tmp_path, *settings, "trainer.total_training_steps=2"))
+    resumed = run_job(2, overrides(inputs, tmp_path, *settings))
+    assert resumed.lines[-1]["step"] == 3
+    assert largest_difference(resumed.weights(), one_rank.weights()) < 2e-4
+
+
+def test_the_export_loads_in_transformers_and_a_checkpoint_exports_to_the_same(one_rank, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from siirl.checkpoint.export import export_hf
+
+    exported = one_rank.output / "hf_model"
+    model = AutoModelForCausalLM.from_pretrained(exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ids = torch.tensor([tokenizer.encode("max 3 7=")])
+    assert torch.isfinite(model(ids).logits).all()
+    export_hf(one_rank.output / "checkpoints" / "global_step_2", tmp_path / "later")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "later")
+    samples = list((one_rank.output / "rollouts" / "train").glob("step_*.txt"))
+    assert samples, "sampled rollouts are written as text"

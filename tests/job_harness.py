@@ -1,0 +1,113 @@
+"""Runs the main job on gloo processes, in a folder of its own: what the end-to-end tests share."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_harness import run_workers
+from fixtures_tiny import make_arithmetic_parquet, make_tiny_model_dir
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """A reward that varies between random responses: the share of digits, and a bonus for the right one."""
+    digits = sum(character.isdigit() for character in solution_str)
+    return digits / 8 + (0.5 if ground_truth in solution_str else 0.0)
+'''
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Model, data and reward of a test job."""
+
+    model: Path
+    train: Path
+    val: Path
+    reward: Path
+
+    @classmethod
+    def make(cls, folder: Path, rows: int = 32, seed: int = 0) -> "Inputs":
+        """Write them below `folder`. init_std 0.2: log-probs are far from uniform."""
+        folder.mkdir(parents=True, exist_ok=True)
+        reward = folder / "reward.py"
+        reward.write_text(REWARD)
+        return cls(
+            make_tiny_model_dir(folder / "model", init_std=0.2, seed=seed),
+            make_arithmetic_parquet(folder / "train.parquet", rows),
+            make_arithmetic_parquet(folder / "val.parquet", 6, seed=1),
+            reward,
+        )
+
+
+def overrides(inputs: Inputs, output: Path, *more: str) -> list[str]:
+    """The command line of a small job, in fp32: 8 prompts x 4 samples, 2 optimizer steps a step."""
+    base = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": inputs.train,
+        "data.val_files": inputs.val,
+        "data.train_batch_size": 8,
+        "data.max_prompt_length": 32,
+        "data.max_response_length": 8,
+        "actor_rollout_ref.model.path": inputs.model,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.actor.optim.lr": 1e-2,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "float32",
+        "actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype": "float32",
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.n": 4,
+        "custom_reward_function.path": inputs.reward,
+        "trainer.device": "cpu",
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": 1,
+        "trainer.logger": "[]",
+        "trainer.total_training_steps": 3,
+        "trainer.output_dir": output,
+        "trainer.deadline_s": 60,
+    }
+    return [f"{key}={value}" for key, value in base.items()] + list(more)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended: its folder and its metrics, one dict per line."""
+
+    output: Path
+    lines: list[dict[str, Any]]
+
+    def values(self, name: str) -> list[float]:
+        """The metric over the steps that have it."""
+        return [line[name] for line in self.lines if name in line]
+
+    def weights(self, model: str = "") -> dict[str, Any]:
+        """The exported weights."""
+        from safetensors.torch import load_file
+
+        files = sorted((self.output / "hf_model" / model).glob("*.safetensors"))
+        return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def run_job(world_size: int, arguments: list[str], deadline_s: float = 100) -> Finished:
+    """Run the main job's workers to the end; arguments as on the command line, the world size is added."""
+    arguments = [*arguments, f"trainer.n_gpus_per_node={world_size}"]
+    output = Path(next(text for text in arguments if text.startswith("trainer.output_dir=")).partition("=")[2])
+    run_workers(work, world_size, arguments, str(output), deadline_s=deadline_s)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return Finished(output, lines)
+
+
+def work(rank: int, world_size: int, arguments: list[str], output: str) -> None:
+    """One worker: compose, compile, run; what siirl.launch.worker does without a launcher."""
+    import torch
+
+    from siirl.config import load_config
+    from siirl.dag.compile import compile_plan, load_dag
+    from siirl.dag_worker.training import run_worker
+    from siirl.launch.job import Job
+
+    cfg = load_config(arguments)
+    plan, _ = compile_plan(load_dag(cfg), cfg, world_size)
+    job = Job({}, plan.to_json(), output, world_size, world_size)
+    run_worker(cfg, plan, rank, world_size, torch.device("cpu"), job)
