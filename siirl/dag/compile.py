@@ -22,12 +22,7 @@ TEMPLATES = Path(__file__).parents[2] / "dag_templates"
 
 def load_dag(cfg: Config) -> DagSpec:
     """The DAG of dag.custom_pipeline_fn, of dag.workflow_path, or the algorithm's template."""
-    function, path = cfg.dag.custom_pipeline_fn, cfg.dag.workflow_path
-    if function and path:
-        raise DagError(
-            f"dag.custom_pipeline_fn={function} and dag.workflow_path={path} both name a workflow. Set one "
-            "of them."
-        )
+    function = cfg.dag.custom_pipeline_fn
     if function:
         dag = load_object(function, "dag.custom_pipeline_fn")()
         if not isinstance(dag, DagSpec):
@@ -36,7 +31,7 @@ def load_dag(cfg: Config) -> DagSpec:
                 "builder.build()."
             )
         return dag
-    return load_dag_file(path or TEMPLATES / "grpo.yaml")
+    return load_dag_file(cfg.dag.workflow_path or TEMPLATES / "grpo.yaml")
 
 
 def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict[str, Config]]:

@@ -1,0 +1,123 @@
+"""Every template on several placements compiles to the plan stored beside this file, in every process.
+
+After a deliberate change of the compiler, `python tests/plan/test_golden_plans.py` rewrites the stored plans:
+read the diff.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from plan_cases import add_agent, compiled, config, custom, grpo_plan, run_symbolically
+
+from siirl.dag.compile import TEMPLATES, compile_plan
+from siirl.dag.plan import Plan
+from siirl.dag.report import report
+from siirl.dag.spec import DagBuilder, DagSpec, NodeSpec, dag_spec
+from siirl.dag.yaml_file import load_dag_file
+
+GOLDEN = Path(__file__).parent / "golden"
+KL = "actor_rollout_ref.actor.use_kl_loss=true"
+
+
+def placed(template: str, placements: dict[str, str]) -> DagSpec:
+    """A template with placements by node role."""
+    dag = load_dag_file(TEMPLATES / template)
+    nodes = [NodeSpec(**{**vars(node), "placement": placements.get(node.node_role)}) for node in dag.nodes]
+    return dag_spec(dag.dag_id, nodes, dag.description)
+
+
+def two_agents() -> DagSpec:
+    dag = DagBuilder("two_agents")
+    add_agent(dag, 0, "0-1"), add_agent(dag, 1, "2-3")
+    return dag.build()
+
+
+CASES = {
+    "grpo_on_1": lambda: grpo_plan(1),
+    "grpo_on_8_all_nodes": lambda: grpo_plan(
+        8, KL, "actor_rollout_ref.actor.ppo_epochs=2", "trainer.balance_batch=true"
+    ),
+    "grpo_on_4_hybrid_shards": lambda: grpo_plan(4, "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"),
+    "grpo_split_4_and_4": lambda: compiled(
+        placed("grpo.yaml", {"ROLLOUT": "50%-100%", "ACTOR": "0-3", "REFERENCE": "0-3"}), 8, KL
+    ),
+    "grpo_overlapping": lambda: compiled(
+        placed("grpo.yaml", {"ROLLOUT": "2-5", "ACTOR": "0-3", "REFERENCE": "3-5:2"}), 6, KL
+    ),
+    "two_agents_on_4": lambda: compiled(two_agents(), 4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_template_compiles_to_the_stored_plan(name):
+    plan = CASES[name]()
+    run_symbolically(plan)
+    run_symbolically(plan, "validation")
+    stored = (GOLDEN / f"{name}.json").read_text()
+    assert Plan.from_json(stored) == plan
+    assert plan.to_json() == stored
+
+
+def test_every_template_has_a_stored_plan_and_fits_on_a_screen():
+    for template in TEMPLATES.glob("*.yaml"):
+        assert any(name.startswith(template.stem) for name in CASES), template
+        assert len(template.read_text().splitlines()) <= 40, template
+
+
+def test_the_plan_and_its_report_are_the_same_for_every_hash_seed():
+    digests = set()
+    for seed in ("0", "1", "77"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
+        run = subprocess.run(
+            [sys.executable, __file__, "digest"], env=env, capture_output=True, text=True, timeout=100
+        )
+        assert run.returncode == 0, run.stderr
+        digests.add(run.stdout)
+    assert len(digests) == 1
+    assert digests.pop() == digest()
+
+
+def digest() -> str:
+    """A digest of plan and report of the case with the most nodes and placements."""
+    dag = placed("grpo.yaml", {"ROLLOUT": "2-5", "ACTOR": "0-3", "REFERENCE": "3-5:2"})
+    cfg = config(KL)
+    plan, configs = compile_plan(dag, cfg, 6)
+    return hashlib.sha256((plan.to_json() + report(plan, configs)).encode()).hexdigest() + "\n"
+
+
+def test_200_nodes_on_4096_ranks_compile_in_seconds():
+    dag = DagBuilder("large")
+    for agent in range(10):
+        ids = add_agent(dag, agent, f"{agent * 400}-{agent * 400 + 407}")
+        above = [ids["reward"]]
+        for index in range(16):
+            name = f"custom_{agent}_{index}"
+            place = f"{agent * 400 + index % 3}-{agent * 400 + 407}"
+            above = [custom(dag, name, above, ["score"], [f"x{index}"], agent_group=agent, placement=place)]
+        custom(dag, f"end_{agent}", above, [f"x{index}" for index in range(16)], [], agent_group=agent)
+    spec = dag.build()
+    assert len(spec.nodes) >= 200
+    cfg = config("data.train_batch_size=4096", "actor_rollout_ref.actor.ppo_mini_batch_size=4096")
+    start = time.process_time()
+    plan, _ = compile_plan(spec, cfg, 4096)
+    text = plan.to_json()
+    assert time.process_time() - start < 5
+    assert len(plan.nodes) == len(spec.nodes)
+    assert Plan.from_json(text) == plan
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["digest"]:
+        print(digest(), end="")
+    else:
+        GOLDEN.mkdir(exist_ok=True)
+        for case, make in CASES.items():
+            (GOLDEN / f"{case}.json").write_text(make().to_json())

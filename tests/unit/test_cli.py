@@ -1,0 +1,117 @@
+"""The console script: exit codes, messages without tracebacks, files, and start-up time."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from siirl.cli import main
+from siirl.dag.plan import Plan
+
+GOOD = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=8"]
+TINY = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+
+
+def test_check_says_ok_and_what_is_left_out(capsys):
+    assert main(["check", *GOOD]) == 0
+    out = capsys.readouterr().out
+    assert "ok: DAG 'grpo'" in out
+    assert "left out: reference_log_prob" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["check", *GOOD, "trainer.nodes=2"], "trainer.nnodes"),
+        (
+            ["check", *GOOD, "dag.workflow_path=/no/such.yaml"],
+            "DagError: DAG file '/no/such.yaml' cannot be read",
+        ),
+        (["check", *GOOD, "dag.custom_pipeline_fn=/no/such.py:f"], "no such file"),
+        (["check", *GOOD, "dag.workflow_path=a", "dag.custom_pipeline_fn=b:c"], "one workflow"),
+        (
+            ["plan", *GOOD, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"],
+            "PlacementError",
+        ),
+        (["plan", *GOOD, "--draw", "x.pdf"], "End it with .svg or .png"),
+        (["plan", *GOOD, "--json", "/proc/nowhere/plan.json"], "cannot be written"),
+    ],
+)
+def test_a_user_error_is_one_message_and_exit_code_2(arguments, message, capsys, monkeypatch):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_hydra_full_error_shows_the_traceback(capsys, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    assert main(["check", *GOOD, "trainer.nodes=2"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_unknown_option_prints_the_usage(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", *GOOD, "--jsn", "x"])
+    assert caught.value.code == 2
+    assert "unknown argument '--jsn'" in capsys.readouterr().err
+
+
+def test_plan_prints_and_writes_everything(capsys, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    files = [tmp_path / "out" / name for name in ("plan.json", "plan.svg", "plan.png")]
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    assert main(["plan", "--json", str(files[0]), *GOOD, model, "--draw", str(files[1])]) == 0
+    out = capsys.readouterr().out
+    for expected in (
+        "nodes by rank",
+        "1024 prompts x 8 responses = 8192 sequences",
+        "4 mini-batches of 256 prompts = 2048 sequences -> 4 optimizer steps",
+        "256 micro-batches of 1 sequence on each rank",
+        "ranks 0-7: about",
+        "reference_log_prob: nothing reads ref_log_prob: no KL is used",
+    ):
+        assert expected in out
+    plan = Plan.from_json(files[0].read_text())
+    assert plan.world_size == 8
+    svg = files[1].read_text()
+    assert svg.startswith("<?xml") and "rollout_actor" in svg
+    assert main(["plan", *GOOD, model, "--draw", str(files[2])]) == 0
+    assert files[2].read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_needs_no_model_but_says_that_the_estimate_is_left_out(capsys):
+    assert main(["plan", *GOOD, "actor_rollout_ref.model.path=/no/such/model"]) == 0
+    assert "left out: /no/such/model/config.json cannot be read" in capsys.readouterr().out
+
+
+def test_keys_without_effect_are_warned_about(capsys):
+    assert main(["check", *GOOD, "trainer.should_log=true"]) == 0
+    assert "warning: trainer.should_log" in capsys.readouterr().err
+
+
+def test_check_starts_quickly_and_without_torch():
+    code = "import sys; from siirl.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    before = os.times().children_user
+    start = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-c", code, "check", *GOOD], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    seconds = min(time.monotonic() - start, os.times().children_user - before)
+    assert seconds < 3, "CPU seconds, so that other work on the machine does not count"
