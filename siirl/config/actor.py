@@ -36,7 +36,19 @@ class PolicyLossConfig:
         "policy loss",
         choices=("vanilla",),
         later_choices=dict.fromkeys(
-            ("gspo", "gmpo", "geo_mean", "cispo", "sapo", "clip_cov", "kl_cov", "cpgd", "gpg", "dppo"),
+            (
+                "gspo",
+                "gmpo",
+                "geo_mean",
+                "cispo",
+                "sapo",
+                "clip_cov",
+                "kl_cov",
+                "cpgd",
+                "gpg",
+                "dppo_tv",
+                "dppo_kl",
+            ),
             MORE_LOSSES,
         ),
     )
@@ -45,6 +57,9 @@ class PolicyLossConfig:
     clip_cov_ub: float = key(5.0, "greatest covariance that clip-cov clips", later=MORE_LOSSES)
     kl_cov_ratio: float = key(0.0002, "share of tokens that kl-cov penalises", later=MORE_LOSSES)
     ppo_kl_coef: float = key(0.1, "weight of the kl-cov penalty", later=MORE_LOSSES)
+    tau_pos: float = key(1.0, "temperature of sapo's gate for positive advantages", later=MORE_LOSSES)
+    tau_neg: float = key(1.05, "temperature of sapo's gate for the others", later=MORE_LOSSES)
+    clip_divergence: float = key(0.15, "trust region of dppo_tv and dppo_kl", later=MORE_LOSSES)
 
 
 @dataclass(frozen=True)
