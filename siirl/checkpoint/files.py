@@ -38,7 +38,7 @@ class FileRecord:
 
 
 def check_writable(root: Path) -> None:
-    """Prove that checkpoints can be written under `root`, before training starts. CheckpointError if not."""
+    """Prove that checkpoints can be written under `root`, before training starts. ConfigError if not."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=root, prefix=".writable_") as probe:
@@ -46,7 +46,7 @@ def check_writable(root: Path) -> None:
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
-        raise CheckpointError(
+        raise ConfigError(
             f"trainer.default_local_dir={str(root)!r} cannot be written: {error}. "
             "No checkpoint could be saved. Choose another folder, or fix its permissions or free space."
         ) from error
@@ -71,12 +71,9 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint folder. CheckpointError if it has another name."""
+    """The step in the name of a checkpoint folder."""
     found = _STEP_FOLDER.fullmatch(checkpoint.name)
-    if found is None:
-        raise CheckpointError(
-            f"{checkpoint} is no checkpoint: its name is not global_step_N. Give such a folder."
-        )
+    assert found is not None, f"{checkpoint} is not named global_step_N"
     return int(found[1])
 
 
@@ -197,7 +194,7 @@ def current_step(root: Path) -> int | None:
         return None
 
 
-def find_resume(root: Path, mode: str, from_path: str | Path | None) -> Path | None:
+def find_resume(root: Path, mode: str, from_path: str | Path | bool | None) -> Path | None:
     """The checkpoint to resume from, its files checked against its manifest; None: start from the beginning.
 
     auto: the current one; if it is damaged, the newest complete one before it, with a warning that says why;
@@ -206,7 +203,9 @@ def find_resume(root: Path, mode: str, from_path: str | Path | None) -> Path | N
     if mode == "disable":
         return None
     if mode == "resume_path":
-        return _verified_path(from_path)
+        checkpoint = given_checkpoint(from_path)
+        verify(checkpoint)
+        return checkpoint
     current, steps = current_step(root), saved_steps(root)
     candidates = steps if current is None else [current, *(step for step in steps if step < current)]
     problems = []
@@ -229,19 +228,22 @@ def find_resume(root: Path, mode: str, from_path: str | Path | None) -> Path | N
     return None
 
 
-def _verified_path(from_path: str | Path | None) -> Path:
+def given_checkpoint(from_path: str | Path | bool | None) -> Path:
+    """The folder of trainer.resume_from_path, its files not yet checked. ConfigError if it is no checkpoint.
+
+    Cheap enough to call before the workers start.
+    """
     if not from_path or from_path is True:
         raise ConfigError(
-            "trainer.resume_mode=resume_path needs trainer.resume_from_path. "
-            "Set it to a global_step_N folder."
+            "trainer.resume_mode=resume_path needs trainer.resume_from_path: set it to a global_step_N."
         )
     checkpoint = Path(from_path).expanduser()
-    if not checkpoint.is_dir():
-        raise CheckpointError(
-            f"trainer.resume_from_path={str(from_path)!r}: no such folder. Give a global_step_N folder."
+    if not checkpoint.is_dir() or _STEP_FOLDER.fullmatch(checkpoint.name) is None:
+        reason = "it is not named global_step_N" if checkpoint.is_dir() else "no such folder"
+        raise ConfigError(
+            f"trainer.resume_from_path={str(from_path)!r} is no checkpoint: {reason}. "
+            "Give a global_step_N folder."
         )
-    step_of(checkpoint)
-    verify(checkpoint)
     return checkpoint
 
 

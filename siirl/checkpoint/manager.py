@@ -127,7 +127,7 @@ class CheckpointManager:
                 files.publish(aside, self.root, step)
                 files.prune(self.root, self.keep, step)
 
-    def find_resume(self, mode: str, from_path: str | Path | None) -> Path | None:
+    def find_resume(self, mode: str, from_path: str | Path | bool | None) -> Path | None:
         """files.find_resume by rank 0, for all ranks."""
         found: list[str | None] = [None]
         with self._together(None, "looking for the one to resume from"):

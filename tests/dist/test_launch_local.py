@@ -1,5 +1,6 @@
 """The local launcher and torchrun with real processes: every way in which a run can end."""
 
+import dataclasses
 import json
 import os
 import re
@@ -16,7 +17,8 @@ from siirl.dag.plan import Plan
 from siirl.launch.job import Job
 
 ROOT = Path(__file__).parents[2]
-PLAN = Plan("launch_test", 2, (), {}, {}, {}, {}, {}, {}, (), (), ())
+EMPTY = {field.name: {} if "dict" in str(field.type) else () for field in dataclasses.fields(Plan)}
+PLAN = Plan(**(EMPTY | {"dag_id": "launch_test", "world_size": 2}))
 LAUNCH = (
     "import sys; from pathlib import Path; from siirl.launch.job import Job;"
     "from siirl.launch.local import run_local;"

@@ -104,9 +104,9 @@ def test_a_given_path_is_checked_and_never_replaced_by_another(tmp_path):
     assert files.find_resume(tmp_path, "resume_path", str(good)) == good
     with pytest.raises(CheckpointError, match="corrupted"):
         files.find_resume(tmp_path, "resume_path", str(bad))
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with pytest.raises(ConfigError, match="no such folder"):
         files.find_resume(tmp_path, "resume_path", str(tmp_path / "global_step_7"))
-    with pytest.raises(CheckpointError, match="not global_step_N"):
+    with pytest.raises(ConfigError, match="not named global_step_N"):
         files.find_resume(tmp_path, "resume_path", str(tmp_path))
     with pytest.raises(ConfigError, match=r"trainer\.resume_from_path"):
         files.find_resume(tmp_path, "resume_path", False)
@@ -153,7 +153,7 @@ def test_a_crash_while_publishing_leaves_a_pointer_to_a_complete_checkpoint(tmp_
 
 def test_a_root_that_cannot_be_written_is_refused_before_training(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"trainer\.default_local_dir=.*cannot be written"):
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir=.*cannot be written"):
         files.check_writable(tmp_path / "file" / "checkpoints")
     files.check_writable(tmp_path / "new" / "checkpoints")
     assert list((tmp_path / "new" / "checkpoints").iterdir()) == []
