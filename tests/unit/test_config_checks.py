@@ -1,8 +1,11 @@
 """Keys that contradict each other are refused before anything starts; keys without effect are named."""
 
-import pytest
+import functools
 
-from siirl.config import check_config, effect_warnings, load_config
+import pytest
+import yaml
+
+from siirl.config import Config, check_config, effect_warnings, load_config, with_overrides
 from siirl.errors import ConfigError, NotSupportedError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -10,8 +13,19 @@ ROLLOUT = "actor_rollout_ref.rollout"
 GOOD = (f"{ROLLOUT}.name=hf", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 
 
+@functools.cache
+def good() -> Config:
+    return load_config(GOOD)
+
+
+def configured(overrides: list[str]) -> Config:
+    """GOOD with overrides, without composing again each time."""
+    pairs = (text.partition("=") for text in overrides)
+    return with_overrides(good(), {name: yaml.safe_load(value) for name, _, value in pairs})
+
+
 def test_a_sound_configuration_passes_without_warnings():
-    cfg = load_config(GOOD)
+    cfg = good()
     check_config(cfg)
     assert effect_warnings(cfg) == []
 
@@ -61,7 +75,7 @@ def test_a_sound_configuration_passes_without_warnings():
     ],
 )
 def test_contradictions_name_the_keys_and_the_fix(overrides, words):
-    cfg = load_config([*GOOD, *overrides])
+    cfg = configured(overrides)
     with pytest.raises(ConfigError) as caught:
         check_config(cfg)
     for word in words:
@@ -70,7 +84,7 @@ def test_contradictions_name_the_keys_and_the_fix(overrides, words):
 
 def test_all_contradictions_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        check_config(load_config([*GOOD, f"{ROLLOUT}.n=1", f"{ACTOR}.clip_ratio_c=1", f"{ROLLOUT}.top_k=0"]))
+        check_config(configured([f"{ROLLOUT}.n=1", f"{ACTOR}.clip_ratio_c=1", f"{ROLLOUT}.top_k=0"]))
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -94,7 +108,7 @@ def test_a_default_that_does_not_exist_yet_is_refused_with_the_key_to_set():
     ],
 )
 def test_a_key_without_effect_warns_and_names_itself(override, words):
-    warnings = effect_warnings(load_config([*GOOD, override]))
+    warnings = effect_warnings(configured([override]))
     assert len(warnings) == 1
     assert warnings[0].startswith(override.partition("=")[0].removesuffix(".x"))
     assert words in warnings[0]
@@ -111,4 +125,4 @@ def test_a_key_without_effect_warns_and_names_itself(override, words):
     ],
 )
 def test_a_key_that_acts_does_not_warn(overrides):
-    assert effect_warnings(load_config([*GOOD, *overrides])) == []
+    assert effect_warnings(configured(overrides)) == []
