@@ -4,6 +4,7 @@ check and plan need neither torch nor devices; run and export import what they n
 """
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -57,9 +58,8 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    from siirl import main_dag
-
-    return main_dag.main(argv)
+    """The main job, which lies above this file: found by name when it is asked for."""
+    return importlib.import_module("siirl.main_dag").main(argv)
 
 
 def _export(args: argparse.Namespace, overrides: list[str]) -> None:
