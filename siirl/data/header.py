@@ -91,23 +91,25 @@ def common_specs(headers: dict[int, Header], ranks: Iterable[int]) -> tuple[Colu
     """
     ranks = list(ranks)
     filled = [rank for rank in ranks if len(headers[rank].row_id)] or ranks[:1]
-    distinct = {headers[rank].specs: rank for rank in reversed(filled)}
-    if len(distinct) == 1:
-        return next(iter(distinct))
+    seen = {headers[rank].specs: rank for rank in reversed(filled)}
+    if len(seen) == 1:
+        return headers[filled[0]].specs
+    first_seen = sorted(seen.items(), key=lambda item: item[1])
+    num_columns = len(headers[filled[0]].specs)
     return tuple(
-        _common_spec(dict(zip(seen, distinct.values(), strict=True))) for seen in zip(*distinct, strict=True)
+        _common_spec([(specs[column], rank) for specs, rank in first_seen]) for column in range(num_columns)
     )
 
 
-def _common_spec(seen: dict[ColumnSpec, int]) -> ColumnSpec:
-    """seen: spec -> a rank that has it."""
-    first = next(iter(seen))
-    for other in seen:
+def _common_spec(seen: list[tuple[ColumnSpec, int]]) -> ColumnSpec:
+    """seen: a column's specs, each with a rank that has it."""
+    first, first_rank = seen[0]
+    for other, rank in seen:
         if (other.dtype, len(other.dims), other.dims[1:]) != (first.dtype, len(first.dims), first.dims[1:]):
             raise DagError(
-                f"{first.name!r} has rows of {first.dtype} {list(first.dims)} on rank {seen[first]}, but of "
-                f"{other.dtype} {list(other.dims)} on rank {seen[other]}: between ranks, only the first of "
-                "these dimensions may differ. Make the op that writes it return one dtype and shape."
+                f"{first.name!r} has rows of {first.dtype} {list(first.dims)} on rank {first_rank}, but of "
+                f"{other.dtype} {list(other.dims)} on rank {rank}: between ranks, only the first of these "
+                "dimensions may differ. Make the op that writes it return one dtype and shape."
             )
-    dims = tuple(max(sizes) for sizes in zip(*(spec.dims for spec in seen), strict=True))
-    return ColumnSpec(first.name, first.dtype, dims, any(spec.on_gpu for spec in seen))
+    dims = tuple(max(sizes) for sizes in zip(*(spec.dims for spec, _ in seen), strict=True))
+    return ColumnSpec(first.name, first.dtype, dims, any(spec.on_gpu for spec, _ in seen))

@@ -55,8 +55,9 @@ class Transport:
         where the target layout already has them. Into an empty layout they go by target.split, in ascending
         row_id on each shard; row_id and group_id (or the lengths) of keys[0].agent must then be in the
         source layout. Ranks of one target shard get the same rows. Columns of unequal width are padded as
-        FIELDS declares (other fields: right, zero), and stay on the kind of device that they were on. Object
-        values that move go through JSON. DagError if the ranks' rows contradict each other; DeadlineError
+        FIELDS declares (other fields: right, zero). If rows move, columns from a GPU land on the transport's
+        device, others on the CPU, and object values of other ranks have gone through JSON. If none does,
+        columns are shared as they are. DagError if the ranks' rows contradict each other; DeadlineError
         after the groups' timeout.
         """
         columns = [store.column(key, route.source) for key in keys] if self._rank in source.ranks else []
@@ -255,7 +256,12 @@ def _to_bytes(column: Tensor, spec: ColumnSpec) -> Tensor:
 
 
 def _from_bytes(matrix: Tensor, spec: ColumnSpec) -> Tensor:
-    column = matrix.view(spec.torch_dtype).reshape(len(matrix), *spec.dims)
+    shape = (len(matrix), *spec.dims)
+    # An empty tensor has strides that cannot be viewed as a wider dtype.
+    if matrix.numel():
+        column = matrix.view(spec.torch_dtype).view(shape)
+    else:
+        column = torch.empty(shape, dtype=spec.torch_dtype, device=matrix.device)
     return column if spec.on_gpu else column.cpu()
 
 
