@@ -91,7 +91,12 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("entry", FAILURES)
+SLOW = ("raise_with_place", "exit_silently")  # the choice of the first cause has unit tests too
+
+
+@pytest.mark.parametrize(
+    "entry", [pytest.param(entry, marks=[pytest.mark.slow] * (entry in SLOW)) for entry in FAILURES]
+)
 def test_the_first_failing_rank_is_named_with_its_node_step_and_cause(tmp_path, entry):
     code, pattern = FAILURES[entry]
     started = time.monotonic()
@@ -184,7 +189,7 @@ def torchrun(folder: Path, entry: str, num_processes: int) -> subprocess.Complet
     script = folder / "main.py"
     script.write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}"]
-    command += ["--master-addr=127.0.0.1", "--master-port=0", str(script), str(write_job(folder, entry))]
+    command += ["--standalone", str(script), str(write_job(folder, entry))]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
 
 
