@@ -7,6 +7,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from siirl.config import Config
+from siirl.data.model_files import check_tokenizer_files
 from siirl.errors import DataError
 
 Messages = list[dict[str, Any]]
@@ -23,11 +24,7 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     source = Path(name).expanduser()
     if source.is_dir():
         name = str(source)
-        if not any((source / file).is_file() for file in TOKENIZER_FILES):
-            raise DataError(
-                f"model directory {source} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. "
-                "Copy the model's tokenizer files there, or set data.tokenizer."
-            )
+        check_tokenizer_files(source)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -38,9 +35,6 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 
 
 def as_messages(prompt: Prompt) -> Messages:
@@ -76,6 +70,14 @@ def encode_prompts(
     if texts:
         _place(ids, texts, tokenizer([prompts[i] for i in texts])["input_ids"])
     return ids
+
+
+def decode_responses(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> list[str]:
+    """The text of each response, special tokens left out."""
+    if tokenizer.is_fast and not tokenizer.clean_up_tokenization_spaces:
+        # in parallel and without the GIL; the tokenizer's own batch_decode does one row after another
+        return tokenizer.backend_tokenizer.decode_batch(ids, skip_special_tokens=True)
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def _place(out: list[list[int]], where: list[int], values: list[list[int]]) -> None:

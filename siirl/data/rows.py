@@ -19,21 +19,26 @@ DTYPES: dict[str, torch.dtype] = {
 
 def object_column(values: Sequence[Any]) -> NonTensorData | NonTensorStack:
     """B JSON values as an object column of a TensorDict. Read it back with `objects`."""
-    texts: dict[str, NonTensorData] = {}  # making an element is slow, and columns of text repeat few values
+    made: dict[str | int, NonTensorData] = {}  # making an element is slow, and many rows share a value
     elements = []
     for value in values:
-        if isinstance(value, str):
-            if value not in texts:
-                texts[value] = NonTensorData(value)
-            elements.append(texts[value])
-        else:
-            elements.append(NonTensorData(value))
+        key = value if isinstance(value, str) else id(value)
+        if key not in made:
+            made[key] = NonTensorData(value)
+        elements.append(made[key])
     return _stack(elements)
 
 
 def objects(rows: TensorDict, name: str) -> list[Any]:
     """The B values of an object column; also right for zero rows, where `rows[name]` is not a list."""
-    return rows.get(name).tolist()
+    column = rows.get(name)
+    if not isinstance(column, NonTensorStack):
+        return column.tolist()
+    read: dict[int, Any] = {}  # reading an element is slow, and the samples of a prompt share theirs
+    for element in column.tensordicts:
+        if id(element) not in read:
+            read[id(element)] = element.tolist()
+    return [read[id(element)] for element in column.tensordicts]
 
 
 def take_rows(rows: TensorDict, index: Tensor | Sequence[int]) -> TensorDict:
@@ -47,7 +52,7 @@ def take_rows(rows: TensorDict, index: Tensor | Sequence[int]) -> TensorDict:
     index = index.nonzero().flatten() if index.dtype == torch.bool else index.long()
     positions = index.tolist()
     taken = TensorDict({}, batch_size=[len(positions)])
-    for name in rows.keys():  # noqa: SIM118  (iterating a TensorDict iterates its rows)
+    for name in rows.keys():
         column = rows.get(name)
         if isinstance(column, NonTensorStack):
             elements = column.tensordicts

@@ -48,9 +48,13 @@ class RewardChooser:
     def __init__(self, cfg: Config):
         self.custom = cfg.custom_reward_function.path is not None
         options = dict(cfg.reward_model.reward_kwargs)
-        self.functions = {
-            source: _parts(source, value) for source, value in dict(options.pop("functions", {})).items()
-        }
+        functions = options.pop("functions", {})
+        if not isinstance(functions, Mapping):
+            raise ConfigError(
+                f"reward_model.reward_kwargs.functions={functions!r}: it must be a map from data sources to "
+                "function names, e.g. {my/data:math,*:exact_match} (no quotes inside)."
+            )
+        self.functions = {source: _parts(source, value) for source, value in functions.items()}
         self.kwargs = {name: _options_of(name, options) for name in REWARDS}
         known = set().union(*(reward.options() for reward in REWARDS.values()))
         for key in options:
@@ -79,7 +83,7 @@ class RewardChooser:
             )
         raise ConfigError(
             f"data_source {data_source!r} has no reward function: it is none of {', '.join(DATA_SOURCES)}. "
-            "Map it by +reward_model.reward_kwargs.functions, e.g. {'*': exact_match} "
+            "Map it by +reward_model.reward_kwargs.functions, e.g. {*:exact_match} "
             f"(known: {', '.join(REWARDS)}), or give your own by custom_reward_function.path."
         )
 

@@ -2,6 +2,8 @@
 
 import functools
 import re
+from fractions import Fraction
+from math import isfinite
 from typing import Any
 
 from siirl.rewards.registry import accepted_answers, register_reward
@@ -10,7 +12,13 @@ from siirl.rewards.rules import last_boxed
 PARSE_TIMEOUT_S = 3  # of math-verify's own alarm; what it cannot stop, the pool kills
 TAIL_CHARS = 500  # an answer that is not boxed is looked for at the end of the response only
 MAX_ANSWER_CHARS = 2000  # a longer answer is wrong; parsing it would take the whole timeout
-INTEGER = re.compile(r"[+-]?[0-9]{1,30}")
+CLEARLY = 1e-3  # two values that differ by more than this share of them are not equal under any rounding
+DIGITS = 15
+NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?")
+FRACTION = re.compile(
+    r"(?P<sign>-?)(\\[dt]?frac\{(?P<n1>[0-9]{1,30})\}\{(?P<d1>[0-9]{1,30})\}"
+    r"|(?P<n2>[0-9]{1,30})/(?P<d2>[0-9]{1,30}))"
+)
 
 
 @register_reward("math")
@@ -42,21 +50,59 @@ def _compare_text(answer: str, truth: str) -> bool | None:
     """Whether they are equal, when that is plain from the text; None when it needs mathematics."""
     if answer == truth:
         return True
-    if INTEGER.fullmatch(answer) and INTEGER.fullmatch(truth):
-        return int(answer) == int(truth)
-    return None
+    left, right = _rational(answer), _rational(truth)
+    return None if left is None or right is None else _compare_values(left, right)
+
+
+def _rational(text: str) -> Fraction | None:
+    """The value of an integer, a decimal number, or a fraction of integers; None for anything else."""
+    if match := FRACTION.fullmatch(text):
+        sign, numerator, denominator = match["sign"], match["n1"] or match["n2"], match["d1"] or match["d2"]
+        return Fraction(f"{sign}{numerator}/{denominator}") if int(denominator) else None
+    return Fraction(text) if NUMBER.fullmatch(text) else None
+
+
+def _compare_values(left: Any, right: Any) -> bool | None:
+    """Equality of two numbers; None when they are so close that it is a matter of rounding."""
+    if left == right:
+        return True
+    return False if abs(left - right) > CLEARLY * max(1, abs(left), abs(right)) else None
 
 
 def _equal(truth: str, predicted: str) -> bool:
-    # imported here: the import takes a second, and only reward workers need it
-    from math_verify import parse, verify
+    parse, verify = _library()
+    gold, answer = _parse_truth(truth), parse(predicted, parsing_timeout=PARSE_TIMEOUT_S)
+    if not gold or not answer or _clearly_differ(gold, answer):
+        return False
+    return bool(verify(gold, answer, timeout_seconds=PARSE_TIMEOUT_S))
 
-    answer = parse(predicted, parsing_timeout=PARSE_TIMEOUT_S)
-    return bool(answer) and bool(verify(_parse_truth(truth), answer, timeout_seconds=PARSE_TIMEOUT_S))
+
+def _clearly_differ(gold: list[Any], answer: list[Any]) -> bool:
+    """Whether both are constants of plainly different value: cheaper by far than verify's simplification.
+
+    Percentages are left to verify, which has rules of its own for them.
+    """
+    if any("%" in str(text) for text in (gold[-1], answer[-1])):
+        return False
+    values = (gold[0], answer[0])
+    if not all(getattr(value, "is_number", False) and value.is_real for value in values):
+        return False
+    left, right = (float(value.evalf(DIGITS)) for value in values)
+    return isfinite(left) and isfinite(right) and _compare_values(left, right) is False
 
 
 @functools.lru_cache(maxsize=4096)
 def _parse_truth(truth: str) -> list[Any]:
-    from math_verify import parse
-
+    parse, _ = _library()
     return parse(rf"\boxed{{{truth}}}", parsing_timeout=PARSE_TIMEOUT_S)
+
+
+@functools.cache
+def _library() -> tuple[Any, Any]:
+    """math-verify's parse and verify. Imported on demand, which takes a second, in reward workers only."""
+    from math_verify import parse, verify
+
+    from siirl.rewards import latex_parser
+
+    latex_parser.install()
+    return parse, verify

@@ -7,6 +7,7 @@ main module (and with it torch), and one can be killed at any time without harm 
 import contextlib
 import json
 import logging
+import math
 import multiprocessing.connection
 import os
 import signal
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +27,8 @@ from siirl.rewards.sample import Outcome, Sample
 log = logging.getLogger(__name__)
 
 STARTUP_S = 120.0  # longest import of the user's module
+CHUNK_S = 0.02  # a worker is handed about so many seconds of work at once
+MAX_CHUNK = 64
 
 GIVEN_UP = Outcome(error="not scored: an earlier sample failed", failure="raised")
 
@@ -36,20 +39,23 @@ class _Worker:
     pipe: Connection
     deadline: float
     ready: bool = False
-    sample: int | None = None  # position of the sample it is scoring
+    inbox: deque[int] = field(default_factory=deque)  # samples it was handed; it scores the first
+    handed_s: float = 0.0
 
 
 class WorkerPool:
     """Up to num_workers processes, started when there is work. For one thread at a time.
 
     setup: what worker.py reads first. A sample that takes longer than timeout_s has its worker killed and
-    replaced; other samples do not wait for it. A worker that dies costs the sample it was scoring.
+    replaced, and so has one whose worker dies; the samples that were behind it go to other workers. Samples
+    are handed out one at a time, or several when they take little time.
     """
 
     def __init__(self, num_workers: int, timeout_s: float, setup: dict[str, Any]):
         self.num_workers = num_workers
         self.timeout_s = timeout_s
         self.num_deaths = 0
+        self._chunk = 1
         self._setup = json.dumps(setup).encode()
         self._workers: list[_Worker] = []
 
@@ -57,7 +63,7 @@ class WorkerPool:
         """Start a worker and wait until it has loaded its functions. RewardError if it cannot."""
         self._start()
         while not all(worker.ready for worker in self._workers):
-            self._take_messages({})
+            self._take_messages(deque(), {})
 
     def run(self, samples: Sequence[Sample], stop_at_failure: bool = False) -> list[Outcome]:
         """Score the samples; outcomes in their order. stop_at_failure: give up at the first failure.
@@ -70,9 +76,9 @@ class WorkerPool:
         while len(outcomes) < len(samples):
             self._start_missing(len(waiting))
             self._hand_out(samples, waiting)
-            failed = [outcome for outcome in self._take_messages(outcomes) if outcome.failure]
+            failed = [outcome for outcome in self._take_messages(waiting, outcomes) if outcome.failure]
             if failed and stop_at_failure:
-                self._drop([worker for worker in self._workers if worker.sample is not None])
+                self._drop([worker for worker in self._workers if worker.inbox])
                 break
         return [outcomes.get(index, GIVEN_UP) for index in range(len(samples))]
 
@@ -100,82 +106,97 @@ class WorkerPool:
         pipe.send_bytes(self._setup)
 
     def _start_missing(self, num_waiting: int) -> None:
-        busy = sum(worker.sample is not None for worker in self._workers)
+        busy = sum(bool(worker.inbox) for worker in self._workers)
         for _ in range(min(self.num_workers, busy + num_waiting) - len(self._workers)):
             self._start()
 
     def _hand_out(self, samples: Sequence[Sample], waiting: deque[int]) -> None:
-        for worker in [worker for worker in self._workers if worker.ready and worker.sample is None]:
-            if not waiting:
+        for worker in [worker for worker in self._workers if worker.ready and not worker.inbox]:
+            count = min(self._chunk, math.ceil(len(waiting) / self.num_workers))
+            if count == 0:
                 return
+            worker.inbox.extend(waiting.popleft() for _ in range(count))
+            worker.handed_s = time.monotonic()
+            worker.deadline = worker.handed_s + self.timeout_s
+            message = json.dumps([samples[index].__dict__ for index in worker.inbox]).encode()
             try:
-                worker.pipe.send_bytes(samples[waiting[0]].to_json())
+                worker.pipe.send_bytes(message)
             except OSError:  # it died while it was idle
-                self._bury(worker)
-                continue
-            worker.sample = waiting.popleft()
-            worker.deadline = time.monotonic() + self.timeout_s
+                self._bury(worker, waiting)
 
-    def _take_messages(self, outcomes: dict[int, Outcome]) -> list[Outcome]:
+    def _take_messages(self, waiting: deque[int], outcomes: dict[int, Outcome]) -> list[Outcome]:
         """Wait until something happens; add what came of samples to `outcomes`, and return it."""
-        active = [worker for worker in self._workers if not worker.ready or worker.sample is not None]
+        active = [worker for worker in self._workers if worker.inbox or not worker.ready]
         if not active:
             return []
         patience = min(worker.deadline for worker in active) - time.monotonic()
         spoke = multiprocessing.connection.wait([worker.pipe for worker in active], max(0.0, patience))
-        new = []
+        known = len(outcomes)
         for worker in active:
-            sample = worker.sample
             if worker.pipe in spoke:
-                outcome = self._hear(worker)
+                self._hear(worker, waiting, outcomes)
             elif time.monotonic() >= worker.deadline:
-                outcome = self._time_out(worker)
-            else:
-                continue
-            if outcome is not None and sample is not None:
-                outcomes[sample] = outcome
-                new.append(outcome)
-        return new
+                self._time_out(worker, waiting, outcomes)
+        return list(outcomes.values())[known:]
 
-    def _hear(self, worker: _Worker) -> Outcome | None:
+    def _hear(self, worker: _Worker, waiting: deque[int], outcomes: dict[int, Outcome]) -> None:
         try:
-            message = worker.pipe.recv_bytes()
+            while True:
+                message = json.loads(worker.pipe.recv_bytes())
+                if not worker.ready:
+                    self._greet(worker, message)
+                    return
+                outcomes[worker.inbox.popleft()] = Outcome(**message)
+                if not worker.inbox or not worker.pipe.poll():
+                    break
         except (EOFError, OSError):
-            return self._bury(worker)
-        if worker.ready:
-            worker.sample = None
-            return Outcome.from_json(message)
-        if fatal := json.loads(message).get("fatal"):
+            index = worker.inbox.popleft() if worker.inbox else None
+            how = self._bury(worker, waiting)
+            if index is not None:
+                error = f"the process that scored it ended: {how}"
+                outcomes[index] = Outcome(error=error, failure="died")
+            return
+        now = time.monotonic()
+        worker.deadline = now + self.timeout_s
+        if not worker.inbox:
+            took = now - worker.handed_s
+            if took < CHUNK_S / 2:
+                self._chunk = min(MAX_CHUNK, self._chunk * 2)
+            elif took > CHUNK_S:
+                self._chunk = max(1, self._chunk // 2)
+
+    def _greet(self, worker: _Worker, message: dict[str, Any]) -> None:
+        if fatal := message.get("fatal"):
             self.close()
             raise RewardError(f"a reward worker cannot start: {fatal}. Correct the reward function.")
         worker.ready = True
-        return None
 
-    def _time_out(self, worker: _Worker) -> Outcome:
+    def _time_out(self, worker: _Worker, waiting: deque[int], outcomes: dict[int, Outcome]) -> None:
         if not worker.ready:
             self.close()
             raise RewardError(
                 f"a reward worker was not ready after {STARTUP_S:.0f} s: importing the reward function "
                 "hangs. Move slow work out of the module's top level."
             )
+        error = f"no score after {self.timeout_s:g} s"
+        outcomes[worker.inbox.popleft()] = Outcome(error=error, failure="timeout")
+        waiting.extendleft(reversed(worker.inbox))
         self._drop([worker])
-        return Outcome(error=f"no score after {self.timeout_s:g} s", failure="timeout")
 
-    def _bury(self, worker: _Worker) -> Outcome:
-        """Account for a worker that has ended by itself."""
+    def _bury(self, worker: _Worker, waiting: deque[int]) -> str:
+        """Account for a worker that has ended by itself: how it ended. What it had not begun waits again."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             worker.process.wait(timeout=5)
         code = worker.process.returncode
-        self._drop([worker])
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         if not worker.ready:
             self.close()
-            raise RewardError(
-                f"a reward worker ended before it was ready: {how}. Its output is in the log above."
-            )
+            raise RewardError(f"a reward worker ended before it was ready: {how}. The log has its output.")
         self.num_deaths += 1
         log.warning("a reward worker ended by itself (%s); it is replaced", how)
-        return Outcome(error=f"the process that scored it ended: {how}", failure="died")
+        waiting.extendleft(reversed(worker.inbox))
+        self._drop([worker])
+        return how
 
     def _drop(self, workers: Sequence[_Worker]) -> None:
         for worker in list(workers):

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from siirl.errors import DataError
+
 Score = float | dict[str, Any]
 ScoreFn = Callable[..., Score]
 
@@ -44,8 +46,11 @@ def register_reward(name: str, inline: bool = False) -> Callable[[ScoreFn], Scor
 
 
 def accepted_answers(ground_truth: Any) -> list[str]:
-    """The ground truth as stripped texts; a list in the dataset means that any of them is right."""
+    """The ground truth as stripped texts; a list in the dataset means that any of them is right.
+
+    DataError if there is none.
+    """
     if ground_truth is None or ground_truth == []:
-        raise ValueError("the row has no reward_model.ground_truth")
+        raise DataError("the row has no reward_model.ground_truth")
     answers = ground_truth if isinstance(ground_truth, list) else [ground_truth]
     return [str(answer).strip() for answer in answers]

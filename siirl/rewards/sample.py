@@ -20,33 +20,19 @@ class Sample:
     ground_truth: Any
     extra_info: Any
 
-    def to_json(self) -> bytes:
-        return json.dumps(self.__dict__).encode()
-
-    @staticmethod
-    def from_json(data: bytes) -> "Sample":
-        return Sample(**json.loads(data))
-
 
 @dataclass(frozen=True)
 class Outcome:
     """What came of a sample. error: None, or why there is no score; failure: what kind of error it is.
 
-    "raised": the function raised or returned something unusable; "timeout": it took too long and its
-    process was killed; "died": its process ended by itself.
+    "data": the dataset row cannot be scored; "raised": the function raised or returned something unusable;
+    "timeout": it took too long and its process was killed; "died": its process ended by itself.
     """
 
     score: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-    failure: Literal["raised", "timeout", "died"] | None = None
-
-    def to_json(self) -> bytes:
-        return json.dumps(self.__dict__).encode()
-
-    @staticmethod
-    def from_json(data: bytes) -> "Outcome":
-        return Outcome(**json.loads(data))
+    failure: Literal["data", "raised", "timeout", "died"] | None = None
 
 
 def score_sample(functions: Mapping[str, ScoreFn], sample: Sample) -> Outcome:

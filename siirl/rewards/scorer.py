@@ -12,8 +12,9 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
+from siirl.data.chat import decode_responses
 from siirl.data.rows import make_rows, objects
-from siirl.errors import ConfigError, RewardError
+from siirl.errors import DataError, RewardError
 from siirl.observe.metrics import Metrics
 from siirl.rewards.choose import CUSTOM, RewardChooser
 from siirl.rewards.pool import WorkerPool
@@ -106,7 +107,7 @@ class RewardScorer:
     def _samples(self, rows: TensorDict) -> list[Sample]:
         lengths = rows["response_length"].tolist()
         ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
-        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+        texts = decode_responses(self._tokenizer, ids)
         sources = objects(rows, "data_source")
         parts = {source: self.chooser.parts(source) for source in set(sources)}
         columns = zip(sources, texts, objects(rows, "ground_truth"), objects(rows, "extra_info"), strict=True)
@@ -115,10 +116,8 @@ class RewardScorer:
     def _score_inline(self, sample: Sample) -> Outcome:
         try:
             return score_sample(self._functions, sample)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            return Outcome(error=str(error), failure="raised")
+        except DataError as error:
+            return Outcome(error=str(error), failure="data")
 
     def _judge_failures(self, rows: TensorDict, samples: list[Sample], outcomes: list[Outcome]) -> None:
         """Raise for failures that must stop the run; count the others, with a note in their reward_info."""
@@ -127,7 +126,7 @@ class RewardScorer:
             return
         for index in failed:
             custom = self.chooser.custom
-            if self._on_error == "raise" if custom else outcomes[index].failure == "raised":
+            if self._on_error == "raise" if custom else outcomes[index].failure == "data":
                 raise RewardError(self._message(rows, samples[index], outcomes[index], index))
             outcomes[index].info["error"] = outcomes[index].error
         timeouts = sum(outcomes[index].failure == "timeout" for index in failed)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
+from siirl.dag.user_code import may_define, module_source, parse_source, top_functions
 from siirl.errors import ConfigError
 from siirl.rewards.registry import SAMPLE_ARGUMENTS, ScoreFn
 
@@ -30,17 +31,15 @@ def check_user_function(cfg: Config) -> None:
     if source is None:  # a module without Python source
         return
     try:
-        tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
-    except (SyntaxError, UnicodeDecodeError, OSError) as error:
+        tree = parse_source(source)
+    except (SyntaxError, OSError) as error:
         raise ConfigError(
             f"custom_reward_function.path: {source} cannot be read as Python: {error}. Correct it."
         ) from error
-    functions = {
-        node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
+    functions = top_functions(tree)
     if user.name in functions:
         _check_arguments(functions[user.name], user.reward_kwargs, f"{user.name} of {source}")
-    elif not _may_define(tree, user.name):
+    elif not may_define(tree, user.name):
         near = difflib.get_close_matches(user.name, functions, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Set custom_reward_function.name."
         raise ConfigError(
@@ -88,33 +87,12 @@ def _source(path: str) -> Path | None:
             )
         return file
     try:
-        spec = importlib.util.find_spec(path)
-    except ImportError:
-        spec = None
-    if spec is None:
+        return module_source(path)
+    except ModuleNotFoundError:
         raise ConfigError(
             f"custom_reward_function.path={path}: no such module can be imported. Install it, add its folder "
             "to PYTHONPATH, or give the path of a file.py."
-        )
-    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
-
-
-def _may_define(tree: ast.Module, name: str) -> bool:
-    """Whether the module may bind `name` other than by a plain top-level `def`."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        for inner in ast.walk(node):
-            match inner:
-                case ast.alias(name="*"):
-                    return True
-                case ast.alias(name=bound, asname=renamed) if name in (renamed, bound):
-                    return True
-                case ast.Name(id=bound, ctx=ast.Store()) if bound == name:
-                    return True
-                case ast.ClassDef(name=bound) | ast.FunctionDef(name=bound) if bound == name:
-                    return True
-    return False
+        ) from None
 
 
 def _check_arguments(

@@ -1,7 +1,8 @@
 """A reward worker: a process, started by WorkerPool, that scores one sample after another.
 
 Its pipe carries JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs} or
-null}, which it answers by {"ready": true} or {"fatal": message}; then samples, each answered by an outcome.
+null}, which it answers by {"ready": true} or {"fatal": message}; then lists of samples, each sample
+answered by an outcome at once.
 """
 
 import functools
@@ -15,6 +16,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from siirl.errors import DataError
 from siirl.rewards import choose
 from siirl.rewards.registry import REWARDS, ScoreFn
 from siirl.rewards.sample import Outcome, Sample, score_sample
@@ -36,10 +38,12 @@ def main() -> None:
     pipe.send_bytes(json.dumps({"ready": True}).encode())
     while True:
         try:
-            sample = Sample.from_json(pipe.recv_bytes())
+            samples = json.loads(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send_bytes(_score(functions, sample).to_json())
+        for sample in samples:
+            outcome = _score(functions, Sample(**sample))
+            pipe.send_bytes(json.dumps(outcome.__dict__).encode())
 
 
 def describe(error: BaseException) -> str:
@@ -62,6 +66,8 @@ def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
 def _score(functions: dict[str, ScoreFn], sample: Sample) -> Outcome:
     try:
         return score_sample(functions, sample)
+    except DataError as error:
+        return Outcome(error=str(error), failure="data")
     except (Exception, SystemExit) as error:
         return Outcome(error=describe(error), failure="raised")
 
