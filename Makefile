@@ -6,6 +6,8 @@ SHELL := /bin/bash
 ifdef PIP_FIND_LINKS
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 endif
+# Without compiled files the imports of torch and transformers would take minutes over a test run.
+unexport PYTHONDONTWRITEBYTECODE
 UV := $(shell command -v uv 2>/dev/null || echo .venv/bin/uv)
 PY := .venv/bin/python
 # Tests start many small processes: one thread each.
@@ -47,7 +49,8 @@ check: .venv/.dev  ## lint, format, types, layers
 	.venv/bin/lint-imports
 
 plan: .venv/.base  ## print and draw the plan of the quickstart job on 8 GPUs
-	$(PY) -m siirl.cli plan actor_rollout_ref.rollout.name=hf trainer.n_gpus_per_node=8 --draw outputs/plan.svg
+	$(PY) -m siirl.cli plan algorithm.adv_estimator=grpo actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=8 \
+	  actor_rollout_ref.actor.use_kl_loss=True trainer.balance_batch=True trainer.n_gpus_per_node=8 --draw outputs/plan.svg
 
 bench: .venv/.dev  ## siirl against TRL's GRPOTrainer on CPU
 	$(PY) benchmarks/grpo_cpu.py

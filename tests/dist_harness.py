@@ -31,6 +31,7 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "tensordict",
     "transformers.models.qwen3.modeling_qwen3",
+    "siirl.dag_worker.training",
 )
 KILL_AFTER_S = 5.0  # a worker dumps its stacks and exits at its deadline; this much later it is killed
 REPORT_WITHIN_S = 1.0  # after the first failure the others may still report theirs

@@ -92,7 +92,9 @@ class Finished:
 def run_job(world_size: int, arguments: list[str], deadline_s: float = 100) -> Finished:
     """Run the main job's workers to the end; arguments as on the command line, the world size is added."""
     arguments = [*arguments, f"trainer.n_gpus_per_node={world_size}"]
-    output = Path(next(text for text in arguments if text.startswith("trainer.output_dir=")).partition("=")[2])
+    output = Path(
+        next(text for text in arguments if text.startswith("trainer.output_dir=")).partition("=")[2]
+    )
     run_workers(work, world_size, arguments, str(output), deadline_s=deadline_s)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return Finished(output, lines)

@@ -1,6 +1,6 @@
 """Make everything the quickstart trains on, from scratch: a tiny Qwen3 model, its tokenizer, and a dataset.
 
-The task is verifiable: "largest of 3 7 5 ?", answered by one digit. Nothing is downloaded. The dataset has
+The task is verifiable: "larger of 3 7 ?", answered by one digit. Nothing is downloaded. The dataset has
 the column format of verl and siiRL: prompt (chat messages), data_source, ability, reward_model.ground_truth, extra_info.
 """
 
@@ -14,23 +14,23 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<unk>"]
-WORDS = ["largest", "of", "?"]
+SPECIAL = ["<eos>"]
+WORDS = ["user:", "assistant:", "larger", "of", "?"]
 DIGITS = [str(digit) for digit in range(10)]
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of 18 tokens: one per word and per digit."""
+    """A word-level tokenizer of 16 tokens: one per word and per digit."""
     vocab = {token: index for index, token in enumerate(SPECIAL + WORDS + DIGITS)}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core = Tokenizer(models.WordLevel(vocab))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     core.add_special_tokens(SPECIAL)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", model_max_length=64
+        tokenizer_object=core, pad_token="<eos>", eos_token="<eos>", model_max_length=64
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -56,16 +56,16 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def make_rows(triples: list[tuple[int, int, int]], split: str) -> list[dict]:
+def make_rows(pairs: list[tuple[int, int]], source: str) -> list[dict]:
     return [
         {
-            "data_source": "quickstart/largest_digit",
-            "prompt": [{"role": "user", "content": f"largest of {a} {b} {c} ?"}],
+            "data_source": f"quickstart/{source}",
+            "prompt": [{"role": "user", "content": f"larger of {a} {b} ?"}],
             "ability": "arithmetic",
-            "reward_model": {"style": "rule", "ground_truth": str(max(a, b, c))},
-            "extra_info": {"split": split, "index": index, "digits": [a, b, c]},
+            "reward_model": {"style": "rule", "ground_truth": str(max(a, b))},
+            "extra_info": {"index": index, "digits": [a, b]},
         }
-        for index, (a, b, c) in enumerate(triples)
+        for index, (a, b) in enumerate(pairs)
     ]
 
 
@@ -80,18 +80,20 @@ def main() -> None:
     make_model(tokenizer).save_pretrained(model_dir)
     tokenizer.save_pretrained(model_dir)
 
-    triples = [(a, b, c) for a in range(10) for b in range(10) for c in range(10)]
+    pairs = [(a, b) for a in range(10) for b in range(10)]
     rng = random.Random(0)
-    rng.shuffle(triples)
-    held_out, seen = triples[:100], triples[100:]
+    rng.shuffle(pairs)
+    unseen, seen = pairs[:10], pairs[10:]
     data_dir = args.out / "data"
     data_dir.mkdir(parents=True, exist_ok=True)
-    train = [rng.choice(seen) for _ in range(args.rows)]
-    pq.write_table(pa.Table.from_pylist(make_rows(train, "train")), data_dir / "train.parquet")
-    pq.write_table(pa.Table.from_pylist(make_rows(held_out, "test")), data_dir / "test.parquet")
+    train = make_rows([rng.choice(seen) for _ in range(args.rows)], "seen")
+    test = make_rows(seen, "seen") + make_rows(unseen, "unseen")
+    pq.write_table(pa.Table.from_pylist(train), data_dir / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(test), data_dir / "test.parquet")
     print(
-        f"model {model_dir}, data {data_dir}: {len(train)} training rows, {len(held_out)} unseen ones to validate on"
+        f"model {model_dir}, data {data_dir}: {len(train)} training rows; validation on all {len(test)} pairs,"
     )
+    print(f"{len(unseen)} of them never trained on")
 
 
 if __name__ == "__main__":

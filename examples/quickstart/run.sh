@@ -2,18 +2,18 @@
 # Train the quickstart model by GRPO on CPU. More keys can follow: bash examples/quickstart/run.sh trainer.total_training_steps=20
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-OUT=${OUT:-outputs/quickstart}
-exec .venv/bin/python -m siirl.main_dag \
+OUT=${QUICKSTART_DIR:-outputs/quickstart}
+exec "${PYTHON:-.venv/bin/python}" -m siirl.main_dag \
   algorithm.adv_estimator=grpo \
   data.train_files="$OUT/data/train.parquet" \
   data.val_files="$OUT/data/test.parquet" \
   data.train_batch_size=32 \
   data.max_prompt_length=16 \
-  data.max_response_length=4 \
+  data.max_response_length=2 \
   actor_rollout_ref.model.path="$OUT/model" \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
-  actor_rollout_ref.actor.optim.lr=1e-3 \
-  actor_rollout_ref.actor.entropy_coeff=0.02 \
+  actor_rollout_ref.actor.optim.lr=7e-4 \
+  actor_rollout_ref.actor.entropy_coeff=0.03 \
   actor_rollout_ref.actor.ppo_mini_batch_size=32 \
   actor_rollout_ref.actor.use_dynamic_bsz=True \
   actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32 \
@@ -21,14 +21,11 @@ exec .venv/bin/python -m siirl.main_dag \
   actor_rollout_ref.rollout.dtype=float32 \
   actor_rollout_ref.rollout.n=16 \
   custom_reward_function.path=examples/quickstart/reward.py \
-  reward_model.overlong_buffer.enable=True \
-  reward_model.overlong_buffer.len=2 \
-  reward_model.overlong_buffer.penalty_factor=0.5 \
   trainer.device=cpu \
   trainer.n_gpus_per_node=2 \
-  trainer.total_training_steps=150 \
+  trainer.total_training_steps=120 \
   trainer.test_freq=10 \
-  trainer.save_freq=50 \
+  trainer.save_freq=60 \
   trainer.resume_mode=disable \
   trainer.project_name=siirl \
   trainer.experiment_name=quickstart \

@@ -92,11 +92,18 @@ class FieldStore:
         return entry in self._columns
 
     def drop(self, entries: Iterable[tuple[FieldKey, str]]) -> None:
-        """Forget columns (field, layout id). Rows still pending are waited for: their errors count."""
+        """Forget columns (field, layout id).
+
+        Pending rows are not waited for while another column of theirs is kept, whose reader will wait; else
+        they are, because their errors count.
+        """
         layouts = set()
         for key, layout_id in entries:
-            self.column(key, layout_id)
-            del self._columns[key, layout_id]
+            column = self._columns.pop((key, layout_id), None)
+            if column is None:
+                raise DagError(self._explain_missing(key, layout_id))
+            if isinstance(column, _Pending) and not any(kept is column for kept in self._columns.values()):
+                self._wait(column, layout_id)
             layouts.add(layout_id)
         for layout_id in layouts - {layout_id for _, layout_id in self._columns}:
             self._num_rows.pop(layout_id, None)
@@ -109,14 +116,17 @@ class FieldStore:
         return sum(column.numel() * column.element_size() for column in tensors.values())
 
     def _resolve(self, pending: _Pending, layout_id: str) -> None:
+        kept = tuple(key for key in pending.keys if self._columns.get((key, layout_id)) is pending)
+        self._keep(self._wait(pending, layout_id), kept, layout_id)
+
+    def _wait(self, pending: _Pending, layout_id: str) -> TensorDict:
         try:
-            rows = pending.rows.result(self._deadline_s)
+            return pending.rows.result(self._deadline_s)
         except concurrent.futures.TimeoutError:
             if pending.rows.done():
                 raise
             waited_for = ", ".join(map(str, pending.keys))
             raise DeadlineError(f"waited {self._deadline_s:g} s for {waited_for} in {layout_id!r}") from None
-        self._keep(rows, pending.keys, layout_id)
 
     def _keep(self, rows: TensorDict, keys: tuple[FieldKey, ...], layout_id: str) -> None:
         present = set(rows.keys())

@@ -7,7 +7,14 @@ import torch
 from job_harness import Inputs, overrides, run_job
 
 KL = "actor_rollout_ref.actor.use_kl_loss=True"
-COMPARED = ("reward/score", "actor/loss", "actor/grad_norm", "actor/ref_kl", "actor/entropy", "rollout/response_length")
+COMPARED = (
+    "reward/score",
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/ref_kl",
+    "actor/entropy",
+    "rollout/response_length",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +37,13 @@ def largest_difference(one, other) -> float:
     ("world_size", "more"),
     [
         (2, ["trainer.balance_batch=True"]),
-        (4, ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64"]),
+        (
+            4,
+            [
+                "actor_rollout_ref.actor.use_dynamic_bsz=True",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+            ],
+        ),
     ],
 )
 def test_training_is_the_same_on_any_number_of_ranks(inputs, one_rank, tmp_path, world_size, more):
@@ -51,10 +64,18 @@ def test_training_changes_the_weights_and_reports_what_it_did(inputs, one_rank):
     before = load_file(inputs.model / "model.safetensors")
     assert largest_difference(one_rank.weights(), before) > 1e-2
     assert [line["step"] for line in one_rank.lines] == [0, 1, 2, 3]
-    assert all(math.isfinite(value) for line in one_rank.lines for value in line.values() if value is not None)
+    assert all(
+        math.isfinite(value) for line in one_rank.lines for value in line.values() if value is not None
+    )
     assert len(one_rank.values("val/reward/mean")) == 3  # before training, after step 2, at the end
     last = one_rank.lines[-1]
-    for name in ("perf/tokens_per_s", "time/step_s", "time/rollout_actor_s", "actor/lr", "actor/clip_fraction"):
+    for name in (
+        "perf/tokens_per_s",
+        "time/step_s",
+        "time/rollout_actor_s",
+        "actor/lr",
+        "actor/clip_fraction",
+    ):
         assert name in last, name
 
 

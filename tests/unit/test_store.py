@@ -103,6 +103,15 @@ def test_a_future_that_fails_or_never_comes_is_an_error_when_read_or_dropped():
         store.view([INFO], "a")
 
 
+def test_dropping_one_column_of_pending_rows_does_not_wait_for_them():
+    store, later = filled_store(deadline_s=0.01), Future()
+    store.put(later, 1, "a", ["score", "reward_info"])
+    store.drop([(FieldKey(1, "reward_info"), "a")])
+    later.set_result(make_rows({"score": [1.0, 2.0], "reward_info": [{}, {}]}))
+    assert store.view([FieldKey(1, "score")], "a")["score"].tolist() == [1.0, 2.0]
+    assert (FieldKey(1, "reward_info"), "a") not in store
+
+
 def test_bytes_count_each_tensor_once():
     store = filled_store()
     assert store.num_bytes() == 2 * 8 + 2 * 4

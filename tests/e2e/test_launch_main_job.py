@@ -1,0 +1,162 @@
+"""The main job through its launchers: what only shows at run time, torchrun, a checkpoint gone bad, SIGTERM."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fixtures_tiny import arithmetic_rows, write_parquet
+from job_harness import Inputs, overrides
+
+pytestmark = pytest.mark.timeout(300)
+ROOT = Path(__file__).parents[2]
+FAILING = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    if extra_info["index"] == 3:
+        raise RuntimeError("no score for this one")
+    return sum(character.isdigit() for character in solution_str) / 8
+"""
+MAIN = [sys.executable, "-m", "siirl.main_dag"]
+QUICK = ["trainer.val_before_train=False", "trainer.export_hf=False", "trainer.total_training_steps=1"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def failing_reward(tmp_path_factory):
+    """One sample in 32 raises, whatever the response."""
+    file = tmp_path_factory.mktemp("reward") / "failing_reward.py"
+    file.write_text(FAILING)
+    return f"custom_reward_function.path={file}"
+
+
+def environment() -> dict[str, str]:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
+
+
+def metrics(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def damage(checkpoint: Path) -> None:
+    """Change one byte in the largest file."""
+    file = max(
+        (path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+
+
+def test_a_prompt_above_the_limit_ends_the_run_with_its_row_and_the_fix(inputs, tmp_path):
+    rows = arithmetic_rows(32)
+    rows[5]["prompt"][0]["content"] = "9" * 100
+    file = write_parquet(tmp_path / "long.parquet", rows)
+    done = run([*MAIN, *overrides(inputs, tmp_path / "out", *QUICK, f"data.train_files={file}")])
+    assert done.returncode == 2, done.stderr
+    assert f"{file}, row 5: the prompt has 10" in done.stderr
+    assert (
+        "data.max_prompt_length is 32" in done.stderr and "data.truncation=left|right|middle" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reward_that_raises_ends_the_run_and_names_sample_source_and_function(
+    inputs, failing_reward, tmp_path
+):
+    one_epoch = ["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
+    done = run([*MAIN, *overrides(inputs, tmp_path / "out", *QUICK, *one_epoch, failing_reward)])
+    assert done.returncode == 1
+    for fragment in (
+        "compute_score of ",
+        "failing_reward.py",
+        "sample_index 3 ",
+        "data_source 'arithmetic'",
+        "no score for this one",
+        "custom_reward_function.on_error=zero",
+    ):
+        assert fragment in done.stderr, done.stderr
+
+
+def test_failed_rewards_count_as_zero_if_asked_and_a_damaged_checkpoint_is_passed_over(
+    inputs, failing_reward, tmp_path
+):
+    settings = [*QUICK, failing_reward, "custom_reward_function.on_error=zero", "trainer.save_freq=1"]
+    arguments = overrides(inputs, tmp_path, *settings)
+    done = run([*MAIN, *arguments, "trainer.total_training_steps=4"])  # 32 prompts: each once
+    assert done.returncode == 0, done.stderr
+    assert sum(line.get("reward/failed", 0) for line in metrics(tmp_path)) == 4  # rollout.n samples
+    damage(tmp_path / "checkpoints" / "global_step_4")
+    done = run([*MAIN, *arguments, "trainer.total_training_steps=5"])
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert "checkpoint of step 4 is not used" in said and "Falling back" in said
+    assert "resumed from" in said and "global_step_3 (step 3 of 5)" in said
+    assert [line["step"] for line in metrics(tmp_path)][-2:] == [4, 5]
+
+
+def test_torchrun_starts_the_same_job(inputs, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    settings = ["trainer.total_training_steps=1", "trainer.n_gpus_per_node=2"]
+    done = run([*torchrun, "-m", "siirl.main_dag", *overrides(inputs, tmp_path, *settings)])
+    assert done.returncode == 0, done.stderr
+    assert metrics(tmp_path)[-1]["step"] == 1
+    assert (tmp_path / "hf_model" / "model.safetensors").is_file()
+    assert (tmp_path / "hf_model" / "tokenizer.json").is_file()
+
+
+def test_sigterm_ends_a_running_job_within_30_s_and_leaves_no_process(inputs, tmp_path):
+    settings = [
+        "trainer.val_before_train=False",
+        "trainer.total_training_steps=100000",
+        "trainer.n_gpus_per_node=2",
+    ]
+    log_path = tmp_path / "console"
+    with log_path.open("wb") as log:
+        job = subprocess.Popen(
+            [*MAIN, *overrides(inputs, tmp_path / "out", *settings)],
+            env=environment(),
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        wait_for_steps(job, tmp_path / "out" / "metrics.jsonl", log_path)
+        children = psutil.Process(job.pid).children(recursive=True)
+        assert len(children) >= 2 + 2, "2 ranks and their reward workers"
+        start_s = time.monotonic()
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=60) == 128 + signal.SIGTERM
+        assert time.monotonic() - start_s < 30
+    finally:
+        job.kill()
+        job.wait()
+    assert [child for child in children if is_running(child)] == []
+    assert "stopped by SIGTERM" in log_path.read_text()
+
+
+def wait_for_steps(job: subprocess.Popen, path: Path, log_path: Path) -> None:
+    deadline = time.monotonic() + 200
+    while not (path.is_file() and path.read_text().count("\n") >= 2):
+        assert job.poll() is None and time.monotonic() < deadline, log_path.read_text()
+        time.sleep(0.1)
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Reused pids do not count, nor does a process that has ended and that nobody has reaped yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
