@@ -4,7 +4,7 @@ import logging
 import sys
 from pathlib import Path
 
-from siirl.checkpoint.files import check_writable
+from siirl.checkpoint.files import check_writable, given_checkpoint
 from siirl.config import Config, load_config, to_dict
 from siirl.config.checks import check_config, effect_warnings
 from siirl.config.tree import print_config
@@ -12,11 +12,15 @@ from siirl.dag.arguments import parse_arguments, user_errors
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.plan import Plan
 from siirl.dag.report import batch_arithmetic
-from siirl.data.inspect import inspect_data
+from siirl.dag.user_code import check_reference
+from siirl.data.inspect import data_sources, inspect_data
+from siirl.data.model_files import check_model_files, check_tokenizer
 from siirl.launch.job import Job
 from siirl.launch.local import run_local
 from siirl.launch.torchrun import choose_launcher, is_first_process, run_torchrun
 from siirl.observe.logs import setup_logging
+from siirl.rewards.choose import RewardChooser
+from siirl.rewards.user_function import check_user_function
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +55,33 @@ def run(cfg: Config) -> int:
 
 
 def preflight(cfg: Config, plan: Plan, node_cfgs: dict[str, Config]) -> None:
-    """UserError for data, models, reward functions and directories that the run would trip over later."""
+    """UserError for data, models, user code and directories that the run would trip over later.
+
+    Runs nothing of the user's and needs no torch; reads metadata, and the data sources of the prompts.
+    """
     for loader in plan.loaders.values():
         inspect_data(node_cfgs[loader.node])
+    for model in plan.models.values():
+        check_model_files(node_cfgs[model.node], weights=model.role != "rollout")
+    for name, node in plan.nodes.items():
+        check_tokenizer(node_cfgs[name])
+        if node.executable is not None:
+            check_reference(node.executable, f"node {name!r}")
+        if node.op == "function_reward":
+            check_rewards(node_cfgs[name])
+    check_writable(Path(cfg.trainer.output_dir).expanduser(), "trainer.output_dir")
     if cfg.trainer.save_freq > 0:
         check_writable(Path(cfg.trainer.default_local_dir).expanduser())
+    if cfg.trainer.resume_mode == "resume_path":
+        given_checkpoint(cfg.trainer.resume_from_path)
+
+
+def check_rewards(cfg: Config) -> None:
+    """ConfigError unless there is a reward function for every data source, or the user's can be called."""
+    check_user_function(cfg)
+    chooser = RewardChooser(cfg)
+    if not chooser.custom:
+        chooser.check(data_sources(cfg))
 
 
 if __name__ == "__main__":

@@ -37,8 +37,11 @@ class FileRecord:
     sha256: str
 
 
-def check_writable(root: Path) -> None:
-    """Prove that checkpoints can be written under `root`, before training starts. ConfigError if not."""
+def check_writable(root: Path, key: str = "trainer.default_local_dir") -> None:
+    """Prove that files can be written under `root`, before training starts. ConfigError if not.
+
+    key: the setting that names the folder.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=root, prefix=".writable_") as probe:
@@ -47,8 +50,9 @@ def check_writable(root: Path) -> None:
             os.fsync(probe.fileno())
     except OSError as error:
         raise ConfigError(
-            f"trainer.default_local_dir={str(root)!r} cannot be written: {error}. "
-            "No checkpoint could be saved. Choose another folder, or fix its permissions or free space."
+            f"{key}={str(root)!r} cannot be written: {error}. "
+            "What the run makes could not be saved. Choose another folder, or fix its permissions or free "
+            "space."
         ) from error
 
 

@@ -23,17 +23,51 @@ def inspect_data(cfg: Config) -> dict[str, int]:
     required = [cfg.data.reward_fn_key]
     if cfg.custom_reward_function.path is None:
         required.append(GROUND_TRUTH_KEY)
-    trainer, counts = cfg.trainer, {}
-    if not trainer.val_only:
+    counts = {}
+    if "train" in splits_read(cfg):
         counts["train"] = inspect_files(cfg.data.train_files, cfg.data.prompt_key, required)
         if counts["train"] < cfg.data.train_batch_size:
             raise DataError(
                 f"data.train_files hold {counts['train']} prompts, data.train_batch_size is "
                 f"{cfg.data.train_batch_size}: there is not one full batch. Lower the batch size or add data."
             )
-    if trainer.val_only or trainer.val_before_train or trainer.test_freq > 0:
+    if "val" in splits_read(cfg):
         counts["val"] = inspect_files(cfg.data.val_files, cfg.data.prompt_key, required)
     return counts
+
+
+def splits_read(cfg: Config) -> list[str]:
+    """Which of "train" and "val" this run reads."""
+    trainer = cfg.trainer
+    validates = trainer.val_only or trainer.val_before_train or trainer.test_freq > 0
+    return ["train"] * (not trainer.val_only) + ["val"] * validates
+
+
+def data_sources(cfg: Config) -> set[str]:
+    """The distinct values of the column data.reward_fn_key in the files that this run reads.
+
+    Reads that column alone. DataError if it is no text, has rows without a value, or cannot be read.
+    """
+    key, found = cfg.data.reward_fn_key, set()
+    for split in splits_read(cfg):
+        for path in list_files(cfg.data.train_files if split == "train" else cfg.data.val_files):
+            try:
+                column = open_parquet(path).read([key])[key]
+            except (pa.ArrowException, OSError) as error:
+                raise DataError(f"{path} is corrupt: {error}. Write the file again.") from error
+            kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+            if not _is_text(kind):
+                raise DataError(
+                    f"{path}: column {key!r} has type {kind}: it selects the reward function, by name. "
+                    "Store text in it, or set data.reward_fn_key."
+                )
+            if column.null_count:
+                raise DataError(
+                    f"{path}: {column.null_count} rows have no {key!r}: it selects the reward function. "
+                    "Fill it in, or remove the rows."
+                )
+            found.update(column.unique().to_pylist())
+    return found
 
 
 def inspect_files(

@@ -1,7 +1,6 @@
 """Language models from a Hugging Face directory: their shape on every rank, their weights on one."""
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from siirl.config.common import ModelConfig
+from siirl.data.model_files import check_weight_files, model_dir
 from siirl.engines.train.attention import PACKED_ATTENTION
 from siirl.errors import ConfigError, DataError, NotSupportedError
 
@@ -30,11 +30,6 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     if model.external_lib:
         importlib.import_module(model.external_lib)
     path = model_dir(model.path)
-    if not (path / "config.json").is_file():
-        raise DataError(
-            f"model directory {path} has no config.json: a Hugging Face model directory is needed. "
-            "Set actor_rollout_ref.model.path to one."
-        )
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError, StrictDataclassError) as error:
@@ -49,29 +44,6 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
             )
         setattr(config, name, value)
     return config
-
-
-def model_dir(path: str) -> Path:
-    """The local directory of a model. DataError if it does not exist."""
-    local = Path(path).expanduser()
-    if not local.is_dir():
-        raise DataError(
-            f"model directory {local} does not exist: models are read from local directories. "
-            "Download or create the model, and set actor_rollout_ref.model.path."
-        )
-    return local
-
-
-def check_weight_files(path: Path) -> None:
-    """DataError unless the directory holds safetensors weights (a pickle is not read)."""
-    if not any(path.glob("*.safetensors")):
-        pickled = any(path.glob("*.bin"))
-        reason = (
-            "only pickled .bin files, which can run code when read" if pickled else "no *.safetensors file"
-        )
-        raise DataError(
-            f"model directory {path} has {reason}: weights are needed. Save the model with save_pretrained()."
-        )
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

@@ -1,0 +1,67 @@
+"""The user's Python code as source text: found, parsed and searched for a name, never run."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+from siirl.errors import DagError
+
+
+def module_source(module: str) -> Path | None:
+    """The file of an importable module; None for one without Python source. Parent packages are imported.
+
+    ModuleNotFoundError if there is no such module.
+    """
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # a parent that is missing or fails; a module without a spec
+        spec = None
+    if spec is None:
+        raise ModuleNotFoundError(f"no module {module!r} can be imported")
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def parse_source(source: Path) -> ast.Module:
+    """The syntax tree of a file. SyntaxError or OSError if it cannot be read as Python."""
+    try:
+        return ast.parse(source.read_text(encoding="utf-8"), str(source))
+    except ValueError as error:  # not UTF-8, or a null byte
+        raise SyntaxError(str(error)) from error
+
+
+def top_functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The functions that a module defines at its top level, by name."""
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def may_define(tree: ast.Module, name: str) -> bool:
+    """Whether the module may bind `name` other than by a plain top-level `def`."""
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        for inner in ast.walk(node):
+            match inner:
+                case ast.alias(name="*"):
+                    return True
+                case ast.alias(name=bound, asname=renamed) if name in (renamed, bound):
+                    return True
+                case ast.Name(id=bound, ctx=ast.Store()) if bound == name:
+                    return True
+                case ast.ClassDef(name=bound) | ast.FunctionDef(name=bound) if bound == name:
+                    return True
+    return False
+
+
+def check_reference(reference: str, who: str) -> None:
+    """DagError unless "pkg.mod:fn" or "file.py:fn" names a function that is there, by its source text."""
+    where, _, name = reference.rpartition(":")
+    try:
+        source = Path(where).expanduser() if where.endswith(".py") else module_source(where)
+        tree = parse_source(source) if source else None
+    except (ImportError, OSError, SyntaxError) as error:
+        raise DagError(
+            f"{who}: {reference!r} cannot be imported: {error}. Check the path and PYTHONPATH."
+        ) from error
+    if tree and name not in (functions := top_functions(tree)) and not may_define(tree, name):
+        defined = ", ".join(functions) or "no function"
+        raise DagError(f"{who}: {where!r} has no {name!r}, it defines {defined}. Name one of its functions.")

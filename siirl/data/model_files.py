@@ -1,0 +1,133 @@
+"""Checks of Hugging Face model directories without torch or transformers: the launcher runs them too."""
+
+import json
+from pathlib import Path
+
+from siirl.config import Config
+from siirl.errors import DataError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_LENGTH_BYTES = 8  # a safetensors file begins with the length of its JSON header
+
+
+def model_dir(path: str) -> Path:
+    """The local directory of a model, with its config.json. DataError if one of them does not exist."""
+    local = Path(path).expanduser()
+    if not local.is_dir():
+        raise DataError(
+            f"model directory {local} does not exist: models are read from local directories. "
+            "Download or create the model, and set actor_rollout_ref.model.path."
+        )
+    if not (local / "config.json").is_file():
+        raise DataError(
+            f"model directory {local} has no config.json: a Hugging Face model directory is needed. "
+            "Set actor_rollout_ref.model.path to one."
+        )
+    return local
+
+
+def check_config_file(path: Path) -> None:
+    """DataError unless the directory's config.json is JSON and names a type of model."""
+    config = _read_json(path / "config.json")
+    if "model_type" not in config:
+        raise DataError(
+            f"{path / 'config.json'} has no model_type: it describes no model. "
+            "Save the model with save_pretrained()."
+        )
+
+
+def check_weight_files(path: Path) -> None:
+    """DataError unless the directory holds whole safetensors weights (a pickle is not read).
+
+    Reads the headers only: a file that is missing, cut short or a Git LFS pointer is found, a changed
+    value is not.
+    """
+    if (path / WEIGHTS).is_file():
+        names = {WEIGHTS}
+    elif (path / INDEX).is_file():
+        names = set(_read_json(path / INDEX).get("weight_map", {}).values())
+    else:
+        raise DataError(
+            f"model directory {path} has {_why_no_weights(path)}: weights are needed. "
+            "Save the model with save_pretrained()."
+        )
+    missing = sorted(name for name in names if not (path / name).is_file())
+    if missing:
+        raise DataError(
+            f"model directory {path} lacks {len(missing)} of the {len(names)} weight files that {INDEX} "
+            f"names: {', '.join(missing[:5])}. Download or copy them again."
+        )
+    for name in sorted(names):
+        _check_safetensors(path / name)
+
+
+def check_tokenizer_files(path: Path) -> None:
+    """DataError unless the directory holds a tokenizer."""
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise DataError(
+            f"model directory {path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. "
+            "Copy the model's tokenizer files there, or set data.tokenizer."
+        )
+
+
+def check_model_files(cfg: Config, weights: bool) -> None:
+    """DataError unless a model of this configuration can be built. weights: its own are read."""
+    path = model_dir(cfg.actor_rollout_ref.model.path)
+    check_config_file(path)
+    if weights:
+        check_weight_files(path)
+
+
+def check_tokenizer(cfg: Config) -> None:
+    """DataError unless the tokenizer of data.tokenizer, or else of the model, has its files.
+
+    A data.tokenizer that is no directory may be a name in the local cache of transformers: it is left alone.
+    """
+    source = Path(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path).expanduser()
+    if source.is_dir():
+        check_tokenizer_files(source)
+    elif source.is_absolute() or str(source).startswith("."):
+        raise DataError(f"data.tokenizer={cfg.data.tokenizer}: there is no such directory. Correct the path.")
+
+
+def _why_no_weights(path: Path) -> str:
+    found = sorted(file.name for file in path.glob("*.safetensors"))
+    if found:
+        return f"{', '.join(found[:3])}, but neither {WEIGHTS} nor {INDEX}"
+    if any(path.glob("*.bin")):
+        return "only pickled .bin files, which can run code when read"
+    return "no *.safetensors file"
+
+
+def _check_safetensors(path: Path) -> None:
+    """The header's length and the end of its last tensor must match the size of the file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        if not 0 < length <= size - _LENGTH_BYTES:
+            raise DataError(
+                f"{path} is no safetensors file, or is cut short: it has {size} bytes. Download it again "
+                "(of a Git clone without Git LFS only pointers arrive)."
+            )
+        try:
+            header = json.loads(file.read(length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise DataError(
+                f"{path} is no safetensors file: {error} in its header. Download it again."
+            ) from None
+    expected = _LENGTH_BYTES + length + max(ends, default=0)
+    if size != expected:
+        raise DataError(f"{path} has {size} bytes instead of {expected}: it is damaged. Download it again.")
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}. Restore the file.") from None
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds no JSON object. Restore the file.")
+    return content
