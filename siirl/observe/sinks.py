@@ -81,7 +81,7 @@ def make_sinks(names: Sequence[str], info: RunInfo) -> Sinks:
     if unknown:
         raise ConfigError(f"trainer.logger has {unknown}: unknown. Known are {', '.join(SINKS)}.")
     sinks: list[Sink] = [
-        JsonlSink(info.output_dir / METRICS_FILE),
+        JsonlSink(info.output_dir / METRICS_FILE, fresh=info.first_step == 0),
         SampleSink(info.output_dir, info.sample_dirs),
     ]
     for name in dict.fromkeys(names):
@@ -119,12 +119,13 @@ def tensorboard_dir(output_dir: Path) -> Path:
 class JsonlSink:
     """One JSON object per call: step, time_s (since the epoch), metric: number, ...; NaN and inf are null.
 
-    Appends: a resumed run continues the file, and of two lines for one step and metric the later one counts.
+    A resumed run continues the file, and of two lines for one step and metric the later one counts; a fresh one
+    starts it anew.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, fresh: bool = False):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
+        self._file = path.open("w" if fresh else "a")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
