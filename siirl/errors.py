@@ -1,7 +1,7 @@
 """The exceptions that siirl raises on purpose: one tree, each leaf also an instance of the matching built-in.
 
-A user error (`UserError`) is reported as its message alone, without a traceback, and ends the command with exit
-code 2. Its message says what is wrong with the values, why, and the fix.
+A user error (`UserError`) is reported as its message alone, without a traceback, and ends the command with
+exit code 2. Its message says what is wrong with the values, why, and the fix.
 """
 
 
@@ -10,7 +10,7 @@ class SiirlError(Exception):
 
 
 class UserError(SiirlError, ValueError):
-    """Something the user wrote (a key, a DAG, a file) cannot work; found before training starts where possible."""
+    """Something the user wrote (a key, a DAG, a file) cannot work; found before the start where possible."""
 
 
 class ConfigError(UserError):
@@ -18,11 +18,11 @@ class ConfigError(UserError):
 
 
 class NotSupportedError(ConfigError):
-    """A known key or value whose feature does not exist yet; the message starts with "not supported yet: "."""
+    """A known key or value of a feature that does not exist yet; the message starts "not supported yet: "."""
 
 
 class DagError(UserError):
-    """The workflow is not a valid DAG: cycle, unknown dependency, missing or doubly written field, bad node."""
+    """The workflow is no valid DAG: cycle, unknown dependency, missing or doubly written field, bad node."""
 
 
 class PlacementError(UserError):
@@ -42,7 +42,7 @@ class RolloutError(SiirlError, RuntimeError):
 
 
 class WeightSyncError(SiirlError, RuntimeError):
-    """A weight transfer was incomplete or did not match: training stops rather than sample from stale weights."""
+    """A weight transfer was incomplete or did not match: nobody samples from stale weights."""
 
 
 class CheckpointError(SiirlError, RuntimeError):

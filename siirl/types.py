@@ -1,7 +1,7 @@
-"""The nouns of siirl: fields of a batch, keys that name them, layouts that place their rows. Pure Python, no torch.
+"""The nouns of siirl: fields of a batch, keys that name them, layouts that place their rows. No torch.
 
 Legend for shapes, used everywhere: B rows on this rank, P prompt tokens, T response tokens, V vocabulary,
-N packed tokens. A batch is a TensorDict of batch size [B]; `object` fields are NonTensorStacks of B JSON values.
+N packed tokens. A batch is a TensorDict of batch size [B]; `object` fields are NonTensorStacks of JSON values.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ Dtype = Literal["int64", "int8", "float32", "bool", "object"]
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """How one named column of a batch looks: trailing dims beyond B, dtype, unit, and how short rows are padded."""
+    """How a named column of a batch looks: trailing dims beyond B, dtype, unit, and how rows are padded."""
 
     name: str
     dims: tuple[str, ...]
@@ -30,7 +30,9 @@ def _fields(*specs: FieldSpec) -> dict[str, FieldSpec]:
 
 FIELDS: dict[str, FieldSpec] = _fields(
     FieldSpec("row_id", (), "int64", "position of the row in the step's global batch, before any filtering"),
-    FieldSpec("group_id", (), "int64", "position of the prompt in the step's global batch; samples of it share it"),
+    FieldSpec(
+        "group_id", (), "int64", "position of the prompt in the step's global batch; samples of it share it"
+    ),
     FieldSpec("sample_index", (), "int64", "index of the prompt in the dataset, for messages"),
     FieldSpec("prompt_ids", ("P",), "int64", "prompt tokens, after the chat template", "token", "left"),
     FieldSpec("prompt_length", (), "int64", "number of real tokens in prompt_ids", "token"),
@@ -43,13 +45,22 @@ FIELDS: dict[str, FieldSpec] = _fields(
     FieldSpec("response_mask", ("T",), "bool", "tokens that the policy produced and is trained on"),
     FieldSpec("finish_reason", (), "int8", "FINISH_STOP or FINISH_LENGTH"),
     FieldSpec("weight_version", (), "int64", "version of the weights that produced the response"),
-    FieldSpec("rollout_log_prob", ("T",), "float32", "log-prob of each sampled token by the rollout engine", "nat"),
+    FieldSpec(
+        "rollout_log_prob", ("T",), "float32", "log-prob of each sampled token by the rollout engine", "nat"
+    ),
     FieldSpec("old_log_prob", ("T",), "float32", "log-prob by the trainer's weights before this step", "nat"),
     FieldSpec("old_entropy", ("T",), "float32", "entropy of the trainer's policy before this step", "nat"),
     FieldSpec("ref_log_prob", ("T",), "float32", "log-prob by the reference model", "nat"),
     FieldSpec("score", (), "float32", "outcome reward of the row, as the reward function gave it"),
-    FieldSpec("reward", ("T",), "float32", "reward per token: the score at the last response token, less penalties"),
-    FieldSpec("reward_info", (), "object", "further values that the reward function returned: {name: number or text}"),
+    FieldSpec(
+        "reward", ("T",), "float32", "reward per token: the score at the last response token, less penalties"
+    ),
+    FieldSpec(
+        "reward_info",
+        (),
+        "object",
+        "further values that the reward function returned: {name: number or text}",
+    ),
     FieldSpec("value", ("T",), "float32", "the critic's estimate of the return at each token"),
     FieldSpec("advantage", ("T",), "float32", "advantage of each response token"),
     FieldSpec("return_", ("T",), "float32", "target of the value function"),
@@ -97,10 +108,10 @@ class Layout:
     """How the rows of a batch are split over ranks.
 
     ranks: world ranks that hold rows. shards: the data-parallel shard that each of them holds (same length);
-    ranks with equal shard hold identical rows (tensor-parallel peers). rowset: which set of rows this is; an op
-    that changes the row count (a rollout, a filter) starts a new one, e.g. "agent_0.prompts", "agent_0.samples".
-    split: "group" keeps the samples of a prompt on one shard, in global order; "cost" balances the compute cost of
-    rows over shards within each mini-batch of `mini_batch_rows` rows (0: the whole batch is one mini-batch).
+    ranks with equal shard hold identical rows (tensor-parallel peers). rowset: which set of rows this is; an
+    op that changes the row count (a rollout, a filter) starts a new one, e.g. "agent_0.samples" after
+    "agent_0.prompts". split: "group" keeps the samples of a prompt on one shard, in global order; "cost"
+    balances the compute cost of rows over shards within each mini-batch of `mini_batch_rows` rows (0: the whole batch is one mini-batch).
     """
 
     ranks: tuple[int, ...]

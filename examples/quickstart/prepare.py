@@ -1,7 +1,7 @@
 """Make everything the quickstart trains on, from scratch: a tiny Qwen3 model, its tokenizer, and a dataset.
 
 The task is verifiable: "larger of 3 7 ?", answered by one digit. Nothing is downloaded. The dataset has
-the column format of verl and siiRL: prompt (chat messages), data_source, ability, reward_model.ground_truth, extra_info.
+the column format of verl and siiRL: prompt (chat messages), data_source, ability, reward_model, extra_info.
 """
 
 import argparse
@@ -90,9 +90,7 @@ def main() -> None:
     test = make_rows(seen, "seen") + make_rows(unseen, "unseen")
     pq.write_table(pa.Table.from_pylist(train), data_dir / "train.parquet")
     pq.write_table(pa.Table.from_pylist(test), data_dir / "test.parquet")
-    print(
-        f"model {model_dir}, data {data_dir}: {len(train)} training rows; validation on all {len(test)} pairs,"
-    )
+    print(f"model {model_dir}, data {data_dir}: {len(train)} training rows; validation on {len(test)} pairs,")
     print(f"{len(unseen)} of them never trained on")
 
 

@@ -119,8 +119,8 @@ def tensorboard_dir(output_dir: Path) -> Path:
 class JsonlSink:
     """One JSON object per call: step, time_s (since the epoch), metric: number, ...; NaN and inf are null.
 
-    A resumed run continues the file, and of two lines for one step and metric the later one counts; a fresh one
-    starts it anew.
+    A resumed run continues the file, and of two lines for one step and metric the later one counts; a fresh
+    run starts it anew.
     """
 
     def __init__(self, path: Path, fresh: bool = False):

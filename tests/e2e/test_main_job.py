@@ -1,4 +1,4 @@
-"""The main job on real processes: the same training on any number of ranks, exact resume, an export that loads."""
+"""The main job on real processes: equal on any number of ranks, exact resume, an export that loads."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Two agents with models of their own on disjoint ranks: nothing assumes one model or one world-sized group."""
+"""Two agents with models of their own on disjoint ranks: nothing assumes one model or one group."""
 
 from pathlib import Path
 
