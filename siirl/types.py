@@ -1,7 +1,7 @@
 """The nouns of siirl: fields of a batch, keys that name them, layouts that place their rows. No torch.
 
 Legend for shapes, used everywhere: B rows on this rank, P prompt tokens, T response tokens, V vocabulary,
-N packed tokens. A batch is a TensorDict of batch size [B]; `object` fields are NonTensorStacks of JSON values.
+N packed tokens. A batch is a TensorDict of batch size [B]; `object` fields are NonTensorStacks of JSON.
 """
 
 from dataclasses import dataclass
@@ -111,7 +111,8 @@ class Layout:
     ranks with equal shard hold identical rows (tensor-parallel peers). rowset: which set of rows this is; an
     op that changes the row count (a rollout, a filter) starts a new one, e.g. "agent_0.samples" after
     "agent_0.prompts". split: "group" keeps the samples of a prompt on one shard, in global order; "cost"
-    balances the compute cost of rows over shards within each mini-batch of `mini_batch_rows` rows (0: the whole batch is one mini-batch).
+    balances the compute cost of rows over shards within each mini-batch of `mini_batch_rows` rows (0: the
+    whole batch is one mini-batch).
     """
 
     ranks: tuple[int, ...]
