@@ -78,7 +78,7 @@ class Folder:
         entry |= {
             "executable_ref": reference or "json:loads",
             "reads": ["score"],
-            "writes": ["bonus"],
+            "writes": [],
             **fields,
         }
         return self.dag(lambda by_id, nodes: nodes.append(entry))
@@ -88,10 +88,9 @@ class Folder:
 
         def change(by_id, nodes):
             for node in list(nodes):
-                names = [f"{name}_2" for name in node.get("dependencies", [])]
-                nodes.append(
-                    {**node, "node_id": f"{node['node_id']}_2", "dependencies": names, "agent_group": 1}
-                )
+                names = [f"{name}_2" for name in node["dependencies"]]
+                again = {"node_id": f"{node['node_id']}_2", "dependencies": names, "agent_group": 1}
+                nodes.append(node | again)
             nodes.append(
                 {
                     "node_id": "thief",
@@ -154,7 +153,7 @@ CASES = {
         lambda f: [f.rows(arithmetic_rows(16, data_source="mine")), "custom_reward_function.path=null"],
         ["data_source 'mine' has no reward function", "custom_reward_function.path"],
     ),
-    "empty dataset": (
+    "fewer prompts than a batch": (
         lambda f: [f.rows(arithmetic_rows(2)), "data.train_batch_size=8"],
         ["hold 2 prompts, data.train_batch_size is 8", "Lower the batch size or add data"],
     ),
@@ -166,7 +165,7 @@ CASES = {
         lambda f: ["data.train_batch_sise=8"],
         ["data.train_batch_sise", "data.train_batch_size"],
     ),
-    "wrong type": (lambda f: ["data.train_batch_size=many"], ["data.train_batch_size", "many", "whole number"]),
+    "wrong type": (lambda f: ["data.train_batch_size=many"], ["train_batch_size=many: expected an integer"]),
     "unknown strategy": (lambda f: [f"{STRATEGY}=fdsp"], [f"{STRATEGY}=fdsp", "fsdp"]),
     "unknown rollout": (
         lambda f: ["actor_rollout_ref.rollout.name=vlm"],
@@ -187,7 +186,7 @@ CASES = {
     ),
     "placement outside the cluster": (
         lambda f: [f.dag(outside)],
-        ["'rollout_actor'", "rank 1", "1 rank"],
+        ["'rollout_actor'", "names rank 4", "raise trainer.nnodes or trainer.n_gpus_per_node"],
     ),
     "two agents sharing a field": (
         lambda f: [f.second_agent()],
@@ -233,7 +232,7 @@ CASES = {
         lambda f: [f.reward(SCORE.format("prompt, response"))],
         ["compute_score of ", "cannot be called as", "it needs prompt, which is not given"],
     ),
-    "reward function that is no Python": (lambda f: [f.reward("def (")], ["my_reward.py cannot be read as Python"]),
+    "reward that is no Python": (lambda f: [f.reward("def (")], ["my_reward.py cannot be read as Python"]),
     "custom node of a missing module": (
         lambda f: [f.custom_node("no_such.module:fn")],
         ["'mine'", "'no_such.module:fn' cannot be imported", "PYTHONPATH"],

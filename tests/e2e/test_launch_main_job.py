@@ -1,4 +1,4 @@
-"""The main job through its launchers: what only shows at run time, torchrun, a checkpoint gone bad, SIGTERM."""
+"""The main job through its launchers: what shows only as it runs, torchrun, a damaged checkpoint, SIGTERM."""
 
 import json
 import os
@@ -77,8 +77,8 @@ def test_a_prompt_above_the_limit_ends_the_run_with_its_row_and_the_fix(inputs, 
 def test_a_reward_that_raises_ends_the_run_and_names_sample_source_and_function(
     inputs, failing_reward, tmp_path
 ):
-    one_epoch = ["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
-    done = run([*MAIN, *overrides(inputs, tmp_path / "out", *QUICK, *one_epoch, failing_reward)])
+    all_rows = ["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
+    done = run([*MAIN, *overrides(inputs, tmp_path / "out", *QUICK, *all_rows, failing_reward)])
     assert done.returncode == 1
     for fragment in (
         "compute_score of ",

@@ -9,9 +9,9 @@ from transformers import AutoConfig
 
 from siirl.config import load_config, with_overrides
 from siirl.dag.plan import ModelPlan
+from siirl.data.model_files import check_weight_files
 from siirl.engines.train.hf_model import (
     build_skeleton,
-    check_weight_files,
     load_hf_config,
     torch_dtype,
     use_liger_kernels,
