@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from siirl.config import Config
+from siirl.data.rows import take_rows
 from siirl.engines.rollout.base import Completion, SamplingParams
 from siirl.errors import RolloutError
 from siirl.nodes.context import NodeContext
@@ -25,7 +26,7 @@ def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     completions = ctx.rollout.generate(prompts, params, seeds)
     samples = [sample for prompt in completions for sample in prompt]
 
-    out = rows[torch.arange(len(prompts)).repeat_interleave(params.n)]
+    out = take_rows(rows, torch.arange(len(prompts)).repeat_interleave(params.n))
     out["row_id"] = out["group_id"] * params.n + torch.arange(params.n).repeat(len(prompts))
     for name, column in response_columns(samples).items():
         out[name] = column
@@ -66,11 +67,8 @@ def response_columns(samples: list[Completion]) -> dict[str, torch.Tensor]:
     """ROLLOUT_FIELDS of the samples, right-padded to the longest: [B, T] and [B]."""
     lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
     width = int(lengths.max()) if len(samples) else 0
-    ids = torch.zeros(len(samples), width, dtype=torch.int64)
-    log_prob = torch.zeros(len(samples), width)
-    for row, sample in enumerate(samples):
-        ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids, dtype=torch.int64)
-        log_prob[row, : len(sample.token_ids)] = torch.tensor(sample.log_probs)
+    ids = _padded([sample.token_ids for sample in samples], width, torch.int64)
+    log_prob = _padded([sample.log_probs for sample in samples], width, torch.float32)
     finish = [FINISH_STOP if sample.finish_reason == "stop" else FINISH_LENGTH for sample in samples]
     return {
         "response_ids": ids,
@@ -80,6 +78,12 @@ def response_columns(samples: list[Completion]) -> dict[str, torch.Tensor]:
         "weight_version": torch.tensor([sample.weight_version for sample in samples], dtype=torch.int64),
         "rollout_log_prob": log_prob,
     }
+
+
+def _padded(lists: list[list], width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Lists as one tensor [B, width], zeros on the right; built at once, as a tensor per row is slow."""
+    rows = [[*values, *[0] * (width - len(values))] for values in lists]
+    return torch.tensor(rows, dtype=dtype).view(len(lists), width)
 
 
 def _report(ctx: NodeContext, samples: list[Completion]) -> None:
