@@ -2,6 +2,7 @@
 
 import functools
 import re
+import zlib
 from fractions import Fraction
 from math import isfinite
 from typing import Any
@@ -78,17 +79,29 @@ def _equal(truth: str, predicted: str) -> bool:
 
 
 def _clearly_differ(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether both are constants of plainly different value: cheaper by far than verify's simplification.
+    """Whether both are expressions of plainly different value: cheaper by far than verify's simplification.
 
-    Percentages are left to verify, which has rules of its own for them.
+    Expressions with symbols are compared at one positive point: where they differ, they are not identical.
+    Percentages are left to verify, which has rules of its own for them, and so is all that has no real value.
     """
     if any("%" in str(text) for text in (gold[-1], answer[-1])):
         return False
-    values = (gold[0], answer[0])
-    if not all(getattr(value, "is_number", False) and value.is_real for value in values):
-        return False
-    left, right = (float(value.evalf(DIGITS)) for value in values)
-    return isfinite(left) and isfinite(right) and _compare_values(left, right) is False
+    left, right = _value_at_point(gold[0]), _value_at_point(answer[0])
+    return left is not None and right is not None and _compare_values(left, right) is False
+
+
+def _value_at_point(expression: Any) -> float | None:
+    """The real value of a sympy expression, its symbols replaced by fixed numbers; None if it has none."""
+    from sympy import Expr
+
+    if not isinstance(expression, Expr):
+        return None
+    point = {symbol: 0.4 + zlib.crc32(str(symbol).encode()) % 97 / 100 for symbol in expression.free_symbols}
+    try:
+        value = float(expression.evalf(DIGITS, subs=point))
+    except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError):
+        return None  # complex, or not a number
+    return value if isfinite(value) else None
 
 
 @functools.lru_cache(maxsize=4096)

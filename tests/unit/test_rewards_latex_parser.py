@@ -1,9 +1,12 @@
 """The two-stage parser against the library's own, in a process of its own: it stays once installed."""
 
+import itertools
 import json
 import subprocess
 import sys
 import textwrap
+
+from siirl.rewards import math_answer
 
 FORMULAS = [
     r"42", r"-3.75", r"1,234", r"50\%", r"\frac{3}{4}", r"\dfrac34", r"-\frac{a}{b}", r"2\sqrt{2}",
@@ -49,3 +52,24 @@ def test_the_two_stage_parser_gives_what_the_library_gives():
     differences = [(f, b, a) for f, b, a in zip(FORMULAS, before, after, strict=True) if a != b]
     assert not differences
     assert sum(parsed != "[]" for parsed in after) > 35
+
+
+VALUES = [
+    "1", "0.5", r"\frac12", "50", r"50\%", r"2\sqrt{8}", r"4\sqrt{2}", "1.5", r"-\frac{3}{2}",
+    "x^2-1", "(x-1)(x+1)", r"\frac{1}{3}", "0.333", "0.33333333", "1024", "2^{10}", r"\sqrt{x^2}",
+    "x", "y", "x=5", "5", "2+i", "(1, 2)",
+]  # fmt: skip
+
+
+def test_what_is_settled_without_math_verify_agrees_with_it():
+    _, verify = math_answer._library()
+    parsed = {text: math_answer._parse_truth(text) for text in VALUES}
+    settled = 0
+    for truth, answer in itertools.product(VALUES, VALUES):
+        verdict = math_answer._compare_text(answer, truth)
+        if verdict is None and math_answer._clearly_differ(parsed[truth], parsed[answer]):
+            verdict = False
+        if verdict is not None:
+            settled += 1
+            assert verify(parsed[truth], parsed[answer]) == verdict, (truth, answer)
+    assert settled > len(VALUES) ** 2 / 2
