@@ -5,6 +5,7 @@ cd "$(dirname "$0")/../.."
 OUT=${QUICKSTART_DIR:-outputs/quickstart}
 exec "${PYTHON:-.venv/bin/python}" -m siirl.main_dag \
   algorithm.adv_estimator=grpo \
+  algorithm.norm_adv_by_std_in_grpo=False \
   data.train_files="$OUT/data/train.parquet" \
   data.val_files="$OUT/data/test.parquet" \
   data.train_batch_size=32 \
@@ -12,8 +13,8 @@ exec "${PYTHON:-.venv/bin/python}" -m siirl.main_dag \
   data.max_response_length=2 \
   actor_rollout_ref.model.path="$OUT/model" \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
-  actor_rollout_ref.actor.optim.lr=7e-4 \
-  actor_rollout_ref.actor.entropy_coeff=0.03 \
+  actor_rollout_ref.actor.optim.lr=5e-4 \
+  actor_rollout_ref.actor.entropy_coeff=0.02 \
   actor_rollout_ref.actor.ppo_mini_batch_size=32 \
   actor_rollout_ref.actor.use_dynamic_bsz=True \
   actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32 \
@@ -23,9 +24,9 @@ exec "${PYTHON:-.venv/bin/python}" -m siirl.main_dag \
   custom_reward_function.path=examples/quickstart/reward.py \
   trainer.device=cpu \
   trainer.n_gpus_per_node=2 \
-  trainer.total_training_steps=120 \
+  trainer.total_training_steps=100 \
   trainer.test_freq=10 \
-  trainer.save_freq=60 \
+  trainer.save_freq=50 \
   trainer.resume_mode=disable \
   trainer.project_name=siirl \
   trainer.experiment_name=quickstart \
