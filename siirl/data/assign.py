@@ -131,10 +131,12 @@ def split_costs(cost: np.ndarray, num_shards: int, mini_batch_rows: int) -> np.n
         costs = cost[start : start + step]
         loads = [(0, 0, shard) for shard in range(num_shards)]
         order = np.argsort(-costs, kind="stable")
-        for row, row_cost in zip((start + order).tolist(), costs[order].tolist(), strict=True):
+        chosen = []
+        for row_cost in costs[order].tolist():
             load, num_rows, shard = loads[0]
             heapq.heapreplace(loads, (load + row_cost, num_rows + 1, shard))
-            shard_of_row[row] = shard
+            chosen.append(shard)
+        shard_of_row[start + order] = chosen
     return shard_of_row
 
 

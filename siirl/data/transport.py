@@ -163,7 +163,7 @@ class Transport:
         outgoing = torch.empty(0, row_bytes, dtype=torch.uint8, device=self._device)
         if len(leaving):
             packed = [
-                _to_bytes(column[leaving.to(column.device)].to(self._device), spec)
+                _to_bytes(column.index_select(0, leaving.to(column.device)).to(self._device), spec)
                 for column, spec in zip(columns, specs, strict=True)
             ]
             outgoing = torch.cat(packed, dim=1)
@@ -175,9 +175,9 @@ class Transport:
             [len(positions) * row_bytes for positions in moves.send],
             route,
         )
-        order = torch.from_numpy(moves.order).to(self._device)
+        rows = arriving.index_select(0, torch.from_numpy(moves.order).to(self._device))
         return [
-            _from_bytes(arriving[:, end - spec.row_bytes : end][order], spec)
+            _from_bytes(rows[:, end - spec.row_bytes : end], spec)
             for end, spec in zip(ends, specs, strict=True)
         ]
 
@@ -200,7 +200,7 @@ class Transport:
             if place == me:
                 parts = [[column[position] for position in moves.send[me]] for column in elements]
             else:
-                parts = [list(map(NonTensorData, values)) for values in json.loads(blob or b"[]")]
+                parts = _load(blob) if blob else []
             for column, part in zip(arrived, parts, strict=False):
                 column += part
         if not len(moves.order):
@@ -257,9 +257,9 @@ def _to_bytes(column: Tensor, spec: ColumnSpec) -> Tensor:
 
 def _from_bytes(matrix: Tensor, spec: ColumnSpec) -> Tensor:
     shape = (len(matrix), *spec.dims)
-    # An empty tensor has strides that cannot be viewed as a wider dtype.
+    # Without elements, or as a part of a wider matrix, bytes have strides that no wider dtype can view.
     if matrix.numel():
-        column = matrix.view(spec.torch_dtype).view(shape)
+        column = matrix.clone(memory_format=torch.contiguous_format).view(spec.torch_dtype).view(shape)
     else:
         column = torch.empty(shape, dtype=spec.torch_dtype, device=matrix.device)
     return column if spec.on_gpu else column.cpu()
@@ -273,12 +273,30 @@ def _elements(column: NonTensorData | NonTensorStack) -> list[NonTensorData]:
 
 
 def _dump(elements: list[list[NonTensorData]], specs: list[ColumnSpec], positions: np.ndarray) -> bytes:
-    """The values at `positions` of each column, as JSON. DagError if one is not a JSON value."""
-    values = [[column[position].data for position in positions] for column in elements]
+    """The values at `positions` of each column, as JSON; a value that rows share, as samples do, once.
+
+    DagError if one is not a JSON value.
+    """
+    columns = []
+    for column in elements:
+        chosen = [column[position] for position in positions]
+        distinct = {id(element): element for element in chosen}
+        number = {of: place for place, of in enumerate(distinct)}
+        values = [element.data for element in distinct.values()]
+        columns.append((values, [number[id(element)] for element in chosen]))
     try:
-        return json.dumps(values).encode()
+        return json.dumps(columns).encode()
     except (TypeError, ValueError) as error:
         names = ", ".join(spec.name for spec in specs)
         raise DagError(
             f"a value of {names} cannot move to another rank: {error}. Object fields hold JSON values only."
         ) from error
+
+
+def _load(blob: bytes) -> list[list[NonTensorData]]:
+    """The columns of `_dump`, row by row."""
+    columns = []
+    for values, numbers in json.loads(blob):
+        elements = list(map(NonTensorData, values))
+        columns.append([elements[number] for number in numbers])
+    return columns
