@@ -1,16 +1,20 @@
 """What leaves and enters a sharded model: weights under HF names, and training state for checkpoints."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from siirl.engines.train.lora import adapters_of, hf_name, merged_rows
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.errors import CheckpointError
+
+BUCKET_BYTES = 64 << 20
+"""Full tensors are gathered for at least so many bytes at once: small ones together, large ones alone."""
 
 
 def specs(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -20,26 +24,58 @@ def specs(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, tuple[tuple[int,
 
 @torch.no_grad()
 def exported(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Full tensors under HF names, adapters merged, cast before the gather.
+    """Full tensors under HF names, adapters merged, cast before the gather, which takes a bucket at a time.
 
     Collective: every rank exhausts it. On one rank and without a cast a tensor is the live weight itself:
     copy it to keep it.
     """
     adapters = adapters_of(hf)
+    bucket: list[_Shard] = []
     for name, param in _named(hf):
         local = param.to_local()
         if name in adapters:
             a, b, scale = adapters[name]
             local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
-        shard = DTensor.from_local(
-            local.to(dtype),
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
-        yield name, shard.full_tensor()
+        bucket.append(_Shard(name, local.to(dtype), param))
+        if sum(shard.param.numel() for shard in bucket) * dtype.itemsize >= BUCKET_BYTES:
+            yield from _gathered(bucket)
+            bucket = []
+    yield from _gathered(bucket)
+
+
+class _Shard(NamedTuple):
+    """This rank's rows of one exported tensor; `param` says how the rows are spread."""
+
+    name: str
+    local: Tensor
+    param: DTensor
+
+
+def _gathered(bucket: list[_Shard]) -> Iterator[tuple[str, Tensor]]:
+    """The full tensors of a bucket, by one all-gather over the sharded axis of their mesh."""
+    if not bucket:
+        return
+    mesh = bucket[0].param.device_mesh
+    world = mesh.size(mesh.ndim - 1)
+    if world == 1:
+        yield from ((shard.name, shard.local) for shard in bucket)
+        return
+    sizes = [_padded_size(shard.param, world) for shard in bucket]
+    sent = bucket[0].local.new_zeros(sum(sizes))
+    for shard, part in zip(bucket, sent.split(sizes), strict=True):
+        part[: shard.local.numel()] = shard.local.reshape(-1)
+    received = sent.new_empty(world * len(sent))
+    dist.all_gather_into_tensor(received, sent, group=mesh.get_group(mesh.ndim - 1))
+    for shard, parts in zip(bucket, received.view(world, -1).split(sizes, dim=1), strict=True):
+        shape = shard.param.shape
+        yield shard.name, parts.reshape(-1, *shape[1:])[: shape[0]].contiguous()
+
+
+def _padded_size(param: DTensor, world: int) -> int:
+    """Elements of the largest shard: FSDP2 cuts dim 0 into equal runs, the last ones shorter or empty."""
+    assert param.placements[-1] == Shard(0), f"sharded as {param.placements}"
+    rows = -(-param.shape[0] // world)
+    return rows * (param.numel() // param.shape[0])
 
 
 def _named(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
