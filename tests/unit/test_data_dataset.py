@@ -2,10 +2,11 @@ import logging
 
 import pytest
 from fixtures_tiny import arithmetic_rows, make_arithmetic_parquet, make_tiny_tokenizer, write_parquet
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from siirl.config import load_config
-from siirl.data.chat import encode_prompts, load_tokenizer
+from siirl.data.chat import decode_responses, encode_prompts, load_tokenizer
 from siirl.data.dataset import PromptDataset
 from siirl.data.inspect import inspect_data, inspect_files
 from siirl.errors import DataError
@@ -64,6 +65,25 @@ def test_chat_messages_need_a_chat_template(tmp_path):
     with pytest.raises(DataError, match="no chat template"):
         encode_prompts(bare, [[{"role": "user", "content": "1"}]], {})
     assert encode_prompts(bare, ["12"], {}) == [[7, 8]]
+
+
+def test_special_tokens_come_from_the_template_or_from_the_tokenizer_not_from_both(tmp_path):
+    adds_system = AutoTokenizer.from_pretrained(make_tiny_tokenizer(tmp_path))
+    adds_system.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<system> $A", special_tokens=[("<system>", 3)]
+    )
+    chat_ids, text_ids = encode_prompts(adds_system, [[{"role": "user", "content": "1"}], "1"], {})
+    assert adds_system.decode(chat_ids) == "<user>1<eos><assistant>"
+    assert adds_system.decode(text_ids) == "<system>1"
+
+
+def test_template_kwargs_reach_the_template(tokenizer):
+    (ids,) = encode_prompts(tokenizer, [[{"role": "user", "content": "1"}]], {"chat_template": "7"})
+    assert tokenizer.decode(ids) == "7"
+
+
+def test_responses_are_decoded_without_special_tokens(tokenizer):
+    assert decode_responses(tokenizer, [[6, 7, 1], [], [0, 5, 8]]) == ["01", "", "2"]
 
 
 def test_keys_absent_from_a_message_are_not_filled_with_null(tmp_path, tokenizer):

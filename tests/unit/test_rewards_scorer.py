@@ -195,6 +195,20 @@ def test_a_hung_sample_delays_only_itself(scorer_of, tokenizer):
     assert time.monotonic() - start < 8  # two hung samples on two workers; a new worker takes a moment
 
 
+def test_the_time_limit_is_for_each_sample_even_when_many_are_handed_out_at_once(scorer_of, tokenizer):
+    code = """
+        import time
+
+        def compute_score(data_source, solution_str, ground_truth, extra_info):
+            time.sleep(0.03 * (solution_str == "9"))
+            return 1.0
+    """
+    scorer = scorer_of(code, timeout_s=0.5)
+    scorer.submit(rows_of(tokenizer, ["0"] * 300)).result()
+    assert scorer._pool._chunk > 20
+    assert scorer.submit(rows_of(tokenizer, ["9"] * 100)).result()["score"].sum() == 100
+
+
 def test_a_function_that_cannot_be_loaded_is_reported_at_construction(scorer_of):
     with pytest.raises(RewardError, match=r"cannot start: ModuleNotFoundError.*no_such_library"):
         scorer_of("import no_such_library\ndef compute_score(**given):\n    return 1.0\n")
