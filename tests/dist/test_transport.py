@@ -337,3 +337,23 @@ def reshard_in_place(rank: int, world_size: int) -> tuple[bool, int, int]:
 
 def test_rows_that_stay_are_shared_and_nothing_is_sent():
     assert run_workers(reshard_in_place, 2) == [(True, 0, 3 * 3 * 8)] * 2
+
+
+def move_many_rows_then_replicated_rows(rank: int, world_size: int) -> tuple[list[int], int]:
+    """More rows than fit into the first headers; then rows that both ranks hold are split between them."""
+    rows = simple_rows(5000 * rank, 5000)
+    store = exchange_two(rank, rows)
+    there = store.view([FieldKey(0, "row_id")], "target")["row_id"].tolist() if rank == 0 else []
+    before = transport().sent_bytes
+    shared = Layout((0, 1), (0, 0), "agent_0.samples")
+    store = exchange_two(rank, simple_rows(0, 8), TWO, shared)
+    assert (
+        store.view([FieldKey(0, "row_id")], "target")["row_id"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]][rank]
+    )
+    return there, transport().sent_bytes - before
+
+
+def test_long_headers_take_a_second_round_and_a_rank_sends_nothing_that_the_other_has():
+    results = run_workers(move_many_rows_then_replicated_rows, 2)
+    assert results[0][0] == list(range(10000))
+    assert [sent for _, sent in results] == [0, 0]
