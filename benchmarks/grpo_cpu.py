@@ -47,6 +47,7 @@ class Settings:
     response_tokens: int
     processes: int  # of siirl; each has its share of the cores as threads
     trl_micro_rows: int
+    siirl_micro_tokens: int
     prompts: int = 32
     samples: int = 16
     prompt_tokens: int = 16
@@ -98,7 +99,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=["short", "long"], choices=["short", "long"])
     parser.add_argument("--long-tokens", type=int, default=64, help="response length of the long case")
     parser.add_argument("--processes", type=int, default=2, choices=[1, 2], help="of siirl, on two cores")
-    parser.add_argument("--trl-micro-rows", type=int, default=512, help="TRL's per_device_train_batch_size")
+    parser.add_argument("--trl-micro-rows", type=int, default=128, help="TRL's per_device_train_batch_size")
+    parser.add_argument("--siirl-micro-tokens", type=int, default=4096, help="ppo_max_token_len_per_gpu")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "grpo_cpu.json")
     return parser.parse_args()
 
@@ -116,6 +118,7 @@ def make_cases(args: argparse.Namespace, folder: Path) -> list[Settings]:
         "steps": WARM_UP_STEPS + args.steps,
         "processes": args.processes,
         "trl_micro_rows": args.trl_micro_rows,
+        "siirl_micro_tokens": args.siirl_micro_tokens,
     }
     cases = {
         "short": Settings("short", str(model), response_tokens=2, **common),
@@ -151,6 +154,7 @@ def run_siirl(settings: Settings, out: Path) -> Block:
         "actor_rollout_ref.actor.optim.lr": settings.lr,
         "actor_rollout_ref.actor.ppo_mini_batch_size": settings.prompts,
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": settings.siirl_micro_tokens,
         "actor_rollout_ref.actor.entropy_coeff": 0,
         "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype": "float32",
         "actor_rollout_ref.rollout.name": "hf",

@@ -34,32 +34,19 @@ class PolicyLossConfig:
     loss_mode: str = key(
         "vanilla",
         "policy loss",
-        choices=("vanilla",),
-        later_choices=dict.fromkeys(
-            (
-                "gspo",
-                "gmpo",
-                "geo_mean",
-                "cispo",
-                "sapo",
-                "clip_cov",
-                "kl_cov",
-                "cpgd",
-                "gpg",
-                "dppo_tv",
-                "dppo_kl",
-            ),
-            MORE_LOSSES,
-        ),
+        choices=("vanilla", "gspo", "gmpo", "geo_mean", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"),
+        later_choices=dict.fromkeys(("clip_cov", "kl_cov", "cpgd"), MORE_LOSSES),
     )
     clip_cov_ratio: float = key(0.0002, "share of tokens that clip-cov clips", later=MORE_LOSSES)
     clip_cov_lb: float = key(1.0, "least covariance that clip-cov clips", later=MORE_LOSSES)
     clip_cov_ub: float = key(5.0, "greatest covariance that clip-cov clips", later=MORE_LOSSES)
     kl_cov_ratio: float = key(0.0002, "share of tokens that kl-cov penalises", later=MORE_LOSSES)
     ppo_kl_coef: float = key(0.1, "weight of the kl-cov penalty", later=MORE_LOSSES)
-    tau_pos: float = key(1.0, "temperature of sapo's gate for positive advantages", later=MORE_LOSSES)
-    tau_neg: float = key(1.05, "temperature of sapo's gate for the others", later=MORE_LOSSES)
-    clip_divergence: float = key(0.15, "trust region of dppo_tv and dppo_kl", later=MORE_LOSSES)
+    tau_pos: float = key(1.0, "temperature of sapo's gate for positive advantages", when="loss_mode=sapo")
+    tau_neg: float = key(1.05, "temperature of sapo's gate for the others", when="loss_mode=sapo")
+    clip_divergence: float = key(
+        0.15, "trust region of dppo_tv and dppo_kl", when="loss_mode=dppo_tv|dppo_kl", low=0
+    )
 
 
 @dataclass(frozen=True)

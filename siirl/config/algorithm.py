@@ -46,26 +46,22 @@ class EmbodiedSamplingConfig:
 class AlgorithmConfig:
     """Advantages and what goes into the reward."""
 
-    gamma: float = key(1.0, "discount", later=CRITIC)
+    gamma: float = key(1.0, "discount per token", when="adv_estimator=reinforce_plus_plus", low=0)
     lam: float = key(1.0, "lambda of GAE", later=CRITIC)
     adv_estimator: str = key(
         "gae",
         "advantage estimator",
-        choices=("grpo",),
-        later_choices={"gae": CRITIC, "gae_marft": "multi-agent interaction"}
-        | dict.fromkeys(
-            (
-                "rloo",
-                "reinforce_plus_plus",
-                "reinforce_plus_plus_baseline",
-                "remax",
-                "opo",
-                "gpg",
-                "grpo_passk",
-                "cpgd",
-            ),
-            ESTIMATORS,
+        choices=(
+            "grpo",
+            "rloo",
+            "opo",
+            "gpg",
+            "grpo_passk",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
         ),
+        later_choices={"gae": CRITIC, "gae_marft": "multi-agent interaction"}
+        | dict.fromkeys(("remax", "cpgd"), ESTIMATORS),
     )
     kl_penalty: str = key(
         "kl",

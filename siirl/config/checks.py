@@ -8,7 +8,7 @@ from siirl.config.root import TOP_GROUPS, Config, all_keys
 from siirl.config.values import check_available, show
 from siirl.errors import ConfigError, NotSupportedError
 
-GROUP_BASELINES = ("grpo",)
+GROUP_BASELINES = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")
 
 
 def check_config(cfg: Config) -> None:

@@ -15,6 +15,7 @@ from siirl.config import Config, with_overrides
 from siirl.dag.plan import Load, NodePlan, Plan, Reshard, Run, SyncWeights
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
+from siirl.data.rows import take_rows
 from siirl.data.store import FieldStore
 from siirl.data.transport import Transport
 from siirl.engines.links import WeightLink, make_link
@@ -113,7 +114,7 @@ class DAGWorker:
             return loader.train.next_batch()
         rows = loader.val.next_batch()
         loader.num_val_batches_given += 1
-        return rows[:0] if loader.num_val_batches_given > loader.val.steps_per_epoch else rows
+        return take_rows(rows, []) if loader.num_val_batches_given > loader.val.steps_per_epoch else rows
 
     def exchange(self, store: FieldStore, ins: Reshard) -> None:
         route = self.plan.routes[ins.route]

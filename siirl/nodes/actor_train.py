@@ -109,11 +109,9 @@ def policy_loss_options(cfg: Config) -> dict[str, float]:
         "clip_ratio_low": actor.clip_ratio_low,
         "clip_ratio_high": actor.clip_ratio_high,
         "clip_ratio_c": actor.clip_ratio_c,
-        "clip_cov_ratio": actor.policy_loss.clip_cov_ratio,
-        "clip_cov_lb": actor.policy_loss.clip_cov_lb,
-        "clip_cov_ub": actor.policy_loss.clip_cov_ub,
-        "kl_cov_ratio": actor.policy_loss.kl_cov_ratio,
-        "ppo_kl_coef": actor.policy_loss.ppo_kl_coef,
+        "tau_pos": actor.policy_loss.tau_pos,
+        "tau_neg": actor.policy_loss.tau_neg,
+        "clip_divergence": actor.policy_loss.clip_divergence,
     }
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from siirl.data.rows import objects
 from siirl.errors import RewardError
 from siirl.nodes.context import NodeContext
 
@@ -30,8 +31,8 @@ def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[T
 
 def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
     """Mean reward, over all and by data source; with several samples also the mean of each prompt's best."""
-    scores, sources = scored["score"].tolist(), list(rows["data_source"])
-    for score, source, info in zip(scores, sources, scored["reward_info"], strict=True):
+    scores, sources = scored["score"].tolist(), objects(rows, "data_source")
+    for score, source, info in zip(scores, sources, objects(scored, "reward_info"), strict=True):
         ctx.metrics.mean("val/reward/mean", score)
         ctx.metrics.mean(f"val/{source}/reward/mean", score)
         for name, value in (info or {}).items():

@@ -1,0 +1,89 @@
+"""Every algorithm that the configuration offers runs through its op, and gives the same on one rank and on two."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_harness import run_workers
+from tensordict import TensorDict
+
+from siirl.config import load_config
+from siirl.config.root import all_keys
+from siirl.data.rows import make_rows, take_rows
+from siirl.engines.train.base import BatchCounts, TokenOutputs
+from siirl.nodes.actor_train import make_loss_fn
+from siirl.nodes.advantage import advantage
+from siirl.nodes.reward import report_validation
+from siirl.observe.metrics import Metrics
+
+ESTIMATORS = all_keys()["algorithm.adv_estimator"].rule.choices
+LOSSES = all_keys()["actor_rollout_ref.actor.policy_loss.loss_mode"].rule.choices
+
+
+def batch(rows: int = 8, width: int = 5) -> TensorDict:
+    """Groups of four rows; lengths and scores differ."""
+    generator = torch.Generator().manual_seed(3)
+    length = torch.randint(1, width + 1, (rows,), generator=generator)
+    return TensorDict(
+        {
+            "group_id": torch.arange(rows) // 4,
+            "score": torch.rand(rows, generator=generator),
+            "response_length": length,
+            "response_mask": torch.arange(width) < length[:, None],
+        },
+        batch_size=[rows],
+    )
+
+
+def advantages(rank: int, world_size: int) -> dict[str, list]:
+    """Advantages of this rank's half (or all) of the batch, by estimator."""
+    rows = batch()
+    mine = rows.chunk(world_size)[rank]
+    out = {}
+    for name in ESTIMATORS:
+        cfg = load_config([f"algorithm.adv_estimator={name}", "algorithm.gamma=0.9"])
+        ctx = SimpleNamespace(cfg=cfg, group=dist.group.WORLD, metrics=Metrics(), state={})
+        out[name] = advantage(ctx, mine)["advantage"].tolist()
+    return out
+
+
+def test_every_estimator_gives_the_same_on_one_rank_and_on_two():
+    (whole,), halves = run_workers(advantages, 1), run_workers(advantages, 2)
+    assert set(whole) == {"grpo"} | set(ESTIMATORS)
+    for name, expected in whole.items():
+        joined = torch.tensor(halves[0][name] + halves[1][name])
+        assert torch.allclose(joined, torch.tensor(expected), atol=1e-6), name
+        assert joined.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_every_policy_loss_trains(name):
+    cfg = load_config([f"actor_rollout_ref.actor.policy_loss.loss_mode={name}"])
+    rows = batch()
+    mask_BT = rows["response_mask"]
+    generator = torch.Generator().manual_seed(1)
+    rows["advantage"] = torch.randn(mask_BT.shape, generator=generator) * mask_BT
+    log_prob_BT = -torch.rand(mask_BT.shape, generator=generator)
+    rows["old_log_prob"] = log_prob_BT + 0.05
+    log_prob_BT.requires_grad_()
+    counts = BatchCounts(float(mask_BT.sum()), len(rows), mask_BT.shape[1])
+    loss, metrics = make_loss_fn(cfg)(TokenOutputs(log_prob_BT, torch.ones(mask_BT.shape)), rows, counts)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert log_prob_BT.grad[mask_BT].abs().max() > 0
+    assert not log_prob_BT.grad[~mask_BT].any()
+    assert metrics.values()["entropy"] == 1.0
+
+
+def test_validation_metrics_by_source_and_of_no_rows():
+    rows = make_rows({"row_id": [0, 1, 2, 3], "data_source": ["a", "a", "b", "b"]})
+    scored = make_rows({"score": [1.0, 0.0, 0.5, 0.5], "reward_info": [{"hit": 1}, {"hit": 0}, {}, {}]})
+    cfg = load_config(["actor_rollout_ref.rollout.val_kwargs.n=2"])
+    ctx = SimpleNamespace(cfg=cfg, metrics=Metrics())
+    report_validation(ctx, rows, scored)
+    report_validation(ctx, take_rows(rows, []), take_rows(scored, []))
+    values = ctx.metrics.values()
+    assert values["val/reward/mean"] == 0.5
+    assert values["val/a/reward/mean"] == 0.5 and values["val/b/reward/best_of_2"] == 0.5
+    assert values["val/a/reward/best_of_2"] == 1.0 and values["val/a/hit/mean"] == 0.5
