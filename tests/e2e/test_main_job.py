@@ -110,3 +110,24 @@ def test_the_export_loads_in_transformers_and_a_checkpoint_exports_to_the_same(o
     AutoModelForCausalLM.from_pretrained(tmp_path / "later")
     samples = list((one_rank.output / "rollouts" / "train").glob("step_*.txt"))
     assert samples, "sampled rollouts are written as text"
+
+
+def test_the_adaptive_coefficient_of_a_kl_in_the_reward_survives_a_checkpoint(inputs, tmp_path):
+    settings = [
+        "algorithm.use_kl_in_reward=True",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.kl_coef=0.1",
+        "algorithm.kl_ctrl.target_kl=1e-4",
+        "algorithm.kl_ctrl.horizon=100",
+        "trainer.save_freq=2",
+        "trainer.export_hf=False",
+        "trainer.val_before_train=False",
+    ]
+    whole = run_job(1, overrides(inputs, tmp_path / "whole", *settings))
+    run_job(1, overrides(inputs, tmp_path / "cut", *settings, "trainer.total_training_steps=2"))
+    resumed = run_job(1, overrides(inputs, tmp_path / "cut", *settings))
+    coefficients = whole.values("reward/kl_coef")
+    assert coefficients[0] == 0.1
+    assert coefficients[2] > coefficients[1], "KL above its target raises the coefficient"
+    assert resumed.values("reward/kl_coef")[-1] == coefficients[-1]
+    assert resumed.values("reward/score")[-1] == whole.values("reward/score")[-1]
