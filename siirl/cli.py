@@ -1,4 +1,4 @@
-"""The console script: siirl check | plan | run | export. A user error is one message and exit code 2.
+"""The console script: siirl check | plan | run | export | trace. A user error is one message and exit code 2.
 
 check and plan need neither torch nor devices; run and export import what they need when they are called.
 """
@@ -16,6 +16,7 @@ from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
 from siirl.errors import ConfigError
+from siirl.observe.trace import merge_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,6 +70,10 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> None:
     print(f"wrote {args.out}")
 
 
+def _trace(args: argparse.Namespace, overrides: list[str]) -> None:
+    print(f"wrote {merge_trace(Path(args.output_dir))}: open it in ui.perfetto.dev or chrome://tracing")
+
+
 def _write(path: Path, write: Callable[[Path], object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,6 +105,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("checkpoint", help="directory of a checkpoint: .../global_step_N")
     export.add_argument("out", help="directory of the model")
     export.set_defaults(command=_export)
+    trace = commands.add_parser("trace", help="join the traces of a run's ranks, also after a crash")
+    trace.add_argument("output_dir", help="trainer.output_dir of a run with trainer.trace=true")
+    trace.set_defaults(command=_trace)
     return parser
 
 

@@ -70,6 +70,11 @@ class TrainerConfig:
     output_dir: str = key(None, "directory of everything the run writes")
     export_hf: bool = key(True, "write <output_dir>/hf_model at the end")
     deadline_s: float = key(1800.0, "longest wait for another rank, in seconds", low=1)
+    trace: bool = key(False, "write <output_dir>/trace.json.gz: what every rank did when")
+    trace_steps: tuple[int, ...] = key((), "steps that are traced; empty: all", when="trace")
+    trace_sync: bool = key(
+        False, "wait for the GPU at the borders of phases, which costs some speed", when="trace"
+    )
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,13 @@ class Report:
         mine = Metrics()
         for part in parts:
             mine.merge(part)
-        joined = Metrics()
-        for entries in self._gather(mine.entries):
-            joined.merge(Metrics(entries))
-        if self._sinks is not None:
-            values = joined.values()
-            self._sinks.log(step, values | self._rates(values))
+        with self._worker.observer.span("report", step):
+            joined = Metrics()
+            for entries in self._gather(mine.entries):
+                joined.merge(Metrics(entries))
+            if self._sinks is not None:
+                values = joined.values()
+                self._sinks.log(step, values | self._rates(values))
 
     def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
         """Give sampled rollouts of all ranks to the sinks."""
@@ -70,7 +71,12 @@ class Report:
 
 
 def closing_report(
-    cfg: Config, output_dir: Path, checkpoint: Path | None, exported: list[Path], total_s: float
+    cfg: Config,
+    output_dir: Path,
+    checkpoint: Path | None,
+    exported: list[Path],
+    trace: Path | None,
+    total_s: float,
 ) -> str:
     """The closing summary; draws the reward curve that it names."""
     metrics_file = output_dir / METRICS_FILE
@@ -79,6 +85,7 @@ def closing_report(
         "TensorBoard": tensorboard_dir(output_dir) if "tensorboard" in cfg.trainer.logger else None,
         "metrics": metrics_file,
         "reward curve": curve,
+        "trace": trace,
         "checkpoint": checkpoint,
     }
     places |= {f"HF model{f' {path.name}' if len(exported) > 1 else ''}": path for path in exported}

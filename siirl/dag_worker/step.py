@@ -12,7 +12,7 @@ def run_step(
     """Run this rank's instructions of one step, in the one global order, so that collectives match."""
     store, record = worker.new_store(), StepRecord(step, validate)
     for ins in instructions:
-        with worker.observer.span(span_name(ins), step):
+        with worker.observer.span(span_name(ins), step, **span_args(ins)):
             match ins:
                 case Load(loader=loader, keys=keys, layout=layout):
                     agent = worker.plan.loaders[loader].agent
@@ -37,6 +37,18 @@ def names(keys) -> list[str]:
 def span_name(ins: Instruction) -> str:
     """What the time of an instruction is booked under: the node, or the kind of instruction."""
     return ins.node if isinstance(ins, Run) else SPAN_NAMES[type(ins)]
+
+
+def span_args(ins: Instruction) -> dict[str, str]:
+    """What the trace says of an instruction besides its name."""
+    match ins:
+        case Load(loader=loader):
+            return {"loader": loader}
+        case Reshard(keys=keys, route=route):
+            return {"route": route, "fields": " ".join(names(keys))}
+        case SyncWeights(link=link):
+            return {"link": link}
+    return {}
 
 
 SPAN_NAMES = {Load: "load", Reshard: "reshard", SyncWeights: "weight_sync", Free: "free"}

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from functools import partial
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +15,13 @@ from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.config import Config, to_dict
 from siirl.dag.ops import optimizer_steps
 from siirl.dag.plan import Plan
+from siirl.dag_worker.observing import finish_trace, make_observer
 from siirl.dag_worker.report import Report, closing_report
 from siirl.dag_worker.step import run_step
 from siirl.dag_worker.worker import DAGWorker
 from siirl.observe.metrics import Metrics
-from siirl.observe.position import PositionFile
 from siirl.observe.sinks import RunInfo, make_sinks
-from siirl.observe.spans import Observer
+from siirl.observe.spans import observing
 
 log = logging.getLogger(__name__)
 SAMPLES_PER_REPORT = 4
@@ -76,9 +76,10 @@ class Training:
                 self.save()
         exported = [] if trainer.val_only or not trainer.export_hf else self.export()
         report.close()
+        trace = finish_trace(self.cfg, self.worker.rank, self.output_dir)
         if self.worker.rank == 0:
             total_s = time.perf_counter() - start_s
-            print(closing_report(self.cfg, self.output_dir, self.last_checkpoint, exported, total_s))
+            print(closing_report(self.cfg, self.output_dir, self.last_checkpoint, exported, trace, total_s))
 
     def train_step(self) -> Metrics:
         """One step of the plan; metrics of this rank, times included."""
@@ -88,7 +89,6 @@ class Training:
         metrics, self.samples = record.metrics, record.samples
         self.worker.drain_scorers(metrics)
         metrics.merge(self.worker.observer.metrics())
-        self._report_memory(metrics)
         return metrics
 
     def validate(self) -> Metrics:
@@ -97,10 +97,11 @@ class Training:
         self.worker.sample_limit = -1 if trainer.validation_data_dir else trainer.log_val_generations
         self.worker.restart_validation()
         metrics, self.samples = Metrics(), []
-        for _ in range(self.num_val_batches):
-            record = run_step(self.validation, self.worker, self.step, validate=True)
-            metrics.merge(record.metrics)
-            self.samples += record.samples
+        with self.worker.observer.span("validation", self.step):
+            for _ in range(self.num_val_batches):
+                record = run_step(self.validation, self.worker, self.step, validate=True)
+                metrics.merge(record.metrics)
+                self.samples += record.samples
         kept = Metrics({name: entry for name, entry in metrics.entries.items() if "val/" in name})
         kept.max("time/validation_s", time.perf_counter() - start_s)
         return kept
@@ -143,7 +144,7 @@ class Training:
             if name in self.worker.train_engines:
                 engine, model = self.worker.train_engines[name], self.worker.plan.models[name]
                 path = self.worker.node_cfg(model.node).actor_rollout_ref.model.path
-                with self.worker.all_on_device():
+                with self.worker.all_on_device(), self.worker.observer.span("export", self.step):
                     save_hf(engine.export_weights(), path, out, model.ranks.index(self.worker.rank))
         dist.barrier(group=self.worker.groups.world)
         return paths
@@ -197,11 +198,6 @@ class Training:
             return -1
         return SAMPLES_PER_REPORT if self.step % STEPS_BETWEEN_SAMPLES == 1 else 0
 
-    def _report_memory(self, metrics: Metrics) -> None:
-        if self.worker.device.type == "cuda":
-            metrics.max("memory/peak_gib", torch.cuda.max_memory_allocated(self.worker.device) / 2**30)
-            metrics.max("memory/reserved_gib", torch.cuda.max_memory_reserved(self.worker.device) / 2**30)
-
     def _make_sinks(self):
         trainer = self.cfg.trainer
         folders = {"train": trainer.rollout_data_dir, "validation": trainer.validation_data_dir}
@@ -222,9 +218,11 @@ def run_worker(
 ) -> None:
     """The whole run of one rank, in a process whose torch.distributed is ready: what a launcher calls."""
     assert world_size == plan.world_size, f"{world_size} workers for a plan of {plan.world_size} ranks"
-    sync = partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
-    worker = DAGWorker(cfg, plan, rank, device, Observer(PositionFile(places.position_path(rank)), sync))
-    try:
-        Training(worker, places.output_path).run()
-    finally:
-        worker.close()
+    observer = make_observer(cfg, rank, device, places.output_path, places.position_path(rank))
+    with observing(observer), closing(observer):
+        with observer.span("start", 0):
+            worker = DAGWorker(cfg, plan, rank, device, observer)
+        try:
+            Training(worker, places.output_path).run()
+        finally:
+            worker.close()

@@ -25,7 +25,7 @@ from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import NodeContext, Op
 from siirl.nodes.registry import find_op
 from siirl.observe.metrics import Metrics
-from siirl.observe.spans import Observer
+from siirl.observe.spans import Observer, note
 from siirl.parallel.process_groups import ProcessGroups
 from siirl.rewards.scorer import RewardScorer
 
@@ -119,7 +119,9 @@ class DAGWorker:
     def exchange(self, store: FieldStore, ins: Reshard) -> None:
         route = self.plan.routes[ins.route]
         layouts = self.plan.layouts
+        sent_bytes = self.transport.sent_bytes
         self.transport.exchange(store, ins.keys, route, layouts[route.source], layouts[route.target])
+        note(bytes=self.transport.sent_bytes - sent_bytes)
 
     def sync_weights(self, ins: SyncWeights) -> Metrics:
         """Push the trainer's weights into the rollout engine, unless it has them already."""
@@ -152,6 +154,8 @@ class DAGWorker:
         )
         with self._on_device(node.plan.model):
             result = node.op(context, rows)
+        note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
+        self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
         if node.plan.model in self.rollout_engines and node.cfg.actor_rollout_ref.rollout.free_cache_engine:
             self.rollout_engines[node.plan.model].sleep()
         record.metrics.merge(own, self._prefix(node))
@@ -233,3 +237,12 @@ class DAGWorker:
             grads=model.trains and role.grad_offload,
             optimizer=model.trains and role.fsdp_config.optimizer_offload,
         )
+
+
+def _token_count(*tables: TensorDict) -> dict[str, int]:
+    """What the trace says of a node's rows: the tokens of the first table that has lengths, if any."""
+    for rows in tables:
+        lengths = [rows[name] for name in ("prompt_length", "response_length") if name in rows.keys()]
+        if lengths:
+            return {"tokens": int(sum(length.sum() for length in lengths))}
+    return {}

@@ -64,7 +64,8 @@ class ConsoleSink:
         names = ("step", *(column.header for column in columns))
         self._print("  ".join(f"{text:>{_width(name)}}" for name, text in zip(names, cells, strict=True)), "")
         self._rows += 1
-        self._node_times.append({name: value for name, value in values.items() if name.startswith("time/")})
+        times = {name.removeprefix("time/"): s for name, s in values.items() if name.startswith("time/")}
+        self._node_times.append({name: s for name, s in times.items() if "/" not in name})
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
@@ -79,19 +80,19 @@ class ConsoleSink:
 
     def _print_node_times(self) -> None:
         """Mean time per node over the steps since the last header, and the share that is the engine's own."""
-        steps = [times for times in self._node_times if "time/step_s" in times]
+        steps = [times for times in self._node_times if "step_s" in times]
         self._node_times.clear()
-        total_s = sum(times["time/step_s"] for times in steps)
+        total_s = sum(times["step_s"] for times in steps)
         if not total_s:
             return
         means = {name: sum(times.get(name, 0.0) for times in steps) / len(steps) for name in steps[-1]}
-        nodes = {name: mean for name, mean in means.items() if name not in ("time/step_s", "time/overhead_s")}
+        nodes = {name: mean for name, mean in means.items() if name not in ("step_s", "overhead_s")}
         parts = [
-            f"{name.removeprefix('time/').removesuffix('_s')} {number(mean, 2)}"
+            f"{name.removesuffix('_s')} {number(mean, 2)}"
             for name, mean in sorted(nodes.items(), key=lambda item: -item[1])
             if mean >= 0.005 * total_s / len(steps)
         ]
-        overhead = means.get("time/overhead_s")
+        overhead = means.get("overhead_s")
         if overhead is not None:
             parts.append(f"overhead {100 * overhead * len(steps) / total_s:.1f}%")
         self._print("      seconds a step: " + ", ".join(parts), "dim")

@@ -1,17 +1,60 @@
-"""Wall time per instruction of the plan: what a step spent where, and what the engine itself cost."""
+"""Wall time per instruction of the plan, and per phase inside it: what a step spent where.
 
+The loop opens spans. Whatever runs inside one (an engine, a link, the transport) says what it is doing by
+`phase` and `note`; they reach the observer of this process, and do nothing where there is none.
+"""
+
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+from siirl.observe.memory import MemoryMeter
 from siirl.observe.metrics import Metrics
 from siirl.observe.position import PositionFile
+from siirl.observe.trace import TraceFile
+
+
+def phase(name: str, **args: Any) -> AbstractContextManager[None]:
+    """Measure what runs inside as a part of the open span or phase; `args` (JSON values) go into the trace.
+
+    From any thread. Durations become time/<span>/<name>_s, phases of one name in a span are summed. Host
+    time: work queued on a GPU counts where somebody waits for it, unless trainer.trace_sync is set.
+    """
+    return nullcontext() if _current is None else _current.phase(name, **args)
+
+
+def note(**args: Any) -> None:
+    """Add args (JSON values) to the innermost open span or phase of this thread, for the trace."""
+    if _current is not None:
+        _current.note(**args)
+
+
+def add_phase(name: str, start_s: float, end_s: float, **args: Any) -> None:
+    """Book a phase that is over, in time.perf_counter's seconds: for work that another process reports."""
+    if _current is not None:
+        _current.add_phase(name, start_s, end_s, **args)
+
+
+@contextmanager
+def observing(observer: "Observer") -> Iterator[None]:
+    """Make `observer` the one that phase, note and add_phase reach, in all threads of this process."""
+    global _current
+    before, _current = _current, observer
+    try:
+        yield
+    finally:
+        _current = before
 
 
 @dataclass(frozen=True)
 class Span:
-    """One measured stretch. start_s: of time.perf_counter; depth 0: not inside another span."""
+    """One measured stretch. start_s: of time.perf_counter; depth 0: not inside another span.
+
+    name: a node id or e.g. "reshard"; of a phase: the span and the phases around it too, joined by "/".
+    """
 
     name: str
     start_s: float
@@ -19,45 +62,84 @@ class Span:
     depth: int
 
 
+@dataclass
+class _Open:
+    """A span or phase that has begun; path: as Span.name."""
+
+    path: str
+    args: dict[str, Any]
+
+
 class Observer:
-    """Measures the spans of one rank's steps; about 3 microseconds a span. No communication.
+    """Measures the spans of one rank's steps; a few microseconds a span. No communication.
 
     position: also record where this rank is, for whoever has to explain its death. sync: called before each
-    clock reading (torch.cuda.synchronize), to attribute device time to the node that queued the work; None:
-    do not wait. `spans` holds those of the current step, in order of their ends.
+    clock reading of a span (torch.cuda.synchronize), to attribute device time to the node that queued the
+    work; None: do not wait. sync_phases: the same for phases. trace: also write them there. memory: measure
+    the memory peak of each outermost span. `spans` holds those of the current step, in order of their ends.
     """
 
-    def __init__(self, position: PositionFile | None = None, sync: Callable[[], None] | None = None):
+    def __init__(
+        self,
+        position: PositionFile | None = None,
+        sync: Callable[[], None] | None = None,
+        trace: TraceFile | None = None,
+        memory: MemoryMeter | None = None,
+        sync_phases: bool = False,
+    ):
         self.spans: list[Span] = []
-        self._position = position
-        self._sync = sync
-        self._depth = 0
+        self._position, self._sync, self._trace, self._memory = position, sync, trace, memory
+        self._phase_sync = sync if sync_phases else None
+        self._owner = threading.get_ident()
+        self._stacks: dict[int, list[_Open]] = {self._owner: []}
+        self._step = 0
         self._step_start_s = time.perf_counter()
 
     def begin_step(self) -> None:
         """Start the clock of a step and forget the spans of the last one."""
         self.spans = []
-        self._step_start_s = self._now()
+        if self._memory is not None:
+            self._memory.begin_step()
+        self._step_start_s = self._now(self._sync)
 
     @contextmanager
-    def span(self, name: str, step: int) -> Iterator[None]:
+    def span(self, name: str, step: int, **args: Any) -> Iterator[None]:
         """Measure what runs inside, under `name` (a node id, or e.g. "reshard"); spans may nest."""
         if self._position is not None:
             self._position.set(step, name)
-        depth, self._depth = self._depth, self._depth + 1
-        start_s = self._now()
-        try:
+        self._step = step
+        memory = None if self._stacks[self._owner] else self._memory
+        if memory is not None:
+            memory.begin()
+        with self._measure(name, name, self._sync, args | {"step": step}):
             yield
-        finally:
-            self.spans.append(Span(name, start_s, self._now() - start_s, depth))
-            self._depth = depth
+            if memory is not None:
+                self.note(**memory.end(name))
+
+    def phase(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        """See the function `phase`."""
+        return self._measure(name, self._path(name), self._phase_sync, args)
+
+    def note(self, **args: Any) -> None:
+        """See the function `note`."""
+        if stack := self._stacks.get(threading.get_ident()):
+            stack[-1].args.update(args)
+
+    def add_phase(self, name: str, start_s: float, end_s: float, **args: Any) -> None:
+        """See the function `add_phase`."""
+        ident = threading.get_ident()
+        stack = self._stacks.get(ident, [])
+        if ident == self._owner:
+            self.spans.append(Span(self._path(name), start_s, end_s - start_s, len(stack)))
+        if self._trace is not None and self._trace.wants(self._step):
+            self._trace.complete(name, start_s, end_s, args)
 
     def metrics(self) -> Metrics:
         """time/<name>_s of this step, time/step_s, and time/overhead_s: the part of it outside of all spans.
 
-        Over ranks the largest counts. A name that ran several times is summed.
+        And the memory peaks. Over ranks the largest counts. A name that ran several times is summed.
         """
-        step_s = self._now() - self._step_start_s
+        step_s = self._now(self._sync) - self._step_start_s
         by_name: dict[str, float] = {}
         for span in sorted(self.spans, key=lambda span: span.start_s):
             by_name[span.name] = by_name.get(span.name, 0.0) + span.duration_s
@@ -67,9 +149,52 @@ class Observer:
             out.max(f"time/{name}_s", seconds)
         out.max("time/step_s", step_s)
         out.max("time/overhead_s", step_s - covered_s)
+        if self._memory is not None:
+            out.merge(self._memory.metrics())
         return out
 
-    def _now(self) -> float:
-        if self._sync is not None:
-            self._sync()
+    def sample_memory(self) -> None:
+        """Look at the device now: between spans' ends, when another process holds most of it."""
+        if self._memory is not None:
+            self._memory.sample()
+
+    def close(self) -> None:
+        """Release the files. Phases that still end afterwards are not traced."""
+        trace, self._trace = self._trace, None
+        for file in (trace, self._position):
+            if file is not None:
+                file.close()
+        self._position = None
+
+    @contextmanager
+    def _measure(
+        self, name: str, path: str, sync: Callable[[], None] | None, args: dict[str, Any]
+    ) -> Iterator[None]:
+        ident = threading.get_ident()
+        stack = self._stacks.setdefault(ident, [])
+        start_s = self._now(sync)
+        trace = self._trace if self._trace is not None and self._trace.wants(self._step) else None
+        if trace is not None:
+            trace.begin(name, start_s)
+        stack.append(_Open(path, args))
+        try:
+            yield
+        finally:
+            end_s = self._now(sync)
+            stack.pop()
+            if ident == self._owner:
+                self.spans.append(Span(path, start_s, end_s - start_s, len(stack)))
+            if trace is not None:
+                trace.end(end_s, args)
+
+    def _path(self, name: str) -> str:
+        stack = self._stacks.get(threading.get_ident())
+        return f"{stack[-1].path}/{name}" if stack else name
+
+    def _now(self, sync: Callable[[], None] | None) -> float:
+        if sync is not None:
+            sync()
         return time.perf_counter()
+
+
+_current: Observer | None = None

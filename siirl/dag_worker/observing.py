@@ -1,0 +1,43 @@
+"""The observer of a worker: what it measures on this device, and whether it writes a trace."""
+
+import socket
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from siirl.config import Config
+from siirl.observe.clock import common_zero_s
+from siirl.observe.memory import DeviceMemory, HostMemory
+from siirl.observe.position import PositionFile
+from siirl.observe.spans import Observer
+from siirl.observe.trace import TRACE_DIR, TraceFile, merge_trace
+
+
+def make_observer(
+    cfg: Config, rank: int, device: torch.device, output_dir: Path, position_path: Path
+) -> Observer:
+    """The observer of this rank. All ranks call it: with trainer.trace they align their clocks."""
+    trainer = cfg.trainer
+    on_gpu = device.type == "cuda"
+    trace = None
+    if trainer.trace:
+        zero_s = common_zero_s(dist.group.WORLD)
+        label = f"rank {rank} ({socket.gethostname()}, {device})"
+        trace = TraceFile(output_dir / TRACE_DIR, rank, label, zero_s, trainer.trace_steps)
+    return Observer(
+        position=PositionFile(position_path),
+        sync=partial(torch.cuda.synchronize, device) if on_gpu else None,
+        trace=trace,
+        memory=DeviceMemory(device) if on_gpu else HostMemory(),
+        sync_phases=trainer.trace and trainer.trace_sync,
+    )
+
+
+def finish_trace(cfg: Config, rank: int, output_dir: Path) -> Path | None:
+    """Merge the traces of all ranks on rank 0, once all have come here; the file, None without one."""
+    if not cfg.trainer.trace:
+        return None
+    dist.barrier()
+    return merge_trace(output_dir) if rank == 0 else None
