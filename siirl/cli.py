@@ -11,7 +11,7 @@ from pathlib import Path
 
 from siirl.config import Config, load_config
 from siirl.config.checks import check_config, effect_warnings
-from siirl.dag.arguments import add_config_arguments, parse_settings, user_errors
+from siirl.dag.arguments import add_config_arguments, parse_settings, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
@@ -49,7 +49,7 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
     plan, configs = _compiled(args, overrides)
-    print(report(plan, configs), end="")
+    print_text(report(plan, configs).rstrip("\n"))
     if args.json:
         _write(Path(args.json), lambda path: path.write_text(plan.to_json(), encoding="utf-8"))
     if args.draw:

@@ -1,5 +1,6 @@
 """`python -m siirl.main_dag key=value ...`: compose and check the configuration, compile the plan, launch."""
 
+import importlib.util
 import logging
 import sys
 from pathlib import Path
@@ -8,13 +9,15 @@ from siirl.checkpoint.files import check_writable, given_checkpoint
 from siirl.config import Config, load_config, to_dict
 from siirl.config.checks import check_config, effect_warnings
 from siirl.config.tree import print_config
-from siirl.dag.arguments import parse_arguments, user_errors
+from siirl.dag.arguments import parse_arguments, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.plan import Plan
 from siirl.dag.report import batch_arithmetic
 from siirl.dag.user_code import check_reference
 from siirl.data.inspect import data_sources, inspect_data
 from siirl.data.model_files import check_model_files, check_tokenizer
+from siirl.errors import ConfigError
+from siirl.launch.devices import check_gpus
 from siirl.launch.job import Job
 from siirl.launch.local import run_local
 from siirl.launch.torchrun import choose_launcher, is_first_process, run_torchrun
@@ -31,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parse_arguments(argv)
         cfg = load_config(arguments.overrides, arguments.config_name)
         if arguments.cfg == "job":
-            print(print_config(cfg))
+            print_text(print_config(cfg))
             return 0
         return run(cfg)
     return outcome.code
@@ -41,6 +44,8 @@ def run(cfg: Config) -> int:
     """Check everything that can be checked before a worker starts, then run the job to its end."""
     check_config(cfg)
     launcher = choose_launcher(cfg)
+    if launcher == "local":
+        check_gpus(cfg)
     world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     plan, node_cfgs = compile_plan(load_dag(cfg), cfg, world_size)
     output_dir = Path(cfg.trainer.output_dir).expanduser().absolute()
@@ -63,6 +68,8 @@ def preflight(cfg: Config, plan: Plan, node_cfgs: dict[str, Config]) -> None:
         inspect_data(node_cfgs[loader.node])
     for model in plan.models.values():
         check_model_files(node_cfgs[model.node], weights=model.role != "rollout")
+        if model.role != "rollout":
+            check_kernels(node_cfgs[model.node])
     for name, node in plan.nodes.items():
         check_tokenizer(node_cfgs[name])
         if node.executable is not None:
@@ -74,6 +81,15 @@ def preflight(cfg: Config, plan: Plan, node_cfgs: dict[str, Config]) -> None:
         check_writable(Path(cfg.trainer.default_local_dir).expanduser())
     if cfg.trainer.resume_mode == "resume_path":
         given_checkpoint(cfg.trainer.resume_from_path)
+
+
+def check_kernels(cfg: Config) -> None:
+    """ConfigError if the kernels that the configuration asks for are not installed."""
+    if cfg.actor_rollout_ref.model.use_liger and importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "actor_rollout_ref.model.use_liger=True: the package liger-kernel is not installed. Install it "
+            "(pip install 'siirl[liger]'), or set use_liger=False."
+        )
 
 
 def check_rewards(cfg: Config) -> None:

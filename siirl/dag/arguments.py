@@ -67,6 +67,14 @@ def parse_settings(
     return args, [*getattr(args, "overrides", []), *rest]
 
 
+def print_text(text: str) -> None:
+    """Print a text of many lines; a reader who has seen enough of it (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # what is still buffered goes nowhere, or Python would complain at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @contextmanager
 def user_errors() -> Iterator[Outcome]:
     """Reports a UserError raised inside as its message alone; HYDRA_FULL_ERROR=1 adds the traceback."""

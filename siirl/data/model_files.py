@@ -2,13 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from siirl.config import Config
-from siirl.errors import DataError
+from siirl.errors import ConfigError, DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+STRETCHED = ("linear", "dynamic", "yarn")  # rope types whose factor multiplies the positions
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its JSON header
 
 
@@ -76,8 +78,35 @@ def check_model_files(cfg: Config, weights: bool) -> None:
     """DataError unless a model of this configuration can be built. weights: its own are read."""
     path = model_dir(cfg.actor_rollout_ref.model.path)
     check_config_file(path)
+    check_lengths(cfg, path)
     if weights:
         check_weight_files(path)
+
+
+def check_lengths(cfg: Config, path: Path) -> None:
+    """ConfigError if the longest row has more tokens than the model has positions."""
+    rollout = cfg.actor_rollout_ref.rollout
+    longest = rollout.prompt_length + rollout.response_length
+    known = num_positions(_read_json(path / "config.json") | cfg.actor_rollout_ref.model.override_config)
+    if known is not None and longest > known:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {path}/config.json "
+            f"gives the model {known} positions (max_position_embeddings): it was not trained on longer "
+            "texts. Lower the lengths, or extend the model by model.override_config, e.g. its rope_scaling."
+        )
+
+
+def num_positions(config: dict[str, Any]) -> int | None:
+    """Positions of a model, rope scaling included; None if its config does not tell."""
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind not in STRETCHED:
+        return positions
+    original = rope.get("original_max_position_embeddings") or positions
+    return max(positions, int(original * float(rope.get("factor") or 1.0)))
 
 
 def check_tokenizer(cfg: Config) -> None:

@@ -208,6 +208,14 @@ CASES = {
         lambda f: [f.model_override("tokenizer*")],
         ["/model has no tokenizer", "data.tokenizer"],
     ),
+    "rows longer than the model's positions": (
+        lambda f: ["data.max_response_length=500"],
+        ["data.max_prompt_length + data.max_response_length = 532", "512 positions", "Lower the lengths"],
+    ),
+    "Liger kernels that are not installed": (
+        lambda f: ["actor_rollout_ref.model.use_liger=true"],
+        ["use_liger=True", "liger-kernel is not installed", "use_liger=False"],
+    ),
     "unwritable checkpoint directory": (
         lambda f: f.file_instead_of("trainer.default_local_dir"),
         ["trainer.default_local_dir=", "/taken' cannot be written", "Choose another folder"],

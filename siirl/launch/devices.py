@@ -1,0 +1,39 @@
+"""How many GPUs this machine offers, without torch: a run that cannot start is refused before its workers."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from siirl.config import Config
+from siirl.errors import ConfigError
+
+OTHER_DRIVERS = ("kfd", "dxg")  # AMD's, and that of Windows' Linux: one file for all GPUs
+
+
+def check_gpus(cfg: Config, env: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> None:
+    """ConfigError if this machine has too few GPUs for its ranks; trainer.device=auto may have none at all.
+
+    An upper bound is enough: each rank picks its GPU by torch, and says what is wrong if there is none.
+    """
+    wanted, ranks = cfg.trainer.device, cfg.trainer.n_gpus_per_node
+    found = count_gpus(env, dev)
+    if wanted == "cpu" or found is None or found >= ranks or (wanted == "auto" and not found):
+        return
+    raise ConfigError(
+        f"trainer.device={wanted} with trainer.n_gpus_per_node={ranks}, but this machine offers {found} "
+        f"GPU(s) (CUDA_VISIBLE_DEVICES: {env.get('CUDA_VISIBLE_DEVICES', 'not set')}): each rank needs its "
+        f"own. Set trainer.n_gpus_per_node={max(found, 1)}, or trainer.device=cpu."
+    )
+
+
+def count_gpus(env: Mapping[str, str], dev: Path) -> int | None:
+    """The most GPUs that a process could see; None if that cannot be told."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        hidden = next((index for index, name in enumerate(names) if name.startswith("-")), len(names))
+        return hidden  # CUDA ignores what follows an invalid entry
+    if any((dev / name).exists() for name in OTHER_DRIVERS):
+        return None
+    return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in dev.iterdir())
