@@ -18,6 +18,7 @@ from siirl.checkpoint import files, tree
 from siirl.checkpoint.hf import copy_hf_files, save_hf
 from siirl.checkpoint.storage import load_tensors, save_tensors
 from siirl.errors import CheckpointError, SiirlError
+from siirl.observe.spans import phase
 
 STATE_FILE = "state.json"
 EXTRA_FILE = "extra.json"
@@ -174,7 +175,8 @@ class CheckpointManager:
         """All ranks get through what is inside, or all raise CheckpointError with the first one's reason."""
         problem: BaseException | None = None
         try:
-            yield
+            with phase(doing):
+                yield
         except (
             Exception,
             CheckpointException,

@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from siirl.errors import DagError, DeadlineError
+from siirl.observe.spans import phase
 from siirl.types import FieldKey
 
 Column = Any
@@ -121,7 +122,8 @@ class FieldStore:
 
     def _wait(self, pending: _Pending, layout_id: str) -> TensorDict:
         try:
-            return pending.rows.result(self._deadline_s)
+            with phase("wait", rows=", ".join(map(str, pending.keys))):
+                return pending.rows.result(self._deadline_s)
         except concurrent.futures.TimeoutError:
             if pending.rows.done():
                 raise

@@ -25,6 +25,7 @@ from siirl.data.header import ColumnSpec, Header, common_specs
 from siirl.data.rows import object_column, objects
 from siirl.data.store import Column, FieldStore
 from siirl.errors import DagError, DeadlineError, WorkerError
+from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroups, name_ranks
 from siirl.types import FIELDS, FieldKey, Layout
 
@@ -232,7 +233,8 @@ class Transport:
     def _waiting(self, route: RoutePlan, what: str) -> Iterator[None]:
         """Names the route and its ranks when a collective fails or passes the deadline."""
         try:
-            yield
+            with phase(what):
+                yield
         except RuntimeError as error:
             others = name_ranks([rank for rank in route.ranks if rank != self._rank])
             where = f"route {route.name} ({route.source} -> {route.target}): rank {self._rank}"

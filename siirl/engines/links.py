@@ -20,6 +20,7 @@ from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
+from siirl.observe.spans import note, phase
 from siirl.parallel.process_groups import ProcessGroups
 
 BUCKET_BYTES = 64 << 20
@@ -81,14 +82,17 @@ class WeightLink:
         failed; targets that failed refuse to generate.
         """
         start = time.perf_counter()
-        version, dtype, root, broadcast = self._exchange()
+        with phase("compare_versions"):
+            version, dtype, root, broadcast = self._exchange()
         metrics = Metrics()
         if version is None:
             return metrics
         self._broken, self._num_bytes = False, 0
-        self._transfer(self._stream(dtype, root, broadcast), version)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        with phase("transfer", version=version):
+            self._transfer(self._stream(dtype, root, broadcast), version)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            note(bytes=self._num_bytes)
         metrics.max("time/weight_sync_s", time.perf_counter() - start)
         metrics.max("weight_sync/bytes", self._num_bytes)
         return metrics
@@ -127,7 +131,8 @@ class WeightLink:
             raise WeightSyncError(
                 f"{self}, version {version}: the weights did not arrive: {error}"
             ) from error
-        failures = self._agree(failure)
+        with phase("agree"):
+            failures = self._agree(failure)
         if failures:
             raise WeightSyncError(f"{self}, version {version}, failed. {' '.join(failures)}")
 

@@ -16,6 +16,7 @@ from siirl.data.chat import decode_responses
 from siirl.data.rows import make_rows, objects
 from siirl.errors import DataError, RewardError
 from siirl.observe.metrics import Metrics
+from siirl.observe.spans import phase
 from siirl.rewards.choose import CUSTOM, RewardChooser
 from siirl.rewards.pool import WorkerPool
 from siirl.rewards.registry import REWARDS
@@ -67,7 +68,7 @@ class RewardScorer:
         Reads response_ids, response_length, data_source, ground_truth, extra_info, sample_index. The rows
         must not be changed in place until the result is there.
         """
-        return self._thread.submit(self._score, rows)
+        return self._thread.submit(self._traced, rows)
 
     def drain_metrics(self) -> Metrics:
         """What happened since the last call: reward/failed, /timeout, /worker_death, and /scoring_s."""
@@ -78,6 +79,10 @@ class RewardScorer:
         """Finish what was submitted and end the workers."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._pool.close()
+
+    def _traced(self, rows: TensorDict) -> TensorDict:
+        with phase("score", rows=len(rows)):
+            return self._score(rows)
 
     def _score(self, rows: TensorDict) -> TensorDict:
         start = time.perf_counter()

@@ -15,6 +15,7 @@ from transformers import Cache, PreTrainedModel
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.kv_cache import fan_out, keep_rows, new_cache
 from siirl.engines.rollout.sampling import sample_tokens, uniforms
+from siirl.observe.spans import note, phase
 
 KEEP_SHARE = 0.8
 """Ended rows leave the batch once no more than this share of it still runs: the cache is copied for it."""
@@ -73,7 +74,8 @@ def decode(
     device = model.device
     length_D = torch.tensor([len(prompt) for prompt in prompts])
     count_D = torch.tensor(counts)
-    logits_BV, run = _prefill(model, prompts, length_D, count_D, params.max_tokens, prefill_tokens)
+    with phase("prefill", prompts=len(prompts), tokens=int(length_D.sum())):
+        logits_BV, run = _prefill(model, prompts, length_D, count_D, params.max_tokens, prefill_tokens)
     uniform_TB = torch.from_numpy(uniforms(seeds, params.max_tokens)).to(device)
     token_TB = torch.zeros(params.max_tokens, len(seeds), dtype=torch.int64, device=device)
     log_prob_TB = torch.zeros(params.max_tokens, len(seeds), device=device)
@@ -82,28 +84,30 @@ def decode(
         stops_V[[stop for stop in params.stop_token_ids if stop < len(stops_V)]] = True
     width, check_every = run.cache.get_seq_length(), CHECK_EVERY.get(device.type, 8)
 
-    for step in range(params.max_tokens):
-        token_B, log_prob_B = sample_tokens(logits_BV, uniform_TB[step, run.row_B], params)
-        token_TB[step, run.row_B], log_prob_TB[step, run.row_B] = token_B, log_prob_B
-        run.ended_B |= stops_V[token_B]
-        if step + 1 == params.max_tokens:
-            break
-        if (step + 1) % check_every == 0:
-            running = int((~run.ended_B).sum())
-            if running == 0:
+    with phase("decode", rows=len(seeds)):
+        for step in range(params.max_tokens):
+            token_B, log_prob_B = sample_tokens(logits_BV, uniform_TB[step, run.row_B], params)
+            token_TB[step, run.row_B], log_prob_TB[step, run.row_B] = token_B, log_prob_B
+            run.ended_B |= stops_V[token_B]
+            if step + 1 == params.max_tokens:
                 break
-            if running <= KEEP_SHARE * len(run.row_B):
-                token_B = token_B[~run.ended_B]
-                run.drop_ended()
-        logits_BV = model(
-            input_ids=token_B[:, None],
-            position_ids=run.position_B[:, None],
-            attention_mask=None if run.mask_BS is None else run.mask_BS[:, : width + step + 1],
-            past_key_values=run.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        run.position_B += 1
+            if (step + 1) % check_every == 0:
+                running = int((~run.ended_B).sum())
+                if running == 0:
+                    break
+                if running <= KEEP_SHARE * len(run.row_B):
+                    token_B = token_B[~run.ended_B]
+                    run.drop_ended()
+            logits_BV = model(
+                input_ids=token_B[:, None],
+                position_ids=run.position_B[:, None],
+                attention_mask=None if run.mask_BS is None else run.mask_BS[:, : width + step + 1],
+                past_key_values=run.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            run.position_B += 1
+        note(steps=step + 1)
     return _collect(token_TB.T.cpu(), log_prob_TB.T.cpu(), stops_V.cpu(), step + 1)
 
 

@@ -19,11 +19,18 @@ from siirl.engines.train.hf_model import torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed
 from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.optimizer import make_adamw, scaled_to_norm, set_learning_rate
-from siirl.engines.train.packing import count_micro_batches, pack_rows, row_lengths, split_rows
+from siirl.engines.train.packing import (
+    PackedBatch,
+    count_micro_batches,
+    pack_rows,
+    row_lengths,
+    split_rows,
+)
 from siirl.engines.train.schedules import learning_rate
 from siirl.engines.train.settings import engine_settings
 from siirl.errors import NumericsError
 from siirl.observe.metrics import Metrics
+from siirl.observe.spans import note, phase
 from siirl.parallel.process_groups import ProcessGroups
 
 MAX_SKIPPED_STEPS = 5
@@ -71,11 +78,14 @@ class FSDPEngine(TrainEngine):
         self._model.eval()
         with torch.no_grad():
             for index in split_rows(lengths, limit, int(num_micro), self._hidden_size):
-                batch = pack_rows(take_rows(rows, index), self.device)
-                log_prob_BT, entropy_BT = run_packed(self._model, batch, temperature, "entropy" in outputs)
-                for name, value_BT in (("log_prob", log_prob_BT), ("entropy", entropy_BT)):
-                    if name in columns:
-                        columns[name][index] = value_BT.to(home)
+                with phase("micro_batch"):
+                    batch = _packed(take_rows(rows, index), self.device)
+                    log_prob_BT, entropy_BT = run_packed(
+                        self._model, batch, temperature, "entropy" in outputs
+                    )
+                    for name, value_BT in (("log_prob", log_prob_BT), ("entropy", entropy_BT)):
+                        if name in columns:
+                            columns[name][index] = value_BT.to(home)
         for module in fsdp_modules(self._model):
             module.reshard()  # weights that stayed gathered would miss what the next step or load changes
         return TensorDict(columns, batch_size=rows.batch_size)
@@ -108,10 +118,12 @@ class FSDPEngine(TrainEngine):
             self._model.set_is_last_backward(is_last)
             if self._accumulates_locally:
                 self._model.set_requires_gradient_sync(is_last)
-            self._backward(
-                take_rows(rows, index), loss_fn, counts, "entropy" in outputs, temperature, metrics
-            )
-        self._step(metrics)
+            with phase("micro_batch"):
+                self._backward(
+                    take_rows(rows, index), loss_fn, counts, "entropy" in outputs, temperature, metrics
+                )
+        with phase("optimizer_step"):
+            self._step(metrics)
         return metrics
 
     def _backward(
@@ -124,7 +136,7 @@ class FSDPEngine(TrainEngine):
         metrics: Metrics,
     ) -> None:
         """Add the gradient of one micro-batch; a rank without rows runs along on a dummy."""
-        batch = pack_rows(rows, self.device)
+        batch = _packed(rows, self.device)
         log_prob_BT, entropy_BT = run_packed(self._model, batch, temperature, with_entropy)
         if not batch.num_rows:
             log_prob_BT.sum().backward()
@@ -184,14 +196,16 @@ class FSDPEngine(TrainEngine):
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
             if wanted and self.device.type != "cpu" and not self._host[part]:
-                self._host[part].take(self._local_tensors(part))
+                with phase("offload", part=part):
+                    self._host[part].take(self._local_tensors(part))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
-            if wanted:
-                self._host[part].restore()
+            if wanted and self._host[part]:
+                with phase("onload", part=part):
+                    self._host[part].restore()
 
     def flops(self, rows: TensorDict, backward: bool) -> float:
         return model_flops(self._model.hf, row_lengths(rows), backward)
@@ -227,6 +241,13 @@ class FSDPEngine(TrainEngine):
     def _require_on_device(self) -> None:
         away = [part for part, copies in self._host.items() if copies]
         assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
+
+
+def _packed(rows: TensorDict, device: torch.device) -> PackedBatch:
+    """The rows of a micro-batch, packed, and noted in the trace."""
+    batch = pack_rows(rows, device)
+    note(rows=batch.num_rows, tokens=batch.input_ids.numel())
+    return batch
 
 
 def _check_outputs(outputs: tuple[str, ...]) -> None:
