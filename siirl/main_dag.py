@@ -8,6 +8,7 @@ from pathlib import Path
 from siirl.checkpoint.files import check_writable, given_checkpoint
 from siirl.config import Config, load_config, to_dict
 from siirl.config.checks import check_config, effect_warnings
+from siirl.config.roles import model_key, role_model
 from siirl.config.tree import print_config
 from siirl.dag.arguments import parse_arguments, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
@@ -67,9 +68,9 @@ def preflight(cfg: Config, plan: Plan, node_cfgs: dict[str, Config]) -> None:
     for loader in plan.loaders.values():
         inspect_data(node_cfgs[loader.node])
     for model in plan.models.values():
-        check_model_files(node_cfgs[model.node], weights=model.role != "rollout")
+        check_model_files(node_cfgs[model.node], model.role)
         if model.role != "rollout":
-            check_kernels(node_cfgs[model.node])
+            check_kernels(node_cfgs[model.node], model.role)
     for name, node in plan.nodes.items():
         check_tokenizer(node_cfgs[name])
         if node.executable is not None:
@@ -83,11 +84,11 @@ def preflight(cfg: Config, plan: Plan, node_cfgs: dict[str, Config]) -> None:
         given_checkpoint(cfg.trainer.resume_from_path)
 
 
-def check_kernels(cfg: Config) -> None:
-    """ConfigError if the kernels that the configuration asks for are not installed."""
-    if cfg.actor_rollout_ref.model.use_liger and importlib.util.find_spec("liger_kernel") is None:
+def check_kernels(cfg: Config, role: str) -> None:
+    """ConfigError if the kernels that the model of a role asks for are not installed."""
+    if role_model(cfg, role).use_liger and importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
-            "actor_rollout_ref.model.use_liger=True: the package liger-kernel is not installed. Install it "
+            f"{model_key(role)}.use_liger=True: the package liger-kernel is not installed. Install it "
             "(pip install 'siirl[liger]'), or set use_liger=False."
         )
 

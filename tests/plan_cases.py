@@ -36,8 +36,8 @@ def compiled(dag: DagSpec, world_size: int, *overrides: str) -> Plan:
     return compile_plan(dag, config(*overrides), world_size)[0]
 
 
-def grpo_plan(world_size: int, *overrides: str) -> Plan:
-    """The plan of the GRPO template."""
+def template_plan(world_size: int, *overrides: str) -> Plan:
+    """The plan of the template that fits the advantage estimator: GRPO unless overridden."""
     cfg = config(*overrides)
     return compile_plan(load_dag(cfg), cfg, world_size)[0]
 

@@ -3,8 +3,9 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -13,11 +14,15 @@ from torch import Tensor
 from siirl.errors import DataError
 
 SHARD_BYTES = 5 * 10**9
+NO_CHANGES: Mapping[str, Any] = {}
 _COMPANIONS = (".json", ".txt", ".model", ".jinja", ".py", ".tiktoken")
 
 
-def copy_hf_files(model_path: str, out: Path) -> None:
-    """Copy config, tokenizer, chat template and custom code of a model, not its weights."""
+def copy_hf_files(model_path: str, out: Path, config_changes: Mapping[str, Any] = NO_CHANGES) -> None:
+    """Copy config, tokenizer, chat template and custom code of a model, not its weights.
+
+    config_changes: keys of config.json that the copy has instead.
+    """
     source = _model_folder(model_path)
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -27,6 +32,7 @@ def copy_hf_files(model_path: str, out: Path) -> None:
         raise DataError(
             f"model.path={model_path!r} has no config.json: the export would not load. Complete the folder."
         )
+    _change_config(out / "config.json", config_changes)
 
 
 def save_hf(
@@ -34,6 +40,7 @@ def save_hf(
     model_path: str,
     out: Path,
     rank: int,
+    config_changes: Mapping[str, Any] = NO_CHANGES,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write `weights`, full tensors under HF names, as a model directory that transformers and vLLM load.
@@ -48,7 +55,7 @@ def save_hf(
     aside = out.with_name(out.name + ".partial")
     try:
         shutil.rmtree(aside, ignore_errors=True)
-        copy_hf_files(model_path, aside)
+        copy_hf_files(model_path, aside, config_changes)
         dtype = _write_shards(weights, aside, shard_bytes)
         _declare_dtype(aside / "config.json", dtype)
         shutil.rmtree(out, ignore_errors=True)
@@ -109,9 +116,14 @@ def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> Non
 def _declare_dtype(config_path: Path, dtype: torch.dtype) -> None:
     """Make config.json name the type that the weights have."""
     config = json.loads(config_path.read_text())
-    for key in {"dtype"} | ({"torch_dtype"} & config.keys()):
-        config[key] = str(dtype).removeprefix("torch.")
-    config_path.write_text(json.dumps(config, indent=2))
+    keys = {"dtype"} | ({"torch_dtype"} & config.keys())
+    _change_config(config_path, dict.fromkeys(keys, str(dtype).removeprefix("torch.")))
+
+
+def _change_config(config_path: Path, changes: Mapping[str, Any]) -> None:
+    if changes:
+        config = json.loads(config_path.read_text())
+        config_path.write_text(json.dumps(config | changes, indent=2))
 
 
 def _model_folder(model_path: str) -> Path:

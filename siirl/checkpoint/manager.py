@@ -4,7 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,7 @@ class SavedModel:
     group: the ranks of the model; None: this process alone. hf_path: where its HF config and tokenizer come
     from. save_contents, load_contents: of "model", "optimizer" (and its schedule), "extra" (the run's state:
     see save), "hf_model" (also HF weights). lora_alpha: what an export needs to merge adapters.
+    hf_config_changes: where its config.json differs from that of hf_path.
     """
 
     model: Stateful
@@ -50,6 +51,7 @@ class SavedModel:
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     load_contents: tuple[str, ...] = ("model", "optimizer", "extra")
     lora_alpha: float | None = None
+    hf_config_changes: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -242,9 +244,10 @@ def _save_companions(folder: Path, model: SavedModel, values: dict[str, Any]) ->
     """Write what surrounds the tensors: JSON state, HF config and tokenizer, or HF weights if asked for."""
     rank = _rank_in(model.group)
     if "hf_model" in model.save_contents and model.hf_path:
-        save_hf(model.model.export_weights(), model.hf_path, folder / "hf", rank)
+        changes = model.hf_config_changes
+        save_hf(model.model.export_weights(), model.hf_path, folder / "hf", rank, changes)
     elif rank == 0 and model.hf_path:
-        copy_hf_files(model.hf_path, folder / "hf")
+        copy_hf_files(model.hf_path, folder / "hf", model.hf_config_changes)
     if rank == 0:
         about = {"lora_alpha": model.lora_alpha, "state": values}
         files.write_file(folder / STATE_FILE, json.dumps(about))

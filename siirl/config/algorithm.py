@@ -6,7 +6,6 @@ from typing import Any
 from siirl.config.actor import EMBODIED, KL_TYPES, MORE_LOSSES
 from siirl.config.keys import group, key
 
-CRITIC = "PPO with a critic"
 ESTIMATORS = "advantage estimators other than grpo"
 DYNAMIC_SAMPLING = "dynamic sampling (DAPO)"
 PF_PPO = "PF-PPO"
@@ -46,12 +45,15 @@ class EmbodiedSamplingConfig:
 class AlgorithmConfig:
     """Advantages and what goes into the reward."""
 
-    gamma: float = key(1.0, "discount per token", when="adv_estimator=reinforce_plus_plus", low=0)
-    lam: float = key(1.0, "lambda of GAE", later=CRITIC)
+    gamma: float = key(1.0, "discount per token", when="adv_estimator=gae|reinforce_plus_plus", low=0)
+    lam: float = key(
+        1.0, "lambda of GAE: 1 is the whole return, 0 one step of the critic", when="adv_estimator=gae", low=0
+    )
     adv_estimator: str = key(
         "gae",
         "advantage estimator",
         choices=(
+            "gae",
             "grpo",
             "rloo",
             "opo",
@@ -60,8 +62,7 @@ class AlgorithmConfig:
             "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
         ),
-        later_choices={"gae": CRITIC, "gae_marft": "multi-agent interaction"}
-        | dict.fromkeys(("remax", "cpgd"), ESTIMATORS),
+        later_choices={"gae_marft": "multi-agent interaction"} | dict.fromkeys(("remax", "cpgd"), ESTIMATORS),
     )
     kl_penalty: str = key(
         "kl",

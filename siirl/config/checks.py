@@ -19,9 +19,8 @@ def check_config(cfg: Config) -> None:
     Pure, and quick enough to call once for every node.
     """
     _check_names(cfg)
-    problems = [
-        problem for check in (_batch, _lengths, _sampling, _loss, _optimizer, _run) for problem in check(cfg)
-    ]
+    checks = (_batch, _lengths, _sampling, _loss, _critic, _optimizer, _run)
+    problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -34,7 +33,7 @@ def effect_warnings(cfg: Config) -> list[str]:
         default = followed_value(cfg, name) if name in FOLLOWS else key.default
         if name in ALIASES or get(cfg, name) == default:
             continue
-        reason = key.rule.ignored or _unmet(cfg, key) or _no_reference(cfg, name)
+        reason = key.rule.ignored or _unmet(cfg, key) or _no_reference(cfg, name) or _no_critic(cfg, name)
         if reason:
             warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
     return warnings
@@ -75,13 +74,26 @@ def _no_reference(cfg: Config, name: str) -> str:
     return "there is no reference model without actor.use_kl_loss or algorithm.use_kl_in_reward"
 
 
+def _no_critic(cfg: Config, name: str) -> str:
+    """Why a key of the critic has no effect, or an empty string."""
+    if not name.startswith("critic.") or cfg.algorithm.adv_estimator == "gae":
+        return ""
+    return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
+
+
 def _batch(cfg: Config) -> Iterator[str]:
-    batch, mini = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-    if batch % mini:
+    batch = cfg.data.train_batch_size
+    for group, mini in (
+        ("actor_rollout_ref.actor", cfg.actor_rollout_ref.actor.ppo_mini_batch_size),
+        ("critic", cfg.critic.ppo_mini_batch_size),
+    ):
+        follows = mini == cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+        if not batch % mini or (group == "critic" and (follows or cfg.algorithm.adv_estimator != "gae")):
+            continue
         why = "is larger than" if mini > batch else "does not divide"
         fix = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
         yield (
-            f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} {why} data.train_batch_size={batch}: a "
+            f"{group}.ppo_mini_batch_size={mini} {why} data.train_batch_size={batch}: a "
             f"training step is cut into whole mini-batches of prompts. Set ppo_mini_batch_size={fix}, or "
             "another divisor."
         )
@@ -184,6 +196,34 @@ def _loss(cfg: Config) -> Iterator[str]:
         yield (
             f"actor_rollout_ref.actor.clip_ratio_low={actor.clip_ratio_low:g}: a ratio cannot fall below 0, "
             "so it is at most 1."
+        )
+
+
+def _critic(cfg: Config) -> Iterator[str]:
+    critic, rollout = cfg.critic, cfg.actor_rollout_ref.rollout
+    if cfg.algorithm.adv_estimator != "gae":
+        if cfg.trainer.critic_warmup:
+            yield (
+                f"trainer.critic_warmup={cfg.trainer.critic_warmup} with algorithm.adv_estimator="
+                f"{cfg.algorithm.adv_estimator}, which uses no critic: nothing would be trained in these "
+                "steps. Set trainer.critic_warmup=0, or algorithm.adv_estimator=gae."
+            )
+        return
+    longest = rollout.prompt_length + rollout.response_length
+    for name, budget in (
+        ("ppo_max_token_len_per_gpu", critic.ppo_max_token_len_per_gpu),
+        ("forward_max_token_len_per_gpu", critic.forward_max_token_len_per_gpu),
+    ):
+        if critic.use_dynamic_bsz and budget < longest:
+            yield (
+                f"critic.{name}={budget} is less than the longest row, prompt {rollout.prompt_length} + "
+                f"response {rollout.response_length} = {longest} tokens: a row is never split. Set it to "
+                f"{longest} or more."
+            )
+    if "model" not in critic.checkpoint.save_contents:
+        yield (
+            f"critic.checkpoint.save_contents=[{','.join(critic.checkpoint.save_contents)}]: a checkpoint "
+            "without the model cannot be resumed. Add model."
         )
 
 

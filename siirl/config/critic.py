@@ -1,35 +1,80 @@
-"""Group critic: refused until there is a critic; its keys and defaults are known."""
+"""Group critic."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.common import CheckpointConfig, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
+from siirl.config.actor import (
+    AGGREGATIONS,
+    LATER_STRATEGIES,
+    PROFILER,
+    REMOVED_MICRO_BATCH,
+    STRATEGIES,
+    ULYSSES,
+)
+from siirl.config.common import (
+    MEGATRON,
+    CheckpointConfig,
+    FSDPConfig,
+    MegatronConfig,
+    ModelConfig,
+    OptimConfig,
+)
 from siirl.config.keys import group, key
 
 
 @dataclass(frozen=True)
-class CriticConfig:
-    """The value model of PPO."""
+class CriticModelConfig(ModelConfig):
+    """ModelConfig of the value model."""
 
-    strategy: str = key("fsdp", "training backend")
+    path: str = key(
+        None, "directory of a Hugging Face model; without a value head (score) it gets a random one"
+    )
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of PPO: used with algorithm.adv_estimator=gae."""
+
+    strategy: str = key(
+        "fsdp",
+        "training backend",
+        choices=STRATEGIES,
+        later_choices=LATER_STRATEGIES,
+        synonyms={"fsdp2": "fsdp"},
+    )
     optim: OptimConfig = group(OptimConfig, "optimizer and schedule")
-    model: ModelConfig = group(ModelConfig, "value model")
+    model: CriticModelConfig = group(CriticModelConfig, "value model")
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp")
-    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core")
-    ppo_mini_batch_size: int = key(256, "prompts of one optimizer step, over all ranks", low=1)
-    ppo_micro_batch_size: int | None = key(None, "rows of a micro-batch over all ranks")
-    ppo_micro_batch_size_per_gpu: int | None = key(None, "rows of a micro-batch on each rank")
+    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
+    ppo_mini_batch_size: int = key(None, "prompts of one optimizer step, over all ranks", low=1)
+    ppo_micro_batch_size: int | None = key(
+        None,
+        "rows of a micro-batch over all ranks",
+        replaced=REMOVED_MICRO_BATCH.format("ppo_micro_batch_size_per_gpu"),
+    )
+    ppo_micro_batch_size_per_gpu: int = key(
+        None,
+        "rows of a micro-batch on each rank, unless use_dynamic_bsz",
+        when="use_dynamic_bsz=false",
+        low=1,
+    )
     use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget")
     ppo_epochs: int = key(1, "passes over each rollout batch", low=1)
-    shuffle: bool = key(False, "shuffle rows before they are cut into mini-batches")
-    grad_clip: float = key(1.0, "largest gradient norm", low=0)
-    cliprange_value: float = key(0.5, "clip range of the value loss", low=0)
-    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence")
-    forward_max_token_len_per_gpu: int = key(32768, "token budget of a forward micro-batch")
-    load_weight: bool = key(True, "load the weights")
-    rollout_n: int = key(1, "responses of each prompt")
+    shuffle: bool = key(False, "shuffle the rows of a rollout batch before it is cut into mini-batches")
+    grad_clip: float = key(1.0, "largest gradient norm; larger ones are scaled down", low=0)
+    cliprange_value: float = key(
+        0.5, "how far a value may move from the one before the step without being clipped", low=0
+    )
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=ULYSSES)
+    forward_max_token_len_per_gpu: int = key(
+        32768, "token budget of a forward micro-batch on each rank", when="use_dynamic_bsz", low=1
+    )
+    load_weight: bool = key(True, "load the weights of model.path", later="a critic with random weights")
+    rollout_n: int = key(1, "responses of each prompt", ignored="the rollout decides: rollout.n")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
-    ppo_max_token_len_per_gpu: int = key(32768, "token budget of a training micro-batch")
-    loss_agg_mode: str = key("token-mean", "how token losses become one number")
-    profile: dict[str, Any] = key({}, "profiler of this role")
-    data_loader_seed: int | None = key(None, "seed of shuffle")
+    ppo_max_token_len_per_gpu: int = key(
+        32768, "token budget of a training micro-batch on each rank", when="use_dynamic_bsz", low=1
+    )
+    loss_agg_mode: str = key("token-mean", "how token losses become one number", choices=AGGREGATIONS)
+    profile: dict[str, Any] = key({}, "profiler of this role", later=PROFILER)
+    data_loader_seed: int = key(None, "seed of shuffle", when="shuffle")

@@ -23,4 +23,6 @@ DEVIATIONS: dict[str, Deviation] = {
     "actor_rollout_ref.rollout.prompt_length": Deviation(None, FILLED_IN),
     "actor_rollout_ref.rollout.response_length": Deviation(None, FILLED_IN),
     "actor_rollout_ref.actor.data_loader_seed": Deviation(None, FILLED_IN),
+    "critic.data_loader_seed": Deviation(None, FILLED_IN),
+    "critic.ppo_micro_batch_size_per_gpu": Deviation(None, FILLED_IN),
 }

@@ -22,24 +22,30 @@ FSDP_KEYS = (
     "mixed_precision.reduce_dtype",
 )
 
-ALIASES: dict[str, tuple[str, ...]] = {
-    "data.filter_overlong_prompt": ("data.filter_overlong_prompts",),
-    f"{POLICY}.actor.optim.clip_grad": (f"{POLICY}.actor.grad_clip",),
-    f"{POLICY}.actor.param_offload": (f"{POLICY}.actor.fsdp_config.param_offload",),
-    f"{POLICY}.actor.optimizer_offload": (f"{POLICY}.actor.fsdp_config.optimizer_offload",),
-    f"{POLICY}.actor.checkpoint.contents": (
-        f"{POLICY}.actor.checkpoint.save_contents",
-        f"{POLICY}.actor.checkpoint.load_contents",
-    ),
-    f"{POLICY}.ref.param_offload": (f"{POLICY}.ref.fsdp_config.param_offload",),
-} | {
-    f"{POLICY}.model.fsdp_config.{name}": tuple(
-        f"{POLICY}.{role}.fsdp_config.{name}"
-        for role in ("actor", "ref")
-        if (role, name) != ("ref", "optimizer_offload")
-    )
-    for name in FSDP_KEYS
-}
+ALIASES: dict[str, tuple[str, ...]] = (
+    {
+        "data.filter_overlong_prompt": ("data.filter_overlong_prompts",),
+        f"{POLICY}.actor.optim.clip_grad": (f"{POLICY}.actor.grad_clip",),
+        f"{POLICY}.actor.param_offload": (f"{POLICY}.actor.fsdp_config.param_offload",),
+        f"{POLICY}.actor.optimizer_offload": (f"{POLICY}.actor.fsdp_config.optimizer_offload",),
+        f"{POLICY}.actor.checkpoint.contents": (
+            f"{POLICY}.actor.checkpoint.save_contents",
+            f"{POLICY}.actor.checkpoint.load_contents",
+        ),
+        f"{POLICY}.ref.param_offload": (f"{POLICY}.ref.fsdp_config.param_offload",),
+        "critic.optim.clip_grad": ("critic.grad_clip",),
+        "critic.checkpoint.contents": ("critic.checkpoint.save_contents", "critic.checkpoint.load_contents"),
+    }
+    | {f"critic.model.fsdp_config.{name}": (f"critic.fsdp_config.{name}",) for name in FSDP_KEYS}
+    | {
+        f"{POLICY}.model.fsdp_config.{name}": tuple(
+            f"{POLICY}.{role}.fsdp_config.{name}"
+            for role in ("actor", "ref")
+            if (role, name) != ("ref", "optimizer_offload")
+        )
+        for name in FSDP_KEYS
+    }
+)
 
 
 FOLLOWS: dict[str, str] = {
@@ -48,6 +54,10 @@ FOLLOWS: dict[str, str] = {
     f"{POLICY}.actor.clip_ratio_low": f"${{{POLICY}.actor.clip_ratio}}",
     f"{POLICY}.actor.clip_ratio_high": f"${{{POLICY}.actor.clip_ratio}}",
     f"{POLICY}.ref.strategy": f"${{{POLICY}.actor.strategy}}",
+    "critic.model.path": f"${{{POLICY}.model.path}}",
+    "critic.ppo_mini_batch_size": f"${{{POLICY}.actor.ppo_mini_batch_size}}",
+    "critic.ppo_micro_batch_size_per_gpu": f"${{{POLICY}.actor.ppo_micro_batch_size_per_gpu}}",
+    "critic.data_loader_seed": "${trainer.seed}",
     f"{POLICY}.rollout.prompt_length": "${data.max_prompt_length}",
     f"{POLICY}.rollout.response_length": "${data.max_response_length}",
     "trainer.output_dir": "outputs/${trainer.project_name}/${trainer.experiment_name}",

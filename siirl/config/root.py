@@ -4,7 +4,7 @@ import functools
 from dataclasses import dataclass, fields
 
 from siirl.config.actor import EMBODIED, PROFILER, ActorConfig, RefConfig
-from siirl.config.algorithm import CRITIC, AlgorithmConfig
+from siirl.config.algorithm import AlgorithmConfig
 from siirl.config.common import ModelConfig
 from siirl.config.critic import CriticConfig
 from siirl.config.data import DataConfig
@@ -72,7 +72,7 @@ class Config:
 
     data: DataConfig = group(DataConfig, "prompts")
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig, "policy")
-    critic: CriticConfig = group(CriticConfig, "value model", later=CRITIC)
+    critic: CriticConfig = group(CriticConfig, "value model")
     reward_model: RewardModelConfig = group(RewardModelConfig, "scores")
     custom_reward_function: CustomRewardFunctionConfig = group(
         CustomRewardFunctionConfig, "own reward function"

@@ -34,7 +34,7 @@ class TrainerConfig:
         False, "checkpoint to resume from: .../global_step_N", when="resume_mode=resume_path"
     )
     test_freq: int = key(-1, "steps between validations; -1: none", low=-1)
-    critic_warmup: int = key(0, "steps in which only the critic is trained", later="PPO with a critic")
+    critic_warmup: int = key(0, "first steps of the run, in which only the critic is trained", low=0)
     default_local_dir: str = key(None, "directory of checkpoints")
     seed: int = key(1, "seed of everything that has none of its own")
     should_log: bool = key(False, "internal", ignored=BY_TRAINER)

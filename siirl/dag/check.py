@@ -4,17 +4,19 @@ from collections.abc import Iterable
 
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
-from siirl.dag.ops import why_unread
+from siirl.dag.ops import uses_critic, why_unread
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import DagError, NotSupportedError
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
 
 Nodes = dict[str, ResolvedNode]
+ONE_PER_AGENT = {"rollout": "rollout", "actor_train": "training", "critic_train": "critic training"}
+"""Ops of which an agent has one node, and what messages call them."""
 
 
 def check_agents(nodes: Nodes, graph: Graph) -> None:
     """One rollout and one trainer for each agent, and no rollout that depends on another agent's."""
-    for op_name, what in (("rollout", "rollout"), ("actor_train", "training")):
+    for op_name, what in ONE_PER_AGENT.items():
         seen: dict[int, ResolvedNode] = {}
         for node in nodes.values():
             if node.op.name != op_name:
@@ -62,7 +64,7 @@ def _why_pruned(node: ResolvedNode) -> str:
 def check_kept(nodes: Nodes, pruned: dict[str, str]) -> None:
     """Something is left to do, and every rollout that is left has a trainer to take weights from."""
     kept = [node for node in nodes.values() if node.id not in pruned]
-    trained = {node.agent for node in kept if node.op.trains}
+    trained = {node.agent for node in kept if node.op.name == "actor_train"}
     if not trained:
         raise NotSupportedError(
             "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
@@ -74,6 +76,24 @@ def check_kept(nodes: Nodes, pruned: dict[str, str]) -> None:
                 f"not supported yet: {node}: agent {node.agent} has a rollout but no training, so nothing "
                 "gives it "
                 f"weights. Add a node with node_type MODEL_TRAIN, node_role ACTOR, agent_group {node.agent}."
+            )
+
+
+def check_critics(kept: Iterable[ResolvedNode]) -> None:
+    """An agent whose advantages come from a critic trains one, and no other agent does."""
+    by_op: dict[tuple[str, int], ResolvedNode] = {(node.op.name, node.agent): node for node in kept}
+    for (op_name, agent), node in by_op.items():
+        if op_name == "advantage" and uses_critic(node.cfg) and ("critic_train", agent) not in by_op:
+            raise DagError(
+                f"{node} has algorithm.adv_estimator=gae, but no node trains the critic of agent "
+                f"{agent}: its values would stay random. Add a node with "
+                "node_type MODEL_TRAIN, node_role CRITIC, or set another adv_estimator."
+            )
+        if op_name == "critic_train" and not uses_critic(node.cfg):
+            raise DagError(
+                f"{node} trains a critic, but algorithm.adv_estimator="
+                f"{node.cfg.algorithm.adv_estimator} uses none. "
+                "Set algorithm.adv_estimator=gae, or remove the node."
             )
 
 
@@ -139,8 +159,8 @@ _WRITERS = {
     "old_log_prob": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
     "score": "a node with node_type COMPUTE, node_role REWARD",
     "advantage": "a node with node_type COMPUTE, node_role ADVANTAGE",
-    "value": "a node with node_role CRITIC (not supported yet)",
-    "return_": "a node with node_role CRITIC (not supported yet)",
+    "value": "a node with node_type MODEL_TRAIN, node_role CRITIC, only_forward_compute: true",
+    "return_": "a node with node_type COMPUTE, node_role ADVANTAGE, and set algorithm.adv_estimator=gae",
 } | dict.fromkeys(
     (
         "response_ids",

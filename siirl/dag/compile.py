@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from siirl.config import Config
-from siirl.dag.check import check_agents, check_kept, check_readers, check_writers, prune
+from siirl.dag.check import check_agents, check_critics, check_kept, check_readers, check_writers, prune
 from siirl.dag.emit import Sections
 from siirl.dag.graph import Graph, build_graph
 from siirl.dag.layouts import LayoutTable, agent_rows, place_nodes
 from siirl.dag.models import plan_links, plan_models
+from siirl.dag.ops import uses_critic
 from siirl.dag.plan import LinkPlan, ModelPlan, NodePlan, Plan, RoutePlan
 from siirl.dag.resolve import ResolvedNode, check_node_config, resolve_nodes
 from siirl.dag.spec import DagSpec, load_object
@@ -31,7 +32,12 @@ def load_dag(cfg: Config) -> DagSpec:
                 "builder.build()."
             )
         return dag
-    return load_dag_file(cfg.dag.workflow_path or TEMPLATES / "grpo.yaml")
+    return load_dag_file(cfg.dag.workflow_path or TEMPLATES / template_of(cfg))
+
+
+def template_of(cfg: Config) -> str:
+    """The file in dag_templates/ that fits the advantage estimator."""
+    return "ppo.yaml" if uses_critic(cfg) else "grpo.yaml"
 
 
 def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict[str, Config]]:
@@ -47,6 +53,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     check_kept(nodes, pruned)
     graph = full_graph.without(set(pruned))
     kept = {node_id: nodes[node_id] for node_id in graph.order}
+    check_critics(kept.values())
     check_readers(kept.values(), nodes, full_graph)
 
     for node in kept.values():

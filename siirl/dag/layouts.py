@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field, replace
 
+from siirl.config.roles import ROLE_GROUPS, mini_batch_prompts, optimizer_steps
 from siirl.dag.graph import Graph
 from siirl.dag.models import ModelPlan
-from siirl.dag.ops import optimizer_steps
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import DagError, NotSupportedError, PlacementError
 from siirl.parallel.placement import Ranks, format_ranks, parse_placement
@@ -33,13 +33,17 @@ class LayoutTable:
 
 @dataclass(frozen=True)
 class AgentRows:
-    """How many rows one agent makes in a step, and how its trainer cuts them. rollout, trainer: node ids."""
+    """How many rows one agent makes in a step, and how its trainers cut them.
+
+    rollout: node id. mini_batch_rows: role of a trainer -> rows of its mini-batches, 0 for the whole batch.
+    balance: spread rows over ranks by cost.
+    """
 
     agent: int
     rollout: str
     prompts: int
     n: int
-    mini_batch_rows: int
+    mini_batch_rows: dict[str, int]
     balance: bool
 
     @property
@@ -57,25 +61,28 @@ class Place:
 
 
 def agent_rows(kept: Nodes) -> dict[int, AgentRows]:
-    """The agents that have a rollout. DagError unless the trainer's mini-batches divide the batch."""
-    trainers = {node.agent: node for node in kept.values() if node.op.trains}
+    """The agents that have a rollout. DagError unless the mini-batches of their trainers divide the batch."""
+    trainers = [node for node in kept.values() if node.op.trains]
     rows: dict[int, AgentRows] = {}
     for node in kept.values():
         if node.op.model != "rollout":
             continue
-        trainer = trainers[node.agent]
         prompts, n = node.cfg.data.train_batch_size, node.cfg.actor_rollout_ref.rollout.n
-        mini = trainer.cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-        if mini > prompts or prompts % mini:
-            raise DagError(
-                f"{trainer}: ppo_mini_batch_size = {mini} prompts does not divide data.train_batch_size = "
-                f"{prompts}: "
-                f"the last mini-batch would be short. Set it to a divisor of {prompts}."
-            )
-        mini_batch_rows = 0 if mini == prompts else mini * n
-        balance = trainer.cfg.trainer.balance_batch or optimizer_steps(trainer.cfg) > 1
-        rows[node.agent] = AgentRows(node.agent, node.id, prompts, n, mini_batch_rows, balance)
+        own = [trainer for trainer in trainers if trainer.agent == node.agent]
+        mini = {trainer.op.model: _mini_batch_rows(trainer, prompts, n) for trainer in own}
+        balance = any(x.cfg.trainer.balance_batch or optimizer_steps(x.cfg, x.op.model) > 1 for x in own)
+        rows[node.agent] = AgentRows(node.agent, node.id, prompts, n, mini, balance)
     return rows
+
+
+def _mini_batch_rows(trainer: ResolvedNode, prompts: int, n: int) -> int:
+    mini = mini_batch_prompts(trainer.cfg, trainer.op.model)
+    if mini > prompts or prompts % mini:
+        raise DagError(
+            f"{trainer}: ppo_mini_batch_size = {mini} prompts does not divide data.train_batch_size = "
+            f"{prompts}: the last mini-batch would be short. Set it to a divisor of {prompts}."
+        )
+    return 0 if mini == prompts else mini * n
 
 
 def place_nodes(
@@ -117,8 +124,13 @@ def _data_agent(node: ResolvedNode, agents: dict[int, AgentRows]) -> int:
 def _model_layout(node: ResolvedNode, model: ModelPlan, rowset: str, rows: AgentRows | None) -> Layout:
     shards = model.dims.data_shards()
     if node.op.split == "cost" and rows is not None and rows.balance and model.dims.dp > 1:
-        return Layout(model.ranks, shards, rowset, "cost", rows.mini_batch_rows)
+        return Layout(model.ranks, shards, rowset, "cost", rows.mini_batch_rows[_cut_like(node)])
     return Layout(model.ranks, shards, rowset)
+
+
+def _cut_like(node: ResolvedNode) -> str:
+    """The role whose mini-batches the rows of a model node are balanced in."""
+    return "critic" if node.op.model == "critic" else "actor"
 
 
 def _compute_layout(
@@ -141,8 +153,8 @@ def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
     """PlacementError if a shard would get no rows."""
     shards = layout.num_shards
     if layout.split == "cost":
-        unit, count = "rows of a mini-batch", rows.mini_batch_rows or rows.samples
-        keys = "actor_rollout_ref.actor.ppo_mini_batch_size or actor_rollout_ref.rollout.n"
+        unit, count = "rows of a mini-batch", layout.mini_batch_rows or rows.samples
+        keys = f"{ROLE_GROUPS[_cut_like(node)]}.ppo_mini_batch_size or actor_rollout_ref.rollout.n"
         arithmetic = f" ({count // rows.n} prompts x {rows.n} responses)"
     else:
         unit, count, keys, arithmetic = "prompts of a batch", rows.prompts, "data.train_batch_size", ""

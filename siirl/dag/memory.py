@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.roles import role_group, role_model
 from siirl.dag.plan import ModelPlan
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -43,14 +44,15 @@ class MemoryLine:
     host: bool = False
 
 
-def read_shape(cfg: Config) -> ModelShape | str:
-    """The shape of the configured model, or why it is not known: the estimate is then left out."""
-    directory = Path(cfg.actor_rollout_ref.model.path).expanduser()
+def read_shape(cfg: Config, role: str) -> ModelShape | str:
+    """The shape of a role's model, or why it is not known: the estimate is then left out."""
+    model = role_model(cfg, role)
+    directory = Path(model.path).expanduser()
     try:
         raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         return f"{directory / 'config.json'} cannot be read ({type(error).__name__})"
-    raw = {**raw, **cfg.actor_rollout_ref.model.override_config}
+    raw = {**raw, **model.override_config}
     if raw.get("model_type") not in FAMILIES:
         return f"model_type {raw.get('model_type')!r} is none of {', '.join(FAMILIES)}"
     try:
@@ -110,9 +112,7 @@ def estimate(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: i
     """What one rank holds of a model. rows_per_shard: rows of a whole batch, for the KV cache."""
     if model.role == "rollout":
         return _rollout_lines(model, cfg, shape, rows_per_shard)
-    policy = cfg.actor_rollout_ref
-    section = policy.actor if model.role == "actor" else policy.ref
-    fsdp = section.fsdp_config
+    fsdp = role_group(cfg, model.role).fsdp_config
     master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.mixed_precision.param_dtype]
     shard = -(-shape.params // (model.dims.dp_shard * model.dims.tp * model.dims.pp))
     lines = [MemoryLine(model.name, "parameters", shard * master, fsdp.param_offload)]
@@ -130,7 +130,10 @@ def micro_batch_tokens(model: ModelPlan, cfg: Config) -> int:
     """The most tokens of one micro-batch on a rank."""
     policy = cfg.actor_rollout_ref
     row = policy.rollout.prompt_length + policy.rollout.response_length
-    if model.trains:
+    if model.role == "critic":
+        dynamic = cfg.critic.use_dynamic_bsz
+        budget, rows = cfg.critic.ppo_max_token_len_per_gpu, cfg.critic.ppo_micro_batch_size_per_gpu
+    elif model.trains:
         dynamic = policy.actor.use_dynamic_bsz
         budget, rows = policy.actor.ppo_max_token_len_per_gpu, policy.actor.ppo_micro_batch_size_per_gpu
     else:
@@ -144,7 +147,7 @@ def _activations(model: ModelPlan, cfg: Config, shape: ModelShape, tokens: int) 
     layer = _ACTIVATIONS_PER_LAYER * shape.hidden + 3 * shape.intermediate
     if not model.trains:
         return tokens * layer
-    if cfg.actor_rollout_ref.model.enable_gradient_checkpointing:
+    if role_model(cfg, model.role).enable_gradient_checkpointing:
         return tokens * (shape.layers * shape.hidden + layer)
     return tokens * shape.layers * layer
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.roles import ROLE_GROUPS, role_group
 from siirl.dag.names import suggest
 from siirl.dag.ops import ModelRole
-from siirl.dag.plan import LinkPlan, ModelPlan
+from siirl.dag.plan import Head, LinkPlan, ModelPlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
 from siirl.parallel.dims import ParallelDims
@@ -24,14 +25,13 @@ class Backend:
 
 
 def _fsdp_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
-    section = cfg.actor_rollout_ref.actor if role == "actor" else cfg.actor_rollout_ref.ref
-    size = section.fsdp_config.fsdp_size
+    size = role_group(cfg, role).fsdp_config.fsdp_size
     shard = world if size < 1 or size > world else size
     return ParallelDims(world, dp_shard=shard, dp_replicate=-(-world // shard))
 
 
 def _megatron_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
-    section = (cfg.actor_rollout_ref.actor if role == "actor" else cfg.actor_rollout_ref.ref).megatron
+    section = role_group(cfg, role).megatron
     tp, pp, cp = (
         section.tensor_model_parallel_size,
         section.pipeline_model_parallel_size,
@@ -57,6 +57,9 @@ def _tensor_parallel_replicas(cfg: Config, role: ModelRole, world: int) -> Paral
     tp = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
     return ParallelDims(world, tp=tp, dp_replicate=max(1, world // tp))
 
+
+HEADS: dict[ModelRole, Head] = {"critic": "value"}
+"""The head of a role's model; others are language models."""
 
 TRAIN_BACKENDS = {
     "fsdp": Backend(_fsdp_dims),
@@ -107,7 +110,7 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
         agent=builder.agent,
         role=role,
         backend=backend_name,
-        head="lm",
+        head=HEADS.get(role, "lm"),
         trains=builder.op.trains,
         ranks=ranks,
         dims=dims,
@@ -117,22 +120,17 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
 
 
 def _backend(role: ModelRole, node: ResolvedNode) -> tuple[str, Backend]:
-    policy = node.cfg.actor_rollout_ref
-    key, name, known = {
-        "actor": ("actor.strategy", policy.actor.strategy, TRAIN_BACKENDS),
-        "ref": ("ref.strategy", policy.ref.strategy, TRAIN_BACKENDS),
-        "rollout": ("rollout.name", policy.rollout.name, ROLLOUT_BACKENDS),
-    }[role]
+    if role == "rollout":
+        key, name, known = "name", node.cfg.actor_rollout_ref.rollout.name, ROLLOUT_BACKENDS
+    else:
+        key, name, known = "strategy", role_group(node.cfg, role).strategy, TRAIN_BACKENDS
+    key = f"{ROLE_GROUPS[role]}.{key}"
     if name not in known:
-        raise ConfigError(
-            f"{node}: unknown actor_rollout_ref.{key}={name}. {suggest(name, known)} Known: "
-            f"{', '.join(known)}."
-        )
+        raise ConfigError(f"{node}: unknown {key}={name}. {suggest(name, known)} Known: {', '.join(known)}.")
     if known[name].later:
         available = ", ".join(other for other, backend in known.items() if not backend.later)
         raise NotSupportedError(
-            f"not supported yet: {node}: actor_rollout_ref.{key}={name}: {known[name].later}. Available: "
-            f"{available}."
+            f"not supported yet: {node}: {key}={name}: {known[name].later}. Available: {available}."
         )
     return name, known[name]
 
@@ -158,9 +156,10 @@ def _ranks(name: str, nodes: list[ResolvedNode], world_size: int) -> Ranks:
 
 
 def _check_overrides_agree(name: str, builder: ResolvedNode, nodes: list[ResolvedNode]) -> None:
+    groups = ("actor_rollout_ref.", "critic.")
     for node in nodes:
         for key, value in node.overrides.items():
-            if key.startswith("actor_rollout_ref.") and _value(builder.cfg, key) != _value(node.cfg, key):
+            if key.startswith(groups) and _value(builder.cfg, key) != _value(node.cfg, key):
                 raise DagError(
                     f"{node} sets {key}={value}, but model {name}, which it shares with {builder}, is built "
                     "from "

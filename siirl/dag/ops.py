@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from siirl.config import Config
+from siirl.config.roles import optimizer_steps
 from siirl.dag.names import suggest
 from siirl.dag.spec import NodeSpec
 from siirl.errors import DagError, NotSupportedError
 from siirl.types import ROLLOUT_FIELDS
 
 Names = tuple[str, ...]
-ModelRole = Literal["actor", "ref", "rollout"]
+ModelRole = Literal["actor", "ref", "rollout", "critic"]
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,6 @@ def _fixed(*names: str) -> Callable[[Config], Names]:
 _TOKENS = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
 
 
-def optimizer_steps(cfg: Config) -> int:
-    """Optimizer steps that the actor takes on each rollout batch."""
-    return (
-        cfg.data.train_batch_size
-        // cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-        * (cfg.actor_rollout_ref.actor.ppo_epochs)
-    )
-
-
 def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     """Where the policy loss takes the log-probs of the policy before the step from.
 
@@ -66,15 +58,22 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     return "field" if optimizer_steps(cfg) > 1 else "current"
 
 
+def uses_critic(cfg: Config) -> bool:
+    """Whether the advantages are computed from the values of a critic, which then learns their returns."""
+    return cfg.algorithm.adv_estimator == "gae"
+
+
 def _advantage_reads(cfg: Config) -> Names:
+    value = ("value",) if uses_critic(cfg) else ()
     if not cfg.algorithm.use_kl_in_reward:
-        return ("group_id", "response_length", "response_mask", "score")
+        return ("group_id", "response_length", "response_mask", "score", *value)
     old = "rollout_log_prob" if old_log_prob_source(cfg) == "rollout" else "old_log_prob"
-    return ("group_id", "response_length", "response_mask", "score", old, "ref_log_prob")
+    return ("group_id", "response_length", "response_mask", "score", *value, old, "ref_log_prob")
 
 
 def _advantage_writes(cfg: Config) -> Names:
-    return ("reward", "advantage") if cfg.algorithm.use_kl_in_reward else ("advantage",)
+    reward = ("reward",) if cfg.algorithm.use_kl_in_reward else ()
+    return (*reward, "advantage", *(("return_",) if uses_critic(cfg) else ()))
 
 
 def _actor_train_reads(cfg: Config) -> Names:
@@ -111,6 +110,16 @@ OLD_LOG_PROB = OpSpec("old_log_prob", _fixed(*_TOKENS), _fixed("old_log_prob"), 
 ACTOR_TRAIN = OpSpec(
     "actor_train", _actor_train_reads, _fixed(), model="actor", split="cost", side_effect=True, trains=True
 )
+VALUES = OpSpec("values", _fixed(*_TOKENS), _fixed("value"), model="critic", split="cost")
+CRITIC_TRAIN = OpSpec(
+    "critic_train",
+    _fixed("row_id", *_TOKENS, "value", "return_"),
+    _fixed(),
+    model="critic",
+    split="cost",
+    side_effect=True,
+    trains=True,
+)
 
 _MODEL = ("MODEL_INFERENCE", "MODEL_TRAIN")
 _TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
@@ -119,9 +128,9 @@ _TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
     "ADVANTAGE": (("COMPUTE",), lambda node: ADVANTAGE),
     "REFERENCE": (_MODEL, lambda node: REFERENCE),
     "ACTOR": (("MODEL_TRAIN",), lambda node: OLD_LOG_PROB if node.only_forward_compute else ACTOR_TRAIN),
+    "CRITIC": (("MODEL_TRAIN",), lambda node: VALUES if node.only_forward_compute else CRITIC_TRAIN),
 }
 _LATER_ROLES = {
-    "CRITIC": "critics and PPO with values",
     "POSTPROCESS_SAMPLING": "filtering of groups after sampling (DAPO)",
 }
 _LATER_TYPES = {
@@ -181,6 +190,8 @@ def _custom(node: NodeSpec, replaced: OpSpec | None) -> OpSpec:
 
 def why_unread(name: str, cfg: Config) -> str | None:
     """Why no op reads a field in this run, for the built-in fields that are needed only sometimes."""
+    if name == "value" and not uses_critic(cfg):
+        return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
     if name == "ref_log_prob":
         return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
     if name == "old_log_prob" and old_log_prob_source(cfg) == "rollout":

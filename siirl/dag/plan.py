@@ -11,6 +11,9 @@ from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks
 from siirl.types import FieldKey, Layout
 
+Head = Literal["lm", "value", "score"]
+"""What a model computes: log-probs of tokens, a value of each token, or a score of each row."""
+
 
 @dataclass(frozen=True)
 class NodePlan:
@@ -42,7 +45,7 @@ class ModelPlan:
     agent: int
     role: Literal["actor", "ref", "rollout", "critic", "reward"]
     backend: str
-    head: Literal["lm", "value", "score"]
+    head: Head
     trains: bool
     ranks: Ranks
     dims: ParallelDims

@@ -1,9 +1,9 @@
 """`siirl plan` as text: who runs where, which rows move, batch arithmetic, memory, and what is left out."""
 
 from siirl.config import Config
+from siirl.config.roles import optimizer_steps, role_group
 from siirl.dag.emit import ROUTING
 from siirl.dag.memory import MemoryLine, estimate, micro_batch_tokens, read_shape
-from siirl.dag.ops import optimizer_steps
 from siirl.dag.plan import Free, Load, ModelPlan, Plan, Reshard, Run, SyncWeights
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.types import Layout
@@ -111,28 +111,29 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
             f"agent {model.agent}: {prompts} prompts x {n} responses = {prompts * n} sequences a step, "
             f"sampled by {_count(model.dims.dp, 'shard')} of {_share(prompts, model.dims.dp)} prompts"
         )
-        trainer = plan.models[f"agent_{model.agent}.actor"]
-        lines += [f"  {line}" for line in _training(trainer, configs[trainer.node], prompts, n)]
+        for trainer in (m for m in plan.models.values() if m.agent == model.agent and m.trains):
+            training = _training(trainer, configs[trainer.node], prompts, n)
+            lines += [f"  {trainer.role}:", *(f"    {line}" for line in training)]
     return lines
 
 
 def _training(trainer: ModelPlan, cfg: Config, prompts: int, n: int) -> list[str]:
-    actor = cfg.actor_rollout_ref.actor
-    mini, shards = actor.ppo_mini_batch_size, trainer.dims.dp
+    group = role_group(cfg, trainer.role)
+    mini, shards = group.ppo_mini_batch_size, trainer.dims.dp
     rows = mini * n
-    epochs = f" x {actor.ppo_epochs} epochs" if actor.ppo_epochs > 1 else ""
+    epochs = f" x {group.ppo_epochs} epochs" if group.ppo_epochs > 1 else ""
     lines = [
         f"{prompts // mini} mini-batches of {mini} prompts = {rows} sequences{epochs} "
-        f"-> {_count(optimizer_steps(cfg), 'optimizer step')}",
+        f"-> {_count(optimizer_steps(cfg, trainer.role), 'optimizer step')}",
         f"a mini-batch is {_share(rows, shards)} sequences on each of {_count(shards, 'data-parallel rank')}",
     ]
     per_rank = -(-rows // shards)
-    if actor.use_dynamic_bsz:
+    if group.use_dynamic_bsz:
         most = -(-per_rank * _row_tokens(cfg) // micro_batch_tokens(trainer, cfg))
-        budget = actor.ppo_max_token_len_per_gpu
+        budget = group.ppo_max_token_len_per_gpu
         lines.append(f"-> micro-batches of up to {budget} tokens: at most about {most} on each rank")
     else:
-        micro = actor.ppo_micro_batch_size_per_gpu
+        micro = group.ppo_micro_batch_size_per_gpu
         count = _count(-(-per_rank // micro), "micro-batch", "es")
         lines.append(f"-> {count} of {_count(micro, 'sequence')} on each rank")
     return lines
@@ -192,7 +193,7 @@ def _memory(plan: Plan, configs: dict[str, Config]) -> list[str]:
     lines: dict[str, list[MemoryLine]] = {}
     for model in plan.models.values():
         cfg = configs[model.node]
-        shape = read_shape(cfg)
+        shape = read_shape(cfg, model.role)
         if isinstance(shape, str):
             return [f"left out: {shape}"]
         rows = -(-cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n // model.dims.dp)

@@ -13,7 +13,7 @@ from siirl.checkpoint.hf import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.config import Config, to_dict
-from siirl.dag.ops import optimizer_steps
+from siirl.config.roles import optimizer_steps, role_group, role_model
 from siirl.dag.plan import Plan
 from siirl.dag_worker.observing import finish_trace, make_observer
 from siirl.dag_worker.report import Report, closing_report
@@ -51,7 +51,9 @@ class Training:
         for name, engine in worker.train_engines.items():
             model = worker.plan.models[name]
             if model.trains:
-                engine.set_total_steps(self.total_steps * optimizer_steps(worker.node_cfg(model.node)))
+                warmup = self.cfg.trainer.critic_warmup if model.role == "actor" else 0
+                steps = max(0, self.total_steps - warmup)
+                engine.set_total_steps(steps * optimizer_steps(worker.node_cfg(model.node), model.role))
         trainer = self.cfg.trainer
         root = Path(trainer.default_local_dir).expanduser()
         self.checkpoints = CheckpointManager(root, trainer.max_actor_ckpt_to_keep, worker.groups.world)
@@ -134,20 +136,27 @@ class Training:
             log.info("resumed from %s (step %d of %d)", found, self.step, self.total_steps)
 
     def export(self) -> list[Path]:
-        """Write each trained model as a Hugging Face directory: hf_model/, or hf_model/<model> of several."""
-        trained = [name for name, model in self.worker.plan.models.items() if model.trains]
-        paths = []
-        for name in trained:
-            out = self.output_dir / "hf_model"
-            out = out if len(trained) == 1 else out / name
-            paths.append(out)
-            if name in self.worker.train_engines:
-                engine, model = self.worker.train_engines[name], self.worker.plan.models[name]
-                path = self.worker.node_cfg(model.node).actor_rollout_ref.model.path
-                with self.worker.all_on_device(), self.worker.observer.span("export", self.step):
-                    save_hf(engine.export_weights(), path, out, model.ranks.index(self.worker.rank))
+        """Write each trained model as a Hugging Face directory, and return the directories.
+
+        Policies to hf_model/, or hf_model/<model> of several; critics to hf_critic/ likewise.
+        """
+        models, paths = self.worker.plan.models, []
+        for role, folder in (("actor", "hf_model"), ("critic", "hf_critic")):
+            trained = [name for name, model in models.items() if model.trains and model.role == role]
+            for name in trained:
+                out = self.output_dir / folder
+                paths.append(out if len(trained) == 1 else out / name)
+                if name in self.worker.train_engines:
+                    self._export(name, paths[-1])
         dist.barrier(group=self.worker.groups.world)
         return paths
+
+    def _export(self, name: str, out: Path) -> None:
+        engine, model = self.worker.train_engines[name], self.worker.plan.models[name]
+        path = role_model(self.worker.node_cfg(model.node), model.role).path
+        first = model.ranks.index(self.worker.rank)
+        with self.worker.all_on_device(), self.worker.observer.span("export", self.step):
+            save_hf(engine.export_weights(), path, out, first, engine.hf_config_changes())
 
     def _extra(self) -> dict[str, Any]:
         """State that is the same wherever it exists; gathered, as not every rank has every loader or node."""
@@ -166,14 +175,16 @@ class Training:
             model = worker.plan.models[name]
             if not model.trains:
                 continue
-            policy = worker.node_cfg(model.node).actor_rollout_ref
+            cfg = worker.node_cfg(model.node)
+            source, checkpoint = role_model(cfg, model.role), role_group(cfg, model.role).checkpoint
             saved[name] = SavedModel(
                 engine,
                 worker.groups.get(model.ranks),
-                policy.model.path,
-                policy.actor.checkpoint.save_contents,
-                policy.actor.checkpoint.load_contents,
-                policy.model.lora_alpha if policy.model.lora_rank else None,
+                source.path,
+                checkpoint.save_contents,
+                checkpoint.load_contents,
+                source.lora_alpha if source.lora_rank else None,
+                engine.hf_config_changes(),
             )
         return saved
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
+from siirl.config.roles import role_group
 from siirl.dag.plan import Load, NodePlan, Plan, Reshard, Run, SyncWeights
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
@@ -230,12 +231,12 @@ class DAGWorker:
         if name not in self.train_engines:
             return
         model = self.plan.models[name]
-        policy = self.node_cfg(model.node).actor_rollout_ref
-        role = policy.ref if model.role == "ref" else policy.actor
+        cfg = self.node_cfg(model.node)
+        fsdp = role_group(cfg, model.role).fsdp_config
         self.train_engines[name].offload(
-            params=role.fsdp_config.param_offload,
-            grads=model.trains and role.grad_offload,
-            optimizer=model.trains and role.fsdp_config.optimizer_offload,
+            params=fsdp.param_offload,
+            grads=model.trains and model.role == "actor" and cfg.actor_rollout_ref.actor.grad_offload,
+            optimizer=model.trains and fsdp.optimizer_offload,
         )
 
 

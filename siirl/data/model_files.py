@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.roles import role_model
 from siirl.errors import ConfigError, DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -74,20 +75,20 @@ def check_tokenizer_files(path: Path) -> None:
         )
 
 
-def check_model_files(cfg: Config, weights: bool) -> None:
-    """DataError unless a model of this configuration can be built. weights: its own are read."""
-    path = model_dir(cfg.actor_rollout_ref.model.path)
+def check_model_files(cfg: Config, role: str) -> None:
+    """DataError unless the model of a role can be built; all but a rollout read the weights, too."""
+    path = model_dir(role_model(cfg, role).path)
     check_config_file(path)
-    check_lengths(cfg, path)
-    if weights:
+    check_lengths(cfg, path, role)
+    if role != "rollout":
         check_weight_files(path)
 
 
-def check_lengths(cfg: Config, path: Path) -> None:
-    """ConfigError if the longest row has more tokens than the model has positions."""
+def check_lengths(cfg: Config, path: Path, role: str) -> None:
+    """ConfigError if the longest row has more tokens than the model of a role has positions."""
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
-    known = num_positions(_read_json(path / "config.json") | cfg.actor_rollout_ref.model.override_config)
+    known = num_positions(_read_json(path / "config.json") | role_model(cfg, role).override_config)
     if known is not None and longest > known:
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {path}/config.json "

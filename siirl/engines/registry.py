@@ -17,7 +17,9 @@ from siirl.engines.train.base import TrainEngine
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.process_groups import ProcessGroups
 
-TRAIN_ENGINES: dict[str, dict[str, str]] = {"fsdp": {"lm": "siirl.engines.train.fsdp:FSDPEngine"}}
+TRAIN_ENGINES: dict[str, dict[str, str]] = {
+    "fsdp": dict.fromkeys(("lm", "value"), "siirl.engines.train.fsdp:FSDPEngine")
+}
 """Strategy -> head -> class."""
 
 ROLLOUT_ENGINES: dict[str, str] = {"hf": "siirl.engines.rollout.hf:HFRollout"}

@@ -1,7 +1,5 @@
 """The actor update: one optimizer step per mini-batch, with the loss that the configuration composes."""
 
-import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -12,6 +10,7 @@ from siirl.config import Config
 from siirl.dag.ops import old_log_prob_source
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
 from siirl.nodes.context import NodeContext
+from siirl.nodes.mini_batches import mini_batches
 from siirl.observe.metrics import Metrics
 
 OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "current": None}
@@ -20,38 +19,20 @@ OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "
 def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """ppo_epochs passes over the batch; no fields are written. Collective over the model's ranks.
 
-    A mini-batch is a run of rows in the order of row_id: the same rows on any number of ranks.
+    Does nothing in the first trainer.critic_warmup steps, in which only the critic learns.
     """
-    actor = ctx.cfg.actor_rollout_ref.actor
-    mini_batch_rows = actor.ppo_mini_batch_size * ctx.cfg.actor_rollout_ref.rollout.n
-    position_B, total = global_positions(rows["row_id"], ctx.group)
+    if ctx.step <= ctx.cfg.trainer.critic_warmup:
+        return TensorDict({}, batch_size=rows.batch_size)
+    actor, rollout = ctx.cfg.actor_rollout_ref.actor, ctx.cfg.actor_rollout_ref.rollout
     loss_fn = make_loss_fn(ctx.cfg)
-    for epoch in range(actor.ppo_epochs):
-        place_B = _shuffled(position_B, total, ctx, epoch) if actor.shuffle else position_B
-        for first in range(0, total, mini_batch_rows):
-            mine_B = (place_B >= first) & (place_B < first + mini_batch_rows)
-            metrics = ctx.train.train_mini_batch(
-                rows[mine_B], loss_fn, ("log_prob", "entropy"), ctx.cfg.actor_rollout_ref.rollout.temperature
-            )
-            ctx.metrics.merge(metrics, "actor/")
+    num_rows = actor.ppo_mini_batch_size * rollout.n
+    seed = actor.data_loader_seed if actor.shuffle else None
+    for mine_B in mini_batches(ctx, rows["row_id"], num_rows, actor.ppo_epochs, seed):
+        outputs = ("log_prob", "entropy")
+        metrics = ctx.train.train_mini_batch(rows[mine_B], loss_fn, outputs, rollout.temperature)
+        ctx.metrics.merge(metrics, "actor/")
     ctx.metrics.sum("flops/train", ctx.train.flops(rows, backward=True) * actor.ppo_epochs)
     return TensorDict({}, batch_size=rows.batch_size)
-
-
-def global_positions(row_id_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """Position of each of this rank's rows among all rows of the group, by row_id; and their number.
-
-    Rows that several ranks hold count once. Collective over the group; exchanges 8 bytes a row.
-    """
-    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, torch.tensor([len(row_id_B)], dtype=torch.int64), group=group)
-    width = int(max(count.item() for count in counts))
-    mine = torch.full((width,), -1, dtype=torch.int64)
-    mine[: len(row_id_B)] = row_id_B
-    gathered = [torch.empty_like(mine) for _ in counts]
-    dist.all_gather(gathered, mine, group=group)
-    ids = torch.cat([part[: int(count)] for part, count in zip(gathered, counts, strict=True)]).unique()
-    return torch.searchsorted(ids, row_id_B.contiguous()), len(ids)
 
 
 def make_loss_fn(cfg: Config) -> LossFn:
@@ -113,12 +94,6 @@ def policy_loss_options(cfg: Config) -> dict[str, float]:
         "tau_neg": actor.policy_loss.tau_neg,
         "clip_divergence": actor.policy_loss.clip_divergence,
     }
-
-
-def _shuffled(position_B: Tensor, total: int, ctx: NodeContext, epoch: int) -> Tensor:
-    seed = ctx.cfg.actor_rollout_ref.actor.data_loader_seed
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + ctx.step) * 1_009 + epoch)
-    return torch.randperm(total, generator=generator)[position_B]
 
 
 def _report_rollout_difference(metrics: Metrics, difference_N: Tensor) -> None:

@@ -5,6 +5,7 @@ from siirl.dag.spec import load_object
 from siirl.nodes.actor_train import actor_train
 from siirl.nodes.advantage import advantage
 from siirl.nodes.context import Op
+from siirl.nodes.critic import critic_train, values
 from siirl.nodes.log_prob import old_log_prob, reference_log_prob
 from siirl.nodes.reward import function_reward
 from siirl.nodes.rollout import rollout
@@ -16,6 +17,8 @@ OPS: dict[str, Op] = {
     "reference_log_prob": reference_log_prob,
     "advantage": advantage,
     "actor_train": actor_train,
+    "values": values,
+    "critic_train": critic_train,
 }
 
 

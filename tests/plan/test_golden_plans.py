@@ -15,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from plan_cases import add_agent, compiled, config, custom, grpo_plan, run_symbolically
+from plan_cases import add_agent, compiled, config, custom, run_symbolically, template_plan
 
 from siirl.dag.compile import TEMPLATES, compile_plan
 from siirl.dag.plan import Plan
@@ -41,16 +41,23 @@ def two_agents() -> DagSpec:
 
 
 CASES = {
-    "grpo_on_1": lambda: grpo_plan(1),
-    "grpo_on_8_all_nodes": lambda: grpo_plan(
+    "grpo_on_1": lambda: template_plan(1),
+    "grpo_on_8_all_nodes": lambda: template_plan(
         8, KL, "actor_rollout_ref.actor.ppo_epochs=2", "trainer.balance_batch=true"
     ),
-    "grpo_on_4_hybrid_shards": lambda: grpo_plan(4, "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"),
+    "grpo_on_4_hybrid_shards": lambda: template_plan(4, "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"),
     "grpo_split_4_and_4": lambda: compiled(
         placed("grpo.yaml", {"ROLLOUT": "50%-100%", "ACTOR": "0-3", "REFERENCE": "0-3"}), 8, KL
     ),
     "grpo_overlapping": lambda: compiled(
         placed("grpo.yaml", {"ROLLOUT": "2-5", "ACTOR": "0-3", "REFERENCE": "3-5:2"}), 6, KL
+    ),
+    "ppo_on_2": lambda: template_plan(2, "algorithm.adv_estimator=gae"),
+    "ppo_critic_apart": lambda: compiled(
+        placed("ppo.yaml", {"ROLLOUT": "0-1", "ACTOR": "0-1", "CRITIC": "2-3"}),
+        4,
+        "algorithm.adv_estimator=gae",
+        "critic.ppo_mini_batch_size=4",
     ),
     "two_agents_on_4": lambda: compiled(two_agents(), 4),
 }

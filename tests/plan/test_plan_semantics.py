@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from plan_cases import add_agent, compiled, custom, grpo_plan, moves, order, run_symbolically
+from plan_cases import add_agent, compiled, custom, moves, order, run_symbolically, template_plan
 
 from siirl.dag.plan import Free, Load, Plan, Reshard, Run, SyncWeights
 from siirl.dag.spec import DagBuilder
@@ -23,7 +23,7 @@ def names(keys: tuple[FieldKey, ...]) -> set[str]:
 
 
 def test_grpo_on_one_layout_moves_no_rows():
-    plan = grpo_plan(4)
+    plan = template_plan(4)
     assert order(plan) == ["rollout_actor", "function_reward", "calculate_advantages", "actor_train"]
     assert moves(plan)["Reshard"] == 0
     assert run_symbolically(plan) == dict.fromkeys(order(plan), (0, 1, 2, 3))
@@ -31,36 +31,36 @@ def test_grpo_on_one_layout_moves_no_rows():
 
 
 def test_a_reference_is_built_only_if_a_kl_term_reads_it():
-    assert "reference_log_prob" in grpo_plan(2).pruned
-    assert "agent_0.ref" not in grpo_plan(2).models
+    assert "reference_log_prob" in template_plan(2).pruned
+    assert "agent_0.ref" not in template_plan(2).models
     for overrides in ((KL,), ("algorithm.use_kl_in_reward=true",)):
-        plan = grpo_plan(2, *overrides)
+        plan = template_plan(2, *overrides)
         assert "reference_log_prob" not in plan.pruned
         assert plan.models["agent_0.ref"].trains is False
         run_symbolically(plan)
 
 
 def test_old_log_probs_are_computed_only_if_a_batch_gets_several_optimizer_steps():
-    assert "exactly one optimizer step" in grpo_plan(2).pruned["actor_old_log_prob"]
+    assert "exactly one optimizer step" in template_plan(2).pruned["actor_old_log_prob"]
     for override in ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4"):
-        plan = grpo_plan(2, override)
+        plan = template_plan(2, override)
         assert "actor_old_log_prob" not in plan.pruned
         assert FieldKey(0, "old_log_prob") in run_of(plan, "actor_train").reads
-    off = grpo_plan(
+    off = template_plan(
         2, "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.recompute_old_log_prob=false"
     )
     assert "recompute_old_log_prob is off" in off.pruned["actor_old_log_prob"]
 
 
 def test_old_log_probs_are_kept_for_a_kl_in_the_reward_even_with_one_optimizer_step():
-    plan = grpo_plan(2, "algorithm.use_kl_in_reward=true")
+    plan = template_plan(2, "algorithm.use_kl_in_reward=true")
     assert plan.pruned == {}
     assert {"old_log_prob", "ref_log_prob"} <= names(run_of(plan, "calculate_advantages").reads)
     assert "old_log_prob" not in names(run_of(plan, "actor_train").reads)
 
 
 def test_what_depends_on_a_pruned_node_waits_for_what_the_pruned_node_waited_for():
-    plan = grpo_plan(2)
+    plan = template_plan(2)
     assert plan.nodes["calculate_advantages"].dependencies == ("function_reward", "rollout_actor")
 
 
@@ -171,7 +171,7 @@ def test_a_rollout_inside_the_trainers_ranks_takes_weights_locally():
 
 
 def test_a_field_is_resharded_once_for_all_readers_of_a_layout():
-    plan = grpo_plan(2, KL, BALANCE, "actor_rollout_ref.actor.ppo_epochs=2")
+    plan = template_plan(2, KL, BALANCE, "actor_rollout_ref.actor.ppo_epochs=2")
     run_symbolically(plan)
     moved = [(key, ins.route) for ins in plan.instructions if isinstance(ins, Reshard) for key in ins.keys]
     assert len(moved) == len(set(moved))
@@ -179,17 +179,17 @@ def test_a_field_is_resharded_once_for_all_readers_of_a_layout():
 
 
 def test_rows_are_balanced_by_cost_within_mini_batches_only_if_asked_or_needed():
-    assert {layout.split for layout in grpo_plan(2).layouts.values()} == {"group"}
-    asked = grpo_plan(2, BALANCE)
+    assert {layout.split for layout in template_plan(2).layouts.values()} == {"group"}
+    asked = template_plan(2, BALANCE)
     assert asked.layouts[run_of(asked, "actor_train").source] == Layout(
         (0, 1), (0, 1), "agent_0.samples", "cost", 0
     )
-    several = grpo_plan(2, "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    several = template_plan(2, "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     train, old = (several.layouts[run_of(several, n).source] for n in ("actor_train", "actor_old_log_prob"))
     assert (train.split, train.mini_batch_rows) == ("cost", 16)
     assert train == old, "both passes of the actor share one layout"
     assert several.layouts[run_of(several, "calculate_advantages").source].split == "group"
-    alone = grpo_plan(1, BALANCE)
+    alone = template_plan(1, BALANCE)
     assert {layout.split for layout in alone.layouts.values()} == {"group"}
 
 
@@ -281,7 +281,7 @@ def test_a_users_function_can_replace_the_code_of_a_built_in_node():
 
 @pytest.mark.parametrize("override", ["actor_rollout_ref.actor.fsdp_config.fsdp_size=2"])
 def test_hybrid_sharding_creates_the_groups_of_both_mesh_axes(override):
-    plan = grpo_plan(4, override)
+    plan = template_plan(4, override)
     assert plan.models["agent_0.actor"].dims.dp_replicate == 2
     assert plan.groups == ((0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3))
     assert plan.layouts[run_of(plan, "actor_train").source].shards == (0, 1, 2, 3)

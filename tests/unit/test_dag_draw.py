@@ -1,13 +1,13 @@
 """The drawing: everything of the plan is in it, and the same plan gives the same file."""
 
-from plan_cases import compiled, custom, grpo_plan
+from plan_cases import compiled, custom, template_plan
 
 from siirl.dag.draw import draw
 from siirl.dag.spec import DagBuilder
 
 
 def test_the_same_plan_gives_the_same_svg_with_all_nodes_ranks_and_reasons(tmp_path):
-    plan = grpo_plan(4, "trainer.balance_batch=true")
+    plan = template_plan(4, "trainer.balance_batch=true")
     for name in ("a.svg", "b.svg"):
         draw(plan, tmp_path / name)
     text = (tmp_path / "a.svg").read_text()

@@ -123,6 +123,7 @@ def train_with(config=None, **options):
     return build
 
 
+GAE = "algorithm.adv_estimator=gae"
 TWO_STEPS = "actor_rollout_ref.actor.ppo_epochs=2"
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 
@@ -165,7 +166,14 @@ CASES = [
         ["ROLLOUT does not go with node_type COMPUTE", "MODEL_INFERENCE"],
     ),
     (node("COMPUTE", "REWARD", reads=["score"]), (), DagError, ["'function_reward' are fixed"]),
-    (node("MODEL_TRAIN", "CRITIC"), (), NotSupportedError, ["not supported yet: node 'extra'", "critics"]),
+    (
+        node("MODEL_TRAIN", "CRITIC"),
+        (),
+        DagError,
+        ["node 'extra' trains a critic, but algorithm.adv_estimator=grpo uses none"],
+    ),
+    (rollout_with(), (GAE,), DagError, ["node 'advantage_0'", "no node trains the critic of agent 0"]),
+    (node("MODEL_TRAIN", "CRITIC"), (GAE,), DagError, ["reads agent_0.value", "only_forward_compute: true"]),
     (node("MODEL_INFERENCE", "REWARD"), (), NotSupportedError, ["reward models"]),
     (node("COMPUTE", "POSTPROCESS_SAMPLING"), (), NotSupportedError, ["DAPO"]),
     (node("BARRIER_SYNC"), (), NotSupportedError, ["drop the node"]),

@@ -41,7 +41,7 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
 
 
 def test_states_of_a_trained_model_are_sharded_and_offload_moves_them_to_the_host():
-    from plan_cases import config, grpo_plan
+    from plan_cases import config, template_plan
 
     raw = {
         "model_type": "llama",
@@ -54,7 +54,7 @@ def test_states_of_a_trained_model_are_sharded_and_offload_moves_them_to_the_hos
     shape = model_shape(raw)
     offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"
     for world in (1, 4):
-        model = grpo_plan(world).models["agent_0.actor"]
+        model = template_plan(world).models["agent_0.actor"]
         lines = {line.what: line for line in estimate(model, config(offload), shape, 8)}
         shard = -(-shape.params // world)
         assert lines["parameters"].num_bytes == 4 * shard
@@ -77,4 +77,4 @@ def test_an_unknown_model_gives_a_reason_instead_of_an_estimate(text, reason, tm
 
     if text is not None:
         (tmp_path / "config.json").write_text(text)
-    assert reason in str(read_shape(config(f"actor_rollout_ref.model.path={tmp_path}")))
+    assert reason in str(read_shape(config(f"actor_rollout_ref.model.path={tmp_path}"), "actor"))

@@ -1,5 +1,6 @@
 """What cannot be trained is refused with the reason, before anything runs."""
 
+import dataclasses
 import sys
 
 import pytest
@@ -139,11 +140,16 @@ def test_roles_read_their_own_groups(config):
     assert engine_settings(plan_of("actor"), cfg).forward_limit.max_rows == 5
     assert engine_settings(plan_of("ref"), cfg).forward_limit.max_tokens == 77
     assert engine_settings(plan_of("ref"), cfg).optim is None
+    cfg = with_overrides(
+        config, {"critic.model.path": "/c", "critic.use_dynamic_bsz": True, "critic.optim.lr": 0.5}
+    )
+    critic = engine_settings(dataclasses.replace(plan_of("critic", "value"), trains=True), cfg)
+    assert (critic.model.path, critic.forward_limit.max_tokens, critic.optim.lr) == ("/c", 32768, 0.5)
 
 
-def test_critics_are_not_supported_yet(config):
-    with pytest.raises(NotSupportedError, match="critic with a value head"):
-        engine_settings(plan_of("critic", "value"), config)
+def test_reward_models_are_not_supported_yet(config):
+    with pytest.raises(NotSupportedError, match="reward with a score head"):
+        engine_settings(plan_of("reward", "score"), config)
 
 
 def test_a_missing_micro_batch_size_is_named(config):

@@ -1,5 +1,8 @@
 """What every training engine offers, whatever its strategy: one model of one role on the ranks of its node.
 
+What it computes of a token follows from its head (ModelPlan.head): "lm" gives "log_prob" and "entropy",
+"value" gives "value", the estimate of the return from the state before the token.
+
 All methods are collective over the engine's ranks unless said otherwise. Rows are TensorDicts with at least
 prompt_ids, prompt_length, response_ids, response_length, response_mask (see siirl/types.py); a rank may hold
 zero rows.
@@ -94,6 +97,15 @@ class TrainEngine(ABC):
     @abstractmethod
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         """Bring the named parts back to the device."""
+
+    def hf_config_changes(self) -> dict[str, Any]:
+        """Keys of config.json in which a directory of the exported weights differs from model.path. Local.
+
+        Empty for a language model. A value model has another architecture: a decoder with a linear layer
+        `score` (weight [1, D], bias [1]) on every token, as transformers' ForTokenClassification with one
+        label.
+        """
+        return {}
 
     @abstractmethod
     def flops(self, rows: TensorDict, backward: bool) -> float:

@@ -15,7 +15,7 @@ from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.engines.train.fsdp_model import build_sharded, fsdp_modules, is_small, mesh_of
 from siirl.engines.train.fsdp_state import exported, load_training_state, specs, training_state
-from siirl.engines.train.hf_model import torch_dtype
+from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed
 from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.optimizer import make_adamw, scaled_to_norm, set_learning_rate
@@ -38,7 +38,7 @@ MAX_SKIPPED_STEPS = 5
 
 
 class FSDPEngine(TrainEngine):
-    """A language model trained (or only run) by FSDP2 on the ranks of its plan, CPU or CUDA.
+    """A model of any head trained (or only run) by FSDP2 on the ranks of its plan, CPU or CUDA.
 
     Build it on all ranks of the plan together: it communicates. A plan with dp_replicate > 1 is HSDP. The
     learning rate follows the number of optimizer steps taken; schedules that need the total are told by
@@ -68,9 +68,9 @@ class FSDPEngine(TrainEngine):
             self._total_steps = total_steps
 
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
-        """Log-probs and entropies of response tokens, [B, T] float32, where `rows` are; no gradient."""
+        """Outputs of the head for response tokens, [B, T] float32, where `rows` are; no gradient."""
         self._require_on_device()
-        _check_outputs(outputs)
+        self._check_outputs(outputs)
         home = rows["response_ids"].device
         limit, lengths = self._settings.forward_limit, row_lengths(rows)
         (num_micro,) = self._reduce([count_micro_batches(lengths, limit)], dist.ReduceOp.MAX)
@@ -80,12 +80,8 @@ class FSDPEngine(TrainEngine):
             for index in split_rows(lengths, limit, int(num_micro), self._hidden_size):
                 with phase("micro_batch"):
                     batch = _packed(take_rows(rows, index), self.device)
-                    log_prob_BT, entropy_BT = run_packed(
-                        self._model, batch, temperature, "entropy" in outputs
-                    )
-                    for name, value_BT in (("log_prob", log_prob_BT), ("entropy", entropy_BT)):
-                        if name in columns:
-                            columns[name][index] = value_BT.to(home)
+                    for name, value_BT in run_packed(self._model, batch, temperature, outputs).items():
+                        columns[name][index] = value_BT.to(home)
         for module in fsdp_modules(self._model):
             module.reshard()  # weights that stayed gathered would miss what the next step or load changes
         return TensorDict(columns, batch_size=rows.batch_size)
@@ -101,7 +97,7 @@ class FSDPEngine(TrainEngine):
         """
         assert self._optimizer is not None, f"{self.name} is not trained"
         self._require_on_device()
-        _check_outputs(outputs)
+        self._check_outputs(outputs)
         limit, lengths = self._settings.train_limit, row_lengths(rows)
         mask_BT = rows["response_mask"]
         (num_micro,) = self._reduce([count_micro_batches(lengths, limit)], dist.ReduceOp.MAX)
@@ -119,9 +115,7 @@ class FSDPEngine(TrainEngine):
             if self._accumulates_locally:
                 self._model.set_requires_gradient_sync(is_last)
             with phase("micro_batch"):
-                self._backward(
-                    take_rows(rows, index), loss_fn, counts, "entropy" in outputs, temperature, metrics
-                )
+                self._backward(take_rows(rows, index), loss_fn, counts, outputs, temperature, metrics)
         with phase("optimizer_step"):
             self._step(metrics)
         return metrics
@@ -131,21 +125,21 @@ class FSDPEngine(TrainEngine):
         rows: TensorDict,
         loss_fn: LossFn,
         counts: BatchCounts,
-        with_entropy: bool,
+        outputs: tuple[str, ...],
         temperature: float,
         metrics: Metrics,
     ) -> None:
         """Add the gradient of one micro-batch; a rank without rows runs along on a dummy."""
         batch = _packed(rows, self.device)
-        log_prob_BT, entropy_BT = run_packed(self._model, batch, temperature, with_entropy)
+        columns = run_packed(self._model, batch, temperature, outputs)
+        nothing = sum(value_BT.sum() for value_BT in columns.values()) if batch.is_dummy else 0.0
         if not batch.num_rows:
-            log_prob_BT.sum().backward()
+            nothing.backward()
             return
-        loss, loss_metrics = loss_fn(TokenOutputs(log_prob_BT, entropy_BT), rows.to(self.device), counts)
+        tokens = TokenOutputs(**{f"{name}_BT": value_BT for name, value_BT in columns.items()})
+        loss, loss_metrics = loss_fn(tokens, rows.to(self.device), counts)
         metrics.merge(loss_metrics)
-        if batch.is_dummy:
-            loss = loss + log_prob_BT.sum()
-        loss.backward()
+        (loss + nothing).backward()
 
     def _step(self, metrics: Metrics) -> None:
         """Clip, step, count: or skip, when the gradient is not finite."""
@@ -207,6 +201,9 @@ class FSDPEngine(TrainEngine):
                 with phase("onload", part=part):
                     self._host[part].restore()
 
+    def hf_config_changes(self) -> dict[str, Any]:
+        return config_changes(self._model.hf)
+
     def flops(self, rows: TensorDict, backward: bool) -> float:
         return model_flops(self._model.hf, row_lengths(rows), backward)
 
@@ -242,14 +239,13 @@ class FSDPEngine(TrainEngine):
         away = [part for part, copies in self._host.items() if copies]
         assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
 
+    def _check_outputs(self, outputs: tuple[str, ...]) -> None:
+        unknown = set(outputs) - set(self._model.outputs)
+        assert not unknown, f"{self.name} has no output {', '.join(sorted(unknown))}"
+
 
 def _packed(rows: TensorDict, device: torch.device) -> PackedBatch:
     """The rows of a micro-batch, packed, and noted in the trace."""
     batch = pack_rows(rows, device)
     note(rows=batch.num_rows, tokens=batch.input_ids.numel())
     return batch
-
-
-def _check_outputs(outputs: tuple[str, ...]) -> None:
-    unknown = set(outputs) - {"log_prob", "entropy"}
-    assert not unknown, f"a language model has no output {', '.join(sorted(unknown))}"

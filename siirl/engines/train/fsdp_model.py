@@ -1,4 +1,4 @@
-"""A sharded language model on an FSDP2 mesh: one rank reads the weights, every rank receives its shards."""
+"""A sharded model on an FSDP2 mesh: one rank reads the weights, every rank receives its shards."""
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from siirl.engines.train.hf_model import (
     turn_off_dropout,
     use_liger_kernels,
 )
-from siirl.engines.train.language_model import PackedLanguageModel
+from siirl.engines.train.language_model import PACKED_MODELS, PackedModel
 from siirl.engines.train.lora import add_lora
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import DataError, UserError
@@ -57,14 +57,15 @@ def mesh_of(
 
 def build_sharded(
     settings: EngineSettings, mesh: DeviceMesh, group: dist.ProcessGroup, device: torch.device, trains: bool
-) -> PackedLanguageModel:
+) -> PackedModel:
     """The sharded model with its weights; collective over the model's ranks, which all raise or none.
 
     Besides its shards, a rank holds one full tensor at a time; the first rank also holds the model in host
     memory.
     """
     dtype = torch_dtype(settings.fsdp.model_dtype, "fsdp_config.model_dtype")
-    hf = build_skeleton(load_hf_config(settings.model), dtype, settings.model.trust_remote_code)
+    config = load_hf_config(settings.model)
+    hf = build_skeleton(config, dtype, settings.model.trust_remote_code, settings.head)
     turn_off_dropout(hf)
     if settings.model.use_liger:
         use_liger_kernels(hf)
@@ -80,7 +81,7 @@ def build_sharded(
     return model
 
 
-def _shard(hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh) -> PackedLanguageModel:
+def _shard(hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh) -> PackedModel:
     precision = settings.fsdp.mixed_precision
     param_dtype = torch_dtype(precision.param_dtype, "fsdp_config.mixed_precision.param_dtype")
     policy = MixedPrecisionPolicy(
@@ -90,7 +91,7 @@ def _shard(hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh) -> P
     )
     reshard = mesh.size(-1) > 1 and not is_small(hf)
     layers = decoder_layers(hf)
-    model = PackedLanguageModel(hf)
+    model = PACKED_MODELS[settings.head](hf)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -117,7 +118,7 @@ def _read_on_first_rank(
     source, failure = None, None
     if dist.get_rank(group) == 0:
         try:
-            source = load_source(hf.config, settings.model)
+            source = load_source(hf.config, settings.model, settings.head, settings.seed)
             if trains:
                 add_lora(source, settings.model, settings.seed)
         except UserError as error:

@@ -6,13 +6,24 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from siirl.config.common import ModelConfig
+from siirl.dag.plan import Head
 from siirl.data.model_files import check_weight_files, model_dir
 from siirl.engines.train.attention import PACKED_ATTENTION
 from siirl.errors import ConfigError, DataError, NotSupportedError
+
+MODEL_CLASSES: dict[Head, Any] = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
+VALUE_HEAD = "score"
+"""The linear layer of a value model; sequence classifiers, as reward models are, have one of that name."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of weights and of compute. Not float16, whose gradients would need loss scaling."""
@@ -46,28 +57,42 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
     return config
 
 
-def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def build_skeleton(
+    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool, head: Head = "lm"
+) -> PreTrainedModel:
     """The model on the meta device, with our packed attention; no memory, no communication.
 
     NotSupportedError for architectures that rows packed into one sequence, or our output head, would compute
     wrongly.
     """
+    if head == "value":
+        config.num_labels = 1
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = MODEL_CLASSES[head].from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
         )
-    check_architecture(model)
+    check_architecture(model, head)
     return model
 
 
-def check_architecture(model: PreTrainedModel) -> None:
-    """NotSupportedError unless the model is one whose log-probs we compute exactly."""
-    config, head = model.config, model.get_output_embeddings()
+def config_changes(model: PreTrainedModel) -> dict[str, Any]:
+    """What config.json of an exported model must say differently from that of the model it was made from."""
+    if not hasattr(model, VALUE_HEAD):
+        return {}
+    labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
+    return {"architectures": [type(model).__name__], **labels}
+
+
+def check_architecture(model: PreTrainedModel, head: Head = "lm") -> None:
+    """NotSupportedError unless the model is one whose log-probs, or values, we compute exactly."""
+    config = model.config
+    layer = getattr(model, VALUE_HEAD, None) if head == "value" else model.get_output_embeddings()
+    unplain = not isinstance(layer, nn.Linear) or (head == "lm" and layer.bias is not None)
     problem = None
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         problem = f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
-    elif not isinstance(head, nn.Linear) or head.bias is not None:
+    elif unplain:
         problem = "an output head that is not a plain matrix"
     elif get_model_conversion_mapping(model, add_legacy=False):
         problem = "weights that are stored under other names or shapes, as fused experts are"
@@ -83,15 +108,18 @@ def check_architecture(model: PreTrainedModel) -> None:
         )
 
 
-def load_source(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel:
+def load_source(
+    config: PretrainedConfig, model: ModelConfig, head: Head = "lm", seed: int = 0
+) -> PreTrainedModel:
     """The whole model on the CPU in the type of its files: for the one rank that hands out the weights.
 
+    A value head that is not among the weights is drawn from N(0, initializer_range^2) by `seed`, its bias 0.
     DataError if weights are missing or do not fit. No communication.
     """
     path = model_dir(model.path)
     check_weight_files(path)
     try:
-        source, report = AutoModelForCausalLM.from_pretrained(
+        source, report = MODEL_CLASSES[head].from_pretrained(
             path,
             config=config,
             dtype="auto",
@@ -103,6 +131,8 @@ def load_source(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel
         raise DataError(
             f"weights of {path} cannot be loaded: {error}. Check the files against its config.json."
         ) from error
+    if head == "value":
+        report["missing_keys"] = _start_value_head(source, set(report["missing_keys"]), seed)
     problems: dict[str, Any] = {
         key: report.get(key) for key in ("missing_keys", "mismatched_keys") if report.get(key)
     }
@@ -112,6 +142,19 @@ def load_source(config: PretrainedConfig, model: ModelConfig) -> PreTrainedModel
             "Check the directory, or override_config."
         )
     return source
+
+
+@torch.no_grad()
+def _start_value_head(source: PreTrainedModel, missing: set[str], seed: int) -> set[str]:
+    """Fill the tensors of the value head that the files lacked; the other missing names are returned."""
+    layer: nn.Linear = getattr(source, VALUE_HEAD)
+    if f"{VALUE_HEAD}.weight" in missing:
+        std = getattr(source.config, "initializer_range", 0.02)
+        drawn = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(seed))
+        layer.weight.copy_(drawn * std)
+    if f"{VALUE_HEAD}.bias" in missing:
+        layer.bias.zero_()
+    return missing - {f"{VALUE_HEAD}.weight", f"{VALUE_HEAD}.bias"}
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

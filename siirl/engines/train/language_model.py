@@ -1,13 +1,15 @@
-"""Packed tokens in, log-probs of response tokens out: the root module that a strategy shards.
+"""Packed tokens in, numbers of response tokens out: the root module of each head, which a strategy shards.
 
 Legend: N packed tokens, M response tokens among them, D hidden size, V vocabulary.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from siirl.algorithms.log_probs import linear_log_prob_entropy
+from siirl.dag.plan import Head
 from siirl.engines.train.attention import SequenceBounds
 from siirl.engines.train.packing import PackedBatch
 
@@ -17,8 +19,13 @@ KEEP_LOGITS_BYTES = 2 << 30
 """Up to this size a training micro-batch keeps its logits for backward; else it computes them again."""
 
 
-class PackedLanguageModel(nn.Module):
-    """A causal language model over packed rows, output head included, so that its gathered weight is used."""
+class PackedModel(nn.Module):
+    """A decoder over packed rows with a head on top, head included, so that its gathered weight is used.
+
+    outputs: what the head can compute of a response token, by the names of TokenOutputs.
+    """
+
+    outputs: tuple[str, ...]
 
     def __init__(self, hf: PreTrainedModel):
         super().__init__()
@@ -32,45 +39,79 @@ class PackedLanguageModel(nn.Module):
         predict_index: Tensor,
         target: Tensor,
         temperature: float,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """(log_prob [M], entropy [M] or None) in nats at `temperature`, fp32.
+        outputs: tuple[str, ...],
+    ) -> dict[str, Tensor]:
+        """Name -> fp32 [M] for each of `outputs`, from the hidden state before each response token.
 
-        Arguments as in PackedBatch. Full logits in fp32 are never held. Communicates only where the strategy
-        gathers weights.
+        Arguments as in PackedBatch. Communicates only where the strategy gathers weights.
         """
         decoder = getattr(self.hf, self.hf.base_model_prefix)
         hidden_ND = decoder(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, sequence_bounds=bounds
         ).last_hidden_state[0]
+        return self.head(hidden_ND.index_select(0, predict_index), target, temperature, outputs)
+
+    def head(
+        self, hidden_MD: Tensor, target_M: Tensor, temperature: float, outputs: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        """The outputs of hidden states."""
+        raise NotImplementedError
+
+
+class PackedLanguageModel(PackedModel):
+    """Log-probs of response tokens and entropies, in nats at the temperature; full logits are never held."""
+
+    outputs = ("log_prob", "entropy")
+
+    def head(
+        self, hidden_MD: Tensor, target_M: Tensor, temperature: float, outputs: tuple[str, ...]
+    ) -> dict[str, Tensor]:
         weight_VD = self.hf.get_output_embeddings().weight
-        num_logits = predict_index.numel() * weight_VD.shape[0]
-        return linear_log_prob_entropy(
-            hidden_ND.index_select(0, predict_index),
+        num_logits = target_M.numel() * weight_VD.shape[0]
+        log_prob_M, entropy_M = linear_log_prob_entropy(
+            hidden_MD,
             weight_VD,
-            target,
+            target_M,
             temperature,
-            with_entropy=with_entropy,
+            with_entropy="entropy" in outputs,
             chunk=max(1, CHUNK_ELEMENTS // weight_VD.shape[0]),
             keep_logits=torch.is_grad_enabled()
             and num_logits * weight_VD.element_size() <= KEEP_LOGITS_BYTES,
         )
+        both = {"log_prob": log_prob_M, "entropy": entropy_M}
+        return {name: both[name] for name in outputs}
+
+
+class PackedValueModel(PackedModel):
+    """A value of each response token, from the state before it: one linear output, `score`, in fp32."""
+
+    outputs = ("value",)
+
+    def head(
+        self, hidden_MD: Tensor, target_M: Tensor, temperature: float, outputs: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        score = self.hf.score
+        value_M1 = linear(hidden_MD.float(), score.weight.float(), score.bias.float())
+        return {"value": value_M1.squeeze(-1)}
+
+
+PACKED_MODELS: dict[Head, type[PackedModel]] = {"lm": PackedLanguageModel, "value": PackedValueModel}
 
 
 def run_packed(
-    model: nn.Module, batch: PackedBatch, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Run a (sharded) PackedLanguageModel on a packed micro-batch; results in their [B, T] places."""
-    log_prob_M, entropy_M = model(
+    model: nn.Module, batch: PackedBatch, temperature: float, outputs: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """Run a (sharded) PackedModel on a packed micro-batch; name -> values in their [B, T] places."""
+    values = model(
         batch.input_ids,
         batch.position_ids,
         batch.bounds,
         batch.predict_index,
         batch.target,
         temperature,
-        with_entropy,
+        outputs,
     )
-    return batch.to_cells(log_prob_M), None if entropy_M is None else batch.to_cells(entropy_M)
+    return {name: batch.to_cells(value_M) for name, value_M in values.items()}
 
 
 def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool) -> float:
@@ -81,10 +122,10 @@ def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool) -> floa
     appendix B, with causal attention counted as half.
     """
     config = hf.config
-    head = hf.get_output_embeddings().weight
-    tied = hf.get_input_embeddings().weight is head
+    head, table = hf.get_output_embeddings(), hf.get_input_embeddings().weight
+    tied = head is not None and head.weight is table
     names = {id(p): p for p in hf.parameters() if p.ndim >= 2}
-    num_weights = sum(p.numel() for p in names.values()) - (0 if tied else head.numel())
+    num_weights = sum(p.numel() for p in names.values()) - (0 if tied else table.numel())
     heads_size = config.num_attention_heads * getattr(
         config, "head_dim", config.hidden_size // config.num_attention_heads
     )

@@ -11,7 +11,7 @@ ADAPTER = "default"
 
 
 def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
-    """Insert adapters in place and freeze everything else; does nothing when lora_rank is 0.
+    """Insert adapters in place and freeze everything else but a value head; does nothing when lora_rank is 0.
 
     The caller's RNG state is untouched. ConfigError if target_modules matches nothing, or the output head.
     """
@@ -20,7 +20,15 @@ def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = cfg.target_modules if isinstance(cfg.target_modules, str) else list(cfg.target_modules)
-    lora = LoraConfig(r=cfg.lora_rank, lora_alpha=cfg.lora_alpha, target_modules=targets, lora_dropout=0.0)
+    head = model.get_output_embeddings()
+    value_head = getattr(model, "score", None) if head is None else None
+    lora = LoraConfig(
+        r=cfg.lora_rank,
+        lora_alpha=cfg.lora_alpha,
+        target_modules=targets,
+        exclude_modules=["score"] if value_head is not None else None,
+        lora_dropout=0.0,
+    )
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -30,7 +38,9 @@ def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
             f"actor_rollout_ref.model.target_modules={cfg.target_modules!r}: {error} "
             "Use all-linear, or names of linear layers."
         ) from error
-    if not isinstance(model.get_output_embeddings(), nn.Linear):
+    if value_head is not None:
+        value_head.requires_grad_(True)
+    elif not isinstance(model.get_output_embeddings(), nn.Linear):
         raise ConfigError(
             f"actor_rollout_ref.model.target_modules={cfg.target_modules!r} includes the output head: "
             "adapters go on the layers only. Use all-linear."

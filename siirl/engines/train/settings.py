@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from siirl.config import Config
 from siirl.config.common import FSDPConfig, ModelConfig, OptimConfig
-from siirl.dag.plan import ModelPlan
+from siirl.config.roles import role_group, role_model
+from siirl.dag.plan import Head, ModelPlan
 from siirl.engines.train.packing import MicroBatchLimit
 from siirl.errors import ConfigError, NotSupportedError
 
@@ -18,6 +19,7 @@ class EngineSettings:
     """
 
     model: ModelConfig
+    head: Head
     fsdp: FSDPConfig
     forward_limit: MicroBatchLimit
     train_limit: MicroBatchLimit | None
@@ -29,36 +31,46 @@ class EngineSettings:
 
 def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
     """Settings of the plan's role; ConfigError without a micro-batch size, NotSupportedError otherwise."""
-    if plan.role not in ("actor", "ref") or plan.head != "lm":
+    if plan.role not in ("actor", "ref", "critic"):
         raise NotSupportedError(
             f"not supported yet: {plan.name} is a {plan.role} with a {plan.head} head: training engines hold "
-            "actors and references. Remove the node, or use an algorithm without it."
+            "actors, critics and references. Remove the node, or use an algorithm without it."
         )
-    group, rollout = cfg.actor_rollout_ref, cfg.actor_rollout_ref.rollout
-    role = group.actor if plan.role == "actor" else group.ref
-    forward = rollout if plan.role == "actor" else group.ref
-    name = "rollout" if plan.role == "actor" else "ref"
+    trainer = cfg.critic if plan.role == "critic" else cfg.actor_rollout_ref.actor
+    train_limit = _limit(
+        trainer.use_dynamic_bsz,
+        trainer.ppo_max_token_len_per_gpu,
+        trainer.ppo_micro_batch_size_per_gpu,
+        f"{'critic' if plan.role == 'critic' else 'actor_rollout_ref.actor'}.ppo",
+    )
     return EngineSettings(
-        model=group.model,
-        fsdp=role.fsdp_config,
-        forward_limit=_limit(
-            forward.log_prob_use_dynamic_bsz,
-            forward.log_prob_max_token_len_per_gpu,
-            forward.log_prob_micro_batch_size_per_gpu,
-            f"actor_rollout_ref.{name}.log_prob",
-        ),
-        train_limit=_limit(
-            group.actor.use_dynamic_bsz,
-            group.actor.ppo_max_token_len_per_gpu,
-            group.actor.ppo_micro_batch_size_per_gpu,
-            "actor_rollout_ref.actor.ppo",
-        )
-        if plan.trains
-        else None,
-        optim=group.actor.optim if plan.trains else None,
-        grad_clip=group.actor.grad_clip,
+        model=role_model(cfg, plan.role),
+        head=plan.head,
+        fsdp=role_group(cfg, plan.role).fsdp_config,
+        forward_limit=_forward_limit(plan, cfg),
+        train_limit=train_limit if plan.trains else None,
+        optim=trainer.optim if plan.trains else None,
+        grad_clip=trainer.grad_clip,
         seed=cfg.trainer.seed,
         response_width=cfg.data.max_response_length,
+    )
+
+
+def _forward_limit(plan: ModelPlan, cfg: Config) -> MicroBatchLimit:
+    if plan.role == "critic":
+        return _limit(
+            cfg.critic.use_dynamic_bsz,
+            cfg.critic.forward_max_token_len_per_gpu,
+            cfg.critic.ppo_micro_batch_size_per_gpu,
+            "critic.ppo",
+        )
+    name = "rollout" if plan.role == "actor" else "ref"
+    forward = cfg.actor_rollout_ref.rollout if plan.role == "actor" else cfg.actor_rollout_ref.ref
+    return _limit(
+        forward.log_prob_use_dynamic_bsz,
+        forward.log_prob_max_token_len_per_gpu,
+        forward.log_prob_micro_batch_size_per_gpu,
+        f"actor_rollout_ref.{name}.log_prob",
     )
 
 

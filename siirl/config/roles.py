@@ -1,0 +1,45 @@
+"""Which group of the configuration describes a model, by its role: the one place that knows."""
+
+from siirl.config.actor import ActorConfig, RefConfig
+from siirl.config.common import ModelConfig
+from siirl.config.critic import CriticConfig
+from siirl.config.root import Config
+
+ROLE_GROUPS = {
+    "actor": "actor_rollout_ref.actor",
+    "ref": "actor_rollout_ref.ref",
+    "critic": "critic",
+    "rollout": "actor_rollout_ref.rollout",
+}
+"""Role -> full name of the group that holds its settings, for messages."""
+
+
+def role_group(cfg: Config, role: str) -> ActorConfig | RefConfig | CriticConfig:
+    """The settings of a model of that role, its batches, sharding and checkpoints; not of a rollout."""
+    actor, ref, critic = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, cfg.critic
+    return {"actor": actor, "ref": ref, "critic": critic}[role]
+
+
+def role_model(cfg: Config, role: str) -> ModelConfig:
+    """Which model a role loads: that of the policy, or one of its own."""
+    return cfg.critic.model if role == "critic" else cfg.actor_rollout_ref.model
+
+
+def model_key(role: str) -> str:
+    """Full name of the group that role_model gives, for messages."""
+    return "critic.model" if role == "critic" else "actor_rollout_ref.model"
+
+
+def mini_batch_prompts(cfg: Config, role: str) -> int:
+    """Prompts of one optimizer step of an actor or critic."""
+    return (
+        cfg.critic.ppo_mini_batch_size
+        if role == "critic"
+        else (cfg.actor_rollout_ref.actor.ppo_mini_batch_size)
+    )
+
+
+def optimizer_steps(cfg: Config, role: str = "actor") -> int:
+    """Optimizer steps that an actor or critic takes on each rollout batch."""
+    epochs = cfg.critic.ppo_epochs if role == "critic" else cfg.actor_rollout_ref.actor.ppo_epochs
+    return cfg.data.train_batch_size // mini_batch_prompts(cfg, role) * epochs

@@ -1,0 +1,64 @@
+"""The critic's ops: values of the responses, and the update that moves them towards the returns."""
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.algorithms.aggregate import aggregate_loss
+from siirl.algorithms.stats import explained_variance, explained_variance_sums
+from siirl.algorithms.value_loss import clipped_value_loss
+from siirl.config.critic import CriticConfig
+from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
+from siirl.nodes.context import NodeContext
+from siirl.nodes.mini_batches import mini_batches
+from siirl.observe.metrics import Metrics
+
+
+def values(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+    """value [B, T] by the critic's current weights. Collective over the model's ranks."""
+    out = ctx.train.compute(rows, ("value",), 1.0)
+    ctx.metrics.sum("flops/forward", ctx.train.flops(rows, backward=False))
+    return TensorDict({"value": out["value"]}, batch_size=rows.batch_size)
+
+
+def critic_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+    """ppo_epochs passes over the batch; no fields are written. Collective over the model's ranks."""
+    critic = ctx.cfg.critic
+    sums = explained_variance_sums(rows["value"], rows["return_"], rows["response_mask"])
+    dist.all_reduce(sums, group=ctx.group)
+    ctx.metrics.mean("critic/explained_variance", explained_variance(sums))
+    loss_fn = make_value_loss_fn(critic)
+    num_rows = critic.ppo_mini_batch_size * ctx.cfg.actor_rollout_ref.rollout.n
+    seed = critic.data_loader_seed if critic.shuffle else None
+    for mine_B in mini_batches(ctx, rows["row_id"], num_rows, critic.ppo_epochs, seed):
+        ctx.metrics.merge(ctx.train.train_mini_batch(rows[mine_B], loss_fn, ("value",), 1.0), "critic/")
+    ctx.metrics.sum("flops/train", ctx.train.flops(rows, backward=True) * critic.ppo_epochs)
+    return TensorDict({}, batch_size=rows.batch_size)
+
+
+def make_value_loss_fn(critic: CriticConfig) -> LossFn:
+    """The clipped value loss, aggregated by critic.loss_agg_mode."""
+
+    def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
+        mask_BT = rows["response_mask"]
+        token = clipped_value_loss(
+            outputs.value_BT, rows["value"], rows["return_"], cliprange_value=critic.cliprange_value
+        )
+        share = aggregate_loss(
+            token.loss_BT,
+            mask_BT,
+            critic.loss_agg_mode,
+            counts.num_tokens,
+            counts.num_rows,
+            counts.response_width,
+        )
+        metrics = Metrics()
+        for name, value_BT in token.stats.items():
+            metrics.mean(name, float(value_BT[mask_BT].sum()), float(mask_BT.sum()))
+        metrics.mean("return", float(torch.where(mask_BT, rows["return_"], 0).sum()), float(mask_BT.sum()))
+        weight = float(mask_BT.any(-1).sum()) / max(counts.num_rows, 1.0)
+        metrics.mean("value_loss", float(share.detach()), weight)
+        return share, metrics
+
+    return loss_fn
