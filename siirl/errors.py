@@ -37,6 +37,10 @@ class RewardError(SiirlError, RuntimeError):
     """A reward function failed on a sample; the message names the sample."""
 
 
+class SandboxError(SiirlError, RuntimeError):
+    """A sandbox for untrusted code cannot be made, or broke; never what the code in it does."""
+
+
 class RolloutError(SiirlError, RuntimeError):
     """A rollout engine failed, hung past its deadline, or broke its contract."""
 

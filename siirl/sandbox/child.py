@@ -1,0 +1,161 @@
+"""The last steps of a sandboxed process: it gives up what it can do, and then runs the user's program."""
+
+import atexit
+import math
+import os
+import random
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.sandbox import landlock, seccomp
+from siirl.sandbox.linux import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, drop_capabilities, prctl
+from siirl.sandbox.root import DEVICES
+
+MAIN = "main.py"
+FIRST_PRIVATE_UID, PRIVATE_UID_BITS = 0x60000000, 28
+REFUSED_EVENTS = (
+    "socket.__new__",
+    "os.fork",
+    "os.forkpty",
+    "os.posix_spawn",
+    "os.exec",
+    "os.system",
+    "os.kill",
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a program runs. mode: see isolation.py; folder: its working directory, made and filled by it;
+    readable: the paths that it may read; user: the user id that it takes, None to stay."""
+
+    mode: str
+    folder: str
+    readable: list[str]
+    user: int | None
+
+
+def private_uid() -> int:
+    """A user id that no account and, almost surely, no other sandbox of this machine has."""
+    return FIRST_PRIVATE_UID + random.SystemRandom().getrandbits(PRIVATE_UID_BITS)
+
+
+def become(user: int) -> None:
+    """Take a user id for good, and with it lose root's capabilities."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def run(place: Place, request: dict[str, Any], descriptor: int, extra_processes: int) -> int:
+    """Confine this process and run the program in it, stdin from `descriptor`; the exit code.
+
+    extra_processes: how many of the sandbox's own processes the kernel counts with the program's. Whatever
+    the program raises is printed to stderr, and SystemExit obeyed, as Python does.
+    """
+    os.dup2(descriptor, 0)
+    os.closerange(3, 1024)
+    os.setsid()
+    os.mkdir(place.folder)
+    if place.user is not None:
+        os.chown(place.folder, place.user, place.user)
+        become(place.user)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.chdir(place.folder)
+    _write_files(request["files"] | {MAIN: request["code"]})
+    os.environ.clear()
+    os.environ.update(request["environment"] | {"HOME": place.folder, "TMPDIR": place.folder})
+    module = _main_module(place.folder, request["site_packages"])
+    _limit(request["limits"], extra_processes if place.mode != "process" else None)
+    _confine(place)
+    return _execute(module, request["code"])
+
+
+def _confine(place: Place) -> None:
+    alone = place.mode == "process"
+    drop_capabilities()
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    landlock.restrict(
+        place.readable if alone else ["/"], [place.folder, *DEVICES] if alone else ["/tmp", *DEVICES]
+    )
+    if seccomp.available():
+        seccomp.restrict(os.getpid() if alone else None)
+    else:
+        sys.addaudithook(_refuse_event)
+
+
+def _refuse_event(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in REFUSED_EVENTS:
+        raise PermissionError(f"{event} is not allowed in the sandbox")
+
+
+def _limit(limits: dict[str, Any], extra_processes: int | None) -> None:
+    cpu_s = math.ceil(limits["time_s"])
+    bounds = {
+        resource.RLIMIT_CPU: (cpu_s, cpu_s + 1),
+        resource.RLIMIT_FSIZE: (limits["file_bytes"],) * 2,
+        resource.RLIMIT_NOFILE: (limits["open_files"],) * 2,
+        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_MEMLOCK: (0, 0),
+        resource.RLIMIT_AS: (limits["memory_bytes"],) * 2,
+    }
+    if extra_processes is not None:
+        bounds[resource.RLIMIT_NPROC] = (limits["processes"] + extra_processes,) * 2
+    for which, (soft, hard) in bounds.items():
+        highest = resource.getrlimit(which)[1]
+        if highest != resource.RLIM_INFINITY:
+            soft, hard = min(soft, highest), min(hard, highest)
+        resource.setrlimit(which, (soft, hard))
+
+
+def _write_files(files: dict[str, str]) -> None:
+    for name, content in files.items():
+        if folder := os.path.dirname(name):
+            os.makedirs(folder, exist_ok=True)
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(content)
+
+
+def _main_module(folder: str, site_packages: list[str]) -> types.ModuleType:
+    """A fresh __main__; Python's own and the installed libraries on the path, none of ours loaded."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "siirl"]:
+        del sys.modules[name]
+    sys.path[:] = [folder, *(path for path in sys.path if path), *site_packages]
+    sys.argv[:] = [MAIN]
+    module = types.ModuleType("__main__")
+    module.__file__ = MAIN
+    sys.modules["__main__"] = module
+    return module
+
+
+def _execute(module: types.ModuleType, code: str) -> int:
+    """Run the program and what Python runs at its end, short of the slow end of the interpreter."""
+    status = 0
+    try:
+        exec(compile(code, MAIN, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as stop:
+        status = _exit_code(stop.code)
+    except BaseException as error:
+        trace = error.__traceback__
+        traceback.print_exception(type(error), error, trace and trace.tb_next)
+        status = 1
+    threading._shutdown()  # waits for the program's threads
+    atexit._run_exitfuncs()
+    module.__dict__.clear()  # closes, and so writes out, the files that it left open
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__):
+        if stream is not None:
+            stream.flush()
+    return status
+
+
+def _exit_code(given: object) -> int:
+    if given is None or isinstance(given, int):
+        return (given or 0) & 0xFF
+    print(given, file=sys.stderr)
+    return 1
