@@ -11,7 +11,7 @@ from siirl.config.data import DataConfig
 from siirl.config.keys import Key, group, key, walk
 from siirl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from siirl.config.rollout import RolloutConfig
-from siirl.config.trainer import DagConfig, ProfilerConfig, TrainerConfig
+from siirl.config.trainer import DagConfig, ProfilerConfig, RayInitConfig, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Config:
     )
     algorithm: AlgorithmConfig = group(AlgorithmConfig, "advantages")
     trainer: TrainerConfig = group(TrainerConfig, "run")
+    ray_init: RayInitConfig = group(RayInitConfig, "Ray")
     dag: DagConfig = group(DagConfig, "workflow")
     profiler: ProfilerConfig = group(ProfilerConfig, "profiler", later=PROFILER)
     explicit: tuple[str, ...] = ()

@@ -1,6 +1,7 @@
-"""Groups trainer, dag and profiler."""
+"""Groups trainer, ray_init, dag and profiler."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from siirl.config.keys import key
 
@@ -63,9 +64,9 @@ class TrainerConfig:
     )
     launcher: str = key(
         "auto",
-        "who starts the workers; auto: torchrun if it started this process, else local processes",
-        choices=("auto", "local", "torchrun"),
-        later_choices={"ray": "launch on a Ray cluster"},
+        "who starts the workers; auto: torchrun if it started this process, Ray if RAY_ADDRESS is set or "
+        "for several machines, else local processes",
+        choices=("auto", "local", "torchrun", "ray"),
     )
     output_dir: str = key(None, "directory of everything the run writes")
     export_hf: bool = key(True, "write <output_dir>/hf_model at the end")
@@ -75,6 +76,29 @@ class TrainerConfig:
     trace_sync: bool = key(
         False, "wait for the GPU at the borders of phases, which costs some speed", when="trace"
     )
+
+
+RAY = "trainer.launcher=auto|ray"
+
+
+@dataclass(frozen=True)
+class RayInitConfig:
+    """The Ray cluster that the workers run on."""
+
+    address: str | None = key(
+        None,
+        "host:port of a Ray cluster; null: RAY_ADDRESS, else the one that runs on this machine, else one is "
+        "started for the run",
+        when=RAY,
+    )
+    num_cpus: int | None = key(
+        None, "logical CPUs of a cluster that is started for the run; null: its cores", low=1, when=RAY
+    )
+    cpus_per_worker: int = key(1, "logical CPUs that Ray reserves for each worker", low=1, when=RAY)
+    wait_s: float = key(
+        30.0, "longest wait for missing machines, and for devices that other jobs hold", low=0, when=RAY
+    )
+    env_vars: dict[str, Any] = key({}, "further environment variables of the workers", when=RAY)
 
 
 @dataclass(frozen=True)

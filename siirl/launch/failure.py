@@ -12,10 +12,11 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from siirl.errors import DeadlineError, UserError
+from siirl.launch.job import Job
 from siirl.observe.position import Position, read_position
 
 TAIL_LINES = 20
@@ -95,13 +96,20 @@ def read_failure(path: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that ended badly: exit status (negative: the signal), where it was, what it left behind."""
+    """A worker that ended badly: exit status (negative: the signal), where it was, what it left behind.
+
+    lost: why nothing more is known of the worker, if its machine or what watched it there went away.
+    oom_kills: processes that the kernel's out-of-memory killer ended on the worker's machine during the run.
+    """
 
     rank: int
     returncode: int
     seen_s: float
     failure: Failure | None
     position: Position | None
+    host: str = field(default_factory=socket.gethostname)
+    lost: str = ""
+    oom_kills: int = 0
 
     @property
     def signal_name(self) -> str | None:
@@ -115,6 +123,8 @@ class Death:
     @property
     def order(self) -> tuple[int, float]:
         """Sort key: the likelier cause first. An abort may be a watchdog's reaction to a lost peer."""
+        if self.lost:
+            return (0, self.seen_s)
         if self.failure is None:
             killed = self.returncode < 0 and self.returncode != -signal.SIGABRT
             return (0 if killed else 2, self.seen_s)
@@ -126,16 +136,21 @@ def first_cause(deaths: list[Death]) -> Death:
     return min(deaths, key=lambda death: (*death.order, death.rank))
 
 
-def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int, oom_kills: int) -> str:
+def only_followers(deaths: list[Death]) -> bool:
+    """Whether all only lost a peer or waited too long for one: the cause is not among them."""
+    return all(death.order[0] == 3 for death in deaths)
+
+
+def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int) -> str:
     """What the user reads: the first failing rank, its node and step, the cause, its last log lines."""
     failure, position = death.failure, death.position
     node = failure.node if failure else position and position.node
     step = failure.step if failure else position and position.step
     where = f"node {node!r}, step {step}" if node is not None else "before its first node"
-    host = failure.host if failure else socket.gethostname()
+    host = failure.host if failure else death.host
     lines = [f"siirl: the run failed: rank {death.rank} on {host}, in {where}: {_cause(death)}"]
     if death.returncode == -signal.SIGKILL:
-        lines.append(_oom_hint(oom_kills))
+        lines.append(_oom_hint(death.oom_kills))
     if failure and failure.secondary:
         lines.append("  No rank reported an error of its own: a peer went away or did not answer in time.")
     seen_live = death.rank == 0 and failure is not None  # rank 0 wrote its traceback to the console
@@ -159,8 +174,10 @@ def last_lines(path: Path, offset: int = 0, count: int = TAIL_LINES) -> list[str
         return []
 
 
-def death_of(rank: int, returncode: int, error_path: Path, position_path: Path) -> Death:
-    return Death(rank, returncode, time.time(), read_failure(error_path), read_position(position_path))
+def death_of(job: Job, rank: int, returncode: int, oom_kills: int) -> Death:
+    """The death of a worker of this machine, with the records that it left here."""
+    failure, position = read_failure(job.error_path(rank)), read_position(job.position_path(rank))
+    return Death(rank, returncode, time.time(), failure, position, oom_kills=oom_kills)
 
 
 def oom_kill_count() -> int:
@@ -176,6 +193,8 @@ def oom_kill_count() -> int:
 
 
 def _cause(death: Death) -> str:
+    if death.lost:
+        return death.lost
     if death.failure:
         return death.failure.error.splitlines()[0] if death.failure.error else "unknown error"
     if death.signal_name:

@@ -17,7 +17,7 @@ class Job:
     """One run, the same for every rank.
 
     config: the composed Config as a dict (siirl.config.to_dict); plan: Plan.to_json(). output_dir: logs/,
-    errors/, status/ and what the run produces. local_world_size: processes on this machine. node_configs:
+    errors/, status/ and what the run produces. local_world_size: processes on each machine. node_configs:
     node id -> what the node's resolved config changes, JSON values. extra: anything else that the worker
     wants, JSON values. entry: "pkg.mod:fn", called as fn(cfg, plan, rank, world_size, device, job) in every
     process.
@@ -61,7 +61,7 @@ class Job:
                 stale.unlink()
             path = self.output_path / "job.json"
             aside = path.with_suffix(".json.tmp")
-            aside.write_text(json.dumps(dataclasses.asdict(self)))
+            aside.write_text(self.to_json())
             os.replace(aside, path)
         except OSError as error:
             raise ConfigError(
@@ -72,4 +72,11 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        return cls(**json.loads(path.read_text()))
+        return cls.from_json(path.read_text())
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Job":
+        return cls(**json.loads(text))

@@ -1,44 +1,26 @@
-"""Which launcher a run uses, and the run of one rank inside a process that torchrun started."""
+"""The run of one rank inside a process that torchrun started."""
 
 import os
+import signal
+import threading
+import time
 from collections.abc import Mapping
-from typing import Literal
 
-from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.launch.job import Job
 from siirl.launch.worker import Place, run_rank
 
-_TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def choose_launcher(cfg: Config, env: Mapping[str, str] = os.environ) -> Literal["local", "torchrun"]:
-    """The launcher of this run: trainer.launcher, where auto is torchrun in a process that torchrun started.
-
-    ConfigError: torchrun was asked for outside of it, or the local launcher for several machines.
-    """
-    wanted = cfg.trainer.launcher
-    missing = [name for name in _TORCHRUN_VARIABLES if name not in env]
-    if wanted == "torchrun" or (wanted == "auto" and not missing):
-        if missing:
-            raise ConfigError(
-                f"trainer.launcher=torchrun, but {', '.join(missing)} are not set: this process was not "
-                "started by torchrun. Start it as `torchrun --nproc-per-node N -m siirl.main_dag ...`, or "
-                "set trainer.launcher=local."
-            )
-        return "torchrun"
-    if cfg.trainer.nnodes > 1:
-        raise ConfigError(
-            f"trainer.nnodes={cfg.trainer.nnodes}: the local launcher starts processes on one machine "
-            "only. Start one `torchrun --nnodes ... -m siirl.main_dag ...` on each machine, or set "
-            "trainer.nnodes=1."
-        )
-    return "local"
+WATCH_S = 1.0
 
 
 def is_first_process(env: Mapping[str, str] = os.environ) -> bool:
     """Whether this process speaks for the run: rank 0 under torchrun, and any process outside of it."""
     return env.get("RANK", "0") == "0"
+
+
+def is_first_on_machine(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process looks at its machine's files for the run: local rank 0 under torchrun."""
+    return env.get("LOCAL_RANK", "0") == "0"
 
 
 def run_torchrun(job: Job, env: Mapping[str, str] = os.environ) -> int:
@@ -50,6 +32,19 @@ def run_torchrun(job: Job, env: Mapping[str, str] = os.environ) -> int:
             f"{job.world_size}: the plan is made for exactly that many. Set trainer.nnodes and "
             "trainer.n_gpus_per_node to torchrun's --nnodes and --nproc-per-node."
         )
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="lifeline", daemon=True).start()
     if place.rank == 0:
         job.prepare()
     return run_rank(job, place)
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process and all that it started soon after torchrun is gone, even if it was killed.
+
+    A killed torchrun tells its workers nothing: they would go on until their next wait passes its deadline.
+    """
+    while os.getppid() == parent:
+        time.sleep(WATCH_S)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)

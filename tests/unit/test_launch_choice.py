@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 
 from siirl.errors import CheckpointError, ConfigError, DataError, DeadlineError, WorkerError
+from siirl.launch.choose import choose_launcher
 from siirl.launch.console import plain_line
 from siirl.launch.failure import Death, describe_exception, first_cause, read_failure, write_failure
 from siirl.launch.job import Job
-from siirl.launch.local import worker_environment
-from siirl.launch.torchrun import choose_launcher, is_first_process, run_torchrun
+from siirl.launch.process import worker_environment
+from siirl.launch.torchrun import is_first_process, run_torchrun
 from siirl.launch.worker import Place, pick_device
 from siirl.observe.position import Position
 
@@ -41,7 +42,7 @@ def test_launchers_that_cannot_work_are_refused():
     with pytest.raises(ConfigError, match="MASTER_PORT are not set"):
         choose_launcher(config("torchrun"), {})
     with pytest.raises(ConfigError, match=r"trainer\.nnodes=2"):
-        choose_launcher(config("auto", nnodes=2), {})
+        choose_launcher(config("local", nnodes=2), {})
     job = Job({}, "", "/nowhere", 4, 4)
     with pytest.raises(ConfigError, match=r"torchrun started 2 processes.* = 4"):
         run_torchrun(job, TORCHRUN)
@@ -131,11 +132,11 @@ def test_a_log_keeps_the_text_of_a_line_without_frames_and_colours(raw, kept):
 
 def test_threads_are_shared_unless_the_user_says_otherwise(monkeypatch):
     job = Job({}, "", "/nowhere", 2, 2)
-    monkeypatch.setattr("siirl.launch.local.available_cores", lambda: 9)
+    monkeypatch.setattr("siirl.launch.process.available_cores", lambda: 9)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert worker_environment(job, 1, 5)["OMP_NUM_THREADS"] == "4"
+    assert worker_environment(job, 1, "h", 5)["OMP_NUM_THREADS"] == "4"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    env = worker_environment(job, 1, 5)
+    env = worker_environment(job, 1, "h", 5)
     assert (env["OMP_NUM_THREADS"], env["RANK"], env["WORLD_SIZE"], env["MASTER_PORT"]) == (
         "3",
         "1",

@@ -1,0 +1,58 @@
+"""How a run ends for the one who started it: signals that stop it, the closing message, the exit code."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from siirl.launch.failure import Death, first_cause, report
+from siirl.launch.job import Job
+
+
+@dataclass
+class Stop:
+    """Signals that asked this launcher to end. A second one means: at once."""
+
+    numbers: list[int] = field(default_factory=list)
+
+    def __call__(self, number: int, _frame: object) -> None:
+        self.numbers.append(number)
+
+    def at_once(self) -> bool:
+        return len(self.numbers) > 1
+
+
+@contextlib.contextmanager
+def catch_signals(stop: Stop, on_resize: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP stop the run; on_resize is called when the terminal changes its size."""
+    handlers = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), stop)
+    handlers[signal.SIGWINCH] = lambda _number, _frame: on_resize()
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def conclude(job: Job, deaths: list[Death], stop: Stop, log_offsets: Mapping[int, int]) -> int:
+    """Say why the run ended, unless it ended well; its exit code.
+
+    0: all workers ended well; 2: an error in what the user wrote; 1: any other failure; 130 or 143: stopped
+    by Ctrl-C or SIGTERM. log_offsets: where this run begins in the log of each rank.
+    """
+    if stop.numbers:
+        name = signal.Signals(stop.numbers[0]).name
+        print(f"siirl: stopped by {name}; all workers have ended.", file=sys.stderr)
+        return 128 + stop.numbers[0]
+    if not deaths:
+        return 0
+    cause = first_cause(deaths)
+    if cause.failure and cause.failure.user_error:
+        several = job.world_size > job.local_world_size
+        where = f"rank {cause.rank} on {cause.failure.host}: " if several else ""
+        print(f"siirl: {where}{cause.failure.error}", file=sys.stderr)
+        return 2
+    print(report(cause, deaths, job.log_path(cause.rank), log_offsets.get(cause.rank, 0)), file=sys.stderr)
+    return 1

@@ -1,0 +1,75 @@
+"""The checks of what a machine must hold for a run, before any worker starts there. No torch.
+
+`python -m siirl.launch.preflight` checks the machine where it runs for the job that it reads from its input.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from siirl.checkpoint.files import check_writable, given_checkpoint
+from siirl.config import Config, from_dict, with_overrides
+from siirl.config.roles import model_key, role_model
+from siirl.dag.arguments import user_errors
+from siirl.dag.plan import Plan
+from siirl.dag.user_code import check_reference
+from siirl.data.inspect import data_sources, inspect_data
+from siirl.data.model_files import check_model_files, check_tokenizer
+from siirl.errors import ConfigError
+from siirl.launch.job import Job
+from siirl.rewards.choose import RewardChooser
+from siirl.rewards.user_function import check_user_function
+
+
+def preflight(cfg: Config, plan: Plan) -> None:
+    """UserError for data, models, user code and directories that the run would trip over later.
+
+    Runs nothing of the user's and needs no torch; reads metadata, and the data sources of the prompts.
+    """
+    node_cfgs = {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}
+    for loader in plan.loaders.values():
+        inspect_data(node_cfgs[loader.node])
+    for model in plan.models.values():
+        check_model_files(node_cfgs[model.node], model.role)
+        if model.role != "rollout":
+            check_kernels(node_cfgs[model.node], model.role)
+    for name, node in plan.nodes.items():
+        check_tokenizer(node_cfgs[name])
+        if node.executable is not None:
+            check_reference(node.executable, f"node {name!r}")
+        if node.op == "function_reward":
+            check_rewards(node_cfgs[name])
+    check_writable(Path(cfg.trainer.output_dir).expanduser(), "trainer.output_dir")
+    if cfg.trainer.save_freq > 0:
+        check_writable(Path(cfg.trainer.default_local_dir).expanduser())
+    if cfg.trainer.resume_mode == "resume_path":
+        given_checkpoint(cfg.trainer.resume_from_path)
+
+
+def check_kernels(cfg: Config, role: str) -> None:
+    """ConfigError if the kernels that the model of a role asks for are not installed."""
+    if role_model(cfg, role).use_liger and importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError(
+            f"{model_key(role)}.use_liger=True: the package liger-kernel is not installed. Install it "
+            "(pip install 'siirl[liger]'), or set use_liger=False."
+        )
+
+
+def check_rewards(cfg: Config) -> None:
+    """ConfigError unless there is a reward function for every data source, or the user's can be called."""
+    check_user_function(cfg)
+    chooser = RewardChooser(cfg)
+    if not chooser.custom:
+        chooser.check(data_sources(cfg))
+
+
+def main() -> int:
+    """Exit code: 0, or 2 with the user's mistake as a message."""
+    job = Job.from_json(sys.stdin.read())
+    with user_errors() as outcome:
+        preflight(from_dict(job.config), Plan.from_json(job.plan))
+    return outcome.code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Worker processes on this machine: how one is started, and how it and all that it started are ended.
+
+No torch.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from siirl.launch.job import Job
+
+POLL_S = 0.1
+TERM_GRACE_S = 5.0
+KILL_GRACE_S = 5.0
+
+
+@dataclass
+class Worker:
+    """One rank's process, leader of its own session, so that one signal reaches all that it started."""
+
+    rank: int
+    process: subprocess.Popen
+    log_offset: int = 0
+    returncode: int | None = None
+
+    def ended(self) -> bool:
+        """Whether it has ended. Not reaped yet: its process group cannot be taken over by a stranger."""
+        if self.returncode is None:
+            try:
+                info = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # end_all() in another thread has reaped it
+                self.returncode = self.process.wait()
+                return True
+            if info is not None:
+                self.returncode = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+        return self.returncode is not None
+
+    def signal_group(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, number)
+
+    def dump_stacks(self) -> None:
+        """Have it write its Python stacks to its log, if it still runs."""
+        if not self.ended():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGUSR1)
+
+
+def start_worker(
+    rank: int,
+    job: str,
+    env: Mapping[str, str],
+    output: int | IO,
+    fds: Sequence[int],
+    stdin: int | IO = subprocess.DEVNULL,
+    cwd: str | None = None,
+) -> Worker:
+    """Start the process of a rank. job: path of its job file; fds: what it inherits besides its output."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "siirl.launch.worker", "--job", job],
+        stdin=stdin,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=dict(env),
+        cwd=cwd,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+    return Worker(rank, process)
+
+
+def end_all(workers: Sequence[Worker], at_once: Callable[[], bool] = lambda: False) -> None:
+    """End every worker and all that it started: SIGTERM, then SIGKILL to its process group; then reap it.
+
+    at_once: asked again and again; true ends the grace time after SIGTERM.
+    """
+    for worker in workers:
+        if not worker.ended():
+            worker.signal_group(signal.SIGTERM)
+    deadline = time.monotonic() + TERM_GRACE_S
+    while not all(worker.ended() for worker in workers) and time.monotonic() < deadline and not at_once():
+        time.sleep(POLL_S)
+    for worker in workers:
+        worker.signal_group(signal.SIGKILL)
+    deadline = time.monotonic() + KILL_GRACE_S
+    for worker in workers:
+        try:
+            worker.process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            print(
+                f"siirl: rank {worker.rank} (pid {worker.process.pid}) does not react to SIGKILL",
+                file=sys.stderr,
+            )
+
+
+def worker_environment(
+    job: Job, rank: int, address: str, port: int, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment of one worker: torchrun's variables, and as many threads as its share of the cores."""
+    env = dict(base) | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % job.local_world_size),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",
+    }
+    env.setdefault("OMP_NUM_THREADS", str(max(1, available_cores() // job.local_world_size)))
+    if job.world_size == job.local_world_size and any(name == "lo" for _, name in socket.if_nameindex()):
+        # All peers are here: independent of how the host name resolves.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return env
+
+
+def available_cores() -> int:
+    """Cores that this process may use: its affinity, and a container's CPU quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):
+        return cores
+
+
+@contextlib.contextmanager
+def lifeline() -> Iterator[int]:
+    """A pipe that nobody writes to: workers hold its reading end, and end when this process goes away."""
+    read_fd, write_fd = os.pipe()
+    try:
+        yield read_fd
+    finally:
+        os.close(read_fd)
+        os.close(write_fd)

@@ -1,0 +1,213 @@
+"""The launcher for a Ray cluster: an actor on each device keeps a worker process, this process watches them.
+
+Ray places the actors and carries their output home; the workers talk to each other without it. No torch; ray
+is imported when a run is launched.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from siirl.config import Config
+from siirl.errors import ConfigError, PlacementError
+from siirl.launch.console import ConsoleWriter
+from siirl.launch.failure import Death
+from siirl.launch.job import Job
+from siirl.launch.outcome import Stop, catch_signals, conclude
+from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
+from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
+from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, reserve
+from siirl.launch.ray_watch import Rank, RankWatch
+
+log = logging.getLogger(__name__)
+TICK_S = 0.2
+START_S = 120.0  # a machine's first actor imports Python packages, perhaps from a network disk
+REACH_S = 10.0
+
+
+class RayTrainer:
+    """Runs a job on a Ray cluster: `run` places the workers, watches them and ends them.
+
+    Machines need siirl and the files of the run (model, data, user code) at the same paths, and may share no
+    disk: the job travels with the call. Rank 0 runs on this machine if it takes part.
+    """
+
+    def __init__(self, job: Job, cfg: Config):
+        self.job, self.cfg = job, cfg
+        self._stop = Stop()
+        self._actors: list[Any] = []
+        self._ranks: list[Rank] = []
+
+    def run(self) -> int:
+        """Run the job to its end; the exit code is that of `conclude`.
+
+        PlacementError: the cluster is smaller than asked, or taken; ConfigError: there is none, or a machine
+        lacks what the run needs. Nothing is left behind: actors, workers and reservation are gone.
+        """
+        self.job.prepare()
+        deaths: list[Death] = []
+        try:
+            with connected(self.cfg), catch_signals(self._stop):
+                deaths = self._run_reserved()
+        except Stopped:
+            pass
+        except KeyboardInterrupt:  # while it connected
+            self._stop.numbers.append(2)
+        return conclude(self.job, deaths, self._stop, {rank.rank: rank.log_offset for rank in self._ranks})
+
+    def _run_reserved(self) -> list[Death]:
+        """Reserve, place, check, start, watch; release everything whatever happens."""
+        from ray.util import remove_placement_group
+
+        console = None
+        group = reserve(Need.of(self.cfg), self.cfg.ray_init.wait_s, self._wait)
+        try:
+            self._place(group)
+            port = self._check()
+            console = ConsoleWriter(self.job.log_path(0))
+            self._start(port, console)
+            watch = RankWatch(self.job, self._ranks, console, self._stop)
+            try:
+                return watch.until_ended()
+            finally:
+                self._end_workers()
+                watch.fetch_rest()
+        finally:
+            self._end_actors()
+            remove_placement_group(group)
+            if console is not None:
+                console.close()
+                console.show_cursor()
+
+    def _place(self, group: Any) -> None:
+        """Make the actors and give them ranks: contiguous on a machine, there in the order of its devices."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        per_node = self.job.local_world_size
+        actor_class = ray.remote(RankActor)
+        gpus = 1 if any(bundle.get("GPU") for bundle in group.bundle_specs) else 0
+        options = {"num_cpus": self.cfg.ray_init.cpus_per_worker, "num_gpus": gpus, "max_concurrency": 4}
+        nodes = []
+        for bundle, node in bundle_nodes(group, ray.get_runtime_context().get_node_id()):
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+            nodes += [node] * per_node
+            for _ in range(per_node):
+                self._actors.append(actor_class.options(**options, scheduling_strategy=strategy).remote())
+        refs = [actor.describe.remote() for actor in self._actors]
+        names = [f"{node.host} ({node.ip})" for node in nodes]
+        hosts = self._gather("start an actor; siirl must be installed there, as here", names, refs, START_S)
+        for start in range(0, len(nodes), per_node):
+            here = range(start, start + per_node)
+            for index in sorted(here, key=lambda index: [(len(gpu), gpu) for gpu in hosts[index].gpus]):
+                self._ranks.append(Rank(len(self._ranks), self._actors[index], nodes[index], hosts[index]))
+
+    def _check(self) -> int:
+        """Check the files of every machine, and that it reaches rank 0, which opens a port; the port."""
+        import ray
+
+        first, firsts = self._ranks[0], self._ranks[:: self.job.local_world_size]
+        if first.node.node_id != ray.get_runtime_context().get_node_id():
+            log.info("rank 0 runs on %s: the run writes below %s there", first.place, self.job.output_dir)
+        names = [rank.place for rank in firsts]
+        deadline_s = self.cfg.trainer.deadline_s
+        checks = [rank.actor.check.remote(self._launch_of(rank, 0), deadline_s) for rank in firsts]
+        found = self._gather("check its files", names, checks, deadline_s + START_S)
+        if any(found):
+            raise ConfigError(_of_machines(dict(zip(names, found, strict=True))))
+        address = first.node.ip
+        (port,) = self._gather("open a port", names[:1], [first.actor.open_store.remote(address)], START_S)
+        reaches = [rank.actor.reach.remote(address, port, REACH_S) for rank in firsts]
+        for name, problem in zip(
+            names, self._gather("reach rank 0", names, reaches, REACH_S + START_S), strict=True
+        ):
+            if problem:
+                raise ConfigError(
+                    f"{name} does not reach port {port} of {first.place}, where rank 0 would wait for it: "
+                    f"{problem}. Workers talk to each other on ports that the system picks: open them "
+                    "between the machines."
+                )
+        return port
+
+    def _start(self, port: int, console: ConsoleWriter) -> None:
+        """Start every worker; rank 0's has a terminal if this process has one."""
+        window = console.window_size() if console.is_tty else b""
+        refs = []
+        for rank in self._ranks:
+            path = self.job.log_path(rank.rank)
+            rank.log_offset = path.stat().st_size if path.exists() else 0
+            launch = self._launch_of(rank, port, window if rank.rank == 0 else b"")
+            refs.append(rank.actor.start.remote(launch))
+        self._gather("start a worker", [rank.place for rank in self._ranks], refs, START_S)
+
+    def _launch_of(self, rank: Rank, port: int, window_size: bytes = b"") -> Launch:
+        start = rank.rank - rank.rank % self.job.local_world_size
+        here = self._ranks[start : start + self.job.local_world_size]
+        added = {name: str(value) for name, value in self.cfg.ray_init.env_vars.items()}
+        return Launch(
+            job=self.job.to_json(),
+            rank=rank.rank,
+            master_addr=self._ranks[0].node.ip,
+            master_port=port,
+            gpus=tuple(gpu for peer in here for gpu in peer.host.gpus),
+            env=forwarded_environment(os.environ) | added,
+            cwd=os.getcwd(),
+            window_size=window_size,
+        )
+
+    def _end_workers(self) -> None:
+        """End the workers that still run, on all machines at once, and wait until they are gone."""
+        import ray
+
+        refs = [rank.actor.stop.remote() for rank in self._ranks if not rank.lost]
+        deadline = time.monotonic() + TERM_GRACE_S + KILL_GRACE_S
+        while refs and time.monotonic() < deadline and not self._stop.at_once():
+            refs = ray.wait(refs, num_returns=len(refs), timeout=TICK_S)[1]
+
+    def _end_actors(self) -> None:
+        """End the actors. A worker that is still there ends with its actor."""
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+
+    def _wait(self, ref: Any, timeout_s: float) -> bool:
+        """Wait for a Ray object, or just for `timeout_s` if it is None; whether it came. Raises Stopped."""
+        import ray
+
+        deadline = time.monotonic() + timeout_s
+        while not self._stop.numbers:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            if ref is None:
+                time.sleep(min(left, TICK_S))
+            elif ray.wait([ref], timeout=min(left, TICK_S))[0]:
+                return True
+        raise Stopped
+
+    def _gather(self, what: str, names: Sequence[str], refs: Sequence[Any], timeout_s: float) -> list[Any]:
+        """The results of calls to machines, by their names; PlacementError for one that fails or is late."""
+        import ray
+        from ray.exceptions import RayError
+
+        deadline = time.monotonic() + timeout_s
+        for name, ref in zip(names, refs, strict=True):
+            if not self._wait(ref, max(TICK_S, deadline - time.monotonic())):
+                raise PlacementError(f"{name} did not {what}: no answer within {timeout_s:g} s.")
+            try:
+                ray.get(ref)
+            except RayError as error:
+                reason = str(error).strip().splitlines()[-1]
+                raise PlacementError(f"{name} could not {what}: {reason}") from error
+        return ray.get(list(refs))
+
+
+def _of_machines(problems: dict[str, str]) -> str:
+    """What machines lack: once if it is the same on all of them."""
+    if len(set(problems.values())) == 1:
+        where = "on all machines" if len(problems) > 1 else f"on {next(iter(problems))}"
+        return f"{where}: {next(iter(problems.values()))}"
+    return "\n".join(f"on {name}: {problem}" for name, problem in problems.items() if problem)

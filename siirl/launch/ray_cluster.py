@@ -1,0 +1,259 @@
+"""The Ray cluster of a run: found or started, measured before anything is placed on it, and reserved.
+
+ray is imported when it is needed.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from siirl.config import Config
+from siirl.errors import ConfigError, PlacementError
+from siirl.launch.process import available_cores
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+log = logging.getLogger(__name__)
+CONNECT_S = 5.0
+LOOK_EVERY_S = 0.5
+REMIND_EVERY_S = 15.0
+
+
+class Stopped(Exception):
+    """A signal asked the run to end while it waited for the cluster."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a run takes of a cluster: `nnodes` machines, on each of them that many workers.
+
+    device: trainer.device; on `auto` GPUs are needed if the cluster has any.
+    """
+
+    nnodes: int
+    workers_per_node: int
+    cpus_per_worker: int
+    device: str
+
+    @classmethod
+    def of(cls, cfg: Config) -> "Need":
+        trainer = cfg.trainer
+        return cls(trainer.nnodes, trainer.n_gpus_per_node, cfg.ray_init.cpus_per_worker, trainer.device)
+
+    def gpus_per_node(self, nodes: list["Node"]) -> int:
+        wanted = self.device == "cuda" or (self.device == "auto" and any(node.gpus for node in nodes))
+        return self.workers_per_node if wanted else 0
+
+    @property
+    def cpus_per_node(self) -> int:
+        return self.workers_per_node * self.cpus_per_worker
+
+    def bundle(self, nodes: list["Node"]) -> dict[str, float]:
+        """What is reserved on each machine."""
+        gpus = self.gpus_per_node(nodes)
+        return {"CPU": float(self.cpus_per_node)} | ({"GPU": float(gpus)} if gpus else {})
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster that is alive, with all its logical CPUs and GPUs, free or not."""
+
+    node_id: str
+    ip: str
+    host: str
+    cpus: float
+    gpus: float
+
+    def lacks(self, need: Need, gpus: int) -> str:
+        """What it has too little of, or an empty string."""
+        few = ["GPUs"] * (self.gpus < gpus) + ["logical CPUs"] * (self.cpus < need.cpus_per_node)
+        return "too few " + " and ".join(few) if few else ""
+
+
+def alive_nodes() -> list[Node]:
+    """The machines of the cluster, in a fixed order: by address, then by Ray's node id."""
+    import ray
+
+    nodes = [
+        Node(
+            item["NodeID"],
+            item["NodeManagerAddress"],
+            item["NodeManagerHostname"],
+            item["Resources"].get("CPU", 0.0),
+            item["Resources"].get("GPU", 0.0),
+        )
+        for item in ray.nodes()
+        if item["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (_address_key(node.ip), node.node_id))
+
+
+def shortage(need: Need, nodes: list[Node]) -> str:
+    """Why the run cannot fit on these machines even if they were idle, with the numbers; empty if it can."""
+    gpus = need.gpus_per_node(nodes)
+    fit = sum(not node.lacks(need, gpus) for node in nodes)
+    if fit >= need.nnodes:
+        return ""
+    asked = (f"{gpus} GPUs and " if gpus else "") + f"{need.cpus_per_node} logical CPUs"
+    lines = [
+        f"the Ray cluster is smaller than asked: trainer.nnodes={need.nnodes} x trainer.n_gpus_per_node="
+        f"{need.workers_per_node} needs {need.nnodes} machine(s) with {asked} each "
+        f"(ray_init.cpus_per_worker={need.cpus_per_worker}); it has {len(nodes)}, of which {fit} will do:"
+    ]
+    for node in nodes:
+        has = f"{node.gpus:g} GPUs, {node.cpus:g} logical CPUs"
+        lines.append(f"  {node.host} ({node.ip}): {has}: {node.lacks(need, gpus) or 'enough'}")
+    lines.append(
+        "Start more machines (`ray start --address=HEAD:6379`, with --num-cpus and --num-gpus if it counts "
+        "them wrongly), lower trainer.nnodes or trainer.n_gpus_per_node, or wait longer: ray_init.wait_s."
+    )
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def connected(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator[None]:
+    """A connection to the cluster, closed at the end, as is a cluster that was started for the run.
+
+    A caller that is connected already keeps its connection. ConfigError: no ray, or no cluster where one is
+    expected.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.launcher=ray, but ray cannot be imported: {error}. Install it (pip install ray), or "
+            "use torchrun."
+        ) from error
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster that is started here reports nothing
+    need, address = Need.of(cfg), find_address(cfg, env)
+    options: dict = {"address": address or "local"}
+    if address is None:
+        if need.nnodes > 1:
+            raise ConfigError(
+                f"trainer.nnodes={need.nnodes}, but no Ray cluster was found: RAY_ADDRESS and "
+                "ray_init.address are not set, and none runs on this machine. Run `ray start --head` here "
+                "and `ray start --address=...` on the others first (examples/lib/launch.sh does both), or "
+                "start the run with torchrun on each machine."
+            )
+        cpus = cfg.ray_init.num_cpus or max(available_cores(), need.cpus_per_node)
+        options |= {"num_cpus": cpus, "include_dashboard": False}
+    elif cfg.ray_init.num_cpus is not None:
+        log.warning("ray_init.num_cpus has no effect: the cluster at %s is there already.", address)
+    try:
+        ray.init(**options, log_to_driver=False, logging_level="error")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"the Ray cluster at {options['address']} cannot be used: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def find_address(cfg: Config, env: Mapping[str, str] = os.environ) -> str | None:
+    """host:port of the cluster to use; None if the run has to start its own.
+
+    Ray itself waits two minutes for an address where nothing listens and then ends the process: it is tried
+    first. ConfigError: nothing listens there.
+    """
+    asked = cfg.ray_init.address or env.get("RAY_ADDRESS")
+    if asked == "local":
+        return None
+    if asked and asked != "auto":
+        name = "ray_init.address" if cfg.ray_init.address else "RAY_ADDRESS"
+        if "://" in asked:
+            raise ConfigError(
+                f"{name}={asked}: Ray Client is not supported: outputs would not reach this machine. Give "
+                "host:port, and start the run on a machine of the cluster (`ray job submit` does)."
+            )
+        problem = _unreachable(asked)
+        if problem:
+            raise ConfigError(
+                f"{name}={asked}: no Ray cluster answers there: {problem}. Start it (`ray start --head "
+                "--port=6379`), or correct the address (host:port)."
+            )
+        return asked
+    recorded = Path(env.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+    try:
+        running = recorded.read_text().strip()
+    except OSError:
+        return None
+    return running if running and not _unreachable(running) else None
+
+
+def reserve(need: Need, wait_s: float, await_one: Callable[[object, float], bool]) -> "PlacementGroup":
+    """Reserve a bundle on each of `nnodes` different machines; PlacementError, with the numbers, if it fails.
+
+    await_one(ref, timeout_s): waits for a Ray object, False when it did not come; raises Stopped. Waits up to
+    `wait_s` for machines to join, and again for devices to become free.
+    """
+    import ray
+    from ray.util import placement_group, remove_placement_group
+
+    nodes = _wait_for_nodes(need, wait_s, await_one)
+    bundle = need.bundle(nodes)
+    strategy = "STRICT_SPREAD" if need.nnodes > 1 else "STRICT_PACK"
+    group = placement_group([bundle] * need.nnodes, strategy=strategy, name="siirl")
+    try:
+        if await_one(group.ready(), max(wait_s, LOOK_EVERY_S)):
+            return group
+        free, whole = ray.available_resources(), ray.cluster_resources()
+        shown = ", ".join(f"{free.get(kind, 0):g} of {whole.get(kind, 0):g} {kind}s" for kind in bundle)
+        raise PlacementError(
+            f"the Ray cluster has the {need.nnodes} machine(s) that the run needs, but not free: {bundle} on "
+            f"each was not to be had within {wait_s:g} s (ray_init.wait_s); free now: {shown}. Other jobs "
+            "hold the rest: end them (`ray status`, `ray list placement-groups`), or wait longer."
+        )
+    except BaseException:
+        remove_placement_group(group)
+        raise
+
+
+def bundle_nodes(group: "PlacementGroup", first: str) -> list[tuple[int, Node]]:
+    """(bundle, machine) in the order of ranks: machine `first` if it takes part, then by address."""
+    from ray.util import placement_group_table
+
+    places = placement_group_table(group)["bundles_to_node_id"]
+    order = {node.node_id: index for index, node in enumerate(alive_nodes())}
+    nodes = {node.node_id: node for node in alive_nodes()}
+    placed = [(int(bundle), nodes[node_id]) for bundle, node_id in places.items()]
+    return sorted(placed, key=lambda item: (item[1].node_id != first, order[item[1].node_id]))
+
+
+def _wait_for_nodes(need: Need, wait_s: float, await_one: Callable[[object, float], bool]) -> list[Node]:
+    deadline, remind = time.monotonic() + wait_s, time.monotonic()
+    while problem := shortage(need, nodes := alive_nodes()):
+        now = time.monotonic()
+        if now >= deadline:
+            raise PlacementError(problem)
+        if now >= remind:
+            log.info("waiting up to %.0f s more: %s", deadline - now, problem.splitlines()[0])
+            remind = now + REMIND_EVERY_S
+        await_one(None, LOOK_EVERY_S)
+    return nodes
+
+
+def _address_key(ip: str) -> tuple[str, ...]:
+    return tuple(part.zfill(3) for part in ip.split("."))
+
+
+def _unreachable(address: str) -> str:
+    """Why nothing answers at host:port; empty if something does."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return "it is not host:port"
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), CONNECT_S):
+            return ""
+    except OSError as error:
+        return str(error)

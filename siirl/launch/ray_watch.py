@@ -1,0 +1,155 @@
+"""Watching the workers of a Ray run: their output as it comes, which one failed first, which one was lost."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from siirl.launch.console import ConsoleWriter
+from siirl.launch.failure import Death, only_followers, write_failure
+from siirl.launch.job import Job
+from siirl.launch.outcome import Stop
+from siirl.launch.ray_actor import Host, Reply
+from siirl.launch.ray_cluster import Node, Stopped, alive_nodes
+from siirl.observe.position import Position
+
+TICK_S = 0.2
+POLL_WAIT_S = 0.5
+GATHER_S = 0.5  # after a first death, wait for those that follow: the one seen first need not be the first
+LOST_AFTER_S = 18.0  # an actor answers within a second; Ray itself may need a minute to miss a machine
+REST_S = 3.0
+
+
+@dataclass
+class Rank:
+    """One rank, seen from here: its actor, where that is, and what has arrived of its worker.
+
+    fetched: bytes of output that have arrived; replied_s: when the actor last answered; ended: the worker's
+    exit status; lost: the actor is gone or does not answer.
+    """
+
+    rank: int
+    actor: Any
+    node: Node
+    host: Host
+    log_offset: int = 0
+    fetched: int = 0
+    replied_s: float = field(default_factory=time.monotonic)
+    position: Position | None = None
+    pending: Any = None
+    ended: int | None = None
+    death: Death | None = None
+    lost: bool = False
+
+    @property
+    def place(self) -> str:
+        return f"{self.host.name} ({self.node.ip})"
+
+
+class RankWatch:
+    """Asks every actor for news of its worker, again and again, and writes what arrives to the logs here."""
+
+    def __init__(self, job: Job, ranks: Sequence[Rank], console: ConsoleWriter, stop: Stop):
+        self._job, self._ranks, self._console, self._stop = job, ranks, console, stop
+
+    def until_ended(self) -> list[Death]:
+        """Wait until all have ended well, or one has failed: the deaths. Raises Stopped.
+
+        After a first death all others must have answered once more or be lost, because a rank that is lost is
+        noticed later than the failures that follow from it.
+        """
+        for rank in self._ranks:
+            rank.replied_s = time.monotonic()
+        first_s = None
+        while True:
+            if self._stop.numbers:
+                raise Stopped
+            self._collect()
+            deaths = [rank.death for rank in self._ranks if rank.death]
+            if not deaths and all(rank.ended == 0 for rank in self._ranks):
+                return []
+            if deaths:
+                first_s = first_s or time.monotonic()
+                running = [rank for rank in self._ranks if self._open(rank)]
+                if all(rank.replied_s > first_s + GATHER_S for rank in running):
+                    return self._deaths()
+
+    def fetch_rest(self) -> None:
+        """Fetch what the workers wrote before they ended; for a few seconds at most."""
+        deadline = time.monotonic() + REST_S
+        while time.monotonic() < deadline and any(self._open(rank) for rank in self._ranks):
+            self._collect()
+
+    def _open(self, rank: Rank) -> bool:
+        return rank.ended is None and not rank.lost
+
+    def _collect(self) -> None:
+        """Take the answers of the next moment, and ask those again that have answered."""
+        import ray
+
+        for rank in self._ranks:
+            if self._open(rank) and rank.pending is None:
+                rank.pending = rank.actor.poll.remote(rank.fetched, POLL_WAIT_S, self._console.window_size())
+        waiting = {rank.pending: rank for rank in self._ranks if rank.pending is not None}
+        if waiting:
+            for ref in ray.wait(list(waiting), num_returns=len(waiting), timeout=TICK_S)[0]:
+                self._take(waiting[ref])
+        for rank in waiting.values():
+            silent_s = time.monotonic() - rank.replied_s
+            if self._open(rank) and silent_s > LOST_AFTER_S:
+                self._lose(rank, f"its actor has not answered for {silent_s:.0f} s")
+
+    def _take(self, rank: Rank) -> None:
+        import ray
+        from ray.exceptions import ActorUnavailableError, RayError
+
+        ref, rank.pending = rank.pending, None
+        try:
+            reply: Reply = ray.get(ref)
+        except ActorUnavailableError:  # a broken connection: ask again until it counts as lost
+            time.sleep(TICK_S)
+            return
+        except RayError as error:
+            self._lose(rank, "its actor died", str(error))
+            return
+        rank.replied_s, rank.position = time.monotonic(), reply.position
+        rank.fetched += len(reply.output)
+        if reply.output:
+            self._write(rank, reply.output)
+        rank.ended = reply.ended
+        if reply.death is not None:
+            rank.death = dataclasses.replace(reply.death, seen_s=time.time())
+
+    def _write(self, rank: Rank, output: bytes) -> None:
+        if rank.rank == 0:
+            self._console.write(output)
+            return
+        with self._job.log_path(rank.rank).open("ab") as log:
+            log.write(output)
+
+    def _lose(self, rank: Rank, what: str, details: str = "") -> None:
+        rank.lost, rank.pending = True, None
+        memory = next((line.strip() for line in details.splitlines() if "memory" in line.lower()), "")
+        what += f": {memory}" if memory else ""
+        rank.death = Death(rank.rank, 1, time.time(), None, rank.position, rank.host.name, what)
+
+    def _deaths(self) -> list[Death]:
+        """All deaths, with their records written to this machine's folder of errors."""
+        deaths = [rank.death for rank in self._ranks if rank.death]
+        if only_followers(deaths):  # where is the rank that they waited for?
+            for rank in self._ranks:
+                if self._open(rank):
+                    rank.actor.dump_stacks.remote()
+            for _ in range(3):
+                self._collect()
+        alive = {node.node_id for node in alive_nodes()}
+        for index, death in enumerate(deaths):
+            rank = self._ranks[death.rank]
+            if rank.lost and rank.node.node_id not in alive:
+                deaths[index] = dataclasses.replace(
+                    death, lost=f"its machine {rank.place} left the Ray cluster"
+                )
+            if death.failure is not None:
+                write_failure(self._job.error_path(death.rank), death.failure)
+        return deaths
