@@ -7,6 +7,7 @@ from siirl.config.common import (
     MEGATRON,
     CheckpointConfig,
     ForwardFSDPConfig,
+    ForwardMegatronConfig,
     FSDPConfig,
     MegatronConfig,
     OptimConfig,
@@ -98,8 +99,10 @@ class ActorConfig:
         -1, "cap of truncated importance sampling; -1: off", later="rollout correction"
     )
     optim: OptimConfig = group(OptimConfig, "optimizer and schedule")
-    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp")
-    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
+    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
+    megatron: MegatronConfig = group(
+        MegatronConfig, "sizes and options under megatron", when="strategy=megatron"
+    )
     use_remove_padding: bool = key(False, "train on rows without padding", ignored="rows are always packed")
     use_fused_kernels: bool = key(
         False, "fused output head", ignored="log-probs are always computed in chunks, without full logits"
@@ -107,7 +110,7 @@ class ActorConfig:
     use_torch_compile: bool = key(True, "compile parts of the model", ignored=UNUSED_COMPILE)
     checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
     param_offload: bool = key(False, "older name of fsdp_config.param_offload")
-    grad_offload: bool = key(False, "keep gradients in host memory between phases")
+    grad_offload: bool = key(False, "keep gradients in host memory between phases", when="strategy=fsdp")
     optimizer_offload: bool = key(False, "older name of fsdp_config.optimizer_offload")
     load_weight: bool = key(True, "load the weights of model.path", later="training from random weights")
     loss_agg_mode: str = key("token-mean", "how token losses become one number", choices=AGGREGATIONS)
@@ -139,8 +142,12 @@ class RefConfig:
         later_choices=LATER_STRATEGIES,
         synonyms={"fsdp2": "fsdp"},
     )
-    fsdp_config: ForwardFSDPConfig = group(ForwardFSDPConfig, "sharding and offload under fsdp")
-    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
+    fsdp_config: ForwardFSDPConfig = group(
+        ForwardFSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp"
+    )
+    megatron: ForwardMegatronConfig = group(
+        ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
+    )
     log_prob_micro_batch_size: int | None = key(
         None,
         "rows of a micro-batch over all ranks",

@@ -1,6 +1,6 @@
 """Checks between keys that need no DAG, and the warnings for keys that change nothing in a run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from siirl.config.keys import Key
 from siirl.config.resolve import ALIASES, FOLLOWS, followed_value, get
@@ -25,15 +25,23 @@ def check_config(cfg: Config) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def effect_warnings(cfg: Config) -> list[str]:
-    """One line for each key that was set to more than its default and changes nothing in this run."""
+def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
+    """One line for each key that was set to more than its default and changes nothing in this run.
+
+    node_cfgs: the configurations of the nodes. A key that acts in one of them is not named: another node may
+    have another strategy.
+    """
+    others = list(node_cfgs)
     warnings = []
     for name in cfg.explicit:
         key = all_keys()[name]
         default = followed_value(cfg, name) if name in FOLLOWS else key.default
         if name in ALIASES or get(cfg, name) == default:
             continue
-        reason = key.rule.ignored or _unmet(cfg, key) or _no_reference(cfg, name) or _no_critic(cfg, name)
+        unmet = _unmet(cfg, key)
+        if not all(_unmet(other, key) for other in others):
+            unmet = ""
+        reason = key.rule.ignored or unmet or _no_reference(cfg, name) or _no_critic(cfg, name)
         if reason:
             warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
     return warnings
@@ -55,14 +63,14 @@ def _check_names(cfg: Config) -> None:
 
 def _unmet(cfg: Config, key: Key) -> str:
     """Why the condition under which a key acts does not hold, or an empty string."""
-    if not key.rule.when:
-        return ""
-    needed, _, values = key.rule.when.partition("=")
-    if needed.split(".")[0] not in TOP_GROUPS:
-        needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
-    actual = show(all_keys()[needed], get(cfg, needed))
-    met = actual in values.split("|") if values else bool(get(cfg, needed))
-    return "" if met else f"{needed} is {actual}"
+    for condition in filter(None, (key.rule.within, key.rule.when)):
+        needed, _, values = condition.partition("=")
+        if needed.split(".")[0] not in TOP_GROUPS:
+            needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
+        actual = show(all_keys()[needed], get(cfg, needed))
+        if not (actual in values.split("|") if values else bool(get(cfg, needed))):
+            return f"{needed} is {actual}"
+    return ""
 
 
 def _no_reference(cfg: Config, name: str) -> str:

@@ -7,6 +7,7 @@ from siirl.config.keys import group, key
 
 MULTIMODAL = "images and videos in prompts"
 MEGATRON = "the megatron strategy"
+NO_OPTIMIZER = "a forward-only model has neither gradients nor an optimizer"
 HUB = "options of downloads from a model hub: give a local directory as model.path"
 TOKENIZER = "changing the tokenizer; prepare it in the model directory"
 
@@ -53,9 +54,7 @@ class FSDPConfig:
 class ForwardFSDPConfig(FSDPConfig):
     """FSDPConfig of a model that is never trained."""
 
-    optimizer_offload: bool = key(
-        False, "keep optimizer states in host memory", ignored="a forward-only model has no optimizer"
-    )
+    optimizer_offload: bool = key(False, "keep optimizer states in host memory", ignored=NO_OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -70,17 +69,34 @@ class MegatronConfig:
     virtual_pipeline_model_parallel_size: int | None = key(None, "model chunks on each pipeline rank", low=1)
     sequence_parallel: bool = key(False, "split activations over the tensor parallel ranks")
     use_distributed_optimizer: bool = key(True, "shard optimizer states over data parallel ranks (ZeRO-1)")
-    param_dtype: str = key("bfloat16", "type of parameters in compute")
-    seed: int = key(1, "seed of Megatron's generators")
+    param_dtype: str = key("bfloat16", "type of parameters in compute", choices=("bfloat16", "float32"))
+    seed: int = key(1, "seed of Megatron's generators", later=MEGATRON)
     param_offload: bool = key(True, "keep parameters in host memory between phases")
     grad_offload: bool = key(False, "keep gradients in host memory between phases")
     optimizer_offload: bool = key(False, "keep optimizer states in host memory between phases")
-    extra: dict[str, Any] = key({}, "further options of the engine")
+    extra: dict[str, Any] = key(
+        {},
+        "further options of the engine",
+        replaced="options go by their class: set override_transformer_config, override_ddp_config or "
+        "optim.override_optimizer_config",
+    )
     override_transformer_config: dict[str, Any] = key({}, "options of megatron.core TransformerConfig")
     use_dist_checkpointing: bool = key(False, "load a Megatron distributed checkpoint instead of HF weights")
-    dist_checkpointing_path: str = key("", "directory of that checkpoint")
+    dist_checkpointing_path: str = key("", "directory of that checkpoint", when="use_dist_checkpointing")
     override_ddp_config: dict[str, Any] = key({}, "options of megatron.core DistributedDataParallelConfig")
-    use_mbridge: bool = key(False, "convert HF weights by mbridge")
+    use_mbridge: bool = key(False, "convert HF weights by mbridge, which knows more families")
+
+
+@dataclass(frozen=True)
+class ForwardMegatronConfig(MegatronConfig):
+    """MegatronConfig of a model that is never trained."""
+
+    use_distributed_optimizer: bool = key(True, "shard optimizer states", ignored=NO_OPTIMIZER)
+    grad_offload: bool = key(False, "keep gradients in host memory", ignored=NO_OPTIMIZER)
+    optimizer_offload: bool = key(False, "keep optimizer states in host memory", ignored=NO_OPTIMIZER)
+    override_ddp_config: dict[str, Any] = key(
+        {}, "options of megatron.core DistributedDataParallelConfig", ignored=NO_OPTIMIZER
+    )
 
 
 @dataclass(frozen=True)
@@ -166,7 +182,7 @@ class ModelConfig:
     resize_vocab: bool = key(False, "grow the embeddings to the tokenizer", later=TOKENIZER)
     use_liger: bool = key(False, "use Liger kernels (package liger-kernel)")
     fsdp_config: FSDPConfig = group(FSDPConfig, "older place of actor.fsdp_config and ref.fsdp_config")
-    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
+    megatron: MegatronConfig = group(MegatronConfig, "older place of actor.megatron and ref.megatron")
     input_tokenizer: str | None = key(None, "tokenizer of the prompts", later=TOKENIZER)
     rm_tokenizer: str | None = key(None, "tokenizer of the reward model", later=TOKENIZER)
     lora_rank: int = key(0, "rank of LoRA adapters; 0: train all weights", low=0)

@@ -12,7 +12,6 @@ from siirl.config.actor import (
     ULYSSES,
 )
 from siirl.config.common import (
-    MEGATRON,
     CheckpointConfig,
     FSDPConfig,
     MegatronConfig,
@@ -44,8 +43,10 @@ class CriticConfig:
     )
     optim: OptimConfig = group(OptimConfig, "optimizer and schedule")
     model: CriticModelConfig = group(CriticModelConfig, "value model")
-    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp")
-    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
+    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
+    megatron: MegatronConfig = group(
+        MegatronConfig, "sizes and options under megatron", when="strategy=megatron"
+    )
     ppo_mini_batch_size: int = key(None, "prompts of one optimizer step, over all ranks", low=1)
     ppo_micro_batch_size: int | None = key(
         None,

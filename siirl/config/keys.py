@@ -25,8 +25,9 @@ class Rule:
     ignored (why any value is accepted and changes nothing: setting it warns) and replaced (what to set
     instead: setting it is refused) is given; a key with none of them is supported. when: the sibling key
     (or "group.key" from the root) that must be true, or "key=a|b" that must have one of the values, for
-    this key to have an effect. low: least value. choices: the allowed names; later_choices: name -> feature
-    that does not exist yet; synonyms: name -> the name that it stands for.
+    this key to have an effect; within: the same of its group, from the root. low: least value. choices: the
+    allowed names; later_choices: name -> feature that does not exist yet; synonyms: name -> the name that
+    it stands for.
     """
 
     doc: str
@@ -34,6 +35,7 @@ class Rule:
     ignored: str = ""
     replaced: str = ""
     when: str = ""
+    within: str = ""
     low: float | None = None
     choices: tuple[str, ...] = ()
     later_choices: Mapping[str, str] = field(default_factory=dict)
@@ -59,9 +61,13 @@ def key(default: Any, doc: str, **rule: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def group(schema: type, doc: str, later: str = "", ignored: str = "") -> Any:
-    """A field that holds a nested group. later and ignored hold for every key below it."""
-    return field(default_factory=schema, metadata={"group": Rule(doc, later=later, ignored=ignored)})
+def group(schema: type, doc: str, later: str = "", ignored: str = "", when: str = "") -> Any:
+    """A field that holds a nested group. later, ignored and when (a key beside the group) hold for every key
+    below it.
+    """
+    return field(
+        default_factory=schema, metadata={"group": Rule(doc, later=later, ignored=ignored, when=when)}
+    )
 
 
 @dataclass(frozen=True)
@@ -107,12 +113,21 @@ def walk(node: Any, prefix: str = "", above: Rule | None = None) -> dict[str, Ke
     for item in dataclasses.fields(node):
         name, value = prefix + item.name, getattr(node, item.name)
         if "group" in item.metadata:
-            own: Rule = item.metadata["group"]
-            inherited = own if own.status != "supported" else above
-            keys.update(walk(value, name + ".", inherited))
+            keys.update(walk(value, name + ".", _inherited(item.metadata["group"], prefix, above)))
         elif "rule" in item.metadata:
             rule: Rule = item.metadata["rule"]
-            if above is not None:
+            if above is not None and above.status != "supported":
                 rule = dataclasses.replace(rule, later=above.later, ignored=above.ignored, replaced="")
+            if above is not None:
+                rule = dataclasses.replace(rule, within=above.within)
             keys[name] = Key(name, types[item.name], value, rule)
     return keys
+
+
+def _inherited(own: Rule, prefix: str, above: Rule | None) -> Rule | None:
+    """What the keys of a group inherit: its own rule, and what it does not say itself from above."""
+    within = prefix + own.when if own.when else above.within if above is not None else ""
+    base = own if own.status != "supported" else above
+    if base is None and not within:
+        return None
+    return dataclasses.replace(base or own, when="", within=within)

@@ -52,7 +52,9 @@ def _sections(node: Any, prefix: str, seen: dict[type, str]) -> Iterator[str]:
     if rows:
         title = prefix.removesuffix(".")
         table = "\n".join(("| key | default | type | meaning | status |", "|---|---|---|---|---|", *rows))
-        yield f"## {title}\n\n{type(node).__doc__}\n\n{table}\n"
+        within = {key.rule.within for name, key in all_keys().items() if name.rpartition(".")[0] == title}
+        acts = "".join(f" Acts with `{condition}`." for condition in within if condition)
+        yield f"## {title}\n\n{type(node).__doc__}{acts}\n\n{table}\n"
     for item in groups:
         name, below = prefix + item.name, getattr(node, item.name)
         later = {key.rule.later for full, key in all_keys().items() if full.startswith(name + ".")}

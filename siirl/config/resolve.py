@@ -21,6 +21,27 @@ FSDP_KEYS = (
     "mixed_precision.param_dtype",
     "mixed_precision.reduce_dtype",
 )
+MEGATRON_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "sequence_parallel",
+    "param_dtype",
+    "param_offload",
+    "override_transformer_config",
+    "use_dist_checkpointing",
+    "dist_checkpointing_path",
+    "use_mbridge",
+)
+MEGATRON_TRAINING_KEYS = (
+    "use_distributed_optimizer",
+    "grad_offload",
+    "optimizer_offload",
+    "override_ddp_config",
+)
 
 ALIASES: dict[str, tuple[str, ...]] = (
     {
@@ -46,6 +67,17 @@ ALIASES: dict[str, tuple[str, ...]] = (
         for name in FSDP_KEYS
     }
 )
+ALIASES |= {
+    f"{POLICY}.model.megatron.{name}": tuple(f"{POLICY}.{role}.megatron.{name}" for role in ("actor", "ref"))
+    for name in MEGATRON_KEYS
+}
+ALIASES |= {
+    f"{POLICY}.model.megatron.{name}": (f"{POLICY}.actor.megatron.{name}",) for name in MEGATRON_TRAINING_KEYS
+}
+ALIASES |= {
+    f"critic.model.megatron.{name}": (f"critic.megatron.{name}",)
+    for name in (*MEGATRON_KEYS, *MEGATRON_TRAINING_KEYS)
+}
 
 
 FOLLOWS: dict[str, str] = {
@@ -62,6 +94,11 @@ FOLLOWS: dict[str, str] = {
     f"{POLICY}.rollout.response_length": "${data.max_response_length}",
     "trainer.output_dir": "outputs/${trainer.project_name}/${trainer.experiment_name}",
     "trainer.default_local_dir": "${trainer.output_dir}/checkpoints",
+}
+FOLLOWS |= {
+    f"{POLICY}.ref.megatron.{name}": f"${{{POLICY}.actor.megatron.{name}}}"
+    for name in MEGATRON_KEYS
+    if name != "param_offload"
 }
 REFERENCE = re.compile(r"\$\{([^}]+)\}")
 

@@ -8,7 +8,7 @@ from siirl.dag.check import check_agents, check_critics, check_kept, check_reade
 from siirl.dag.emit import Sections
 from siirl.dag.graph import Graph, build_graph
 from siirl.dag.layouts import LayoutTable, agent_rows, place_nodes
-from siirl.dag.models import plan_links, plan_models
+from siirl.dag.models import backend_of, plan_links, plan_models
 from siirl.dag.ops import uses_critic
 from siirl.dag.plan import LinkPlan, ModelPlan, NodePlan, Plan, RoutePlan
 from siirl.dag.resolve import ResolvedNode, check_node_config, resolve_nodes
@@ -124,11 +124,7 @@ def _groups(
     groups: dict[Ranks, None] = {tuple(range(world_size)): None}
     for model in models:
         groups[model.ranks] = None
-        axes = model.dims.mesh_groups(model.ranks)
-        wanted = ("tp",) if model.role == "rollout" else ("dp_shard", "dp_replicate")
-        for axis in wanted:
-            if axis == "tp" or model.backend == "fsdp":
-                groups.update(dict.fromkeys(axes.get(axis, ())))
+        groups.update(dict.fromkeys(backend_of(model).groups(model)))
     for item in (*layouts, *routes, *links):
         groups[item.ranks] = None
     return tuple(groups)

@@ -16,14 +16,20 @@ from siirl.config.roles import role_group, role_model
 from siirl.dag.plan import ModelPlan
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
-_ACTIVATIONS_PER_LAYER = 16  # values of width hidden_size that a layer keeps for its backward pass
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+ACTIVATIONS_PER_LAYER = 16  # values of width hidden_size that a layer keeps for its backward pass
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the estimate needs of a model. params: all, tied ones once; layer_params: of the largest layer."""
+    """What is computed from a model's sizes. params: all, tied ones once; layer_params: of the largest layer.
 
+    intermediate: width of dense MLPs; expert_width: of each expert; shared_width: of the expert that all
+    tokens pass. experts, top_k: 0 in a dense model. moe_layers: layers that have experts; expert_params: all
+    experts of one of them.
+    """
+
+    family: str
     params: int
     embedding_params: int
     layer_params: int
@@ -32,6 +38,15 @@ class ModelShape:
     intermediate: int
     vocabulary: int
     kv_width: int
+    heads: int
+    kv_heads: int
+    tied: bool
+    experts: int
+    top_k: int
+    expert_width: int
+    shared_width: int
+    expert_params: int
+    moe_layers: int
 
 
 @dataclass(frozen=True)
@@ -76,9 +91,13 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         attention += 2 * head_dim
     norms = 2 * hidden
     per_layer = [attention + norms + _mlp_params(raw, index) for index in range(layers)]
+    moe_layers = sum(_has_experts(raw, index) for index in range(layers))
+    experts = (raw.get("num_experts") or raw["num_local_experts"]) if moe_layers else 0
+    expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
     embedding = raw["vocab_size"] * hidden
     copies = 1 if raw.get("tie_word_embeddings") else 2
     return ModelShape(
+        family=family,
         params=sum(per_layer) + hidden + copies * embedding,
         embedding_params=copies * embedding,
         layer_params=max(per_layer, default=0),
@@ -87,7 +106,23 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         intermediate=raw["intermediate_size"],
         vocabulary=raw["vocab_size"],
         kv_width=kv_width,
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads") or heads,
+        tied=copies == 1,
+        experts=experts,
+        top_k=raw.get("num_experts_per_tok", 0) if moe_layers else 0,
+        expert_width=expert_width,
+        shared_width=raw.get("shared_expert_intermediate_size", 0) if moe_layers else 0,
+        expert_params=experts * 3 * hidden * expert_width,
+        moe_layers=moe_layers,
     )
+
+
+def _has_experts(raw: dict[str, Any], layer: int) -> bool:
+    if raw["model_type"] == "mixtral":
+        return True
+    dense = layer in raw.get("mlp_only_layers", []) or (layer + 1) % raw.get("decoder_sparse_step", 1)
+    return raw["model_type"].endswith("_moe") and not dense
 
 
 def _mlp_params(raw: dict[str, Any], layer: int) -> int:
@@ -98,8 +133,7 @@ def _mlp_params(raw: dict[str, Any], layer: int) -> int:
     if not raw["model_type"].endswith("_moe"):
         bias = 2 * width + hidden if raw.get("mlp_bias") else 0
         return 3 * hidden * width + bias
-    dense = layer in raw.get("mlp_only_layers", []) or (layer + 1) % raw.get("decoder_sparse_step", 1)
-    if dense:
+    if not _has_experts(raw, layer):
         return 3 * hidden * width
     experts = raw.get("num_experts") or raw["num_local_experts"]
     count = experts * 3 * hidden * raw["moe_intermediate_size"] + hidden * experts
@@ -108,12 +142,10 @@ def _mlp_params(raw: dict[str, Any], layer: int) -> int:
     return count
 
 
-def estimate(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
-    """What one rank holds of a model. rows_per_shard: rows of a whole batch, for the KV cache."""
-    if model.role == "rollout":
-        return _rollout_lines(model, cfg, shape, rows_per_shard)
+def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """What one rank holds of a model under FSDP2."""
     fsdp = role_group(cfg, model.role).fsdp_config
-    master, compute = _BYTES[fsdp.model_dtype], _BYTES[fsdp.mixed_precision.param_dtype]
+    master, compute = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.param_dtype]
     shard = -(-shape.params // (model.dims.dp_shard * model.dims.tp * model.dims.pp))
     lines = [MemoryLine(model.name, "parameters", shard * master, fsdp.param_offload)]
     if model.trains:
@@ -144,7 +176,7 @@ def micro_batch_tokens(model: ModelPlan, cfg: Config) -> int:
 
 def _activations(model: ModelPlan, cfg: Config, shape: ModelShape, tokens: int) -> int:
     """Values kept for a micro-batch: each layer's input, and one layer (or all of them) in full."""
-    layer = _ACTIVATIONS_PER_LAYER * shape.hidden + 3 * shape.intermediate
+    layer = ACTIVATIONS_PER_LAYER * shape.hidden + 3 * shape.intermediate
     if not model.trains:
         return tokens * layer
     if role_model(cfg, model.role).enable_gradient_checkpointing:
@@ -152,10 +184,11 @@ def _activations(model: ModelPlan, cfg: Config, shape: ModelShape, tokens: int) 
     return tokens * shape.layers * layer
 
 
-def _rollout_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
+def rollout_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """What one rank holds of a rollout engine's model. rows_per_shard: rows of a whole batch."""
     rollout = cfg.actor_rollout_ref.rollout
-    width = _BYTES[rollout.dtype]
-    at_once = min(rows, rollout.max_num_seqs)
+    width = BYTES[rollout.dtype]
+    at_once = min(rows_per_shard, rollout.max_num_seqs)
     cache = 2 * shape.layers * shape.kv_width * at_once * (rollout.prompt_length + rollout.response_length)
     tp = model.dims.tp
     return [

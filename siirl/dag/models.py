@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config import Config
-from siirl.config.roles import ROLE_GROUPS, role_group
+from siirl.config.actor import ActorConfig, RefConfig
+from siirl.config.critic import CriticConfig
+from siirl.config.roles import ROLE_GROUPS, role_group, role_model
+from siirl.dag.megatron_checks import MegatronModel, check_megatron
+from siirl.dag.megatron_memory import MegatronMemory, megatron_lines
+from siirl.dag.memory import (
+    MemoryLine,
+    ModelShape,
+    fsdp_lines,
+    micro_batch_tokens,
+    read_shape,
+    rollout_lines,
+)
 from siirl.dag.names import suggest
 from siirl.dag.ops import ModelRole
 from siirl.dag.plan import Head, LinkPlan, ModelPlan
@@ -18,10 +30,23 @@ from siirl.parallel.placement import Ranks, format_ranks, parse_placement
 
 @dataclass(frozen=True)
 class Backend:
-    """What the compiler knows of a backend: the parallel sizes it gets, and whether it exists yet."""
+    """What the compiler knows of a backend.
+
+    dims: the parallel sizes it gets on so many ranks. axes: the mesh axes whose process groups it asks for.
+    memory: what a rank holds of a model; the last argument is the rows of a shard. check: what must hold
+    beyond the product of the sizes; ConfigError. later: why it cannot be used yet.
+    """
 
     dims: Callable[[Config, ModelRole, int], ParallelDims]
+    memory: Callable[[ModelPlan, Config, ModelShape, int], list[MemoryLine]]
+    axes: tuple[str, ...] = ()
+    check: Callable[[Config, ModelRole, ParallelDims, ResolvedNode], None] | None = None
     later: str = ""
+
+    def groups(self, model: ModelPlan) -> tuple[Ranks, ...]:
+        """The rank tuples of its axes, in the order of the axes."""
+        lines = model.dims.mesh_groups(model.ranks)
+        return tuple(ranks for axis in self.axes for ranks in lines.get(axis, ()))
 
 
 def _fsdp_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
@@ -49,6 +74,37 @@ def _megatron_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
     )
 
 
+def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    group = role_group(cfg, role)
+    check_megatron(
+        MegatronModel(
+            who=str(node),
+            group=ROLE_GROUPS[role],
+            section=group.megatron,
+            optimizer_options=_optimizer_options(group),
+            trains=node.op.trains,
+            dims=dims,
+            shape=read_shape(cfg, role),
+            lora_rank=role_model(cfg, role).lora_rank,
+        )
+    )
+
+
+def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
+    group = role_group(cfg, model.role)
+    settings = MegatronMemory(
+        section=group.megatron,
+        optimizer_options=_optimizer_options(group),
+        recompute=role_model(cfg, model.role).enable_gradient_checkpointing,
+        tokens=micro_batch_tokens(model, cfg),
+    )
+    return megatron_lines(model, shape, settings)
+
+
+def _optimizer_options(group: ActorConfig | RefConfig | CriticConfig) -> dict[str, Any]:
+    return {} if isinstance(group, RefConfig) else group.optim.override_optimizer_config or {}
+
+
 def _replicas(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
     return ParallelDims(world, dp_replicate=world)
 
@@ -62,14 +118,21 @@ HEADS: dict[ModelRole, Head] = {"critic": "value"}
 """The head of a role's model; others are language models."""
 
 TRAIN_BACKENDS = {
-    "fsdp": Backend(_fsdp_dims),
-    "megatron": Backend(_megatron_dims, later="the megatron strategy"),
+    "fsdp": Backend(_fsdp_dims, fsdp_lines, axes=("dp_shard", "dp_replicate")),
+    "megatron": Backend(
+        _megatron_dims, _megatron_lines, check=_check_megatron, later="the megatron strategy"
+    ),
 }
 ROLLOUT_BACKENDS = {
-    "hf": Backend(_replicas),
-    "vllm": Backend(_tensor_parallel_replicas, later="the vllm rollout"),
-    "sglang": Backend(_tensor_parallel_replicas, later="the sglang rollout"),
+    "hf": Backend(_replicas, rollout_lines),
+    "vllm": Backend(_tensor_parallel_replicas, rollout_lines, axes=("tp",), later="the vllm rollout"),
+    "sglang": Backend(_tensor_parallel_replicas, rollout_lines, axes=("tp",), later="the sglang rollout"),
 }
+
+
+def backend_of(model: ModelPlan) -> Backend:
+    """What the compiler knows of the backend that a model runs on."""
+    return (ROLLOUT_BACKENDS if model.role == "rollout" else TRAIN_BACKENDS)[model.backend]
 
 
 def plan_models(kept: Iterable[ResolvedNode], world_size: int) -> dict[str, ModelPlan]:
@@ -105,6 +168,8 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
     backend_name, backend = _backend(role, builder)
     dims = backend.dims(builder.cfg, role, len(ranks))
     dims.check(str(builder), ranks)
+    if backend.check is not None:
+        backend.check(builder.cfg, role, dims, builder)
     return ModelPlan(
         name=name,
         agent=builder.agent,

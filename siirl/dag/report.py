@@ -3,13 +3,14 @@
 from siirl.config import Config
 from siirl.config.roles import optimizer_steps, role_group
 from siirl.dag.emit import ROUTING
-from siirl.dag.memory import MemoryLine, estimate, micro_batch_tokens, read_shape
+from siirl.dag.memory import MemoryLine, micro_batch_tokens, read_shape
+from siirl.dag.models import backend_of
 from siirl.dag.plan import Free, Load, ModelPlan, Plan, Reshard, Run, SyncWeights
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.types import Layout
 
 _MOST_GROUPS = 16
-_MOST_COORDINATES = 64  # ranks of a model up to which each one's coordinates are printed
+_MOST_LINES = 64  # lines of coordinates of a model
 
 
 def report(plan: Plan, configs: dict[str, Config]) -> str:
@@ -82,22 +83,43 @@ def sizes(model: ModelPlan) -> str:
         if getattr(dims, axis) > 1
     ]
     dp = f"dp {dims.dp}"
-    if model.role != "rollout" and dims.dp > 1:
+    if "dp_shard" in backend_of(model).axes and dims.dp > 1:
         replicas = f"{_count(dims.dp_replicate, 'replica')} x " if dims.dp_replicate > 1 else ""
         dp += f" ({replicas}{_count(dims.dp_shard, 'shard')})"
     return ", ".join([*axes, dp])
 
 
 def _coordinates(model: ModelPlan) -> list[str]:
-    """One line for each axis on which the ranks of a model differ: rank -> coordinate."""
-    if not 1 < model.dims.world <= _MOST_COORDINATES:
+    """Where each rank of a model sits on the axes that it has: a line for each tensor-parallel group.
+
+    A line reads "ranks 4-7: tp 0-3, cp 0, dp 1, pp 0": the i-th rank has the i-th coordinate, or all have the
+    only one.
+    """
+    dims = model.dims
+    places = [dims.coordinates(local) for local in range(dims.world)]
+    shown = ("dp_shard", "dp_replicate") if dims.dp_shard > 1 and dims.dp_replicate > 1 else ()
+    axes = [axis for axis in ("tp", "cp", "dp", "pp", "ep", "etp", *shown) if getattr(dims, axis) > 1]
+    if dims.ep * dims.etp > 1 and dims.expert_dp > 1:
+        axes.append("expert_dp")
+    if not axes:
         return []
-    places = [model.dims.coordinates(local) for local in range(model.dims.world)]
-    axes = [axis for axis in places[0] if len({place[axis] for place in places}) > 1]
-    if model.role == "rollout" or model.dims.dp_replicate == 1:
-        axes = [axis for axis in axes if axis not in ("dp_replicate", "dp_shard")]
-    listed = "; ".join(f"{axis} {format_ranks([place[axis] for place in places])}" for axis in axes)
-    return [f"{model.name}: ranks {format_ranks(model.ranks)} have {listed}"] if axes else []
+    widths = (dims.tp, dims.cp, dims.ep * dims.etp, dims.world // dims.pp, dims.world)
+    width = next(width for width in widths if width > 1)
+    lines = []
+    for first in range(0, dims.world, width):
+        members = range(first, first + width)
+        listed = []
+        for axis in axes:
+            values = [places[member][axis] for member in members]
+            listed.append(f"{axis} {values[0] if len(set(values)) == 1 else format_ranks(values)}")
+        ranks = format_ranks([model.ranks[member] for member in members])
+        lines.append(f"  ranks {ranks}: {', '.join(listed)}")
+    more = len(lines) - _MOST_LINES
+    return [
+        f"{model.name} by rank",
+        *lines[:_MOST_LINES],
+        *([f"  and {more} more lines"] if more > 0 else []),
+    ]
 
 
 def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
@@ -197,7 +219,7 @@ def _memory(plan: Plan, configs: dict[str, Config]) -> list[str]:
         if isinstance(shape, str):
             return [f"left out: {shape}"]
         rows = -(-cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n // model.dims.dp)
-        lines[model.name] = estimate(model, cfg, shape, rows)
+        lines[model.name] = backend_of(model).memory(model, cfg, shape, rows)
     output = [["model", *(_KINDS), "sum"]]
     for name, entries in lines.items():
         amounts = {entry.what: _gib(entry.num_bytes) + (" (host)" if entry.host else "") for entry in entries}
@@ -206,7 +228,16 @@ def _memory(plan: Plan, configs: dict[str, Config]) -> list[str]:
     return table(output) + _totals(plan, lines)
 
 
-_KINDS = ("parameters", "weights", "gradients", "optimizer", "gathered layers", "activations", "KV cache")
+_KINDS = (
+    "parameters",
+    "weights",
+    "gradients",
+    "optimizer",
+    "optimizer on the host",
+    "gathered layers",
+    "activations",
+    "KV cache",
+)
 
 
 def _totals(plan: Plan, lines: dict[str, list[MemoryLine]]) -> list[str]:

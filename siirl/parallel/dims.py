@@ -90,7 +90,7 @@ class ParallelDims:
         rest, cp = divmod(rest, self.cp)
         pp, dp = divmod(rest, self.dp)
         rest, etp = divmod(local_rank, self.etp)
-        ep = rest % self.ep
+        rest, ep = divmod(rest, self.ep)
         return {
             "tp": tp,
             "cp": cp,
@@ -98,6 +98,7 @@ class ParallelDims:
             "pp": pp,
             "ep": ep,
             "etp": etp,
+            "expert_dp": rest % self.expert_dp,
             "dp_replicate": dp // self.dp_shard,
             "dp_shard": dp % self.dp_shard,
         }

@@ -47,8 +47,8 @@ def test_every_key_is_explained_and_has_one_status():
         if rule.choices and key.default is not None:
             default = key.default if isinstance(key.default, tuple) else (key.default,)
             assert set(default) <= set(rule.choices) | set(rule.later_choices), name
-        if rule.when:
-            needed = rule.when.partition("=")[0]
+        for condition in filter(None, (rule.when, rule.within)):
+            needed = condition.partition("=")[0]
             absolute = needed.split(".")[0] in TOP_GROUPS
             assert (needed if absolute else f"{name.rsplit('.', 1)[0]}.{needed}") in all_keys(), name
 
@@ -57,8 +57,10 @@ def test_older_names_and_followers_point_at_keys_that_act():
     for alias, targets in ALIASES.items():
         assert alias in all_keys()
         assert {status(target) for target in targets} == {"supported"}, alias
-    for name in FOLLOWS:
-        assert all_keys()[name].default is None, name
+    for name, template in FOLLOWS.items():
+        source = all_keys().get(template.removeprefix("${").removesuffix("}"))
+        same = source is not None and source.default == all_keys()[name].default
+        assert all_keys()[name].default is None or same, name
     assert followed_keys() <= set(all_keys())
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from siirl.dag.memory import FAMILIES, estimate, model_shape, read_shape
+from siirl.dag.memory import FAMILIES, fsdp_lines, model_shape, read_shape
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,7 +55,7 @@ def test_states_of_a_trained_model_are_sharded_and_offload_moves_them_to_the_hos
     offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"
     for world in (1, 4):
         model = template_plan(world).models["agent_0.actor"]
-        lines = {line.what: line for line in estimate(model, config(offload), shape, 8)}
+        lines = {line.what: line for line in fsdp_lines(model, config(offload), shape, 8)}
         shard = -(-shape.params // world)
         assert lines["parameters"].num_bytes == 4 * shard
         assert lines["gradients"].num_bytes == 4 * shard

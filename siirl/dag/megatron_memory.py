@@ -1,0 +1,133 @@
+"""The memory estimate of a Megatron model on its busiest rank. docs/scaling.md works two cases by hand.
+
+Counted: weights, the gradient buffer, optimizer states (main weights and two moments), activations of the
+micro-batches in flight. Not counted: communication buffers, logits, the allocator's slack, CUDA context.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config.common import MegatronConfig
+from siirl.dag.megatron_layers import split_layers
+from siirl.dag.memory import ACTIVATIONS_PER_LAYER, BYTES, MemoryLine, ModelShape
+from siirl.dag.plan import ModelPlan
+
+_UNSPLIT = 5  # of ACTIVATIONS_PER_LAYER: what tensor parallelism alone leaves whole (norms, residuals)
+_DTYPES = {"fp32": 4, "torch.float32": 4, "float32": 4, "bf16": 2, "torch.bfloat16": 2, "bfloat16": 2}
+_DTYPES |= {"fp16": 2, "torch.float16": 2, "float16": 2, "fp8": 1, "torch.uint8": 1, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class MegatronMemory:
+    """What the estimate reads of the configuration. recompute: the engine recomputes whole layers by default.
+
+    tokens: of one micro-batch of a data-parallel shard, before context parallelism cuts it.
+    """
+
+    section: MegatronConfig
+    optimizer_options: Mapping[str, Any]
+    recompute: bool
+    tokens: int
+
+
+def megatron_lines(model: ModelPlan, shape: ModelShape, settings: MegatronMemory) -> list[MemoryLine]:
+    """What the pipeline rank that needs most memory holds of a model."""
+    options, dims = settings.section.override_transformer_config, model.dims
+    chunks = split_layers(shape.layers, dims.pp, dims.vpp, options)
+    stages = [_stage_lines(model, shape, settings, stage, counts) for stage, counts in enumerate(chunks)]
+    return max(stages, key=lambda lines: sum(line.num_bytes for line in lines))
+
+
+def rank_params(model: ModelPlan, shape: ModelShape, stage: int, layers: int) -> tuple[int, int]:
+    """Parameters (outside experts, in experts) on a rank of a pipeline stage that has so many layers.
+
+    Embedding and output head sit on the first and the last stage; tied ones are one tensor only where both
+    are on one stage.
+    """
+    dims = model.dims
+    copies = 1 if shape.tied else 2
+    head = shape.embedding_params // copies
+    body = shape.params - shape.embedding_params - shape.moe_layers * shape.expert_params
+    dense = layers * body / shape.layers
+    if stage == 0:
+        dense += head
+    if stage == dims.pp - 1 and not (shape.tied and dims.pp == 1):
+        dense += head
+    experts = layers * shape.moe_layers / shape.layers * shape.expert_params
+    return int(dense / dims.tp), int(experts / (dims.ep * dims.etp))
+
+
+def layers_in_flight(pp: int, vpp: int, stage: int, chunks: tuple[int, ...]) -> int:
+    """Layers whose activations wait for their backward pass at once, on a rank of a pipeline stage.
+
+    One forward, one backward: stage s holds pp - s micro-batches. Interleaved: 2 (pp - s - 1) + (vpp - 1) pp
+    + 1 chunks. Source: Narayanan et al., "Efficient Large-Scale Language Model Training" (2021), section 2.2.
+    """
+    if vpp == 1:
+        return (pp - stage) * chunks[0]
+    return (2 * (pp - stage - 1) + (vpp - 1) * pp + 1) * max(chunks)
+
+
+def _stage_lines(
+    model: ModelPlan, shape: ModelShape, settings: MegatronMemory, stage: int, chunks: tuple[int, ...]
+) -> list[MemoryLine]:
+    section, dims, name = settings.section, model.dims, model.name
+    dense, experts = rank_params(model, shape, stage, sum(chunks))
+    width = BYTES[section.param_dtype]
+    lines = [MemoryLine(name, "parameters", (dense + experts) * width, section.param_offload)]
+    if model.trains:
+        reduced = 4 if section.override_ddp_config.get("grad_reduce_in_fp32", True) else width
+        lines.append(MemoryLine(name, "gradients", (dense + experts) * reduced, section.grad_offload))
+        lines += _optimizer_lines(model, settings, dense, experts)
+    tokens = -(-settings.tokens // dims.cp)
+    values = _activations(shape, section, dims.tp, settings.recompute, _in_flight(model, stage, chunks))
+    lines.append(MemoryLine(name, "activations", int(tokens * values) * width))
+    return lines
+
+
+def _in_flight(model: ModelPlan, stage: int, chunks: tuple[int, ...]) -> int:
+    return layers_in_flight(model.dims.pp, model.dims.vpp, stage, chunks) if model.trains else 0
+
+
+def _optimizer_lines(
+    model: ModelPlan, settings: MegatronMemory, dense: int, experts: int
+) -> list[MemoryLine]:
+    """Main weights and two moments; ZeRO-1 shards them over data-parallel and context-parallel ranks."""
+    section, options, dims = settings.section, settings.optimizer_options, model.dims
+    if section.use_distributed_optimizer:
+        dense, experts = -(-dense // (dims.dp * dims.cp)), -(-experts // dims.expert_dp)
+    aware = bool(options.get("use_precision_aware_optimizer"))
+    kinds = ["exp_avg_dtype", "exp_avg_sq_dtype"] + ["main_params_dtype"] * (section.param_dtype != "float32")
+    each = sum(_DTYPES.get(str(options.get(kind, "fp32")), 4) if aware else 4 for kind in kinds)
+    total = (dense + experts) * each
+    share = options.get("optimizer_offload_fraction", 0.0) if options.get("optimizer_cpu_offload") else 0.0
+    on_host = int(total * share)
+    lines = [MemoryLine(model.name, "optimizer", total - on_host, section.optimizer_offload)]
+    if on_host:
+        lines.append(MemoryLine(model.name, "optimizer on the host", on_host, host=True))
+    return lines
+
+
+def _activations(
+    shape: ModelShape, section: MegatronConfig, tp: int, recompute: bool, in_flight: int
+) -> float:
+    """Values per token: what the layers in flight keep, and the layer that computes in full."""
+    options = section.override_transformer_config
+    split = tp if section.sequence_parallel else 1
+    mlp = _mlp_values(shape) / tp
+    attention = _UNSPLIT * shape.hidden / split + (ACTIVATIONS_PER_LAYER - _UNSPLIT) * shape.hidden / tp
+    layer, layer_input = attention + mlp, shape.hidden / split
+    granularity = options.get("recompute_granularity", "full" if recompute else None)
+    if granularity == "full":
+        return in_flight * layer_input / options.get("recompute_num_layers", 1) + layer
+    if granularity == "selective" and {"mlp", "moe"} & set(options.get("recompute_modules") or ()):
+        return in_flight * attention + layer
+    return in_flight * layer or layer
+
+
+def _mlp_values(shape: ModelShape) -> int:
+    """Values that the MLP of a layer keeps of a token: three of its width; each chosen expert gets a copy."""
+    if not shape.experts:
+        return 3 * shape.intermediate
+    return shape.top_k * (3 * shape.expert_width + 2 * shape.hidden) + 3 * shape.shared_width
