@@ -13,6 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+if torch.cuda.is_available():
+    from siirl.algorithms import log_probs_triton
+else:
+    log_probs_triton = None
+
 DEFAULT_CHUNK = 4096
 
 
@@ -70,29 +75,31 @@ class _FromLogits(torch.autograd.Function):
         entropy_grad: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        log_prob_N, entropy_N = _outputs(logits_NV)
+        log_prob_N, entropy_N, norm_N2 = _outputs(logits_NV)
         for part in _chunks(len(target_N), chunk):
-            log_prob_N[part], entropy_N[part] = _forward_chunk(
+            log_prob_N[part], entropy_N[part], norm_N2[part] = _forward_chunk(
                 logits_NV[part], target_N[part], temperature, with_entropy
             )
         _prepare_backward(ctx, temperature, entropy_N, with_entropy and entropy_grad, chunk)
-        ctx.save_for_backward(logits_NV, target_N, entropy_N)
+        ctx.save_for_backward(logits_NV, target_N, entropy_N, norm_N2)
         return log_prob_N, entropy_N
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        logits_NV, target_N, entropy_N = ctx.saved_tensors
+        logits_NV, target_N, entropy_N, norm_N2 = ctx.saved_tensors
         grad_NV = torch.empty_like(logits_NV)
         for part in _chunks(len(target_N), ctx.chunk):
-            grad_NV[part] = _backward_chunk(
+            _backward_chunk(
                 logits_NV[part],
                 target_N[part],
                 ctx.temperature,
+                norm_N2[part],
                 _part(grad_log_prob_N, entropy_N, part),
                 entropy_N[part],
                 None if grad_entropy_N is None else grad_entropy_N[part],
+                grad_NV[part],
             )
         return grad_NV, None, None, None, None, None
 
@@ -110,35 +117,38 @@ class _FromHidden(torch.autograd.Function):
         chunk: int,
         keep_logits: bool,
     ) -> tuple[Tensor, Tensor]:
-        log_prob_N, entropy_N = _outputs(hidden_ND)
+        log_prob_N, entropy_N, norm_N2 = _outputs(hidden_ND)
         kept: list[Tensor] = []
         for part in _chunks(len(target_N), chunk):
             logits_CV = hidden_ND[part] @ weight_VD.t()
-            log_prob_N[part], entropy_N[part] = _forward_chunk(
+            log_prob_N[part], entropy_N[part], norm_N2[part] = _forward_chunk(
                 logits_CV, target_N[part], temperature, with_entropy
             )
             if keep_logits:
                 kept.append(logits_CV)
         _prepare_backward(ctx, temperature, entropy_N, with_entropy and entropy_grad, chunk)
-        ctx.save_for_backward(hidden_ND, weight_VD, target_N, entropy_N, *kept)
+        ctx.save_for_backward(hidden_ND, weight_VD, target_N, entropy_N, norm_N2, *kept)
         return log_prob_N, entropy_N
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden_ND, weight_VD, target_N, entropy_N, *kept = ctx.saved_tensors
+        hidden_ND, weight_VD, target_N, entropy_N, norm_N2, *kept = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD)) if wants_weight else None
         for i, part in enumerate(_chunks(len(target_N), ctx.chunk)):
-            grad_CV = _backward_chunk(
-                kept[i] if kept else hidden_ND[part] @ weight_VD.t(),
+            grad_CV = kept[i] if kept else hidden_ND[part] @ weight_VD.t()
+            _backward_chunk(
+                grad_CV,
                 target_N[part],
                 ctx.temperature,
+                norm_N2[part],
                 _part(grad_log_prob_N, entropy_N, part),
                 entropy_N[part],
                 None if grad_entropy_N is None else grad_entropy_N[part],
+                grad_CV,
             )
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[part])
@@ -153,9 +163,10 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _outputs(like: Tensor) -> tuple[Tensor, Tensor]:
+def _outputs(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log-prob, entropy and norm (see _forward_chunk) of each token, to be filled."""
     first_N = torch.zeros(len(like), dtype=_wide(like), device=like.device)
-    return first_N, torch.zeros_like(first_N)
+    return first_N, torch.zeros_like(first_N), first_N.new_zeros(len(like), 2)
 
 
 def _chunks(num_tokens: int, chunk: int) -> list[slice]:
@@ -176,39 +187,50 @@ def _prepare_backward(
         ctx.mark_non_differentiable(entropy_N)
 
 
-def _shifted(logits_CV: Tensor, temperature: float) -> Tensor:
-    z_CV = logits_CV.to(_wide(logits_CV), copy=True)
-    z_CV -= z_CV.amax(-1, keepdim=True)
-    return z_CV if temperature == 1.0 else z_CV.div_(temperature)
-
-
 def _forward_chunk(
     logits_CV: Tensor, target_C: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    z_CV = _shifted(logits_CV, temperature)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob of the target, entropy or zeros, norm) of z, the logits over temperature.
+
+    norm [C, 2]: the greatest z, and log sum exp (z - greatest).
+    """
+    if _has_kernels(logits_CV):
+        return log_probs_triton.forward_chunk(logits_CV, target_C, temperature)
+    z_CV = _scaled(logits_CV, temperature)
+    top_C = z_CV.amax(-1)
+    z_CV -= top_C[:, None]
     target_z_C = z_CV.gather(-1, target_C[:, None]).squeeze(-1)
-    if not with_entropy:
-        log_total_C = z_CV.exp_().sum(-1).log()
-        return target_z_C - log_total_C, torch.zeros_like(log_total_C)
-    weight_CV = z_CV.exp()
-    total_C = weight_CV.sum(-1)
-    log_total_C = total_C.log()
-    entropy_C = log_total_C - weight_CV.mul_(z_CV).sum(-1) / total_C
-    return target_z_C - log_total_C, entropy_C
+    weight_CV = z_CV.exp() if with_entropy else z_CV.exp_()
+    sum_C = weight_CV.sum(-1)
+    log_sum_C = sum_C.log()
+    entropy_C = torch.zeros_like(sum_C)
+    if with_entropy:
+        entropy_C = log_sum_C - weight_CV.mul_(z_CV).sum(-1) / sum_C
+    return target_z_C - log_sum_C, entropy_C, torch.stack((top_C, log_sum_C), dim=1)
 
 
 def _backward_chunk(
     logits_CV: Tensor,
     target_C: Tensor,
     temperature: float,
+    norm_C2: Tensor,
     grad_log_prob_C: Tensor,
     entropy_C: Tensor,
     grad_entropy_C: Tensor | None,
-) -> Tensor:
-    """Gradient to the chunk's logits, in their dtype: [v = y] g - p_v (g + g_H (log p_v + H)), over
-    temperature."""
-    log_p_CV = _shifted(logits_CV, temperature)
-    log_p_CV -= log_p_CV.exp().sum(-1, keepdim=True).log()
+    out_CV: Tensor,
+) -> None:
+    """Gradient to the chunk's logits, in their dtype, into out_CV, which may be logits_CV itself.
+
+    [v = y] g - p_v (g + g_H (log p_v + H)), over temperature.
+    """
+    if _has_kernels(logits_CV):
+        log_probs_triton.backward_chunk(
+            logits_CV, target_C, temperature, norm_C2, grad_log_prob_C, entropy_C, grad_entropy_C, out_CV
+        )
+        return
+    log_p_CV = _scaled(logits_CV, temperature)
+    log_p_CV -= norm_C2[:, :1]
+    log_p_CV -= norm_C2[:, 1:]
     if grad_entropy_C is None:
         grad_CV = log_p_CV.exp_().mul_(-grad_log_prob_C[:, None])
     else:
@@ -216,4 +238,14 @@ def _backward_chunk(
         log_p_CV.add_(entropy_C[:, None]).mul_(grad_entropy_C[:, None]).add_(grad_log_prob_C[:, None])
         grad_CV = p_CV.mul_(log_p_CV).neg_()
     grad_CV.scatter_add_(-1, target_C[:, None], grad_log_prob_C[:, None])
-    return grad_CV.div_(temperature).to(logits_CV.dtype)
+    out_CV.copy_(grad_CV.div_(temperature))
+
+
+def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
+    z_CV = logits_CV.to(_wide(logits_CV), copy=True)
+    return z_CV if temperature == 1.0 else z_CV.div_(temperature)
+
+
+def _has_kernels(logits_CV: Tensor) -> bool:
+    """Whether the Triton kernels serve these logits."""
+    return log_probs_triton is not None and logits_CV.is_cuda and logits_CV.dtype != torch.float64

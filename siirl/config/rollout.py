@@ -55,8 +55,8 @@ class MultiTurnConfig:
 class EngineKwargs:
     """Arguments handed to the engine as they are; any key may be added."""
 
-    vllm: dict[str, Any] = key({}, "arguments of vLLM's engine")
-    sglang: dict[str, Any] = key({}, "arguments of SGLang's engine")
+    vllm: dict[str, Any] = key({}, "arguments of vLLM's engine (EngineArgs), over those that siirl sets")
+    sglang: dict[str, Any] = key({}, "arguments of SGLang's engine", later="the sglang rollout")
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class RolloutConfig:
     name: str = key(
         "vllm",
         "rollout engine",
-        choices=("hf",),
-        later_choices={"vllm": "the vllm rollout", "sglang": "the sglang rollout"},
+        choices=("vllm", "hf"),
+        later_choices={"sglang": "the sglang rollout"},
     )
     temperature: float = key(1.0, "sampling temperature; log-probs are taken at it", low=0)
     top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1)
@@ -111,11 +111,15 @@ class RolloutConfig:
         low=0,
     )
     ignore_eos: bool = key(False, "never stop before response_length")
-    enforce_eager: bool = key(True, "run without CUDA graphs", ignored=ENGINES)
+    enforce_eager: bool = key(True, "run without CUDA graphs and torch.compile", when="name=vllm")
     free_cache_engine: bool = key(
         True, "give device memory back between rollouts (hf: the weights move to host memory)"
     )
-    load_format: str = key("dummy_dtensor", "where first weights come from", ignored=ENGINES)
+    load_format: str = key(
+        "dummy_dtensor",
+        "where first weights come from",
+        ignored="weights come from the trainer, before the first rollout",
+    )
     tensor_model_parallel_size: int = key(1, "ranks that share one engine", low=1)
     max_num_batched_tokens: int = key(
         8192, "most tokens of an engine step (hf: padded prompt tokens of one prefill)", low=1
@@ -140,8 +144,8 @@ class RolloutConfig:
         16384, "its token budget on each rank", when="log_prob_use_dynamic_bsz", low=1
     )
     log_prob_use_dynamic_bsz: bool = key(False, "fill those micro-batches up to a token budget")
-    disable_log_stats: bool = key(True, "no log of the engine's statistics", ignored=ENGINES)
-    enable_chunked_prefill: bool = key(True, "prefill in chunks", ignored=ENGINES)
+    disable_log_stats: bool = key(True, "no statistics of the engine among the metrics", when="name=vllm")
+    enable_chunked_prefill: bool = key(True, "prefill in chunks", when="name=vllm")
     trust_remote_code: bool = key(
         True, "run Python code of the model", ignored="model.trust_remote_code decides"
     )
@@ -160,8 +164,12 @@ class RolloutConfig:
     micro_batch_size: int | None = key(
         None, "prompts generated at once on each rank; null: max_num_seqs decides", low=1
     )
-    engine_kwargs: EngineKwargs = group(EngineKwargs, "arguments of the engine", ignored=ENGINES)
+    engine_kwargs: EngineKwargs = group(EngineKwargs, "arguments of the engine")
     calculate_log_probs: bool = key(False, "return log-probs of sampled tokens", ignored=ALWAYS_LOG_PROBS)
     agent: AgentConfig = group(AgentConfig, "agents in environments", later=AGENTS)
-    multi_stage_wake_up: bool = key(False, "wake weights and cache apart", ignored=ENGINES)
+    multi_stage_wake_up: bool = key(
+        False,
+        "wake weights and cache apart",
+        ignored="vllm always wakes its weights for a sync, its cache to generate",
+    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")

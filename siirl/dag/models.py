@@ -125,7 +125,7 @@ TRAIN_BACKENDS = {
 }
 ROLLOUT_BACKENDS = {
     "hf": Backend(_replicas, rollout_lines),
-    "vllm": Backend(_tensor_parallel_replicas, rollout_lines, axes=("tp",), later="the vllm rollout"),
+    "vllm": Backend(_tensor_parallel_replicas, rollout_lines, axes=("tp",)),
     "sglang": Backend(_tensor_parallel_replicas, rollout_lines, axes=("tp",), later="the sglang rollout"),
 }
 

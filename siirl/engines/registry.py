@@ -22,7 +22,10 @@ TRAIN_ENGINES: dict[str, dict[str, str]] = {
 }
 """Strategy -> head -> class."""
 
-ROLLOUT_ENGINES: dict[str, str] = {"hf": "siirl.engines.rollout.hf:HFRollout"}
+ROLLOUT_ENGINES: dict[str, str] = {
+    "hf": "siirl.engines.rollout.hf:HFRollout",
+    "vllm": "siirl.engines.rollout.vllm:VLLMRollout",
+}
 """Name -> class."""
 
 

@@ -31,6 +31,7 @@ def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     for name, column in response_columns(samples).items():
         out[name] = column
     _report(ctx, samples)
+    ctx.metrics.merge(ctx.rollout.drain_metrics())
     ctx.metrics.sum("perf/tokens", int(out["prompt_length"].sum() + out["response_length"].sum()))
     return out
 

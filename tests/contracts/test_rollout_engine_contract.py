@@ -1,4 +1,8 @@
-"""What every rollout engine must do, whatever its backend. A new engine joins by its name in ENGINES."""
+"""What every rollout engine must do, whatever its backend. A new engine joins by its name in ENGINES.
+
+One engine of each kind serves the whole module, as some take long to start; what needs an engine of its own
+configuration is tested on those of START_FAST.
+"""
 
 import math
 from collections import Counter
@@ -16,7 +20,8 @@ from siirl.engines.rollout.sampling import derive_seed
 from siirl.errors import ConfigError, RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
 
-ENGINES = ["hf"]
+ENGINES = ["hf", "vllm"]
+START_FAST = ["hf"]
 VOCAB = 24
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
 
@@ -24,7 +29,9 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [5, 6, 7], [2, 3, 4, 5, 6, 7,
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
-    return make_tiny_model_dir(path, vocab=VOCAB, init_std=0.3, max_positions=64, tokenizer=False)
+    return make_tiny_model_dir(
+        path, vocab=VOCAB, init_std=0.3, head_dim=32, max_positions=64, tokenizer=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +45,8 @@ def build(name, model_dir, *overrides):
             f"actor_rollout_ref.rollout.name={name}",
             f"actor_rollout_ref.model.path={model_dir}",
             "actor_rollout_ref.rollout.dtype=float32",
+            "actor_rollout_ref.rollout.max_model_len=64",
+            f"trainer.output_dir={model_dir}/outputs",
             *overrides,
         ]
     )
@@ -53,11 +62,23 @@ def engine_name(request):
 
 
 @pytest.fixture(scope="module")
-def engine(engine_name, model_dir, reference):
+def shared_engine(engine_name, model_dir):
+    if engine_name == "vllm":
+        pytest.importorskip("vllm")
     engine = build(engine_name, model_dir)
-    engine.load_weights(weights_of(engine, reference), version=7)
+    with pytest.raises(RolloutError, match="no usable weights"):
+        engine.generate([[5]], SamplingParams(max_tokens=1), [0])
+    assert engine.weight_version == -1
     yield engine
     engine.close()
+
+
+@pytest.fixture
+def engine(shared_engine, reference):
+    """The engine with the reference's weights, whatever the test before did."""
+    if shared_engine.weight_version != 7:
+        shared_engine.load_weights(weights_of(shared_engine, reference), version=7)
+    return shared_engine
 
 
 def weights_of(engine, model):
@@ -110,7 +131,7 @@ def test_same_seed_same_tokens_other_seed_other_tokens(engine):
     assert first[0] != first[3], "equal prompts with different seeds differ"
 
 
-def test_a_prompt_does_not_depend_on_its_batch_or_order(engine, engine_name, model_dir, reference):
+def test_a_prompt_does_not_depend_on_its_batch_or_order(engine):
     params = SamplingParams(max_tokens=10, n=3, stop_token_ids=(4, 9))
     together = engine.generate(PROMPTS, params, range(5))
     order = [3, 0, 4, 2, 1]
@@ -120,10 +141,18 @@ def test_a_prompt_does_not_depend_on_its_batch_or_order(engine, engine_name, mod
     assert tokens(alone) == tokens(together)
     for one, other in zip(flat(alone), flat(together), strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
-    chunked = build(engine_name, model_dir, "actor_rollout_ref.rollout.max_num_seqs=2")
-    chunked.load_weights(weights_of(chunked, reference), version=7)
-    assert tokens(chunked.generate(PROMPTS, params, range(5))) == tokens(together)
-    chunked.close()
+
+
+@pytest.mark.parametrize("name", START_FAST)
+def test_the_result_does_not_depend_on_how_many_run_at_once(name, model_dir, reference):
+    params = SamplingParams(max_tokens=10, n=3, stop_token_ids=(4, 9))
+    results = []
+    for at_once in (100, 2):
+        engine = build(name, model_dir, f"actor_rollout_ref.rollout.max_num_seqs={at_once}")
+        engine.load_weights(weights_of(engine, reference), version=7)
+        results.append(tokens(engine.generate(PROMPTS, params, range(5))))
+        engine.close()
+    assert results[0] == results[1]
 
 
 def test_fewer_samples_are_the_first_of_more(engine):
@@ -245,8 +274,9 @@ def test_a_prompt_that_cannot_run_is_named(engine, prompts, max_tokens, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_max_model_len_lowers_the_context(engine_name, model_dir, reference):
-    engine = build(engine_name, model_dir, "actor_rollout_ref.rollout.max_model_len=8")
+@pytest.mark.parametrize("name", START_FAST)
+def test_max_model_len_lowers_the_context(name, model_dir, reference):
+    engine = build(name, model_dir, "actor_rollout_ref.rollout.max_model_len=8")
     engine.load_weights(weights_of(engine, reference), version=0)
     assert engine.generate([[5, 6, 7]], SamplingParams(max_tokens=5), [0])
     with pytest.raises(RolloutError, match="8 positions"):
@@ -263,13 +293,8 @@ def test_sampling_parameters_out_of_range_are_refused(values):
         SamplingParams(**({"max_tokens": 4} | values))
 
 
-def test_new_weights_change_samples_and_version(engine_name, model_dir, reference):
-    engine = build(engine_name, model_dir)
-    with pytest.raises(RolloutError, match="no usable weights"):
-        engine.generate([[5]], SamplingParams(max_tokens=1), [0])
-    assert engine.weight_version == -1
+def test_new_weights_change_samples_and_version(engine, reference):
     params = SamplingParams(max_tokens=12)
-    engine.load_weights(weights_of(engine, reference), version=0)
     before = engine.generate(PROMPTS, params, range(5))
     engine.load_weights([(name, tensor * 0.5) for name, tensor in weights_of(engine, reference)], version=1)
     after = engine.generate(PROMPTS, params, range(5))
@@ -277,7 +302,6 @@ def test_new_weights_change_samples_and_version(engine_name, model_dir, referenc
     assert {sample.weight_version for prompt in after for sample in prompt} == {1}
     engine.load_weights(weights_of(engine, reference), version=2)
     assert tokens(engine.generate(PROMPTS, params, range(5))) == tokens(before)
-    engine.close()
 
 
 def unknown(weights):
@@ -312,11 +336,7 @@ def other_kind(weights):
         (other_shape, ["shape", "needs"]),
     ],
 )
-def test_a_broken_sync_is_an_error_and_leaves_no_stale_weights(
-    engine_name, model_dir, reference, broken, words
-):
-    engine = build(engine_name, model_dir)
-    engine.load_weights(weights_of(engine, reference), version=0)
+def test_a_broken_sync_is_an_error_and_leaves_no_stale_weights(engine, reference, broken, words):
     with pytest.raises(WeightSyncError) as caught:
         engine.load_weights(broken(weights_of(engine, reference)), version=1)
     assert all(word in str(caught.value) for word in words), str(caught.value)
@@ -325,7 +345,6 @@ def test_a_broken_sync_is_an_error_and_leaves_no_stale_weights(
         engine.generate([[5]], SamplingParams(max_tokens=1), [0])
     engine.load_weights(weights_of(engine, reference), version=1)
     assert engine.generate([[5]], SamplingParams(max_tokens=1), [0])[0][0].weight_version == 1
-    engine.close()
 
 
 def test_weight_specs_name_tied_tensors_once_and_accept_their_other_name(engine, reference):
@@ -336,13 +355,11 @@ def test_weight_specs_name_tied_tensors_once_and_accept_their_other_name(engine,
     assert {name: shape for name, (shape, _) in specs.items()} == shapes
 
 
-def test_weights_that_give_no_finite_log_prob_are_reported(engine_name, model_dir, reference):
-    engine = build(engine_name, model_dir)
+def test_weights_that_give_no_finite_log_prob_are_reported(engine, reference):
     broken = [(name, torch.full_like(tensor, torch.nan)) for name, tensor in weights_of(engine, reference)]
     engine.load_weights(broken, version=3)
     with pytest.raises(RolloutError, match="not finite"):
         engine.generate([[5]], SamplingParams(max_tokens=3), [0])
-    engine.close()
 
 
 def test_sleep_and_wake_change_nothing(engine):

@@ -107,10 +107,8 @@ def test_memory_is_bounded_by_the_chunk_in_forward_and_backward(monkeypatch):
     from siirl.algorithms import log_probs
 
     rows = []
-    shifted = log_probs._shifted
-    monkeypatch.setattr(
-        log_probs, "_shifted", lambda logits, t: rows.append(len(logits)) or shifted(logits, t)
-    )
+    scaled = log_probs._scaled
+    monkeypatch.setattr(log_probs, "_scaled", lambda logits, t: rows.append(len(logits)) or scaled(logits, t))
     hidden, weight, target = inputs(torch.float32)
     linear_log_prob_entropy(hidden, weight, target, 1.0, chunk=4)[0].sum().backward()
     assert max(rows) == 4 and sum(rows) == 2 * NUM_TOKENS

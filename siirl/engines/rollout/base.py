@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from siirl.errors import ConfigError
+from siirl.observe.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,20 @@ class RolloutEngine(ABC):
         """
 
     def sleep(self) -> None:
-        """Give back device memory between rollouts (weights and KV cache). Nothing to do by default."""
+        """Give back device memory between rollouts (weights and KV cache). Nothing to do by default.
+
+        An engine whose weights are gone afterwards sets weight_version to -1, so that the next sync sends
+        them again.
+        """
         return None
 
     def wake(self) -> None:
         """Be ready to generate or to take weights again."""
         return None
+
+    def drain_metrics(self) -> Metrics:
+        """What the engine counted since the last call; nothing by default."""
+        return Metrics()
 
     def close(self) -> None:
         """Release everything; the engine is not used afterwards."""

@@ -1,7 +1,6 @@
 """The rollout engine on transformers' own models: no further dependency, on CPU and GPU."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,11 +11,12 @@ from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.dag.plan import ModelPlan
 from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
+from siirl.engines.rollout.checks import CallLimits, WeightState, check_finite
 from siirl.engines.rollout.decode import Samples, decode
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.weights import WeightSpecs, checked_weights
+from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.hf_model import load_hf_config
-from siirl.errors import ConfigError, NotSupportedError, RolloutError
+from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.process_groups import ProcessGroups
 
 CACHED_LAYERS = {"full_attention", "sliding_attention"}
@@ -41,9 +41,11 @@ class HFRollout(RolloutEngine):
         self._device = torch.device(device)
         self._model = build_model(cfg.actor_rollout_ref.model, self._rollout.dtype, self._device)
         positions = getattr(self._model.config, "max_position_embeddings", None)
-        self._max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
-        self._specs, self._aliases = _tensor_names(self._model)
-        self._state: Literal["empty", "loading", "ready"] = "empty"
+        max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
+        vocab = self._model.get_input_embeddings().num_embeddings
+        self._limits = CallLimits(plan.name, vocab, max_context)
+        self._specs, self._aliases = tensor_names(self._model)
+        self._state: WeightState = "empty"
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
@@ -53,7 +55,7 @@ class HFRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run (too long, empty, unknown
         tokens), and for weights that give log-probs that are not finite.
         """
-        self._check_call(prompts, params, seeds)
+        self._limits.check(self._state, prompts, params, seeds)
         if not prompts:
             return []
         self.wake()
@@ -73,7 +75,7 @@ class HFRollout(RolloutEngine):
                 samples = self._decode(distinct, part, params, seeds)
                 for (_, call, sample), completion in zip(part, self._completions(samples), strict=True):
                     found[call, sample] = completion
-        self._check_finite(found)
+        check_finite(((*key, sample) for key, sample in found.items()), str(self._model.dtype))
         return [[found[call, sample] for sample in range(params.n)] for call in range(len(prompts))]
 
     def weight_specs(self) -> WeightSpecs:
@@ -138,43 +140,6 @@ class HFRollout(RolloutEngine):
             rows = min(rows, int(budget / (max_context * _cache_bytes_per_token(self._model))))
         return max(rows, 1)
 
-    def _check_call(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> None:
-        if self._state != "ready":
-            why = "none have arrived yet" if self._state == "empty" else "the last sync did not complete"
-            raise RolloutError(
-                f"rollout engine {self.name!r} has no usable weights: {why}. Sync weights before generating."
-            )
-        if len(seeds) != len(prompts):
-            raise RolloutError(f"{len(prompts)} prompts and {len(seeds)} seeds: each prompt needs one seed.")
-        vocab = self._model.get_input_embeddings().num_embeddings
-        for index, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise RolloutError(f"prompt {index} is empty: there is nothing to continue. Remove it.")
-            low, high = min(prompt), max(prompt)
-            if low < 0 or high >= vocab:
-                raise RolloutError(
-                    f"prompt {index} has token ids {low} to {high}, the model knows 0 to {vocab - 1}: "
-                    "tokenizer and model do not belong together. Use the model's own tokenizer."
-                )
-            if len(prompt) + params.max_tokens > self._max_context:
-                raise RolloutError(
-                    f"prompt {index} has {len(prompt)} tokens and its response up to {params.max_tokens}: "
-                    f"rollout engine {self.name!r} has {self._max_context} positions. Lower "
-                    "data.max_prompt_length or data.max_response_length, or use a model of longer context."
-                )
-
-    def _check_finite(self, found: dict[tuple[int, int], Completion]) -> None:
-        for (call, sample), completion in found.items():
-            total = sum(completion.log_probs)
-            if total != total or total == float("-inf"):
-                raise RolloutError(
-                    f"sample {sample} of prompt {call} has log-probs that are not finite, at weight version "
-                    f"{self.weight_version}: the weights overflow in {self._model.dtype}, or hold NaN. "
-                    "Lower the learning rate, or set actor_rollout_ref.rollout.dtype=float32."
-                )
-
 
 def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model of `model_cfg` on `device`, for inference, its weights uninitialised memory.
@@ -199,20 +164,6 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
         )
     model.tie_weights()
     return model.eval().requires_grad_(False)
-
-
-def _tensor_names(model: PreTrainedModel) -> tuple[WeightSpecs, dict[str, str]]:
-    """(name -> shape and dtype, tied tensors once; further names of tied tensors -> the name used)."""
-    specs: WeightSpecs = {}
-    aliases: dict[str, str] = {}
-    first_name: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        own_name = first_name.setdefault(id(tensor), name)
-        if own_name == name:
-            specs[name] = (tuple(tensor.shape), tensor.dtype)
-        else:
-            aliases[name] = own_name
-    return specs, aliases
 
 
 def _cache_bytes_per_token(model: PreTrainedModel) -> int:

