@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from siirl.config.keys import Key
 from siirl.config.resolve import ALIASES, FOLLOWS, followed_value, get
 from siirl.config.root import TOP_GROUPS, Config, all_keys
-from siirl.config.values import check_available, show
-from siirl.errors import ConfigError, NotSupportedError
+from siirl.config.values import show
+from siirl.errors import ConfigError
 
 GROUP_BASELINES = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")
 
@@ -14,11 +14,9 @@ GROUP_BASELINES = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_p
 def check_config(cfg: Config) -> None:
     """Refuse a configuration that cannot work; all contradictions are reported at once, one on each line.
 
-    For a whole run or for the resolved configuration of a node. NotSupportedError if a default stands for a
-    feature that does not exist yet (rollout.name=vllm); ConfigError for keys that contradict each other.
-    Pure, and quick enough to call once for every node.
+    For a whole run or for the resolved configuration of a node. ConfigError for keys that contradict each
+    other. Pure, and quick enough to call once for every node.
     """
-    _check_names(cfg)
     checks = (_batch, _lengths, _sampling, _loss, _critic, _optimizer, _run)
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
@@ -45,20 +43,6 @@ def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
         if reason:
             warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
     return warnings
-
-
-def _check_names(cfg: Config) -> None:
-    """Names of features are checked when they are set; this finds defaults that are not available yet."""
-    for name, key in all_keys().items():
-        if not key.rule.later_choices or key.rule.later or name in cfg.explicit:
-            continue
-        try:
-            check_available(key, get(cfg, name))
-        except NotSupportedError as error:
-            available = key.rule.choices[0]
-            raise NotSupportedError(
-                f"{error} Nobody set it: this is its default. Set {name}={available}."
-            ) from None
 
 
 def _unmet(cfg: Config, key: Key) -> str:

@@ -55,7 +55,11 @@ class MultiTurnConfig:
 class EngineKwargs:
     """Arguments handed to the engine as they are; any key may be added."""
 
-    vllm: dict[str, Any] = key({}, "arguments of vLLM's engine (EngineArgs), over those that siirl sets")
+    vllm: dict[str, Any] = key(
+        {},
+        "arguments of vLLM's engine (EngineArgs), over those that siirl sets",
+        when="actor_rollout_ref.rollout.name=vllm",
+    )
     sglang: dict[str, Any] = key({}, "arguments of SGLang's engine", later="the sglang rollout")
 
 

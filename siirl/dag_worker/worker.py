@@ -157,7 +157,8 @@ class DAGWorker:
             result = node.op(context, rows)
         note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
         self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
-        if node.plan.model in self.rollout_engines and node.cfg.actor_rollout_ref.rollout.free_cache_engine:
+        shares_device = node.plan.model in self.rollout_engines and bool(self.train_engines)
+        if shares_device and node.cfg.actor_rollout_ref.rollout.free_cache_engine:
             self.rollout_engines[node.plan.model].sleep()
         record.metrics.merge(own, self._prefix(node))
         return result

