@@ -15,6 +15,7 @@ from siirl.dag.plan import Plan
 from siirl.dag.user_code import check_reference
 from siirl.data.inspect import data_sources, inspect_data
 from siirl.data.model_files import check_model_files, check_tokenizer
+from siirl.engines.rollout.vllm_version import vllm_version
 from siirl.errors import ConfigError
 from siirl.launch.job import Job
 from siirl.rewards.choose import RewardChooser
@@ -33,6 +34,8 @@ def preflight(cfg: Config, plan: Plan) -> None:
         check_model_files(node_cfgs[model.node], model.role)
         if model.role != "rollout":
             check_kernels(node_cfgs[model.node], model.role)
+        if model.backend == "vllm":
+            vllm_version()
     for name, node in plan.nodes.items():
         check_tokenizer(node_cfgs[name])
         if node.executable is not None:
