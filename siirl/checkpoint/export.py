@@ -9,8 +9,8 @@ from torch import Tensor
 
 from siirl.checkpoint import files
 from siirl.checkpoint.hf import declared_dtype, save_hf
-from siirl.checkpoint.manager import STATE_FILE
 from siirl.checkpoint.storage import load_tensors, stored_tensors
+from siirl.checkpoint.writer import STATE_FILE
 from siirl.errors import CheckpointError, ConfigError
 
 READ_BYTES = 2 * 10**9

@@ -3,7 +3,12 @@
 root/global_step_N/            a complete checkpoint; it appears by one rename
 root/global_step_N/manifest.json   size and SHA-256 of every other file in it, written last
 root/latest_checkpointed_iteration.txt   the step of the current one; replaced atomically, after the rename
-root/global_step_N.tmp, .old   left by a save that was killed; the next save removes them
+root/global_step_N.tmp         a save that is being written, or was killed
+root/global_step_N.old         what a new save of the same step replaces, until that one is in its place
+root/global_step_N.deleted     an old checkpoint that is being deleted, or whose deletion was killed
+
+The next save removes what killed ones left behind. An .old whose step has no folder goes back to its place:
+the save that was to replace it was killed between two renames.
 """
 
 import hashlib
@@ -25,6 +30,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+ASIDE, OLD, DELETED = ".tmp", ".old", ".deleted"
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
 
@@ -154,7 +160,7 @@ def publish(aside: Path, root: Path, step: int) -> Path:
     final = step_folder(root, step)
     sync_folders(aside)
     if final.exists():
-        os.replace(final, _fresh(final.with_suffix(".old")))
+        os.replace(final, _fresh(final.with_suffix(OLD)))
     os.replace(aside, final)
     _sync_folder(root)
     pointer = root / f"{POINTER}.tmp"
@@ -167,12 +173,26 @@ def publish(aside: Path, root: Path, step: int) -> Path:
 def prepare_aside(root: Path, step: int) -> Path:
     """An empty folder for the files of a coming checkpoint; what killed saves left behind is removed."""
     root.mkdir(parents=True, exist_ok=True)
-    for path in root.iterdir():
-        if path.suffix in (".tmp", ".old") and _STEP_FOLDER.fullmatch(path.stem) and path.is_dir():
-            shutil.rmtree(path)
-    aside = root / f"global_step_{step}.tmp"
+    put_back(root)
+    for path in _leftovers(root, ASIDE, OLD, DELETED):
+        shutil.rmtree(path)
+    aside = aside_folder(root, step)
     aside.mkdir()
     return aside
+
+
+def aside_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written before it is complete."""
+    return step_folder(root, step).with_suffix(ASIDE)
+
+
+def put_back(root: Path) -> None:
+    """Give checkpoints whose replacement was killed before it got their place that place again."""
+    for path in _leftovers(root, OLD):
+        place = path.with_suffix("")
+        if not place.exists():
+            log.warning("%s goes back to its place: the save that was to replace it was killed", path)
+            os.replace(path, place)
 
 
 def prune(root: Path, keep: int, current: int) -> None:
@@ -181,10 +201,10 @@ def prune(root: Path, keep: int, current: int) -> None:
     A checkpoint that cannot be deleted is left with a warning.
     """
     steps = [step for step in saved_steps(root) if step <= current]
-    for folder in [step_folder(root, step) for step in steps[keep:]] + list(root.glob("global_step_*.old")):
+    for folder in [step_folder(root, step) for step in steps[keep:]] + _leftovers(root, OLD, DELETED):
         try:
-            if folder.suffix != ".old":
-                folder = folder.rename(_fresh(folder.with_suffix(".old")))
+            if not folder.suffix:
+                folder = folder.rename(_fresh(folder.with_suffix(DELETED)))
             shutil.rmtree(folder)
         except OSError as error:
             log.warning("the old checkpoint %s cannot be deleted: %s", folder, error)
@@ -210,6 +230,7 @@ def find_resume(root: Path, mode: str, from_path: str | Path | bool | None) -> P
         checkpoint = given_checkpoint(from_path)
         verify(checkpoint)
         return checkpoint
+    put_back(root)
     current, steps = current_step(root), saved_steps(root)
     candidates = steps if current is None else [current, *(step for step in steps if step < current)]
     problems = []
@@ -249,6 +270,17 @@ def given_checkpoint(from_path: str | Path | bool | None) -> Path:
             "Give a global_step_N folder."
         )
     return checkpoint
+
+
+def _leftovers(root: Path, *suffixes: str) -> list[Path]:
+    """Folders under `root` that are no checkpoints (any more, or yet)."""
+    if not root.is_dir():
+        return []
+    return [
+        path
+        for path in sorted(root.iterdir())
+        if path.suffix in suffixes and _STEP_FOLDER.fullmatch(path.stem) and path.is_dir()
+    ]
 
 
 def _fresh(path: Path) -> Path:

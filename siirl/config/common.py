@@ -147,7 +147,7 @@ class CheckpointConfig:
         "what is restored",
         choices=("model", "optimizer", "extra", "hf_model"),
     )
-    async_save: bool = key(False, "save in the background", later="asynchronous checkpoints")
+    async_save: bool = key(False, "save in the background, from a copy of the state in host memory")
 
 
 @dataclass(frozen=True)

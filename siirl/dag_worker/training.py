@@ -56,7 +56,13 @@ class Training:
                 engine.set_total_steps(steps * optimizer_steps(worker.node_cfg(model.node), model.role))
         trainer = self.cfg.trainer
         root = Path(trainer.default_local_dir).expanduser()
-        self.checkpoints = CheckpointManager(root, trainer.max_actor_ckpt_to_keep, worker.groups.world)
+        self.background_groups = self._make_background_groups()
+        self.checkpoints = CheckpointManager(
+            root,
+            trainer.max_actor_ckpt_to_keep,
+            worker.groups.world,
+            self.background_groups.get(tuple(range(worker.plan.world_size))),
+        )
         self.step = 0
         self.last_checkpoint: Path | None = None
 
@@ -73,9 +79,7 @@ class Training:
             report.samples(self.step, "train", self.samples)
             val_metrics = self.validate() if self._due(trainer.test_freq) else Metrics()
             report.samples(self.step, "validation", self.samples if val_metrics.entries else [])
-            report.log(self.step, val_metrics, train_metrics)
-            if self._due(trainer.save_freq):
-                self.save()
+            report.log(self.step, val_metrics, train_metrics, self.save_if_due())
         exported = [] if trainer.val_only or not trainer.export_hf else self.export()
         report.close()
         trace = finish_trace(self.cfg, self.worker.rank, self.output_dir)
@@ -108,12 +112,30 @@ class Training:
         kept.max("time/validation_s", time.perf_counter() - start_s)
         return kept
 
-    def save(self) -> None:
+    def save_if_due(self) -> Metrics:
+        """Save this step if it is due, and look after a save in the background; metrics of this rank.
+
+        time/checkpoint_stage_s: how long training stood still for one in the background; time/checkpoint_s:
+        until a checkpoint became current, reported by the step that finds it so. The last step waits for it.
+        """
+        metrics, start_s = Metrics(), time.perf_counter()
+        background = bool(self.background_groups)
+        if self._due(self.cfg.trainer.save_freq):
+            self.save(background)
+            if background:
+                metrics.max("time/checkpoint_stage_s", time.perf_counter() - start_s)
+        ends = self.step == self.total_steps
+        saved = self.checkpoints.wait() if ends else self.checkpoints.take_finished()
+        if saved is not None:
+            self.last_checkpoint = saved.path
+            metrics.max("time/checkpoint_s", saved.total_s)
+        return metrics
+
+    def save(self, background: bool = False) -> None:
         """A checkpoint of this step: models, loader positions, node states, RNG."""
         with self.worker.all_on_device(), self.worker.observer.span("checkpoint", self.step):
-            self.last_checkpoint = self.checkpoints.save(
-                self.step, self._saved_models(), self._extra(), rng_state(self.worker.device)
-            )
+            models, rng = self._saved_models(), rng_state(self.worker.device)
+            self.checkpoints.save(self.step, models, self._extra(), rng, background)
 
     def resume(self) -> None:
         """Go on from the checkpoint that trainer.resume_mode finds, if any."""
@@ -185,8 +207,19 @@ class Training:
                 checkpoint.load_contents,
                 source.lora_alpha if source.lora_rank else None,
                 engine.hf_config_changes(),
+                self.background_groups.get(tuple(model.ranks)),
             )
         return saved
+
+    def _make_background_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """The groups of saves in the background, if a trained model asks for them; every rank makes them."""
+        plan = self.worker.plan
+        trained = [model for model in plan.models.values() if model.trains]
+        groups = [role_group(self.worker.node_cfg(model.node), model.role) for model in trained]
+        if not any(group.checkpoint.async_save for group in groups):
+            return {}
+        world = tuple(range(plan.world_size))
+        return self.worker.groups.twins(sorted({world, *(tuple(model.ranks) for model in trained)}))
 
     def _count_steps(self) -> int:
         trainer = self.cfg.trainer

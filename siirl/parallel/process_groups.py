@@ -61,6 +61,16 @@ class ProcessGroups:
             )
         return self._groups[ranks]
 
+    def twins(self, groups: Sequence[Sequence[int]]) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Further gloo groups of the same ranks, for a thread that works beside the main one.
+
+        Collective over the world: all ranks pass the same `groups`. Those that this rank is not in are left
+        out.
+        """
+        timeout = timedelta(seconds=self.timeout_s)
+        made = {tuple(ranks): dist.new_group(ranks, timeout, "gloo") for ranks in groups}
+        return {ranks: group for ranks, group in made.items() if self.rank in ranks}
+
     def __contains__(self, ranks: object) -> bool:
         return ranks in self._groups
 

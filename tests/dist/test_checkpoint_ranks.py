@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from siirl.checkpoint import files, manager, storage
+from siirl.checkpoint import files, storage, writer
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.errors import CheckpointError
@@ -152,7 +152,7 @@ def _fail_on_rank_1(step: int, stage: str) -> None:
     if stage == "writing a shard":
         storage.TensorWriter.write_data = no_space
     elif stage == "the state of a rank":
-        manager.save_file = no_space
+        writer.save_file = no_space
     elif stage == "the checksums":
         files.records_of = no_space
     else:
@@ -191,7 +191,7 @@ def killed_in_the_middle(rank: int, world_size: int, root: str, where: str):
     checkpoints.save(1, models, {}, {})
     if rank == 0:
         module, name = {
-            "data": (manager, "save_tensors"),
+            "data": (writer, "save_tensors"),
             "manifest": (files, "write_manifest"),
             "pointer": (files, "write_file"),
         }[where]

@@ -126,11 +126,23 @@ def test_the_newest_n_are_kept_and_a_step_can_be_saved_again(tmp_path):
 
 
 def test_the_next_save_removes_what_a_killed_save_left(tmp_path):
-    files.prepare_aside(tmp_path, 1)
-    (tmp_path / "global_step_0.old").mkdir()
-    (tmp_path / "notes.tmp").mkdir()
-    write_checkpoint(tmp_path, 2)
+    write_checkpoint(tmp_path, 1)
+    for name in ("global_step_2.tmp", "global_step_1.old", "global_step_0.deleted", "notes.tmp"):
+        (tmp_path / name).mkdir()
+    write_checkpoint(tmp_path, 2, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", files.POINTER, "notes.tmp"]
+
+
+def test_a_kill_between_the_two_renames_of_a_second_save_of_a_step_loses_nothing(tmp_path, caplog):
+    good = write_checkpoint(tmp_path, 1)
+    good.rename(tmp_path / "global_step_1.old")
+    files.aside_folder(tmp_path, 1).mkdir()
+    with caplog.at_level(logging.WARNING):
+        assert files.find_resume(tmp_path, "auto", None) == good
+    assert "global_step_1.old goes back to its place" in caplog.text
+    good.rename(tmp_path / "global_step_1.old")
+    write_checkpoint(tmp_path, 2)
+    files.verify(good)
 
 
 @pytest.mark.parametrize("fails_at", ["rename", "pointer"])

@@ -1,0 +1,44 @@
+"""The main job with saves in the background: the same checkpoints and the same run as with saves in line."""
+
+import pytest
+import torch
+from job_harness import Inputs, overrides, run_job
+from test_checkpoint_kills import tensors_of
+
+from siirl.checkpoint import files
+
+BACKGROUND = "actor_rollout_ref.actor.checkpoint.async_save=true"
+OFFLOAD = [
+    f"actor_rollout_ref.actor.{key}=true"
+    for key in ("fsdp_config.param_offload", "fsdp_config.optimizer_offload", "grad_offload")
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"))
+
+
+def test_a_run_resumed_from_a_save_in_the_background_equals_one_that_saved_in_line(inputs, tmp_path):
+    """The first run saves in the background, each step; the second resumes from its step 2, saves in line,
+    and keeps its parameters and optimizer on the host: both end with the same checkpoint.
+    """
+    settings = ["trainer.save_freq=1", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    first = run_job(2, overrides(inputs, tmp_path / "first", *settings, *OFFLOAD, BACKGROUND))
+    saved = tmp_path / "first" / "checkpoints"
+    assert files.current_step(saved) == 3 and files.saved_steps(saved) == [3, 2, 1]
+    assert len(first.values("time/checkpoint_stage_s")) == 3
+    assert first.lines[-1]["time/checkpoint_s"] > first.lines[-1]["time/checkpoint_stage_s"] > 0
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}/global_step_2"]
+    second = run_job(2, overrides(inputs, tmp_path / "second", *settings, *resume))
+    assert second.values("step") == [3] and second.values("time/checkpoint_stage_s") == []
+    paths = [folder / "checkpoints" / "global_step_3" for folder in (tmp_path / "first", tmp_path / "second")]
+    names = [[entry["path"] for entry in files.verify(path)["files"]] for path in paths]
+    assert names[0] == names[1]
+    expected, found = (tensors_of(path / "agent_0.actor") for path in paths)
+    assert expected.keys() == found.keys() and any(name.startswith("optimizer/") for name in expected)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    for name in ("extra.json", "agent_0.actor/state.json"):
+        assert (paths[0] / name).read_text() == (paths[1] / name).read_text()
+    assert first.weights().keys() == second.weights().keys()
+    assert all(torch.equal(first.weights()[name], value) for name, value in second.weights().items())
