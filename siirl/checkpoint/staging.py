@@ -32,7 +32,8 @@ class SavedModel:
     group: the ranks of the model; None: this process alone. hf_path: where its HF config and tokenizer come
     from. save_contents, load_contents: of "model", "optimizer" (and its schedule), "extra" (the run's state:
     see save), "hf_model" (also HF weights). lora_alpha: what an export needs to merge adapters.
-    hf_config_changes: where its config.json differs from that of hf_path. background_group: a second group of the same ranks, gloo, for saves in the background.
+    hf_config_changes: where its config.json differs from that of hf_path. background_group: a second group of
+    the same ranks, gloo, for saves in the background.
     """
 
     model: Stateful

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_harness import WorkerFailure, run_workers
+from stored_checkpoints import assert_same_checkpoints
 from test_checkpoint_ranks import STAGES, ShardedEngine, _fail_on_rank_1
 
 from siirl.checkpoint import files
 from siirl.checkpoint.manager import CheckpointManager
 from siirl.checkpoint.staging import SavedModel
-from siirl.checkpoint.storage import load_tensors, stored_tensors
 from siirl.errors import CheckpointError
 from siirl.parallel.process_groups import ProcessGroups
 
@@ -44,23 +44,10 @@ def save_both_ways(rank: int, world_size: int, root: str):
         assert manager.wait().path == Path(root) / way / "global_step_2"
 
 
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    stored = stored_tensors(folder)
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
-    load_tensors(tensors, folder, None)
-    return tensors
-
-
 def test_a_save_in_the_background_is_the_same_as_one_in_the_foreground(tmp_path):
     run_workers(save_both_ways, 2, str(tmp_path))
     first, second = (tmp_path / way / "global_step_2" for way in ("foreground", "background"))
-    paths = [[entry["path"] for entry in files.verify(path)["files"]] for path in (first, second)]
-    assert paths[0] == paths[1]
-    expected, found = tensors_of(first / "actor"), tensors_of(second / "actor")
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    for name in ("extra.json", "actor/state.json", "ranks/rank_1.json"):
-        assert (first / name).read_text() == (second / name).read_text()
+    assert_same_checkpoints(first, second, "actor")
 
 
 def fail_in_the_background(rank: int, world_size: int, root: str, stage: str):

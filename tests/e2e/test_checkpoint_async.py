@@ -3,7 +3,7 @@
 import pytest
 import torch
 from job_harness import Inputs, overrides, run_job
-from test_checkpoint_kills import tensors_of
+from stored_checkpoints import assert_same_checkpoints
 
 from siirl.checkpoint import files
 
@@ -32,13 +32,7 @@ def test_a_run_resumed_from_a_save_in_the_background_equals_one_that_saved_in_li
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}/global_step_2"]
     second = run_job(2, overrides(inputs, tmp_path / "second", *settings, *resume))
     assert second.values("step") == [3] and second.values("time/checkpoint_stage_s") == []
-    paths = [folder / "checkpoints" / "global_step_3" for folder in (tmp_path / "first", tmp_path / "second")]
-    names = [[entry["path"] for entry in files.verify(path)["files"]] for path in paths]
-    assert names[0] == names[1]
-    expected, found = (tensors_of(path / "agent_0.actor") for path in paths)
-    assert expected.keys() == found.keys() and any(name.startswith("optimizer/") for name in expected)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-    for name in ("extra.json", "agent_0.actor/state.json"):
-        assert (paths[0] / name).read_text() == (paths[1] / name).read_text()
+    last = [tmp_path / name / "checkpoints" / "global_step_3" for name in ("first", "second")]
+    assert_same_checkpoints(*last, "agent_0.actor")
     assert first.weights().keys() == second.weights().keys()
     assert all(torch.equal(first.weights()[name], value) for name, value in second.weights().items())
