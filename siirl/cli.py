@@ -13,6 +13,7 @@ from siirl.config import Config, load_config
 from siirl.config.checks import check_config, effect_warnings
 from siirl.dag.arguments import add_config_arguments, parse_settings, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
+from siirl.dag.models import plan_advice
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
 from siirl.errors import ConfigError
@@ -35,7 +36,8 @@ def _compiled(args: argparse.Namespace, overrides: list[str]) -> tuple[Plan, dic
     cfg = load_config(overrides, args.config_name)
     check_config(cfg)
     compiled = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
-    for line in effect_warnings(cfg):
+    plan, configs = compiled
+    for line in (*effect_warnings(cfg, configs.values()), *plan_advice(plan.models.values(), configs)):
         print(f"warning: {line}", file=sys.stderr)
     return compiled
 

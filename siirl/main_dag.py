@@ -9,7 +9,8 @@ from siirl.config.checks import check_config, effect_warnings
 from siirl.config.tree import print_config
 from siirl.dag.arguments import parse_arguments, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
-from siirl.dag.report import batch_arithmetic
+from siirl.dag.models import plan_advice
+from siirl.dag.report import batch_arithmetic, model_setup
 from siirl.launch.choose import choose_launcher
 from siirl.launch.devices import check_gpus
 from siirl.launch.job import Job
@@ -45,11 +46,15 @@ def run(cfg: Config) -> int:
     output_dir = Path(cfg.trainer.output_dir).expanduser().absolute()
     if is_first_process():
         setup_logging(0, output_dir / "logs")
-        for warning in effect_warnings(cfg):
+        for warning in (
+            *effect_warnings(cfg, node_cfgs.values()),
+            *plan_advice(plan.models.values(), node_cfgs),
+        ):
             log.warning(warning)
     if launcher != "ray" and is_first_on_machine():  # Ray: on the machines that it chooses
         preflight(cfg, plan)
     if is_first_process():
+        print(model_setup(plan, node_cfgs))
         print(batch_arithmetic(plan, node_cfgs))
     job = Job(to_dict(cfg), plan.to_json(), str(output_dir), world_size, cfg.trainer.n_gpus_per_node)
     match launcher:

@@ -89,7 +89,10 @@ class MegatronConfig:
 
 @dataclass(frozen=True)
 class ForwardMegatronConfig(MegatronConfig):
-    """MegatronConfig of a model that is never trained."""
+    """MegatronConfig of a model that is never trained.
+
+    The sizes and override_transformer_config are the actor's, unless one of the sizes is set.
+    """
 
     use_distributed_optimizer: bool = key(True, "shard optimizer states", ignored=NO_OPTIMIZER)
     grad_offload: bool = key(False, "keep gradients in host memory", ignored=NO_OPTIMIZER)

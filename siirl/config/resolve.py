@@ -21,7 +21,7 @@ FSDP_KEYS = (
     "mixed_precision.param_dtype",
     "mixed_precision.reduce_dtype",
 )
-MEGATRON_KEYS = (
+MEGATRON_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "context_parallel_size",
@@ -29,6 +29,9 @@ MEGATRON_KEYS = (
     "expert_tensor_parallel_size",
     "virtual_pipeline_model_parallel_size",
     "sequence_parallel",
+)
+MEGATRON_KEYS = (
+    *MEGATRON_SIZES,
     "param_dtype",
     "param_offload",
     "override_transformer_config",
@@ -100,6 +103,9 @@ FOLLOWS |= {
     for name in MEGATRON_KEYS
     if name != "param_offload"
 }
+REF_SIZES = tuple(f"{POLICY}.ref.megatron.{name}" for name in MEGATRON_SIZES)
+"""The reference takes the actor's sizes as a whole: setting one of them ends that."""
+REF_LAYOUT = (*REF_SIZES, f"{POLICY}.ref.megatron.override_transformer_config")
 REFERENCE = re.compile(r"\$\{([^}]+)\}")
 
 
@@ -110,6 +116,8 @@ def get(cfg: Config, name: str) -> Any:
 
 def followed_value(cfg: Config, name: str) -> Any:
     """What a key of `FOLLOWS` is while nobody sets it."""
+    if name in REF_LAYOUT and not set(REF_SIZES).isdisjoint(cfg.explicit):
+        return all_keys()[name].default
     template = FOLLOWS[name]
     whole = REFERENCE.fullmatch(template)
     if whole:

@@ -124,7 +124,7 @@ def _groups(
     groups: dict[Ranks, None] = {tuple(range(world_size)): None}
     for model in models:
         groups[model.ranks] = None
-        groups.update(dict.fromkeys(backend_of(model).groups(model)))
+        groups.update(dict.fromkeys(backend_of(model).groups(model.dims, model.ranks)))
     for item in (*layouts, *routes, *links):
         groups[item.ranks] = None
     return tuple(groups)

@@ -15,6 +15,7 @@ from siirl.dag.megatron_options import option_names
 from siirl.dag.memory import ModelShape
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.dims import ParallelDims
+from siirl.parallel.placement import Ranks, format_ranks
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """model_type of the models whose weights siirl carries to Megatron-Core and back by itself."""
@@ -107,7 +108,7 @@ def _option_names(model: MegatronModel) -> Iterator[str]:
             if option in owned:
                 instead = owned[option].format(model.keys, model.group)
                 yield f"{key}.{option} would be decided twice: {instead} does. Set that key."
-            elif known and option not in known:
+            elif known and option not in known and (name, option) != ("OptimizerConfig", "eps"):
                 yield f"{key}.{option}: megatron.core {name} has no such option.{closest(option, known)}"
 
 
@@ -258,3 +259,36 @@ def _recompute(model: MegatronModel) -> Iterator[str]:
 def _common_divisors(width: int, size: int) -> str:
     """The divisors of width up to size, greatest first: sizes that fit."""
     return "|".join(str(d) for d in range(size, 0, -1) if width % d == 0)
+
+
+def advice(model: MegatronModel, ranks: Ranks, ranks_per_node: int, num_micro_batches: int) -> list[str]:
+    """What works but is slow or has no effect, a line each. num_micro_batches: of a mini-batch on a rank."""
+    dims, options = model.dims, model.options
+    lines = []
+    if isinstance(model.shape, str):
+        lines.append(f"layers, heads and experts are not checked: {model.shape}")
+    groups = dims.mesh_groups(ranks).get("tp", ())
+    across = next((group for group in groups if len({rank // ranks_per_node for rank in group}) > 1), None)
+    if across:
+        lines.append(
+            f"tp({dims.tp}) reaches over machines (ranks {format_ranks(across)}): every layer then waits for "
+            f"the network. Keep tensor_model_parallel_size within the {ranks_per_node} devices of a machine."
+        )
+    if dims.tp > 1 and not model.section.sequence_parallel:
+        lines.append(
+            f"tp({dims.tp}) without sequence_parallel keeps norms and residuals whole on every rank. Set "
+            f"{model.keys}.sequence_parallel=true to split them too."
+        )
+    if dims.pp > 1 and model.trains:
+        idle = (dims.pp - 1) / (num_micro_batches * dims.vpp + dims.pp - 1)
+        if idle > 0.25:
+            lines.append(
+                f"pp({dims.pp}) with {num_micro_batches} micro-batches in a mini-batch idles {idle:.0%} of "
+                "the time. Make micro-batches smaller, mini-batches larger, or the pipeline shorter."
+            )
+    granularity = options.get("recompute_granularity")
+    if granularity != "selective" and options.get("recompute_modules"):
+        lines.append("recompute_modules has no effect without recompute_granularity=selective.")
+    if granularity == "selective" and options.get("recompute_method"):
+        lines.append("recompute_method has no effect with recompute_granularity=selective.")
+    return [f"{model.who}: {line}" for line in lines]

@@ -73,9 +73,11 @@ def _stage_layers(layers: int, pp: int, split: Mapping[str, Any]) -> list[int]:
         return [places // pp] * pp
     ends = [int(split[name]) for name in (FIRST, LAST) if name in split]
     middle, left = pp - len(ends), layers - sum(ends)
-    if left < 0 or bool(left) != bool(middle) or (middle and left % middle):
+    if min(left, middle) < 0 or bool(left) != bool(middle) or (middle and left % middle):
         named = ", ".join(f"{name}={split[name]}" for name in (FIRST, LAST) if name in split)
-        raise ValueError(f"{named} leave {left} of {layers} layers for {middle} other stages of pp({pp})")
+        raise ValueError(
+            f"{named} leave {left} of {layers} layers for {max(middle, 0)} other stages of pp({pp})"
+        )
     stages = [left // middle if middle else 0] * middle
     if FIRST in split:
         stages.insert(0, int(split[FIRST]))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
-from siirl.config.roles import role_group, role_model
+from siirl.config.roles import mini_batch_prompts, role_group, role_model
 from siirl.dag.plan import ModelPlan
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -172,6 +172,14 @@ def micro_batch_tokens(model: ModelPlan, cfg: Config) -> int:
         dynamic = policy.ref.log_prob_use_dynamic_bsz
         budget, rows = policy.ref.log_prob_max_token_len_per_gpu, policy.ref.log_prob_micro_batch_size_per_gpu
     return max(budget, row) if dynamic else rows * row
+
+
+def micro_batches(model: ModelPlan, cfg: Config) -> int:
+    """Micro-batches of a mini-batch on a rank of a trained model; by token budget, of the longest rows."""
+    rollout = cfg.actor_rollout_ref.rollout
+    row = rollout.prompt_length + rollout.response_length
+    rows = -(-mini_batch_prompts(cfg, model.role) * rollout.n // model.dims.dp)
+    return -(-rows * row // micro_batch_tokens(model, cfg))
 
 
 def _activations(model: ModelPlan, cfg: Config, shape: ModelShape, tokens: int) -> int:

@@ -9,13 +9,14 @@ from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.critic import CriticConfig
 from siirl.config.roles import ROLE_GROUPS, role_group, role_model
-from siirl.dag.megatron_checks import MegatronModel, check_megatron
+from siirl.dag.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.dag.megatron_memory import MegatronMemory, megatron_lines
 from siirl.dag.memory import (
     MemoryLine,
     ModelShape,
     fsdp_lines,
     micro_batch_tokens,
+    micro_batches,
     read_shape,
     rollout_lines,
 )
@@ -32,21 +33,29 @@ from siirl.parallel.placement import Ranks, format_ranks, parse_placement
 class Backend:
     """What the compiler knows of a backend.
 
-    dims: the parallel sizes it gets on so many ranks. axes: the mesh axes whose process groups it asks for.
-    memory: what a rank holds of a model; the last argument is the rows of a shard. check: what must hold
-    beyond the product of the sizes; ConfigError. later: why it cannot be used yet.
+    dims: the parallel sizes it gets on so many ranks. groups: the rank tuples that it communicates over, of
+    its sizes on its ranks. memory: what a rank holds; the last argument is the rows of a shard. check: what
+    must hold beyond the product of the sizes; raises UserError. advice: what works, but badly, a line each.
+    five_sizes: tp, pp, cp, ep and dp are always named. later: why it cannot be used yet.
     """
 
     dims: Callable[[Config, ModelRole, int], ParallelDims]
     memory: Callable[[ModelPlan, Config, ModelShape, int], list[MemoryLine]]
-    axes: tuple[str, ...] = ()
-    check: Callable[[Config, ModelRole, ParallelDims, ResolvedNode], None] | None = None
+    groups: Callable[[ParallelDims, Ranks], Iterable[Ranks]] = lambda dims, ranks: ()
+    check: Callable[[Config, ModelRole, ParallelDims, ResolvedNode], None] = lambda *model: None
+    five_sizes: bool = False
+    advice: Callable[[ModelPlan, Config], list[str]] = lambda model, cfg: []
     later: str = ""
 
-    def groups(self, model: ModelPlan) -> tuple[Ranks, ...]:
-        """The rank tuples of its axes, in the order of the axes."""
-        lines = model.dims.mesh_groups(model.ranks)
-        return tuple(ranks for axis in self.axes for ranks in lines.get(axis, ()))
+
+def _along(*axes: str) -> Callable[[ParallelDims, Ranks], Iterable[Ranks]]:
+    """The groups of some mesh axes, in the order of the axes."""
+
+    def groups(dims: ParallelDims, ranks: Ranks) -> Iterable[Ranks]:
+        lines = dims.mesh_groups(ranks)
+        return [group for axis in axes for group in lines.get(axis, ())]
+
+    return groups
 
 
 def _fsdp_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
@@ -74,20 +83,32 @@ def _megatron_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
     )
 
 
-def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+def _megatron_model(
+    cfg: Config, role: ModelRole, dims: ParallelDims, who: str, trains: bool
+) -> MegatronModel:
     group = role_group(cfg, role)
-    check_megatron(
-        MegatronModel(
-            who=str(node),
-            group=ROLE_GROUPS[role],
-            section=group.megatron,
-            optimizer_options=_optimizer_options(group),
-            trains=node.op.trains,
-            dims=dims,
-            shape=read_shape(cfg, role),
-            lora_rank=role_model(cfg, role).lora_rank,
-        )
+    return MegatronModel(
+        who=who,
+        group=ROLE_GROUPS[role],
+        section=group.megatron,
+        optimizer_options=_optimizer_options(group),
+        trains=trains,
+        dims=dims,
+        shape=read_shape(cfg, role),
+        lora_rank=role_model(cfg, role).lora_rank,
     )
+
+
+def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    model = _megatron_model(cfg, role, dims, str(node), node.op.trains)
+    dims.check(model.who, range(dims.world), model.section.sequence_parallel)
+    check_megatron(model)
+
+
+def _megatron_advice(model: ModelPlan, cfg: Config) -> list[str]:
+    described = _megatron_model(cfg, model.role, model.dims, f"node {model.node!r}", model.trains)
+    num_micro_batches = micro_batches(model, cfg) if model.trains else 0
+    return advice(described, model.ranks, cfg.trainer.n_gpus_per_node, num_micro_batches)
 
 
 def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
@@ -118,15 +139,22 @@ HEADS: dict[ModelRole, Head] = {"critic": "value"}
 """The head of a role's model; others are language models."""
 
 TRAIN_BACKENDS = {
-    "fsdp": Backend(_fsdp_dims, fsdp_lines, axes=("dp_shard", "dp_replicate")),
+    "fsdp": Backend(_fsdp_dims, fsdp_lines, groups=_along("dp_shard", "dp_replicate")),
     "megatron": Backend(
-        _megatron_dims, _megatron_lines, check=_check_megatron, later="the megatron strategy"
+        _megatron_dims,
+        _megatron_lines,
+        check=_check_megatron,
+        advice=_megatron_advice,
+        five_sizes=True,
+        later="the megatron strategy",
     ),
 }
 ROLLOUT_BACKENDS = {
     "hf": Backend(_replicas, rollout_lines),
-    "vllm": Backend(_tensor_parallel_replicas, rollout_lines, axes=("tp",)),
-    "sglang": Backend(_tensor_parallel_replicas, rollout_lines, axes=("tp",), later="the sglang rollout"),
+    "vllm": Backend(_tensor_parallel_replicas, rollout_lines, groups=_along("tp")),
+    "sglang": Backend(
+        _tensor_parallel_replicas, rollout_lines, groups=_along("tp"), later="the sglang rollout"
+    ),
 }
 
 
@@ -144,6 +172,11 @@ def plan_models(kept: Iterable[ResolvedNode], world_size: int) -> dict[str, Mode
     models = {name: _plan_model(name, nodes, world_size) for name, nodes in users.items()}
     _check_policies_agree(models, {node.id: node for nodes in users.values() for node in nodes})
     return models
+
+
+def plan_advice(models: Iterable[ModelPlan], configs: dict[str, Config]) -> list[str]:
+    """What works, but badly, and what could not be checked; configs: the configuration of each node."""
+    return [line for model in models for line in backend_of(model).advice(model, configs[model.node])]
 
 
 def plan_links(models: dict[str, ModelPlan]) -> dict[str, LinkPlan]:
@@ -168,8 +201,7 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
     backend_name, backend = _backend(role, builder)
     dims = backend.dims(builder.cfg, role, len(ranks))
     dims.check(str(builder), ranks)
-    if backend.check is not None:
-        backend.check(builder.cfg, role, dims, builder)
+    backend.check(builder.cfg, role, dims, builder)
     return ModelPlan(
         name=name,
         agent=builder.agent,

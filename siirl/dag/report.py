@@ -1,8 +1,11 @@
 """`siirl plan` as text: who runs where, which rows move, batch arithmetic, memory, and what is left out."""
 
+import itertools
+
 from siirl.config import Config
 from siirl.config.roles import optimizer_steps, role_group
 from siirl.dag.emit import ROUTING
+from siirl.dag.megatron_layers import split_layers
 from siirl.dag.memory import MemoryLine, micro_batch_tokens, read_shape
 from siirl.dag.models import backend_of
 from siirl.dag.plan import Free, Load, ModelPlan, Plan, Reshard, Run, SyncWeights
@@ -32,6 +35,26 @@ def report(plan: Plan, configs: dict[str, Config]) -> str:
 def batch_arithmetic(plan: Plan, configs: dict[str, Config]) -> str:
     """Prompts x responses = sequences -> optimizer steps -> micro-batches on each rank, for each agent."""
     return "\n".join(_batches(plan, configs))
+
+
+def model_setup(plan: Plan, configs: dict[str, Config]) -> str:
+    """A line for each model: backend, ranks and parallel sizes, and how a pipeline cuts its layers."""
+    return "\n".join(
+        f"{model.name}: {model.backend} on {_count(len(model.ranks), 'rank')} ({format_ranks(model.ranks)}), "
+        f"{sizes(model, every=backend_of(model).five_sizes)}{_pipeline(model, configs[model.node])}"
+        for model in plan.models.values()
+    )
+
+
+def _pipeline(model: ModelPlan, cfg: Config) -> str:
+    """The layers on each pipeline rank, if there are several and the model is known."""
+    shape = read_shape(cfg, model.role) if model.dims.pp > 1 else ""
+    if isinstance(shape, str):
+        return ""
+    options = role_group(cfg, model.role).megatron.override_transformer_config
+    counts = [sum(chunks) for chunks in split_layers(shape.layers, model.dims.pp, model.dims.vpp, options)]
+    runs = [f"{len(list(same))} x {count}" for count, same in itertools.groupby(counts)]
+    return f", layers on each pipeline rank: {', '.join(runs)}"
 
 
 def rank_classes(plan: Plan) -> list[tuple[Ranks, list[str]]]:
@@ -74,16 +97,16 @@ def _models(plan: Plan) -> list[str]:
     return table(rows) + [line for model in plan.models.values() for line in _coordinates(model)]
 
 
-def sizes(model: ModelPlan) -> str:
-    """The parallel sizes of a model, e.g. "dp 8 (2 replicas x 4 shards)"."""
+def sizes(model: ModelPlan, every: bool = False) -> str:
+    """The parallel sizes of a model, e.g. "dp 8 (2 replicas x 4 shards)"; every: also those that are 1."""
     dims = model.dims
     axes = [
         f"{axis} {getattr(dims, axis)}"
         for axis in ("tp", "pp", "cp", "ep", "etp", "vpp")
-        if getattr(dims, axis) > 1
+        if getattr(dims, axis) > 1 or (every and axis in ("tp", "pp", "cp", "ep"))
     ]
     dp = f"dp {dims.dp}"
-    if "dp_shard" in backend_of(model).axes and dims.dp > 1:
+    if dims.dp_shard > 1:
         replicas = f"{_count(dims.dp_replicate, 'replica')} x " if dims.dp_replicate > 1 else ""
         dp += f" ({replicas}{_count(dims.dp_shard, 'shard')})"
     return ", ".join([*axes, dp])

@@ -87,13 +87,11 @@ def test_every_row_reaches_one_data_parallel_shard_and_all_model_parallel_peers_
 def test_the_layout_of_a_node_follows_the_data_parallel_coordinate(monkeypatch, world, parallel, shards):
     available(monkeypatch)
     kl = "actor_rollout_ref.actor.use_kl_loss=True"
-    ref = "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=1"
-    plan, _ = megatron_plan(world, *sizes(**parallel), kl, ref)
+    plan, _ = megatron_plan(world, *sizes(**parallel), kl)
     run_symbolically(plan)
     train = next(ins for ins in plan.instructions if isinstance(ins, Run) and ins.node == "actor_train")
     assert plan.layouts[train.source].shards == shards
-    assert plan.models["agent_0.ref"].dims.pp == 1
-    assert plan.models["agent_0.ref"].dims.tp == parallel.get("tp", 1), "the reference follows the actor"
+    assert plan.models["agent_0.ref"].dims == plan.models["agent_0.actor"].dims
 
 
 def test_the_product_of_sizes_is_held_against_the_ranks_of_the_node(monkeypatch):

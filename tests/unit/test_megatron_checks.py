@@ -1,0 +1,389 @@
+"""What `siirl check` refuses of a Megatron model before the launch, and the recipes that it takes."""
+
+import pytest
+from megatron_cases import ACTOR, REF, available, megatron_config, megatron_plan, option, sizes, write_model
+
+from siirl.config.checks import effect_warnings
+from siirl.dag.megatron_layers import parse_layout, split_layers, suggest_split
+from siirl.dag.models import plan_advice
+from siirl.dag.report import model_setup
+from siirl.errors import ConfigError, NotSupportedError, UserError
+
+BOTH_ENDS = (
+    option("account_for_embedding_in_pipeline_split", True),
+    option("account_for_loss_in_pipeline_split", True),
+)
+RECIPES = {
+    "8B on 8": ("Qwen3-8B", 8, sizes(tp=2, pp=4, cp=1, sp=True)),
+    "30B-A3B on 32, 8 chunks a rank": ("Qwen3-30B-A3B", 32, sizes(tp=2, pp=2, vpp=8, ep=4, sp=True)),
+    "70B on 16": ("Llama-3.1-70B", 16, sizes(tp=8, pp=2, sp=True)),
+    "70B on 64": ("Llama-3.1-70B", 64, sizes(tp=8, pp=4, cp=2, sp=True)),
+    "70B on 128": ("Llama-3.1-70B", 128, sizes(tp=8, pp=8, cp=2, sp=True)),
+    "405B on 256": ("Llama-3.1-405B", 256, (*sizes(tp=8, pp=16, cp=2, vpp=2, sp=True), *BOTH_ENDS)),
+    "235B on 256": ("Qwen3-235B-A22B", 256, (*sizes(tp=4, pp=8, ep=8, sp=True), *BOTH_ENDS)),
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_reference_recipes_are_accepted(monkeypatch, tmp_path, recipe):
+    available(monkeypatch)
+    name, world, overrides = RECIPES[recipe]
+    plan, configs = megatron_plan(world, *overrides, model=write_model(tmp_path, name), rows=1024)
+    actor = plan.models["agent_0.actor"]
+    assert actor.dims.dp * actor.dims.model_parallel == world
+    assert f"agent_0.actor: megatron on {world} ranks (0-{world - 1}), tp {actor.dims.tp}" in model_setup(
+        plan, configs
+    )
+
+
+def test_a_reference_may_have_sizes_of_its_own_on_the_same_ranks(monkeypatch, tmp_path):
+    available(monkeypatch)
+    model = write_model(tmp_path, "Qwen3-30B-A3B")
+    own = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 4}
+    plan, _ = megatron_plan(
+        32,
+        *sizes(tp=2, pp=2, vpp=8, ep=4, sp=True),
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        *(f"{REF}.{key}={value}" for key, value in own.items()),
+        model=model,
+    )
+    ref = plan.models["agent_0.ref"].dims
+    assert (ref.tp, ref.pp, ref.vpp, ref.ep, ref.dp, ref.expert_dp) == (1, 1, 1, 4, 32, 8)
+    followed, _ = megatron_plan(
+        32,
+        *sizes(tp=2, pp=2, vpp=8, ep=4, sp=True),
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        f"{REF}.override_transformer_config.attention_softmax_in_fp32=True",
+        model=model,
+    )
+    assert followed.models["agent_0.ref"].dims == followed.models["agent_0.actor"].dims
+
+
+REFUSED = {
+    "405B cut evenly": (
+        "Llama-3.1-405B",
+        256,
+        sizes(tp=8, pp=16, cp=2, sp=True),
+        "126 layers do not divide into pp(16) stages. Set "
+        f"+{ACTOR}.override_transformer_config.account_for_embedding_in_pipeline_split=True "
+        f"+{ACTOR}.override_transformer_config.account_for_loss_in_pipeline_split=True, or a "
+        "pipeline_model_parallel_size that divides them (1, 2, 3, 6, 7, 9, 14, 18, 21, 42, 63, 126 with "
+        "vpp(1)).",
+    ),
+    "235B cut evenly": (
+        "Qwen3-235B-A22B",
+        256,
+        sizes(tp=4, pp=8, ep=8, sp=True),
+        "94 layers do not divide into pp(8) stages. Set "
+        f"+{ACTOR}.override_transformer_config.account_for_embedding_in_pipeline_split=True "
+        f"+{ACTOR}.override_transformer_config.account_for_loss_in_pipeline_split=True, or a ",
+    ),
+    "chunks counted over all ranks": (
+        "Llama-3.1-405B",
+        256,
+        (*sizes(tp=8, pp=16, cp=2, vpp=32, sp=True), *BOTH_ENDS),
+        "pipeline rank 0 gets 8 layers, which do not divide into vpp(32) chunks",
+    ),
+    "ends that leave an uneven middle": (
+        "Llama-3.1-8B",
+        4,
+        (*sizes(pp=4), option("num_layers_in_last_pipeline_stage", 6)),
+        "num_layers_in_last_pipeline_stage=6 leave 26 of 32 layers for 3 other stages of pp(4)",
+    ),
+    "two kinds of uneven cuts": (
+        "Llama-3.1-8B",
+        4,
+        (*sizes(pp=4), option("num_layers_in_last_pipeline_stage", 5), BOTH_ENDS[0]),
+        "do not go with account_for_embedding_in_pipeline_split",
+    ),
+    "a layout with a layer too few": (
+        "Llama-3.1-8B",
+        4,
+        (*sizes(pp=4), option("pipeline_model_parallel_layout", "'E,t*7|t*8|t*8|t*8,L'")),
+        "pipeline_model_parallel_layout has 31 layers (t), the model has 32",
+    ),
+    "a layout of more chunks than said": (
+        "Llama-3.1-8B",
+        4,
+        (*sizes(pp=4), option("pipeline_model_parallel_layout", "'E(tttt|)*8L'")),
+        "describes 9 chunks, but pp(4) * vpp(1) = 4",
+    ),
+    "heads": (
+        "Qwen3-8B",
+        24,
+        sizes(tp=24, sp=True),
+        "32 attention heads do not divide over tp(24) ranks. Set "
+        f"{ACTOR}.tensor_model_parallel_size=16|8|4|2|1.",
+    ),
+    "expert width": (
+        "Qwen3-30B-A3B",
+        10,
+        sizes(tp=1, etp=5),
+        "expert width 768 does not divide over etp(5) ranks",
+    ),
+    "experts": (
+        "Qwen3-30B-A3B",
+        48,
+        sizes(ep=48),
+        f"128 experts do not divide over ep(48) ranks. Set {ACTOR}.expert_model_parallel_size=32|16|8|4|2|1.",
+    ),
+    "experts of a dense model": (
+        "Qwen3-8B",
+        4,
+        sizes(ep=4),
+        f"ep(4): qwen3 has no experts. Set {ACTOR}.expert_model_parallel_size=1.",
+    ),
+    "experts with tensor but without sequence parallelism": (
+        "Qwen3-30B-A3B",
+        8,
+        sizes(tp=2, ep=4),
+        f"without sequence parallelism: the dispatcher takes each rank's own tokens, and without it all tp "
+        f"ranks have the same. Set {ACTOR}.sequence_parallel=true, or tensor_model_parallel_size=1.",
+    ),
+    "allgather under pipelining": (
+        "Qwen3-30B-A3B",
+        8,
+        (*sizes(pp=2, ep=4), option("moe_token_dispatcher_type", "allgather")),
+        "Set moe_token_dispatcher_type=alltoall.",
+    ),
+    "sequence parallelism without tensor parallelism": (
+        "Qwen3-8B",
+        2,
+        sizes(sp=True),
+        "sequence_parallel with tp(1): it splits activations over the tensor-parallel ranks.",
+    ),
+    "chunks without a pipeline": (
+        "Qwen3-8B",
+        2,
+        sizes(vpp=2),
+        "virtual_pipeline_model_parallel_size = 2 with pp(1)",
+    ),
+    "batched messages of two interleaved ranks": (
+        "Qwen3-8B",
+        2,
+        (*sizes(pp=2, vpp=2), option("batch_p2p_comm", True)),
+        "batch_p2p_comm=True with pp(2) and vpp(2): the previous and the next pipeline rank are the same "
+        "one, batched messages of two chunks are mixed up, and gradients are wrong without an error.",
+    ),
+    "unoverlapped messages of two interleaved ranks": (
+        "Qwen3-8B",
+        2,
+        (*sizes(pp=2, vpp=2), option("overlap_p2p_comm", False)),
+        "overlap_p2p_comm=False with pp(2) and vpp(2)",
+    ),
+    "messages both batched and overlapped": (
+        "Llama-3.1-8B",
+        4,
+        (*sizes(pp=4, vpp=2), option("batch_p2p_comm", True), option("overlap_p2p_comm", True)),
+        "they exclude each other",
+    ),
+    "a full recompute that says not how": (
+        "Qwen3-8B",
+        2,
+        (option("recompute_granularity", "full"),),
+        "needs recompute_method=uniform|block and recompute_num_layers >= 1",
+    ),
+    "an unknown recompute": ("Qwen3-8B", 2, (option("recompute_granularity", "some"),), "known are full and"),
+    "a selective recompute of so many layers": (
+        "Qwen3-8B",
+        2,
+        (option("recompute_granularity", "selective"), option("recompute_num_layers", 2)),
+        "Remove recompute_num_layers",
+    ),
+    "a misspelt option": (
+        "Qwen3-8B",
+        2,
+        (option("recompute_granularty", "full"),),
+        "recompute_granularty: megatron.core TransformerConfig has no such option. Did you mean "
+        "'recompute_granularity'?",
+    ),
+    "a misspelt option of gradients": (
+        "Qwen3-8B",
+        2,
+        (f"{ACTOR}.override_ddp_config.overlap_grad_reduction=True",),
+        "megatron.core DistributedDataParallelConfig has no such option. Did you mean 'overlap_grad_reduce'?",
+    ),
+    "an option that a key decides": (
+        "Qwen3-8B",
+        2,
+        (option("tensor_model_parallel_size", 2),),
+        f"would be decided twice: {ACTOR}.tensor_model_parallel_size does. Set that key.",
+    ),
+    "a checkpoint without its directory": (
+        "Qwen3-8B",
+        2,
+        (f"{ACTOR}.use_dist_checkpointing=True",),
+        f"Set {ACTOR}.dist_checkpointing_path",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_numbers_and_a_fix(monkeypatch, tmp_path, case):
+    pytest.importorskip("megatron.core") if "misspelt" in case else None
+    available(monkeypatch)
+    name, world, overrides, message = REFUSED[case]
+    with pytest.raises(UserError) as caught:
+        megatron_plan(world, *overrides, model=write_model(tmp_path, name))
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("node 'actor_train': ")
+
+
+def test_kv_heads_are_split_or_repeated_but_not_both(monkeypatch, tmp_path):
+    available(monkeypatch)
+    six = write_model(tmp_path, "Qwen3-8B", num_key_value_heads=6, num_attention_heads=24)
+    for tp in (1, 2, 3, 6, 12):
+        megatron_plan(tp, *sizes(tp=tp, sp=tp > 1), model=six)
+    with pytest.raises(ConfigError, match=r"tp\(4\) is neither a divisor nor a multiple of the 6 KV heads"):
+        megatron_plan(4, *sizes(tp=4, sp=True), model=six)
+
+
+def test_a_model_without_a_weight_mapping_needs_mbridge_or_a_converted_checkpoint(monkeypatch, tmp_path):
+    available(monkeypatch)
+    changes = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 768}
+    model = write_model(tmp_path, "Qwen3-30B-A3B", **changes)
+    with pytest.raises(ConfigError, match="qwen2_moe is a mixture-of-experts model without a weight mapping"):
+        megatron_plan(2, model=model)
+    megatron_plan(2, f"{ACTOR}.use_mbridge=True", model=model)
+    checkpoint = (f"{ACTOR}.use_dist_checkpointing=True", f"{ACTOR}.dist_checkpointing_path=/ckpt")
+    megatron_plan(2, *checkpoint, model=model)
+
+
+def test_all_problems_are_named_at_once(monkeypatch, tmp_path):
+    available(monkeypatch)
+    wrong = (*sizes(tp=2, pp=5, ep=3), option("recompute_method", "fast"))
+    with pytest.raises(ConfigError) as caught:
+        megatron_plan(30, *wrong, model=write_model(tmp_path, "Qwen3-30B-A3B"))
+    assert len(str(caught.value).splitlines()) == 4
+
+
+def test_adapters_are_refused_for_now(monkeypatch):
+    available(monkeypatch)
+    with pytest.raises(NotSupportedError, match=r"lora_rank=8 with .*strategy=megatron"):
+        megatron_plan(2, "actor_rollout_ref.model.lora_rank=8")
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "words"),
+    [
+        (2, (), "layers, heads and experts are not checked: "),
+        (2, sizes(tp=2), "tp(2) without sequence_parallel keeps norms and residuals whole"),
+        (
+            16,
+            (*sizes(tp=16, sp=True), "trainer.n_gpus_per_node=8"),
+            "tp(16) reaches over machines (ranks 0-15)",
+        ),
+        (
+            8,
+            (*sizes(pp=8), "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1024"),
+            "pp(8) with 2 micro-batches in a mini-batch idles 78% of the time",
+        ),
+        (
+            2,
+            (option("recompute_granularity", "selective"), option("recompute_method", "uniform")),
+            "recompute_method has no effect with recompute_granularity=selective",
+        ),
+    ],
+)
+def test_what_works_but_badly_is_said(monkeypatch, world, overrides, words):
+    available(monkeypatch)
+    plan, configs = megatron_plan(world, "trainer.n_gpus_per_node=64", *overrides)
+    lines = plan_advice(plan.models.values(), configs)
+    assert any(line.startswith("node 'actor_train': ") and words in line for line in lines), lines
+
+
+def test_keys_of_the_other_strategy_warn():
+    megatron = megatron_config("actor_rollout_ref.actor.fsdp_config.fsdp_size=2", *sizes(tp=2))
+    [line] = effect_warnings(megatron)
+    assert line == (
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=2 has no effect: actor_rollout_ref.actor.strategy is "
+        "megatron."
+    )
+    from plan_cases import config
+
+    fsdp = config(*sizes(tp=2))
+    assert effect_warnings(fsdp) == [
+        f"{ACTOR}.tensor_model_parallel_size=2 has no effect: actor_rollout_ref.actor.strategy is fsdp."
+    ]
+    assert effect_warnings(fsdp, [megatron]) == [], "it acts on another node"
+
+
+def test_layers_are_split_as_megatron_splits_them():
+    config_module = pytest.importorskip("megatron.core.transformer")
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    for layers in (7, 8, 12, 24, 30):
+        for pp in (1, 2, 4, 8):
+            for vpp in (1, 2, 3) if pp > 1 else (1,):
+                for options in (
+                    {},
+                    {"account_for_embedding_in_pipeline_split": True},
+                    {"account_for_loss_in_pipeline_split": True},
+                    {
+                        "account_for_embedding_in_pipeline_split": True,
+                        "account_for_loss_in_pipeline_split": True,
+                    },
+                    {"num_layers_in_first_pipeline_stage": 3},
+                    {"num_layers_in_last_pipeline_stage": 2},
+                    {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 4},
+                ):
+                    if pp == 1 and len(options) == 2 and "account_for_loss_in_pipeline_split" not in options:
+                        continue  # megatron-core drops layers there
+                    theirs = _theirs(config_module, get_num_layers_to_build, layers, pp, vpp, options)
+                    try:
+                        ours = split_layers(layers, pp, vpp, options)
+                    except ValueError:
+                        ours = None
+                    assert ours == theirs, (layers, pp, vpp, options)
+
+
+def _theirs(module, count, layers, pp, vpp, options):
+    """Chunks as megatron-core builds them, or None where it refuses."""
+    import torch
+
+    try:
+        built = module.TransformerConfig(
+            num_layers=layers,
+            hidden_size=8,
+            num_attention_heads=2,
+            pipeline_model_parallel_size=pp,
+            virtual_pipeline_model_parallel_size=vpp if vpp > 1 else None,
+            pipeline_dtype=torch.float32,
+            **options,
+        )
+        chunks = range(vpp) if vpp > 1 else (None,)
+        return tuple(tuple(count(built, chunk, stage) for chunk in chunks) for stage in range(pp))
+    except (ValueError, AssertionError):
+        return None
+
+
+def test_layouts_are_read_as_megatron_reads_them():
+    pytest.importorskip("megatron.core")
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    for text in ("Ett|tt|ttL", "E,t*3|(tt|)*6,tL", "Et|(t|tt|)*2L", "E|t*8|L", "Ettt|(tt|)*29,m|L"):
+        theirs = PipelineParallelLayerLayout.parse_str_to_list(text)
+        assert parse_layout(text) == [[layer.name for layer in chunk] for chunk in theirs]
+    assert parse_layout([["embedding", "Decoder"], ["loss"]]) == [["embedding", "decoder"], ["loss"]]
+    for wrong in ("Exx|L", 3, [["embedding"], ["nothing"]]):
+        with pytest.raises(ValueError):
+            parse_layout(wrong)
+
+
+def test_two_ends_need_two_stages():
+    ends = {"num_layers_in_first_pipeline_stage": 2, "num_layers_in_last_pipeline_stage": 5}
+    with pytest.raises(ValueError, match="for 0 other stages"):
+        split_layers(7, 1, 1, ends)
+
+
+def test_the_suggested_cut_is_valid_and_nearly_even():
+    for layers in range(1, 130):
+        for pp in (1, 2, 3, 4, 8, 16):
+            for vpp in (1, 2, 4):
+                counts = [
+                    count
+                    for stage in split_layers(layers, pp, vpp, suggest_split(layers, pp, vpp))
+                    for count in stage
+                ]
+                assert sum(counts) == layers
+                assert max(counts) - min(counts) <= 1
