@@ -17,7 +17,7 @@ def check_config(cfg: Config) -> None:
     For a whole run or for the resolved configuration of a node. ConfigError for keys that contradict each
     other. Pure, and quick enough to call once for every node.
     """
-    checks = (_batch, _lengths, _sampling, _loss, _critic, _optimizer, _run)
+    checks = (_batch, _lengths, _sampling, _replay, _loss, _critic, _optimizer, _run)
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -39,7 +39,8 @@ def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
         unmet = _unmet(cfg, key)
         if not all(_unmet(other, key) for other in others):
             unmet = ""
-        reason = key.rule.ignored or unmet or _no_reference(cfg, name) or _no_critic(cfg, name)
+        absent = _no_reference(cfg, name) or _no_critic(cfg, name) or _without(cfg, name)
+        reason = key.rule.ignored or unmet or absent
         if reason:
             warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
     return warnings
@@ -71,6 +72,15 @@ def _no_critic(cfg: Config, name: str) -> str:
     if not name.startswith("critic.") or cfg.algorithm.adv_estimator == "gae":
         return ""
     return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
+
+
+def _without(cfg: Config, name: str) -> str:
+    """Why a key has no effect in a run that does not train, or does not sample; or an empty string."""
+    if cfg.trainer.rollout_only and name in ("trainer.save_freq", "trainer.export_hf", "trainer.resume_mode"):
+        return "trainer.rollout_only is true, so there is nothing to save or to resume"
+    if cfg.actor_rollout_ref.rollout.name == "replay" and name == "trainer.dump_rollouts_dir":
+        return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"
+    return ""
 
 
 def _batch(cfg: Config) -> Iterator[str]:
@@ -174,6 +184,22 @@ def _sampling(cfg: Config) -> Iterator[str]:
             f"{prefix}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
             f"{prefix}.name=hf: the hf rollout holds the whole model on each rank. Set "
             f"{prefix}.tensor_model_parallel_size=1."
+        )
+
+
+def _replay(cfg: Config) -> Iterator[str]:
+    rollout, trainer, prefix = cfg.actor_rollout_ref.rollout, cfg.trainer, "actor_rollout_ref.rollout"
+    if rollout.name != "replay":
+        return
+    if not rollout.replay_dir:
+        yield (
+            f"{prefix}.name=replay without {prefix}.replay_dir: there is nothing to replay. Set it to the "
+            "trainer.dump_rollouts_dir of the run that recorded the rollouts."
+        )
+    if trainer.val_before_train or trainer.val_only or trainer.test_freq > 0:
+        yield (
+            f"{prefix}.name=replay cannot validate: no engine samples with the new weights. Set "
+            "trainer.val_before_train=false trainer.test_freq=-1."
         )
 
 

@@ -95,8 +95,11 @@ class RolloutConfig:
     name: str = key(
         "vllm",
         "rollout engine",
-        choices=("vllm", "hf"),
+        choices=("vllm", "hf", "replay"),
         later_choices={"sglang": "the sglang rollout"},
+    )
+    replay_dir: str | None = key(
+        None, "trainer.dump_rollouts_dir of the run whose rollouts are replayed", when="name=replay"
     )
     temperature: float = key(1.0, "sampling temperature; log-probs are taken at it", low=0)
     top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1)

@@ -59,6 +59,10 @@ class TrainerConfig:
         None, "directory for validation responses; null: <output_dir>/rollouts"
     )
     rollout_data_dir: str | None = key(None, "directory for training responses; null: <output_dir>/rollouts")
+    dump_rollouts_dir: str | None = key(
+        None, "directory for the whole rows of every training rollout, which rollout.name=replay reads"
+    )
+    rollout_only: bool = key(False, "sample, score and report with the weights of model.path; train nothing")
     device: str = key(
         "auto", "device of the workers; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
     )

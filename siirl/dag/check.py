@@ -19,7 +19,7 @@ def check_agents(nodes: Nodes, graph: Graph) -> None:
     for op_name, what in ONE_PER_AGENT.items():
         seen: dict[int, ResolvedNode] = {}
         for node in nodes.values():
-            if node.op.name != op_name:
+            if op_name != ("rollout" if node.op.is_rollout else node.op.name):
                 continue
             if node.agent in seen:
                 raise DagError(
@@ -29,7 +29,7 @@ def check_agents(nodes: Nodes, graph: Graph) -> None:
                 )
             seen[node.agent] = node
     ancestors = graph.ancestors()
-    rollouts = [node for node in nodes.values() if node.op.name == "rollout"]
+    rollouts = [node for node in nodes.values() if node.op.is_rollout]
     for node in rollouts:
         for other in rollouts:
             if other.agent != node.agent and other.id in ancestors[node.id]:
@@ -41,37 +41,56 @@ def check_agents(nodes: Nodes, graph: Graph) -> None:
                 )
 
 
-def prune(nodes: Nodes, graph: Graph) -> dict[str, str]:
-    """Node id -> why nothing needs it: it has no side effect, and no kept node reads what it writes."""
+def prune(nodes: Nodes, graph: Graph, rollout_only: bool = False) -> dict[str, str]:
+    """Node id -> why nothing needs it: it has no side effect, and no kept node reads what it writes.
+
+    rollout_only: rollouts and rewards are wanted for themselves, and nothing is trained.
+    """
     needed: set[FieldKey] = set()
     pruned: dict[str, str] = {}
     for node in (nodes[node_id] for node_id in reversed(graph.order)):
-        if node.op.side_effect or needed.intersection(node.writes):
+        if _is_wanted(node, rollout_only) or needed.intersection(node.writes):
             needed.update(node.reads)
         else:
-            pruned[node.id] = _why_pruned(node)
+            pruned[node.id] = _why_pruned(node, rollout_only)
     return {node_id: pruned[node_id] for node_id in graph.order if node_id in pruned}
 
 
-def _why_pruned(node: ResolvedNode) -> str:
-    if node.op.model == "rollout":
+def _is_wanted(node: ResolvedNode, rollout_only: bool) -> bool:
+    if rollout_only:
+        effect = node.op.side_effect and not node.op.trains
+        return effect or node.op.is_rollout or node.spec.node_role == "REWARD"
+    return node.op.side_effect
+
+
+def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
+    if rollout_only and node.op.trains:
+        return "trainer.rollout_only is set: nothing is trained"
+    if node.op.is_rollout:
         return "no node that is needed reads its responses"
     names = ", ".join(key.name for key in node.writes)
     reason = next((why for key in node.writes if (why := why_unread(key.name, node.cfg))), None)
     return f"nothing reads {names}" + (f": {reason}" if reason else "")
 
 
-def check_kept(nodes: Nodes, pruned: dict[str, str]) -> None:
+def check_kept(nodes: Nodes, pruned: dict[str, str], rollout_only: bool = False) -> None:
     """Something is left to do, and every rollout that is left has a trainer to take weights from."""
     kept = [node for node in nodes.values() if node.id not in pruned]
+    if rollout_only:
+        if not any(node.op.is_rollout for node in kept):
+            raise DagError(
+                "trainer.rollout_only is set, but the DAG has no rollout. Add a node with node_type "
+                "MODEL_INFERENCE and node_role ROLLOUT, or unset it."
+            )
+        return
     trained = {node.agent for node in kept if node.op.name == "actor_train"}
     if not trained:
         raise NotSupportedError(
             "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
-            "node_role ACTOR."
+            "node_role ACTOR; or set trainer.rollout_only=true to sample and score only."
         )
     for node in kept:
-        if node.op.model == "rollout" and node.agent not in trained:
+        if node.op.is_rollout and node.agent not in trained:
             raise NotSupportedError(
                 f"not supported yet: {node}: agent {node.agent} has a rollout but no training, so nothing "
                 "gives it "

@@ -49,8 +49,8 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     nodes = resolve_nodes(dag, cfg)
     check_writers(nodes)
     check_agents(nodes, full_graph)
-    pruned = prune(nodes, full_graph)
-    check_kept(nodes, pruned)
+    pruned = prune(nodes, full_graph, cfg.trainer.rollout_only)
+    check_kept(nodes, pruned, cfg.trainer.rollout_only)
     graph = full_graph.without(set(pruned))
     kept = {node_id: nodes[node_id] for node_id in graph.order}
     check_critics(kept.values())
@@ -88,9 +88,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
 def _validated(kept: dict[str, ResolvedNode]) -> set[str]:
     """Rollouts, reward nodes, and whatever writes a field that these need."""
     writers = {key: node.id for node in kept.values() for key in node.writes}
-    todo = [
-        node.id for node in kept.values() if node.op.model == "rollout" or node.spec.node_role == "REWARD"
-    ]
+    todo = [node.id for node in kept.values() if node.op.is_rollout or node.spec.node_role == "REWARD"]
     found: set[str] = set()
     while todo:
         node_id = todo.pop()

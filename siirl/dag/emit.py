@@ -148,7 +148,7 @@ class _Section:
                 if layout.rowset == name
                 else self.shared.table.add(Layout(layout.ranks, layout.shards, name))
             )
-            rollouts = [n for n in self.shared.nodes.values() if n.agent == agent and n.op.model == "rollout"]
+            rollouts = [n for n in self.shared.nodes.values() if n.agent == agent and n.op.is_rollout]
             self.shared.loaders[name] = LoaderPlan(name, agent, (rollouts or [node])[0].id, own)
         layout_id = self.shared.loaders[name].layout
         ranks = self.shared.table.by_id[layout_id].ranks

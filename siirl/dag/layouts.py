@@ -65,7 +65,7 @@ def agent_rows(kept: Nodes) -> dict[int, AgentRows]:
     trainers = [node for node in kept.values() if node.op.trains]
     rows: dict[int, AgentRows] = {}
     for node in kept.values():
-        if node.op.model != "rollout":
+        if not node.op.is_rollout:
             continue
         prompts, n = node.cfg.data.train_batch_size, node.cfg.actor_rollout_ref.rollout.n
         own = [trainer for trainer in trainers if trainer.agent == node.agent]

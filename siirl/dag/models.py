@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from siirl.config import Config
@@ -170,8 +170,9 @@ def plan_models(kept: Iterable[ResolvedNode], world_size: int) -> dict[str, Mode
         if node.op.model is not None:
             users.setdefault(f"agent_{node.agent}.{node.op.model}", []).append(node)
     models = {name: _plan_model(name, nodes, world_size) for name, nodes in users.items()}
-    _check_policies_agree(models, {node.id: node for nodes in users.values() for node in nodes})
-    return models
+    nodes = {node.id: node for nodes in users.values() for node in nodes}
+    _check_policies_agree(models, nodes)
+    return models | _weight_sources(models, nodes)
 
 
 def plan_advice(models: Iterable[ModelPlan], configs: dict[str, Config]) -> list[str]:
@@ -190,6 +191,25 @@ def plan_links(models: dict[str, ModelPlan]) -> dict[str, LinkPlan]:
             kind = "local" if union == source.ranks else "broadcast"
             links[name] = LinkPlan(name, source.name, target.name, union, kind)
     return links
+
+
+def _weight_sources(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> dict[str, ModelPlan]:
+    """For each rollout without an actor (trainer.rollout_only) one that no node runs: it reads the weights
+    from actor_rollout_ref.model.path, shards them over the rollout's ranks, and gives them to it."""
+    sources: dict[str, ModelPlan] = {}
+    for target in models.values():
+        name = f"agent_{target.agent}.actor"
+        if target.role == "rollout" and name not in models:
+            node = nodes[target.node]
+            backend_name, backend = _backend("actor", node)
+            dims = backend.dims(node.cfg, "actor", len(target.ranks))
+            dims.check(str(node), target.ranks)
+            if backend.check is not None:
+                backend.check(node.cfg, "actor", dims, node)
+            sources[name] = replace(
+                target, name=name, role="actor", backend=backend_name, dims=dims, nodes=()
+            )
+    return sources
 
 
 def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelPlan:

@@ -38,6 +38,11 @@ class OpSpec:
     side_effect: bool = False
     trains: bool = False
 
+    @property
+    def is_rollout(self) -> bool:
+        """Whether it makes the samples of its agent, or brings them."""
+        return self.name in ("rollout", "replay")
+
 
 def _fixed(*names: str) -> Callable[[Config], Names]:
     return lambda cfg: names
@@ -90,6 +95,8 @@ ROLLOUT = OpSpec(
     split="group",
     changes_rows=True,
 )
+REPLAY = replace(ROLLOUT, name="replay", model=None)
+"""Recorded rows in place of a rollout: no engine, so no model and no weights to take."""
 FUNCTION_REWARD = OpSpec(
     "function_reward",
     _fixed(
@@ -142,8 +149,14 @@ _LATER_TYPES = {
 }
 
 
+def op_under(node: NodeSpec, cfg: Config) -> OpSpec:
+    """The op that a node runs under its resolved configuration; the errors of op_of."""
+    op = op_of(node)
+    return REPLAY if op is ROLLOUT and cfg.actor_rollout_ref.rollout.name == "replay" else op
+
+
 def op_of(node: NodeSpec) -> OpSpec:
-    """The op that a node runs; DagError or NotSupportedError for one that means nothing or is not built."""
+    """The op that a node stands for; DagError or NotSupportedError if it means nothing or is not built."""
     if node.node_type in _LATER_TYPES:
         raise NotSupportedError(f"not supported yet: {node}: {_LATER_TYPES[node.node_type]}.")
     if node.node_role in _LATER_ROLES:

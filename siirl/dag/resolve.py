@@ -8,7 +8,7 @@ from typing import Any
 from siirl.config import Config, with_overrides
 from siirl.config.checks import check_config
 from siirl.config.root import TOP_GROUPS
-from siirl.dag.ops import OpSpec, op_of
+from siirl.dag.ops import OpSpec, op_under
 from siirl.dag.spec import DagSpec, NodeSpec
 from siirl.errors import DagError, NotSupportedError, UserError
 from siirl.types import FieldKey
@@ -76,7 +76,7 @@ def _resolve(
     overrides = {**shared, **own}
     with _naming(node):
         node_cfg = with_overrides(cfg, overrides) if overrides else cfg
-    op = op_of(node)
+    op = op_under(node, node_cfg)
     return ResolvedNode(
         spec=node,
         op=op,

@@ -69,7 +69,9 @@ class Training:
     def run(self) -> None:
         """Resume if there is something to resume from, train to the end, export."""
         trainer, start_s = self.cfg.trainer, time.perf_counter()
-        self.resume()
+        trains = not (trainer.val_only or trainer.rollout_only)
+        if not trainer.rollout_only:
+            self.resume()
         report = Report(self.worker, self._make_sinks() if self.worker.rank == 0 else None)
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
             report.log(self.step, self.validate(), Metrics())
@@ -79,8 +81,9 @@ class Training:
             report.samples(self.step, "train", self.samples)
             val_metrics = self.validate() if self._due(trainer.test_freq) else Metrics()
             report.samples(self.step, "validation", self.samples if val_metrics.entries else [])
-            report.log(self.step, val_metrics, train_metrics, self.save_if_due())
-        exported = [] if trainer.val_only or not trainer.export_hf else self.export()
+            saved = self.save_if_due() if trains else Metrics()
+            report.log(self.step, val_metrics, train_metrics, saved)
+        exported = self.export() if trains and trainer.export_hf else []
         report.close()
         trace = finish_trace(self.cfg, self.worker.rank, self.output_dir)
         if self.worker.rank == 0:

@@ -235,7 +235,7 @@ class DAGWorker:
         cfg = self.node_cfg(model.node)
         fsdp = role_group(cfg, model.role).fsdp_config
         self.train_engines[name].offload(
-            params=fsdp.param_offload,
+            params=fsdp.param_offload or not model.nodes,
             grads=model.trains and model.role == "actor" and cfg.actor_rollout_ref.actor.grad_offload,
             optimizer=model.trains and fsdp.optimizer_offload,
         )

@@ -15,6 +15,7 @@ from siirl.dag.plan import Plan
 from siirl.dag.user_code import check_reference
 from siirl.data.inspect import data_sources, inspect_data
 from siirl.data.model_files import check_model_files, check_tokenizer
+from siirl.data.recorded import check_recorded
 from siirl.engines.rollout.vllm_version import vllm_version
 from siirl.errors import ConfigError
 from siirl.launch.job import Job
@@ -42,7 +43,11 @@ def preflight(cfg: Config, plan: Plan) -> None:
             check_reference(node.executable, f"node {name!r}")
         if node.op == "function_reward":
             check_rewards(node_cfgs[name])
+        if node.op == "replay":
+            check_recorded(node_cfgs[name], node.agent)
     check_writable(Path(cfg.trainer.output_dir).expanduser(), "trainer.output_dir")
+    if cfg.trainer.dump_rollouts_dir:
+        check_writable(Path(cfg.trainer.dump_rollouts_dir).expanduser(), "trainer.dump_rollouts_dir")
     if cfg.trainer.save_freq > 0:
         check_writable(Path(cfg.trainer.default_local_dir).expanduser())
     if cfg.trainer.resume_mode == "resume_path":

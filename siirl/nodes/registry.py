@@ -7,11 +7,13 @@ from siirl.nodes.advantage import advantage
 from siirl.nodes.context import Op
 from siirl.nodes.critic import critic_train, values
 from siirl.nodes.log_prob import old_log_prob, reference_log_prob
+from siirl.nodes.replay import replay
 from siirl.nodes.reward import function_reward
 from siirl.nodes.rollout import rollout
 
 OPS: dict[str, Op] = {
     "rollout": rollout,
+    "replay": replay,
     "function_reward": function_reward,
     "old_log_prob": old_log_prob,
     "reference_log_prob": reference_log_prob,

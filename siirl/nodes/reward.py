@@ -6,6 +6,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from siirl.algorithms.stats import group_stats
 from siirl.data.rows import objects
 from siirl.errors import RewardError
 from siirl.nodes.context import NodeContext
@@ -15,16 +16,19 @@ def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[T
     """score [B] and reward_info [B]. No communication.
 
     A Future in training, so that the scorer's processes work while the next nodes run; rows in validation,
-    and on the steps whose responses are shown to the user.
+    on the steps whose responses are shown to the user, and where nothing follows (trainer.rollout_only).
     """
     if ctx.scorer is None:
         raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
     future = ctx.scorer.submit(rows)
-    if not (ctx.validate or ctx.sample_limit):
+    rollout_only = ctx.cfg.trainer.rollout_only
+    if not (ctx.validate or ctx.sample_limit or rollout_only):
         return future
     scored = future.result()
     if ctx.validate:
         report_validation(ctx, rows, scored)
+    elif rollout_only:
+        report_groups(ctx, rows, scored)
     show(ctx, rows, scored)
     return scored
 
@@ -46,6 +50,13 @@ def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) ->
             best[key] = max(best[key], score)
         for (_, source), score in best.items():
             ctx.metrics.mean(f"val/{source}/reward/best_of_{n}", score)
+
+
+def report_groups(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
+    """The scores, and those of the samples of each prompt, which the advantage op reports in training."""
+    group_id_B = rows["row_id"] // ctx.cfg.actor_rollout_ref.rollout.n
+    ctx.metrics.merge(group_stats(scored["score"], group_id_B), "reward/")
+    ctx.metrics.mean("reward/score", float(scored["score"].sum()), len(rows))
 
 
 def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:

@@ -10,6 +10,7 @@ from siirl.data.rows import take_rows
 from siirl.engines.rollout.base import Completion, SamplingParams
 from siirl.errors import RolloutError
 from siirl.nodes.context import NodeContext
+from siirl.nodes.recording import dump_rollouts
 from siirl.types import FINISH_LENGTH, FINISH_STOP
 
 
@@ -26,13 +27,19 @@ def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     completions = ctx.rollout.generate(prompts, params, seeds)
     samples = [sample for prompt in completions for sample in prompt]
 
-    out = take_rows(rows, torch.arange(len(prompts)).repeat_interleave(params.n))
-    out["row_id"] = out["group_id"] * params.n + torch.arange(params.n).repeat(len(prompts))
-    for name, column in response_columns(samples).items():
-        out[name] = column
-    _report(ctx, samples)
+    out = samples_of(rows, params.n, response_columns(samples))
+    report(ctx, out)
     ctx.metrics.merge(ctx.rollout.drain_metrics())
-    ctx.metrics.sum("perf/tokens", int(out["prompt_length"].sum() + out["response_length"].sum()))
+    dump_rollouts(ctx, out)
+    return out
+
+
+def samples_of(rows: TensorDict, n: int, columns: dict[str, torch.Tensor]) -> TensorDict:
+    """One row per sample: the fields of its prompt, a row_id of its own, and the columns of the responses."""
+    out = take_rows(rows, torch.arange(len(rows)).repeat_interleave(n))
+    out["row_id"] = out["group_id"] * n + torch.arange(n).repeat(len(rows))
+    for name, column in columns.items():
+        out[name] = column
     return out
 
 
@@ -87,11 +94,12 @@ def _padded(lists: list[list], width: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(rows, dtype=dtype).view(len(lists), width)
 
 
-def _report(ctx: NodeContext, samples: list[Completion]) -> None:
-    lengths = [len(sample.token_ids) for sample in samples]
-    ctx.metrics.mean("rollout/response_length", sum(lengths), len(samples))
-    ctx.metrics.mean(
-        "rollout/truncated", sum(sample.finish_reason == "length" for sample in samples), len(samples)
-    )
+def report(ctx: NodeContext, out: TensorDict) -> None:
+    """Lengths and truncation of the responses, and the tokens of prompts and responses together."""
+    lengths = out["response_length"].tolist()
+    truncated = int((out["finish_reason"] == FINISH_LENGTH).sum())
+    ctx.metrics.mean("rollout/response_length", sum(lengths), len(lengths))
+    ctx.metrics.mean("rollout/truncated", truncated, len(lengths))
     ctx.metrics.sum("rollout/tokens", sum(lengths))
     ctx.metrics.max("rollout/response_length_max", max(lengths, default=0))
+    ctx.metrics.sum("perf/tokens", int(out["prompt_length"].sum()) + sum(lengths))
