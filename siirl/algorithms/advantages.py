@@ -46,6 +46,7 @@ class AdvantageSpec:
 
     needs: batch fields, handed to `fn` by position, in this order. options: scalars of the configuration, by
     keyword. group_baseline: rewards are compared within a prompt, so that it needs at least two samples.
+    across_ranks: given the options where they decide it.
     """
 
     name: str
@@ -53,14 +54,16 @@ class AdvantageSpec:
     needs: tuple[str, ...]
     options: tuple[str, ...]
     group_baseline: bool
-    across_ranks: AcrossRanks | None
+    across_ranks: AcrossRanks | Callable[[Mapping[str, Any]], AcrossRanks | None] | None
 
 
 ADVANTAGES: Registry[AdvantageSpec] = Registry("advantage estimator", "algorithm.adv_estimator")
 
 
 def register_advantage(
-    name: str, needs: tuple[str, ...], across_ranks: AcrossRanks | None = None
+    name: str,
+    needs: tuple[str, ...],
+    across_ranks: AcrossRanks | Callable[[Mapping[str, Any]], AcrossRanks | None] | None = None,
 ) -> Callable[[Callable[..., Advantages]], Callable[..., Advantages]]:
     """Make a function known as an estimator; see AdvantageSpec for what the arguments mean.
 
@@ -90,11 +93,14 @@ def compute_advantage(
     """
     spec = ADVANTAGES.get(name)
     result = spec.fn(*(fields[field] for field in spec.needs), **pick_options(name, spec.fn, options))
-    if spec.across_ranks is None:
+    step = spec.across_ranks
+    if step is not None and not isinstance(step, AcrossRanks):
+        step = step(options)
+    if step is None:
         return result
     mask_BT = fields["response_mask"].bool()
-    totals = all_sum(spec.across_ranks.sums(result.advantage_BT, mask_BT))
-    return Advantages(spec.across_ranks.apply(result.advantage_BT, mask_BT, totals), result.return_BT)
+    totals = all_sum(step.sums(result.advantage_BT, mask_BT))
+    return Advantages(step.apply(result.advantage_BT, mask_BT, totals), result.return_BT)
 
 
 def _moments(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -119,6 +125,11 @@ def _row_counts(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
 def _upweight_signal(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
     rows, rows_with_signal = totals.to(advantage_BT.device).unbind()
     return (advantage_BT * (rows / rows_with_signal.clamp(min=1))).to(advantage_BT.dtype)
+
+
+def _upweight_signal_thrice(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
+    rows, rows_with_signal = totals.to(advantage_BT.device).unbind()
+    return (advantage_BT * (rows / rows_with_signal.clamp(min=1)).clamp(max=3)).to(advantage_BT.dtype)
 
 
 WHITEN = AcrossRanks(_moments, _whiten)
@@ -191,6 +202,34 @@ def gpg(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Adva
     Source: "GPG: Group Policy Gradient" (2025), equation 7 with F_norm = 1; alpha is the AcrossRanks step.
     """
     advantage_B, _, _ = _less_group_mean(reward_BT, group_id_B)
+    return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
+
+
+CPGD_WEIGHTS = ("STD_weight", "clip_filter_like_weight", "naive")
+
+
+def _cpgd_step(options: Mapping[str, Any]) -> AcrossRanks | None:
+    by_filter = options["weight_factor_in_cpgd"] == "clip_filter_like_weight"
+    return AcrossRanks(_row_counts, _upweight_signal_thrice) if by_filter else None
+
+
+@register_advantage("cpgd", needs=("reward", "response_mask", "group_id"), across_ranks=_cpgd_step)
+def cpgd(
+    reward_BT: Tensor,
+    response_mask_BT: Tensor,
+    group_id_B: Tensor,
+    *,
+    weight_factor_in_cpgd: str,
+    epsilon: float = 1e-6,
+) -> Advantages:
+    """Outcome less the group's mean, times a weight: what CPGD's loss is used with.
+
+    STD_weight: 1 / (standard deviation of the group + epsilon); clip_filter_like_weight: rows / rows with
+    signal in the whole batch, at most 3; naive: 1. Source: "CPGD" (2025), section 3.
+    """
+    advantage_B, score_B, groups = _less_group_mean(reward_BT, group_id_B)
+    if weight_factor_in_cpgd == "STD_weight":
+        advantage_B = advantage_B / (groups.rows(groups.std(score_B)) + epsilon)
     return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
 
 

@@ -97,7 +97,8 @@ def vanilla(
     clip).
 
     With r the ratio and A the advantage: -min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at most -c
-    A. clip_fraction: tokens whose gradient the bounds cut; clip_fraction_lower: those that the floor cuts.
+    A. clip_fraction: tokens whose gradient the bounds cut, by the lower (_low) or the upper (_high) one;
+    clip_fraction_lower: those that the floor cuts.
     Sources: PPO (2017), equation 7; DAPO (2025), equation 10; dual clip: "Mastering Complex Control in MOBA
     Games" (2020).
     """
@@ -112,6 +113,8 @@ def vanilla(
     stats = _stats(
         log_ratio_BT,
         clip_fraction=clipped_BT > plain_BT,
+        clip_fraction_low=negative_BT & (clipped_BT > plain_BT),
+        clip_fraction_high=~negative_BT & (clipped_BT > plain_BT),
         clip_fraction_lower=negative_BT & (bounded_BT > floor_BT),
     )
     return TokenLoss(loss_BT, stats)
@@ -239,6 +242,50 @@ def cpgd(
     drift_BT = torch.expm1(log_ratio_BT) - log_ratio_BT
     loss_BT = torch.maximum(plain_BT, clipped_BT) + policy_drift_coeff * drift_BT
     return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=clipped_BT > plain_BT))
+
+
+@register_policy_loss("clip_cov")
+def clip_cov(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    picked_BT: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+) -> TokenLoss:
+    """PPO's clipped objective, without gradient for the picked tokens of high covariance.
+
+    picked_BT: see pick_tokens. Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning
+    Language Models" (2025), equations 13 and 14.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    ratio_BT = log_ratio_BT.exp()
+    plain_BT = -advantage_BT * ratio_BT
+    clipped_BT = -advantage_BT * ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    loss_BT = torch.where(picked_BT, 0, torch.maximum(plain_BT, clipped_BT))
+    cut_BT = picked_BT | (clipped_BT > plain_BT)
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=cut_BT, picked=picked_BT))
+
+
+@register_policy_loss("kl_cov")
+def kl_cov(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    picked_BT: Tensor,
+    ppo_kl_coef: float,
+) -> TokenLoss:
+    """-r A, and for the picked tokens of high covariance ppo_kl_coef * |log r| on top.
+
+    picked_BT: see pick_tokens. Source: as clip_cov, equations 15 and 16.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    penalty_BT = torch.where(picked_BT, ppo_kl_coef * log_ratio_BT.abs(), 0)
+    return TokenLoss(-advantage_BT * log_ratio_BT.exp() + penalty_BT, _stats(log_ratio_BT, picked=picked_BT))
 
 
 def _outside_trust_region(

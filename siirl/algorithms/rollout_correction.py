@@ -6,6 +6,7 @@ run ahead. Multiply a policy loss per token by the weights; the normalisation of
 gradient, no communication.
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -57,6 +58,47 @@ def accepted_rows(log_ratio_BT: Tensor, mask_BT: Tensor, *, level: Level, low: f
     ratio_BT = importance_ratio(log_ratio_BT, mask_BT, level)
     inside_BT = (ratio_BT >= low) & (ratio_BT <= high)
     return (inside_BT | ~mask_BT.bool()).all(-1)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Which weights `correction_weights` gives.
+
+    weight: "none", "truncate" or "mask" of the ratio at `level`. reject: "none", or the level at which rows
+    are rejected.
+    """
+
+    weight: Literal["none", "truncate", "mask"] = "none"
+    level: Level = "token"
+    low: float = 0.0
+    high: float = 2.0
+    reject: Literal["none", "token", "sequence", "geometric"] = "none"
+    reject_low: float = 0.5
+    reject_high: float = 2.0
+
+    @property
+    def is_used(self) -> bool:
+        return self.weight != "none" or self.reject != "none"
+
+
+def correction_weights(log_ratio_BT: Tensor, mask_BT: Tensor, correction: Correction) -> Tensor:
+    """The weight of each token's loss, [B, T]: that of its ratio, and 0 in a rejected row."""
+    weight_BT = torch.ones_like(log_ratio_BT)
+    level, low, high = correction.level, correction.low, correction.high
+    if correction.weight == "truncate":
+        weight_BT = truncated_weight(log_ratio_BT, mask_BT, level=level, cap=high)
+    elif correction.weight == "mask":
+        weight_BT = masked_weight(log_ratio_BT, mask_BT, level=level, low=low, high=high)
+    if correction.reject == "none":
+        return weight_BT
+    accepted_B = accepted_rows(
+        log_ratio_BT,
+        mask_BT,
+        level=correction.reject,
+        low=correction.reject_low,
+        high=correction.reject_high,
+    )
+    return torch.where(accepted_B[:, None], weight_BT, 0)
 
 
 def correction_stats(log_ratio_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor) -> Metrics:

@@ -17,7 +17,6 @@ from siirl.config.keys import group, key
 EMBODIED = "embodied agents"
 ULYSSES = "Ulysses sequence parallelism"
 PROFILER = "the profiler"
-MORE_LOSSES = "policy losses other than vanilla"
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 STRATEGIES = ("fsdp",)
 LATER_STRATEGIES = {"megatron": MEGATRON}
@@ -35,19 +34,62 @@ class PolicyLossConfig:
     loss_mode: str = key(
         "vanilla",
         "policy loss",
-        choices=("vanilla", "gspo", "gmpo", "geo_mean", "cispo", "sapo", "gpg", "dppo_tv", "dppo_kl"),
-        later_choices=dict.fromkeys(("clip_cov", "kl_cov", "cpgd"), MORE_LOSSES),
+        choices=(
+            "vanilla",
+            "gspo",
+            "gmpo",
+            "geo_mean",
+            "cispo",
+            "sapo",
+            "gpg",
+            "clip_cov",
+            "kl_cov",
+            "cpgd",
+            "dppo_tv",
+            "dppo_kl",
+        ),
     )
-    clip_cov_ratio: float = key(0.0002, "share of tokens that clip-cov clips", later=MORE_LOSSES)
-    clip_cov_lb: float = key(1.0, "least covariance that clip-cov clips", later=MORE_LOSSES)
-    clip_cov_ub: float = key(5.0, "greatest covariance that clip-cov clips", later=MORE_LOSSES)
-    kl_cov_ratio: float = key(0.0002, "share of tokens that kl-cov penalises", later=MORE_LOSSES)
-    ppo_kl_coef: float = key(0.1, "weight of the kl-cov penalty", later=MORE_LOSSES)
+    clip_cov_ratio: float = key(
+        0.0002, "share of tokens that clip_cov takes out", when="loss_mode=clip_cov", low=0
+    )
+    clip_cov_lb: float = key(1.0, "least covariance that clip_cov takes out", when="loss_mode=clip_cov")
+    clip_cov_ub: float = key(5.0, "greatest covariance that clip_cov takes out", when="loss_mode=clip_cov")
+    kl_cov_ratio: float = key(0.0002, "share of tokens that kl_cov penalises", when="loss_mode=kl_cov", low=0)
+    ppo_kl_coef: float = key(0.1, "weight of the kl_cov penalty", when="loss_mode=kl_cov", low=0)
     tau_pos: float = key(1.0, "temperature of sapo's gate for positive advantages", when="loss_mode=sapo")
     tau_neg: float = key(1.05, "temperature of sapo's gate for the others", when="loss_mode=sapo")
     clip_divergence: float = key(
         0.15, "trust region of dppo_tv and dppo_kl", when="loss_mode=dppo_tv|dppo_kl", low=0
     )
+
+
+@dataclass(frozen=True)
+class RolloutCorrectionConfig:
+    """Weights of the policy loss where trainer and rollout engine give a token different probabilities.
+
+    The ratio is the trainer's probability (by the weights that sampled) over the rollout engine's.
+    """
+
+    weight: str = key(
+        "none",
+        "multiply the loss by the ratio, at most high (truncate), or by 0 outside low .. high (mask)",
+        choices=("none", "truncate", "mask"),
+    )
+    level: str = key(
+        "token",
+        "the ratio of each token, of the whole row, or the geometric mean over the row",
+        when="weight=truncate|mask",
+        choices=("token", "sequence", "geometric"),
+    )
+    low: float = key(0.0, "least ratio of mask", when="weight=mask", low=0)
+    high: float = key(2.0, "greatest ratio", when="weight=truncate|mask", low=0)
+    reject: str = key(
+        "none",
+        "leave out rows with a ratio outside reject_low .. reject_high: any token's, the row's, or its mean",
+        choices=("none", "token", "sequence", "geometric"),
+    )
+    reject_low: float = key(0.5, "least ratio", when="reject=token|sequence|geometric", low=0)
+    reject_high: float = key(2.0, "greatest ratio", when="reject=token|sequence|geometric", low=0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +138,11 @@ class ActorConfig:
     ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=ULYSSES)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "policy loss")
     tis_imp_ratio_cap: float = key(
-        -1, "cap of truncated importance sampling; -1: off", later="rollout correction"
+        -1, "short for rollout_correction: truncate the ratio of each token at this cap; -1: off"
+    )
+    rollout_correction: RolloutCorrectionConfig = group(
+        RolloutCorrectionConfig,
+        "correction for a rollout engine whose probabilities differ from the trainer's",
     )
     optim: OptimConfig = group(OptimConfig, "optimizer and schedule")
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
@@ -117,8 +163,8 @@ class ActorConfig:
     recompute_old_log_prob: bool = key(
         True, "old log-probs come from the trainer's weights; False: from the rollout engine"
     )
-    use_cpgd_loss: bool = key(False, "CPGD loss", later=MORE_LOSSES)
-    policy_drift_coeff: float = key(0.0, "weight of CPGD's policy drift", later=MORE_LOSSES)
+    use_cpgd_loss: bool = key(False, "short for policy_loss.loss_mode=cpgd")
+    policy_drift_coeff: float = key(0.0, "weight of the policy drift in the cpgd loss", low=0)
     data_loader_seed: int = key(None, "seed of shuffle", when="shuffle")
     profile: dict[str, Any] = key({}, "profiler of this role", later=PROFILER)
     entropy_checkpointing: bool = key(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.actor import EMBODIED, KL_TYPES, MORE_LOSSES
+from siirl.config.actor import EMBODIED, KL_TYPES
 from siirl.config.keys import group, key
 
 ESTIMATORS = "advantage estimators other than grpo"
@@ -59,10 +59,11 @@ class AlgorithmConfig:
             "opo",
             "gpg",
             "grpo_passk",
+            "cpgd",
             "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
         ),
-        later_choices={"gae_marft": "multi-agent interaction"} | dict.fromkeys(("remax", "cpgd"), ESTIMATORS),
+        later_choices={"gae_marft": "multi-agent interaction"} | {"remax": ESTIMATORS},
     )
     kl_penalty: str = key(
         "kl",
@@ -82,7 +83,12 @@ class AlgorithmConfig:
     algorithm_name: str = key(
         "grpo", "name of the workflow", ignored="dag.workflow_path and adv_estimator choose the workflow"
     )
-    weight_factor_in_cpgd: str = key("STD_weight", "CPGD's weights", later=MORE_LOSSES)
+    weight_factor_in_cpgd: str = key(
+        "STD_weight",
+        "weight of cpgd's advantages: 1 / deviation of the group, the share of rows with signal, or 1",
+        when="adv_estimator=cpgd",
+        choices=("STD_weight", "clip_filter_like_weight", "naive"),
+    )
     workflow_type: str = key(
         "default",
         "kind of workflow",

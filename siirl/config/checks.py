@@ -8,7 +8,7 @@ from siirl.config.root import TOP_GROUPS, Config, all_keys
 from siirl.config.values import show
 from siirl.errors import ConfigError
 
-GROUP_BASELINES = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")
+GROUP_BASELINES = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "cpgd", "reinforce_plus_plus_baseline")
 
 
 def check_config(cfg: Config) -> None:
@@ -17,7 +17,17 @@ def check_config(cfg: Config) -> None:
     For a whole run or for the resolved configuration of a node. ConfigError for keys that contradict each
     other. Pure, and quick enough to call once for every node.
     """
-    checks = (_batch, _lengths, _sampling, _replay, _loss, _critic, _optimizer, _run)
+    checks = (
+        _batch,
+        _lengths,
+        _sampling,
+        _replay,
+        _loss,
+        _correction,
+        _critic,
+        _optimizer,
+        _run,
+    )
     problems = [problem for check in checks for problem in check(cfg)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -215,6 +225,29 @@ def _loss(cfg: Config) -> Iterator[str]:
             f"actor_rollout_ref.actor.clip_ratio_low={actor.clip_ratio_low:g}: a ratio cannot fall below 0, "
             "so it is at most 1."
         )
+
+
+def _correction(cfg: Config) -> Iterator[str]:
+    actor, prefix = cfg.actor_rollout_ref.actor, "actor_rollout_ref.actor"
+    correction, cap = actor.rollout_correction, actor.tis_imp_ratio_cap
+    used = correction.weight != "none" or correction.reject != "none" or cap > 0
+    if used and not actor.recompute_old_log_prob:
+        yield (
+            f"{prefix}.rollout_correction with {prefix}.recompute_old_log_prob=false: the ratio of the "
+            "policy loss is taken to the rollout engine already, so there is nothing to correct. "
+            "Remove one of them."
+        )
+    if cap > 0 and correction.weight != "none":
+        yield (
+            f"{prefix}.tis_imp_ratio_cap={cap:g} and {prefix}.rollout_correction.weight={correction.weight}: "
+            "the first is short for the second. Set one of them."
+        )
+    for low, high, name in (
+        (correction.low, correction.high, "low"),
+        (correction.reject_low, correction.reject_high, "reject_low"),
+    ):
+        if low >= high:
+            yield f"{prefix}.rollout_correction.{name}={low:g} is not below the upper bound {high:g}."
 
 
 def _critic(cfg: Config) -> Iterator[str]:

@@ -60,7 +60,18 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     """
     if not cfg.actor_rollout_ref.actor.recompute_old_log_prob:
         return "rollout"
-    return "field" if optimizer_steps(cfg) > 1 else "current"
+    picks = policy_loss_name(cfg) in PICKING_LOSSES
+    return "field" if picks or optimizer_steps(cfg) > 1 else "current"
+
+
+PICKING_LOSSES = ("clip_cov", "kl_cov")
+"""Policy losses that pick tokens of the whole mini-batch by their old log-probs, before the update."""
+
+
+def policy_loss_name(cfg: Config) -> str:
+    """The name of the policy loss."""
+    actor = cfg.actor_rollout_ref.actor
+    return "cpgd" if actor.use_cpgd_loss else actor.policy_loss.loss_mode
 
 
 def uses_critic(cfg: Config) -> bool:

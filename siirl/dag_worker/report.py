@@ -9,6 +9,7 @@ import torch.distributed as dist
 from siirl.config import Config
 from siirl.dag_worker.worker import DAGWorker
 from siirl.observe.curve import reward_curve_png
+from siirl.observe.derived import derived_metrics
 from siirl.observe.flops import mfu
 from siirl.observe.metrics import Metrics
 from siirl.observe.sinks import METRICS_FILE, Sinks, tensorboard_dir
@@ -32,7 +33,7 @@ class Report:
                 joined.merge(Metrics(entries))
             if self._sinks is not None:
                 values = joined.values()
-                self._sinks.log(step, values | self._rates(values))
+                self._sinks.log(step, values | derived_metrics(values) | self._rates(values))
 
     def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
         """Give sampled rollouts of all ranks to the sinks."""

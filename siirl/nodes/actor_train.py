@@ -1,19 +1,15 @@
 """The actor update: one optimizer step per mini-batch, with the loss that the configuration composes."""
 
+import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.algorithms.aggregate import aggregate_loss
-from siirl.algorithms.kl import kl_estimate
-from siirl.algorithms.policy_losses import compute_policy_loss
-from siirl.config import Config
-from siirl.dag.ops import old_log_prob_source
-from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
+from siirl.algorithms.token_picks import pick_tokens, token_noise
+from siirl.dag.ops import PICKING_LOSSES, old_log_prob_source, policy_loss_name
 from siirl.nodes.context import NodeContext
 from siirl.nodes.mini_batches import mini_batches
-from siirl.observe.metrics import Metrics
-
-OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "current": None}
+from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
 
 
 def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
@@ -28,76 +24,30 @@ def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     num_rows = actor.ppo_mini_batch_size * rollout.n
     seed = actor.data_loader_seed if actor.shuffle else None
     for mine_B in mini_batches(ctx, rows["row_id"], num_rows, actor.ppo_epochs, seed):
+        mini_batch = rows[mine_B]
+        if policy_loss_name(ctx.cfg) in PICKING_LOSSES:
+            mini_batch["picked"] = _picked(ctx, mini_batch)
         outputs = ("log_prob", "entropy")
-        metrics = ctx.train.train_mini_batch(rows[mine_B], loss_fn, outputs, rollout.temperature)
+        metrics = ctx.train.train_mini_batch(mini_batch, loss_fn, outputs, rollout.temperature)
         ctx.metrics.merge(metrics, "actor/")
     ctx.metrics.sum("flops/train", ctx.train.flops(rows, backward=True) * actor.ppo_epochs)
     return TensorDict({}, batch_size=rows.batch_size)
 
 
-def make_loss_fn(cfg: Config) -> LossFn:
-    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL, aggregated by loss_agg_mode."""
-    actor = cfg.actor_rollout_ref.actor
-    options = policy_loss_options(cfg)
-    old_field = OLD_LOG_PROB_FIELDS[old_log_prob_source(cfg)]
+def _picked(ctx: NodeContext, rows: TensorDict) -> Tensor:
+    """The tokens of a mini-batch that its loss picks, bool [B, T]. Collective over ctx.group."""
 
-    def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
-        mask_BT = rows["response_mask"]
-        log_prob_BT = outputs.log_prob_BT
-        old_BT = log_prob_BT.detach() if old_field is None else rows[old_field]
-        policy = compute_policy_loss(
-            actor.policy_loss.loss_mode, log_prob_BT, old_BT, rows["advantage"], mask_BT, options
-        )
-        terms = {"pg_loss": policy.loss_BT}
-        if actor.entropy_coeff:
-            terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
-        stats = policy.stats | {"entropy": outputs.entropy_BT.detach()}
-        if actor.use_kl_loss:
-            kl_BT = kl_estimate(actor.kl_loss_type, log_prob_BT, rows["ref_log_prob"])
-            terms["kl_loss"] = actor.kl_loss_coef * kl_BT
-            stats["ref_kl"] = kl_BT.detach()
-        shares = {
-            name: aggregate_loss(
-                term_BT,
-                mask_BT,
-                actor.loss_agg_mode,
-                counts.num_tokens,
-                counts.num_rows,
-                counts.response_width,
-            )
-            for name, term_BT in terms.items()
-        }
-        loss = sum(shares.values())
-        metrics = Metrics()
-        num_tokens = float(mask_BT.sum())
-        for name, value_BT in stats.items():
-            metrics.mean(name, float(value_BT[mask_BT].sum()), num_tokens)
-        # Shares add up over a mini-batch, whose weights sum to 1, and are averaged over mini-batches.
-        weight = float(mask_BT.any(-1).sum()) / max(counts.num_rows, 1.0)
-        for name, share in {**shares, "loss": loss}.items():
-            metrics.mean(name, float(share.detach()), weight)
-        if "rollout_log_prob" in rows.keys():
-            _report_rollout_difference(metrics, (old_BT - rows["rollout_log_prob"])[mask_BT])
-        return loss, metrics
+    def all_sum(totals: Tensor) -> Tensor:
+        dist.all_reduce(totals, group=ctx.group)
+        return totals
 
-    return loss_fn
+    def all_gather(values: Tensor) -> Tensor:
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(ctx.group))]
+        dist.all_gather(parts, values, group=ctx.group)
+        return torch.cat(parts)
 
-
-def policy_loss_options(cfg: Config) -> dict[str, float]:
-    """All scalars that a policy loss may take from the configuration, by name."""
-    actor = cfg.actor_rollout_ref.actor
-    return {
-        "clip_ratio_low": actor.clip_ratio_low,
-        "clip_ratio_high": actor.clip_ratio_high,
-        "clip_ratio_c": actor.clip_ratio_c,
-        "tau_pos": actor.policy_loss.tau_pos,
-        "tau_neg": actor.policy_loss.tau_neg,
-        "clip_divergence": actor.policy_loss.clip_divergence,
-    }
-
-
-def _report_rollout_difference(metrics: Metrics, difference_N: Tensor) -> None:
-    """Distance of the trainer's log-probs from the rollout engine's under the same weights, in nats."""
-    metrics.mean("rollout_log_prob_diff", float(difference_N.abs().sum()), len(difference_N))
-    if len(difference_N):
-        metrics.max("rollout_log_prob_diff_max", float(difference_N.abs().max()))
+    name, mask_BT = policy_loss_name(ctx.cfg), rows["response_mask"]
+    old_BT = rows[OLD_LOG_PROB_FIELDS[old_log_prob_source(ctx.cfg)]]
+    noise_BT = token_noise(rows["row_id"], mask_BT.shape[1], ctx.cfg.trainer.seed * 1_000_003 + ctx.step)
+    options = policy_loss_options(ctx.cfg)
+    return pick_tokens(name, old_BT, rows["advantage"], mask_BT, noise_BT, options, all_sum, all_gather)

@@ -8,7 +8,7 @@ from torch import Tensor
 from siirl.algorithms.advantages import compute_advantage
 from siirl.algorithms.kl import kl_controller, kl_in_reward
 from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
-from siirl.algorithms.stats import advantage_stats, group_stats
+from siirl.algorithms.stats import advantage_stats, group_stats, length_stats
 from siirl.dag.ops import old_log_prob_source
 from siirl.nodes.context import NodeContext
 
@@ -27,6 +27,7 @@ def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
         "gamma": algorithm.gamma,
         "lam": algorithm.lam,
+        "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
     }
     result = compute_advantage(
         algorithm.adv_estimator, fields, options, lambda totals: _all_sum(totals, ctx.group)
@@ -92,5 +93,6 @@ def _all_sum(totals: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _report(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor, advantage_BT: Tensor) -> None:
     ctx.metrics.merge(group_stats(rows["score"], rows["group_id"]), "reward/")
     ctx.metrics.merge(advantage_stats(advantage_BT, rows["response_mask"]), "advantage/")
+    ctx.metrics.merge(length_stats(rows["response_length"], rows["score"]), "reward/")
     ctx.metrics.mean("reward/score", float(rows["score"].sum()), len(rows))
     ctx.metrics.mean("reward/shaped", float(reward_BT.sum()), len(rows))

@@ -20,7 +20,12 @@ from siirl.algorithms.advantages import (
 from siirl.errors import ConfigError
 
 GAMMA, LAM = 0.97, 0.9
-OPTIONS = {"norm_adv_by_std_in_grpo": True, "gamma": GAMMA, "lam": LAM}
+OPTIONS = {
+    "norm_adv_by_std_in_grpo": True,
+    "gamma": GAMMA,
+    "lam": LAM,
+    "weight_factor_in_cpgd": "STD_weight",
+}
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
 
@@ -163,6 +168,7 @@ ORACLES = {
     "reinforce_plus_plus": lambda b: whitened(oracle_to_go(b), b.response_mask),
     "reinforce_plus_plus_baseline": lambda b: whitened(oracle_grpo(b, with_std=False), b.response_mask),
     "remax": oracle_remax,
+    "cpgd": oracle_grpo,
 }
 
 
@@ -176,6 +182,25 @@ def test_an_estimator_equals_the_recursion_of_its_paper(name, seed):
     fields = batch(seed)
     got = compute_advantage(name, fields, OPTIONS).advantage_BT
     torch.testing.assert_close(got, torch.tensor(ORACLES[name](lists(fields)), dtype=torch.float64), **CLOSE)
+
+
+def test_the_weights_of_cpgd():
+    fields = batch()
+    plain = torch.tensor(oracle_grpo(lists(fields), False), dtype=torch.float64)
+    trained, with_signal = int(fields["response_mask"].any(-1).sum()), int((plain != 0).any(-1).sum())
+    for rows, name, scale in (
+        (fields, "naive", 1.0),
+        (fields, "clip_filter_like_weight", trained / with_signal),
+    ):
+        got = compute_advantage("cpgd", rows, OPTIONS | {"weight_factor_in_cpgd": name}).advantage_BT
+        torch.testing.assert_close(got, plain * scale, **CLOSE)
+    one_group = {name: value.clone() for name, value in fields.items()}
+    one_group["reward"][one_group["group_id"] != one_group["group_id"][0]] = 0.0
+    options = OPTIONS | {"weight_factor_in_cpgd": "clip_filter_like_weight"}
+    got = compute_advantage("cpgd", one_group, options).advantage_BT
+    naive = compute_advantage("cpgd", one_group, OPTIONS | {"weight_factor_in_cpgd": "naive"}).advantage_BT
+    share = trained / int((naive != 0).any(-1).sum())
+    torch.testing.assert_close(got, naive * min(3.0, share), **CLOSE)
 
 
 def test_grpo_without_deviation_is_the_distance_from_the_mean():

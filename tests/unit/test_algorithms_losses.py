@@ -21,6 +21,7 @@ OPTIONS = {
     "tau_neg": 1.25,  # exact in fp32, in which TRL holds it
     "policy_drift_coeff": 0.4,
     "clip_divergence": 0.1,
+    "ppo_kl_coef": 0.7,
 }
 B, T = 8, 7
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -35,18 +36,21 @@ def batch(seed: int = 0) -> dict[str, Tensor]:
     advantage[2] = 0
     mask = torch.rand(B, T, generator=generator) < 0.8
     mask[5] = False
-    return {"log_prob": (old + shift).clamp(max=-1e-3), "old": old, "advantage": advantage, "mask": mask}
+    picked = torch.rand(B, T, generator=generator) < 0.3
+    log_prob = (old + shift).clamp(max=-1e-3)
+    return {"log_prob": log_prob, "old": old, "advantage": advantage, "mask": mask, "picked": picked}
 
 
 def ours(name: str, b: dict[str, Tensor], mode: str = "token-mean", **options) -> tuple[Tensor, Tensor]:
     log_prob = b["log_prob"].clone().requires_grad_()
-    token = compute_policy_loss(name, log_prob, b["old"], b["advantage"], b["mask"], OPTIONS | options)
+    options = {**OPTIONS, "picked_BT": b["picked"], **options}
+    token = compute_policy_loss(name, log_prob, b["old"], b["advantage"], b["mask"], options)
     mask = b["mask"]
     loss = aggregate_loss(token.loss_BT, mask, mode, float(mask.sum()), float(mask.any(-1).sum()), 32)
     return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
 
 
-def scalar_loss(name: str, lp: Tensor, old: float, adv: float) -> Tensor:
+def scalar_loss(name: str, lp: Tensor, old: float, adv: float, picked: bool) -> Tensor:
     """The loss of one token, as its paper writes it."""
     low, high, c = OPTIONS["clip_ratio_low"], OPTIONS["clip_ratio_high"], OPTIONS["clip_ratio_c"]
     r = torch.exp(lp - old)
@@ -54,6 +58,10 @@ def scalar_loss(name: str, lp: Tensor, old: float, adv: float) -> Tensor:
     if name == "vanilla":
         objective = min(r * adv, held * adv)
         return -(max(objective, c * adv) if adv < 0 else objective)
+    if name == "clip_cov":
+        return 0 * lp if picked else -min(r * adv, held * adv)
+    if name == "kl_cov":
+        return -r * adv + (OPTIONS["ppo_kl_coef"] * abs(lp - old) if picked else 0)
     if name == "cispo":
         return -adv * lp * (held.item() if isinstance(held, Tensor) else held)
     if name == "sapo":
@@ -86,7 +94,17 @@ def row_loss(name: str, lp: Tensor, old: Tensor, adv: Tensor) -> Tensor:
 
 
 SEQUENCE_LOSSES = ("gspo", "gmpo", "geo_mean")
-TOKEN_LOSSES = ("vanilla", "cispo", "sapo", "gpg", "cpgd", "dppo_tv", "dppo_kl")
+TOKEN_LOSSES = (
+    "vanilla",
+    "cispo",
+    "sapo",
+    "gpg",
+    "cpgd",
+    "dppo_tv",
+    "dppo_kl",
+    "clip_cov",
+    "kl_cov",
+)
 
 
 def test_every_registered_loss_is_proven_here():
@@ -100,7 +118,13 @@ def test_a_token_loss_equals_its_paper_in_value_and_gradient(name, seed):
     log_prob = b["log_prob"].clone().requires_grad_()
     places = b["mask"].nonzero().tolist()
     terms = [
-        scalar_loss(name, log_prob[i, t], b["old"][i, t].item(), b["advantage"][i, t].item())
+        scalar_loss(
+            name,
+            log_prob[i, t],
+            b["old"][i, t].item(),
+            b["advantage"][i, t].item(),
+            bool(b["picked"][i, t]),
+        )
         for i, t in places
     ]
     want = sum(terms) / len(terms)
@@ -222,7 +246,7 @@ def test_clip_statistics_count_the_tokens_that_lose_their_gradient():
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_on_policy_every_loss_has_the_policy_gradient(name):
     b = batch()
-    b["old"] = b["log_prob"]
+    b["old"], b["picked"] = b["log_prob"], torch.zeros_like(b["mask"])
     _, grad = ours(name, b, "seq-mean-token-mean")
     want = (
         -(b["advantage"] * b["mask"]) / b["mask"].sum(-1, keepdim=True).clamp(min=1) / b["mask"].any(-1).sum()

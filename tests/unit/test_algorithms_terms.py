@@ -47,6 +47,7 @@ OPTIONS = {
     "tau_neg": 1.1,
     "policy_drift_coeff": 0.1,
     "clip_divergence": 0.05,
+    "ppo_kl_coef": 0.3,
 }
 
 
@@ -197,10 +198,12 @@ def test_loss_and_gradient_do_not_depend_on_how_rows_are_split(split, mode, name
     old, shift, advantage = -torch.rand(3, rows, width, generator=generator, dtype=torch.float64)
     log_prob, advantage = (old - shift - 0.5).requires_grad_(), advantage + 0.5
     mask = torch.rand(rows, width, generator=generator) < 0.6
+    picked = torch.rand(rows, width, generator=generator) < 0.3
     num_tokens, num_rows = float(mask.sum()), float(mask.any(-1).sum())
 
     def share(index: list[int]) -> Tensor:
-        token = compute_policy_loss(name, log_prob[index], old[index], advantage[index], mask[index], OPTIONS)
+        options = {**OPTIONS, "picked_BT": picked[index]}
+        token = compute_policy_loss(name, log_prob[index], old[index], advantage[index], mask[index], options)
         entropy = log_prob[index].exp()
         return aggregate_loss(token.loss_BT - 0.01 * entropy, mask[index], mode, num_tokens, num_rows, 16)
 

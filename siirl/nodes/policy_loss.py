@@ -1,0 +1,123 @@
+"""The actor's loss, as the configuration composes it of the functions in siirl/algorithms."""
+
+from dataclasses import replace
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.algorithms.aggregate import aggregate_loss
+from siirl.algorithms.kl import kl_estimate
+from siirl.algorithms.policy_losses import compute_policy_loss
+from siirl.algorithms.rollout_correction import Correction, correction_stats, correction_weights
+from siirl.config import Config
+from siirl.config.actor import ActorConfig
+from siirl.dag.ops import old_log_prob_source, policy_loss_name
+from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
+from siirl.observe.metrics import Metrics
+
+OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "current": None}
+
+
+def make_loss_fn(cfg: Config) -> LossFn:
+    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL, aggregated by loss_agg_mode."""
+    actor = cfg.actor_rollout_ref.actor
+    name, options = policy_loss_name(cfg), policy_loss_options(cfg)
+    correction = rollout_correction(actor)
+    old_field = OLD_LOG_PROB_FIELDS[old_log_prob_source(cfg)]
+
+    def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
+        mask_BT, log_prob_BT = rows["response_mask"], outputs.log_prob_BT
+        old_BT = log_prob_BT.detach() if old_field is None else rows[old_field]
+        picked = {"picked_BT": rows["picked"]} if "picked" in rows.keys() else {}
+        policy = compute_policy_loss(name, log_prob_BT, old_BT, rows["advantage"], mask_BT, options | picked)
+        metrics = Metrics()
+        terms = {"pg_loss": policy.loss_BT}
+        stats = policy.stats | {"entropy": outputs.entropy_BT.detach()}
+        if correction.is_used:
+            log_ratio_BT = old_BT - rows["rollout_log_prob"]
+            weight_BT = correction_weights(log_ratio_BT, mask_BT, correction)
+            terms["pg_loss"] = policy.loss_BT * weight_BT
+            metrics.merge(correction_stats(log_ratio_BT, weight_BT, mask_BT), "rollout_correction/")
+        if actor.entropy_coeff:
+            terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
+        if actor.use_kl_loss:
+            kl_BT = kl_estimate(actor.kl_loss_type, log_prob_BT, rows["ref_log_prob"])
+            terms["kl_loss"] = actor.kl_loss_coef * kl_BT
+            stats["ref_kl"] = kl_BT.detach()
+        shares = _shares(terms, mask_BT, actor.loss_agg_mode, counts)
+        loss = sum(shares.values())
+        _report(metrics, stats, {**shares, "loss": loss}, mask_BT, counts)
+        if "rollout_log_prob" in rows.keys():
+            _report_rollout_difference(metrics, (old_BT - rows["rollout_log_prob"])[mask_BT])
+        return loss, metrics
+
+    return loss_fn
+
+
+def rollout_correction(actor: ActorConfig) -> Correction:
+    """What actor.rollout_correction, or its short form tis_imp_ratio_cap, asks for."""
+    config = actor.rollout_correction
+    if actor.tis_imp_ratio_cap > 0:
+        config = replace(config, weight="truncate", level="token", high=actor.tis_imp_ratio_cap)
+    return Correction(
+        weight=config.weight,
+        level=config.level,
+        low=config.low,
+        high=config.high,
+        reject=config.reject,
+        reject_low=config.reject_low,
+        reject_high=config.reject_high,
+    )
+
+
+def policy_loss_options(cfg: Config) -> dict[str, Any]:
+    """All scalars that a policy loss may take from the configuration, by name."""
+    actor = cfg.actor_rollout_ref.actor
+    policy_loss = actor.policy_loss
+    return {
+        "clip_ratio_low": actor.clip_ratio_low,
+        "clip_ratio_high": actor.clip_ratio_high,
+        "clip_ratio_c": actor.clip_ratio_c,
+        "policy_drift_coeff": actor.policy_drift_coeff,
+        "tau_pos": policy_loss.tau_pos,
+        "tau_neg": policy_loss.tau_neg,
+        "clip_divergence": policy_loss.clip_divergence,
+        "clip_cov_ratio": policy_loss.clip_cov_ratio,
+        "clip_cov_lb": policy_loss.clip_cov_lb,
+        "clip_cov_ub": policy_loss.clip_cov_ub,
+        "kl_cov_ratio": policy_loss.kl_cov_ratio,
+        "ppo_kl_coef": policy_loss.ppo_kl_coef,
+    }
+
+
+def _shares(terms: dict[str, Tensor], mask_BT: Tensor, mode: str, counts: BatchCounts) -> dict[str, Tensor]:
+    return {
+        name: aggregate_loss(
+            term_BT, mask_BT, mode, counts.num_tokens, counts.num_rows, counts.response_width
+        )
+        for name, term_BT in terms.items()
+    }
+
+
+def _report(
+    metrics: Metrics,
+    stats: dict[str, Tensor],
+    shares: dict[str, Tensor],
+    mask_BT: Tensor,
+    counts: BatchCounts,
+) -> None:
+    num_tokens = float(mask_BT.sum())
+    for name, value_BT in stats.items():
+        metrics.mean(name, float(value_BT[mask_BT].sum()), num_tokens)
+    # Shares add up over a mini-batch, whose weights sum to 1, and are averaged over mini-batches.
+    weight = float(mask_BT.any(-1).sum()) / max(counts.num_rows, 1.0)
+    for name, share in shares.items():
+        metrics.mean(name, float(share.detach()), weight)
+
+
+def _report_rollout_difference(metrics: Metrics, difference_N: Tensor) -> None:
+    """Distance of the trainer's log-probs from the rollout engine's under the same weights, in nats."""
+    metrics.mean("rollout_log_prob_diff", float(difference_N.abs().sum()), len(difference_N))
+    if len(difference_N):
+        metrics.max("rollout_log_prob_diff_max", float(difference_N.abs().max()))
