@@ -1,0 +1,148 @@
+"""The Megatron preset, parameter page and scaling guide say what the schema and the code say."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from megatron_cases import ACTOR, available, megatron_plan, option, sizes, write_model
+
+from siirl.config import load_config
+from siirl.config.common import MegatronConfig
+from siirl.config.root import all_keys
+from siirl.config.tree import diff_keys
+from siirl.config.values import show
+from siirl.dag.megatron_options import option_names
+from siirl.dag.memory import read_shape
+from siirl.dag.models import backend_of
+
+ROOT = Path(__file__).parents[2]
+PRESET = ROOT / "siirl" / "config" / "megatron_ppo_dag_trainer.yaml"
+PAGE = (ROOT / "docs" / "megatron_parameters.md").read_text()
+
+
+def test_the_preset_sets_the_strategy_and_writes_out_every_other_parameter(monkeypatch):
+    available(monkeypatch)
+    cfg = load_config(config_name="megatron_ppo_dag_trainer")
+    assert set(diff_keys(cfg)) == {"actor_rollout_ref.actor.strategy"}
+    assert cfg.actor_rollout_ref.ref.strategy == "megatron"
+    written = {name.rpartition(".")[2] for name in cfg.explicit if ".actor.megatron." in name}
+    known = {field.name for field in dataclasses.fields(MegatronConfig)}
+    assert written == known - {"seed", "extra"}
+
+
+def test_the_parameter_page_explains_every_key_with_its_default():
+    for field in dataclasses.fields(MegatronConfig):
+        if field.name.startswith(("override_", "extra")):
+            assert f"`{field.name}`" in PAGE, field.name
+            continue
+        key = all_keys()[f"actor_rollout_ref.actor.megatron.{field.name}"]
+        assert f"| `{field.name}` | {show(key, field.default)} |" in PAGE, field.name
+
+
+def test_the_options_that_the_documents_name_exist():
+    if not option_names("TransformerConfig"):
+        pytest.skip("megatron-core is not installed")
+    options = PAGE[PAGE.index("## Options of Megatron-Core") : PAGE.index("## Keys beside the group")]
+    parts = re.split(
+        r"`(?:override_transformer_config|override_ddp_config|optim.override_optimizer_config)`[, ]", options
+    )
+    classes = ("TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig")
+    for name, part in zip(classes, parts[1:], strict=True):
+        named = set(re.findall(r"^\| `(\w+)`", part, re.MULTILINE))
+        assert len(named) >= 4
+        assert named <= option_names(name)
+    comments = "\n".join(line for line in PRESET.read_text().splitlines() if line.startswith("      #   "))
+    named = set(re.findall(r"(\w+): ", comments))
+    everything = frozenset().union(*map(option_names, classes))
+    assert len(named) > 15
+    assert named <= everything
+
+
+GUIDE = (ROOT / "docs" / "scaling.md").read_text()
+
+
+def guide_rows() -> list[list[str]]:
+    """The cells of the recipes in the scaling guide."""
+    table = GUIDE[GUIDE.index("| model | devices |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def gib_of(directory: Path, name: str, world: int, described: str) -> tuple[int, dict[str, float]]:
+    """Data-parallel size, and GiB by kind on the fullest rank, of a recipe of the guide."""
+    parallel = dict(part.split("=") for part in described.split() if "=" in part)
+    ends = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+    plan, configs = megatron_plan(
+        world,
+        *sizes(**parallel, sp=True),
+        *(option(end, True) for end in ends if "both ends" in described),
+        "data.max_prompt_length=1024",
+        "data.max_response_length=2048",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        model=write_model(directory, name),
+        rows=1024,
+    )
+    actor = plan.models["agent_0.actor"]
+    cfg = configs[actor.node]
+    shape = read_shape(cfg, "actor")
+    assert not isinstance(shape, str)
+    lines = backend_of(actor).memory(actor, cfg, shape, 0)
+    return actor.dims.dp, {line.what: line.num_bytes / 2**30 for line in lines}
+
+
+@pytest.mark.parametrize("row", guide_rows(), ids=lambda row: f"{row[0]} on {row[1]}")
+def test_the_memory_in_the_scaling_guide_is_what_the_plan_estimates(monkeypatch, tmp_path, row):
+    available(monkeypatch)
+    name, devices, described, dp, *amounts = row
+    shards, gib = gib_of(tmp_path, name, int(devices), described)
+    kinds = ("parameters", "gradients", "optimizer", "activations")
+    assert [dp, *amounts] == [
+        str(shards),
+        *(f"{gib[kind]:.1f}" for kind in kinds),
+        f"{sum(gib.values()):.1f}",
+    ]
+
+
+def test_the_worked_arithmetic_of_the_scaling_guide(tmp_path, monkeypatch):
+    available(monkeypatch)
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
+    head = 151936 * 4096
+    rank = (9 * layer + head) / 2
+    values = 4 * 9 * 4096 // 2 + (16 * 4096 + 3 * 12288) // 2
+    expected = {
+        "parameters": 2 * rank,
+        "gradients": 4 * rank,
+        "optimizer": 12 * rank,
+        "activations": 2 * values * 8 * 3072,
+    }
+    _, gib = gib_of(tmp_path, "Qwen3-8B", 8, "tp=2 pp=4")
+    assert gib == pytest.approx({kind: amount / 2**30 for kind, amount in expected.items()}, rel=1e-4)
+    _, large = gib_of(tmp_path, "Llama-3.1-70B", 16, "tp=8 pp=2")
+    rank = (40 * (2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 128256 * 8192) / 8
+    assert large["optimizer"] == pytest.approx(12 * rank / 2**30, rel=1e-4)
+    for number in ("2358.9 M", "1179.4 M", "124,928 values", "25.5 GiB", "4410 M", "73.9 GiB"):
+        assert number in " ".join(GUIDE.split()), number
+    assert sum(large.values()) - large["activations"] == pytest.approx(73.9, abs=0.05)
+
+
+def test_an_optimizer_on_the_host_or_in_fewer_bytes_leaves_the_device(monkeypatch, tmp_path):
+    available(monkeypatch)
+    model = write_model(tmp_path, "Llama-3.1-70B")
+
+    def gib(*overrides: str) -> dict[str, tuple[float, bool]]:
+        plan, configs = megatron_plan(16, *sizes(tp=8, pp=2, sp=True), *overrides, model=model, rows=1024)
+        actor = plan.models["agent_0.actor"]
+        shape = read_shape(configs[actor.node], "actor")
+        assert not isinstance(shape, str)
+        lines = backend_of(actor).memory(actor, configs[actor.node], shape, 0)
+        return {line.what: (round(line.num_bytes / 2**30, 1), line.host) for line in lines}
+
+    optim = "actor_rollout_ref.actor.optim.override_optimizer_config"
+    half = gib(f"{optim}.optimizer_cpu_offload=True", f"{optim}.optimizer_offload_fraction=0.5")
+    assert (half["optimizer"], half["optimizer on the host"]) == ((24.6, False), (24.6, True))
+    aware = (f"{optim}.use_precision_aware_optimizer=True", f"{optim}.exp_avg_dtype=bf16")
+    assert gib(*aware, f"{optim}.exp_avg_sq_dtype=bf16")["optimizer"] == (32.9, False)
+    assert gib(f"{ACTOR}.grad_offload=True")["gradients"] == (16.4, True)
+    assert gib(f"{ACTOR}.param_dtype=float32")["parameters"][0] == 16.4
+    kept = gib("actor_rollout_ref.model.enable_gradient_checkpointing=False")["activations"][0]
+    assert kept > 20 * gib()["activations"][0]
