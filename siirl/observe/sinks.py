@@ -213,7 +213,7 @@ class WandbSink:
     def text(self, step: int, name: str, rows: Rows) -> None:
         columns = list(dict.fromkeys(key for row in rows for key in row))
         table = self._wandb.Table(
-            columns=columns, data=[[str(row.get(key)) for key in columns] for row in rows]
+            columns=columns, data=[[str(row.get(key, "")) for key in columns] for row in rows]
         )
         self._run.log({f"samples/{name}": table}, step=step)
 
@@ -228,6 +228,7 @@ class MlflowSink:
         self._mlflow = importlib.import_module("mlflow")
         self._mlflow.set_experiment(info.project)
         self._mlflow.start_run(run_name=info.experiment)
+        self._mlflow.log_dict(info.config, "config.json")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         clean = {
