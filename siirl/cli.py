@@ -11,12 +11,15 @@ from pathlib import Path
 
 from siirl.config import Config, load_config
 from siirl.config.checks import check_config, effect_warnings
+from siirl.config.roles import role_model
 from siirl.dag.arguments import add_config_arguments, parse_settings, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.models import plan_advice
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
-from siirl.errors import ConfigError
+from siirl.data.local_models import with_local_configs
+from siirl.data.model_files import check_lengths
+from siirl.errors import ConfigError, DataError
 from siirl.observe.trace import merge_trace
 
 
@@ -35,11 +38,19 @@ def _compiled(args: argparse.Namespace, overrides: list[str]) -> tuple[Plan, dic
     """The plan of a command line, and the configuration of each kept node. Warnings go to stderr."""
     cfg = load_config(overrides, args.config_name)
     check_config(cfg)
-    compiled = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
-    plan, configs = compiled
-    for line in (*effect_warnings(cfg, configs.values()), *plan_advice(plan.models.values(), configs)):
+    plan, configs = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+    warnings = [*effect_warnings(cfg, configs.values()), *plan_advice(plan.models.values(), configs)]
+    for model in plan.models.values():
+        try:
+            configs[model.node] = with_local_configs(configs[model.node], (model.role,))
+        except DataError as error:
+            warnings.append(str(error))
+        folder = Path(role_model(configs[model.node], model.role).path).expanduser()
+        if (folder / "config.json").is_file():
+            check_lengths(configs[model.node], folder, model.role)
+    for line in dict.fromkeys(warnings):
         print(f"warning: {line}", file=sys.stderr)
-    return compiled
+    return plan, configs
 
 
 def _check(args: argparse.Namespace, overrides: list[str]) -> None:

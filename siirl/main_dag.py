@@ -11,6 +11,7 @@ from siirl.dag.arguments import parse_arguments, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.models import plan_advice
 from siirl.dag.report import batch_arithmetic, model_setup
+from siirl.data.local_models import token_to_environment
 from siirl.launch.choose import choose_launcher
 from siirl.launch.devices import check_gpus
 from siirl.launch.job import Job
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(cfg: Config) -> int:
     """Check everything that can be checked before a worker starts, then run the job to its end."""
     check_config(cfg)
+    cfg = token_to_environment(cfg)
     launcher = choose_launcher(cfg)
     if launcher == "local":
         check_gpus(cfg)

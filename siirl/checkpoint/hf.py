@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from siirl.errors import DataError
+from siirl.data.model_files import model_dir
 
 SHARD_BYTES = 5 * 10**9
 NO_CHANGES: Mapping[str, Any] = {}
@@ -23,15 +23,11 @@ def copy_hf_files(model_path: str, out: Path, config_changes: Mapping[str, Any] 
 
     config_changes: keys of config.json that the copy has instead.
     """
-    source = _model_folder(model_path)
+    source = model_dir(model_path)
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _COMPANIONS and not path.name.endswith(".index.json"):
             shutil.copyfile(path, out / path.name)
-    if not (out / "config.json").exists():
-        raise DataError(
-            f"model.path={model_path!r} has no config.json: the export would not load. Complete the folder."
-        )
     _change_config(out / "config.json", config_changes)
 
 
@@ -124,13 +120,3 @@ def _change_config(config_path: Path, changes: Mapping[str, Any]) -> None:
     if changes:
         config = json.loads(config_path.read_text())
         config_path.write_text(json.dumps(config | changes, indent=2))
-
-
-def _model_folder(model_path: str) -> Path:
-    """The local folder of a model: itself, or the local copy of a hub id."""
-    path = Path(model_path).expanduser()
-    if path.is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model_path, allow_patterns=[f"*{suffix}" for suffix in _COMPANIONS]))

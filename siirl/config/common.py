@@ -8,7 +8,6 @@ from siirl.config.keys import group, key
 MULTIMODAL = "images and videos in prompts"
 MEGATRON = "the megatron strategy"
 NO_OPTIMIZER = "a forward-only model has neither gradients nor an optimizer"
-HUB = "options of downloads from a model hub: give a local directory as model.path"
 TOKENIZER = "changing the tokenizer; prepare it in the model directory"
 
 
@@ -163,7 +162,10 @@ class ModelConfig:
     video_min_pixels: int = key(256, "smallest video frame", later=MULTIMODAL)
     video_fps: float = key(2.0, "frames taken from each second of a video", later=MULTIMODAL)
     video_maxlen: int = key(128, "most frames of a video", later=MULTIMODAL)
-    path: str = key("~/models/deepseek-llm-7b-chat", "directory of a Hugging Face model and its tokenizer")
+    path: str = key(
+        "~/models/deepseek-llm-7b-chat",
+        "directory of a Hugging Face model and its tokenizer, or ORG/NAME on the hub",
+    )
     external_lib: str | None = key(None, "Python module imported before the model is built")
     override_config: dict[str, Any] = key({}, "values that replace those of the model's config.json")
     enable_gradient_checkpointing: bool = key(True, "recompute activations in the backward pass")
@@ -174,10 +176,10 @@ class ModelConfig:
     use_fused_kernels: bool = key(
         False, "fused output head", ignored="log-probs are always computed in chunks, without full logits"
     )
-    cache_dir: str | None = key(None, "cache of downloaded models", later=HUB)
-    model_revision: str = key("main", "revision of the model on the hub", later=HUB)
+    cache_dir: str | None = key(None, "cache of downloaded models; null: the hub's own (HF_HOME)")
+    model_revision: str = key("main", "branch, tag or commit of a model on the hub")
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
-    hf_hub_token: str | None = key(None, "access token of the hub", later=HUB)
+    hf_hub_token: str | None = key(None, "access token of the hub; null: HF_TOKEN, or a login")
     use_fast_tokenizer: bool = key(True, "use the fast tokenizer", later="slow tokenizers")
     split_special_tokens: bool = key(False, "split special tokens in prompts", later=TOKENIZER)
     model_max_length: int | None = key(None, "longest input of the tokenizer", later=TOKENIZER)

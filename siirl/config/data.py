@@ -34,7 +34,9 @@ class DataConfig:
         choices=("llm",),
         later_choices={"vlm": MULTIMODAL, "embodied": "embodied agents"},
     )
-    tokenizer: str | None = key(None, "directory of the tokenizer; null: actor_rollout_ref.model.path")
+    tokenizer: str | None = key(
+        None, "directory of the tokenizer, or ORG/NAME on the hub; null: that of actor_rollout_ref.model.path"
+    )
     apply_chat_template_kwargs: dict[str, Any] = key(
         {}, "arguments of the chat template, e.g. {enable_thinking: false}"
     )

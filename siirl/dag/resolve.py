@@ -7,7 +7,9 @@ from typing import Any
 
 from siirl.config import Config, with_overrides
 from siirl.config.checks import check_config
-from siirl.config.root import TOP_GROUPS
+from siirl.config.resolve import get
+from siirl.config.root import TOP_GROUPS, all_keys
+from siirl.config.values import SECRET_KEYS
 from siirl.dag.ops import OpSpec, op_under
 from siirl.dag.spec import DagSpec, NodeSpec
 from siirl.errors import DagError, NotSupportedError, UserError
@@ -76,6 +78,7 @@ def _resolve(
     overrides = {**shared, **own}
     with _naming(node):
         node_cfg = with_overrides(cfg, overrides) if overrides else cfg
+    _refuse_secrets(node, cfg, node_cfg)
     op = op_under(node, node_cfg)
     return ResolvedNode(
         spec=node,
@@ -86,6 +89,13 @@ def _resolve(
         overrides=overrides,
         options=options,
     )
+
+
+def _refuse_secrets(node: NodeSpec, cfg: Config, node_cfg: Config) -> None:
+    """A plan is printed and stored: what it holds is no secret any more."""
+    for name in all_keys():
+        if name.endswith(SECRET_KEYS) and get(cfg, name) != get(node_cfg, name):
+            raise DagError(f"{node}: {name} must not be in a DAG. Set it on the command line, or HF_TOKEN.")
 
 
 def check_node_config(node: ResolvedNode) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from siirl.errors import ConfigError, DataError
+from siirl.errors import ConfigError, DataError, UserError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]*[A-Za-z0-9]")
 MODELSCOPE_SWITCH = "SIIRL_USE_MODELSCOPE"
@@ -51,13 +51,24 @@ def fetch(repo: HubRepo, patterns: Sequence[str], modelscope: bool) -> Path:
     """
     try:
         return Path(_from_modelscope(repo, patterns) if modelscope else _from_hugging_face(repo, patterns))
-    except ConfigError:
+    except UserError:
         raise
     except (OSError, ValueError, RuntimeError) as error:  # what the clients' own errors descend from
         raise DataError(_message(repo, modelscope, error)) from error
 
 
-def _from_hugging_face(repo: HubRepo, patterns: Sequence[str]) -> str:
+def fetch_cached(repo: HubRepo, patterns: Sequence[str], modelscope: bool) -> Path | None:
+    """The local folder, asking no hub; None if it is not in the cache. It may lack files."""
+    try:
+        from_hub = _from_modelscope if modelscope else _from_hugging_face
+        return Path(from_hub(repo, patterns, local_files_only=True))
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def _from_hugging_face(repo: HubRepo, patterns: Sequence[str], **options: bool) -> str:
     from huggingface_hub import snapshot_download
 
     return snapshot_download(
@@ -67,10 +78,11 @@ def _from_hugging_face(repo: HubRepo, patterns: Sequence[str]) -> str:
         cache_dir=Path(repo.cache_dir).expanduser() if repo.cache_dir else None,
         token=repo.token,
         allow_patterns=list(patterns),
+        **options,
     )
 
 
-def _from_modelscope(repo: HubRepo, patterns: Sequence[str]) -> str:
+def _from_modelscope(repo: HubRepo, patterns: Sequence[str], **more: bool) -> str:
     try:
         hub = importlib.import_module("modelscope")
     except ImportError as error:
@@ -78,7 +90,7 @@ def _from_modelscope(repo: HubRepo, patterns: Sequence[str]) -> str:
             f"{MODELSCOPE_SWITCH}=true, but the package modelscope is not installed: {repo.name} cannot be "
             f"downloaded from there. Install it (pip install modelscope), or unset {MODELSCOPE_SWITCH}."
         ) from error
-    options = {"cache_dir": repo.cache_dir, "allow_file_pattern": list(patterns)}
+    options = {"cache_dir": repo.cache_dir, "allow_file_pattern": list(patterns), **more}
     if repo.revision != DEFAULT_REVISION:  # ModelScope's default branch has another name
         options["revision"] = repo.revision
     if repo.kind == "dataset":

@@ -1,6 +1,7 @@
 """Checks of Hugging Face model directories without torch or transformers: the launcher runs them too."""
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,21 @@ _LENGTH_BYTES = 8  # a safetensors file begins with the length of its JSON heade
 def model_dir(path: str) -> Path:
     """The local directory of a model, with its config.json. DataError if one of them does not exist."""
     local = Path(path).expanduser()
-    if not local.is_dir():
+    try:
+        if not local.is_dir():
+            raise DataError(
+                f"{_here()}: model directory {local} does not exist. Set actor_rollout_ref.model.path to a "
+                "Hugging Face model directory that every machine sees, or to a name on the hub, as ORG/NAME."
+            )
+        if not (local / "config.json").is_file():
+            raise DataError(
+                f"{_here()}: model directory {local} has no config.json: a Hugging Face model directory is "
+                "needed. Set actor_rollout_ref.model.path to one."
+            )
+    except PermissionError as error:
         raise DataError(
-            f"model directory {local} does not exist: models are read from local directories. "
-            "Download or create the model, and set actor_rollout_ref.model.path."
-        )
-    if not (local / "config.json").is_file():
-        raise DataError(
-            f"model directory {local} has no config.json: a Hugging Face model directory is needed. "
-            "Set actor_rollout_ref.model.path to one."
-        )
+            f"{_here()}: model directory {local} cannot be read: {error}. Give this user the right to."
+        ) from error
     return local
 
 
@@ -36,7 +42,7 @@ def check_config_file(path: Path) -> None:
     config = _read_json(path / "config.json")
     if "model_type" not in config:
         raise DataError(
-            f"{path / 'config.json'} has no model_type: it describes no model. "
+            f"{_here()}: {path / 'config.json'} has no model_type: it describes no model. "
             "Save the model with save_pretrained()."
         )
 
@@ -53,25 +59,28 @@ def check_weight_files(path: Path) -> None:
         names = set(_read_json(path / INDEX).get("weight_map", {}).values())
     else:
         raise DataError(
-            f"model directory {path} has {_why_no_weights(path)}: weights are needed. "
+            f"{_here()}: model directory {path} has {_why_no_weights(path)}: weights are needed. "
             "Save the model with save_pretrained()."
         )
     missing = sorted(name for name in names if not (path / name).is_file())
     if missing:
         raise DataError(
-            f"model directory {path} lacks {len(missing)} of the {len(names)} weight files that {INDEX} "
-            f"names: {', '.join(missing[:5])}. Download or copy them again."
+            f"{_here()}: model directory {path} lacks {len(missing)} of the {len(names)} weight files that "
+            f"{INDEX} names: {', '.join(missing[:5])}. Download or copy them again."
         )
     for name in sorted(names):
-        _check_safetensors(path / name)
+        try:
+            _check_safetensors(path / name)
+        except OSError as error:
+            raise DataError(f"{_here()}: {path / name} cannot be read: {error}. Restore the file.") from error
 
 
 def check_tokenizer_files(path: Path) -> None:
     """DataError unless the directory holds a tokenizer."""
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise DataError(
-            f"model directory {path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there. "
-            "Copy the model's tokenizer files there, or set data.tokenizer."
+            f"{_here()}: model directory {path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is "
+            "there. Copy the model's tokenizer files there, or set data.tokenizer."
         )
 
 
@@ -111,15 +120,13 @@ def num_positions(config: dict[str, Any]) -> int | None:
 
 
 def check_tokenizer(cfg: Config) -> None:
-    """DataError unless the tokenizer of data.tokenizer, or else of the model, has its files.
-
-    A data.tokenizer that is no directory may be a name in the local cache of transformers: it is left alone.
-    """
+    """DataError unless the tokenizer of data.tokenizer, or else of the model, has its files."""
     source = Path(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path).expanduser()
-    if source.is_dir():
-        check_tokenizer_files(source)
-    elif source.is_absolute() or str(source).startswith("."):
-        raise DataError(f"data.tokenizer={cfg.data.tokenizer}: there is no such directory. Correct the path.")
+    if not source.is_dir():
+        raise DataError(
+            f"{_here()}: data.tokenizer={cfg.data.tokenizer}: there is no such directory. Correct the path."
+        )
+    check_tokenizer_files(source)
 
 
 def _why_no_weights(path: Path) -> str:
@@ -138,26 +145,33 @@ def _check_safetensors(path: Path) -> None:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         if not 0 < length <= size - _LENGTH_BYTES:
             raise DataError(
-                f"{path} is no safetensors file, or is cut short: it has {size} bytes. Download it again "
-                "(of a Git clone without Git LFS only pointers arrive)."
+                f"{_here()}: {path} is no safetensors file, or is cut short: it has {size} bytes. Download "
+                "it again (of a Git clone without Git LFS only pointers arrive)."
             )
         try:
             header = json.loads(file.read(length))
             ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DataError(
-                f"{path} is no safetensors file: {error} in its header. Download it again."
+                f"{_here()}: {path} is no safetensors file: {error} in its header. Download it again."
             ) from None
     expected = _LENGTH_BYTES + length + max(ends, default=0)
     if size != expected:
-        raise DataError(f"{path} has {size} bytes instead of {expected}: it is damaged. Download it again.")
+        raise DataError(
+            f"{_here()}: {path} has {size} bytes instead of {expected}: it is damaged. Download it again."
+        )
 
 
 def _read_json(path: Path) -> dict:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read: {error}. Restore the file.") from None
+        raise DataError(f"{_here()}: {path} cannot be read: {error}. Restore the file.") from None
     if not isinstance(content, dict):
-        raise DataError(f"{path} holds no JSON object. Restore the file.")
+        raise DataError(f"{_here()}: {path} holds no JSON object. Restore the file.")
     return content
+
+
+def _here() -> str:
+    """This machine, for messages: a directory may be bad on one of several."""
+    return f"on host {socket.gethostname()}"

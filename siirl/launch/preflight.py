@@ -14,6 +14,7 @@ from siirl.dag.arguments import user_errors
 from siirl.dag.plan import Plan
 from siirl.dag.user_code import check_reference
 from siirl.data.inspect import data_sources, inspect_data
+from siirl.data.local_models import with_local_models
 from siirl.data.model_files import check_model_files, check_tokenizer
 from siirl.data.recorded import check_recorded
 from siirl.engines.rollout.vllm_version import vllm_version
@@ -27,7 +28,9 @@ def preflight(cfg: Config, plan: Plan) -> None:
     """UserError for data, models, user code and directories that the run would trip over later.
 
     Runs nothing of the user's and needs no torch; reads metadata, and the data sources of the prompts.
+    Models that are named as on a hub are downloaded first.
     """
+    plan = with_local_models(cfg, plan)
     node_cfgs = {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}
     for loader in plan.loaders.values():
         inspect_data(node_cfgs[loader.node])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from siirl.config import from_dict
 from siirl.dag.plan import Plan
+from siirl.data.local_models import with_local_models
 from siirl.errors import ConfigError
 from siirl.launch.failure import describe_exception, write_failure
 from siirl.launch.job import Job
@@ -81,7 +82,7 @@ def _run(job: Job, place: Place) -> None:
     import torch.distributed as dist
 
     cfg = from_dict(job.config)
-    plan = Plan.from_json(job.plan)
+    plan = with_local_models(cfg, Plan.from_json(job.plan), cached_first=True)
     entry = _load_entry(job.entry)
     device = pick_device(cfg.trainer.device, place)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))

@@ -128,7 +128,7 @@ def test_a_value_gets_the_type_of_its_key(override, expected):
         (f"{ROLLOUT}.multi_turn.enable=True", NotSupportedError, ("not supported yet: ", "multi-turn")),
         (f"{ACTOR}.megatron.seed=2", NotSupportedError, ("megatron",)),
         (f"{ACTOR}.megatron.extra.x=1", ConfigError, ("override_transformer_config",)),
-        (f"{MODEL}.hf_hub_token=hf_secret", NotSupportedError, ("hf_hub_token=***",)),
+        ("reward_model.model.hf_hub_token=hf_secret", NotSupportedError, ("hf_hub_token=***",)),
     ],
 )
 def test_a_bad_override_says_what_is_wrong(override, error, words):
