@@ -37,6 +37,10 @@ class RewardError(SiirlError, RuntimeError):
     """A reward function failed on a sample; the message names the sample."""
 
 
+class EndpointError(RewardError):
+    """A remote service gave no usable answer; the message names its URL and the number of tries."""
+
+
 class SandboxError(SiirlError, RuntimeError):
     """A sandbox for untrusted code cannot be made, or broke; never what the code in it does."""
 

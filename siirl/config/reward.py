@@ -7,7 +7,6 @@ from siirl.config.common import MEGATRON, FSDPConfig, MegatronConfig, ModelConfi
 from siirl.config.keys import group, key
 
 REWARD_MODEL = "rewards by a model"
-MANAGERS = "reward managers other than naive"
 
 
 @dataclass(frozen=True)
@@ -18,6 +17,20 @@ class OverlongBufferConfig:
     len: int = key(512, "tokens over which the penalty grows", when="enable", low=1)
     penalty_factor: float = key(1.0, "penalty at the limit", when="enable", low=0)
     log: bool = key(False, "log the penalty", when="enable")
+
+
+@dataclass(frozen=True)
+class RemoteRewardConfig:
+    """A service that scores responses (reward_manager=remote, or the function `remote`)."""
+
+    url: str | None = key(None, "its http(s) address")
+    timeout_s: float = key(30.0, "longest time for one try, in seconds", when="url", low=0)
+    max_tries: int = key(5, "tries for each response, with growing waits between them", when="url", low=1)
+    max_concurrent: int = key(16, "requests of each rank at once", when="url", low=1)
+    max_per_s: float = key(0.0, "requests of each rank per second; 0: any number", when="url", low=0)
+    token_env: str | None = key(
+        None, "environment variable whose value is sent as a bearer token", when="url"
+    )
 
 
 @dataclass(frozen=True)
@@ -36,9 +49,11 @@ class RewardModelConfig:
     use_dynamic_bsz: bool = key(False, "micro-batches by a token budget", later=REWARD_MODEL)
     reward_manager: str = key(
         "naive",
-        "how rows are scored: naive calls one function for each row",
-        choices=("naive",),
-        later_choices=dict.fromkeys(("batch", "dapo", "parallel", "prime", "remote", "embodied"), MANAGERS),
+        "how rows are scored: naive, parallel and prime call a function for each row, in processes with a "
+        "time limit for each row; dapo does so too and notes acc; batch calls custom_reward_function once "
+        "for all rows of a rank; remote asks a service",
+        choices=("naive", "batch", "dapo", "parallel", "prime", "remote"),
+        later_choices={"embodied": "rewards of environments"},
     )
     forward_max_token_len_per_gpu: int = key(32768, "that budget", later=REWARD_MODEL)
     load_weight: bool = key(True, "load the weights", later=REWARD_MODEL)
@@ -49,8 +64,9 @@ class RewardModelConfig:
     )
     reward_kwargs: dict[str, Any] = key({}, "arguments of the built-in reward functions")
     sandbox_fusion: dict[str, Any] | None = key(
-        None, "remote sandbox for code", later="rewards that run code"
+        None, "remote sandbox for code: url, max_concurrent, memory_limit_mb, timeout_s, max_tries"
     )
+    remote: RemoteRewardConfig = group(RemoteRewardConfig, "service that scores responses")
     overlong_buffer: OverlongBufferConfig = group(OverlongBufferConfig, "penalty for long responses")
     profile: dict[str, Any] = key({}, "profiler of this role", later="the profiler")
     shuffle: bool = key(False, "shuffle rows", later=REWARD_MODEL)

@@ -20,7 +20,7 @@ def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[T
     """
     if ctx.scorer is None:
         raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
-    future = ctx.scorer.submit(rows)
+    future = ctx.scorer.submit(rows, by_domain=not ctx.validate)
     rollout_only = ctx.cfg.trainer.rollout_only
     if not (ctx.validate or ctx.sample_limit or rollout_only):
         return future

@@ -15,6 +15,7 @@ TAIL_CHARS = 500  # an answer that is not boxed is looked for at the end of the 
 MAX_ANSWER_CHARS = 2000  # a longer answer is wrong; parsing it would take the whole timeout
 CLEARLY = 1e-3  # two values that differ by more than this share of them are not equal under any rounding
 DIGITS = 15
+NO_MEANING = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;]|(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?")
 FRACTION = re.compile(
     r"(?P<sign>-?)(\\[dt]?frac\{(?P<n1>[0-9]{1,30})\}\{(?P<d1>[0-9]{1,30})\}"
@@ -49,10 +50,15 @@ def math(
 
 def _compare_text(answer: str, truth: str) -> bool | None:
     """Whether they are equal, when that is plain from the text; None when it needs mathematics."""
-    if answer == truth:
+    if answer == truth or _canonical(answer) == _canonical(truth):
         return True
     left, right = _rational(answer), _rational(truth)
     return None if left is None or right is None else _compare_values(left, right)
+
+
+def _canonical(text: str) -> str:
+    """The text without what has no meaning in a formula: spaces around signs, sizes."""
+    return NO_MEANING.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
 
 
 def _rational(text: str) -> Fraction | None:
@@ -70,6 +76,7 @@ def _compare_values(left: Any, right: Any) -> bool | None:
     return False if abs(left - right) > CLEARLY * max(1, abs(left), abs(right)) else None
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _equal(truth: str, predicted: str) -> bool:
     parse, verify = _library()
     gold, answer = _parse_truth(truth), parse(predicted, parsing_timeout=PARSE_TIMEOUT_S)

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,7 +30,9 @@ STARTUP_S = 120.0  # longest import of the user's module
 CHUNK_S = 0.02  # a worker is handed about so many seconds of work at once
 MAX_CHUNK = 64
 
-GIVEN_UP = Outcome(error="not scored: an earlier sample failed", failure="raised")
+GIVEN_UP = Outcome(error="not scored: another sample failed")
+
+IsFatal = Callable[[Sample, Outcome], bool]
 
 
 @dataclass(eq=False)
@@ -48,14 +50,16 @@ class WorkerPool:
 
     setup: what worker.py reads first. A sample that takes longer than timeout_s has its worker killed and
     replaced, and so has one whose worker dies; the samples that were behind it go to other workers. Samples
-    are handed out one at a time, or several when they take little time.
+    are handed out one at a time, or several when they take little time. Where setup["batch"] says that the
+    function takes many samples, all of them go to one worker, and a time limit or a death is theirs together.
     """
 
     def __init__(self, num_workers: int, timeout_s: float, setup: dict[str, Any]):
-        self.num_workers = num_workers
+        self.num_workers = 1 if setup["batch"] else num_workers
         self.timeout_s = timeout_s
         self.num_deaths = 0
         self._chunk = 1
+        self._batch = bool(setup["batch"])
         self._setup = json.dumps(setup).encode()
         self._workers: list[_Worker] = []
 
@@ -65,8 +69,10 @@ class WorkerPool:
         while not all(worker.ready for worker in self._workers):
             self._take_messages(deque(), {})
 
-    def run(self, samples: Sequence[Sample], stop_at_failure: bool = False) -> list[Outcome]:
-        """Score the samples; outcomes in their order. stop_at_failure: give up at the first failure.
+    def run(
+        self, samples: Sequence[Sample], is_fatal: IsFatal = lambda sample, outcome: False
+    ) -> list[Outcome]:
+        """Score the samples; outcomes in their order. Those left after a fatal outcome are given up.
 
         A sample that was given up has an outcome with an error and no failure. RewardError if no worker can
         be started.
@@ -76,8 +82,9 @@ class WorkerPool:
         while len(outcomes) < len(samples):
             self._start_missing(len(waiting))
             self._hand_out(samples, waiting)
-            failed = [outcome for outcome in self._take_messages(waiting, outcomes) if outcome.failure]
-            if failed and stop_at_failure:
+            known = len(outcomes)
+            self._take_messages(waiting, outcomes)
+            if any(is_fatal(samples[index], outcomes[index]) for index in list(outcomes)[known:]):
                 self._drop([worker for worker in self._workers if worker.inbox])
                 break
         return [outcomes.get(index, GIVEN_UP) for index in range(len(samples))]
@@ -112,7 +119,8 @@ class WorkerPool:
 
     def _hand_out(self, samples: Sequence[Sample], waiting: deque[int]) -> None:
         for worker in [worker for worker in self._workers if worker.ready and not worker.inbox]:
-            count = min(self._chunk, math.ceil(len(waiting) / self.num_workers))
+            share = math.ceil(len(waiting) / self.num_workers)
+            count = share if self._batch else min(self._chunk, share)
             if count == 0:
                 return
             worker.inbox.extend(waiting.popleft() for _ in range(count))
@@ -124,20 +132,18 @@ class WorkerPool:
             except OSError:  # it died while it was idle
                 self._bury(worker, waiting)
 
-    def _take_messages(self, waiting: deque[int], outcomes: dict[int, Outcome]) -> list[Outcome]:
-        """Wait until something happens; add what came of samples to `outcomes`, and return it."""
+    def _take_messages(self, waiting: deque[int], outcomes: dict[int, Outcome]) -> None:
+        """Wait until something happens; add what came of samples to `outcomes`."""
         active = [worker for worker in self._workers if worker.inbox or not worker.ready]
         if not active:
-            return []
+            return
         patience = min(worker.deadline for worker in active) - time.monotonic()
         spoke = multiprocessing.connection.wait([worker.pipe for worker in active], max(0.0, patience))
-        known = len(outcomes)
         for worker in active:
             if worker.pipe in spoke:
                 self._hear(worker, waiting, outcomes)
             elif time.monotonic() >= worker.deadline:
                 self._time_out(worker, waiting, outcomes)
-        return list(outcomes.values())[known:]
 
     def _hear(self, worker: _Worker, waiting: deque[int], outcomes: dict[int, Outcome]) -> None:
         try:
@@ -150,11 +156,10 @@ class WorkerPool:
                 if not worker.inbox or not worker.pipe.poll():
                     break
         except (EOFError, OSError):
-            index = worker.inbox.popleft() if worker.inbox else None
+            lost = self._lost(worker)
             how = self._bury(worker, waiting)
-            if index is not None:
-                error = f"the process that scored it ended: {how}"
-                outcomes[index] = Outcome(error=error, failure="died")
+            error = f"the process that scored it ended: {how}"
+            outcomes |= {index: Outcome(error=error, failure="died") for index in lost}
             return
         now = time.monotonic()
         worker.deadline = now + self.timeout_s
@@ -179,9 +184,14 @@ class WorkerPool:
                 "hangs. Move slow work out of the module's top level."
             )
         error = f"no score after {self.timeout_s:g} s"
-        outcomes[worker.inbox.popleft()] = Outcome(error=error, failure="timeout")
+        outcomes |= {index: Outcome(error=error, failure="timeout") for index in self._lost(worker)}
         waiting.extendleft(reversed(worker.inbox))
         self._drop([worker])
+
+    def _lost(self, worker: _Worker) -> list[int]:
+        """Take out of a worker's inbox what its end costs: the sample at hand, or the whole batch."""
+        num_lost = len(worker.inbox) if self._batch else min(1, len(worker.inbox))
+        return [worker.inbox.popleft() for _ in range(num_lost)]
 
     def _bury(self, worker: _Worker, waiting: deque[int]) -> str:
         """Account for a worker that has ended by itself: how it ended. What it had not begun waits again."""

@@ -3,11 +3,12 @@
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from siirl.errors import DataError
 
 Score = float | dict[str, Any]
+Place = Literal["inline", "process", "thread"]
 ScoreFn = Callable[..., Score]
 
 
@@ -15,31 +16,35 @@ ScoreFn = Callable[..., Score]
 class Reward:
     """A reward function, called as fn(data_source=, solution_str=, ground_truth=, extra_info=, **kwargs).
 
-    It returns a finite number, or a dict with "score" and further numbers or texts. inline: it takes
-    microseconds and cannot hang, so that it is called in the rank's own process rather than in a reward
-    worker.
+    It returns a finite number, or a dict with "score" and further numbers or texts. place: "inline" for one
+    that takes microseconds and cannot hang, which is called in the rank's own process; "process" for one that
+    computes or may hang, which reward workers call; "thread" for one that waits for a service and bounds its
+    time itself.
     """
 
     name: str
     fn: ScoreFn
-    inline: bool
+    place: Place
 
     def options(self) -> set[str]:
-        """Names of the keyword arguments that it takes beyond the sample."""
-        return set(inspect.signature(self.fn).parameters) - SAMPLE_ARGUMENTS
+        """Names of the keyword arguments that it takes from reward_model.reward_kwargs."""
+        return set(inspect.signature(self.fn).parameters) - SAMPLE_ARGUMENTS - SERVICES
 
 
 SAMPLE_ARGUMENTS = {"data_source", "solution_str", "ground_truth", "extra_info"}
 
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+SERVICES = {"sandbox_fusion", "service"}  # arguments that have keys of their own in the configuration
+
 REWARDS: dict[str, Reward] = {}
 
 
-def register_reward(name: str, inline: bool = False) -> Callable[[ScoreFn], ScoreFn]:
+def register_reward(name: str, place: Place = "process") -> Callable[[ScoreFn], ScoreFn]:
     """Decorator: make a function known as `name`."""
 
     def register(fn: ScoreFn) -> ScoreFn:
         assert name not in REWARDS, f"two reward functions are called {name!r}"
-        REWARDS[name] = Reward(name, fn, inline)
+        REWARDS[name] = Reward(name, fn, place)
         return fn
 
     return register

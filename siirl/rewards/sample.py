@@ -3,22 +3,37 @@
 import json
 import math
 import numbers
-from collections.abc import Mapping
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from siirl.rewards.registry import ScoreFn
+from siirl.errors import DataError, EndpointError, SandboxError
+from siirl.rewards.registry import BATCH_ARGUMENTS, ScoreFn
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A response with what its dataset row says of it, and the functions (with weights) that score it."""
+    """A response with what its dataset row says of it, and the functions (with weights) that score it.
+
+    offset: what is added to the weighted sum of their scores.
+    """
 
     parts: tuple[tuple[str, float], ...]
     data_source: str
     solution_str: str
     ground_truth: Any
     extra_info: Any
+    offset: float = 0.0
+
+    def arguments(self) -> dict[str, Any]:
+        """What a reward function is called with."""
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.solution_str,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+        }
 
 
 @dataclass(frozen=True)
@@ -26,13 +41,14 @@ class Outcome:
     """What came of a sample. error: None, or why there is no score; failure: what kind of error it is.
 
     "data": the dataset row cannot be scored; "raised": the function raised or returned something unusable;
-    "timeout": it took too long and its process was killed; "died": its process ended by itself.
+    "timeout": it took too long and its process was killed; "died": its process ended by itself; "service":
+    what it depends on (a remote service, the sandbox) does not work, whatever the response is.
     """
 
     score: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-    failure: Literal["data", "raised", "timeout", "died"] | None = None
+    failure: Literal["data", "raised", "timeout", "died", "service"] | None = None
 
 
 def score_sample(functions: Mapping[str, ScoreFn], sample: Sample) -> Outcome:
@@ -42,19 +58,53 @@ def score_sample(functions: Mapping[str, ScoreFn], sample: Sample) -> Outcome:
     under the function's name, its further values under "name/key". Whatever a function raises is the
     caller's to catch. ValueError for a result that is no finite number.
     """
-    total, info = 0.0, {}
+    total, info = sample.offset, {}
     alone = len(sample.parts) == 1
     for name, weight in sample.parts:
-        result = functions[name](
-            data_source=sample.data_source,
-            solution_str=sample.solution_str,
-            ground_truth=sample.ground_truth,
-            extra_info=sample.extra_info,
-        )
-        score, more = _read_result(result)
+        score, more = _read_result(functions[name](**sample.arguments()))
         total += weight * score
         info |= more if alone else {name: score, **{f"{name}/{key}": value for key, value in more.items()}}
     return Outcome(total, info)
+
+
+def score_batch(function: ScoreFn, samples: Sequence[Sample]) -> list[Outcome]:
+    """Call a function once for all samples; it returns as many results as there are samples.
+
+    Its arguments are those of a sample, as lists and in the plural. ValueError for another number of results;
+    a result that is no finite number is the failure of its sample.
+    """
+    columns = zip(*(sample.arguments().values() for sample in samples), strict=True)
+    results = function(**dict(zip(BATCH_ARGUMENTS, map(list, columns), strict=True)))
+    if hasattr(results, "tolist"):
+        results = results.tolist()
+    if not isinstance(results, Sequence) or isinstance(results, str):
+        raise ValueError(f"it returned {_short(results)} instead of a list of {len(samples)} scores")
+    if len(results) != len(samples):
+        raise ValueError(f"it returned {len(results)} scores for {len(samples)} responses")
+    outcomes = []
+    for result in results:
+        try:
+            outcomes.append(Outcome(*_read_result(result)))
+        except ValueError as error:
+            outcomes.append(Outcome(error=str(error), failure="raised"))
+    return outcomes
+
+
+def failed(error: BaseException) -> Outcome:
+    """The outcome of a sample whose function raised."""
+    match error:
+        case DataError():
+            return Outcome(error=str(error), failure="data")
+        case SandboxError() | EndpointError():
+            return Outcome(error=str(error), failure="service")
+    return Outcome(error=describe(error), failure="raised")
+
+
+def describe(error: BaseException) -> str:
+    """The exception in one line: type, message, and the line of code that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _read_result(result: Any) -> tuple[float, dict[str, Any]]:

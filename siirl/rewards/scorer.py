@@ -4,7 +4,7 @@ import functools
 import logging
 import os
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
@@ -14,13 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from siirl.config import Config
 from siirl.data.chat import decode_responses
 from siirl.data.rows import make_rows, objects
-from siirl.errors import DataError, RewardError
+from siirl.errors import DataError, EndpointError, RewardError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.rewards.choose import CUSTOM, RewardChooser
-from siirl.rewards.pool import WorkerPool
-from siirl.rewards.registry import REWARDS
-from siirl.rewards.sample import Outcome, Sample, score_sample
+from siirl.rewards.pool import GIVEN_UP, WorkerPool
+from siirl.rewards.registry import REWARDS, Place
+from siirl.rewards.remote import REMOTE
+from siirl.rewards.sample import Outcome, Sample, failed, score_sample
 from siirl.rewards.user_function import check_user_function
 
 log = logging.getLogger(__name__)
@@ -31,13 +32,13 @@ MAX_WORKERS = 8  # of one rank, when reward_model.num_workers does not say
 class RewardScorer:
     """Scores the rows of one rank; every rank that holds rows has its own. No communication between ranks.
 
-    A thread decodes the responses and calls functions that take microseconds; all others run in a pool of
-    processes, each sample with a time limit. The user's function is loaded once at construction:
-    RewardError or ConfigError if that fails.
+    A thread decodes the responses and calls functions that take microseconds; those that ask a service run in
+    further threads; all others run in a pool of processes, each sample with a time limit. The user's function
+    is loaded once at construction: RewardError or ConfigError if that fails.
 
-    A failing user function raises RewardError from the future's result(), or counts as 0 if
+    A failing user function or service raises RewardError from the future's result(), or counts as 0 if
     custom_reward_function.on_error is "zero". A built-in function that cannot judge a response in time
-    gives 0.
+    gives 0. A service that cannot be reached, and a sandbox that does not work, raise always.
     """
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
@@ -54,53 +55,52 @@ class RewardScorer:
         custom = None
         if self.chooser.custom:
             custom = {"path": user.path, "name": user.name, "reward_kwargs": dict(user.reward_kwargs)}
-        setup = {"kwargs": self.chooser.kwargs, "custom": custom}
+        setup = {"kwargs": self.chooser.kwargs, "custom": custom, "batch": self.chooser.manager == "batch"}
         workers = cfg.reward_model.num_workers or _default_workers(cfg.trainer.n_gpus_per_node)
         self._pool = WorkerPool(workers, user.timeout_s, setup)
         self._metrics = Metrics()
         if custom is not None:
             self._pool.start_one()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
+        self._askers = ThreadPoolExecutor(self.chooser.max_concurrent(), thread_name_prefix="reward_service")
 
-    def submit(self, rows: TensorDict) -> Future[TensorDict]:
+    def submit(self, rows: TensorDict, by_domain: bool = False) -> Future[TensorDict]:
         """Start scoring [B] rows; the future holds score [B] float32 and reward_info [B], on the CPU.
 
         Reads response_ids, response_length, data_source, ground_truth, extra_info, sample_index. The rows
-        must not be changed in place until the result is there.
+        must not be changed in place until the result is there. by_domain: put the scores of each data source
+        into the metrics.
         """
-        return self._thread.submit(self._traced, rows)
+        return self._thread.submit(self._traced, rows, by_domain)
 
     def drain_metrics(self) -> Metrics:
-        """What happened since the last call: reward/failed, /timeout, /worker_death, and /scoring_s."""
+        """What happened since the last call: reward/failed, /timeout, /worker_death, and /scoring_s.
+
+        By domain also reward/SOURCE/mean, and the means of further values, reward/SOURCE/NAME/mean.
+        """
         metrics, self._metrics = self._metrics, Metrics()
         return metrics
 
     def close(self) -> None:
         """Finish what was submitted and end the workers."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._askers.shutdown(wait=True, cancel_futures=True)
         self._pool.close()
 
-    def _traced(self, rows: TensorDict) -> TensorDict:
+    def _traced(self, rows: TensorDict, by_domain: bool) -> TensorDict:
         with phase("score", rows=len(rows)):
-            return self._score(rows)
+            return self._score(rows, by_domain)
 
-    def _score(self, rows: TensorDict) -> TensorDict:
+    def _score(self, rows: TensorDict, by_domain: bool) -> TensorDict:
         start = time.perf_counter()
         samples = self._samples(rows)
-        outcomes: list[Outcome] = [Outcome()] * len(samples)
-        slow = []
-        for index, sample in enumerate(samples):
-            if all(name != CUSTOM and REWARDS[name].inline for name, _ in sample.parts):
-                outcomes[index] = self._score_inline(sample)
-            else:
-                slow.append(index)
-        if slow:
-            deaths = self._pool.num_deaths
-            stop = self.chooser.custom and self._on_error == "raise"
-            for index, outcome in zip(slow, self._pool.run([samples[i] for i in slow], stop), strict=True):
-                outcomes[index] = outcome
-            self._metrics.sum("reward/worker_death", self._pool.num_deaths - deaths)
+        outcomes = self._outcomes(samples)
         self._judge_failures(rows, samples, outcomes)
+        if self.chooser.manager == "dapo":
+            for outcome in outcomes:
+                outcome.info.setdefault("acc", float(outcome.score > 0))
+        if by_domain:
+            self._count_by_domain(samples, outcomes)
         self._metrics.max("reward/scoring_s", time.perf_counter() - start)
         return make_rows(
             {
@@ -114,15 +114,52 @@ class RewardScorer:
         ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
         texts = decode_responses(self._tokenizer, ids)
         sources = objects(rows, "data_source")
-        parts = {source: self.chooser.parts(source) for source in set(sources)}
+        mixes = {source: self.chooser.mix(source) for source in set(sources)}
         columns = zip(sources, texts, objects(rows, "ground_truth"), objects(rows, "extra_info"), strict=True)
-        return [Sample(parts[source], source, *rest) for source, *rest in columns]
+        return [Sample(mixes[source].parts, source, *rest, mixes[source].offset) for source, *rest in columns]
 
-    def _score_inline(self, sample: Sample) -> Outcome:
+    def _outcomes(self, samples: list[Sample]) -> list[Outcome]:
+        """What comes of each sample, scored in the place of its data source."""
+        places = {source: self.chooser.place(source) for source in {sample.data_source for sample in samples}}
+        indices: dict[Place, list[int]] = {"inline": [], "process": [], "thread": []}
+        for index, sample in enumerate(samples):
+            indices[places[sample.data_source]].append(index)
+        outcomes = {index: self._asked(samples[index]) for index in indices["inline"]}
+        asked = {self._askers.submit(self._asked, samples[index]): index for index in indices["thread"]}
+        if indices["process"]:
+            deaths = self._pool.num_deaths
+            pooled = self._pool.run([samples[index] for index in indices["process"]], self._is_fatal)
+            outcomes |= dict(zip(indices["process"], pooled, strict=True))
+            self._metrics.sum("reward/worker_death", self._pool.num_deaths - deaths)
+        for future in as_completed(asked):
+            index = asked[future]
+            outcomes[index] = future.result()
+            if self._is_fatal(samples[index], outcomes[index]):
+                for waiting in asked:
+                    waiting.cancel()
+                break
+        return [outcomes.get(index, GIVEN_UP) for index in range(len(samples))]
+
+    def _asked(self, sample: Sample) -> Outcome:
         try:
             return score_sample(self._functions, sample)
-        except DataError as error:
-            return Outcome(error=str(error), failure="data")
+        except (DataError, EndpointError, ValueError) as error:
+            return failed(error)
+
+    def _is_fatal(self, sample: Sample, outcome: Outcome) -> bool:
+        """Whether an outcome ends the run: bad data, a broken service, or what the user does not tolerate."""
+        if outcome.failure in (None, "service"):
+            return outcome.failure == "service"
+        theirs = any(name in (CUSTOM, REMOTE) for name, _ in sample.parts)
+        return self._on_error == "raise" if theirs else outcome.failure == "data"
+
+    def _count_by_domain(self, samples: list[Sample], outcomes: list[Outcome]) -> None:
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            domain = f"reward/{sample.data_source}"
+            self._metrics.mean(f"{domain}/mean", outcome.score)
+            for name, value in outcome.info.items():
+                if isinstance(value, int | float):
+                    self._metrics.mean(f"{domain}/{name}/mean", float(value))
 
     def _judge_failures(self, rows: TensorDict, samples: list[Sample], outcomes: list[Outcome]) -> None:
         """Raise for failures that must stop the run; count the others, with a note in their reward_info."""
@@ -130,8 +167,7 @@ class RewardScorer:
         if not failed:
             return
         for index in failed:
-            custom = self.chooser.custom
-            if self._on_error == "raise" if custom else outcomes[index].failure == "data":
+            if self._is_fatal(samples[index], outcomes[index]):
                 raise RewardError(self._message(rows, samples[index], outcomes[index], index))
             outcomes[index].info["error"] = outcomes[index].error
         timeouts = sum(outcomes[index].failure == "timeout" for index in failed)
@@ -147,11 +183,12 @@ class RewardScorer:
 
     def _message(self, rows: TensorDict, sample: Sample, outcome: Outcome, index: int) -> str:
         names = " + ".join(self._custom_name if name == CUSTOM else name for name, _ in sample.parts)
-        fix = (
-            "Correct the function, or set custom_reward_function.on_error=zero to count such samples as 0."
-            if self.chooser.custom
-            else "Correct the row in the dataset, or choose another function for its data source."
-        )
+        if outcome.failure == "service":
+            fix = "Nothing was trained on this step's rows."
+        elif any(name in (CUSTOM, REMOTE) for name, _ in sample.parts):
+            fix = "Correct it, or set custom_reward_function.on_error=zero to count such samples as 0."
+        else:
+            fix = "Correct the row in the dataset, or choose another function for its data source."
         return (
             f"reward function {names} failed on sample_index {int(rows['sample_index'][index])} "
             f"(data_source {sample.data_source!r}): {outcome.error}. {fix}"

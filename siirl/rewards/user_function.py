@@ -13,15 +13,17 @@ from typing import Any
 from siirl.config import Config
 from siirl.dag.user_code import may_define, module_source, parse_source, top_functions
 from siirl.errors import ConfigError
-from siirl.rewards.registry import SAMPLE_ARGUMENTS, ScoreFn
+from siirl.rewards.registry import BATCH_ARGUMENTS, SAMPLE_ARGUMENTS, ScoreFn
 
 CALL = "compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)"
+BATCH_CALL = "compute_score(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs)"
 
 
 def check_user_function(cfg: Config) -> None:
     """Check custom_reward_function against its source text, without running it. Called before launch.
 
-    ConfigError if the file, module or function does not exist, or cannot be called as CALL. A function that
+    ConfigError if the file, module or function does not exist, or cannot be called as CALL, or as BATCH_CALL
+    for reward_model.reward_manager=batch. A function that
     the source only imports or computes is checked when it is loaded.
     """
     user = cfg.custom_reward_function
@@ -38,7 +40,8 @@ def check_user_function(cfg: Config) -> None:
         ) from error
     functions = top_functions(tree)
     if user.name in functions:
-        _check_arguments(functions[user.name], user.reward_kwargs, f"{user.name} of {source}")
+        batch = cfg.reward_model.reward_manager == "batch"
+        _check_arguments(functions[user.name], user.reward_kwargs, f"{user.name} of {source}", batch)
     elif not may_define(tree, user.name):
         near = difflib.get_close_matches(user.name, functions, n=1)
         hint = f"Did you mean {near[0]!r}?" if near else "Set custom_reward_function.name."
@@ -48,11 +51,14 @@ def check_user_function(cfg: Config) -> None:
         )
 
 
-def load_user_function(path: str, name: str, reward_kwargs: Mapping[str, Any]) -> ScoreFn:
+def load_user_function(
+    path: str, name: str, reward_kwargs: Mapping[str, Any], batch: bool = False
+) -> ScoreFn:
     """Import the user's function. A reward worker calls it; errors of the user's module pass through.
 
-    ConfigError if there is no such function or it cannot be called as CALL.
+    ConfigError if there is no such function or it cannot be called as CALL, or BATCH_CALL if batch.
     """
+    call, arguments = (BATCH_CALL, BATCH_ARGUMENTS) if batch else (CALL, SAMPLE_ARGUMENTS)
     if _is_file(path):
         file = Path(path).expanduser().resolve()
         sys.path.append(str(file.parent))  # last, so that a neighbour called json.py hides no library
@@ -65,11 +71,11 @@ def load_user_function(path: str, name: str, reward_kwargs: Mapping[str, Any]) -
         module = importlib.import_module(path)
     function = getattr(module, name, None)
     if not callable(function) or inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{path} has no plain function {name!r}. Define {CALL}.")
+        raise ConfigError(f"{path} has no plain function {name!r}. Define {call}.")
     try:
-        inspect.signature(function).bind(**dict.fromkeys(SAMPLE_ARGUMENTS), **reward_kwargs)
+        inspect.signature(function).bind(**dict.fromkeys(arguments), **reward_kwargs)
     except TypeError as error:
-        raise ConfigError(f"{name} of {path} cannot be called as {CALL}: {error}.") from error
+        raise ConfigError(f"{name} of {path} cannot be called as {call}: {error}.") from error
     return function
 
 
@@ -96,8 +102,12 @@ def _source(path: str) -> Path | None:
 
 
 def _check_arguments(
-    function: ast.FunctionDef | ast.AsyncFunctionDef, reward_kwargs: Mapping[str, Any], where: str
+    function: ast.FunctionDef | ast.AsyncFunctionDef,
+    reward_kwargs: Mapping[str, Any],
+    where: str,
+    batch: bool,
 ) -> None:
+    call, given_by_us = (BATCH_CALL, BATCH_ARGUMENTS) if batch else (CALL, SAMPLE_ARGUMENTS)
     if isinstance(function, ast.AsyncFunctionDef):
         raise ConfigError(f"{where} is a coroutine: reward functions are plain functions. Drop `async`.")
     arguments = function.args
@@ -109,13 +119,13 @@ def _check_arguments(
         for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
         if default is not None
     }
-    given = SAMPLE_ARGUMENTS | set(reward_kwargs)
+    given = {*given_by_us, *reward_kwargs}
     problems = [f"{argument.arg} is positional-only" for argument in arguments.posonlyargs]
     problems += [f"it needs {name}, which is not given" for name in sorted(required - given)]
     if arguments.kwarg is None:
         problems += [f"it does not take {name}" for name in sorted(given - named)]
     if problems:
         raise ConfigError(
-            f"{where} (line {function.lineno}) cannot be called as {CALL}: {'; '.join(problems)}. "
+            f"{where} (line {function.lineno}) cannot be called as {call}: {'; '.join(problems)}. "
             "Change its arguments, or custom_reward_function.reward_kwargs."
         )

@@ -1,8 +1,9 @@
 """A reward worker: a process, started by WorkerPool, that scores one sample after another.
 
 Its pipe carries JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs} or
-null}, which it answers by {"ready": true} or {"fatal": message}; then lists of samples, each sample
-answered by an outcome at once.
+null, "batch": whether that function takes many samples at once}, which it answers by {"ready": true} or
+{"fatal": message}; then lists of samples, each sample answered by an outcome, at once or after the whole
+list.
 """
 
 import functools
@@ -12,14 +13,13 @@ import signal
 import sys
 import threading
 import time
-import traceback
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from siirl.errors import DataError
 from siirl.rewards import choose
 from siirl.rewards.registry import REWARDS, ScoreFn
-from siirl.rewards.sample import Outcome, Sample, score_sample
+from siirl.rewards.sample import Outcome, Sample, describe, failed, score_batch, score_sample
 from siirl.rewards.user_function import load_user_function
 
 
@@ -31,26 +31,20 @@ def main() -> None:
     )  # Ctrl-C reaches the whole terminal group; the parent ends us
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     try:
-        functions = _load(json.loads(pipe.recv_bytes()))
+        setup = json.loads(pipe.recv_bytes())
+        functions = _load(setup)
     except Exception as error:
         pipe.send_bytes(json.dumps({"fatal": describe(error)}).encode())
         return
     pipe.send_bytes(json.dumps({"ready": True}).encode())
     while True:
         try:
-            samples = json.loads(pipe.recv_bytes())
+            samples = [Sample(**given) for given in json.loads(pipe.recv_bytes())]
         except EOFError:
             return
-        for sample in samples:
-            outcome = _score(functions, Sample(**sample))
+        outcomes = _score_batch(functions, samples) if setup["batch"] else _score_each(functions, samples)
+        for outcome in outcomes:
             pipe.send_bytes(json.dumps(outcome.__dict__).encode())
-
-
-def describe(error: BaseException) -> str:
-    """The exception in one line: type, message, and the line of code that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
@@ -58,18 +52,24 @@ def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
         name: functools.partial(REWARDS[name].fn, **kwargs) for name, kwargs in setup["kwargs"].items()
     }
     if custom := setup["custom"]:
-        function = load_user_function(**custom)
+        function = load_user_function(**custom, batch=setup["batch"])
         functions[choose.CUSTOM] = functools.partial(function, **custom["reward_kwargs"])
     return functions
 
 
-def _score(functions: dict[str, ScoreFn], sample: Sample) -> Outcome:
+def _score_each(functions: dict[str, ScoreFn], samples: list[Sample]) -> Iterator[Outcome]:
+    for sample in samples:
+        try:
+            yield score_sample(functions, sample)
+        except (Exception, SystemExit) as error:
+            yield failed(error)
+
+
+def _score_batch(functions: dict[str, ScoreFn], samples: list[Sample]) -> list[Outcome]:
     try:
-        return score_sample(functions, sample)
-    except DataError as error:
-        return Outcome(error=str(error), failure="data")
+        return score_batch(functions[choose.CUSTOM], samples)
     except (Exception, SystemExit) as error:
-        return Outcome(error=describe(error), failure="raised")
+        return [failed(error)] * len(samples)
 
 
 def _end_with(parent: int) -> None:

@@ -141,6 +141,8 @@ class Box:
         process.stderr.close()
         try:
             shutil.rmtree(self._stage)
+        except FileNotFoundError:
+            return
         except (OSError, RecursionError):  # nested too deep, or folders made unreadable
             subprocess.run(["chmod", "-R", "u+rwX", self._stage], stderr=subprocess.DEVNULL, check=False)
             subprocess.run(["rm", "-rf", self._stage], stderr=subprocess.DEVNULL, check=False)
@@ -169,6 +171,7 @@ class Box:
             "readable_by_all": all(map(readable_by_all, [*site_packages(), os.path.dirname(os.__file__)])),
         }
         self._control.settimeout(STARTUP_S)
+        answer: dict[str, Any]
         try:
             frames.send(self._control, setup)
             answer = frames.receive(self._control)
@@ -177,6 +180,8 @@ class Box:
         if "fatal" in answer:
             self.close()
             raise SandboxError(f"a sandbox of mode {self._mode} cannot be made: {answer['fatal']}")
+        if self._mode != "process":
+            os.rmdir(self._stage)  # it has become the root of the launcher's own mounts
         self.isolation = Isolation(self._mode, answer["seccomp"], answer["landlock"])
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None

@@ -145,7 +145,9 @@ def _execute(module: types.ModuleType, code: str) -> int:
         trace = error.__traceback__
         traceback.print_exception(type(error), error, trace and trace.tb_next)
         status = 1
-    threading._shutdown()  # waits for the program's threads
+    main = threading.main_thread()
+    while others := [thread for thread in threading.enumerate() if not thread.daemon and thread is not main]:
+        others[0].join()
     atexit._run_exitfuncs()
     module.__dict__.clear()  # closes, and so writes out, the files that it left open
     for stream in (sys.stdout, sys.stderr, sys.__stdout__):

@@ -166,6 +166,8 @@ def chooser(*overrides):
         ("deepscaler", "math"),
         ("arithmetic/sums", "exact_match"),
         ("think_format", "think_format"),
+        ("codecontests", "code"),
+        ("taco", "code"),
     ],
 )
 def test_the_data_source_selects_the_function(source, name):
@@ -184,11 +186,78 @@ def test_the_users_own_function_scores_every_source():
     assert chooser("custom_reward_function.path=/r.py").parts("whatever") == (("custom", 1.0),)
 
 
+def test_a_map_of_functions_comes_before_the_users_own_function_and_may_name_it():
+    choose = chooser(
+        "custom_reward_function.path=/r.py",
+        "+reward_model.reward_kwargs.functions={a:math,b:{custom:0.5,think_format:0.5}}",
+    )
+    assert choose.parts("a") == (("math", 1.0),)
+    assert choose.parts("b") == (("custom", 0.5), ("think_format", 0.5))
+    assert choose.parts("c") == (("custom", 1.0),)
+
+
+def test_parts_are_normalised_by_their_range_and_weights_by_their_sum():
+    functions = "{a:{custom:{weight:3,low:-1,high:1},think_format:1}}"
+    choose = chooser(
+        "custom_reward_function.path=/r.py",
+        f"+reward_model.reward_kwargs.functions={functions}",
+        "+reward_model.reward_kwargs.normalize_weights=True",
+    )
+    mix = choose.mix("a")
+    assert mix.parts == (("custom", 0.375), ("think_format", 0.25))
+    assert mix.offset == 0.375
+    best = score_sample({"custom": lambda **given: 1, "think_format": lambda **given: 1}, mixed(mix))
+    worst = score_sample({"custom": lambda **given: -1, "think_format": lambda **given: 0}, mixed(mix))
+    assert (best.score, worst.score) == (1.0, 0.0)
+    assert best.info == {"custom": 1.0, "think_format": 1.0}
+
+
+def mixed(mix):
+    return Sample(mix.parts, "a", "response", "truth", None, mix.offset)
+
+
+def test_the_remote_manager_asks_the_service_about_every_source_that_is_not_mapped():
+    choose = chooser(
+        "reward_model.reward_manager=remote",
+        "reward_model.remote.url=http://localhost:1/score",
+        "+reward_model.reward_kwargs.functions={a:{remote:0.5,math:0.5},b:gsm8k}",
+    )
+    assert choose.parts("openai/gsm8k") == (("remote", 1.0),)
+    assert [choose.place(source) for source in ("openai/gsm8k", "a", "b")] == ["thread", "process", "inline"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward_manager=batch"], "batch: there is no function to call with a batch"),
+        (["reward_manager=remote"], "remote: there is no service. Set reward_model.remote.url"),
+        (["remote.url=localhost"], r"remote.url='localhost': it must be the http\(s\) address"),
+        (["reward_manager=navie"], "Did you mean 'naive'|naive, batch, dapo, parallel, prime, remote"),
+        (["+sandbox_fusion.url=localhost"], r"sandbox_fusion.url='localhost'"),
+        (["+sandbox_fusion.url=http://a", "+sandbox_fusion.retries=3"], "retries: unknown. Known: url"),
+        (["+sandbox_fusion.url=http://a", "+sandbox_fusion.max_tries=0"], "max_tries=0: it must be a number"),
+    ],
+)
+def test_a_manager_that_cannot_work_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        chooser(
+            *(
+                key.replace("+", "+reward_model.") if key[0] == "+" else f"reward_model.{key}"
+                for key in overrides
+            )
+        )
+
+
 @pytest.mark.parametrize(
     ("overrides", "source", "error", "message"),
     [
         ([], "unheard/of", ConfigError, "'unheard/of' has no reward function.*custom_reward_function"),
-        ([], "codecontests", NotSupportedError, "not supported yet: a built-in reward.*'codecontests'"),
+        ([], "searchR1_nq", NotSupportedError, "not supported yet: a built-in reward.*'searchR1_nq'"),
+        ([], "remote", ConfigError, "'remote' is scored by remote, and there is no service.*remote.url"),
+        (["functions={a:{math:{low:1,high:1}}}"], "a", ConfigError, "low=1 and high=1: low must be less"),
+        (["functions={a:{math:{scale:1}}}"], "a", ConfigError, "math has no option 'scale'"),
+        (["functions={a:custom}"], "a", ConfigError, "unknown reward function 'custom'"),
+        (["functions={a:{math:0}}", "normalize_weights=True"], "a", ConfigError, "weights add up to 0"),
         (["functions={a:mth}"], "a", ConfigError, "unknown reward function 'mth'.*Did you mean 'math'"),
         (["functions={a:{math:heavy}}"], "a", ConfigError, "weight of math is 'heavy'"),
         (["functions=math"], "a", ConfigError, "functions='math': it must be a map"),
