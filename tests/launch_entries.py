@@ -26,7 +26,9 @@ def finish(cfg, plan, rank, world_size, device, job):
         threads = torch.get_num_threads()
         print(f"sum={total.item():.0f} dag={plan.dag_id} seed={cfg.trainer.seed} {device} threads={threads}")
         print(f"tty={sys.stdout.isatty()} note={job.extra['note']}")
-    print(f"rank {rank} was here", file=sys.stderr)
+    local = f"local rank {os.environ['LOCAL_RANK']} of {os.environ['LOCAL_WORLD_SIZE']}"
+    notes = " ".join(f"{name}={os.environ.get(name)}" for name in ("NOTE", "HF_NOTE"))
+    print(f"rank {rank} was here, {local}, {notes}", file=sys.stderr)
 
 
 def raise_on_rank_1(cfg, plan, rank, world_size, device, job):
@@ -76,20 +78,30 @@ def time_out(cfg, plan, rank, world_size, device, job):
     dist.all_reduce(torch.zeros(1))
 
 
+def _tell(job, rank, *pids):
+    aside = Path(job.output_dir) / f"pids_{rank}.tmp"
+    aside.write_text(" ".join(map(str, pids)))
+    os.replace(aside, aside.with_suffix(".txt"))
+
+
 def wait_stubbornly(cfg, plan, rank, world_size, device, job):
     """Ignores SIGTERM, and has a child of its own that does so too; tells both pids."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen(
         [sys.executable, "-c", "import signal,time; signal.signal(15,1); time.sleep(300)"]
     )
-    aside = Path(job.output_dir) / f"pids_{rank}.tmp"
-    aside.write_text(f"{os.getpid()} {child.pid}")
-    os.replace(aside, aside.with_suffix(".txt"))
+    _tell(job, rank, os.getpid(), child.pid)
     time.sleep(300)
 
 
 def wait_politely(cfg, plan, rank, world_size, device, job):
-    aside = Path(job.output_dir) / f"pids_{rank}.tmp"
-    aside.write_text(f"{os.getpid()}")
-    os.replace(aside, aside.with_suffix(".txt"))
+    _tell(job, rank, os.getpid())
     time.sleep(300)
+
+
+def wait_for_each_other(cfg, plan, rank, world_size, device, job):
+    """A rank fails as soon as its peer is gone."""
+    _tell(job, rank, os.getpid())
+    for _ in range(3000):
+        dist.all_reduce(torch.zeros(1))
+        time.sleep(0.1)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from siirl.launch.job import Job
 POLL_S = 0.1
 TERM_GRACE_S = 5.0
 KILL_GRACE_S = 5.0
+WATCH_S = 1.0
 
 
 @dataclass
@@ -129,6 +131,23 @@ def available_cores() -> int:
         return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
     except (OSError, ValueError):
         return cores
+
+
+def end_with_parent() -> None:
+    """From now on, end this process soon after its parent is gone, even if that was killed.
+
+    The leader of a process group ends all of it.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_S)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 TICK_S = 0.2
 START_S = 120.0  # a machine's first actor imports Python packages, perhaps from a network disk
 REACH_S = 10.0
+KILLS_CHILDREN = "RAY_kill_child_processes_on_worker_exit"
+"""Ray would kill the worker before the end of its actor reaches it: what the worker started would go on."""
 
 
 class RayTrainer:
@@ -89,7 +91,12 @@ class RayTrainer:
         per_node = self.job.local_world_size
         actor_class = ray.remote(RankActor)
         gpus = 1 if any(bundle.get("GPU") for bundle in group.bundle_specs) else 0
-        options = {"num_cpus": self.cfg.ray_init.cpus_per_worker, "num_gpus": gpus, "max_concurrency": 4}
+        options = {
+            "num_cpus": self.cfg.ray_init.cpus_per_worker,
+            "num_gpus": gpus,
+            "max_concurrency": 4,
+            "runtime_env": {"env_vars": {KILLS_CHILDREN: "false"}},
+        }
         nodes = []
         for bundle, node in bundle_nodes(group, ray.get_runtime_context().get_node_id()):
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

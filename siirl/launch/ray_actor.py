@@ -25,7 +25,7 @@ import siirl
 from siirl.launch.console import OutputSource
 from siirl.launch.failure import Death, death_of, oom_kill_count
 from siirl.launch.job import Job
-from siirl.launch.process import Worker, end_all, lifeline, start_worker, worker_environment
+from siirl.launch.process import Worker, end_all, end_with_parent, lifeline, start_worker, worker_environment
 from siirl.observe.position import Position, read_position
 
 REPLY_BYTES = 1 << 20
@@ -88,6 +88,7 @@ class RankActor:
     """Keeps the worker process of one rank. Its methods are called by the driver, in several threads."""
 
     def __init__(self) -> None:
+        end_with_parent()  # Ray's own processes need longer to notice that their raylet is gone
         self._held = contextlib.ExitStack()  # until this process ends
         self._server: socket.socket | None = None
         self._worker: Worker | None = None

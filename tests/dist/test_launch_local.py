@@ -1,6 +1,5 @@
 """The local launcher and torchrun with real processes: every way in which a run can end."""
 
-import dataclasses
 import json
 import os
 import re
@@ -11,14 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+from launch_jobs import environment, make_job, wait_until_dead
 
-from siirl.config import load_config, to_dict
-from siirl.dag.plan import Plan
-from siirl.launch.job import Job
-
-ROOT = Path(__file__).parents[2]
-EMPTY = {field.name: {} if "dict" in str(field.type) else () for field in dataclasses.fields(Plan)}
-PLAN = Plan(**(EMPTY | {"dag_id": "launch_test", "world_size": 2}))
 LAUNCH = (
     "import sys; from pathlib import Path; from siirl.launch.job import Job;"
     "from siirl.launch.local import run_local;"
@@ -39,25 +32,9 @@ if __name__ == "__main__":
 """
 
 
-def environment() -> dict[str, str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return env | {"PYTHONPATH": path}
-
-
-def write_job(folder: Path, entry: str, *overrides: str, world_size: int = 2) -> Path:
-    cfg = load_config(["trainer.device=cpu", "trainer.deadline_s=60", *overrides])
-    job = Job(
-        config=to_dict(cfg),
-        plan=PLAN.to_json(),
-        output_dir=str(folder / "out"),
-        world_size=world_size,
-        local_world_size=world_size,
-        extra={"note": "hello"},
-        entry=f"launch_entries:{entry}",
-    )
+def write_job(folder: Path, entry: str, *overrides: str) -> Path:
     path = folder / "job.json"
-    path.write_text(json.dumps(vars(job)))
+    path.write_text(make_job(folder, entry, "trainer.n_gpus_per_node=2", *overrides).to_json())
     return path
 
 
@@ -122,7 +99,10 @@ def test_a_wait_past_the_deadline_shows_where_the_stuck_rank_is(tmp_path):
 
 def start(folder: Path, entry: str) -> tuple[subprocess.Popen, list[int]]:
     """Start a launcher and wait until its workers tell their pids."""
-    command = [sys.executable, "-c", LAUNCH, str(write_job(folder, entry))]
+    return wait_for_pids([sys.executable, "-c", LAUNCH, str(write_job(folder, entry))], folder)
+
+
+def wait_for_pids(command: list[str], folder: Path) -> tuple[subprocess.Popen, list[int]]:
     launcher = subprocess.Popen(
         command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
@@ -132,20 +112,6 @@ def start(folder: Path, entry: str) -> tuple[subprocess.Popen, list[int]]:
         assert time.monotonic() < end and launcher.poll() is None, "the workers did not start"
         time.sleep(0.1)
     return launcher, [int(pid) for file in files for pid in file.read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split(") ")[1][0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_until_dead(pids: list[int], within_s: float) -> None:
-    end = time.monotonic() + within_s
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < end, f"still alive: {[pid for pid in pids if alive(pid)]}"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -203,3 +169,14 @@ def test_torchrun_with_another_world_than_the_plans_is_refused(tmp_path):
     done = torchrun(tmp_path, "finish", 1)
     assert done.returncode != 0
     assert "torchrun started 1 processes" in done.stderr and "= 2" in done.stderr
+
+
+def test_workers_end_soon_after_torchrun_is_killed(tmp_path):
+    """A killed torchrun tells its workers nothing."""
+    script = tmp_path / "main.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    launcher, pids = wait_for_pids([*command, str(script), str(write_job(tmp_path, "wait_stubbornly"))], tmp_path)
+    launcher.kill()
+    launcher.communicate()
+    wait_until_dead(pids, 10)

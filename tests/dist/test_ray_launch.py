@@ -1,0 +1,271 @@
+"""The Ray launcher on a cluster of two machines, both of them this one: a real job, and the ways to fail."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from fixtures_tiny import make_tiny_model_dir
+from job_harness import Inputs, overrides
+from launch_jobs import ROOT, environment, make_job, wait_until_dead
+
+from siirl.config import from_dict
+from siirl.errors import ConfigError, PlacementError
+from siirl.launch.job import Job
+from siirl.launch.ray import RayTrainer
+
+pytestmark = pytest.mark.timeout(300)
+TWO = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray_init.wait_s=1")
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory):
+    """A home directory for each machine: what lies in one of them is on that machine only."""
+    return [tmp_path_factory.mktemp(f"home_{index}") for index in range(2)]
+
+
+@pytest.fixture(scope="module")
+def cluster(homes):
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        cluster = Cluster()
+        for home in homes:
+            cluster.add_node(num_cpus=2, include_dashboard=False, env_vars={"HOME": str(home)})
+        yield cluster
+        cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def connection(cluster):
+    """This process is a driver, so that a launch need not be a process of its own."""
+    import ray
+
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def launch(job: Job) -> int:
+    return RayTrainer(job, from_dict(job.config)).run()
+
+
+def nothing_is_reserved() -> bool:
+    import ray
+
+    end = time.monotonic() + 10
+    while ray.available_resources().get("CPU") != 4 and time.monotonic() < end:
+        time.sleep(0.1)
+    return ray.available_resources().get("CPU") == 4
+
+
+def start(cluster, folder: Path, entry: str) -> tuple[subprocess.Popen, list[int]]:
+    """A launcher in a process of its own, and the pids that its workers tell."""
+    path = folder / "job.json"
+    path.write_text(make_job(folder, entry, *TWO, f"ray_init.address={cluster.address}").to_json())
+    launcher = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "ray_driver.py"), str(path)],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    files = [folder / "out" / f"pids_{rank}.txt" for rank in range(2)]
+    end = time.monotonic() + 120
+    while not all(file.exists() for file in files):
+        assert time.monotonic() < end and launcher.poll() is None, "the workers did not start"
+        time.sleep(0.1)
+    return launcher, [int(pid) for file in files for pid in file.read_text().split()]
+
+
+def test_the_main_job_runs_on_two_machines(cluster, tmp_path):
+    inputs = Inputs.make(tmp_path / "inputs")
+    settings = ["trainer.nnodes=2", "trainer.total_training_steps=1", "trainer.val_before_train=False"]
+    done = subprocess.run(
+        [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, tmp_path / "out", *settings)],
+        env=environment() | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["step"] == 1
+    assert (tmp_path / "out" / "hf_model" / "model.safetensors").is_file()
+    assert "Run finished" in done.stdout or str(tmp_path / "out") in done.stdout
+    assert (tmp_path / "out" / "logs" / "rank_1.log").is_file()
+
+
+def test_a_killed_worker_ends_the_run_and_is_named(connection, tmp_path, capfd):
+    assert launch(make_job(tmp_path, "killed_on_rank_1", *TWO)) == 1
+    errors = capfd.readouterr().err
+    assert re.search(r"rank 1 on \S+, in node 'rollout_actor', step 7: killed by SIGKILL", errors), errors
+    assert "out-of-memory killer" in errors and "| rank 1 before the kill" in errors
+    assert nothing_is_reserved()
+
+
+SMALLER = {
+    "machines": ("trainer.nnodes=3", r"needs 3 machine\(s\).*it has 2, of which 2 will do"),
+    "CPUs": ("trainer.n_gpus_per_node=3", r"3 logical CPUs each .*of which 0.*2 logical CPUs: too few logical"),
+    "CPUs of workers": ("ray_init.cpus_per_worker=3", r"3 logical CPUs each \(ray_init.cpus_per_worker=3\)"),
+    "GPUs": ("trainer.device=cuda", r"1 GPUs and 1 logical CPUs each .* 0 GPUs, 2 logical CPUs: too few GPUs"),
+}
+
+
+@pytest.mark.parametrize("what", SMALLER)
+def test_a_cluster_smaller_than_asked_is_named_with_its_numbers(connection, tmp_path, what):
+    setting, pattern = SMALLER[what]
+    settings = [*TWO, "ray_init.wait_s=0", setting]
+    with pytest.raises(PlacementError, match=f"(?s)smaller than asked.*{pattern}"):
+        launch(make_job(tmp_path, "finish", *settings))
+
+
+def test_devices_that_another_job_holds_are_named(connection, tmp_path):
+    from ray.util import placement_group, remove_placement_group
+
+    other = placement_group([{"CPU": 2}])
+    assert other.wait(30)
+    try:
+        with pytest.raises(PlacementError, match=r"(?s)but not free: .*free now: 2 of 4 CPUs.*ray status"):
+            launch(make_job(tmp_path, "finish", *TWO))
+    finally:
+        remove_placement_group(other)
+    assert nothing_is_reserved()
+
+
+def test_a_model_that_one_machine_lacks_is_named_with_the_machine(connection, homes, tmp_path):
+    make_tiny_model_dir(homes[0] / "model")
+    job = real_plan(tmp_path, "~/model")
+    with pytest.raises(ConfigError) as caught:
+        launch(job)
+    message = str(caught.value)
+    assert re.match(r"on \S+ \([\d.]+\): DataError: model directory", message), message
+    assert str(homes[1] / "model") in message and str(homes[0]) not in message and "does not exist" in message
+    assert nothing_is_reserved()
+
+
+STOPS = {
+    "Ctrl-C": ("wait_politely", signal.SIGINT, 130),
+    "SIGTERM that workers ignore": ("wait_stubbornly", signal.SIGTERM, 143),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", STOPS)
+def test_a_signal_ends_the_run_on_all_machines(cluster, connection, tmp_path, how):
+    entry, number, code = STOPS[how]
+    launcher, pids = start(cluster, tmp_path, entry)
+    started = time.monotonic()
+    launcher.send_signal(number)
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == code and time.monotonic() - started < 30, errors
+    assert f"stopped by {number.name}" in errors
+    wait_until_dead(pids, 1)
+    assert nothing_is_reserved()
+
+
+@pytest.mark.slow
+def test_workers_end_when_the_launcher_is_killed(cluster, connection, tmp_path):
+    launcher, pids = start(cluster, tmp_path, "wait_stubbornly")
+    launcher.kill()
+    launcher.communicate()
+    wait_until_dead(pids, 30)
+    assert nothing_is_reserved()
+
+
+@pytest.mark.slow
+def test_a_killed_actor_ends_the_run_and_is_named(cluster, connection, tmp_path):
+    launcher, pids = start(cluster, tmp_path, "wait_stubbornly")
+    started = time.monotonic()
+    psutil.Process(pids[2]).parent().kill()  # the actor of rank 1
+    _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 1 and time.monotonic() - started < 30, errors
+    assert re.search(r"rank 1 on \S+, in before its first node: its actor died", errors), errors
+    wait_until_dead(pids, 5)
+    assert nothing_is_reserved()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["wait_stubbornly", "wait_for_each_other"])
+def test_a_lost_machine_ends_the_run_and_is_named(cluster, connection, homes, tmp_path, entry):
+    """Also where the other rank fails first, because its peer is gone."""
+    launcher, pids = start(cluster, tmp_path, entry)
+    started = time.monotonic()
+    cluster.remove_node(cluster.list_all_nodes()[1], allow_graceful=False)
+    try:
+        _, errors = launcher.communicate(timeout=60)
+        assert launcher.returncode == 1 and time.monotonic() - started < 30, errors
+        assert re.search(r"rank 1 on \S+, in .*: its (machine .* left the Ray cluster|actor died)", errors), errors
+        wait_until_dead(pids, 5)
+    finally:
+        cluster.add_node(num_cpus=2, env_vars={"HOME": str(homes[1])})
+
+
+@pytest.mark.slow
+def test_a_users_mistake_found_by_a_worker_is_one_message(connection, tmp_path, capfd):
+    assert launch(make_job(tmp_path, "user_error", *TWO)) == 2
+    errors = capfd.readouterr().err
+    assert re.search(r"^siirl: rank [01] on \S+: train\.parquet has no column 'prompt'\. Add it\.$", errors, re.M)
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_wait_past_the_deadline_shows_where_the_stuck_rank_is(connection, tmp_path, capfd):
+    assert launch(make_job(tmp_path, "time_out", *TWO, "trainer.deadline_s=5")) == 1
+    errors = capfd.readouterr().err
+    assert re.search(r"rank 0 on \S+, in node 'reshard', step 4", errors), errors
+    assert "in time_out" in (tmp_path / "out" / "logs" / "rank_1.log").read_text()
+
+
+@pytest.mark.slow
+def test_workers_get_settings_threads_and_a_terminal(cluster, tmp_path):
+    """What the driver sets reaches the workers; a machine's cores are shared by its own workers."""
+    job = make_job(
+        tmp_path,
+        "finish",
+        *("trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"ray_init.address={cluster.address}"),
+        *("+ray_init.env_vars.NOTE=7", "trainer.deadline_s=100"),
+    )
+    path = tmp_path / "job.json"
+    path.write_text(job.to_json())
+    ours, theirs = os.openpty()
+    launcher = subprocess.Popen(
+        [sys.executable, str(ROOT / "tests" / "ray_driver.py"), str(path)],
+        env=environment() | {"HF_NOTE": "8"},
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            seen += os.read(ours, 65536)
+        except OSError:
+            break
+    assert launcher.wait(60) == 0, seen
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert f"sum=6 dag=launch_test seed=1 cpu threads={threads}".encode() in seen
+    assert b"tty=True" in seen and b"rank 1 was here" not in seen
+    for rank in range(4):
+        text = (tmp_path / "out" / "logs" / f"rank_{rank}.log").read_text()
+        assert f"rank {rank} was here, local rank {rank % 2} of 2, NOTE=7 HF_NOTE=8" in text
+
+
+def real_plan(folder: Path, model: str) -> Job:
+    """The main job's plan on two machines, with a model that is looked for on each of them."""
+    from siirl.config import load_config, to_dict
+    from siirl.dag.compile import compile_plan, load_dag
+
+    inputs = Inputs.make(folder / "inputs")
+    settings = [*TWO, f"actor_rollout_ref.model.path={model}"]
+    cfg = load_config(overrides(inputs, folder / "out", *settings))
+    plan, _ = compile_plan(load_dag(cfg), cfg, 2)
+    return Job(to_dict(cfg), plan.to_json(), str(folder / "out"), 2, 1)
