@@ -146,3 +146,35 @@ def test_an_optimizer_on_the_host_or_in_fewer_bytes_leaves_the_device(monkeypatc
     assert gib(f"{ACTOR}.param_dtype=float32")["parameters"][0] == 16.4
     kept = gib("actor_rollout_ref.model.enable_gradient_checkpointing=False")["activations"][0]
     assert kept > 20 * gib()["activations"][0]
+
+
+MAPS = {
+    "transformer": "TransformerConfig",
+    "ddp": "DistributedDataParallelConfig",
+    "optimizer": "OptimizerConfig",
+}
+
+
+def migration_targets() -> set[str]:
+    """The keys in the right column of the migration tables, without values."""
+    text = (ROOT / "docs" / "migration.md").read_text()
+    cells = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    named = {part for cell in cells for code in re.findall(r"`([^`]+)`", cell) for part in code.split()}
+    return {part.partition("=")[0] for part in named if re.fullmatch(r"[a-z_.]+(=.*)?", part)}
+
+
+def test_every_key_that_the_migration_tables_lead_to_exists():
+    fields = {field.name for field in dataclasses.fields(MegatronConfig)}
+    unknown = set()
+    for name in migration_targets():
+        group, _, option = name.partition(".")
+        if group in MAPS and option:
+            known = not option_names(MAPS[group]) or option in option_names(MAPS[group])
+        else:
+            prefixes = ("", "actor_rollout_ref.", "actor_rollout_ref.actor.")
+            known = any(prefix + name in all_keys() for prefix in prefixes) or name in fields
+        if not known:
+            unknown.add(name)
+    words = set("tp pp cp ep etp dp divides torchrun python siirl convert placement ...".split())  # noqa: SIM905
+    assert unknown - words == {"optimizer.", "transformer.", "siirl.main_dag"}
+    assert len(migration_targets()) > 40
