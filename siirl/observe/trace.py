@@ -18,6 +18,7 @@ from siirl.errors import DataError
 
 log = logging.getLogger(__name__)
 TRACE_DIR, TRACE_FILE = "trace", "trace.json.gz"
+_JSON = json.JSONEncoder(separators=(",", ":"), default=str)
 
 
 class TraceFile:
@@ -52,7 +53,8 @@ class TraceFile:
         """An interval that is over."""
         dur = round((end_s - start_s) * 1e6, 1)
         event = {"ph": "X", "name": name, "ts": self._us(start_s), "dur": dur, "tid": self._lane()}
-        self._write(event | {"args": args})
+        event["args"] = args
+        self._write(event)
 
     def close(self) -> None:
         """End the file; later events are dropped."""
@@ -74,9 +76,9 @@ class TraceFile:
     def _write(self, event: dict[str, Any]) -> None:
         if self._fd is None:
             return
-        line = json.dumps(event | {"pid": self._rank}, separators=(",", ":"), default=str)
+        event["pid"] = self._rank
         try:
-            os.write(self._fd, line.encode() + b"\n")
+            os.write(self._fd, _JSON.encode(event).encode() + b"\n")
         except OSError as error:
             log.warning("the trace ends here, and the run goes on: %s", error)
             self.close()
