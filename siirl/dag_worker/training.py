@@ -123,13 +123,15 @@ class Training:
         """
         metrics, start_s = Metrics(), time.perf_counter()
         background = bool(self.background_groups)
-        if self._due(self.cfg.trainer.save_freq):
+        due, ends = self._due(self.cfg.trainer.save_freq), self.step == self.total_steps
+        finished = [self.checkpoints.wait() if due else self.checkpoints.take_finished()]
+        if due:
             self.save(background)
             if background:
                 metrics.max("time/checkpoint_stage_s", time.perf_counter() - start_s)
-        ends = self.step == self.total_steps
-        saved = self.checkpoints.wait() if ends else self.checkpoints.take_finished()
-        if saved is not None:
+        if ends or not background:
+            finished.append(self.checkpoints.wait())
+        for saved in filter(None, finished):
             self.last_checkpoint = saved.path
             metrics.max("time/checkpoint_s", saved.total_s)
         return metrics
