@@ -35,7 +35,7 @@ class MemoryMeter(Protocol):
 
 class HostMemory:
     """Resident memory of this process; its peak since begin_step where Linux lets us reset it, else since
-    the start of the process. Some 50 microseconds a step."""
+    the start of the process. Some 200 microseconds a step."""
 
     def begin_step(self) -> None:
         with contextlib.suppress(OSError):
