@@ -33,6 +33,8 @@ PRELOAD = (
     "transformers.models.qwen3.modeling_qwen3",
     "siirl.dag_worker.training",
 )
+PRELOAD_ON_CPU = ("siirl.engines.train.megatron.engine",)
+"""Where there is CUDA, importing it might initialise CUDA, which forks do not survive."""
 KILL_AFTER_S = 5.0  # a worker dumps its stacks and exits at its deadline; this much later it is killed
 REPORT_WITHIN_S = 1.0  # after the first failure the others may still report theirs
 
@@ -104,7 +106,7 @@ def _close_nursery() -> None:
 def _serve(parent: Connection) -> None:
     """The nursery's loop: import once, then run one job after another until the session closes the pipe."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # the other way to ask for CUDA spoils it for forks
-    for module in PRELOAD:
+    for module in PRELOAD if torch.cuda.is_available() else (*PRELOAD, *PRELOAD_ON_CPU):
         importlib.import_module(module)
     torch.set_num_threads(1)
     while True:

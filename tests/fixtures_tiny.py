@@ -14,8 +14,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-Family = Literal["qwen3", "llama"]
-ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+Family = Literal["qwen3", "qwen2", "llama"]
+ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
 def make_tiny_tokenizer(path: str | Path, vocab: int = 64, chat_template: bool = True) -> Path:

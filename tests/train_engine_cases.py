@@ -1,11 +1,14 @@
 """What every training engine is held to: sample rows, a loss, plain Hugging Face as the reference."""
 
-from dataclasses import dataclass, field
+import shutil
+import tempfile
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -15,13 +18,17 @@ from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
 from siirl.observe.metrics import Metrics
 from siirl.parallel.dims import ParallelDims
+from siirl.parallel.megatron_groups import megatron_groups
 from siirl.parallel.process_groups import ProcessGroups
 
 NUM_ROWS, NUM_STEPS, WIDTH = 10, 3, 9
 TEMPERATURE, LR, EPS, BETA1, WEIGHT_DECAY, CLIP = 0.7, 1e-3, 1e-6, 0.9, 0.1, 0.5
 ENTROPY_COEFF = 0.05
 LORA_RANK, LORA_ALPHA, SEED = 4, 8, 3
-ENGINES = {"fsdp": "siirl.engines.train.fsdp:FSDPEngine"}
+ENGINES = {
+    "fsdp": "siirl.engines.train.fsdp:FSDPEngine",
+    "megatron": "siirl.engines.train.megatron.engine:MegatronEngine",
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class Scenario:
     """One way of running the same training: all must give what the reference gives.
 
     split: "even", "first_rank" (every other rank has zero rows) or "uneven". fsdp_size: 0 for all ranks.
+    sizes: of a Megatron model, (axis of ParallelDims, size); the rest of the ranks are data parallel.
     """
 
     name: str
@@ -38,6 +46,7 @@ class Scenario:
     overrides: tuple[str, ...] = ()
     fsdp_size: int = 0
     strategy: str = "fsdp"
+    sizes: tuple[tuple[str, int], ...] = ()
     device: str = "cpu"
 
 
@@ -166,6 +175,7 @@ def overrides_for(path: Path | str, role: str = "actor") -> list[str]:
     return [
         f"{group}.model.path={path}",
         f"{group}.{role}.{precision}",
+        f"{group}.{role}.megatron.param_dtype=float32",
         f"{group}.actor.grad_clip={CLIP}",
         f"{group}.actor.optim.lr={LR}",
         f"{group}.actor.optim.weight_decay={WEIGHT_DECAY}",
@@ -183,13 +193,10 @@ def build_engine(
     """The scenario's engine on all ranks of the default group."""
     import importlib
 
-    world = scenario.world
-    ranks = tuple(range(world))
-    shard = scenario.fsdp_size or world
-    dims = ParallelDims(world=world, dp_shard=shard, dp_replicate=world // shard)
-    wanted = dict.fromkeys([ranks, *(line for lines in dims.mesh_groups(ranks).values() for line in lines)])
+    ranks = tuple(range(scenario.world))
+    dims, wanted = dims_of(scenario)
     backend = "gloo" if scenario.device == "cpu" else "cpu:gloo,cuda:nccl"
-    groups = ProcessGroups(list(wanted), backend, 60)
+    groups = ProcessGroups(wanted, backend, 60)
     plan = ModelPlan(
         name=f"agent_0.{role}",
         agent=0,
@@ -208,20 +215,47 @@ def build_engine(
     return engine, groups
 
 
+def dims_of(scenario: Scenario) -> tuple[ParallelDims, list[tuple[int, ...]]]:
+    """The parallel sizes of a scenario, and the process groups that it needs."""
+    world, ranks = scenario.world, tuple(range(scenario.world))
+    if scenario.strategy == "megatron":
+        dims = ParallelDims(world, **dict(scenario.sizes))
+        dims = replace(dims, dp_replicate=dims.dp)
+        return dims, list(megatron_groups(dims, ranks))
+    shard = scenario.fsdp_size or world
+    dims = ParallelDims(world=world, dp_shard=shard, dp_replicate=world // shard)
+    lines = [line for lines in dims.mesh_groups(ranks).values() for line in lines]
+    return dims, list(dict.fromkeys([ranks, *lines]))
+
+
 def first_step_gradients(engine: TrainEngine) -> dict[str, Tensor]:
     """Full gradients of the first optimizer step, out of AdamW's first moment: (1 - beta1) * gradient."""
-    moments = engine.state_dict()["optimizer"]
     prefix = "exp_avg."
+    moments = whole_tensors(engine.state_dict()["optimizer"])
     return {
-        name.removeprefix(prefix): moment.full_tensor().cpu() / (1 - BETA1)
+        name.removeprefix(prefix): moment / (1 - BETA1)
         for name, moment in moments.items()
         if name.startswith(prefix)
     }
 
 
+def whole_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a sharded state, whole, on every rank: by way of a checkpoint."""
+    folder = [tempfile.mkdtemp(prefix="siirl-state-")]
+    dist.broadcast_object_list(folder)
+    dcp.save(state, checkpoint_id=folder[0])
+    stored = dcp.FileSystemReader(folder[0]).read_metadata().state_dict_metadata
+    whole = {name: torch.zeros(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    dcp.load(whole, checkpoint_id=folder[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return whole
+
+
 def train_steps(engine: TrainEngine, scenario: Scenario, steps: range) -> list[Metrics]:
     """Run optimizer steps on this rank's rows."""
-    mine = rows_of_rank(engine.dp_rank, scenario.world, scenario.split)
+    mine = rows_of_rank(engine.dp_rank, engine.dp_size, scenario.split)
     return [
         engine.train_mini_batch(
             take_rows(sample_rows(step), mine), policy_loss, ("log_prob", "entropy"), TEMPERATURE
@@ -233,11 +267,12 @@ def train_steps(engine: TrainEngine, scenario: Scenario, steps: range) -> list[M
 def run_scenario(scenario: Scenario, path: Path | str) -> Outcome:
     """Train as the scenario says; the outcome is whole on every rank."""
     engine, _ = build_engine(scenario, path)
-    mine = rows_of_rank(engine.dp_rank, scenario.world, scenario.split)
+    mine = rows_of_rank(engine.dp_rank, engine.dp_size, scenario.split)
     columns = engine.compute(take_rows(sample_rows(0), mine), ("log_prob", "entropy"), TEMPERATURE)
     whole = torch.zeros(2, NUM_ROWS, WIDTH)
     whole[0, mine], whole[1, mine] = columns["log_prob"], columns["entropy"]
     dist.all_reduce(whole)
+    whole /= scenario.world // engine.dp_size  # the ranks of a shard hold the same rows
     outcome = Outcome(whole[0], whole[1])
     for step in range(NUM_STEPS):
         (metrics,) = train_steps(engine, scenario, range(step, step + 1))

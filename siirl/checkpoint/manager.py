@@ -155,10 +155,14 @@ def _load_model(folder: Path, model: SavedModel) -> None:
             "Leave that part out of checkpoint.load_contents."
         )
     tensors: dict[str, Tensor] = {}
+    values = {key: saved[key] for key in load_keys}
     for key in load_keys:
-        tensors |= tree.split(state[key], key)[1]
+        own, of_key = tree.split(state[key], key)
+        if of_key:  # a part of tensors: this rank has its own names, not those of the rank that wrote JSON
+            values[key] = own
+            tensors |= of_key
     load_tensors(tensors, folder, model.group)
-    model.model.load_state_dict(state | {key: tree.join(saved[key], tensors) for key in load_keys})
+    model.model.load_state_dict(state | {key: tree.join(values[key], tensors) for key in load_keys})
 
 
 def _load_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:

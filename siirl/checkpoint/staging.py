@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.tensor import DTensor
 
 from siirl.checkpoint import tree
 from siirl.checkpoint.together import for_each, rank_in
@@ -112,9 +113,12 @@ class Stager:
         if name not in self._stagers:
             on_gpu = any(tensor.is_cuda for tensor in tensors.values())
             self._stagers[name] = BlockingAsyncStager(cache_staged_state_dict=on_gpu)
-        scalars = {key: tensor.clone() for key, tensor in tensors.items() if tensor.ndim == 0}
-        others = {key: tensor for key, tensor in tensors.items() if key not in scalars}
-        return self._stagers[name].stage(others) | scalars
+        own = {key: tensor.clone() for key, tensor in tensors.items() if tensor.ndim == 0}
+        for key, tensor in tensors.items():
+            if hasattr(tensor, "__create_write_items__") and not isinstance(tensor, DTensor):
+                own[key] = tensor.detach().to("cpu", copy=True)  # a tensor in pieces knows how to copy itself
+        others = {key: tensor for key, tensor in tensors.items() if key not in own}
+        return self._stagers[name].stage(others) | own
 
 
 def split_state(model: SavedModel) -> tuple[dict[str, Any], dict[str, Tensor]]:

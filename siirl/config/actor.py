@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config.common import (
-    MEGATRON,
     CheckpointConfig,
     ForwardFSDPConfig,
     ForwardMegatronConfig,
@@ -18,8 +17,7 @@ EMBODIED = "embodied agents"
 ULYSSES = "Ulysses sequence parallelism"
 PROFILER = "the profiler"
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-STRATEGIES = ("fsdp",)
-LATER_STRATEGIES = {"megatron": MEGATRON}
+STRATEGIES = ("fsdp", "megatron")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 REMOVED_MICRO_BATCH = "a size over all ranks depends on their number; set {} (rows on each rank)"
 UNUSED_COMPILE = "the fsdp engine does not use torch.compile"
@@ -100,7 +98,6 @@ class ActorConfig:
         "fsdp",
         "training backend",
         choices=STRATEGIES,
-        later_choices=LATER_STRATEGIES,
         synonyms={"fsdp2": "fsdp"},
     )
     ppo_mini_batch_size: int = key(256, "prompts of one optimizer step, over all ranks", low=1)
@@ -185,7 +182,6 @@ class RefConfig:
         None,
         "backend of the reference model",
         choices=STRATEGIES,
-        later_choices=LATER_STRATEGIES,
         synonyms={"fsdp2": "fsdp"},
     )
     fsdp_config: ForwardFSDPConfig = group(

@@ -69,7 +69,7 @@ class MegatronConfig:
     sequence_parallel: bool = key(False, "split activations over the tensor parallel ranks")
     use_distributed_optimizer: bool = key(True, "shard optimizer states over data parallel ranks (ZeRO-1)")
     param_dtype: str = key("bfloat16", "type of parameters in compute", choices=("bfloat16", "float32"))
-    seed: int = key(1, "seed of Megatron's generators", later=MEGATRON)
+    seed: int = key(1, "seed of Megatron's generators")
     param_offload: bool = key(True, "keep parameters in host memory between phases")
     grad_offload: bool = key(False, "keep gradients in host memory between phases")
     optimizer_offload: bool = key(False, "keep optimizer states in host memory between phases")

@@ -5,10 +5,8 @@ from typing import Any
 
 from siirl.config.actor import (
     AGGREGATIONS,
-    LATER_STRATEGIES,
     PROFILER,
     REMOVED_MICRO_BATCH,
-    STRATEGIES,
     ULYSSES,
 )
 from siirl.config.common import (
@@ -37,8 +35,8 @@ class CriticConfig:
     strategy: str = key(
         "fsdp",
         "training backend",
-        choices=STRATEGIES,
-        later_choices=LATER_STRATEGIES,
+        choices=("fsdp",),
+        later_choices={"megatron": "a critic under the megatron strategy"},
         synonyms={"fsdp2": "fsdp"},
     )
     optim: OptimConfig = group(OptimConfig, "optimizer and schedule")

@@ -26,6 +26,7 @@ from siirl.dag.plan import Head, LinkPlan, ModelPlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
 from siirl.parallel.dims import ParallelDims
+from siirl.parallel.megatron_groups import megatron_groups
 from siirl.parallel.placement import Ranks, format_ranks, parse_placement
 
 
@@ -143,10 +144,10 @@ TRAIN_BACKENDS = {
     "megatron": Backend(
         _megatron_dims,
         _megatron_lines,
+        groups=megatron_groups,
         check=_check_megatron,
         advice=_megatron_advice,
         five_sizes=True,
-        later="the megatron strategy",
     ),
 }
 ROLLOUT_BACKENDS = {

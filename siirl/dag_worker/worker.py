@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
-from siirl.config.roles import role_group
 from siirl.dag.plan import Load, NodePlan, Plan, Reshard, Run, SyncWeights
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
@@ -229,16 +228,10 @@ class DAGWorker:
         self._offload(name)
 
     def _offload(self, name: str | None) -> None:
-        if name not in self.train_engines:
-            return
-        model = self.plan.models[name]
-        cfg = self.node_cfg(model.node)
-        fsdp = role_group(cfg, model.role).fsdp_config
-        self.train_engines[name].offload(
-            params=fsdp.param_offload or not model.nodes,
-            grads=model.trains and model.role == "actor" and cfg.actor_rollout_ref.actor.grad_offload,
-            optimizer=model.trains and fsdp.optimizer_offload,
-        )
+        if name in self.train_engines:
+            engine = self.train_engines[name]
+            idle = not self.plan.models[name].nodes  # it serves a rollout only
+            engine.offload(**engine.host_parts | {"params": engine.host_parts["params"] or idle})
 
 
 def _token_count(*tables: TensorDict) -> dict[str, int]:

@@ -18,7 +18,8 @@ from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.process_groups import ProcessGroups
 
 TRAIN_ENGINES: dict[str, dict[str, str]] = {
-    "fsdp": dict.fromkeys(("lm", "value"), "siirl.engines.train.fsdp:FSDPEngine")
+    "fsdp": dict.fromkeys(("lm", "value"), "siirl.engines.train.fsdp:FSDPEngine"),
+    "megatron": {"lm": "siirl.engines.train.megatron.engine:MegatronEngine"},
 }
 """Strategy -> head -> class."""
 

@@ -12,6 +12,8 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(siirl.__path__,
 
 @pytest.mark.parametrize("name", MODULES)
 def test_module_imports(name):
+    if name.startswith("siirl.engines.train.megatron."):
+        pytest.importorskip("megatron.core")
     importlib.import_module(name)
 
 

@@ -94,7 +94,9 @@ def reads_of(package: Path, class_groups: dict[str, set[str]]) -> dict[str, set[
     """Attribute name -> the names of the parents that it is read from, "*" for one that cannot be known."""
     modules = [(tree, aliases_of(tree, class_groups)) for tree in module_trees(package)]
     functions: dict[str, set[str]] = defaultdict(set)
-    for tree, aliases in modules:
+    roles = package / "config" / "roles.py"  # its functions give groups; what it reads itself does not count
+    givers = [ast.parse(roles.read_text())] if roles.exists() else []
+    for tree, aliases in [*modules, *((tree, aliases_of(tree, class_groups)) for tree in givers)]:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 functions[node.name] |= aliases[node.name]

@@ -117,16 +117,10 @@ def test_a_value_gets_the_type_of_its_key(override, expected):
         ("data.max_prompt_length=${nope}", ConfigError, ("nope",)),
         (f"{ACTOR}.optim.lr={{", ConfigError, ("malformed", "Quote it")),
         (f"{ACTOR}.ppo_micro_batch_size=8", ConfigError, ("ppo_micro_batch_size_per_gpu",)),
-        (
-            f"{ACTOR}.strategy=megatron",
-            NotSupportedError,
-            ("not supported yet: ", "strategy=megatron", "fsdp"),
-        ),
         ("algorithm.adv_estimator=remax", NotSupportedError, ("not supported yet: ", "estimators", "grpo")),
         (f"{ROLLOUT}.name=sglang", NotSupportedError, (f"not supported yet: {ROLLOUT}.name=sglang",)),
         ("critic.load_weight=false", NotSupportedError, ("not supported yet: critic.load_weight=false",)),
         (f"{ROLLOUT}.multi_turn.enable=True", NotSupportedError, ("not supported yet: ", "multi-turn")),
-        (f"{ACTOR}.megatron.seed=2", NotSupportedError, ("megatron",)),
         (f"{ACTOR}.megatron.extra.x=1", ConfigError, ("override_transformer_config",)),
         ("reward_model.model.hf_hub_token=hf_secret", NotSupportedError, ("hf_hub_token=***",)),
     ],
@@ -140,11 +134,10 @@ def test_a_bad_override_says_what_is_wrong(override, error, words):
     assert "hf_secret" not in str(caught.value)
 
 
-def test_the_guide_script_is_refused_for_megatron_alone_and_runs_without_it():
-    with pytest.raises(NotSupportedError, match="strategy=megatron"):
-        load_config(GUIDE_SCRIPT)
-    ours = [text for text in GUIDE_SCRIPT if "megatron" not in text]
-    cfg = load_config(ours)
+def test_the_guide_script_is_taken_as_it_is():
+    cfg = load_config(GUIDE_SCRIPT)
+    assert cfg.actor_rollout_ref.actor.megatron.pipeline_model_parallel_size == 4
+    assert cfg.actor_rollout_ref.ref.strategy == "megatron"
     assert cfg.trainer.logger == ("console", "tensorboard")
     assert cfg.actor_rollout_ref.rollout.gpu_memory_utilization == 0.45
 
@@ -299,7 +292,7 @@ def test_overrides_of_a_node_are_checked_and_share_what_they_do_not_touch():
     with pytest.raises(ConfigError, match="a number"):
         with_overrides(cfg, {f"{ACTOR}.optim.lr": "fast"})
     with pytest.raises(NotSupportedError):
-        with_overrides(cfg, {f"{ACTOR}.strategy": "megatron"})
+        with_overrides(cfg, {f"{ACTOR}.load_weight": False})
 
 
 def test_only_what_somebody_set_is_explicit():

@@ -56,6 +56,7 @@ class TrainEngine(ABC):
     dp_rank: int
     dp_size: int
     device: torch.device
+    host_parts: dict[str, bool]  # of "params", "grads", "optimizer": what its config keeps on the host
 
     @abstractmethod
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:

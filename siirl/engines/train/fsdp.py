@@ -60,6 +60,12 @@ class FSDPEngine(TrainEngine):
         self._optimizer = make_adamw(self._trained(), optim) if optim else None
         self._total_steps = optim.total_training_steps if optim else 0
         self._num_skipped = 0
+        fsdp = self._settings.fsdp
+        self.host_parts = {
+            "params": fsdp.param_offload,
+            "grads": plan.trains and self._settings.grad_offload,
+            "optimizer": plan.trains and fsdp.optimizer_offload,
+        }
         self._host = {part: HostCopies() for part in ("params", "grads", "optimizer")}
 
     def set_total_steps(self, total_steps: int) -> None:

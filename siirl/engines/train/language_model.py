@@ -6,7 +6,7 @@ Legend: N packed tokens, M response tokens among them, D hidden size, V vocabula
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.dag.plan import Head
@@ -115,17 +115,22 @@ def run_packed(
 
 
 def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool) -> float:
-    """Model FLOPs of a pass over rows of these token counts; three times as many with backward.
-
-    2 per weight and token, and causal attention. Weights: all matrices that tokens are multiplied by, the
-    output head once (a tied one too), the embedding table not. Source: Chowdhery et al., "PaLM" (2022),
-    appendix B, with causal attention counted as half.
-    """
+    """pass_flops of a whole Hugging Face model: all its matrices, a tied output head too, the table not."""
     config = hf.config
     head, table = hf.get_output_embeddings(), hf.get_input_embeddings().weight
     tied = head is not None and head.weight is table
     names = {id(p): p for p in hf.parameters() if p.ndim >= 2}
     num_weights = sum(p.numel() for p in names.values()) - (0 if tied else table.numel())
+    return pass_flops(num_weights, config, lengths, backward)
+
+
+def pass_flops(num_weights: int, config: PretrainedConfig, lengths: list[int], backward: bool) -> float:
+    """Model FLOPs of a pass over rows of these token counts; three times as many with backward.
+
+    2 per token and weight that it is multiplied by (num_weights: the output head once, the embedding table
+    not), and causal attention. Source: Chowdhery et al., "PaLM" (2022), appendix B, with causal attention
+    counted as half.
+    """
     heads_size = config.num_attention_heads * getattr(
         config, "head_dim", config.hidden_size // config.num_attention_heads
     )

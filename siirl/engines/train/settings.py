@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from siirl.config import Config
-from siirl.config.common import FSDPConfig, ModelConfig, OptimConfig
+from siirl.config.common import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from siirl.config.roles import role_group, role_model
 from siirl.dag.plan import Head, ModelPlan
 from siirl.engines.train.packing import MicroBatchLimit
@@ -14,17 +14,20 @@ from siirl.errors import ConfigError, NotSupportedError
 class EngineSettings:
     """Settings of one model of one role.
 
-    forward_limit: micro-batches of compute(). train_limit, optim: None for a model that is never trained.
+    grad_offload: keep gradients in host memory (fsdp). forward_limit: micro-batches of compute().
+    train_limit, optim: None for a model that is never trained.
     response_width: the configured response length.
     """
 
     model: ModelConfig
     head: Head
     fsdp: FSDPConfig
+    megatron: MegatronConfig
     forward_limit: MicroBatchLimit
     train_limit: MicroBatchLimit | None
     optim: OptimConfig | None
     grad_clip: float
+    grad_offload: bool
     seed: int
     response_width: int
 
@@ -47,10 +50,12 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
         model=role_model(cfg, plan.role),
         head=plan.head,
         fsdp=role_group(cfg, plan.role).fsdp_config,
+        megatron=role_group(cfg, plan.role).megatron,
         forward_limit=_forward_limit(plan, cfg),
         train_limit=train_limit if plan.trains else None,
         optim=trainer.optim if plan.trains else None,
         grad_clip=trainer.grad_clip,
+        grad_offload=plan.role == "actor" and cfg.actor_rollout_ref.actor.grad_offload,
         seed=cfg.trainer.seed,
         response_width=cfg.data.max_response_length,
     )

@@ -1,0 +1,1 @@
+"""The Megatron-Core strategy: one model of one role inside the process groups of its node."""

@@ -1,0 +1,347 @@
+"""The Megatron-Core strategy: one model of one role in tensor, pipeline and data parallel."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.config import Config
+from siirl.dag.plan import ModelPlan
+from siirl.data.model_files import model_dir
+from siirl.data.rows import take_rows
+from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
+from siirl.engines.train.hf_model import load_hf_config
+from siirl.engines.train.language_model import pass_flops
+from siirl.engines.train.megatron.export import Exporter
+from siirl.engines.train.megatron.micro_batch import MicroBatch, make_micro_batch, make_rope
+from siirl.engines.train.megatron.model import LocalParams, all_agree, build_stages, read_weights, wrap_stages
+from siirl.engines.train.megatron.options import ddp_config, optimizer_config, transformer_config
+from siirl.engines.train.megatron.scope import MegatronScope
+from siirl.engines.train.megatron.state import OwnedShards, load_training_state, training_state
+from siirl.engines.train.megatron.weights import family_of, num_active_weights
+from siirl.engines.train.offload import HostCopies
+from siirl.engines.train.packing import (
+    MicroBatchLimit,
+    count_micro_batches,
+    pack_rows,
+    row_lengths,
+    split_rows,
+)
+from siirl.engines.train.schedules import learning_rate
+from siirl.engines.train.settings import engine_settings
+from siirl.errors import NotSupportedError, NumericsError, UserError
+from siirl.observe.metrics import Metrics
+from siirl.observe.spans import note, phase
+from siirl.parallel.process_groups import ProcessGroups
+
+MAX_SKIPPED_STEPS = 5
+"""So many optimizer steps in a row may be skipped for non-finite gradients; one more ends the run."""
+Outputs = dict[str, Tensor]
+Finish = Callable[[MicroBatch, list[int], Outputs], tuple[Tensor, Tensor, dict]]
+"""(micro-batch, its rows' indices, outputs [M]) -> what Megatron's schedules take of a loss function."""
+
+
+class MegatronEngine(TrainEngine):
+    """A language model trained (or only run) by Megatron-Core on the ranks of its plan, CPU or CUDA.
+
+    Build it on all ranks of the plan together: it communicates. Ranks of one data-parallel shard are given
+    the same rows. Only the first rank of a shard's last pipeline stage returns metrics of the loss, so that
+    merged metrics count a row once.
+    """
+
+    def __init__(self, plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device):
+        self.name = plan.name
+        self.version = 0
+        self.device = torch.device(device)
+        self._dims = plan.dims
+        self._settings = settings = engine_settings(plan, cfg)
+        self._hf = load_hf_config(settings.model)
+        family_of(self._hf)
+        if settings.megatron.use_dist_checkpointing:
+            raise NotSupportedError(
+                f"not supported yet: {self.name}: megatron.use_dist_checkpointing: weights are read from "
+                "Hugging Face files, each rank its own slices. Set it to false."
+            )
+        if settings.model.lora_rank:
+            raise NotSupportedError(
+                f"not supported yet: {self.name}: LoRA adapters under the megatron strategy. Set "
+                "model.lora_rank=0, or strategy=fsdp."
+            )
+        self._scope = MegatronScope(plan.ranks, plan.dims, groups, settings.megatron.seed)
+        mpu = self._scope.groups
+        self.dp_rank, self.dp_size = mpu.dp.rank(), plan.dims.dp
+        self._is_last_stage = mpu.pp.rank() == plan.dims.pp - 1
+        self._reports = self._is_last_stage and mpu.tp.rank() == 0 and mpu.cp.rank() == 0
+        self._rope = make_rope(self._hf, self.device)
+        with self._scope:
+            self._build(plan, groups.get(plan.ranks))
+        self._total_steps = settings.optim.total_training_steps if settings.optim else 0
+        self._num_skipped = 0
+        megatron = settings.megatron
+        self.host_parts = {
+            "params": megatron.param_offload,
+            "grads": plan.trains and megatron.grad_offload,
+            "optimizer": plan.trains and megatron.optimizer_offload,
+        }
+        self._host = {part: HostCopies() for part in ("params", "grads", "optimizer")}
+
+    def _build(self, plan: ModelPlan, group: dist.ProcessGroup) -> None:
+        """Stages, weights, gradient buffers, optimizer."""
+        settings = self._settings
+        self._config = transformer_config(self._hf, settings, plan.dims, plan.trains, _finalize)
+        self._stages = build_stages(self._hf, self._config, self._scope, plan.dims)
+        self._params = LocalParams(self._hf, self._stages, self._scope, plan.dims)
+        problem: UserError | None = None
+        try:
+            read_weights(self._params, model_dir(settings.model.path))
+        except UserError as error:
+            problem = error
+        all_agree(problem, group, f"read the weights of {settings.model.path}")
+        self._exporter = Exporter(self._params, self._scope, plan.dims)
+        self._optimizer = None
+        self._modules: list[Any] = list(self._stages)
+        if plan.trains:
+            ddp = ddp_config(settings.megatron)
+            self._modules = list(wrap_stages(self._stages, self._config, ddp, self._scope))
+            optimizer = optimizer_config(settings.optim, settings.megatron, ddp)
+            self._optimizer = get_megatron_optimizer(
+                optimizer, self._modules, config_overrides={}, use_gloo_process_groups=False
+            )
+        else:
+            for stage in self._stages:
+                stage.requires_grad_(False)
+        self._shards = OwnedShards(self._params, self._optimizer)
+        self._shards.allocate()
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Tell the learning-rate schedule the optimizer steps of the run; a total in the config wins."""
+        if self._settings.optim and not self._settings.optim.total_training_steps:
+            self._total_steps = total_steps
+
+    def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
+        """Outputs of the head for response tokens, [B, T] float32, where `rows` are; no gradient.
+
+        The last pipeline stage has them; it sends them to the others.
+        """
+        self._require_on_device()
+        self._check_outputs(outputs)
+        home = rows["response_ids"].device
+        columns = torch.zeros(len(outputs), *rows["response_ids"].shape, device=self.device)
+
+        def keep(batch: MicroBatch, index: list[int], found: Outputs) -> tuple[Tensor, Tensor, dict]:
+            for column, name in zip(columns, outputs, strict=True):
+                column[index] = batch.packed.to_cells(found[name])
+            return torch.zeros((), device=self.device), _no_tokens(), {}
+
+        for module in self._modules:
+            module.eval()
+        with self._scope, torch.no_grad():
+            self._run(rows, self._settings.forward_limit, keep, temperature, outputs, forward_only=True)
+            if self._dims.pp > 1:
+                dist.broadcast(columns, group=self._scope.groups.pp, group_src=self._dims.pp - 1)
+        return TensorDict(dict(zip(outputs, columns.to(home), strict=True)), batch_size=rows.batch_size)
+
+    def train_mini_batch(
+        self, rows: TensorDict, loss_fn: LossFn, outputs: tuple[str, ...], temperature: float
+    ) -> Metrics:
+        """One optimizer step on the mini-batch of which each shard holds `rows`, maybe none; see TrainEngine.
+
+        A mini-batch without trained tokens, or with a gradient that is not finite, changes nothing: the step
+        is skipped and counted (skipped_step); NumericsError after MAX_SKIPPED_STEPS non-finite gradients in a
+        row.
+        """
+        assert self._optimizer is not None, f"{self.name} is not trained"
+        self._require_on_device()
+        self._check_outputs(outputs)
+        mask_BT = rows["response_mask"]
+        totals = self._reduce([int(mask_BT.sum()), int(mask_BT.any(dim=1).sum())], dist.ReduceOp.SUM)
+        counts = BatchCounts(totals[0], totals[1], self._settings.response_width)
+        metrics = Metrics()
+        if not counts.num_tokens:
+            metrics.mean("skipped_step", 1.0)
+            return metrics
+
+        def share(batch: MicroBatch, index: list[int], found: Outputs) -> tuple[Tensor, Tensor, dict]:
+            columns = {f"{name}_BT": batch.packed.to_cells(value_M) for name, value_M in found.items()}
+            nothing = sum(value_BT.sum() for value_BT in columns.values()) if batch.packed.is_dummy else 0.0
+            if not batch.packed.num_rows:
+                return nothing, _no_tokens(), {}
+            loss, loss_metrics = loss_fn(TokenOutputs(**columns), batch.rows.to(self.device), counts)
+            if self._reports:
+                metrics.merge(loss_metrics)
+            return loss + nothing, _no_tokens(), {}
+
+        for module in self._modules:
+            module.train()
+            module.zero_grad_buffer()
+        with self._scope:
+            self._run(rows, self._settings.train_limit, share, temperature, outputs, forward_only=False)
+            with phase("optimizer_step"):
+                self._step(metrics)
+        return metrics
+
+    def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
+        """Row indices of the micro-batches: as many on every data-parallel rank."""
+        lengths = row_lengths(rows)
+        (num,) = self._reduce([count_micro_batches(lengths, limit)], dist.ReduceOp.MAX)
+        unit = self._dims.pp if self._dims.vpp > 1 else 1  # the interleaved schedule runs whole rounds
+        num = max(unit, -(-int(num) // unit) * unit)
+        return split_rows(lengths, limit, num, self._hf.hidden_size)
+
+    def _run(
+        self,
+        rows: TensorDict,
+        limit: MicroBatchLimit,
+        finish: Finish,
+        temperature: float,
+        outputs: tuple[str, ...],
+        forward_only: bool,
+    ) -> None:
+        """Run Megatron's schedule over the rows' micro-batches; `finish` is called on the last stage."""
+        micro_batches = self._split(rows, limit)
+
+        def batches() -> Iterator[tuple[MicroBatch, list[int]]]:
+            for index in micro_batches:
+                yield self._micro_batch(take_rows(rows, index), temperature, outputs), index
+
+        def step(iterator: Iterator[tuple[MicroBatch, list[int]]], stage: Any) -> tuple[Any, Callable]:
+            batch, index = next(iterator)
+            with phase("micro_batch"):
+                found = stage(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.arguments)
+            return found, functools.partial(finish, batch, index)
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[batches() for _ in self._modules],
+            model=self._modules,
+            num_microbatches=len(micro_batches),
+            seq_length=1,  # not used: shapes are told with every message
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _micro_batch(self, rows: TensorDict, temperature: float, outputs: tuple[str, ...]) -> MicroBatch:
+        packed = pack_rows(rows, self.device)
+        note(rows=packed.num_rows, tokens=packed.input_ids.numel())
+        multiple = self._dims.tp if self._config.sequence_parallel else 1
+        dtype = self._config.params_dtype
+        return make_micro_batch(rows, packed, self._rope, multiple, dtype, temperature, outputs)
+
+    def _step(self, metrics: Metrics) -> None:
+        """Clip, step, count: or skip, when the gradient is not finite."""
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        lr = learning_rate(self._settings.optim, self.version, self._total_steps)
+        finite = math.isfinite(norm)
+        if finite:
+            metrics.mean("grad_norm", norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            for part in self._optimizer.chained_optimizers:
+                if self._settings.grad_clip > 0 and part.get_parameters():
+                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._settings.grad_clip, norm)
+            self._optimizer.step_with_ready_grads()
+            self.version += 1
+            self._num_skipped = 0
+        else:
+            self._num_skipped += 1
+        self._optimizer.zero_grad()
+        metrics.mean("lr", lr)
+        metrics.mean("skipped_step", 0.0 if finite else 1.0)
+        if self._num_skipped > MAX_SKIPPED_STEPS:
+            raise NumericsError(
+                f"{self.name}: the gradient norm is {norm} after {self.version} optimizer steps, not finite "
+                f"{self._num_skipped} times in a row: the weights or the data are broken. Lower optim.lr, or "
+                "go back to a checkpoint."
+            )
+
+    def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {name: (shape, self._config.params_dtype) for name, shape in self._exporter.specs().items()}
+
+    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        self._require_on_device()
+        tensors = self._exporter.tensors(dtype or self._config.params_dtype)
+        while True:
+            with self._scope:  # not while the caller has a tensor: it may run another model in between
+                found = next(tensors, None)
+            if found is None:
+                return
+            yield found
+
+    def state_dict(self) -> dict[str, Any]:
+        """See TrainEngine. Tensors are pieces of the live ones, so reading into them in place is enough."""
+        self._require_on_device()
+        scheduler = {"total_steps": self._total_steps, "num_skipped": self._num_skipped}
+        return training_state(self._params, self._shards) | {
+            "scheduler": scheduler,
+            "version": self.version,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._require_on_device()
+        load_training_state(training_state(self._params, self._shards), state)
+        with self._scope:
+            self._shards.publish(self._modules)
+        self.version = int(state["version"])
+        self._shards.set_step(self.version)
+        self._num_skipped = int(state["scheduler"]["num_skipped"])
+
+    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
+            if wanted and self.device.type != "cpu" and not self._host[part]:
+                self._host[part].take(self._local_tensors(part))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
+            if wanted:
+                self._host[part].restore()
+
+    def flops(self, rows: TensorDict, backward: bool) -> float:
+        """This rank's share of its rows' FLOPs: the ranks of a shard hold the same rows."""
+        whole = pass_flops(num_active_weights(self._hf), self._hf, row_lengths(rows), backward)
+        return whole / self._dims.model_parallel
+
+    def _reduce(self, numbers: list[float], op: dist.ReduceOp) -> list[float]:
+        """Reduce a few numbers over the data-parallel shards, through host memory."""
+        total = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(total, op, group=self._scope.groups.dp)
+        return total.tolist()
+
+    def _local_tensors(self, part: str) -> Iterator[Tensor]:
+        for param, _ in self._params:
+            if part == "params":
+                yield param
+            elif part == "grads" and getattr(param, "main_grad", None) is not None:
+                yield param.main_grad
+            elif part == "optimizer" and self._optimizer is not None:
+                owned, _ = self._shards.tensors(param)
+                yield from (tensor for name, tensor in owned.items() if name != "param")
+
+    def _check_outputs(self, outputs: tuple[str, ...]) -> None:
+        unknown = set(outputs) - {"log_prob", "entropy"}
+        assert not unknown, f"{self.name} has no output {', '.join(sorted(unknown))}"
+
+    def _require_on_device(self) -> None:
+        away = [part for part, copies in self._host.items() if copies]
+        assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
+
+
+def _finalize(stages: list[Any], num_tokens: Tensor | None, **options: Any) -> None:
+    """Complete the gradients of a mini-batch: summed, and never divided, as shares of a loss add up."""
+    finalize_model_grads(stages, None, **options)
+
+
+def _no_tokens() -> Tensor:
+    """What the schedule would divide by."""
+    return torch.zeros((), dtype=torch.int32)

@@ -1,0 +1,135 @@
+"""Full tensors under Hugging Face names, out of a model cut up by tensor, pipeline and expert parallelism."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from siirl.engines.train.megatron.model import LocalParams
+from siirl.engines.train.megatron.scope import MegatronScope
+from siirl.engines.train.megatron.weights import Entry, hf_shapes, runs
+from siirl.parallel.dims import ParallelDims
+
+BUCKET_BYTES = 64 << 20
+"""Full tensors are gathered for at least so many bytes at once: small ones together, large ones alone."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Entries of which each rank of a gather holds one shard: a dense one, or one expert of each EP rank."""
+
+    entries: tuple[Entry, ...]
+    stage: int
+    is_expert: bool
+
+
+class Exporter:
+    """Gathers the weights of a model. Build and use it on all ranks of the model, inside its scope."""
+
+    def __init__(self, params: LocalParams, scope: MegatronScope, dims: ParallelDims):
+        """Collective over the pipeline: ranks tell each other which layers they hold."""
+        self._params, self._dims = params, dims
+        self._pp = scope.groups.pp
+        self._dense, self._expert = scope.groups.tp, scope.groups.tp_ep
+        self._shapes = hf_shapes(params.entries)
+        self._slots = self._make_slots(self._stage_of_layers())
+
+    def specs(self) -> dict[str, tuple[int, ...]]:
+        """Hugging Face name -> shape, in the order of `tensors`. No communication."""
+        names = (block.hf for slot in self._slots for entry in slot.entries for block in entry.blocks)
+        return {name: self._shapes[name] for name in dict.fromkeys(names)}
+
+    @torch.no_grad()
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """All tensors, cast before the gather; memory beyond the weights is about two buckets. Collective."""
+        bucket: list[_Slot] = []
+        num_bytes = 0
+        for slot in self._slots:
+            if bucket and (slot.stage, slot.is_expert) != (bucket[0].stage, bucket[0].is_expert):
+                yield from self._gathered(bucket, dtype)
+                bucket, num_bytes = [], 0
+            bucket.append(slot)
+            num_bytes += self._numel(slot) * self._places(slot.is_expert) * dtype.itemsize
+            if num_bytes >= BUCKET_BYTES:
+                yield from self._gathered(bucket, dtype)
+                bucket, num_bytes = [], 0
+        if bucket:
+            yield from self._gathered(bucket, dtype)
+
+    def _gathered(self, bucket: list[_Slot], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """One all-gather among the ranks of the stage, then one broadcast to the other stages."""
+        sizes = [self._numel(slot) for slot in bucket]
+        stage, is_expert = bucket[0].stage, bucket[0].is_expert
+        group, places = (self._expert if is_expert else self._dense), self._places(is_expert)
+        some = next(iter(self._params))[0]
+        received = torch.empty(places * sum(sizes), dtype=dtype, device=some.device)
+        if self._pp.rank() == stage:
+            sent = torch.cat([self._local(slot).to(dtype).reshape(-1) for slot in bucket])
+            if places == 1:
+                received = sent
+            else:
+                dist.all_gather_into_tensor(received, sent, group=group)
+        if self._dims.pp > 1:
+            dist.broadcast(received, group=self._pp, group_src=stage)
+        for slot, shards in zip(bucket, received.view(places, -1).split(sizes, dim=1), strict=True):
+            yield from self._assembled(slot, shards)
+
+    def _assembled(self, slot: _Slot, shards: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The Hugging Face tensors of a slot; shards: a row for each rank of the gather."""
+        size = self._size(slot.is_expert)
+        for number, entry in enumerate(slot.entries):
+            names = dict.fromkeys(block.hf for block in entry.blocks)
+            full = {name: shards.new_empty(self._shapes[name]) for name in names}
+            for place in range(size):
+                shard = shards[number * size + place].view(entry.local_shape(size))
+                for run in runs(entry, place, size):
+                    target = full[run.hf][run.row : run.row + run.num_rows]
+                    if entry.columns is not None:
+                        target = target[:, run.column : run.column + shard.shape[1]]
+                    target.copy_(shard[run.start : run.start + run.num_rows])
+            yield from full.items()
+
+    def _local(self, slot: _Slot) -> Tensor:
+        """This rank's shard of a slot."""
+        held = (self._params.by_name.get(entry.name) for entry in slot.entries)
+        return next(found[0] for found in held if found is not None)
+
+    def _numel(self, slot: _Slot) -> int:
+        return prod(slot.entries[0].local_shape(self._size(slot.is_expert)))
+
+    def _size(self, is_expert: bool) -> int:
+        """Ranks that cut a parameter among them."""
+        return self._dims.etp if is_expert else self._dims.tp
+
+    def _places(self, is_expert: bool) -> int:
+        """Ranks of a gather."""
+        return self._dims.etp * self._dims.ep if is_expert else self._dims.tp
+
+    def _stage_of_layers(self) -> dict[int, int]:
+        mine = {entry.layer for _, entry in self._params if entry.layer is not None}
+        total = 1 + max(entry.layer or 0 for entry in self._params.entries)
+        held = torch.tensor([self._pp.rank() if layer in mine else 0 for layer in range(total)])
+        dist.all_reduce(held, group=self._pp)
+        return dict(enumerate(held.tolist()))
+
+    def _make_slots(self, stage_of_layer: dict[int, int]) -> list[_Slot]:
+        slots: list[_Slot] = []
+        experts: dict[tuple[str, int], dict[int, Entry]] = {}
+        for entry in self._params.entries:
+            if entry.layer is None:
+                stage = 0 if entry.name.startswith("embedding") else self._dims.pp - 1
+                slots.append(_Slot((entry,), stage, False))
+            elif entry.expert is None:
+                slots.append(_Slot((entry,), stage_of_layer[entry.layer], False))
+            else:
+                kind = entry.name.replace(f".{entry.expert}.", ".*.", 1)
+                experts.setdefault((kind, entry.layer), {})[entry.expert] = entry
+        for (_, layer), found in experts.items():
+            per_rank = len(found) // self._dims.ep
+            for first in range(per_rank):
+                chosen = tuple(found[first + rank * per_rank] for rank in range(self._dims.ep))
+                slots.append(_Slot(chosen, stage_of_layer[layer], True))
+        return slots

@@ -1,0 +1,81 @@
+"""A packed micro-batch in the form in which Megatron's schedules take it.
+
+Legend: N packed tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDict
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from siirl.engines.train.attention import SequenceBounds
+from siirl.engines.train.megatron.layers import PackedRows
+from siirl.engines.train.packing import PackedBatch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of a micro-batch, packed, and the arguments of a stage's forward for them."""
+
+    rows: TensorDict
+    packed: PackedBatch
+    input_ids: Tensor
+    position_ids: Tensor
+    arguments: PackedRows
+
+
+def make_rope(config: PretrainedConfig, device: torch.device) -> nn.Module:
+    """The rotary embedding of the model's config.json, scaled as it says; the same for all our families."""
+    return LlamaRotaryEmbedding(config).to(device)
+
+
+def make_micro_batch(
+    rows: TensorDict,
+    packed: PackedBatch,
+    rope: nn.Module,
+    multiple: int,
+    dtype: torch.dtype,
+    temperature: float,
+    outputs: tuple[str, ...],
+) -> MicroBatch:
+    """Fill the packed tokens up to a multiple of `multiple` by one more sequence, and compute positions.
+
+    dtype: of the model's activations. No communication.
+    """
+    num_tokens = packed.input_ids.shape[1]
+    extra = -num_tokens % multiple
+    input_ids = F.pad(packed.input_ids, (0, extra))
+    position_ids, bounds = packed.position_ids, packed.bounds
+    if extra:
+        filler = torch.arange(extra, device=position_ids.device)
+        position_ids = torch.cat([position_ids, filler.unsqueeze(0)], dim=1)
+        bounds = _with_sequence(bounds, filler)
+    like = torch.empty((), dtype=dtype, device=input_ids.device)
+    cos, sin = rope(like, position_ids)
+    arguments = PackedRows(
+        qkv_format="thd",
+        cu_seqlens_q=bounds.cu_seqlens,
+        cu_seqlens_kv=bounds.cu_seqlens,
+        max_seqlen_q=bounds.max_length,
+        max_seqlen_kv=bounds.max_length,
+        bounds=bounds,
+        rope=(cos[0], sin[0]),
+        predict_index=packed.predict_index,
+        target=packed.target,
+        temperature=temperature,
+        outputs=outputs,
+    )
+    return MicroBatch(rows, packed, input_ids, position_ids, arguments)
+
+
+def _with_sequence(bounds: SequenceBounds, position_N: Tensor) -> SequenceBounds:
+    """The bounds with one more sequence at the end, whose tokens stand at position_N."""
+    longest = max(bounds.max_length, len(position_N))
+    sequence_N, inside_N = bounds.padded_index // bounds.max_length, bounds.padded_index % bounds.max_length
+    padded_index = torch.cat([sequence_N * longest + inside_N, bounds.num_sequences * longest + position_N])
+    end = bounds.cu_seqlens[-1:] + len(position_N)
+    return SequenceBounds(torch.cat([bounds.cu_seqlens, end]), padded_index, longest)

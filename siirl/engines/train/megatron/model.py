@@ -1,0 +1,205 @@
+"""The stages of a Megatron model on this rank, with their weights read from a Hugging Face directory."""
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from siirl.data.model_files import INDEX, WEIGHTS, check_weight_files
+from siirl.engines.train.megatron.layers import PackedAttention, PackedGPT, RMSNorm, freeze_padding_token
+from siirl.engines.train.megatron.scope import MegatronScope
+from siirl.engines.train.megatron.weights import Entry, entries, hf_shapes, runs, tied_head
+from siirl.errors import DataError
+from siirl.parallel.dims import ParallelDims
+
+
+def build_stages(
+    hf: PretrainedConfig, config: TransformerConfig, scope: MegatronScope, dims: ParallelDims
+) -> list[PackedGPT]:
+    """The model chunks of this rank, in order, without weights. Call it inside the scope."""
+    place, last = scope.groups.pp.rank(), dims.pp - 1
+    padded_vocab = -(-hf.vocab_size // dims.tp) * dims.tp
+    stages = []
+    for chunk in range(dims.vpp):
+        stage = PackedGPT(
+            config=config,
+            transformer_layer_spec=_block_spec(config, chunk if dims.vpp > 1 else None, place),
+            vocab_size=padded_vocab,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=place == 0 and chunk == 0,
+            post_process=place == last and chunk == dims.vpp - 1,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="none",
+            pg_collection=scope.groups,
+            vp_stage=chunk if dims.vpp > 1 else None,
+        )
+        stage.num_words = hf.vocab_size
+        if stage.pre_process and hf.pad_token_id is not None:
+            freeze_padding_token(stage, hf.pad_token_id)
+        stages.append(stage)
+    return stages
+
+
+def _block_spec(config: TransformerConfig, vp_stage: int | None, place: int) -> TransformerBlockSubmodules:
+    """megatron-core's own layers without Transformer Engine, with our norm and attention in them."""
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+    )
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=place)
+    return TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=RMSNorm)
+
+
+def wrap_stages(
+    stages: list[PackedGPT], config: TransformerConfig, ddp: Any, scope: MegatronScope
+) -> list[DistributedDataParallel]:
+    """The stages with buffers in which gradients are added up and reduced. Call it inside the scope."""
+    return [
+        DistributedDataParallel(
+            config=config,
+            ddp_config=ddp,
+            module=stage,
+            disable_bucketing=number > 0 and not ddp.overlap_grad_reduce,
+            pg_collection=scope.groups,
+        )
+        for number, stage in enumerate(stages)
+    ]
+
+
+class LocalParams:
+    """This rank's parameters under their global names, with the entries that they are shards of."""
+
+    def __init__(
+        self, hf: PretrainedConfig, stages: list[PackedGPT], scope: MegatronScope, dims: ParallelDims
+    ):
+        self.entries = entries(hf)
+        self.places = {"dense": (scope.groups.tp.rank(), dims.tp)}
+        self.places["expert"] = (scope.groups.expt_tp.rank(), dims.etp)
+        known = {entry.name: entry for entry in self.entries}
+        if hf.tie_word_embeddings:
+            known["output_layer.weight"] = tied_head(hf)
+        experts = getattr(stages[0].config, "num_moe_experts", None) or 0
+        first_expert = scope.groups.ep.rank() * (experts // dims.ep)
+        self.by_name: dict[str, tuple[nn.Parameter, Entry]] = {}
+        for stage in stages:
+            for name, param in stage.named_parameters():
+                full = _global_name(stage, name, first_expert)
+                self.by_name[full] = (param, known[full])
+                _declare_cut(param, known[full])
+
+    def place(self, entry: Entry) -> tuple[int, int]:
+        """(place, size) of this rank on the axis that cuts the entry."""
+        return self.places["dense" if entry.expert is None else "expert"]
+
+    def __iter__(self) -> Iterator[tuple[nn.Parameter, Entry]]:
+        return iter(self.by_name.values())
+
+
+def _declare_cut(param: nn.Parameter, entry: Entry) -> None:
+    """Say which parameters are cut, for gradient norms: Megatron does so only where it draws the weights."""
+    if entry.cut != "whole" and not hasattr(param, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(param, True, 1 if entry.cut == "columns" else 0, 1)
+
+
+def _global_name(stage: PackedGPT, name: str, first_expert: int) -> str:
+    """A parameter's name with its layer and expert counted over the whole model."""
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(stage.decoder.layers[int(words[2])].layer_number - 1)
+    if "local_experts" in words:
+        at = words.index("local_experts") + 1
+        words[at] = str(int(words[at]) + first_expert)
+    return ".".join(words)
+
+
+@torch.no_grad()
+def read_weights(params: LocalParams, folder: Path) -> None:
+    """Fill this rank's parameters from safetensors files: each rank reads its own slices, nothing more.
+
+    DataError if a tensor is missing or has another shape. No communication.
+    """
+    check_weight_files(folder)
+    shapes = hf_shapes(params.entries)
+    with SafetensorsFolder(folder) as files:
+        for param, entry in params:
+            param.zero_()
+            place, size = params.place(entry)
+            for run in runs(entry, place, size):
+                target = param[run.start : run.start + run.num_rows]
+                columns = None if entry.columns is None else (run.column, run.column + param.shape[1])
+                rows = (run.row, run.row + run.num_rows)
+                target.copy_(files.read(run.hf, shapes[run.hf], rows, columns))
+
+
+class SafetensorsFolder:
+    """Slices of the tensors of a model directory; a context manager."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+        index = folder / INDEX
+        self._file_of = json.loads(index.read_text())["weight_map"] if index.is_file() else None
+
+    def __enter__(self) -> "SafetensorsFolder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def read(
+        self, name: str, shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int] | None
+    ) -> Tensor:
+        """A rectangle of a tensor, which must have this whole shape. DataError if there is none such."""
+        file_name = WEIGHTS if self._file_of is None else self._file_of.get(name)
+        file = self._file(file_name) if file_name else None
+        if file is None or name not in file.keys():
+            raise DataError(
+                f"{self._folder} has no tensor {name}: its config.json describes another model. "
+                "Check the directory, or override_config."
+            )
+        part = file.get_slice(name)
+        if tuple(part.get_shape()) != shape:
+            raise DataError(
+                f"{self._folder}: {name} has the shape {part.get_shape()}, and config.json means "
+                f"{list(shape)}. Check the directory, or override_config."
+            )
+        return part[slice(*rows)] if columns is None else part[slice(*rows), slice(*columns)]
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
+        return self._open[name]
+
+
+def all_agree(problem: Exception | None, group: dist.ProcessGroup, what: str) -> None:
+    """Raise on every rank of the group if one of them has a problem, its own where it has one. Collective."""
+    failed = torch.tensor([problem is not None], dtype=torch.int64)
+    dist.all_reduce(failed, group=group)
+    if problem:
+        raise problem
+    if failed.item():
+        raise DataError(f"another rank of the model could not {what}: see its message.")

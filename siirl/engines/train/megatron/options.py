@@ -1,0 +1,165 @@
+"""megatron-core's own configuration objects, out of ours: sizes and features, then what a user overrides."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import TransformerConfig
+from transformers import PretrainedConfig
+
+from siirl.config.common import MegatronConfig, OptimConfig
+from siirl.dag.names import suggest
+from siirl.engines.train.hf_model import torch_dtype
+from siirl.engines.train.megatron.weights import family_of, head_dim
+from siirl.engines.train.settings import EngineSettings
+from siirl.errors import ConfigError
+from siirl.parallel.dims import ParallelDims
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_config(
+    hf: PretrainedConfig, settings: EngineSettings, dims: ParallelDims, trains: bool, finalize: Any
+) -> TransformerConfig:
+    """The configuration of the decoder. ConfigError for overrides that Megatron does not know or refuses.
+
+    finalize: what completes the gradients after the last backward of a mini-batch.
+    """
+    megatron = settings.megatron
+    dtype = torch_dtype(megatron.param_dtype, "megatron.param_dtype")
+    on_gpu = torch.cuda.is_available()
+    fixed: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": head_dim(hf),
+        "ffn_hidden_size": hf.intermediate_size,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": family_of(hf).qkv_bias,
+        "qk_layernorm": family_of(hf).qk_norm,
+        "tensor_model_parallel_size": dims.tp,
+        "pipeline_model_parallel_size": dims.pp,
+        "virtual_pipeline_model_parallel_size": dims.vpp if dims.vpp > 1 else None,
+        "context_parallel_size": dims.cp,
+        "expert_model_parallel_size": dims.ep,
+        "expert_tensor_parallel_size": dims.etp,
+        "sequence_parallel": megatron.sequence_parallel,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "calculate_per_token_loss": True,  # shares of a loss add up: nothing is averaged
+        "variable_seq_lengths": True,
+        "finalize_model_grads_func": finalize,
+        "use_cpu_initialization": not on_gpu,
+        "perform_initialization": False,  # every weight is read
+        **family_of(hf).options(hf),
+    }
+    chosen: dict[str, Any] = {
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": on_gpu,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    chosen |= _pipeline_options(dims)
+    if trains and settings.model.enable_gradient_checkpointing:
+        chosen |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    overrides = _checked(megatron.override_transformer_config, TransformerConfig, "transformer", set(fixed))
+    if dims.pp == 2 and dims.vpp > 1 and (overrides.get("batch_p2p_comm") or _unbatched_off(overrides)):
+        raise ConfigError(
+            "override_transformer_config: batch_p2p_comm=True with pipeline_model_parallel_size=2 and "
+            f"virtual_pipeline_model_parallel_size={dims.vpp}: both neighbours of a rank are the same rank, "
+            "and batched messages between them are mixed up. Leave batch_p2p_comm and overlap_p2p_comm out."
+        )
+    try:
+        return TransformerConfig(**(fixed | chosen | overrides))
+    except (ValueError, AssertionError, TypeError, ImportError) as error:
+        raise ConfigError(
+            f"megatron-core refuses the model's configuration: {error}. Check the megatron group and its "
+            "override_transformer_config."
+        ) from error
+
+
+def _pipeline_options(dims: ParallelDims) -> dict[str, Any]:
+    """Messages between stages; an output must live until it is sent, which gloo does in the background."""
+    unbatched = dims.vpp > 1
+    return {
+        "batch_p2p_comm": not unbatched,
+        "overlap_p2p_comm": unbatched,
+        "deallocate_pipeline_outputs": torch.cuda.is_available(),
+    }
+
+
+def _unbatched_off(overrides: dict[str, Any]) -> bool:
+    return overrides.get("overlap_p2p_comm") is False
+
+
+def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
+    """How gradients are accumulated and reduced."""
+    fixed = {"use_distributed_optimizer": megatron.use_distributed_optimizer, "average_in_collective": False}
+    chosen = {"grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
+    overrides = _checked(
+        megatron.override_ddp_config,
+        DistributedDataParallelConfig,
+        "ddp",
+        {*fixed, *chosen} - {"grad_reduce_in_fp32"},
+    )
+    return DistributedDataParallelConfig(**(fixed | chosen | overrides))
+
+
+def optimizer_config(optim: OptimConfig, megatron: MegatronConfig, ddp: Any) -> OptimizerConfig:
+    """AdamW; clipping and the learning rate are ours, `eps` in the overrides is Megatron's adam_eps."""
+    dtype = torch_dtype(megatron.param_dtype, "megatron.param_dtype")
+    fixed = {
+        "optimizer": "adam",
+        "lr": optim.lr,
+        "weight_decay": optim.weight_decay,
+        "adam_beta1": optim.betas[0],
+        "adam_beta2": optim.betas[1],
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": dtype,
+        "use_distributed_optimizer": megatron.use_distributed_optimizer,
+        "clip_grad": 0.0,
+    }
+    overrides = dict(optim.override_optimizer_config or {})
+    if "eps" in overrides:
+        overrides["adam_eps"] = overrides.pop("eps")
+    overrides = _checked(overrides, OptimizerConfig, "optimizer", set(fixed))
+    overlaps = {"overlap_param_gather": ddp.overlap_param_gather}
+    return OptimizerConfig(**(fixed | overlaps | overrides))
+
+
+def _checked(overrides: dict[str, Any], schema: type, kind: str, fixed: set[str]) -> dict[str, Any]:
+    """The overrides, with names of number types resolved; ConfigError for unknown and for fixed options."""
+    known = {item.name for item in dataclasses.fields(schema) if item.init}
+    for name in overrides:
+        if name not in known:
+            raise ConfigError(
+                f"override_{kind}_config.{name}: megatron-core's {schema.__name__} has no such option. "
+                f"{suggest(name, known)}"
+            )
+        if name in fixed:
+            raise ConfigError(
+                f"override_{kind}_config.{name}: it follows from the model and from other keys. Remove it, "
+                "and set those."
+            )
+    return {
+        name: _DTYPES.get(value, value) if isinstance(value, str) and name.endswith("dtype") else value
+        for name, value in overrides.items()
+    }

@@ -1,0 +1,90 @@
+"""A tensor of which this process holds rectangles: what checkpoints see of a sharded parameter.
+
+torch.distributed.checkpoint writes and reads the rectangles as they are, so a checkpoint under Hugging Face
+names can be read on any other layout, or by another strategy. No communication.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+
+class Piece(NamedTuple):
+    """A rectangle: a view of live memory, and where its first element lies in the whole tensor."""
+
+    local: Tensor
+    offset: tuple[int, ...]
+
+
+class PiecewiseTensor(Tensor):
+    """A tensor of a global shape, known here by its pieces only; for checkpoints, not for computing."""
+
+    pieces: list[Piece]
+
+    @staticmethod
+    def __new__(cls, shape: tuple[int, ...], pieces: list[Piece], dtype: torch.dtype) -> "PiecewiseTensor":
+        device = pieces[0].local.device if pieces else torch.device("cpu")
+        tensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        tensor.pieces = pieces
+        return tensor
+
+    def __repr__(self) -> str:
+        return f"PiecewiseTensor({tuple(self.shape)}, {len(self.pieces)} pieces)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = args[0]
+        if func is torch.ops.aten.detach.default:
+            return own
+        if func in (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+            device = (kwargs or {}).get("device") or own.device
+            pieces = [Piece(local.to(device, copy=True), offset) for local, offset in own.pieces]
+            return cls(tuple(own.shape), pieces, own.dtype)
+        if func is torch.ops.aten.copy_.default:
+            for mine, theirs in zip(own.pieces, args[1].pieces, strict=True):
+                mine.local.copy_(theirs.local)
+            return own
+        raise NotImplementedError(f"{func} on a {own!r}: it only enters and leaves checkpoints")
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets, number),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties(self.dtype), size=self.shape
+                ),
+            )
+            for number, chunk in enumerate(self.__create_chunk_list__())
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(piece.offset), piece.local.shape) for piece in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(piece.local for piece in self.pieces if torch.Size(piece.offset) == index.offset)
+
+
+def rectangles(flat: Tensor, start: int, columns: int, row: int, column: int) -> Iterator[Piece]:
+    """The pieces of consecutive elements of a matrix: a part of a row, whole rows, a part of a row.
+
+    flat: elements start, start + 1, ... of a row-major block of `columns` columns, which begins at (row,
+    column) of the whole matrix.
+    """
+    end = start + flat.numel()
+    at = start
+    while at < end:
+        first = at % columns
+        stop = min(end, at - first + columns) if first or end - at < columns else end - end % columns
+        local = flat[at - start : stop - start]
+        shape = (1, stop - at) if first or stop - at < columns else ((stop - at) // columns, columns)
+        yield Piece(local.view(shape), (row + at // columns, column + first))
+        at = stop

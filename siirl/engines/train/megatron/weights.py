@@ -1,0 +1,230 @@
+"""How Megatron parameters are made of Hugging Face tensors: one table, from which all else follows.
+
+An `Entry` is a whole Megatron parameter, described as rows of Hugging Face tensors; `runs` cuts it for a
+place on the tensor-parallel axis. Loading, export and checkpoints all walk over the same runs. Pure, no
+communication. A new model adds a `Family`, and a function like `_dense_mlp` if its blocks differ.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from transformers import PretrainedConfig
+
+from siirl.errors import NotSupportedError
+
+Cut = Literal["whole", "rows", "each block", "columns"]
+
+
+class Block(NamedTuple):
+    """Consecutive rows of a Hugging Face tensor."""
+
+    hf: str
+    row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A Megatron parameter, whole: its rows in order, and how tensor parallelism cuts it.
+
+    name: Megatron's, with layer and expert counted over the whole model. columns: None for a vector. cut: by
+    rows; by the rows of each block (as gate and up); by columns; or not at all. expert: its number, or None.
+    layer: its number, or None for what stands before ("embedding") and after the layers.
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    columns: int | None
+    cut: Cut
+    layer: int | None = None
+    expert: int | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(block.num_rows for block in self.blocks)
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of the parameter on each of `size` tensor-parallel ranks, padding of the last included."""
+        rows = self.num_rows
+        if self.cut == "rows":
+            rows = -(-rows // size)
+        elif self.cut == "each block":
+            rows //= size
+        if self.columns is None:
+            return (rows,)
+        return (rows, self.columns // size if self.cut == "columns" else self.columns)
+
+
+class Run(NamedTuple):
+    """Rows start, start + 1, ... of a local parameter lie at (row, column) of a Hugging Face tensor."""
+
+    start: int
+    num_rows: int
+    hf: str
+    row: int
+    column: int
+
+
+def runs(entry: Entry, place: int, size: int) -> Iterator[Run]:
+    """What the tensor-parallel rank `place` of `size` holds of an entry; rows that pad it are left out."""
+    column = place * (entry.columns or 0) // size if entry.cut == "columns" else 0
+    first, last = 0, entry.num_rows
+    if entry.cut == "rows":
+        chunk = -(-entry.num_rows // size)
+        first, last = place * chunk, min((place + 1) * chunk, entry.num_rows)
+    start = at = 0
+    for block in entry.blocks:
+        if entry.cut == "each block":
+            num = block.num_rows // size
+            yield Run(start, num, block.hf, block.row + place * num, 0)
+            start += num
+            continue
+        low, high = max(first, at), min(last, at + block.num_rows)
+        if low < high:
+            yield Run(low - first, high - low, block.hf, block.row + low - at, column)
+        at += block.num_rows
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets the models of a type apart. mlp: the entries of a layer's MLP; options: TransformerConfig."""
+
+    mlp: Callable[[PretrainedConfig, int], list[Entry]]
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    options: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+
+
+def _dense_mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
+    hidden, wide = config.hidden_size, config.intermediate_size
+    hf, own = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
+    gate_up = tuple(Block(f"{hf}.{name}_proj.weight", 0, wide) for name in ("gate", "up"))
+    return [
+        Entry(f"{own}.linear_fc1.weight", gate_up, hidden, "each block", layer),
+        Entry(
+            f"{own}.linear_fc2.weight", (Block(f"{hf}.down_proj.weight", 0, hidden),), wide, "columns", layer
+        ),
+    ]
+
+
+FAMILIES = {
+    "llama": Family(_dense_mlp),
+    "qwen2": Family(_dense_mlp, qkv_bias=True),
+    "qwen3": Family(_dense_mlp, qk_norm=True),
+}
+"""Model type of config.json -> family."""
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """The family of a model. NotSupportedError for model types and variants that are not in the table."""
+    family = FAMILIES.get(config.model_type)
+    problem = None
+    if family is None:
+        problem = f"model type {config.model_type}"
+    elif getattr(config, "attention_bias", False):
+        problem = f"a {config.model_type} with attention_bias"
+    elif getattr(config, "mlp_bias", False):
+        problem = f"a {config.model_type} with mlp_bias"
+    elif config.hidden_act not in ("silu", "swish"):
+        problem = f"a {config.model_type} with hidden_act={config.hidden_act}"
+    elif getattr(config, "use_sliding_window", False) or (
+        config.model_type == "mixtral" and config.sliding_window
+    ):
+        problem = f"a {config.model_type} with sliding windows"
+    if problem or family is None:
+        raise NotSupportedError(
+            f"not supported yet: {problem} under the megatron strategy, which trains {', '.join(FAMILIES)}. "
+            "Use strategy=fsdp."
+        )
+    return family
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Size of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def entries(config: PretrainedConfig) -> list[Entry]:
+    """Every parameter of the model, in the order of export; a tied output head is not one."""
+    hidden = config.hidden_size
+    vocab = config.vocab_size
+
+    def whole(name: str, hf: str) -> Entry:
+        return Entry(name, (Block(hf, 0, hidden),), None, "whole")
+
+    found = [
+        Entry(
+            "embedding.word_embeddings.weight",
+            (Block("model.embed_tokens.weight", 0, vocab),),
+            hidden,
+            "rows",
+        )
+    ]
+    for layer in range(config.num_hidden_layers):
+        found += _layer(config, layer)
+    found.append(whole("decoder.final_layernorm.weight", "model.norm.weight"))
+    if not config.tie_word_embeddings:
+        found.append(Entry("output_layer.weight", (Block("lm_head.weight", 0, vocab),), hidden, "rows"))
+    return found
+
+
+def hf_shapes(found: list[Entry]) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> whole shape of every tensor that the entries are made of, in order."""
+    rows: dict[str, int] = {}
+    columns: dict[str, int | None] = {}
+    for entry in found:
+        for block in entry.blocks:
+            rows[block.hf] = max(rows.get(block.hf, 0), block.row + block.num_rows)
+            columns[block.hf] = entry.columns
+    return {name: (num,) if columns[name] is None else (num, columns[name]) for name, num in rows.items()}
+
+
+def num_active_weights(config: PretrainedConfig) -> int:
+    """Weights that a token is multiplied by: all matrices but the embedding table, of experts the chosen."""
+    total = 0.0
+    share = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_local_experts", None) or 1)
+    for entry in entries(config)[1:]:
+        if entry.columns is not None:
+            total += entry.num_rows * entry.columns * (1.0 if entry.expert is None else share)
+    return round(total) + (config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0)
+
+
+def tied_head(config: PretrainedConfig) -> Entry:
+    """The copy of the embedding that the last pipeline stage holds as its output head."""
+    embedding = entries(config)[0]
+    return Entry("output_layer.weight", embedding.blocks, embedding.columns, embedding.cut)
+
+
+def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
+    family, hidden, size = family_of(config), config.hidden_size, head_dim(config)
+    hf, own = f"model.layers.{layer}", f"decoder.layers.{layer}"
+    heads_size = config.num_attention_heads * size
+
+    def vector(name: str, hf_name: str, length: int) -> Entry:
+        return Entry(
+            f"{own}.{name}.weight", (Block(f"{hf}.{hf_name}.weight", 0, length),), None, "whole", layer
+        )
+
+    found = [vector("input_layernorm", "input_layernorm", hidden)]
+    for kind in ("weight", "bias") if family.qkv_bias else ("weight",):
+        columns = hidden if kind == "weight" else None
+        blocks = _qkv_blocks(config, f"{hf}.self_attn", kind)
+        found.append(Entry(f"{own}.self_attention.linear_qkv.{kind}", blocks, columns, "rows", layer))
+    if family.qk_norm:
+        found += [vector(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", size) for x in "qk"]
+    output = (Block(f"{hf}.self_attn.o_proj.weight", 0, hidden),)
+    found.append(Entry(f"{own}.self_attention.linear_proj.weight", output, heads_size, "columns", layer))
+    found.append(vector("pre_mlp_layernorm", "post_attention_layernorm", hidden))
+    return found + family.mlp(config, layer)
+
+
+def _qkv_blocks(config: PretrainedConfig, hf: str, kind: str) -> tuple[Block, ...]:
+    """Megatron stores, for each key-value head: the query heads that share it, the key, the value."""
+    size, num_groups = head_dim(config), config.num_key_value_heads
+    queries = config.num_attention_heads // num_groups * size
+    blocks = []
+    for group in range(num_groups):
+        blocks.append(Block(f"{hf}.q_proj.{kind}", group * queries, queries))
+        blocks += [Block(f"{hf}.{x}_proj.{kind}", group * size, size) for x in "kv"]
+    return tuple(blocks)

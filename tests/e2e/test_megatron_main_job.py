@@ -1,0 +1,49 @@
+"""The main job with actor and reference on Megatron-Core: what FSDP does, step by step."""
+
+import pytest
+from job_harness import Inputs, overrides, run_job
+
+KL = "actor_rollout_ref.actor.use_kl_loss=True"
+COMPARED = (
+    "reward/score",
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/ref_kl",
+    "actor/entropy",
+    "rollout/response_length",
+    "flops/train",
+)
+
+
+def megatron(role: str, **settings: object) -> list[str]:
+    group = f"actor_rollout_ref.{role}"
+    options = {"param_dtype": "float32", **settings}
+    return [
+        f"{group}.strategy=megatron",
+        *(f"{group}.megatron.{key}={value}" for key, value in options.items()),
+    ]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def fsdp(inputs, tmp_path_factory):
+    return run_job(1, overrides(inputs, tmp_path_factory.mktemp("fsdp"), KL))
+
+
+def largest_difference(one, other) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def test_tensor_parallel_actor_and_data_parallel_reference_train_as_fsdp_does(inputs, fsdp, tmp_path):
+    settings = [*megatron("actor", tensor_model_parallel_size=2), *megatron("ref")]
+    ours = run_job(2, overrides(inputs, tmp_path, KL, *settings))
+    for name in COMPARED:
+        assert len(ours.values(name)) == 3, name
+        assert ours.values(name) == pytest.approx(fsdp.values(name), rel=2e-4, abs=2e-5), name
+    assert largest_difference(ours.weights(), fsdp.weights()) < 2e-4
+    assert max(ours.values("actor/rollout_log_prob_diff")) < 1e-5
