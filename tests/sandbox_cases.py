@@ -11,7 +11,7 @@ from pathlib import Path
 from siirl.sandbox.box import Box
 from siirl.sandbox.limits import MIB, Limits, Result
 
-LIMITS = Limits(time_s=1.0, memory_bytes=256 * MIB, file_bytes=4 * MIB, processes=6, output_bytes=100_000)
+LIMITS = Limits(time_s=0.5, memory_bytes=256 * MIB, file_bytes=4 * MIB, processes=6, output_bytes=100_000)
 SECRET = "the-crown-jewels"
 
 
