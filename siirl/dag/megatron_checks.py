@@ -52,6 +52,7 @@ class MegatronModel:
     """A Megatron model as the checks see it. group: full name of the role's group, "actor_rollout_ref.actor".
 
     shape: its sizes, or why they are not known; checks that need them are then left to the engine.
+    longest_row: most tokens of prompt and response. budgets: key -> tokens of a micro-batch, of keys that act.
     """
 
     who: str
@@ -62,6 +63,8 @@ class MegatronModel:
     dims: ParallelDims
     shape: ModelShape | str
     lora_rank: int
+    longest_row: int
+    budgets: Mapping[str, int]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -85,9 +88,14 @@ def check_megatron(model: MegatronModel) -> None:
             f"not supported yet: {model.who}: actor_rollout_ref.model.lora_rank={model.lora_rank} with "
             f"{model.group}.strategy=megatron. Set lora_rank=0, or strategy=fsdp."
         )
-    checks: tuple[Callable[[MegatronModel], Iterator[str]], ...] = (_option_names, _transport, _recompute)
+    checks: tuple[Callable[[MegatronModel], Iterator[str]], ...] = (
+        _option_names,
+        _transport,
+        _recompute,
+        _rows,
+    )
     if isinstance(model.shape, ModelShape):
-        checks += (_weights, _layers, _attention, _mlp, _experts)
+        checks += (_weights, _layers, _attention, _mlp, _vocabulary, _experts)
     problems = [f"{model.who}: {problem}" for check in checks for problem in check(model)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -121,10 +129,14 @@ def _weights(model: MegatronModel) -> Iterator[str]:
             f"{model.keys}.use_dist_checkpointing=true without a checkpoint. Set "
             f"{model.keys}.dist_checkpointing_path to the directory that `siirl convert` wrote."
         )
-    if shape.family not in FAMILIES and not section.use_mbridge and not section.use_dist_checkpointing:
+    if section.use_mbridge or section.use_dist_checkpointing:
+        return
+    if shape.family not in FAMILIES or shape.variant:
         kind = "mixture-of-experts model" if shape.experts else "model"
+        variant = f" with {shape.variant}" if shape.variant else ""
         yield (
-            f"{shape.family} is a {kind} without a weight mapping: siirl maps {', '.join(FAMILIES)}. Set "
+            f"{shape.family}{variant} is a {kind} without a weight mapping: siirl maps the usual models of "
+            f"{', '.join(FAMILIES)}. Set "
             f"{model.keys}.use_mbridge=true if mbridge knows it, or convert it beforehand and set "
             f"{model.keys}.use_dist_checkpointing=true and dist_checkpointing_path."
         )
@@ -181,6 +193,30 @@ def _mlp(model: MegatronModel) -> Iterator[str]:
         if width % size:
             fits = _common_divisors(width, size)
             yield f"{what} {width} does not divide over {axis}({size}) ranks. Set {model.keys}.{key}={fits}."
+
+
+def _vocabulary(model: MegatronModel) -> Iterator[str]:
+    """Ranks hold equal shares of the words, rounded up; the last one must still have some."""
+    tp, shape = model.dims.tp, model.shape
+    assert isinstance(shape, ModelShape)
+    if (tp - 1) * -(-shape.vocabulary // tp) >= shape.vocabulary:
+        yield (
+            f"a vocabulary of {shape.vocabulary} words leaves some of tp({tp}) ranks without any. Lower "
+            f"{model.keys}.tensor_model_parallel_size."
+        )
+
+
+def _rows(model: MegatronModel) -> Iterator[str]:
+    """Context parallelism cuts each row into 2 cp equal pieces, so a row is padded first."""
+    multiple = model.row_multiple
+    padded = -(-model.longest_row // multiple) * multiple
+    for key, budget in model.budgets.items():
+        if budget < padded:
+            yield (
+                f"{key}={budget} does not hold the longest row: its {model.longest_row} tokens are padded to "
+                f"{padded}, a multiple of {multiple}, under cp({model.dims.cp}) and tp({model.dims.tp}). Set "
+                f"it to {padded} or more."
+            )
 
 
 def _experts(model: MegatronModel) -> Iterator[str]:

@@ -26,10 +26,11 @@ class ModelShape:
 
     intermediate: width of dense MLPs; expert_width: of each expert; shared_width: of the expert that all
     tokens pass. experts, top_k: 0 in a dense model. moe_layers: layers that have experts; expert_params: all
-    experts of one of them.
+    experts of one of them. variant: what it has beyond its family's usual parts, or empty.
     """
 
     family: str
+    variant: str
     params: int
     embedding_params: int
     layer_params: int
@@ -98,6 +99,7 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     copies = 1 if raw.get("tie_word_embeddings") else 2
     return ModelShape(
         family=family,
+        variant=_variant(raw),
         params=sum(per_layer) + hidden + copies * embedding,
         embedding_params=copies * embedding,
         layer_params=max(per_layer, default=0),
@@ -116,6 +118,16 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         expert_params=experts * 3 * hidden * expert_width,
         moe_layers=moe_layers,
     )
+
+
+def _variant(raw: dict[str, Any]) -> str:
+    activation = raw.get("hidden_act", "silu")
+    found = [name for name in ("attention_bias", "mlp_bias") if raw.get(name)]
+    if activation not in ("silu", "swish"):
+        found.append(f"hidden_act={activation}")
+    if raw.get("use_sliding_window") or (raw["model_type"] == "mixtral" and raw.get("sliding_window")):
+        found.append("sliding windows")
+    return ", ".join(found)
 
 
 def _has_experts(raw: dict[str, Any], layer: int) -> bool:

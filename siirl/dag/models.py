@@ -97,7 +97,30 @@ def _megatron_model(
         dims=dims,
         shape=read_shape(cfg, role),
         lora_rank=role_model(cfg, role).lora_rank,
+        longest_row=cfg.actor_rollout_ref.rollout.prompt_length
+        + cfg.actor_rollout_ref.rollout.response_length,
+        budgets=_token_budgets(cfg, role),
     )
+
+
+def _token_budgets(cfg: Config, role: ModelRole) -> dict[str, int]:
+    """Key -> tokens of a micro-batch, of the budgets that a role's model has."""
+    actor, rollout, ref = (
+        cfg.actor_rollout_ref.actor,
+        cfg.actor_rollout_ref.rollout,
+        cfg.actor_rollout_ref.ref,
+    )
+    found: dict[str, int] = {}
+    if role == "actor" and actor.use_dynamic_bsz:
+        found["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] = actor.ppo_max_token_len_per_gpu
+    for name, owner, group in (("rollout", "actor", rollout), ("ref", "ref", ref)):
+        if role == owner and group.log_prob_use_dynamic_bsz:
+            key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
+            found[key] = group.log_prob_max_token_len_per_gpu
+    if role == "critic" and cfg.critic.use_dynamic_bsz:
+        found["critic.ppo_max_token_len_per_gpu"] = cfg.critic.ppo_max_token_len_per_gpu
+        found["critic.forward_max_token_len_per_gpu"] = cfg.critic.forward_max_token_len_per_gpu
+    return found
 
 
 def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:

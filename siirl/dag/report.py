@@ -41,20 +41,28 @@ def model_setup(plan: Plan, configs: dict[str, Config]) -> str:
     """A line for each model: backend, ranks and parallel sizes, and how a pipeline cuts its layers."""
     return "\n".join(
         f"{model.name}: {model.backend} on {_count(len(model.ranks), 'rank')} ({format_ranks(model.ranks)}), "
-        f"{sizes(model, every=backend_of(model).five_sizes)}{_pipeline(model, configs[model.node])}"
+        f"{sizes(model, every=backend_of(model).five_sizes)}{_cut(model, configs[model.node])}"
         for model in plan.models.values()
     )
 
 
-def _pipeline(model: ModelPlan, cfg: Config) -> str:
-    """The layers on each pipeline rank, if there are several and the model is known."""
-    shape = read_shape(cfg, model.role) if model.dims.pp > 1 else ""
+def _cut(model: ModelPlan, cfg: Config) -> str:
+    """How the vocabulary is padded and the layers are cut, if that is to be said and the model is known."""
+    if not backend_of(model).five_sizes:
+        return ""
+    shape = read_shape(cfg, model.role)
     if isinstance(shape, str):
         return ""
+    padded = -(-shape.vocabulary // model.dims.tp) * model.dims.tp
+    vocabulary = (
+        f", vocabulary padded from {shape.vocabulary} to {padded}" if padded > shape.vocabulary else ""
+    )
+    if model.dims.pp == 1:
+        return vocabulary
     options = role_group(cfg, model.role).megatron.override_transformer_config
     counts = [sum(chunks) for chunks in split_layers(shape.layers, model.dims.pp, model.dims.vpp, options)]
     runs = [f"{len(list(same))} x {count}" for count, same in itertools.groupby(counts)]
-    return f", layers on each pipeline rank: {', '.join(runs)}"
+    return f"{vocabulary}, layers on each pipeline rank: {', '.join(runs)}"
 
 
 def rank_classes(plan: Plan) -> list[tuple[Ranks, list[str]]]:

@@ -209,6 +209,25 @@ REFUSED = {
         (option("tensor_model_parallel_size", 2),),
         f"would be decided twice: {ACTOR}.tensor_model_parallel_size does. Set that key.",
     ),
+    "more ranks than words": (
+        "Qwen3-8B",
+        8,
+        sizes(tp=8, sp=True),
+        "a vocabulary of 9 words leaves some of tp(8) ranks without any",
+    ),
+    "a budget that holds no padded row": (
+        "Qwen3-8B",
+        4,
+        (
+            *sizes(cp=4),
+            "data.max_prompt_length=1022",
+            "data.max_response_length=2048",
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=3071",
+        ),
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=3071 does not hold the longest row: its 3070 "
+        "tokens are padded to 3072, a multiple of 8, under cp(4) and tp(1). Set it to 3072 or more.",
+    ),
     "a checkpoint without its directory": (
         "Qwen3-8B",
         2,
@@ -223,8 +242,9 @@ def test_what_cannot_work_is_refused_with_numbers_and_a_fix(monkeypatch, tmp_pat
     pytest.importorskip("megatron.core") if "misspelt" in case else None
     available(monkeypatch)
     name, world, overrides, message = REFUSED[case]
+    words = {"vocab_size": 9} if "words" in case else {}
     with pytest.raises(UserError) as caught:
-        megatron_plan(world, *overrides, model=write_model(tmp_path, name))
+        megatron_plan(world, *overrides, model=write_model(tmp_path, name, **words))
     assert message in str(caught.value)
     assert str(caught.value).startswith("node 'actor_train': ")
 
@@ -245,8 +265,22 @@ def test_a_model_without_a_weight_mapping_needs_mbridge_or_a_converted_checkpoin
     with pytest.raises(ConfigError, match="qwen2_moe is a mixture-of-experts model without a weight mapping"):
         megatron_plan(2, model=model)
     megatron_plan(2, f"{ACTOR}.use_mbridge=True", model=model)
+    biased = write_model(tmp_path / "biased", "Llama-3.1-8B", attention_bias=True)
+    with pytest.raises(ConfigError, match="llama with attention_bias is a model without a weight mapping"):
+        megatron_plan(2, model=biased)
     checkpoint = (f"{ACTOR}.use_dist_checkpointing=True", f"{ACTOR}.dist_checkpointing_path=/ckpt")
     megatron_plan(2, *checkpoint, model=model)
+
+
+def test_the_start_says_how_vocabulary_and_layers_are_cut(monkeypatch, tmp_path):
+    available(monkeypatch)
+    model = write_model(tmp_path, "Llama-3.1-405B", vocab_size=128251)
+    plan, configs = megatron_plan(256, *sizes(tp=8, pp=16, cp=2, sp=True), *BOTH_ENDS, model=model)
+    [line] = [line for line in model_setup(plan, configs).splitlines() if line.startswith("agent_0.actor")]
+    assert line == (
+        "agent_0.actor: megatron on 256 ranks (0-255), tp 8, pp 16, cp 2, ep 1, dp 1, vocabulary padded from "
+        "128251 to 128256, layers on each pipeline rank: 1 x 7, 14 x 8, 1 x 7"
+    )
 
 
 def test_all_problems_are_named_at_once(monkeypatch, tmp_path):
