@@ -52,7 +52,7 @@ class MegatronModel:
     """A Megatron model as the checks see it. group: full name of the role's group, "actor_rollout_ref.actor".
 
     shape: its sizes, or why they are not known; checks that need them are then left to the engine.
-    longest_row: most tokens of prompt and response. budgets: key -> tokens of a micro-batch, of keys that act.
+    longest_row: most tokens of prompt and response. budgets: key -> tokens of a micro-batch, if it acts.
     """
 
     who: str

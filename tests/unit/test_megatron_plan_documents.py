@@ -28,7 +28,7 @@ def test_the_preset_sets_the_strategy_and_writes_out_every_other_parameter(monke
     assert cfg.actor_rollout_ref.ref.strategy == "megatron"
     written = {name.rpartition(".")[2] for name in cfg.explicit if ".actor.megatron." in name}
     known = {field.name for field in dataclasses.fields(MegatronConfig)}
-    assert written == known - {"seed", "extra"}
+    assert written == known - {"extra"}
 
 
 def test_the_parameter_page_explains_every_key_with_its_default():
