@@ -90,9 +90,12 @@ def test_no_process_outlives_its_run(mode):
     assert not launcher.is_running()
 
 
-def test_no_process_outlives_the_process_that_started_the_sandbox(mode):
+def test_no_process_outlives_the_process_that_started_the_sandbox(mode, tmp_path):
     code = f"from siirl.sandbox.box import Box\nbox = Box({mode!r})\nbox.run('import time; time.sleep(60)')"
-    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment)
     depth = 1 if mode == "process" else 2
     deadline = time.monotonic() + 30
     while len(found := psutil.Process(process.pid).children(recursive=True)) <= depth:
