@@ -49,6 +49,10 @@ class RolloutError(SiirlError, RuntimeError):
     """A rollout engine failed, hung past its deadline, or broke its contract."""
 
 
+class SamplingError(SiirlError, RuntimeError):
+    """Dynamic sampling ran out of rounds before its batch was full."""
+
+
 class WeightSyncError(SiirlError, RuntimeError):
     """A weight transfer was incomplete or did not match: nobody samples from stale weights."""
 

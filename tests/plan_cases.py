@@ -8,8 +8,8 @@ import yaml
 
 from siirl.config import Config, load_config, with_overrides
 from siirl.dag.compile import compile_plan, load_dag
-from siirl.dag.emit import ROUTING
-from siirl.dag.plan import Free, Load, Plan, Reshard, Run, SyncWeights
+from siirl.dag.emit import routing
+from siirl.dag.plan import Collect, Free, Load, Plan, Repeat, Reshard, Run, SyncWeights, Until
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.types import FieldKey
 
@@ -102,6 +102,15 @@ def run_symbolically(plan: Plan, section: str = "instructions") -> dict[str, tup
                     knows[rank].add(node)
                 assert node not in ran, f"{node} runs twice"
                 ran[node] = ranks
+            case Repeat(_, ranks):
+                assert ranks in plan.groups
+                before = {rank: set(columns) for rank, columns in store.items()}
+            case Collect(node, reads, source, ranks):
+                for rank in ranks:
+                    missing = [key for key in reads if (key, source) not in store[rank]]
+                    assert not missing, f"{node} on rank {rank} misses {missing}"
+            case Until(_, ranks):
+                assert store == before, "what a round makes is freed within it"
             case SyncWeights(link, ranks):
                 assert ranks == plan.links[link].ranks
                 assert ranks in plan.groups
@@ -131,13 +140,13 @@ def _exchange(plan, store, knows, keys, route_name, ranks) -> None:
     assert ranks == route.ranks == tuple(sorted({*source.ranks, *target.ranks}))
     assert ranks in plan.groups
     agents = {key.agent for key in keys}
-    routing = {FieldKey(a, name) for a in agents for name in ROUTING[source.rowset.split(".")[1]]}
+    columns = {FieldKey(a, name) for a in agents for name in routing(source.rowset.split(".")[1])}
     for rank in source.ranks:
-        for key in {*keys, *routing}:
+        for key in {*keys, *columns}:
             assert (key, route.source) in store[rank], f"{key} is not in {route.source} on rank {rank}"
     _arrive(store, target.ranks, keys, route.target)
     for rank in target.ranks:
-        for key in routing:
+        for key in columns:
             assert (key, route.target) in store[rank] or _was_carried(plan, key, route.target)
     everything = set().union(*(knows[rank] for rank in ranks))
     for rank in ranks:

@@ -7,7 +7,6 @@ from siirl.config.actor import EMBODIED, KL_TYPES
 from siirl.config.keys import group, key
 
 ESTIMATORS = "advantage estimators other than grpo"
-DYNAMIC_SAMPLING = "dynamic sampling (DAPO)"
 PF_PPO = "PF-PPO"
 
 
@@ -25,9 +24,13 @@ class KLControlConfig:
 class FilterGroupsConfig:
     """Dynamic sampling: drop prompts whose samples all score alike."""
 
-    enable: bool = key(False, "drop such prompts and sample further ones")
-    metric: str = key("acc", "value that must vary")
-    max_num_gen_batches: int = key(10, "most batches sampled for one step")
+    enable: bool = key(False, "drop such prompts and sample further ones until the batch is full")
+    metric: str = key(
+        "acc",
+        "value that must vary: score, or a name that the reward function returns (acc: else the score)",
+        when="enable",
+    )
+    max_num_gen_batches: int = key(10, "most batches sampled for one step; 0: no limit", when="enable", low=0)
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,10 @@ class AlgorithmConfig:
     workflow_type: str = key(
         "default",
         "kind of workflow",
-        choices=("default",),
-        later_choices={"dapo": DYNAMIC_SAMPLING, "embodied": EMBODIED},
+        choices=("default", "dapo"),
+        later_choices={"embodied": EMBODIED},
     )
-    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling", later=DYNAMIC_SAMPLING)
+    filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling (DAPO)")
     use_pf_ppo: bool = key(False, "resample rows by reward", later=PF_PPO)
     pf_ppo: dict[str, Any] = key({}, "how they are resampled", later=PF_PPO)
     embodied_sampling: EmbodiedSamplingConfig = group(

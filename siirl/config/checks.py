@@ -24,6 +24,7 @@ def check_config(cfg: Config) -> None:
         _replay,
         _loss,
         _correction,
+        _dynamic_sampling,
         _critic,
         _optimizer,
         _run,
@@ -248,6 +249,26 @@ def _correction(cfg: Config) -> Iterator[str]:
     ):
         if low >= high:
             yield f"{prefix}.rollout_correction.{name}={low:g} is not below the upper bound {high:g}."
+
+
+def _dynamic_sampling(cfg: Config) -> Iterator[str]:
+    filters, n = cfg.algorithm.filter_groups, cfg.actor_rollout_ref.rollout.n
+    if not filters.enable:
+        return
+    if n < 2:
+        yield (
+            f"algorithm.filter_groups.enable=true with actor_rollout_ref.rollout.n={n}: a single response of "
+            "a prompt never differs from the others. Set actor_rollout_ref.rollout.n to 2 or more."
+        )
+    for name, value in (
+        ("trainer.dump_rollouts_dir", cfg.trainer.dump_rollouts_dir),
+        ("actor_rollout_ref.rollout.replay_dir", cfg.actor_rollout_ref.rollout.name == "replay"),
+    ):
+        if value:
+            yield (
+                f"{name} with algorithm.filter_groups.enable=true: recorded rollouts hold one round of each "
+                "step, dynamic sampling takes as many as it needs. Set algorithm.filter_groups.enable=false."
+            )
 
 
 def _critic(cfg: Config) -> Iterator[str]:

@@ -51,7 +51,10 @@ class DataConfig:
     max_response_length: int = key(512, "most tokens of a response", low=1)
     train_batch_size: int = key(1024, "prompts of a training step, over all ranks", low=1)
     gen_batch_size: int | None = key(
-        None, "prompts sampled at once by dynamic sampling", later="dynamic sampling (DAPO)"
+        None,
+        "prompts of one round of dynamic sampling; null: train_batch_size",
+        when="algorithm.filter_groups.enable",
+        low=1,
     )
     val_batch_size: int | None = key(None, "prompts of a validation batch; null: all at once", low=1)
     return_raw_input_ids: bool = key(False, "keep token ids", ignored="the batch always holds prompt_ids")

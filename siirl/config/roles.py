@@ -43,3 +43,10 @@ def optimizer_steps(cfg: Config, role: str = "actor") -> int:
     """Optimizer steps that an actor or critic takes on each rollout batch."""
     epochs = cfg.critic.ppo_epochs if role == "critic" else cfg.actor_rollout_ref.actor.ppo_epochs
     return cfg.data.train_batch_size // mini_batch_prompts(cfg, role) * epochs
+
+
+def generated_prompts(cfg: Config) -> int:
+    """Prompts that one rollout samples: those of the step, or with dynamic sampling those of one round."""
+    if not cfg.algorithm.filter_groups.enable:
+        return cfg.data.train_batch_size
+    return cfg.data.gen_batch_size or cfg.data.train_batch_size

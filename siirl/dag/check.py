@@ -60,7 +60,7 @@ def _is_wanted(node: ResolvedNode, rollout_only: bool) -> bool:
     if rollout_only:
         effect = node.op.side_effect and not node.op.trains
         return effect or node.op.is_rollout or node.spec.node_role == "REWARD"
-    return node.op.side_effect
+    return node.op.side_effect or node.op.wanted(node.cfg)
 
 
 def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
@@ -68,6 +68,8 @@ def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
         return "trainer.rollout_only is set: nothing is trained"
     if node.op.is_rollout:
         return "no node that is needed reads its responses"
+    if node.op.changes_rows:
+        return "the configuration asks for no filtering (algorithm.filter_groups.enable is off)"
     names = ", ".join(key.name for key in node.writes)
     reason = next((why for key in node.writes if (why := why_unread(key.name, node.cfg))), None)
     return f"nothing reads {names}" + (f": {reason}" if reason else "")
@@ -114,6 +116,40 @@ def check_critics(kept: Iterable[ResolvedNode]) -> None:
                 f"{node.cfg.algorithm.adv_estimator} uses none. "
                 "Set algorithm.adv_estimator=gae, or remove the node."
             )
+
+
+def check_sampling(kept: Iterable[ResolvedNode]) -> None:
+    """DagError if dynamic sampling is asked for, and no node of the agent does it."""
+    kept = list(kept)
+    sampling = {node.agent for node in kept if node.op.repeats}
+    for node in kept:
+        if node.op.is_rollout and node.cfg.algorithm.filter_groups.enable and node.agent not in sampling:
+            raise DagError(
+                f"algorithm.filter_groups.enable=true, but no node filters the groups of {node}. Add a node "
+                "with node_type COMPUTE, node_role POSTPROCESS_SAMPLING below its reward, as in "
+                "dag_templates/dapo.yaml, or set algorithm.filter_groups.enable=false."
+            )
+
+
+def check_rounds(kept: Nodes, graph: Graph, depths: dict[str, int]) -> None:
+    """Nodes above one that repeats run several times a step: none of them trains, none is read past it."""
+    ancestors = graph.ancestors()
+    for node in kept.values():
+        if not node.op.repeats:
+            continue
+        for other_id in ancestors[node.id]:
+            if kept[other_id].op.side_effect or kept[other_id].op.repeats:
+                raise DagError(
+                    f"{kept[other_id]} is above {node}, which repeats what is above it until its batch is "
+                    "full: it would run several times in a step. Let it depend on that node instead."
+                )
+        for other in kept.values():
+            beside = other.id not in ancestors[node.id] and other is not node
+            if beside and other.agent == node.agent and depths[other.id] <= depths[node.id]:
+                raise DagError(
+                    f"{other} works on rows that {node} samples again until its batch is full: it would see "
+                    f"the last round only. Add {node.id!r} to the dependencies of {other.id!r}."
+                )
 
 
 def check_writers(nodes: Nodes) -> dict[FieldKey, str]:

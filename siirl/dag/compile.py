@@ -4,13 +4,22 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from siirl.config import Config
-from siirl.dag.check import check_agents, check_critics, check_kept, check_readers, check_writers, prune
+from siirl.dag.check import (
+    check_agents,
+    check_critics,
+    check_kept,
+    check_readers,
+    check_rounds,
+    check_sampling,
+    check_writers,
+    prune,
+)
 from siirl.dag.emit import Sections
 from siirl.dag.graph import Graph, build_graph
 from siirl.dag.layouts import LayoutTable, agent_rows, place_nodes
 from siirl.dag.models import backend_of, plan_links, plan_models
 from siirl.dag.ops import uses_critic
-from siirl.dag.plan import LinkPlan, ModelPlan, NodePlan, Plan, RoutePlan
+from siirl.dag.plan import Instruction, LinkPlan, ModelPlan, NodePlan, Plan, Repeat, RoutePlan
 from siirl.dag.resolve import ResolvedNode, check_node_config, resolve_nodes
 from siirl.dag.spec import DagSpec, load_object
 from siirl.dag.yaml_file import load_dag_file
@@ -36,7 +45,9 @@ def load_dag(cfg: Config) -> DagSpec:
 
 
 def template_of(cfg: Config) -> str:
-    """The file in dag_templates/ that fits the advantage estimator."""
+    """The file in dag_templates/ that fits the algorithm."""
+    if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
+        return "dapo.yaml"
     return "ppo.yaml" if uses_critic(cfg) else "grpo.yaml"
 
 
@@ -54,6 +65,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     graph = full_graph.without(set(pruned))
     kept = {node_id: nodes[node_id] for node_id in graph.order}
     check_critics(kept.values())
+    check_sampling(kept.values())
     check_readers(kept.values(), nodes, full_graph)
 
     for node in kept.values():
@@ -63,9 +75,14 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     agents = agent_rows(kept)
     table = LayoutTable()
     places = place_nodes(kept, graph, models, agents, table, world_size)
-    sections = Sections(kept, places, table, links)
-    instructions = sections.emit(graph)
-    validation = sections.emit(graph.without(set(kept) - _validated(kept)))
+    check_rounds(kept, graph, {node_id: place.depth for node_id, place in places.items()})
+    sections = Sections(kept, table, links)
+    instructions = sections.emit(graph, places)
+    validated = graph.without(set(kept) - _validated(kept))
+    if any(node.op.changes_rows and not node.op.is_rollout for node in kept.values()):
+        to_validate = {node_id: kept[node_id] for node_id in validated.order}
+        places = place_nodes(to_validate, validated, models, agents, table, world_size)
+    validation = sections.emit(validated, places)
     plan = Plan(
         dag_id=dag.dag_id,
         world_size=world_size,
@@ -77,7 +94,10 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
         links=links,
         loaders=sections.loaders,
         groups=_groups(
-            world_size, models.values(), table.by_id.values(), sections.routes.values(), links.values()
+            world_size,
+            models.values(),
+            [*table.by_id.values(), *sections.routes.values(), *links.values()],
+            instructions,
         ),
         instructions=instructions,
         validation=validation,
@@ -114,15 +134,14 @@ def _node_plan(node: ResolvedNode, graph: Graph) -> NodePlan:
 def _groups(
     world_size: int,
     models: Iterable[ModelPlan],
-    layouts: Iterable[Layout],
-    routes: Iterable[RoutePlan],
-    links: Iterable[LinkPlan],
+    others: Iterable[Layout | RoutePlan | LinkPlan],
+    instructions: Iterable[Instruction],
 ) -> tuple[Ranks, ...]:
     """The distinct rank tuples that anything communicates over, the world first."""
     groups: dict[Ranks, None] = {tuple(range(world_size)): None}
     for model in models:
         groups[model.ranks] = None
         groups.update(dict.fromkeys(backend_of(model).groups(model.dims, model.ranks)))
-    for item in (*layouts, *routes, *links):
+    for item in (*others, *(ins for ins in instructions if isinstance(ins, Repeat))):
         groups[item.ranks] = None
     return tuple(groups)

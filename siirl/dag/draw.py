@@ -194,7 +194,7 @@ def _label(plan: Plan, parent: str, child: str) -> str:
     ]
     if not names:
         return ""
-    if set(names) <= set(ROUTING["samples"]):
+    if set(names) <= set(ROUTING):
         return "waits"
     return f"reshard\n{len(names)} column{'s' if len(names) > 1 else ''}"
 

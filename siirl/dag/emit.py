@@ -1,8 +1,11 @@
 """Writes the one global instruction list: loads, syncs, reshards, runs, and frees after the last reader.
 
-Row sets have two levels: "prompts", one row per prompt, and "samples", one row per response. A field is
-looked up by (key, level); fields of prompts that are read among samples are carried through the rollout of
-their agent.
+Row sets have levels: "prompts", one row per prompt, "samples", one row per response, and "rows_of_<node>"
+below a node that filters them. A field is looked up by (key, level); fields that are read at a later level
+than that of their writer are carried through the nodes that change the rows in between.
+
+A node that repeats is preceded by a region, Repeat to Until, of all nodes above it: its Collect stands at the
+end of the region, its Run after it.
 """
 
 import functools
@@ -11,17 +14,33 @@ from dataclasses import dataclass, field
 
 from siirl.dag.graph import Graph
 from siirl.dag.layouts import LayoutTable, Nodes, Place, union
-from siirl.dag.plan import Free, Instruction, LinkPlan, Load, LoaderPlan, Reshard, RoutePlan, Run, SyncWeights
+from siirl.dag.plan import (
+    Collect,
+    Free,
+    Instruction,
+    LinkPlan,
+    Load,
+    LoaderPlan,
+    Repeat,
+    Reshard,
+    RoutePlan,
+    Run,
+    SyncWeights,
+    Until,
+)
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import DagError
 from siirl.parallel.placement import Ranks
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey, Layout
 
-ROUTING = {
-    "prompts": ("row_id", "group_id", "prompt_length"),
-    "samples": ("row_id", "group_id", "prompt_length", "response_length"),
-}
-"""The columns by which the transport assigns rows to shards, for each level."""
+ROUTING = ("row_id", "group_id", "prompt_length", "response_length")
+"""The columns by which the transport assigns rows to shards; prompts have no response_length."""
+
+
+def routing(level: str) -> tuple[str, ...]:
+    """ROUTING, as far as a level has it."""
+    return ROUTING[:-1] if level == "prompts" else ROUTING
+
 
 _DECLARED = {name: position for position, name in enumerate(FIELDS)}
 
@@ -31,18 +50,25 @@ class Sections:
     """What the instruction lists of one plan share: layouts, and the routes and loaders they need."""
 
     nodes: Nodes
-    places: dict[str, Place]
     table: LayoutTable
     links: dict[str, LinkPlan]
     routes: dict[str, RoutePlan] = field(default_factory=dict)
     loaders: dict[str, LoaderPlan] = field(default_factory=dict)
     _unions: dict[tuple[str, str], Ranks] = field(default_factory=dict)
 
-    def emit(self, graph: Graph) -> tuple[Instruction, ...]:
-        """The instructions that run the nodes of `graph`, in its order."""
-        section = _Section(self, graph)
+    def emit(self, graph: Graph, places: dict[str, Place]) -> tuple[Instruction, ...]:
+        """The instructions that run the nodes of `graph`, in its order, regions in one piece."""
+        section = _Section(self, graph, places)
+        above, done = graph.ancestors(), set()
+        regions = {node_id: above[node_id] for node_id in graph.order if self.nodes[node_id].op.repeats}
         for node_id in graph.order:
-            section.add(self.nodes[node_id])
+            until = next((until for until, inside in regions.items() if node_id in inside), None)
+            if until is not None and until not in done:
+                inside = [self.nodes[other] for other in graph.order if other in regions[until]]
+                section.add_region(self.nodes[until], inside)
+                done |= {until, *regions[until]}
+            if node_id not in done:
+                section.add(self.nodes[node_id])
         return with_frees(section.instructions, self)
 
     def level(self, layout_id: str) -> str:
@@ -60,8 +86,9 @@ class Sections:
 class _Section:
     """One list in the making: which layouts hold which field, and which ranks know that a node has run."""
 
-    def __init__(self, shared: Sections, graph: Graph) -> None:
+    def __init__(self, shared: Sections, graph: Graph, places: dict[str, Place]) -> None:
         self.shared = shared
+        self.places = places
         self.graph = graph
         self.instructions: list[Instruction] = []
         self.homes: dict[tuple[FieldKey, str], list[str]] = {}
@@ -70,37 +97,60 @@ class _Section:
         self.carried = {node.id: self._carried(node, nodes) for node in nodes if node.op.changes_rows}
         self.loaded = self._loaded(nodes)
 
+    def add_region(self, node: ResolvedNode, inside: list[ResolvedNode]) -> None:
+        """Between a Repeat and its Until: the nodes `inside`, and the Collect of `node`; then its Run."""
+        start = len(self.instructions)
+        for other in inside:
+            self.add(other)
+        reads = self._prepare(node)
+        place = self.places[node.id]
+        ranks = self.shared.table.by_id[place.source].ranks
+        self.instructions.append(Collect(node.id, reads, place.source, ranks))
+        everyone = tuple(sorted({rank for ins in self.instructions[start:] for rank in ins.ranks}))
+        self.instructions.insert(start, Repeat(node.id, everyone))
+        self.instructions.append(Until(node.id, everyone))
+        self._run(node, ())
+
     def add(self, node: ResolvedNode) -> None:
         """Everything that must happen for a node to run, then its Run."""
-        place = self.shared.places[node.id]
+        self._run(node, self._prepare(node))
+
+    def _prepare(self, node: ResolvedNode) -> tuple[FieldKey, ...]:
+        """Bring what a node reads or carries; returns these keys."""
+        place = self.places[node.id]
         level, carried = self.shared.level(place.source), self.carried.get(node.id, ())
         reads = _ordered({*node.reads, *carried})
-        routing = [FieldKey(place.data_agent, name) for name in ROUTING[level]]
-        self._bring(node, _ordered({*reads, *routing}), place.source, level)
+        columns = [FieldKey(place.data_agent, name) for name in routing(level)]
+        self._bring(node, _ordered({*reads, *columns}), place.source, level)
         self._wait_for_parents(node, place.source)
+        return reads
+
+    def _run(self, node: ResolvedNode, reads: tuple[FieldKey, ...]) -> None:
+        place = self.places[node.id]
         if node.op.model == "rollout":
             link = self.shared.links[f"agent_{node.agent}.weights"]
             self.instructions.append(SyncWeights(link.name, link.ranks))
         ranks = self.shared.table.by_id[place.target].ranks
-        writes = _ordered({*node.writes, *carried})
+        writes = _ordered({*node.writes, *self.carried.get(node.id, ())})
         self.instructions.append(Run(node.id, reads, writes, place.source, place.target, ranks))
         self._arrive(writes, place.target, self.shared.level(place.target))
         self.known_to[node.id] = _bits(ranks)
 
-    def _carried(self, rollout: ResolvedNode, nodes: list[ResolvedNode]) -> tuple[FieldKey, ...]:
-        """Fields of the prompts that a rollout repeats for its samples, because a node reads them there."""
-        place = self.shared.places[rollout.id]
+    def _carried(self, changer: ResolvedNode, nodes: list[ResolvedNode]) -> tuple[FieldKey, ...]:
+        """Fields from above a node that changes the rows, which it hands on because one below reads them."""
+        place = self.places[changer.id]
+        depth = place.target_depth(changer)
         made_later = {
             key
             for node in nodes
             for key in node.writes
-            if self.shared.level(self.shared.places[node.id].target) == "samples"
-        }
-        wanted = {FieldKey(rollout.agent, name) for name in ROUTING[self.shared.level(place.source)]}
+            if self.places[node.id].target_depth(node) >= depth and node is not changer
+        } | set(changer.writes)
+        wanted = {FieldKey(changer.agent, name) for name in routing(self.shared.level(place.source))}
         for node in nodes:
-            if node is not rollout and self.shared.level(self.shared.places[node.id].source) == "samples":
+            if self.places[node.id].depth >= depth:
                 wanted.update(
-                    key for key in node.reads if key.agent == rollout.agent and key not in made_later
+                    key for key in node.reads if key.agent == changer.agent and key not in made_later
                 )
         return _ordered(wanted)
 
@@ -108,11 +158,11 @@ class _Section:
         """agent -> the columns of its prompts that somebody reads."""
         wanted: dict[int, set[FieldKey]] = {}
         for node in nodes:
-            place = self.shared.places[node.id]
+            place = self.places[node.id]
             if self.shared.level(place.source) != "prompts":
                 continue
-            routing = [FieldKey(place.data_agent, name) for name in ROUTING["prompts"]]
-            for key in (*node.reads, *self.carried.get(node.id, ()), *routing):
+            columns = [FieldKey(place.data_agent, name) for name in routing("prompts")]
+            for key in (*node.reads, *self.carried.get(node.id, ()), *columns):
                 if key.name in PROMPT_FIELDS:
                     wanted.setdefault(key.agent, set()).add(key)
         return {agent: _ordered(keys) for agent, keys in wanted.items()}
@@ -129,8 +179,8 @@ class _Section:
             if target not in homes:
                 missing.setdefault((self._best_home(homes, target), key.agent), []).append(key)
         for (home, agent), wanted in missing.items():
-            routing = [FieldKey(agent, name) for name in ROUTING[level]]
-            late = [key for key in routing if target not in self.homes[key, level]]
+            columns = [FieldKey(agent, name) for name in routing(level)]
+            late = [key for key in columns if target not in self.homes[key, level]]
             self._reshard(_ordered({*wanted, *late}), home, target, level)
 
     def _best_home(self, homes: list[str], target: str) -> str:
@@ -170,11 +220,11 @@ class _Section:
         for parent in self.graph.parents[node.id]:
             if not _bits(layout.ranks) & ~self.known_to[parent]:
                 continue
-            place = self.shared.places[parent]
+            place = self.places[parent]
             level = self.shared.level(place.target)
             rowset = f"agent_{place.data_agent}.{parent}_before_{node.id}.{level}"  # nobody else's rows
             waiting = self.shared.table.add(Layout(layout.ranks, layout.shards, rowset))
-            keys = [FieldKey(place.data_agent, name) for name in ROUTING[level]]
+            keys = [FieldKey(place.data_agent, name) for name in routing(level)]
             self._reshard(_ordered(keys), place.target, waiting, level)
 
     def _arrive(self, keys: Iterable[FieldKey], layout_id: str, level: str) -> None:
@@ -184,12 +234,13 @@ class _Section:
                 homes.append(layout_id)
 
     def _unreachable(self, node: ResolvedNode, key: FieldKey, level: str) -> str:
-        other = "prompts" if level == "samples" else "samples"
+        elsewhere = ", ".join(other for known, other in self.homes if known == key) or "other rows"
+        changer = f"the rollout of agent {key.agent}"
+        if level not in ("prompts", "samples"):
+            changer = f"node {level.removeprefix('rows_of_')!r}"
         return (
-            f"{node} works on {level} and reads {key}, which exists on {other} only at that point: their "
-            "rows differ. "
-            f"Let the rollout of agent {key.agent} depend on the node that writes it, and {node} on that "
-            "rollout."
+            f"{node} works on {level} and reads {key}, which exists on {elsewhere} only at that point: their "
+            f"rows differ. Let {changer} depend on the node that writes it, and {node} on {changer}."
         )
 
 
@@ -221,11 +272,12 @@ def _touched(
         case Reshard(keys, route_name, _):
             route = shared.routes[route_name]
             agents = dict.fromkeys(key.agent for key in keys)
-            routing = [
-                FieldKey(agent, name) for agent in agents for name in ROUTING[shared.level(route.source)]
-            ]
-            used = dict.fromkeys([*keys, *routing])
+            level = shared.level(route.source)
+            columns = [FieldKey(agent, name) for agent in agents for name in routing(level)]
+            used = dict.fromkeys([*keys, *columns])
             return [(key, route.source) for key in used], [(key, route.target) for key in keys]
+        case Collect(_, reads, source, _):
+            return [(key, source) for key in reads], []
         case Run(_, reads, writes, source, target, _):
             return [(key, source) for key in reads], [(key, target) for key in writes]
     return [], []

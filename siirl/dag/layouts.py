@@ -1,8 +1,9 @@
 """Where each node's rows lie: by the real parallel groups of its model, or where they come from."""
 
+import itertools
 from dataclasses import dataclass, field, replace
 
-from siirl.config.roles import ROLE_GROUPS, mini_batch_prompts, optimizer_steps
+from siirl.config.roles import ROLE_GROUPS, generated_prompts, mini_batch_prompts, optimizer_steps
 from siirl.dag.graph import Graph
 from siirl.dag.models import ModelPlan
 from siirl.dag.resolve import ResolvedNode
@@ -35,13 +36,15 @@ class LayoutTable:
 class AgentRows:
     """How many rows one agent makes in a step, and how its trainers cut them.
 
-    rollout: node id. mini_batch_rows: role of a trainer -> rows of its mini-batches, 0 for the whole batch.
-    balance: spread rows over ranks by cost.
+    rollout: node id. generated: prompts of one rollout; prompts, samples: what is trained on, which differs
+    with dynamic sampling. mini_batch_rows: role of a trainer -> rows of its mini-batches, 0 for the whole
+    batch. balance: spread rows over ranks by cost.
     """
 
     agent: int
     rollout: str
     prompts: int
+    generated: int
     n: int
     mini_batch_rows: dict[str, int]
     balance: bool
@@ -53,11 +56,19 @@ class AgentRows:
 
 @dataclass(frozen=True)
 class Place:
-    """The layouts (ids) of the rows that a node takes and gives; they differ where the op changes rows."""
+    """The layouts (ids) of the rows that a node takes and gives; they differ where the op changes rows.
+
+    depth: how many nodes above it have changed the rows of its agent; 0 where a row is a prompt.
+    """
 
     source: str
     target: str
     data_agent: int
+    depth: int
+
+    def target_depth(self, node: ResolvedNode) -> int:
+        """The depth of the rows that the node gives."""
+        return self.depth + node.op.changes_rows
 
 
 def agent_rows(kept: Nodes) -> dict[int, AgentRows]:
@@ -71,7 +82,12 @@ def agent_rows(kept: Nodes) -> dict[int, AgentRows]:
         own = [trainer for trainer in trainers if trainer.agent == node.agent]
         mini = {trainer.op.model: _mini_batch_rows(trainer, prompts, n) for trainer in own}
         balance = any(x.cfg.trainer.balance_batch or optimizer_steps(x.cfg, x.op.model) > 1 for x in own)
-        rows[node.agent] = AgentRows(node.agent, node.id, prompts, n, mini, balance)
+        filters = any(
+            x.op.changes_rows and not x.op.is_rollout and x.agent == node.agent for x in kept.values()
+        )
+        rows[node.agent] = AgentRows(
+            node.agent, node.id, prompts, generated_prompts(node.cfg), n, mini, balance or filters
+        )
     return rows
 
 
@@ -100,18 +116,45 @@ def place_nodes(
         node = kept[node_id]
         agent = _data_agent(node, agents)
         rows = agents.get(agent)
-        samples = rows is not None and rows.rollout in above[node_id]
-        rowset = f"agent_{agent}.{'samples' if samples else 'prompts'}"
+        changers = _row_changers(node, agent, kept, above)
+        rowset = f"agent_{agent}.{_level(changers)}"
         if node.op.model is not None:
             source = _model_layout(node, models[f"agent_{node.agent}.{node.op.model}"], rowset, rows)
         else:
             source = _compute_layout(node, graph, places, table, rowset, world)
-        target = replace(source, rowset=f"agent_{agent}.samples") if node.op.changes_rows else source
-        places[node_id] = Place(table.add(source), table.add(target), agent)
+        target = source
+        if node.op.changes_rows:
+            target = replace(source, rowset=f"agent_{agent}.{_level([*changers, node])}")
+        places[node_id] = Place(table.add(source), table.add(target), agent, len(changers))
         check_rows_pair(node, agent, source, agents)
         if rows is not None:
             _check_full(node, source, rows)
     return places
+
+
+def _row_changers(
+    node: ResolvedNode, agent: int, kept: Nodes, above: dict[str, set[str]]
+) -> list[ResolvedNode]:
+    """The nodes above that change the rows of an agent, in the order in which they do."""
+    found = [
+        kept[other] for other in above[node.id] if kept[other].op.changes_rows and kept[other].agent == agent
+    ]
+    found.sort(key=lambda changer: (len(above[changer.id]), changer.id))
+    for first, second in itertools.pairwise(found):
+        if first.id not in above[second.id]:
+            raise DagError(
+                f"{node} depends on {first} and {second}, which both change the rows of agent {agent}, side "
+                "by side: nothing says which rows it works on. Let one of the two depend on the other."
+            )
+    return found
+
+
+def _level(changers: list[ResolvedNode]) -> str:
+    """What the rows are called that these nodes have made."""
+    if not changers:
+        return "prompts"
+    last = changers[-1]
+    return "samples" if last.op.is_rollout else f"rows_of_{last.id.replace('.', ':')}"
 
 
 def _data_agent(node: ResolvedNode, agents: dict[int, AgentRows]) -> int:
@@ -157,7 +200,8 @@ def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
         keys = f"{ROLE_GROUPS[_cut_like(node)]}.ppo_mini_batch_size or actor_rollout_ref.rollout.n"
         arithmetic = f" ({count // rows.n} prompts x {rows.n} responses)"
     else:
-        unit, count, keys, arithmetic = "prompts of a batch", rows.prompts, "data.train_batch_size", ""
+        unit, count, arithmetic = "prompts of a batch", rows.generated, ""
+        keys = "data.train_batch_size" if rows.generated == rows.prompts else "data.gen_batch_size"
     if count < shards:
         raise PlacementError(
             f"{node}: {count} {unit}{arithmetic} for {shards} data-parallel shards (ranks "

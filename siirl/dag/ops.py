@@ -24,7 +24,9 @@ class OpSpec:
     """Signature of an op.
 
     model: the role of the model worker that it runs on. split: how its rows must lie: whole groups on one
-    shard, or balanced by cost, or anyhow. changes_rows: it starts a new row set. side_effect: never pruned.
+    shard, or balanced by cost, or anyhow. changes_rows: it starts a new row set. repeats: it collects rows of
+    several rounds of the nodes above it, until it has enough. side_effect: never pruned; wanted: neither
+    where the configuration asks for it.
     trains: it steps the optimizer. reads and writes: names of fields of the node's own agent, or
     "agent_N.name".
     """
@@ -35,7 +37,9 @@ class OpSpec:
     model: ModelRole | None = None
     split: Literal["group", "cost", "any"] = "any"
     changes_rows: bool = False
+    repeats: bool = False
     side_effect: bool = False
+    wanted: Callable[[Config], bool] = lambda cfg: False
     trains: bool = False
 
     @property
@@ -139,6 +143,22 @@ CRITIC_TRAIN = OpSpec(
     trains=True,
 )
 
+
+def _dynamic_sampling_reads(cfg: Config) -> Names:
+    info = () if cfg.algorithm.filter_groups.metric == "score" else ("reward_info",)
+    return ("row_id", "group_id", "score", *info)
+
+
+DYNAMIC_SAMPLING = OpSpec(
+    "dynamic_sampling",
+    _dynamic_sampling_reads,
+    _fixed(),
+    split="group",
+    changes_rows=True,
+    repeats=True,
+    wanted=lambda cfg: cfg.algorithm.filter_groups.enable,
+)
+
 _MODEL = ("MODEL_INFERENCE", "MODEL_TRAIN")
 _TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
     "ROLLOUT": (("MODEL_INFERENCE",), lambda node: ROLLOUT),
@@ -146,10 +166,8 @@ _TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
     "ADVANTAGE": (("COMPUTE",), lambda node: ADVANTAGE),
     "REFERENCE": (_MODEL, lambda node: REFERENCE),
     "ACTOR": (("MODEL_TRAIN",), lambda node: OLD_LOG_PROB if node.only_forward_compute else ACTOR_TRAIN),
+    "POSTPROCESS_SAMPLING": (("COMPUTE",), lambda node: DYNAMIC_SAMPLING),
     "CRITIC": (("MODEL_TRAIN",), lambda node: VALUES if node.only_forward_compute else CRITIC_TRAIN),
-}
-_LATER_ROLES = {
-    "POSTPROCESS_SAMPLING": "filtering of groups after sampling (DAPO)",
 }
 _LATER_TYPES = {
     "DATA_LOAD": "DATA_LOAD nodes; prompts are loaded for whichever node reads them, so drop the node",
@@ -170,8 +188,6 @@ def op_of(node: NodeSpec) -> OpSpec:
     """The op that a node stands for; DagError or NotSupportedError if it means nothing or is not built."""
     if node.node_type in _LATER_TYPES:
         raise NotSupportedError(f"not supported yet: {node}: {_LATER_TYPES[node.node_type]}.")
-    if node.node_role in _LATER_ROLES:
-        raise NotSupportedError(f"not supported yet: {node}: {_LATER_ROLES[node.node_role]}.")
     if node.node_role == "REWARD" and node.node_type in _MODEL:
         raise NotSupportedError(
             f"not supported yet: {node}: reward models. Use node_type COMPUTE and a reward function."

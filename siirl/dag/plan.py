@@ -143,7 +143,37 @@ class Free:
     ranks: Ranks
 
 
-Instruction = Load | Reshard | Run | SyncWeights | Free
+@dataclass(frozen=True)
+class Repeat:
+    """Run the instructions up to the Until of the same node, as often as the node needs rows.
+
+    All of `ranks` agree before each round whether there is another; none may be needed at all. What a round
+    makes is freed within it: rows leave it through the node's Collect alone.
+    """
+
+    node: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Give a node rows of `reads` in layout `source`, which it keeps, all or some, until its Run."""
+
+    node: str
+    reads: tuple[FieldKey, ...]
+    source: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Until:
+    """The end of a Repeat, on the same ranks."""
+
+    node: str
+    ranks: Ranks
+
+
+Instruction = Load | Reshard | Run | SyncWeights | Free | Repeat | Collect | Until
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@
 import itertools
 
 from siirl.config import Config
-from siirl.config.roles import optimizer_steps, role_group
+from siirl.config.roles import generated_prompts, optimizer_steps, role_group
 from siirl.dag.emit import ROUTING
 from siirl.dag.megatron_layers import split_layers
 from siirl.dag.memory import MemoryLine, micro_batch_tokens, read_shape
 from siirl.dag.models import backend_of
-from siirl.dag.plan import Free, Load, ModelPlan, Plan, Reshard, Run, SyncWeights
+from siirl.dag.plan import Collect, Free, Load, ModelPlan, Plan, Repeat, Reshard, Run, SyncWeights, Until
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.types import Layout
 
@@ -160,9 +160,12 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
             continue
         cfg = configs[model.node]
         prompts, n = cfg.data.train_batch_size, cfg.actor_rollout_ref.rollout.n
+        generated = generated_prompts(cfg)
+        refilled = "" if not cfg.algorithm.filter_groups.enable else f" in rounds of {generated} prompts"
         lines.append(
-            f"agent {model.agent}: {prompts} prompts x {n} responses = {prompts * n} sequences a step, "
-            f"sampled by {_count(model.dims.dp, 'shard')} of {_share(prompts, model.dims.dp)} prompts"
+            f"agent {model.agent}: {prompts} prompts x {n} responses = {prompts * n} sequences a "
+            f"step{refilled}, sampled by {_count(model.dims.dp, 'shard')} of "
+            f"{_share(generated, model.dims.dp)} prompts"
         )
         for trainer in (m for m in plan.models.values() if m.agent == model.agent and m.trains):
             training = _training(trainer, configs[trainer.node], prompts, n)
@@ -209,11 +212,17 @@ def _instructions(plan: Plan) -> list[str]:
                 rows.append(["load", ranks, f"{loader}: {_count(len(keys), 'column')} into {layout}"])
             case Reshard(keys, route, _):
                 names = [key.name for key in keys]
-                what = "wait" if set(names) <= set(ROUTING["samples"]) else "reshard"
+                what = "wait" if set(names) <= set(ROUTING) else "reshard"
                 rows.append([what, ranks, f"{route}: {', '.join(names)}"])
             case SyncWeights(link, _):
                 made = plan.links[link]
                 rows.append(["weights", ranks, f"{made.source} -> {made.target}, if newer"])
+            case Repeat(node, _):
+                rows.append(["repeat", ranks, f"until {node} has enough rows:"])
+            case Collect(node, _, source, _):
+                rows.append(["collect", ranks, f"{node} keeps rows of {source}"])
+            case Until(node, _):
+                rows.append(["until", ranks, f"{node} has enough rows"])
             case Run(node, _, _, source, target, _):
                 rows.append(
                     ["run", ranks, f"{node} on {source if source == target else f'{source} -> {target}'}"]

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
-from siirl.dag.plan import Free, Instruction, Load, Reshard, Run, SyncWeights
+from siirl.dag.plan import Collect, Free, Instruction, Load, Repeat, Reshard, Run, SyncWeights, Until
+from siirl.dag_worker.rounds import needs_round
 from siirl.dag_worker.worker import DAGWorker, StepRecord
+from siirl.data.store import FieldStore
 
 
 def run_step(
@@ -11,9 +13,27 @@ def run_step(
 ) -> StepRecord:
     """Run this rank's instructions of one step, in the one global order, so that collectives match."""
     store, record = worker.new_store(), StepRecord(step, validate)
-    for ins in instructions:
+    _run(instructions, worker, store, record)
+    return record
+
+
+def _run(instructions: Sequence[Instruction], worker: DAGWorker, store: FieldStore, record: StepRecord):
+    step, validate, position = record.step, record.validate, 0
+    while position < len(instructions):
+        ins = instructions[position]
+        position += 1
         with worker.observer.span(span_name(ins), step, **span_args(ins)):
             match ins:
+                case Repeat(node=node, ranks=ranks):
+                    end = instructions.index(Until(node, ranks), position)
+                    record.round = 0
+                    while needs_round(worker, ins, record.round):
+                        record.round += 1
+                        _run(instructions[position:end], worker, store, record)
+                    position, record.round = end + 1, 0
+                case Collect(node=node, reads=reads, source=source):
+                    agent = worker.plan.nodes[node].agent
+                    worker.collect(ins, store.view(reads, source, agent), record)
                 case Load(loader=loader, keys=keys, layout=layout):
                     agent = worker.plan.loaders[loader].agent
                     store.put(worker.load(ins, validate), agent, layout, names(keys))
@@ -27,7 +47,6 @@ def run_step(
                     record.metrics.merge(worker.sync_weights(ins))
                 case Free(keys=keys):
                     store.drop(keys)
-    return record
 
 
 def names(keys) -> list[str]:
@@ -36,7 +55,7 @@ def names(keys) -> list[str]:
 
 def span_name(ins: Instruction) -> str:
     """What the time of an instruction is booked under: the node, or the kind of instruction."""
-    return ins.node if isinstance(ins, Run) else SPAN_NAMES[type(ins)]
+    return ins.node if isinstance(ins, Run | Collect) else SPAN_NAMES[type(ins)]
 
 
 def span_args(ins: Instruction) -> dict[str, str]:
@@ -51,4 +70,4 @@ def span_args(ins: Instruction) -> dict[str, str]:
     return {}
 
 
-SPAN_NAMES = {Load: "load", Reshard: "reshard", SyncWeights: "weight_sync", Free: "free"}
+SPAN_NAMES = {Load: "load", Reshard: "reshard", SyncWeights: "weight_sync", Free: "free", Repeat: "rounds"}

@@ -157,6 +157,7 @@ class Training:
         for name, state in restored.extra["nodes"].items():
             if name in self.worker.nodes:
                 self.worker.nodes[name].state.update(state)
+        self.worker.load_buffers(restored.extra.get("buffers", {}))
         if restored.rank_state is not None:
             set_rng_state(restored.rank_state, self.worker.device)
         if self.worker.rank == 0:
@@ -194,7 +195,8 @@ class Training:
         }
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine, group=worker.groups.world)
-        return {kind: {name: state for part in parts for name, state in part[kind].items()} for kind in mine}
+        extra = {kind: {name: x for part in parts for name, x in part[kind].items()} for kind in mine}
+        return extra | {"buffers": worker.buffer_states()}
 
     def _saved_models(self) -> dict[str, SavedModel]:
         worker, saved = self.worker, {}

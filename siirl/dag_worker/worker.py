@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
-from siirl.dag.plan import Load, NodePlan, Plan, Reshard, Run, SyncWeights
+from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, SyncWeights
+from siirl.data.assign import first_ranks
+from siirl.data.buffer import RowBuffer
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
 from siirl.data.rows import take_rows
@@ -23,7 +26,7 @@ from siirl.engines.registry import make_rollout_engine, make_train_engine
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import NodeContext, Op
-from siirl.nodes.registry import find_op
+from siirl.nodes.registry import COLLECTORS, find_op
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note
 from siirl.parallel.process_groups import ProcessGroups
@@ -40,6 +43,7 @@ class LocalNode:
     tokenizer: PreTrainedTokenizerBase
     scorer: RewardScorer | None = None
     state: dict[str, float] = field(default_factory=dict)
+    buffer: RowBuffer = field(default_factory=RowBuffer)
 
 
 @dataclass
@@ -48,6 +52,7 @@ class StepRecord:
 
     step: int
     validate: bool
+    round: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     samples: list[dict[str, Any]] = field(default_factory=list)
 
@@ -134,15 +139,34 @@ class DAGWorker:
     def run_node(self, ins: Run, rows: TensorDict, record: StepRecord) -> TensorDict | Future[TensorDict]:
         """Run a node's op on this rank's rows; with several agents its metrics go under "agent_N/"."""
         node = self.nodes[ins.node]
-        own = Metrics()
-        context = NodeContext(
+        context = self._context(ins, record)
+        with self._on_device(node.plan.model):
+            result = node.op(context, rows)
+        note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
+        self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
+        shares_device = node.plan.model in self.rollout_engines and bool(self.train_engines)
+        if shares_device and node.cfg.actor_rollout_ref.rollout.free_cache_engine:
+            self.rollout_engines[node.plan.model].sleep()
+        record.metrics.merge(context.metrics, self._prefix(node))
+        return result
+
+    def collect(self, ins: Collect, rows: TensorDict, record: StepRecord) -> None:
+        """Give a node that repeats the rows of one round."""
+        node = self.nodes[ins.node]
+        context = self._context(ins, record)
+        COLLECTORS[node.plan.op](context, rows)
+        record.metrics.merge(context.metrics, self._prefix(node))
+
+    def _context(self, ins: Run | Collect, record: StepRecord) -> NodeContext:
+        node = self.nodes[ins.node]
+        return NodeContext(
             node_id=ins.node,
             agent=node.plan.agent,
             cfg=node.cfg,
             step=record.step,
             validate=record.validate,
             group=self.groups.get(self.plan.layouts[ins.source].ranks),
-            metrics=own,
+            metrics=Metrics(),
             samples=record.samples,
             sample_limit=self.sample_limit,
             tokenizer=node.tokenizer,
@@ -151,16 +175,31 @@ class DAGWorker:
             scorer=node.scorer,
             state=node.state,
             options=node.plan.options,
+            buffer=node.buffer,
+            round=record.round,
         )
-        with self._on_device(node.plan.model):
-            result = node.op(context, rows)
-        note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
-        self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
-        shares_device = node.plan.model in self.rollout_engines and bool(self.train_engines)
-        if shares_device and node.cfg.actor_rollout_ref.rollout.free_cache_engine:
-            self.rollout_engines[node.plan.model].sleep()
-        record.metrics.merge(own, self._prefix(node))
-        return result
+
+    def buffer_states(self) -> dict[str, list[dict[str, Any]]]:
+        """The rows that nodes keep between steps: node -> JSON of each shard. Collective over all ranks."""
+        mine = {}
+        for name, node in self.nodes.items():
+            layout = self.plan.layouts[self.plan.run_of(name).source] if node.plan.op in COLLECTORS else None
+            if layout is not None and first_ranks(layout)[layout.shard_of(self.rank)] == self.rank:
+                mine[name] = node.buffer.state()
+        parts: list[Any] = [None] * self.plan.world_size
+        dist.all_gather_object(parts, mine, group=self.groups.world)
+        states: dict[str, list[dict[str, Any]]] = {}
+        for part in parts:
+            for name, state in part.items():
+                states.setdefault(name, []).append(state)
+        return states
+
+    def load_buffers(self, states: dict[str, list[dict[str, Any]]]) -> None:
+        """Give this rank its share of the rows that nodes kept when `buffer_states` was called."""
+        for name in self.nodes.keys() & states.keys():
+            layout = self.plan.layouts[self.plan.run_of(name).source]
+            shard = layout.shard_of(self.rank)
+            self.nodes[name].buffer.load_state(states[name], shard, layout.num_shards)
 
     @contextmanager
     def all_on_device(self) -> Iterator[None]:

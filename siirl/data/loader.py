@@ -7,6 +7,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
+from siirl.config.roles import generated_prompts
 from siirl.data.dataset import PromptDataset
 from siirl.data.rows import make_rows
 from siirl.errors import DataError
@@ -98,5 +99,5 @@ def make_loader(
             dataset, cfg.data.val_batch_size, shard, num_shards, shuffle=False, drop_last=False
         )
     return PromptLoader(
-        dataset, cfg.data.train_batch_size, shard, num_shards, seed=cfg.data.seed, shuffle=cfg.data.shuffle
+        dataset, generated_prompts(cfg), shard, num_shards, seed=cfg.data.seed, shuffle=cfg.data.shuffle
     )

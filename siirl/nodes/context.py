@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
+from siirl.data.buffer import RowBuffer
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.observe.metrics import Metrics
@@ -24,7 +25,8 @@ class NodeContext:
     rollout, scorer: the model workers and services that the op declares, else None. validate: the call
     belongs to a validation batch. step: 1 for the first training step; validation before training has step 0.
     samples: where an op puts rows for the user to read, at most sample_limit of them (-1: all).
-    state: what the node remembers between steps; it survives a checkpoint.
+    state: what the node remembers between steps; it survives a checkpoint, as do the rows in buffer.
+    round: 1, 2, ... in the rounds of a node that repeats, else 0.
     options: further config keys of a custom node.
     """
 
@@ -43,7 +45,12 @@ class NodeContext:
     scorer: RewardScorer | None = None
     state: dict[str, float] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    buffer: RowBuffer = field(default_factory=RowBuffer)
+    round: int = 0
 
 
 Op = Callable[[NodeContext, TensorDict], TensorDict | Future[TensorDict]]
 """Rows with the declared reads in, the declared writes out; a Future is waited for when first read."""
+
+Collector = Callable[[NodeContext, TensorDict], None]
+"""Rows of one round in; the op of the node gives those that it kept, after the last round."""

@@ -4,8 +4,9 @@ from siirl.dag.plan import NodePlan
 from siirl.dag.spec import load_object
 from siirl.nodes.actor_train import actor_train
 from siirl.nodes.advantage import advantage
-from siirl.nodes.context import Op
+from siirl.nodes.context import Collector, Op
 from siirl.nodes.critic import critic_train, values
+from siirl.nodes.dynamic_sampling import collect_varied, dynamic_sampling
 from siirl.nodes.log_prob import old_log_prob, reference_log_prob
 from siirl.nodes.replay import replay
 from siirl.nodes.reward import function_reward
@@ -18,10 +19,14 @@ OPS: dict[str, Op] = {
     "old_log_prob": old_log_prob,
     "reference_log_prob": reference_log_prob,
     "advantage": advantage,
+    "dynamic_sampling": dynamic_sampling,
     "actor_train": actor_train,
     "values": values,
     "critic_train": critic_train,
 }
+
+
+COLLECTORS: dict[str, Collector] = {"dynamic_sampling": collect_varied}
 
 
 def find_op(node: NodePlan) -> Op:

@@ -67,7 +67,8 @@ def stop_token_ids(ctx: NodeContext) -> tuple[int, ...]:
 def prompt_seed(ctx: NodeContext, group_id: int) -> int:
     """A 63-bit seed of (run seed, agent, step, split, prompt): the same on any number of ranks."""
     run_seed = (ctx.cfg.trainer.seed, ctx.cfg.actor_rollout_ref.rollout.seed)
-    text = f"{run_seed}/{ctx.agent}/{ctx.step}/{ctx.validate}/{group_id}"
+    again = f"/{ctx.round}" if ctx.round > 1 else ""
+    text = f"{run_seed}/{ctx.agent}/{ctx.step}/{ctx.validate}/{group_id}{again}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -27,6 +27,9 @@ GOLDEN = Path(__file__).parent / "golden"
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 
 
+DAPO = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+
+
 def placed(template: str, placements: dict[str, str]) -> DagSpec:
     """A template with placements by node role."""
     dag = load_dag_file(TEMPLATES / template)
@@ -58,6 +61,10 @@ CASES = {
         4,
         "algorithm.adv_estimator=gae",
         "critic.ppo_mini_batch_size=4",
+    ),
+    "dapo_on_2": lambda: template_plan(2, *DAPO, "data.gen_batch_size=4"),
+    "dapo_split": lambda: compiled(
+        placed("dapo.yaml", {"ROLLOUT": "0-1", "ACTOR": "2-3", "POSTPROCESS_SAMPLING": "1-2"}), 4, *DAPO
     ),
     "two_agents_on_4": lambda: compiled(two_agents(), 4),
 }

@@ -123,6 +123,23 @@ def train_with(config=None, **options):
     return build
 
 
+def refilled(twice: bool, beside: bool = False):
+    def build():
+        dag = DagBuilder("test")
+        rollout = dag.node("rollout", "MODEL_INFERENCE", "ROLLOUT")
+        reward = dag.node("reward", "COMPUTE", "REWARD", dependencies=[rollout])
+        last = [dag.node("refill", "COMPUTE", "POSTPROCESS_SAMPLING", dependencies=[reward])]
+        if twice or beside:
+            above = last if twice else [reward]
+            last.append(dag.node("again", "COMPUTE", "POSTPROCESS_SAMPLING", dependencies=above))
+        advantage = dag.node("advantage", "COMPUTE", "ADVANTAGE", dependencies=last)
+        dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=[advantage])
+        return dag
+
+    return build
+
+
+REFILL = "algorithm.filter_groups.enable=true"
 GAE = "algorithm.adv_estimator=gae"
 TWO_STEPS = "actor_rollout_ref.actor.ppo_epochs=2"
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
@@ -175,7 +192,15 @@ CASES = [
     (rollout_with(), (GAE,), DagError, ["node 'advantage_0'", "no node trains the critic of agent 0"]),
     (node("MODEL_TRAIN", "CRITIC"), (GAE,), DagError, ["reads agent_0.value", "only_forward_compute: true"]),
     (node("MODEL_INFERENCE", "REWARD"), (), NotSupportedError, ["reward models"]),
-    (node("COMPUTE", "POSTPROCESS_SAMPLING"), (), NotSupportedError, ["DAPO"]),
+    (rollout_with(), (REFILL,), DagError, ["no node filters the groups of node 'rollout_0'", "dapo.yaml"]),
+    (
+        node("COMPUTE", "POSTPROCESS_SAMPLING"),
+        (REFILL,),
+        DagError,
+        ["node 'advantage_0' works on rows that node 'extra' samples again", "Add 'extra'"],
+    ),
+    (refilled(twice=True), (REFILL,), DagError, ["is above node 'again', which repeats"]),
+    (refilled(twice=False, beside=True), (REFILL,), DagError, ["both change the rows of agent 0"]),
     (node("BARRIER_SYNC"), (), NotSupportedError, ["drop the node"]),
     (node("MODEL_TRAIN", "REFERENCE", executable_ref="a.b:c"), (), NotSupportedError, ["in place of op"]),
     (rollout_with(max_lag=1), (), NotSupportedError, ["max_lag = 1", "run ahead"]),

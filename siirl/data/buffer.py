@@ -1,0 +1,120 @@
+"""Rows that a node keeps between rounds and steps, on the rank where they were made."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.data.rows import DTYPES, make_rows, object_column, objects, take_rows
+from siirl.types import FIELDS
+
+ORDER = "buffer_order"
+"""Column of the buffer: the place of a row's group among all groups ever kept, over all ranks."""
+_ROUND = 1 << 32
+
+
+class RowBuffer:
+    """Whole groups of rows in the order in which they came: by round, and by group_id within a round.
+
+    Ranks that hold the same shard keep equal buffers. No communication.
+    """
+
+    def __init__(self) -> None:
+        self.rows: TensorDict | None = None
+        self.num_rounds = 0
+
+    def add(self, rows: TensorDict) -> None:
+        """Keep the rows of one round, maybe none; every rank calls it in every round."""
+        rows = rows.clone(recurse=False)
+        rows[ORDER] = rows["group_id"] + self.num_rounds * _ROUND
+        self.num_rounds += 1
+        self.rows = rows if self.rows is None else concat_rows([self.rows, rows])
+
+    def orders(self) -> Tensor:
+        """The ORDER of each group that this rank keeps, ascending."""
+        return torch.empty(0, dtype=torch.int64) if self.rows is None else self.rows[ORDER].unique()
+
+    def take(self, chosen: Tensor) -> TensorDict:
+        """Remove and return the rows of the groups whose ORDER is in `chosen` (ascending), numbered anew.
+
+        group_id becomes the place of the group in `chosen`, row_id follows (group_id, old row_id).
+        """
+        assert self.rows is not None, "no round was collected on this rank"
+        wanted_B = torch.isin(self.rows[ORDER], chosen)
+        out, self.rows = take_rows(self.rows, wanted_B), take_rows(self.rows, ~wanted_B)
+        group_B = torch.searchsorted(chosen, out[ORDER].contiguous())
+        size = int(group_B.unique(return_counts=True)[1].max()) if len(out) else 1
+        out["row_id"] = group_B * size + _place_in_group(group_B, out["row_id"])
+        out["group_id"] = group_B
+        return out.exclude(ORDER)
+
+    def state(self) -> dict[str, Any]:
+        """The rows as JSON values, for a checkpoint."""
+        columns = {}
+        for name in self.rows.keys() if self.rows is not None else ():
+            column = self.rows.get(name)
+            if isinstance(column, Tensor):
+                dtype = next(known for known, kind in DTYPES.items() if kind == column.dtype)
+                columns[name] = {"dtype": dtype, "values": column.tolist()}
+            else:
+                columns[name] = {"dtype": "object", "values": objects(self.rows, name)}
+        return {"num_rounds": self.num_rounds, "columns": columns}
+
+    def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
+        """Keep this shard's part of what the shards of an earlier run kept: whole groups, in order."""
+        parts = [rows for state in states if len(rows := _rows_of(state))]
+        self.num_rounds = max((state["num_rounds"] for state in states), default=0)
+        if not parts:
+            return
+        rows = concat_rows(parts)
+        orders = rows[ORDER].unique()
+        first, last = (len(orders) * s // num_shards for s in (shard, shard + 1))
+        self.rows = take_rows(rows, torch.isin(rows[ORDER], orders[first:last]))
+
+
+def _place_in_group(group_B: Tensor, row_id_B: Tensor) -> Tensor:
+    """0, 1, ... for the rows of each group, by row_id."""
+    order = torch.tensor(
+        sorted(range(len(group_B)), key=lambda row: (int(group_B[row]), int(row_id_B[row]))),
+        dtype=torch.int64,
+    )
+    sorted_B = group_B[order]
+    first = torch.searchsorted(sorted_B, sorted_B)
+    place_B = torch.empty_like(group_B)
+    place_B[order] = torch.arange(len(order)) - first
+    return place_B
+
+
+def _rows_of(state: dict[str, Any]) -> TensorDict:
+    columns = {}
+    for name, column in state["columns"].items():
+        values = column["values"]
+        if column["dtype"] == "object":
+            columns[name] = object_column(values)
+        else:
+            columns[name] = torch.tensor(values, dtype=DTYPES[column["dtype"]])
+    return make_rows(columns)
+
+
+def concat_rows(parts: Sequence[TensorDict]) -> TensorDict:
+    """Rows of equal columns, one part after the other; [B, width] columns are padded to the widest."""
+    out = TensorDict({}, batch_size=[sum(len(part) for part in parts)])
+    for name in parts[0].keys():
+        columns = [part.get(name) for part in parts]
+        if not isinstance(columns[0], Tensor):
+            out.set(name, object_column([value for part in parts for value in objects(part, name)]))
+            continue
+        if columns[0].ndim > 1:
+            width = max(column.shape[1] for column in columns)
+            columns = [_padded(column, name, width) for column in columns]
+        out.set(name, torch.cat(columns))
+    return out
+
+
+def _padded(column: Tensor, name: str, width: int) -> Tensor:
+    field = FIELDS.get(name)
+    missing = width - column.shape[1]
+    sides = (missing, 0) if field and field.pad_side == "left" else (0, missing)
+    return torch.nn.functional.pad(column, sides, value=field.pad_value if field else 0)

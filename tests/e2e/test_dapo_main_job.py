@@ -1,0 +1,86 @@
+"""Dynamic sampling through the main job: on any number of ranks, with leftovers in checkpoints, exhausted."""
+
+import pytest
+from dist_harness import WorkerFailure
+from job_harness import Inputs, overrides, run_job
+
+COIN = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """1 for an even number of digits: about half of all pairs of random responses score alike."""
+    return {"score": float(sum(c.isdigit() for c in solution_str) % 2 == 0), "acc": len(solution_str) % 2}
+'''
+DAPO = (
+    "algorithm.filter_groups.enable=True",
+    "algorithm.filter_groups.metric=score",
+    "data.gen_batch_size=5",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.clip_ratio_high=0.28",
+)
+COMPARED = ("reward/score", "actor/loss", "actor/grad_norm", "sampling/groups_left", "sampling/rounds")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    made = Inputs.make(tmp_path_factory.mktemp("inputs"))
+    made.reward.write_text(COIN)
+    return made
+
+
+@pytest.fixture(scope="module")
+def one_rank(inputs, tmp_path_factory):
+    output = tmp_path_factory.mktemp("one")
+    return run_job(1, overrides(inputs, output, *DAPO, "trainer.save_freq=1"))
+
+
+def test_the_batch_is_full_of_groups_that_vary(one_rank):
+    assert one_rank.values("reward/group_degenerate") == [0.0] * 3
+    assert all(0 < share < 1 for share in one_rank.values("sampling/groups_varied"))
+    assert max(one_rank.values("sampling/rounds")) > 2
+    assert max(one_rank.values("sampling/groups_left")) > 0, "no step of this test leaves groups over"
+    assert one_rank.values("reward/score") == [0.5] * 3
+
+
+def apart(folder) -> str:
+    """The template with rollout and training on ranks of their own, and the filter across both."""
+    from siirl.dag.compile import TEMPLATES
+
+    text = (TEMPLATES / "dapo.yaml").read_text()
+    text = text.replace("node_role: ROLLOUT,", "node_role: ROLLOUT, placement: '0',")
+    text = text.replace("node_role: ACTOR,", "node_role: ACTOR, placement: '1',")
+    text = text.replace("node_role: ACTOR\n", "node_role: ACTOR\n    placement: '1'\n")
+    text = text.replace("POSTPROCESS_SAMPLING\n", "POSTPROCESS_SAMPLING\n    placement: '0-1'\n")
+    path = folder / "apart.yaml"
+    path.write_text(text)
+    return f"dag.workflow_path={path}"
+
+
+@pytest.mark.parametrize("placed_apart", [False, True], ids=["shared ranks", "apart"])
+def test_dynamic_sampling_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, placed_apart):
+    more = [apart(tmp_path)] if placed_apart else []
+    two = run_job(2, overrides(inputs, tmp_path, *DAPO, *more))
+    for name in COMPARED:
+        assert len(two.values(name)) == 3, name
+        assert two.values(name) == pytest.approx(one_rank.values(name), rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_leftover_groups_survive_a_checkpoint(inputs, one_rank, tmp_path, world_size):
+    left = one_rank.values("sampling/groups_left")
+    step = next(step for step in (1, 2) if left[step - 1] > 0)
+    checkpoint = one_rank.output / "checkpoints" / f"global_step_{step}"
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    resumed = run_job(world_size, overrides(inputs, tmp_path, *DAPO, *resume))
+    for name in COMPARED:
+        assert resumed.values(name) == pytest.approx(one_rank.values(name)[step:], rel=1e-3, abs=1e-4), name
+
+
+def test_a_reward_that_never_varies_ends_the_run_with_the_numbers(inputs, tmp_path):
+    constant = tmp_path / "constant.py"
+    constant.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return 1.0\n"
+    )
+    more = (f"custom_reward_function.path={constant}", "algorithm.filter_groups.max_num_gen_batches=3")
+    with pytest.raises(WorkerFailure) as caught:
+        run_job(2, overrides(inputs, tmp_path / "out", *DAPO, *more))
+    for words in ("after 3 rounds of 5 prompts only 0 prompts", "needs 8", "max_num_gen_batches"):
+        assert words in str(caught.value)
