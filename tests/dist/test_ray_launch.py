@@ -100,7 +100,6 @@ def test_the_main_job_runs_on_two_machines(cluster, tmp_path):
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["step"] == 1
     assert (tmp_path / "out" / "hf_model" / "model.safetensors").is_file()
-    assert "Run finished" in done.stdout or str(tmp_path / "out") in done.stdout
     assert (tmp_path / "out" / "logs" / "rank_1.log").is_file()
 
 
