@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerBase
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
 from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, SyncWeights
-from siirl.data.assign import first_ranks
 from siirl.data.buffer import RowBuffer
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
@@ -147,7 +146,7 @@ class DAGWorker:
         shares_device = node.plan.model in self.rollout_engines and bool(self.train_engines)
         if shares_device and node.cfg.actor_rollout_ref.rollout.free_cache_engine:
             self.rollout_engines[node.plan.model].sleep()
-        record.metrics.merge(context.metrics, self._prefix(node))
+        self._count(ins, context, record)
         return result
 
     def collect(self, ins: Collect, rows: TensorDict, record: StepRecord) -> None:
@@ -155,7 +154,12 @@ class DAGWorker:
         node = self.nodes[ins.node]
         context = self._context(ins, record)
         COLLECTORS[node.plan.op](context, rows)
-        record.metrics.merge(context.metrics, self._prefix(node))
+        self._count(ins, context, record)
+
+    def _count(self, ins: Run | Collect, context: NodeContext, record: StepRecord) -> None:
+        """Keep a node's metrics; of ranks that hold the same rows, only the first one's."""
+        if self.plan.layouts[ins.source].speaks(self.rank):
+            record.metrics.merge(context.metrics, self._prefix(self.nodes[ins.node]))
 
     def _context(self, ins: Run | Collect, record: StepRecord) -> NodeContext:
         node = self.nodes[ins.node]
@@ -167,7 +171,7 @@ class DAGWorker:
             validate=record.validate,
             group=self.groups.get(self.plan.layouts[ins.source].ranks),
             metrics=Metrics(),
-            samples=record.samples,
+            samples=record.samples if self.plan.layouts[ins.source].speaks(self.rank) else [],
             sample_limit=self.sample_limit,
             tokenizer=node.tokenizer,
             train=self.train_engines.get(node.plan.model),
@@ -184,7 +188,7 @@ class DAGWorker:
         mine = {}
         for name, node in self.nodes.items():
             layout = self.plan.layouts[self.plan.run_of(name).source] if node.plan.op in COLLECTORS else None
-            if layout is not None and first_ranks(layout)[layout.shard_of(self.rank)] == self.rank:
+            if layout is not None and layout.speaks(self.rank):
                 mine[name] = node.buffer.state()
         parts: list[Any] = [None] * self.plan.world_size
         dist.all_gather_object(parts, mine, group=self.groups.world)
@@ -221,10 +225,18 @@ class DAGWorker:
         """Add what the reward scorers counted since the last call."""
         for node in self.nodes.values():
             if node.scorer is not None:
-                metrics.merge(node.scorer.drain_metrics(), self._prefix(node))
+                counted = node.scorer.drain_metrics()
+                if self._counts_rows(node.plan.name):
+                    metrics.merge(counted, self._prefix(node))
 
     def _prefix(self, node: LocalNode) -> str:
         return f"agent_{node.plan.agent}/" if self.num_agents > 1 else ""
+
+    def _counts_rows(self, name: str) -> bool:
+        """Whether this rank counts its rows of a node; peers of a shard hold the same rows."""
+        both = (*self.plan.instructions, *self.plan.validation)
+        run = next(ins for ins in both if isinstance(ins, Run) and ins.node == name)
+        return self.plan.layouts[run.source].speaks(self.rank)
 
     def _runs(self, name: str) -> bool:
         both = (*self.plan.instructions, *self.plan.validation)

@@ -197,7 +197,8 @@ class VLLMRollout(RolloutEngine):
             "seeds": np.array(table, np.int64),
         }
         assert self._process is not None
-        values, results = self._process.ask("generate", arrays, params=dataclasses.asdict(params))
+        with phase("generate", rows=params.n * len(prompts)):
+            values, results = self._process.ask("generate", arrays, params=dataclasses.asdict(params))
         odd = {reason for reason in values["finish_reasons"] if reason not in ("stop", "length")}
         if odd:
             raise RolloutError(
