@@ -10,7 +10,7 @@ from plan_cases import config
 
 from siirl.config import Config
 from siirl.config.root import all_keys
-from siirl.dag import models
+from siirl.dag import megatron_checks, models
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.plan import Plan
 
@@ -92,7 +92,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let configuration and compiler take the megatron strategy, whether its engine exists yet or not."""
+    """Let configuration and compiler take all of the megatron strategy, built or not."""
+    monkeypatch.setattr(megatron_checks, "LATER", {})
     backend = dataclasses.replace(models.TRAIN_BACKENDS["megatron"], later="")
     monkeypatch.setitem(models.TRAIN_BACKENDS, "megatron", backend)
     for name in ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"):

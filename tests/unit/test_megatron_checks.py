@@ -4,6 +4,8 @@ import pytest
 from megatron_cases import ACTOR, REF, available, megatron_config, megatron_plan, option, sizes, write_model
 
 from siirl.config.checks import effect_warnings
+from siirl.dag import megatron_checks
+from siirl.dag.megatron_checks import FAMILIES, LATER
 from siirl.dag.megatron_layers import parse_layout, split_layers, suggest_split
 from siirl.dag.models import plan_advice
 from siirl.dag.report import model_setup
@@ -291,10 +293,36 @@ def test_all_problems_are_named_at_once(monkeypatch, tmp_path):
     assert len(str(caught.value).splitlines()) == 4
 
 
-def test_adapters_are_refused_for_now(monkeypatch):
+ASKED_LATER = {
+    "LoRA adapters": ("Qwen3-8B", ("actor_rollout_ref.model.lora_rank=8",)),
+    "context parallelism": ("Qwen3-8B", sizes(cp=2)),
+    "mixtures of experts": ("Qwen3-30B-A3B", ()),
+    "weights by mbridge": ("Qwen3-8B", (f"{ACTOR}.use_mbridge=True",)),
+    "Megatron checkpoints": ("Qwen3-8B", (f"{ACTOR}.use_dist_checkpointing=True",)),
+}
+
+
+def test_every_feature_that_the_engine_lacks_has_a_case_here():
+    assert all(any(feature.startswith(name) for name in ASKED_LATER) for feature in LATER)
+
+
+@pytest.mark.parametrize("feature", [name for name in ASKED_LATER if any(f.startswith(name) for f in LATER)])
+def test_what_the_engine_does_not_do_yet_is_refused(monkeypatch, tmp_path, feature):
+    known = dict(LATER)
     available(monkeypatch)
-    with pytest.raises(NotSupportedError, match=r"lora_rank=8 with .*strategy=megatron"):
-        megatron_plan(2, "actor_rollout_ref.model.lora_rank=8")
+    monkeypatch.setattr(megatron_checks, "LATER", known)
+    name, overrides = ASKED_LATER[feature]
+    with pytest.raises(NotSupportedError, match=f"^not supported yet: node 'actor_train': {feature}"):
+        megatron_plan(2, *overrides, model=write_model(tmp_path, name))
+
+
+def test_the_weight_tables_of_checks_and_engine_agree():
+    pytest.importorskip("megatron.core")
+    from siirl.engines.train.megatron.weights import FAMILIES as ENGINE_FAMILIES
+
+    moe_is_later = any("experts" in feature for feature in LATER)
+    dense = {name for name in FAMILIES if name not in ("qwen3_moe", "mixtral")}
+    assert set(ENGINE_FAMILIES) == (dense if moe_is_later else set(FAMILIES))
 
 
 @pytest.mark.parametrize(

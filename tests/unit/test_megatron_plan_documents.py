@@ -178,3 +178,17 @@ def test_every_key_that_the_migration_tables_lead_to_exists():
     words = set("tp pp cp ep etp dp divides torchrun python siirl convert placement ...".split())  # noqa: SIM905
     assert unknown - words == {"optimizer.", "transformer.", "siirl.main_dag"}
     assert len(migration_targets()) > 40
+
+
+def test_the_checklist_names_tests_and_documents_that_exist_and_every_item():
+    text = (ROOT / "docs" / "checklist.md").read_text()
+    named = set(re.findall(r"\b((?:unit|dist|contracts|e2e|gpu)/test_\w+)", text))
+    assert [name for name in sorted(named) if not (ROOT / "tests" / f"{name}.py").is_file()] == []
+    pages = set(re.findall(r"\b((?:docs|docker)/[\w.]+\w)", text))
+    assert [page for page in sorted(pages) if not (ROOT / page).is_file()] == []
+    covered: set[int] = set()
+    for cell in re.findall(r"^\| ([\d, -]+) \|", text, re.MULTILINE):
+        for part in cell.split(","):
+            first, _, last = part.strip().partition("-")
+            covered |= set(range(int(first), int(last or first) + 1))
+    assert covered == set(range(1, 184))
