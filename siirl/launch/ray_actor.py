@@ -8,6 +8,7 @@ and no torch are imported here.
 import contextlib
 import fcntl
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -130,7 +131,8 @@ class RankActor:
         )
         if done.returncode == 0:
             return ""
-        return done.stderr.strip() or f"the check ended with exit code {done.returncode}"
+        message = re.sub(r"^\w+Error: ", "", done.stderr.strip())
+        return message or f"the check ended with exit code {done.returncode}"
 
     def start(self, launch: Launch) -> None:
         """Start the worker. Records of an earlier run on this machine are removed."""

@@ -32,10 +32,19 @@ def config(launcher: str, nnodes: int = 1):
         ("auto", TORCHRUN, "torchrun"),
         ("torchrun", TORCHRUN, "torchrun"),
         ("local", TORCHRUN, "local"),
+        ("auto", {"RAY_ADDRESS": "h:1"}, "ray"),
+        ("auto", TORCHRUN | {"RAY_ADDRESS": "h:1"}, "torchrun"),
+        ("local", {"RAY_ADDRESS": "h:1"}, "local"),
+        ("ray", {}, "ray"),
     ],
 )
 def test_the_launcher_follows_the_config_and_the_environment(launcher, env, chosen):
     assert choose_launcher(config(launcher), env) == chosen
+
+
+def test_several_machines_without_torchrun_need_ray():
+    assert choose_launcher(config("auto", nnodes=2), {}) == "ray"
+    assert choose_launcher(config("auto", nnodes=2), TORCHRUN) == "torchrun"
 
 
 def test_launchers_that_cannot_work_are_refused():
