@@ -61,6 +61,11 @@ FIELDS: dict[str, FieldSpec] = _fields(
         "object",
         "further values that the reward function returned: {name: number or text}",
     ),
+    FieldSpec(
+        "baseline_response_ids", ("T",), "int64", "tokens of the prompt's greedy response (remax)", "token"
+    ),
+    FieldSpec("baseline_response_length", (), "int64", "real tokens in baseline_response_ids", "token"),
+    FieldSpec("baseline_score", (), "float32", "outcome reward of the prompt's greedy response (remax)"),
     FieldSpec("value", ("T",), "float32", "the critic's estimate of the return at each token"),
     FieldSpec("advantage", ("T",), "float32", "advantage of each response token"),
     FieldSpec("return_", ("T",), "float32", "target of the value function"),

@@ -6,9 +6,6 @@ from typing import Any
 from siirl.config.actor import EMBODIED, KL_TYPES
 from siirl.config.keys import group, key
 
-ESTIMATORS = "advantage estimators other than grpo"
-PF_PPO = "PF-PPO"
-
 
 @dataclass(frozen=True)
 class KLControlConfig:
@@ -57,6 +54,7 @@ class AlgorithmConfig:
         "advantage estimator",
         choices=(
             "gae",
+            "remax",
             "grpo",
             "rloo",
             "opo",
@@ -66,7 +64,7 @@ class AlgorithmConfig:
             "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
         ),
-        later_choices={"gae_marft": "multi-agent interaction"} | {"remax": ESTIMATORS},
+        later_choices={"gae_marft": "multi-agent interaction"},
     )
     kl_penalty: str = key(
         "kl",
@@ -99,8 +97,12 @@ class AlgorithmConfig:
         later_choices={"embodied": EMBODIED},
     )
     filter_groups: FilterGroupsConfig = group(FilterGroupsConfig, "dynamic sampling (DAPO)")
-    use_pf_ppo: bool = key(False, "resample rows by reward", later=PF_PPO)
-    pf_ppo: dict[str, Any] = key({}, "how they are resampled", later=PF_PPO)
+    use_pf_ppo: bool = key(False, "resample the rows of a batch by reward before training (PF-PPO)")
+    pf_ppo: dict[str, Any] = key(
+        {},
+        "how: reweight_method (pow, max_min, max_random) and, for pow, weight_pow",
+        when="use_pf_ppo",
+    )
     embodied_sampling: EmbodiedSamplingConfig = group(
         EmbodiedSamplingConfig, "sampling of embodied trajectories", later=EMBODIED
     )

@@ -25,6 +25,7 @@ def check_config(cfg: Config) -> None:
         _loss,
         _correction,
         _dynamic_sampling,
+        _resampling,
         _critic,
         _optimizer,
         _run,
@@ -269,6 +270,18 @@ def _dynamic_sampling(cfg: Config) -> Iterator[str]:
                 f"{name} with algorithm.filter_groups.enable=true: recorded rollouts hold one round of each "
                 "step, dynamic sampling takes as many as it needs. Set algorithm.filter_groups.enable=false."
             )
+
+
+def _resampling(cfg: Config) -> Iterator[str]:
+    if not cfg.algorithm.use_pf_ppo:
+        return
+    known = {"reweight_method": ("pow", "max_min", "max_random"), "weight_pow": None}
+    for name, value in cfg.algorithm.pf_ppo.items():
+        choices = known.get(name, ())
+        if choices == ():
+            yield f"algorithm.pf_ppo.{name} is not a key of PF-PPO: set {' or '.join(known)}."
+        elif choices is not None and value not in choices:
+            yield f"algorithm.pf_ppo.{name}={value}: unknown name; the known ones are {', '.join(choices)}."
 
 
 def _critic(cfg: Config) -> Iterator[str]:

@@ -64,6 +64,16 @@ class DataConfig:
     )
     filter_overlong_prompts: bool = key(False, "drop prompts longer than max_prompt_length before training")
     shuffle: bool = key(True, "draw training prompts in a new seeded order each epoch")
+    curriculum_key: str | None = key(
+        None,
+        "number in extra_info by which training prompts are ordered, the least first; null: no curriculum",
+    )
+    curriculum_steps: int = key(
+        0,
+        "batches over which prompts become harder, from the easiest share of the data to all; 0: one epoch",
+        when="curriculum_key",
+        low=0,
+    )
     image_key: str = key("images", "column of images", later=MULTIMODAL)
     video_key: str = key("videos", "column of videos", later=MULTIMODAL)
     truncation: str = key(

@@ -56,10 +56,15 @@ def prune(nodes: Nodes, graph: Graph, rollout_only: bool = False) -> dict[str, s
     return {node_id: pruned[node_id] for node_id in graph.order if node_id in pruned}
 
 
+def is_reward(node: ResolvedNode) -> bool:
+    """Whether a node scores the responses of its agent, rather than those of a baseline."""
+    return node.spec.node_role == "REWARD" and node.op.name != "baseline_reward"
+
+
 def _is_wanted(node: ResolvedNode, rollout_only: bool) -> bool:
     if rollout_only:
         effect = node.op.side_effect and not node.op.trains
-        return effect or node.op.is_rollout or node.spec.node_role == "REWARD"
+        return effect or node.op.is_rollout or is_reward(node)
     return node.op.side_effect or node.op.wanted(node.cfg)
 
 
@@ -69,7 +74,7 @@ def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
     if node.op.is_rollout:
         return "no node that is needed reads its responses"
     if node.op.changes_rows:
-        return "the configuration asks for no filtering (algorithm.filter_groups.enable is off)"
+        return "nothing asks for it (algorithm.filter_groups.enable and algorithm.use_pf_ppo are off)"
     names = ", ".join(key.name for key in node.writes)
     reason = next((why for key in node.writes if (why := why_unread(key.name, node.cfg))), None)
     return f"nothing reads {names}" + (f": {reason}" if reason else "")
@@ -128,6 +133,19 @@ def check_sampling(kept: Iterable[ResolvedNode]) -> None:
                 f"algorithm.filter_groups.enable=true, but no node filters the groups of {node}. Add a node "
                 "with node_type COMPUTE, node_role POSTPROCESS_SAMPLING below its reward, as in "
                 "dag_templates/dapo.yaml, or set algorithm.filter_groups.enable=false."
+            )
+
+
+def check_resampling(kept: Iterable[ResolvedNode]) -> None:
+    """DagError if PF-PPO is asked for, and no node of the agent resamples."""
+    kept = list(kept)
+    resampling = {node.agent for node in kept if node.op.name == "pf_ppo"}
+    for node in kept:
+        if node.op.is_rollout and node.cfg.algorithm.use_pf_ppo and node.agent not in resampling:
+            raise DagError(
+                f"algorithm.use_pf_ppo=true, but no node resamples the rows of {node}. Add a node with "
+                "node_type COMPUTE, node_role POSTPROCESS_SAMPLING above the training, as in "
+                "dag_templates/ppo.yaml, or set algorithm.use_pf_ppo=false."
             )
 
 
@@ -210,6 +228,10 @@ def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:
 
 
 _WRITERS = {
+    "baseline_score": (
+        "a rollout and a reward node with only_forward_compute: true above the rollout, as in "
+        "dag_templates/remax.yaml"
+    ),
     "ref_log_prob": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
     "old_log_prob": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
     "score": "a node with node_type COMPUTE, node_role REWARD",

@@ -9,12 +9,15 @@ from siirl.dag.check import (
     check_critics,
     check_kept,
     check_readers,
+    check_resampling,
     check_rounds,
     check_sampling,
     check_writers,
+    is_reward,
     prune,
 )
 from siirl.dag.emit import Sections
+from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
 from siirl.dag.layouts import LayoutTable, agent_rows, place_nodes
 from siirl.dag.models import backend_of, plan_links, plan_models
@@ -48,6 +51,8 @@ def template_of(cfg: Config) -> str:
     """The file in dag_templates/ that fits the algorithm."""
     if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
         return "dapo.yaml"
+    if cfg.algorithm.adv_estimator == "remax":
+        return "remax.yaml"
     return "ppo.yaml" if uses_critic(cfg) else "grpo.yaml"
 
 
@@ -56,6 +61,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
 
     Raises DagError, PlacementError, ConfigError or NotSupportedError, with the node and the fix.
     """
+    dag = with_filters(dag)
     full_graph = build_graph(dag)
     nodes = resolve_nodes(dag, cfg)
     check_writers(nodes)
@@ -66,6 +72,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     kept = {node_id: nodes[node_id] for node_id in graph.order}
     check_critics(kept.values())
     check_sampling(kept.values())
+    check_resampling(kept.values())
     check_readers(kept.values(), nodes, full_graph)
 
     for node in kept.values():
@@ -108,7 +115,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
 def _validated(kept: dict[str, ResolvedNode]) -> set[str]:
     """Rollouts, reward nodes, and whatever writes a field that these need."""
     writers = {key: node.id for node in kept.values() for key in node.writes}
-    todo = [node.id for node in kept.values() if node.op.is_rollout or node.spec.node_role == "REWARD"]
+    todo = [node.id for node in kept.values() if node.op.is_rollout or is_reward(node)]
     found: set[str] = set()
     while todo:
         node_id = todo.pop()

@@ -85,6 +85,8 @@ def uses_critic(cfg: Config) -> bool:
 
 def _advantage_reads(cfg: Config) -> Names:
     value = ("value",) if uses_critic(cfg) else ()
+    if cfg.algorithm.adv_estimator == "remax":
+        value = ("baseline_score",)
     if not cfg.algorithm.use_kl_in_reward:
         return ("group_id", "response_length", "response_mask", "score", *value)
     old = "rollout_log_prob" if old_log_prob_source(cfg) == "rollout" else "old_log_prob"
@@ -159,10 +161,54 @@ DYNAMIC_SAMPLING = OpSpec(
     wanted=lambda cfg: cfg.algorithm.filter_groups.enable,
 )
 
+GREEDY_ROLLOUT = OpSpec(
+    "greedy_rollout",
+    _fixed("row_id", "group_id", "prompt_ids", "prompt_length"),
+    _fixed("baseline_response_ids", "baseline_response_length"),
+    model="rollout",
+    split="group",
+)
+BASELINE_REWARD = OpSpec(
+    "baseline_reward",
+    _fixed(
+        "row_id",
+        "sample_index",
+        "raw_prompt",
+        "data_source",
+        "ground_truth",
+        "extra_info",
+        "baseline_response_ids",
+        "baseline_response_length",
+    ),
+    _fixed("baseline_score"),
+)
+RESAMPLE = OpSpec(
+    "pf_ppo",
+    _fixed("row_id", "score"),
+    _fixed(),
+    split="group",
+    changes_rows=True,
+    wanted=lambda cfg: cfg.algorithm.use_pf_ppo,
+)
+FILTER = OpSpec(
+    "filter",
+    _fixed("row_id", "group_id", "score", "response_length"),
+    _fixed(),
+    split="group",
+    changes_rows=True,
+    wanted=lambda cfg: True,
+)
+
 _MODEL = ("MODEL_INFERENCE", "MODEL_TRAIN")
 _TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
-    "ROLLOUT": (("MODEL_INFERENCE",), lambda node: ROLLOUT),
-    "REWARD": (("COMPUTE",), lambda node: FUNCTION_REWARD),
+    "ROLLOUT": (
+        ("MODEL_INFERENCE",),
+        lambda node: GREEDY_ROLLOUT if node.only_forward_compute else ROLLOUT,
+    ),
+    "REWARD": (
+        ("COMPUTE",),
+        lambda node: BASELINE_REWARD if node.only_forward_compute else FUNCTION_REWARD,
+    ),
     "ADVANTAGE": (("COMPUTE",), lambda node: ADVANTAGE),
     "REFERENCE": (_MODEL, lambda node: REFERENCE),
     "ACTOR": (("MODEL_TRAIN",), lambda node: OLD_LOG_PROB if node.only_forward_compute else ACTOR_TRAIN),
@@ -181,6 +227,8 @@ _LATER_TYPES = {
 def op_under(node: NodeSpec, cfg: Config) -> OpSpec:
     """The op that a node runs under its resolved configuration; the errors of op_of."""
     op = op_of(node)
+    if op is DYNAMIC_SAMPLING and cfg.algorithm.use_pf_ppo and not cfg.algorithm.filter_groups.enable:
+        return RESAMPLE
     return REPLAY if op is ROLLOUT and cfg.actor_rollout_ref.rollout.name == "replay" else op
 
 
@@ -198,6 +246,8 @@ def op_of(node: NodeSpec) -> OpSpec:
             f"{node}: node_role {node.node_role} does not go with node_type {node.node_type}. "
             f"Set node_type: {' or '.join(types)}."
         )
+    if node.executable_ref and node.node_role == "POSTPROCESS_SAMPLING":
+        return FILTER if node.reads is None else replace(FILTER, reads=_fixed(*node.reads))
     if node.executable_ref:
         return _custom(node, choose(node) if choose else None)
     if choose is None:
@@ -232,6 +282,8 @@ def why_unread(name: str, cfg: Config) -> str | None:
     """Why no op reads a field in this run, for the built-in fields that are needed only sometimes."""
     if name == "value" and not uses_critic(cfg):
         return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
+    if name.startswith("baseline_"):
+        return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no greedy baseline (remax does)"
     if name == "ref_log_prob":
         return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
     if name == "old_log_prob" and old_log_prob_source(cfg) == "rollout":

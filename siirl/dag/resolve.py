@@ -20,6 +20,7 @@ _GROUP_OF_ROLE = {
     "ACTOR": "actor_rollout_ref",
     "REFERENCE": "actor_rollout_ref",
     "ADVANTAGE": "algorithm",
+    "POSTPROCESS_SAMPLING": "algorithm",
     "REWARD": "reward_model",
     "CRITIC": "critic",
 }
@@ -132,7 +133,6 @@ def _absolute_keys(node: NodeSpec) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _refuse_later(node: NodeSpec) -> None:
     later = {
-        "filter_plugin": (node.filter_plugin, "plugins that filter the rows of a node"),
         "agent_options": (node.agent_options, "multi-agent interaction"),
         "max_lag": (node.max_lag, "rollouts that run ahead of training"),
     }

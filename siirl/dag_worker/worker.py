@@ -255,7 +255,7 @@ class DAGWorker:
     def _build_node(self, plan: NodePlan) -> LocalNode:
         cfg = self.node_cfg(plan.name)
         tokenizer = self._tokenizer(cfg)
-        scorer = RewardScorer(cfg, tokenizer) if plan.op == "function_reward" else None
+        scorer = RewardScorer(cfg, tokenizer) if plan.op in ("function_reward", "baseline_reward") else None
         return LocalNode(plan, find_op(plan), cfg, tokenizer, scorer)
 
     def _build_loader(self, node: str, layout_id: str) -> LocalLoader:

@@ -111,6 +111,15 @@ class PromptDataset:
             )
         return rows
 
+    def extra_infos(self) -> list[Any]:
+        """extra_info of every row, in order; None where the file has none."""
+        columns = [
+            table[EXTRA_KEY].to_pylist() if EXTRA_KEY in table.column_names else [None] * len(table)
+            for table in self._tables
+        ]
+        everything = [info for column in columns for info in column]
+        return [everything[sample_index] for sample_index in self._kept]
+
     def where(self, sample_index: int) -> str:
         """The file and row of a sample, for messages."""
         file = bisect.bisect_right(self._starts, sample_index) - 1

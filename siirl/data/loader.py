@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.config.roles import generated_prompts
+from siirl.data.curriculum import Curriculum, make_curriculum
 from siirl.data.dataset import PromptDataset
 from siirl.data.rows import make_rows
 from siirl.errors import DataError
@@ -17,10 +18,10 @@ from siirl.types import PROMPT_FIELDS
 class PromptLoader:
     """Global batches of prompts, epoch after epoch without end; `next_batch` gives the rows of one shard.
 
-    The global batch of a step depends on (dataset, batch_size, seed, shuffle) alone. Shard s of S holds its
-    rows floor(s*N/S) to floor((s+1)*N/S) - 1, so that it is the same for any number of shards and need not
-    divide; a shard may hold none. An incomplete last batch is left out when drop_last, else given as it is.
-    Ranks that hold the same shard build equal loaders and get equal rows. No communication.
+    The global batch of a step depends on (dataset, batch_size, seed, shuffle, curriculum) alone. Shard s of
+    S holds its rows floor(s*N/S) to floor((s+1)*N/S) - 1, so that it is the same for any number of shards
+    and need not divide; a shard may hold none. An incomplete last batch is left out when drop_last, else
+    given as it is. Ranks that hold the same shard build equal loaders and get equal rows. No communication.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class PromptLoader:
         seed: int = 1,
         shuffle: bool = True,
         drop_last: bool = True,
+        curriculum: Curriculum | None = None,
     ):
         assert 0 <= shard < num_shards, f"shard {shard} of {num_shards}"
         self.dataset = dataset
@@ -46,6 +48,7 @@ class PromptLoader:
                 f"the dataset has {len(dataset)} prompts (after filtering), data.train_batch_size is "
                 f"{self.batch_size}: there is not one full batch. Lower the batch size or add data."
             )
+        self._curriculum = curriculum
         self._epoch = 0
         self._position = 0  # prompts of this epoch that were given out, over all shards
         self._order = self._make_order()
@@ -80,6 +83,8 @@ class PromptLoader:
         self._order = self._make_order()
 
     def _make_order(self) -> np.ndarray:
+        if self._curriculum is not None:
+            return self._curriculum.order(self.seed, self._epoch, self.batch_size)
         if not self.shuffle:
             return np.arange(len(self.dataset))
         return np.random.default_rng([self.seed, self._epoch]).permutation(len(self.dataset))
@@ -99,5 +104,11 @@ def make_loader(
             dataset, cfg.data.val_batch_size, shard, num_shards, shuffle=False, drop_last=False
         )
     return PromptLoader(
-        dataset, generated_prompts(cfg), shard, num_shards, seed=cfg.data.seed, shuffle=cfg.data.shuffle
+        dataset,
+        generated_prompts(cfg),
+        shard,
+        num_shards,
+        seed=cfg.data.seed,
+        shuffle=cfg.data.shuffle,
+        curriculum=make_curriculum(cfg.data, dataset),
     )

@@ -44,7 +44,7 @@ def preflight(cfg: Config, plan: Plan) -> None:
         check_tokenizer(node_cfgs[name])
         if node.executable is not None:
             check_reference(node.executable, f"node {name!r}")
-        if node.op == "function_reward":
+        if node.op in ("function_reward", "baseline_reward"):
             check_rewards(node_cfgs[name])
         if node.op == "replay":
             check_recorded(node_cfgs[name], node.agent)

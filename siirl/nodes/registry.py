@@ -4,9 +4,11 @@ from siirl.dag.plan import NodePlan
 from siirl.dag.spec import load_object
 from siirl.nodes.actor_train import actor_train
 from siirl.nodes.advantage import advantage
+from siirl.nodes.baseline import baseline_reward, greedy_rollout
 from siirl.nodes.context import Collector, Op
 from siirl.nodes.critic import critic_train, values
 from siirl.nodes.dynamic_sampling import collect_varied, dynamic_sampling
+from siirl.nodes.filter import filter_op, pf_ppo
 from siirl.nodes.log_prob import old_log_prob, reference_log_prob
 from siirl.nodes.replay import replay
 from siirl.nodes.reward import function_reward
@@ -19,6 +21,9 @@ OPS: dict[str, Op] = {
     "old_log_prob": old_log_prob,
     "reference_log_prob": reference_log_prob,
     "advantage": advantage,
+    "greedy_rollout": greedy_rollout,
+    "baseline_reward": baseline_reward,
+    "pf_ppo": pf_ppo,
     "dynamic_sampling": dynamic_sampling,
     "actor_train": actor_train,
     "values": values,
@@ -33,4 +38,5 @@ def find_op(node: NodePlan) -> Op:
     """The function of a node: a built-in op, or the user's "pkg.mod:fn" or "file.py:fn" (else DagError)."""
     if node.executable is None:
         return OPS[node.op]
-    return load_object(node.executable, f"node {node.name!r}")
+    function = load_object(node.executable, f"node {node.name!r}")
+    return filter_op(function) if node.op == "filter" else function

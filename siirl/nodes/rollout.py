@@ -19,12 +19,8 @@ def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     if ctx.rollout is None:
         raise RolloutError(f"node {ctx.node_id!r} has no rollout engine on this rank: the plan gave it none")
     params = sampling_params(ctx.cfg, stop_token_ids(ctx), ctx.validate)
-    prompts = [
-        ids[len(ids) - length :]
-        for ids, length in zip(rows["prompt_ids"].tolist(), rows["prompt_length"].tolist(), strict=True)
-    ]
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
-    completions = ctx.rollout.generate(prompts, params, seeds)
+    completions = ctx.rollout.generate(prompt_tokens(rows), params, seeds)
     samples = [sample for prompt in completions for sample in prompt]
 
     out = samples_of(rows, params.n, response_columns(samples))
@@ -32,6 +28,14 @@ def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     ctx.metrics.merge(ctx.rollout.drain_metrics())
     dump_rollouts(ctx, out)
     return out
+
+
+def prompt_tokens(rows: TensorDict) -> list[list[int]]:
+    """The tokens of each prompt, without padding."""
+    lengths = rows["prompt_length"].tolist()
+    return [
+        ids[len(ids) - length :] for ids, length in zip(rows["prompt_ids"].tolist(), lengths, strict=True)
+    ]
 
 
 def samples_of(rows: TensorDict, n: int, columns: dict[str, torch.Tensor]) -> TensorDict:
@@ -76,8 +80,8 @@ def response_columns(samples: list[Completion]) -> dict[str, torch.Tensor]:
     """ROLLOUT_FIELDS of the samples, right-padded to the longest: [B, T] and [B]."""
     lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
     width = int(lengths.max()) if len(samples) else 0
-    ids = _padded([sample.token_ids for sample in samples], width, torch.int64)
-    log_prob = _padded([sample.log_probs for sample in samples], width, torch.float32)
+    ids = padded([sample.token_ids for sample in samples], width, torch.int64)
+    log_prob = padded([sample.log_probs for sample in samples], width, torch.float32)
     finish = [FINISH_STOP if sample.finish_reason == "stop" else FINISH_LENGTH for sample in samples]
     return {
         "response_ids": ids,
@@ -89,7 +93,7 @@ def response_columns(samples: list[Completion]) -> dict[str, torch.Tensor]:
     }
 
 
-def _padded(lists: list[list], width: int, dtype: torch.dtype) -> torch.Tensor:
+def padded(lists: list[list], width: int, dtype: torch.dtype) -> torch.Tensor:
     """Lists as one tensor [B, width], zeros on the right; built at once, as a tensor per row is slow."""
     rows = [[*values, *[0] * (width - len(values))] for values in lists]
     return torch.tensor(rows, dtype=dtype).view(len(lists), width)

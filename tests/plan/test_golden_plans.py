@@ -62,6 +62,10 @@ CASES = {
         "algorithm.adv_estimator=gae",
         "critic.ppo_mini_batch_size=4",
     ),
+    "ppo_resampled": lambda: template_plan(
+        2, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true", "critic.ppo_epochs=2"
+    ),
+    "remax_on_2": lambda: template_plan(2, "algorithm.adv_estimator=remax"),
     "dapo_on_2": lambda: template_plan(2, *DAPO, "data.gen_batch_size=4"),
     "dapo_split": lambda: compiled(
         placed("dapo.yaml", {"ROLLOUT": "0-1", "ACTOR": "2-3", "POSTPROCESS_SAMPLING": "1-2"}), 4, *DAPO

@@ -116,7 +116,7 @@ def train_with(config=None, **options):
         advantage = dag.node("advantage", "COMPUTE", "ADVANTAGE", dependencies=[reward, old])
         dag.node(
             "train", "MODEL_TRAIN", "ACTOR", dependencies=[advantage], config=config or {},
-            placement=options.get("placement"),
+            placement=options.get("placement"), filter_plugin=options.get("filter_plugin"),
         )  # fmt: skip
         return dag
 
@@ -205,7 +205,10 @@ CASES = [
     (node("MODEL_TRAIN", "REFERENCE", executable_ref="a.b:c"), (), NotSupportedError, ["in place of op"]),
     (rollout_with(max_lag=1), (), NotSupportedError, ["max_lag = 1", "run ahead"]),
     (rollout_with(agent_options={"obs": True}), (), NotSupportedError, ["agent_options", "multi-agent"]),
-    (rollout_with(filter_plugin="a.b:c"), (), NotSupportedError, ["filter_plugin"]),
+    (train_with(filter_plugin=7), (), DagError, ["node 'train'", "names no function"]),
+    (train_with(filter_plugin={"fn": "a.b:c", "read": []}), (), DagError, ["unknown key 'read'", "reads"]),
+    (rollout_with(), ("algorithm.use_pf_ppo=true",), DagError, ["no node resamples the rows of node 'roll"]),
+    (rollout_with(), ("algorithm.adv_estimator=remax",), DagError, ["baseline_score", "remax.yaml"]),
     (
         rollout_with({"rollout.tempreture": 1}),
         (),

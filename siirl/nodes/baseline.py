@@ -1,0 +1,52 @@
+"""ReMax's baseline: the greedy response of each prompt, and its score."""
+
+from concurrent.futures import Future
+
+import torch
+from tensordict import TensorDict
+
+from siirl.engines.rollout.base import SamplingParams
+from siirl.errors import RewardError, RolloutError
+from siirl.nodes.context import NodeContext
+from siirl.nodes.rollout import padded, prompt_seed, prompt_tokens, stop_token_ids
+
+
+def greedy_rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+    """baseline_response_ids [B, T] and baseline_response_length [B] of each prompt. No communication."""
+    if ctx.rollout is None:
+        raise RolloutError(f"node {ctx.node_id!r} has no rollout engine on this rank: the plan gave it none")
+    rollout_cfg = ctx.cfg.actor_rollout_ref.rollout
+    params = SamplingParams(
+        max_tokens=rollout_cfg.response_length,
+        n=1,
+        temperature=0.0,
+        stop_token_ids=stop_token_ids(ctx),
+        ignore_eos=rollout_cfg.ignore_eos,
+    )
+    seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
+    found = [samples[0].token_ids for samples in ctx.rollout.generate(prompt_tokens(rows), params, seeds)]
+    lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
+    ids = padded(found, int(lengths.max()) if len(found) else 0, torch.int64)
+    return TensorDict(
+        {"baseline_response_ids": ids, "baseline_response_length": lengths}, batch_size=[len(found)]
+    )
+
+
+def baseline_reward(ctx: NodeContext, rows: TensorDict) -> Future[TensorDict]:
+    """baseline_score [B], pending while the responses are sampled. No communication."""
+    if ctx.scorer is None:
+        raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
+    for name in ("response_ids", "response_length"):
+        rows = rows.rename_key_(f"baseline_{name}", name)
+    pending = ctx.scorer.submit(rows)
+    scored: Future[TensorDict] = Future()
+
+    def finish(done: Future[TensorDict]) -> None:
+        if error := done.exception():
+            scored.set_exception(error)
+        else:
+            score_B = done.result()["score"]
+            scored.set_result(TensorDict({"baseline_score": score_B}, batch_size=score_B.shape))
+
+    pending.add_done_callback(finish)
+    return scored

@@ -1,0 +1,60 @@
+"""Ops that keep some rows: the user's filter_plugin, and the resampling of PF-PPO."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.algorithms.resampling import resampling_weights
+from siirl.data.rows import take_rows
+from siirl.errors import DagError
+from siirl.nodes.context import NodeContext, Op
+
+
+def filter_op(plugin: Callable[[NodeContext, TensorDict], Tensor]) -> Op:
+    """The op of a filter_plugin: plugin(ctx, rows) -> whether to keep each row, bool [B]. No communication.
+
+    Whole groups are on one rank. Rows keep their row_id.
+    """
+
+    def filter_rows(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+        keep_B = torch.as_tensor(plugin(ctx, rows))
+        if keep_B.dtype != torch.bool or keep_B.shape != (len(rows),):
+            raise DagError(
+                f"node {ctx.node_id!r}: its filter_plugin returned {keep_B.dtype} of shape "
+                f"{tuple(keep_B.shape)} for {len(rows)} rows. Return True or False for each row."
+            )
+        ctx.metrics.mean("filter/kept", float(keep_B.sum()), len(keep_B))
+        return take_rows(rows, keep_B)
+
+    return filter_rows
+
+
+def pf_ppo(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+    """As many rows as there were, drawn with replacement by their scores; each draw is a row of its own.
+
+    The draw depends on (seed, step) and all rows, not on where they lie. Collective over ctx.group: 12 bytes
+    a row. Source: "Policy Filtration for RLHF" (2024), section 4.
+    """
+    ids, scores = _all_rows(rows["row_id"], rows["score"], ctx.group)
+    options = {str(name): value for name, value in ctx.cfg.algorithm.pf_ppo.items()}
+    weights = resampling_weights(scores, **options)
+    generator = torch.Generator().manual_seed(ctx.cfg.trainer.seed * 1_000_003 + ctx.step)
+    drawn = ids[torch.multinomial(weights, len(ids), replacement=True, generator=generator)].sort().values
+    ctx.metrics.mean("resampling/distinct", len(drawn.unique()) / max(len(ids), 1))
+    position = {int(row_id): place for place, row_id in enumerate(rows["row_id"].tolist())}
+    mine = [(place, position[row_id]) for place, row_id in enumerate(drawn.tolist()) if row_id in position]
+    out = take_rows(rows, [index for _, index in mine])
+    out["row_id"] = torch.tensor([place for place, _ in mine], dtype=torch.int64)
+    return out
+
+
+def _all_rows(row_id_B: Tensor, score_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(row ids ascending, their scores) of all rows of the group; rows that several ranks hold count once."""
+    parts: list[list[tuple[int, float]]] = [[] for _ in range(dist.get_world_size(group))]
+    mine = list(zip(row_id_B.tolist(), score_B.tolist(), strict=True))
+    dist.all_gather_object(parts, mine, group=group)
+    pairs = sorted(dict(pair for part in parts for pair in part).items())
+    return torch.tensor([row for row, _ in pairs]), torch.tensor([score for _, score in pairs]).double()

@@ -1,0 +1,52 @@
+"""ReMax, PF-PPO and filter plugins through the main job, the same on one rank and on two."""
+
+import pytest
+from job_harness import Inputs, overrides, run_job
+
+PLUGIN = '''
+def most(ctx, rows):
+    """Leave out the first response of each prompt."""
+    return rows["row_id"] % 4 != 0
+'''
+COMPARED = ("actor/loss", "actor/grad_norm", "reward/score")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"))
+
+
+def filtered(folder) -> str:
+    """GRPO whose training leaves out rows, by a plugin."""
+    from siirl.dag.compile import TEMPLATES
+
+    (folder / "plugin.py").write_text(PLUGIN)
+    text = (TEMPLATES / "grpo.yaml").read_text()
+    plugin = f"{{fn: '{folder}/plugin.py:most', reads: [row_id]}}"
+    text = text.replace("node_id: actor_train\n", f"node_id: actor_train\n    filter_plugin: {plugin}\n")
+    (folder / "filtered.yaml").write_text(text)
+    return f"dag.workflow_path={folder / 'filtered.yaml'}"
+
+
+def workflow(name: str, folder) -> list[str]:
+    fp32 = "critic.fsdp_config.mixed_precision.param_dtype=float32"
+    return {
+        "remax": ["algorithm.adv_estimator=remax"],
+        "pf_ppo": ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True", fp32],
+        "filter": [filtered(folder)],
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["remax", "pf_ppo", "filter"])
+def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name):
+    more = workflow(name, tmp_path)
+    one, two = (
+        run_job(world, overrides(inputs, tmp_path / str(world), *more, "trainer.total_training_steps=2"))
+        for world in (1, 2)
+    )
+    shown = {"pf_ppo": "resampling/distinct", "filter": "filter/kept"}.get(name)
+    if shown:
+        assert all(0 < share < 1 for share in one.values(shown)), one.values(shown)
+    for metric in (*COMPARED, *([shown] if shown else [])):
+        assert len(two.values(metric)) == 2, metric
+        assert two.values(metric) == pytest.approx(one.values(metric), rel=1e-3, abs=1e-4), metric
