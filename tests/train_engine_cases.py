@@ -191,12 +191,20 @@ def build_engine(
     scenario: Scenario, path: Path | str, role: str = "actor"
 ) -> tuple[TrainEngine, ProcessGroups]:
     """The scenario's engine on all ranks of the default group."""
-    import importlib
-
     ranks = tuple(range(scenario.world))
-    dims, wanted = dims_of(scenario)
+    _, wanted = dims_of(scenario, ranks)
     backend = "gloo" if scenario.device == "cpu" else "cpu:gloo,cuda:nccl"
     groups = ProcessGroups(wanted, backend, 60)
+    return make_engine(scenario, path, groups, ranks, role), groups
+
+
+def make_engine(
+    scenario: Scenario, path: Path | str, groups: ProcessGroups, ranks: tuple[int, ...], role: str = "actor"
+) -> TrainEngine:
+    """The scenario's engine on these ranks, which all call this; its groups exist."""
+    import importlib
+
+    dims, _ = dims_of(scenario, ranks)
     plan = ModelPlan(
         name=f"agent_0.{role}",
         agent=0,
@@ -211,13 +219,12 @@ def build_engine(
     )
     cfg = load_config([*overrides_for(path, role), *scenario.overrides])
     module, _, name = ENGINES[scenario.strategy].partition(":")
-    engine = getattr(importlib.import_module(module), name)(plan, cfg, groups, torch.device(scenario.device))
-    return engine, groups
+    return getattr(importlib.import_module(module), name)(plan, cfg, groups, torch.device(scenario.device))
 
 
-def dims_of(scenario: Scenario) -> tuple[ParallelDims, list[tuple[int, ...]]]:
+def dims_of(scenario: Scenario, ranks: tuple[int, ...]) -> tuple[ParallelDims, list[tuple[int, ...]]]:
     """The parallel sizes of a scenario, and the process groups that it needs."""
-    world, ranks = scenario.world, tuple(range(scenario.world))
+    world = scenario.world
     if scenario.strategy == "megatron":
         dims = ParallelDims(world, **dict(scenario.sizes))
         dims = replace(dims, dp_replicate=dims.dp)

@@ -14,6 +14,12 @@ from train_engine_cases import Outcome, Scenario
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
 PLAIN_OPTIMIZER = f"{MEGATRON}.use_distributed_optimizer=False"
+SEQUENCE_PARALLEL = f"{MEGATRON}.sequence_parallel=True"
+NO_RECOMPUTATION = "actor_rollout_ref.model.enable_gradient_checkpointing=False"
+OVERLAPS = (
+    f"+{MEGATRON}.override_ddp_config.overlap_grad_reduce=True",
+    f"+{MEGATRON}.override_ddp_config.overlap_param_gather=True",
+)
 TOKEN_BUDGET = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=24")
 TINY = {"hidden": 64, "init_std": 0.15, "layers": 4}
 
@@ -27,6 +33,8 @@ def scenario(name: str, world: int, model: str = "qwen3_untied", split: str = "e
 FEW = [
     scenario("tp2", 2, "qwen3_tied", tp=2),
     scenario("dp2, uneven rows", 2, "llama", split="uneven", overrides=TOKEN_BUDGET),
+    scenario("pp2, vpp2", 2, "qwen3_tied", overrides=TOKEN_BUDGET, pp=2, vpp=2),
+    scenario("pp2, tp2, sequence parallel", 4, overrides=[SEQUENCE_PARALLEL], pp=2, tp=2),
 ]
 SLOW = [
     scenario("one rank", 1),
@@ -37,6 +45,15 @@ SLOW = [
     scenario("dp2, plain optimizer", 2, "qwen3_tied", overrides=[PLAIN_OPTIMIZER]),
     scenario("tp4, two key-value heads", 4, "qwen3_tied", tp=4),
     scenario("tp2, dp2", 4, "llama", tp=2),
+    scenario("pp2", 2, pp=2),
+    scenario("pp2, tied", 2, "qwen3_tied", overrides=[PLAIN_OPTIMIZER, *TOKEN_BUDGET], pp=2),
+    scenario("pp4", 4, "qwen2", pp=4),
+    scenario("pp2, tp2", 4, "qwen3_tied", overrides=TOKEN_BUDGET, pp=2, tp=2),
+    scenario("sequence parallel, tied", 2, "qwen3_tied", overrides=[SEQUENCE_PARALLEL], tp=2),
+    scenario("pp2, dp2, uneven rows", 4, "qwen3_tied", split="uneven", overrides=TOKEN_BUDGET, pp=2),
+    scenario("pp2, vpp2, dp2, one without rows", 4, split="first_rank", pp=2, vpp=2),
+    scenario("no recomputation", 2, overrides=[NO_RECOMPUTATION], tp=2),
+    scenario("overlapped reductions", 2, overrides=[*OVERLAPS, *TOKEN_BUDGET]),
 ]
 SCENARIOS = [*FEW, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
 

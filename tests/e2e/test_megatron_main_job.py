@@ -47,3 +47,14 @@ def test_tensor_parallel_actor_and_data_parallel_reference_train_as_fsdp_does(in
         assert ours.values(name) == pytest.approx(fsdp.values(name), rel=2e-4, abs=2e-5), name
     assert largest_difference(ours.weights(), fsdp.weights()) < 2e-4
     assert max(ours.values("actor/rollout_log_prob_diff")) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_run_saved_under_tensor_parallelism_goes_on_under_pipeline_parallelism(inputs, fsdp, tmp_path):
+    saves = [KL, "trainer.save_freq=2", "actor_rollout_ref.actor.checkpoint.async_save=True"]
+    tp = [*megatron("actor", tensor_model_parallel_size=2), *megatron("ref", tensor_model_parallel_size=2)]
+    pp = [*megatron("actor", pipeline_model_parallel_size=2), *megatron("ref", tensor_model_parallel_size=2)]
+    run_job(2, overrides(inputs, tmp_path, *saves, *tp, "trainer.total_training_steps=2"))
+    resumed = run_job(2, overrides(inputs, tmp_path, *saves, *pp))
+    assert resumed.lines[-1]["step"] == 3
+    assert largest_difference(resumed.weights(), fsdp.weights()) < 2e-4

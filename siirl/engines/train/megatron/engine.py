@@ -108,10 +108,15 @@ class MegatronEngine(TrainEngine):
         all_agree(problem, group, f"read the weights of {settings.model.path}")
         self._exporter = Exporter(self._params, self._scope, plan.dims)
         self._optimizer = None
+        self._gathers_late = self._is_gathering = False
         self._modules: list[Any] = list(self._stages)
         if plan.trains:
             ddp = ddp_config(settings.megatron)
             self._modules = list(wrap_stages(self._stages, self._config, ddp, self._scope))
+            if ddp.overlap_grad_reduce:
+                waits = [module.no_sync for module in self._modules]
+                self._config.no_sync_func = waits if len(waits) > 1 else waits[0]
+            self._gathers_late = ddp.overlap_param_gather
             optimizer = optimizer_config(settings.optim, settings.megatron, ddp)
             self._optimizer = get_megatron_optimizer(
                 optimizer, self._modules, config_overrides={}, use_gloo_process_groups=False
@@ -133,6 +138,7 @@ class MegatronEngine(TrainEngine):
         The last pipeline stage has them; it sends them to the others.
         """
         self._require_on_device()
+        self._finish_gather()
         self._check_outputs(outputs)
         home = rows["response_ids"].device
         columns = torch.zeros(len(outputs), *rows["response_ids"].shape, device=self.device)
@@ -250,6 +256,7 @@ class MegatronEngine(TrainEngine):
                 if self._settings.grad_clip > 0 and part.get_parameters():
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self._settings.grad_clip, norm)
             self._optimizer.step_with_ready_grads()
+            self._is_gathering = self._gathers_late
             self.version += 1
             self._num_skipped = 0
         else:
@@ -269,6 +276,7 @@ class MegatronEngine(TrainEngine):
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device()
+        self._finish_gather()
         tensors = self._exporter.tensors(dtype or self._config.params_dtype)
         while True:
             with self._scope:  # not while the caller has a tensor: it may run another model in between
@@ -280,6 +288,7 @@ class MegatronEngine(TrainEngine):
     def state_dict(self) -> dict[str, Any]:
         """See TrainEngine. Tensors are pieces of the live ones, so reading into them in place is enough."""
         self._require_on_device()
+        self._finish_gather()
         scheduler = {"total_steps": self._total_steps, "num_skipped": self._num_skipped}
         return training_state(self._params, self._shards) | {
             "scheduler": scheduler,
@@ -288,6 +297,7 @@ class MegatronEngine(TrainEngine):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device()
+        self._finish_gather()
         load_training_state(training_state(self._params, self._shards), state)
         with self._scope:
             self._shards.publish(self._modules)
@@ -296,6 +306,7 @@ class MegatronEngine(TrainEngine):
         self._num_skipped = int(state["scheduler"]["num_skipped"])
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        self._finish_gather()
         for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
             if wanted and self.device.type != "cpu" and not self._host[part]:
                 self._host[part].take(self._local_tensors(part))
@@ -335,6 +346,14 @@ class MegatronEngine(TrainEngine):
     def _require_on_device(self) -> None:
         away = [part for part, copies in self._host.items() if copies]
         assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
+
+    def _finish_gather(self) -> None:
+        """Have whole parameters now: overlap_param_gather would gather them in the next training step."""
+        if self._is_gathering:
+            with self._scope:
+                for module in self._modules:
+                    module.start_param_sync(force_sync=True)
+            self._is_gathering = False
 
 
 def _finalize(stages: list[Any], num_tokens: Tensor | None, **options: Any) -> None:

@@ -1,0 +1,87 @@
+"""Several Megatron models, and one under FSDP, in one world: each trains as if it were alone."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import train_engine_cases as cases
+from dist_harness import run_workers
+from fixtures_tiny import make_tiny_model_dir
+from train_engine_cases import Scenario
+
+from siirl.data.rows import take_rows
+from siirl.parallel.process_groups import ProcessGroups
+
+PLAIN_OPTIMIZER = ("actor_rollout_ref.actor.megatron.use_distributed_optimizer=False",)
+
+
+def model(name: str, ranks: tuple[int, ...], tie: bool = False, overrides=(), strategy="megatron", **sizes):
+    kind = "qwen3_tied" if tie else "qwen3_untied"
+    scenario = Scenario(
+        name, len(ranks), kind, overrides=overrides, strategy=strategy, sizes=tuple(sizes.items())
+    )
+    return scenario, ranks
+
+
+MODELS = [
+    model("tp2 on 0, 1", (0, 1), overrides=PLAIN_OPTIMIZER, tp=2),
+    model("pp2, tied, on 2, 3", (2, 3), tie=True, overrides=PLAIN_OPTIMIZER, pp=2),
+    model("tp2, pp2 on all", (0, 1, 2, 3), overrides=PLAIN_OPTIMIZER, tp=2, pp=2),
+    model("dp4 on all", (0, 1, 2, 3), tie=True, overrides=PLAIN_OPTIMIZER),
+    model("dp2, distributed optimizer, on 1, 3", (1, 3)),
+    model("fsdp on all", (0, 1, 2, 3), strategy="fsdp"),
+]
+REFERENCES = {"qwen3_tied": True, "qwen3_untied": False}
+
+
+def train_interleaved(rank: int, world: int, paths: dict[str, str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Weights of this rank's models after three steps, which they take in turn."""
+    from megatron.core import parallel_state
+
+    wanted = dict.fromkeys(line for scenario, ranks in MODELS for line in cases.dims_of(scenario, ranks)[1])
+    groups = ProcessGroups(list(wanted), "gloo", 60)
+    engines = {
+        scenario.name: (scenario, cases.make_engine(scenario, paths[scenario.model], groups, ranks))
+        for scenario, ranks in MODELS
+        if rank in ranks
+    }
+    for step in range(cases.NUM_STEPS):
+        for scenario, engine in engines.values():
+            cases.train_steps(engine, scenario, range(step, step + 1))
+            assert parallel_state.is_unitialized()
+            assert dist.get_world_size() == world and dist.get_rank() == rank
+            rows = take_rows(cases.sample_rows(0), cases.rows_of_rank(engine.dp_rank, engine.dp_size, "even"))
+            engine.compute(rows, ("log_prob",), cases.TEMPERATURE)
+    streams = {name: engine.export_weights() for name, (_, engine) in engines.items()}
+    weights: dict[str, dict[str, torch.Tensor]] = {name: {} for name in streams}
+    while streams:  # the exports too are interleaved, a tensor of each in turn
+        for name in list(streams):
+            found = next(streams[name], None)
+            if found is None:
+                del streams[name]
+            else:
+                weights[name][found[0]] = found[1].clone()
+    return weights
+
+
+@pytest.fixture(scope="module")
+def paths() -> dict[str, str]:
+    root = Path(tempfile.mkdtemp(prefix="siirl-megatron-models-"))
+    return {
+        name: str(make_tiny_model_dir(root / name, tie=tie, hidden=64, init_std=0.15))
+        for name, tie in REFERENCES.items()
+    }
+
+
+def test_six_models_of_different_layouts_on_four_ranks_train_as_if_alone(paths):
+    references = {name: cases.run_reference(Path(path)).weights for name, path in paths.items()}
+    for rank, found in enumerate(run_workers(train_interleaved, 4, paths)):
+        assert found.keys() == {scenario.name for scenario, ranks in MODELS if rank in ranks}
+        for scenario, _ in MODELS:
+            for name, weight in found.get(scenario.name, {}).items():
+                gap = float((weight - references[scenario.model][name]).abs().max())
+                assert gap < 0.01 * cases.LR, (rank, scenario.name, name)
+            expected = references[scenario.model].keys()
+            assert scenario.name not in found or found[scenario.name].keys() == expected
