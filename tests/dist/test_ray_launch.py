@@ -94,7 +94,7 @@ def test_the_main_job_runs_on_two_machines(cluster, tmp_path):
         env=environment() | {"RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
