@@ -376,3 +376,11 @@ def test_seeds_of_samples_are_fixed_for_all_engines():
     """Halves of the published SplitMix64 stream of seed 1234567."""
     stream = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [derive_seed(1234567, sample) for sample in range(4)] == [value >> 1 for value in stream]
+
+
+@pytest.mark.parametrize("engine_name", ["vllm"], indirect=True)
+def test_vllm_holds_the_weights_that_were_sent(engine, reference):
+    for name in ("model.embed_tokens.weight", "model.layers.1.input_layernorm.weight", "model.norm.weight"):
+        (held,) = engine.read_tensor(name)
+        sent = reference.get_parameter(name)
+        assert torch.equal(held[: len(sent)], sent), name

@@ -50,7 +50,7 @@ def save_and_change(rank: int, world_size: int, root: str):
     saved = {}
     for step in (1, 2, 3):
         engine.change()
-        saved[step] = engine.module.weight.full_tensor().cpu()
+        saved[step] = engine.module.weight.full_tensor().detach().cpu()
         models = {"actor": SavedModel(engine, dist.group.WORLD, background_group=twin)}
         manager.save(step, models, {}, {}, background=True)
         engine.change()

@@ -40,7 +40,7 @@ class EngineProcess:
     def __init__(self, name: str, env: dict[str, str], log_path: Path, deadline_s: float) -> None:
         """Start it. env: on top of this worker's environment. Its output goes to log_path."""
         self._what = f"rollout engine {name!r}"
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
@@ -84,9 +84,9 @@ class EngineProcess:
             if not self._channel.ready(POLL_S):
                 if self._process.poll() is not None and not self._channel.ready(0):
                     raise self._death(kind)
-                if time.monotonic() - heard_s > self._deadline_s:
+                if time.monotonic() - heard_s > self.deadline_s:
                     raise RolloutError(
-                        f"{self._what} (pid {self.pid}) hangs: no word in {self._deadline_s:g} s while this "
+                        f"{self._what} (pid {self.pid}) hangs: no word in {self.deadline_s:g} s while this "
                         f"worker waits for {kind!r}{progress}. Raise trainer.deadline_s if that is too short "
                         f"for this model.{self._tail()}"
                     )
