@@ -49,6 +49,21 @@ class Registry(Generic[Spec]):
             f"{self.key}={name!r} is not a known {self.kind}: known are {', '.join(self._specs)}.{hint}"
         )
 
+    def resolve(self, name: str, load: Callable[[str], Any]) -> str:
+        """The registered name of the user's function that "file.py:fn" names; another name as it is.
+
+        load imports the function, which registers it. ConfigError if it registers nothing.
+        """
+        if ":" not in name:
+            return name
+        fn = load(name)
+        found = next((known for known, spec in self._specs.items() if spec.fn is fn), None)
+        if found is None:
+            raise ConfigError(
+                f"{self.key}={name}: the function is not registered as {self.kind}. Decorate it."
+            )
+        return found
+
     def names(self) -> tuple[str, ...]:
         """All registered names, in the order of registration."""
         return tuple(self._specs)

@@ -31,7 +31,8 @@ class PolicyLossConfig:
 
     loss_mode: str = key(
         "vanilla",
-        "policy loss",
+        "policy loss, or a function of your own: file.py:name",
+        user_code=True,
         choices=(
             "vanilla",
             "gspo",

@@ -51,7 +51,7 @@ class AlgorithmConfig:
     )
     adv_estimator: str = key(
         "gae",
-        "advantage estimator",
+        "advantage estimator, or a function of your own: file.py:name",
         choices=(
             "gae",
             "remax",
@@ -65,6 +65,7 @@ class AlgorithmConfig:
             "reinforce_plus_plus_baseline",
         ),
         later_choices={"gae_marft": "multi-agent interaction"},
+        user_code=True,
     )
     kl_penalty: str = key(
         "kl",

@@ -27,7 +27,7 @@ class Rule:
     (or "group.key" from the root) that must be true, or "key=a|b" that must have one of the values, for
     this key to have an effect; within: the same of its group, from the root. low: least value. choices: the
     allowed names; later_choices: name -> feature that does not exist yet; synonyms: name -> the name that
-    it stands for.
+    it stands for; user_code: "file.py:function" and "pkg.mod:function" are names, too.
     """
 
     doc: str
@@ -40,6 +40,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     later_choices: Mapping[str, str] = field(default_factory=dict)
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    user_code: bool = False
 
     @property
     def status(self) -> Status:

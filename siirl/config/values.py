@@ -79,6 +79,8 @@ def check_available(key: Key, value: Any) -> None:
         raise ConfigError(f"{key.name}={show(key, value)}: this key is not used: {rule.replaced}.")
     if not rule.choices:
         return
+    if rule.user_code and isinstance(value, str) and ":" in value:
+        return
     for name in value if isinstance(value, tuple) else (value,):
         if name in rule.later_choices:
             known = ", ".join(rule.choices)
@@ -88,7 +90,8 @@ def check_available(key: Key, value: Any) -> None:
         if name is not None and name not in rule.choices:
             known = ", ".join((*rule.choices, *rule.later_choices, *rule.synonyms))
             hint = closest(str(name), (*rule.choices, *rule.later_choices, *rule.synonyms))
-            raise ConfigError(f"{key.name}={name}: unknown name; the known ones are {known}.{hint}")
+            own = " A function of your own is file.py:name or pkg.mod:name." if rule.user_code else ""
+            raise ConfigError(f"{key.name}={name}: unknown name; the known ones are {known}.{hint}{own}")
 
 
 def plain(value: Any) -> Any:

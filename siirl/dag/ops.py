@@ -12,6 +12,7 @@ from siirl.config import Config
 from siirl.config.roles import optimizer_steps
 from siirl.dag.names import suggest
 from siirl.dag.spec import NodeSpec
+from siirl.dag.user_code import declared_needs
 from siirl.errors import DagError, NotSupportedError
 from siirl.types import ROLLOUT_FIELDS
 
@@ -80,17 +81,24 @@ def policy_loss_name(cfg: Config) -> str:
 
 def uses_critic(cfg: Config) -> bool:
     """Whether the advantages are computed from the values of a critic, which then learns their returns."""
-    return cfg.algorithm.adv_estimator == "gae"
+    return "value" in _estimator_needs(cfg)
+
+
+def _estimator_needs(cfg: Config) -> Names:
+    """Fields that the advantage estimator reads besides those that the op has anyway."""
+    name = cfg.algorithm.adv_estimator
+    if ":" not in name:
+        return {"gae": ("value",), "remax": ("baseline_score",)}.get(name, ())
+    needs = declared_needs(name, "register_advantage", "algorithm.adv_estimator")
+    return tuple(field for field in needs if field not in ("reward", "response_mask", "group_id", "score"))
 
 
 def _advantage_reads(cfg: Config) -> Names:
-    value = ("value",) if uses_critic(cfg) else ()
-    if cfg.algorithm.adv_estimator == "remax":
-        value = ("baseline_score",)
+    needs = _estimator_needs(cfg)
     if not cfg.algorithm.use_kl_in_reward:
-        return ("group_id", "response_length", "response_mask", "score", *value)
+        return ("group_id", "response_length", "response_mask", "score", *needs)
     old = "rollout_log_prob" if old_log_prob_source(cfg) == "rollout" else "old_log_prob"
-    return ("group_id", "response_length", "response_mask", "score", *value, old, "ref_log_prob")
+    return ("group_id", "response_length", "response_mask", "score", *needs, old, "ref_log_prob")
 
 
 def _advantage_writes(cfg: Config) -> Names:

@@ -1,10 +1,11 @@
 """The user's Python code as source text: found, parsed and searched for a name, never run."""
 
 import ast
+import functools
 import importlib.util
 from pathlib import Path
 
-from siirl.errors import DagError
+from siirl.errors import ConfigError, DagError
 
 
 def module_source(module: str) -> Path | None:
@@ -32,6 +33,32 @@ def parse_source(source: Path) -> ast.Module:
 def top_functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     """The functions that a module defines at its top level, by name."""
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+@functools.cache
+def declared_needs(reference: str, decorator: str, key: str) -> tuple[str, ...]:
+    """The literal `needs` of the decorator of a function that "file.py:fn" or "pkg.mod:fn" names.
+
+    ConfigError if there is no such function, decorated so, with needs written out as a tuple of texts.
+    """
+    where, _, name = reference.rpartition(":")
+    try:
+        source = Path(where).expanduser() if where.endswith(".py") else module_source(where)
+        tree = parse_source(source) if source else ast.Module([], [])
+    except (ImportError, OSError, SyntaxError) as error:
+        raise ConfigError(f"{key}={reference}: it cannot be read: {error}. Check the path.") from error
+    function = top_functions(tree).get(name)
+    for call in function.decorator_list if function else ():
+        if not isinstance(call, ast.Call) or ast.unparse(call.func).rpartition(".")[2] != decorator:
+            continue
+        named = {keyword.arg: keyword.value for keyword in call.keywords}
+        needs = named.get("needs") or (call.args[1] if len(call.args) > 1 else None)
+        if isinstance(needs, ast.Tuple) and all(isinstance(item, ast.Constant) for item in needs.elts):
+            return tuple(str(item.value) for item in needs.elts if isinstance(item, ast.Constant))
+    raise ConfigError(
+        f"{key}={reference}: {where} has no function {name!r} below @{decorator} with the fields that it "
+        "needs written out, as in needs=('reward', 'response_mask'). Decorate it so."
+    )
 
 
 def may_define(tree: ast.Module, name: str) -> bool:

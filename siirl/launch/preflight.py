@@ -11,6 +11,7 @@ from siirl.checkpoint.files import check_writable, given_checkpoint
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.roles import model_key, role_model
 from siirl.dag.arguments import user_errors
+from siirl.dag.ops import policy_loss_name
 from siirl.dag.plan import Plan
 from siirl.dag.user_code import check_reference
 from siirl.data.inspect import data_sources, inspect_data
@@ -42,6 +43,8 @@ def preflight(cfg: Config, plan: Plan) -> None:
             vllm_version()
     for name, node in plan.nodes.items():
         check_tokenizer(node_cfgs[name])
+        if node.op == "actor_train" and ":" in policy_loss_name(node_cfgs[name]):
+            check_reference(policy_loss_name(node_cfgs[name]), f"node {name!r}: policy_loss.loss_mode")
         if node.executable is not None:
             check_reference(node.executable, f"node {name!r}")
         if node.op in ("function_reward", "baseline_reward"):

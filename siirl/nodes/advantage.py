@@ -1,15 +1,18 @@
 """The advantage op: from the score of each row to an advantage for each of its tokens."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.algorithms.advantages import compute_advantage
+from siirl.algorithms.advantages import ADVANTAGES, compute_advantage
 from siirl.algorithms.kl import kl_controller, kl_in_reward
 from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
 from siirl.algorithms.stats import advantage_stats, group_stats, length_stats
 from siirl.dag.ops import old_log_prob_source
+from siirl.dag.spec import load_object
 from siirl.nodes.context import NodeContext
 
 
@@ -29,9 +32,8 @@ def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
         "lam": algorithm.lam,
         "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
     }
-    result = compute_advantage(
-        algorithm.adv_estimator, fields, options, lambda totals: _all_sum(totals, ctx.group)
-    )
+    name = ADVANTAGES.resolve(algorithm.adv_estimator, partial(load_object, who="algorithm.adv_estimator"))
+    result = compute_advantage(name, fields, options, lambda totals: _all_sum(totals, ctx.group))
     _report(ctx, rows, reward_BT, result.advantage_BT)
     out = {"advantage": result.advantage_BT, "reward": reward_BT}
     if result.return_BT is not None:

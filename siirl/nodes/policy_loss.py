@@ -1,6 +1,7 @@
 """The actor's loss, as the configuration composes it of the functions in siirl/algorithms."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
@@ -8,11 +9,12 @@ from torch import Tensor
 
 from siirl.algorithms.aggregate import aggregate_loss
 from siirl.algorithms.kl import kl_estimate
-from siirl.algorithms.policy_losses import compute_policy_loss
+from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rollout_correction import Correction, correction_stats, correction_weights
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
 from siirl.dag.ops import old_log_prob_source, policy_loss_name
+from siirl.dag.spec import load_object
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
 from siirl.observe.metrics import Metrics
 
@@ -22,7 +24,9 @@ OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "
 def make_loss_fn(cfg: Config) -> LossFn:
     """policy loss - entropy_coeff * entropy + kl_loss_coef * KL, aggregated by loss_agg_mode."""
     actor = cfg.actor_rollout_ref.actor
-    name, options = policy_loss_name(cfg), policy_loss_options(cfg)
+    who = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    name = POLICY_LOSSES.resolve(policy_loss_name(cfg), partial(load_object, who=who))
+    options = policy_loss_options(cfg)
     correction = rollout_correction(actor)
     old_field = OLD_LOG_PROB_FIELDS[old_log_prob_source(cfg)]
 

@@ -1,0 +1,56 @@
+"""Each example in examples/extend trains a step; a wrong reference is refused before the start."""
+
+from pathlib import Path
+
+import pytest
+from job_harness import Inputs, overrides, run_job
+
+from siirl.config import load_config
+from siirl.dag.compile import compile_plan, load_dag
+from siirl.errors import ConfigError
+
+EXTEND = Path(__file__).parents[2] / "examples" / "extend"
+EXAMPLES = {
+    "advantage": [f"algorithm.adv_estimator={EXTEND}/advantage.py:centred"],
+    "policy_loss": [f"actor_rollout_ref.actor.policy_loss.loss_mode={EXTEND}/policy_loss.py:squashed"],
+    "dag": [
+        f"dag.custom_pipeline_fn={EXTEND}/dag.py:with_bonus",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    ],
+    "reward": [f"custom_reward_function.path={EXTEND}/reward.py", "custom_reward_function.name=digit_reward"],
+}
+SHOWN = {"policy_loss": "actor/weight", "dag": "bonus/mean", "reward": "reward/score"}
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_trains(inputs, tmp_path, name):
+    more = [*EXAMPLES[name], "trainer.total_training_steps=1", "trainer.val_before_train=False"]
+    run = run_job(1, overrides(inputs, tmp_path, *more))
+    assert run.values("actor/grad_norm")[0] > 0
+    assert len(run.values(SHOWN.get(name, "actor/loss"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def other(): pass", "has no function 'mine' below @register_advantage"),
+        ("@register_advantage('mine', needs=FIELDS)\ndef mine(): pass", "written out"),
+        ("def mine(:", "cannot be read"),
+    ],
+)
+def test_an_estimator_without_declared_needs_is_refused(tmp_path, text, words):
+    (tmp_path / "own.py").write_text(text)
+    cfg = load_config(
+        [
+            f"algorithm.adv_estimator={tmp_path}/own.py:mine",
+            "actor_rollout_ref.rollout.name=hf",
+            "data.train_batch_size=256",
+        ]
+    )
+    with pytest.raises(ConfigError, match=words):
+        compile_plan(load_dag(cfg), cfg, 1)
