@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-Family = Literal["qwen3", "qwen2", "llama"]
+Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "mixtral"]
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
@@ -87,6 +87,10 @@ def make_tiny_model_dir(
         "initializer_range": init_std,
         "dtype": dtype,
     }
+    if family == "qwen3_moe":
+        sizes |= {"num_experts": 4, "moe_intermediate_size": mlp // 2, "norm_topk_prob": True}
+    if family in ("qwen3_moe", "mixtral"):
+        sizes |= {"num_experts_per_tok": 2} | ({"num_local_experts": 4} if family == "mixtral" else {})
     config = AutoConfig.for_model(family, **sizes)
     if weights:
         with torch.random.fork_rng(devices=[]):

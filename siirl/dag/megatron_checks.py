@@ -85,10 +85,6 @@ LATER: dict[str, Callable[[MegatronModel], bool]] = {
     "LoRA adapters (model.lora_rank) under megatron. Set lora_rank=0, or strategy=fsdp": lambda model: (
         model.lora_rank > 0
     ),
-    "context parallelism. Set megatron.context_parallel_size=1": lambda model: model.dims.cp > 1,
-    "mixtures of experts under megatron. Set strategy=fsdp": lambda model: (
-        isinstance(model.shape, ModelShape) and model.shape.experts > 0
-    ),
     "weights by mbridge. Set megatron.use_mbridge=false": lambda model: model.section.use_mbridge,
     "Megatron checkpoints as weights. Set megatron.use_dist_checkpointing=false": lambda model: (
         model.section.use_dist_checkpointing

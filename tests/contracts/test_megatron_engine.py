@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ OVERLAPS = (
     f"+{MEGATRON}.override_ddp_config.overlap_grad_reduce=True",
     f"+{MEGATRON}.override_ddp_config.overlap_param_gather=True",
 )
+UNEVEN = (
+    f"+{MEGATRON}.override_transformer_config.num_layers_in_first_pipeline_stage=1",
+    f"+{MEGATRON}.override_transformer_config.recompute_granularity=selective",
+    f"+{MEGATRON}.override_transformer_config.recompute_method=null",
+    f"+{MEGATRON}.override_transformer_config.recompute_num_layers=null",
+)
 TOKEN_BUDGET = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=24")
 TINY = {"hidden": 64, "init_std": 0.15, "layers": 4}
 
@@ -35,6 +42,8 @@ FEW = [
     scenario("dp2, uneven rows", 2, "llama", split="uneven", overrides=TOKEN_BUDGET),
     scenario("pp2, vpp2", 2, "qwen3_tied", overrides=TOKEN_BUDGET, pp=2, vpp=2),
     scenario("pp2, tp2, sequence parallel", 4, overrides=[SEQUENCE_PARALLEL], pp=2, tp=2),
+    scenario("cp2", 2, overrides=TOKEN_BUDGET, cp=2),
+    scenario("experts, tp2, ep2", 2, "mixtral", overrides=[SEQUENCE_PARALLEL], tp=2, ep=2),
 ]
 SLOW = [
     scenario("one rank", 1),
@@ -52,6 +61,14 @@ SLOW = [
     scenario("sequence parallel, tied", 2, "qwen3_tied", overrides=[SEQUENCE_PARALLEL], tp=2),
     scenario("pp2, dp2, uneven rows", 4, "qwen3_tied", split="uneven", overrides=TOKEN_BUDGET, pp=2),
     scenario("pp2, vpp2, dp2, one without rows", 4, split="first_rank", pp=2, vpp=2),
+    scenario("uneven pp2", 2, overrides=UNEVEN, pp=2),
+    scenario("cp2, tp2, sequence parallel", 4, "qwen3_tied", overrides=[SEQUENCE_PARALLEL], cp=2, tp=2),
+    scenario("cp2, pp2", 4, "llama", cp=2, pp=2),
+    scenario("cp2, dp2, one without rows", 4, "qwen3_tied", split="first_rank", cp=2),
+    scenario("experts, one rank", 1, "qwen3_moe"),
+    scenario("experts, ep2", 2, "qwen3_moe", ep=2),
+    scenario("experts, ep2, pp2", 4, "mixtral", overrides=TOKEN_BUDGET, ep=2, pp=2),
+    scenario("experts, tp2, etp2", 2, "qwen3_moe", overrides=[SEQUENCE_PARALLEL], tp=2, etp=2),
     scenario("no recomputation", 2, overrides=[NO_RECOMPUTATION], tp=2),
     scenario("overlapped reductions", 2, overrides=[*OVERLAPS, *TOKEN_BUDGET]),
 ]
@@ -66,13 +83,38 @@ def model_dirs() -> dict[str, str]:
         "qwen3_untied": make_tiny_model_dir(root / "untied", tie=False, **TINY),
         "llama": make_tiny_model_dir(root / "llama", "llama", tie=False, **TINY),
         "qwen2": make_tiny_model_dir(root / "qwen2", "qwen2", tie=False, **TINY),
+        "qwen3_moe": make_tiny_model_dir(root / "qwen3_moe", "qwen3_moe", tie=False, **TINY),
+        "mixtral": make_tiny_model_dir(root / "mixtral", "mixtral", tie=False, **TINY),
     }
     return {name: str(path) for name, path in made.items()}
 
 
 @functools.cache
 def reference(model: str) -> Outcome:
-    return cases.run_reference(Path(model_dirs()[model]))
+    outcome = cases.run_reference(Path(model_dirs()[model]))
+    return replace(
+        outcome, grads=names_on_disk(outcome.grads, model), weights=names_on_disk(outcome.weights, model)
+    )
+
+
+def names_on_disk(tensors: dict[str, torch.Tensor], model: str) -> dict[str, torch.Tensor]:
+    """Tensors under the names of model files, where transformers stacks experts in memory."""
+    router = "block_sparse_moe" if model == "mixtral" else "mlp"
+    gate, up, down = ("w1", "w3", "w2") if model == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".experts.gate_up_proj"):
+            name = name.removesuffix("mlp.experts.gate_up_proj")
+            for expert, both in enumerate(tensor):
+                for part, half in zip((gate, up), both.chunk(2), strict=True):
+                    found[f"{name}{router}.experts.{expert}.{part}.weight"] = half
+        elif name.endswith(".experts.down_proj"):
+            name = name.removesuffix("mlp.experts.down_proj")
+            for expert, part in enumerate(tensor):
+                found[f"{name}{router}.experts.{expert}.{down}.weight"] = part
+        else:
+            found[name.replace("mlp.gate.weight", f"{router}.gate.weight")] = tensor
+    return found
 
 
 @functools.cache
@@ -102,3 +144,16 @@ def test_a_megatron_model_equals_plain_hf_and_adamw(pair):
     assert ours.weights.keys() == theirs.weights.keys()
     gap, name = largest_gap(ours.weights, theirs.weights)
     assert gap < 0.01 * cases.LR, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [(), (PLAIN_OPTIMIZER,)], ids=["distributed", "plain"])
+def test_bf16_weights_with_fp32_masters_stay_near_fp32(optimizer):
+    bf16 = (f"{MEGATRON}.param_dtype=bfloat16", *optimizer)
+    ours, theirs = outcome(scenario("bf16", 2, overrides=bf16, tp=2)), reference("qwen3_untied")
+    gap = (ours.log_prob - theirs.log_prob).abs()
+    assert 1e-5 < gap.max() < 0.5
+    assert gap.mean() < 0.05
+    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=0.1)
+    for name, weight in theirs.weights.items():
+        assert (ours.weights[name] - weight).abs().mean() < 1.5 * cases.LR, name

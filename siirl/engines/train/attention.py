@@ -78,7 +78,7 @@ def _varlen(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    attend, options = _varlen_kernel()
+    attend, options = varlen_kernel()
     left = -1 if window is None else window - 1
     cu, longest = bounds.cu_seqlens, bounds.max_length
     q_NHD, k_NKD, v_NKD = q_NHD.contiguous(), k_NKD.contiguous(), v_NKD.contiguous()
@@ -88,7 +88,7 @@ def _varlen(
 
 
 @functools.cache
-def _varlen_kernel():
+def varlen_kernel():
     """torch's kernel, and the option to share key-value heads: implied up to torch 2.11, named since."""
     from torch.nn.attention.varlen import varlen_attn
 

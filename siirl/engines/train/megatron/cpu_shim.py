@@ -2,7 +2,7 @@
 
 megatron-core names "cuda" in many places where any device would do: `device=torch.cuda.current_device()`,
 `torch.zeros(..., device="cuda")`, `tensor.cuda()`, streams and events. `enter` replaces these names of
-torch by CPU equivalents and `leave` puts the originals back, so that the replacements live only as long as
+torch by CPU equivalents until the function that it returns is called, so that they live only as long as
 Megatron code runs (see scope.py). Checked with megatron-core 0.16.1; can go when it is device-neutral.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,23 +92,25 @@ def _make_replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
-def enter() -> list[tuple[Any, str, Any]]:
-    """Put the replacements in place; returns what `leave` needs. An empty list where CUDA exists."""
+def enter() -> Callable[[], None]:
+    """Put the replacements in place, compiled functions off; call the result to leave. Nothing with CUDA."""
     if torch.cuda.is_available():
-        return []
+        return _nothing
     if not _replacements:
         _repair_generators()
+        _repair_dispatcher()
         _replacements.extend(_make_replacements())
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in _replacements]
     for owner, name, value in _replacements:
         setattr(owner, name, value)
-    return saved
+    stance = torch.compiler.set_stance("force_eager")  # on CPUs compiling takes longer than it can gain
 
+    def leave() -> None:
+        stance.__exit__(None, None, None)
+        for owner, name, value in saved:
+            setattr(owner, name, value)
 
-def leave(saved: list[tuple[Any, str, Any]]) -> None:
-    """Put back what `enter` replaced."""
-    for owner, name, value in saved:
-        setattr(owner, name, value)
+    return leave
 
 
 def _repair_generators() -> None:
@@ -117,3 +120,13 @@ def _repair_generators() -> None:
     generators._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     generators._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     logging.getLogger(generators.__name__).setLevel(logging.ERROR)  # it would warn that this state moved
+
+
+def _repair_dispatcher() -> None:
+    """Split sizes of the experts' exchange must be numbers: Megatron converts only CUDA tensors."""
+    import megatron.core.transformer.moe.token_dispatcher as dispatcher
+
+    def to_host(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return value.numpy() if as_numpy and torch.is_tensor(value) else value
+
+    dispatcher.maybe_move_tensor_to_cpu = to_host

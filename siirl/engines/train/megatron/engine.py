@@ -21,6 +21,7 @@ from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.language_model import pass_flops
+from siirl.engines.train.megatron.context import SumOverRanks
 from siirl.engines.train.megatron.export import Exporter
 from siirl.engines.train.megatron.micro_batch import MicroBatch, make_micro_batch, make_rope
 from siirl.engines.train.megatron.model import LocalParams, all_agree, build_stages, read_weights, wrap_stages
@@ -145,7 +146,7 @@ class MegatronEngine(TrainEngine):
 
         def keep(batch: MicroBatch, index: list[int], found: Outputs) -> tuple[Tensor, Tensor, dict]:
             for column, name in zip(columns, outputs, strict=True):
-                column[index] = batch.packed.to_cells(found[name])
+                column[index] = self._cells(batch, found[name])
             return torch.zeros((), device=self.device), _no_tokens(), {}
 
         for module in self._modules:
@@ -177,7 +178,7 @@ class MegatronEngine(TrainEngine):
             return metrics
 
         def share(batch: MicroBatch, index: list[int], found: Outputs) -> tuple[Tensor, Tensor, dict]:
-            columns = {f"{name}_BT": batch.packed.to_cells(value_M) for name, value_M in found.items()}
+            columns = {f"{name}_BT": self._cells(batch, value_M) for name, value_M in found.items()}
             nothing = sum(value_BT.sum() for value_BT in columns.values()) if batch.packed.is_dummy else 0.0
             if not batch.packed.num_rows:
                 return nothing, _no_tokens(), {}
@@ -239,8 +240,14 @@ class MegatronEngine(TrainEngine):
         packed = pack_rows(rows, self.device)
         note(rows=packed.num_rows, tokens=packed.input_ids.numel())
         multiple = self._dims.tp if self._config.sequence_parallel else 1
-        dtype = self._config.params_dtype
-        return make_micro_batch(rows, packed, self._rope, multiple, dtype, temperature, outputs)
+        multiple *= 2 * self._dims.cp if self._dims.cp > 1 else 1
+        context, dtype = self._scope.groups.cp, self._config.params_dtype
+        return make_micro_batch(rows, packed, self._rope, multiple, context, dtype, temperature, outputs)
+
+    def _cells(self, batch: MicroBatch, value_M: Tensor) -> Tensor:
+        """Values in their [B, T] places, whole on every context-parallel rank."""
+        value_BT = batch.packed.to_cells(value_M)
+        return SumOverRanks.apply(value_BT, self._scope.groups.cp) if self._dims.cp > 1 else value_BT
 
     def _step(self, metrics: Metrics) -> None:
         """Clip, step, count: or skip, when the gradient is not finite."""

@@ -125,7 +125,7 @@ class Exporter:
             elif entry.expert is None:
                 slots.append(_Slot((entry,), stage_of_layer[entry.layer], False))
             else:
-                kind = entry.name.replace(f".{entry.expert}.", ".*.", 1)
+                kind = entry.name.replace(f"experts.{entry.expert}.", "experts.*.")
                 experts.setdefault((kind, entry.layer), {})[entry.expert] = entry
         for (_, layer), found in experts.items():
             per_rank = len(found) // self._dims.ep

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from siirl.engines.train.attention import SequenceBounds, packed_attention
+from siirl.engines.train.megatron.context import ContextShard, context_attention
 from siirl.engines.train.megatron.vocab_parallel import vocab_parallel_log_prob
 
 CHUNK_ELEMENTS = 1 << 28
@@ -30,11 +31,13 @@ KEEP_LOGITS_BYTES = 2 << 30
 class PackedRows(PackedSeqParams):
     """What the layers and the head need to know of a micro-batch; Megatron hands it through.
 
-    rope: cosines and sines of the positions, [N, D] each. predict_index, target: as in PackedBatch. outputs:
-    what the head computes, by the names of TokenOutputs.
+    context: this rank's share of the tokens under context parallelism. rope: cosines and sines of the
+    positions, [N, D] each. predict_index, target: as in PackedBatch. outputs: what the head computes, by the
+    names of TokenOutputs.
     """
 
     bounds: SequenceBounds | None = None
+    context: ContextShard | None = None
     rope: tuple[Tensor, Tensor] | None = None
     predict_index: Tensor | None = None
     target: Tensor | None = None
@@ -77,6 +80,8 @@ class PackedAttention(nn.Module):
         assert packed_seq_params is not None and packed_seq_params.bounds is not None
         cos_N1D, sin_N1D = (table.unsqueeze(1) for table in packed_seq_params.rope or ())
         query, key = _rotated(query, cos_N1D, sin_N1D), _rotated(key, cos_N1D, sin_N1D)
+        if packed_seq_params.context is not None:
+            return context_attention(query, key, value, packed_seq_params.context, self.scale)
         out, _ = packed_attention(
             self,
             *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),

@@ -3,9 +3,10 @@
 Legend: N packed tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from siirl.engines.train.attention import SequenceBounds
+from siirl.engines.train.megatron.context import ContextShard, context_shard
 from siirl.engines.train.megatron.layers import PackedRows
 from siirl.engines.train.packing import PackedBatch
 
@@ -38,11 +40,12 @@ def make_micro_batch(
     packed: PackedBatch,
     rope: nn.Module,
     multiple: int,
+    context_group: dist.ProcessGroup,
     dtype: torch.dtype,
     temperature: float,
     outputs: tuple[str, ...],
 ) -> MicroBatch:
-    """Fill the packed tokens up to a multiple of `multiple` by one more sequence, and compute positions.
+    """Fill the packed tokens up to a multiple of `multiple` by one more sequence, and take this rank's share.
 
     dtype: of the model's activations. No communication.
     """
@@ -54,6 +57,11 @@ def make_micro_batch(
         filler = torch.arange(extra, device=position_ids.device)
         position_ids = torch.cat([position_ids, filler.unsqueeze(0)], dim=1)
         bounds = _with_sequence(bounds, filler)
+    shard = None
+    if context_group.size() > 1:
+        shard = context_shard(bounds, context_group, input_ids.device)
+        input_ids, position_ids = input_ids[:, shard.index_n], position_ids[:, shard.index_n]
+        packed = _own_predictions(packed, shard)
     like = torch.empty((), dtype=dtype, device=input_ids.device)
     cos, sin = rope(like, position_ids)
     arguments = PackedRows(
@@ -63,6 +71,7 @@ def make_micro_batch(
         max_seqlen_q=bounds.max_length,
         max_seqlen_kv=bounds.max_length,
         bounds=bounds,
+        context=shard,
         rope=(cos[0], sin[0]),
         predict_index=packed.predict_index,
         target=packed.target,
@@ -70,6 +79,15 @@ def make_micro_batch(
         outputs=outputs,
     )
     return MicroBatch(rows, packed, input_ids, position_ids, arguments)
+
+
+def _own_predictions(packed: PackedBatch, shard: ContextShard) -> PackedBatch:
+    """The packed rows with the predictions only that this rank's tokens make, maybe none."""
+    place_N = torch.full((len(shard.restore_N),), -1, device=shard.index_n.device)
+    place_N[shard.index_n] = torch.arange(len(shard.index_n), device=place_N.device)
+    place_M = place_N[packed.predict_index]
+    own_M = place_M >= 0
+    return replace(packed, predict_index=place_M[own_M], target=packed.target[own_M], cell=packed.cell[own_M])
 
 
 def _with_sequence(bounds: SequenceBounds, position_N: Tensor) -> SequenceBounds:

@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -31,6 +32,8 @@ def build_stages(
 ) -> list[PackedGPT]:
     """The model chunks of this rank, in order, without weights. Call it inside the scope."""
     place, last = scope.groups.pp.rank(), dims.pp - 1
+    if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16.1 uses it without Transformer Engine
+        moe_utils.te_general_gemm = None
     padded_vocab = -(-hf.vocab_size // dims.tp) * dims.tp
     stages = []
     for chunk in range(dims.vpp):

@@ -72,6 +72,10 @@ def transformer_config(
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_permute_fusion": False,
+        "moe_grouped_gemm": False,
     }
     chosen |= _pipeline_options(dims)
     if trains and settings.model.enable_gradient_checkpointing:

@@ -105,11 +105,11 @@ class MegatronScope:
         trace: TracebackType | None,
     ) -> None:
         self._state = _take()
-        values, default, group_ranks, replaced = self._entered.pop()
+        values, default, group_ranks, leave_shim = self._entered.pop()
         _put(values)
         c10d._world.pg_group_ranks.update(group_ranks)
         c10d._update_default_pg(default)
-        cpu_shim.leave(replaced)
+        leave_shim()
 
 
 class _ScopedDistributed:

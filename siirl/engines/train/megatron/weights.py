@@ -108,10 +108,48 @@ def _dense_mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
     ]
 
 
+def _experts(names: tuple[str, str, str], router: str, width: str) -> Callable[..., list[Entry]]:
+    """Entries of a mixture of experts: Hugging Face's names for gate, up and down, and where they stand."""
+
+    def mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
+        hidden, wide, num = config.hidden_size, getattr(config, width), config.num_local_experts
+        hf, own = f"model.layers.{layer}.{router}", f"decoder.layers.{layer}.mlp"
+        gate = (Block(f"{hf}.gate.weight", 0, num),)
+        found = [Entry(f"{own}.router.weight", gate, hidden, "whole", layer)]
+        for expert in range(num):
+            local, parts = f"{own}.experts.local_experts.{expert}", f"{hf}.experts.{expert}"
+            gate_up = tuple(Block(f"{parts}.{name}.weight", 0, wide) for name in names[:2])
+            down = (Block(f"{parts}.{names[2]}.weight", 0, hidden),)
+            found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", layer, expert))
+            found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", layer, expert))
+        return found
+
+    return mlp
+
+
+def _expert_options(width: str, normalised: Callable[[PretrainedConfig], bool]) -> Callable[..., dict]:
+    """How the router chooses: the probabilities of the chosen experts may or may not sum up to 1."""
+    return lambda config: {
+        "num_moe_experts": config.num_local_experts,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_ffn_hidden_size": getattr(config, width),
+        "moe_router_pre_softmax": not normalised(config),
+    }
+
+
 FAMILIES = {
     "llama": Family(_dense_mlp),
     "qwen2": Family(_dense_mlp, qkv_bias=True),
     "qwen3": Family(_dense_mlp, qk_norm=True),
+    "qwen3_moe": Family(
+        _experts(("gate_proj", "up_proj", "down_proj"), "mlp", "moe_intermediate_size"),
+        qk_norm=True,
+        options=_expert_options("moe_intermediate_size", lambda config: config.norm_topk_prob),
+    ),
+    "mixtral": Family(
+        _experts(("w1", "w3", "w2"), "block_sparse_moe", "intermediate_size"),
+        options=_expert_options("intermediate_size", lambda config: True),
+    ),
 }
 """Model type of config.json -> family."""
 
@@ -128,6 +166,8 @@ def family_of(config: PretrainedConfig) -> Family:
         problem = f"a {config.model_type} with mlp_bias"
     elif config.hidden_act not in ("silu", "swish"):
         problem = f"a {config.model_type} with hidden_act={config.hidden_act}"
+    elif getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        problem = f"a {config.model_type} with dense layers among those of experts"
     elif getattr(config, "use_sliding_window", False) or (
         config.model_type == "mixtral" and config.sliding_window
     ):
