@@ -79,9 +79,14 @@ def _no_reference(cfg: Config, name: str) -> str:
     return "there is no reference model without actor.use_kl_loss or algorithm.use_kl_in_reward"
 
 
+def _may_use_critic(cfg: Config) -> bool:
+    """Whether the estimator uses a critic; an estimator of the user's own may."""
+    return cfg.algorithm.adv_estimator == "gae" or ":" in cfg.algorithm.adv_estimator
+
+
 def _no_critic(cfg: Config, name: str) -> str:
     """Why a key of the critic has no effect, or an empty string."""
-    if not name.startswith("critic.") or cfg.algorithm.adv_estimator == "gae":
+    if not name.startswith("critic.") or _may_use_critic(cfg):
         return ""
     return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
 
@@ -102,7 +107,7 @@ def _batch(cfg: Config) -> Iterator[str]:
         ("critic", cfg.critic.ppo_mini_batch_size),
     ):
         follows = mini == cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-        if not batch % mini or (group == "critic" and (follows or cfg.algorithm.adv_estimator != "gae")):
+        if not batch % mini or (group == "critic" and (follows or not _may_use_critic(cfg))):
             continue
         why = "is larger than" if mini > batch else "does not divide"
         fix = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
@@ -286,7 +291,7 @@ def _resampling(cfg: Config) -> Iterator[str]:
 
 def _critic(cfg: Config) -> Iterator[str]:
     critic, rollout = cfg.critic, cfg.actor_rollout_ref.rollout
-    if cfg.algorithm.adv_estimator != "gae":
+    if not _may_use_critic(cfg):
         if cfg.trainer.critic_warmup:
             yield (
                 f"trainer.critic_warmup={cfg.trainer.critic_warmup} with algorithm.adv_estimator="

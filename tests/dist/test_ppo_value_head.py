@@ -120,7 +120,7 @@ def reference(model_dir):
     return plain_training(model_dir)
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_values_and_their_training_equal_plain_hf(model_dir, reference, tmp_path, world):
     before, after, weights = run_workers(train_critic, world, model_dir, str(tmp_path / "hf"), ())[0]
     assert reference[0].abs().max() > 0.1
@@ -139,6 +139,7 @@ def test_values_and_their_training_equal_plain_hf(model_dir, reference, tmp_path
     torch.testing.assert_close(again[0], after, atol=1e-5, rtol=0)  # a critic that starts from a critic
 
 
+@pytest.mark.slow
 def test_adapters_of_a_critic_train_with_its_head(model_dir):
     before, after, weights = run_workers(train_critic, 2, model_dir, "", LORA)[0]
     assert (after - before).abs().max() > 1e-4

@@ -37,7 +37,9 @@ def workflow(name: str, folder) -> list[str]:
     }[name]
 
 
-@pytest.mark.parametrize("name", ["remax", "pf_ppo", "filter"])
+@pytest.mark.parametrize(
+    "name", ["remax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pf_ppo", "filter"))]
+)
 def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name):
     more = workflow(name, tmp_path)
     one, two = (

@@ -54,7 +54,10 @@ def apart(folder) -> str:
     return f"dag.workflow_path={path}"
 
 
-@pytest.mark.parametrize("placed_apart", [False, True], ids=["shared ranks", "apart"])
+@pytest.mark.parametrize(
+    "placed_apart",
+    [pytest.param(False, marks=pytest.mark.slow, id="shared ranks"), pytest.param(True, id="apart")],
+)
 def test_dynamic_sampling_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, placed_apart):
     more = [apart(tmp_path)] if placed_apart else []
     two = run_job(2, overrides(inputs, tmp_path, *DAPO, *more))
@@ -63,7 +66,7 @@ def test_dynamic_sampling_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, p
         assert two.values(name) == pytest.approx(one_rank.values(name), rel=1e-3, abs=1e-4), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_leftover_groups_survive_a_checkpoint(inputs, one_rank, tmp_path, world_size):
     left = one_rank.values("sampling/groups_left")
     step = next(step for step in (1, 2) if left[step - 1] > 0)

@@ -27,7 +27,10 @@ def inputs(tmp_path_factory):
     return Inputs.make(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name",
+    ["advantage", "dag", *(pytest.param(x, marks=pytest.mark.slow) for x in ("policy_loss", "reward"))],
+)
 def test_an_example_trains(inputs, tmp_path, name):
     more = [*EXAMPLES[name], "trainer.total_training_steps=1", "trainer.val_before_train=False"]
     run = run_job(1, overrides(inputs, tmp_path, *more))

@@ -50,7 +50,10 @@ def placed_apart(folder) -> str:
     return f"dag.workflow_path={path}"
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["shared ranks", "critic apart"])
+@pytest.mark.parametrize(
+    "apart",
+    [pytest.param(False, marks=pytest.mark.slow, id="shared ranks"), pytest.param(True, id="critic apart")],
+)
 def test_ppo_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, apart):
     more = [placed_apart(tmp_path)] if apart else ["critic.ppo_micro_batch_size_per_gpu=3"]
     two = run_job(2, overrides(inputs, tmp_path, *PPO, *KL, *more))

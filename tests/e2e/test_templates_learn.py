@@ -1,6 +1,4 @@
-"""Each template learns the quickstart task on CPU: validation reward above 0.8 (docs/algorithms.md has the
-curves).
-"""
+"""Each template learns the quickstart task on CPU: validation reward above 0.8."""
 
 import json
 import os

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import logging as transformers_logging
 
 from siirl.config.common import ModelConfig
 from siirl.dag.plan import Head
@@ -118,6 +119,9 @@ def load_source(
     """
     path = model_dir(model.path)
     check_weight_files(path)
+    verbosity = transformers_logging.get_verbosity()
+    if head == "value":  # that a new head is missing is no news
+        transformers_logging.set_verbosity_error()
     try:
         source, report = MODEL_CLASSES[head].from_pretrained(
             path,
@@ -131,6 +135,8 @@ def load_source(
         raise DataError(
             f"weights of {path} cannot be loaded: {error}. Check the files against its config.json."
         ) from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     if head == "value":
         report["missing_keys"] = _start_value_head(source, set(report["missing_keys"]), seed)
     problems: dict[str, Any] = {
