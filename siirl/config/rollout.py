@@ -179,4 +179,10 @@ class RolloutConfig:
         "wake weights and cache apart",
         ignored="vllm always wakes its weights for a sync, its cache to generate",
     )
+    weight_link: str = key(
+        "auto",
+        "how the trainer's weights reach the engine; auto: shared memory on the same ranks, NCCL or gloo to "
+        "others; checkpoint: a folder in trainer.output_dir that all ranks must see",
+        choices=("auto", "checkpoint"),
+    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")

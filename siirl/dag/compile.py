@@ -78,7 +78,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     for node in kept.values():
         check_node_config(node)
     models = plan_models(kept.values(), world_size)
-    links = plan_links(models)
+    links = plan_links(models, kept)
     agents = agent_rows(kept)
     table = LayoutTable()
     places = place_nodes(kept, graph, models, agents, table, world_size)

@@ -204,8 +204,8 @@ def plan_advice(models: Iterable[ModelPlan], configs: dict[str, Config]) -> list
     return [line for model in models for line in backend_of(model).advice(model, configs[model.node])]
 
 
-def plan_links(models: dict[str, ModelPlan]) -> dict[str, LinkPlan]:
-    """One link for each rollout, from the actor of its agent."""
+def plan_links(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> dict[str, LinkPlan]:
+    """One link for each rollout, from the actor of its agent; nodes: the kept ones by id."""
     links: dict[str, LinkPlan] = {}
     for target in models.values():
         if target.role == "rollout":
@@ -213,6 +213,8 @@ def plan_links(models: dict[str, ModelPlan]) -> dict[str, LinkPlan]:
             name = f"agent_{target.agent}.weights"
             union = tuple(sorted({*source.ranks, *target.ranks}))
             kind = "local" if union == source.ranks else "broadcast"
+            if nodes[target.node].cfg.actor_rollout_ref.rollout.weight_link == "checkpoint":
+                kind = "checkpoint"
             links[name] = LinkPlan(name, source.name, target.name, union, kind)
     return links
 

@@ -55,13 +55,17 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """Weights of `source` (a training engine) are copied into `target` (a rollout engine)."""
+    """Weights of `source` (a training engine) are copied into `target` (a rollout engine).
+
+    kind: "local", every rank of the target holds the source too; "broadcast", to ranks that do not, over
+    NCCL or gloo; "checkpoint", by a folder that all ranks see.
+    """
 
     name: str
     source: str
     target: str
     ranks: Ranks
-    kind: Literal["local", "broadcast"]
+    kind: Literal["local", "broadcast", "checkpoint"]
 
 
 @dataclass(frozen=True)

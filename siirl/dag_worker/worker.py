@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,7 +87,11 @@ class DAGWorker:
         self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}
         self.links: dict[str, WeightLink] = {
             name: make_link(
-                link, self.train_engines.get(link.source), self.rollout_engines.get(link.target), self.groups
+                link,
+                self.train_engines.get(link.source),
+                self.rollout_engines.get(link.target),
+                self.groups,
+                Path(cfg.trainer.output_dir).expanduser() / "weights" / name,
             )
             for name, link in plan.links.items()
             if rank in link.ranks

@@ -2,13 +2,15 @@
 
 All ranks of a link call `push` together. Ranks that hold a trainer export its weights (a collective of
 theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
-lowest trainer rank broadcasts the tensors to them in buckets, each announced by a header. No rank goes on
-before all agree that the sync succeeded.
+lowest trainer rank broadcasts the tensors to them in buckets, each announced by a header; a link of kind
+"checkpoint" has it write a folder that the targets read. No rank goes on before all agree that the sync
+succeeded.
 """
 
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from siirl.dag.plan import LinkPlan
+from siirl.engines.link_folder import read_weights, write_weights
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import WeightSyncError
@@ -38,10 +41,17 @@ Named = tuple[str, Tensor]
 
 
 def make_link(
-    plan: LinkPlan, source: TrainEngine | None, target: RolloutEngine | None, groups: ProcessGroups
+    plan: LinkPlan,
+    source: TrainEngine | None,
+    target: RolloutEngine | None,
+    groups: ProcessGroups,
+    folder: Path,
 ) -> "WeightLink":
-    """The link of `plan` on this rank, between the engines that this rank holds. No communication."""
-    return WeightLink(plan, source, target, groups)
+    """The link of `plan` on this rank, between the engines that this rank holds. No communication.
+
+    folder: where a link of kind "checkpoint" puts the weights; all its ranks must see the same.
+    """
+    return WeightLink(plan, source, target, groups, folder)
 
 
 class WeightLink:
@@ -53,9 +63,11 @@ class WeightLink:
         source: TrainEngine | None,
         target: RolloutEngine | None,
         groups: ProcessGroups,
+        folder: Path,
     ) -> None:
         """See make_link."""
         self.name = plan.name
+        self._folder = folder if plan.kind == "checkpoint" else None
         if source is None and target is None:
             raise WeightSyncError(
                 f"{self}: rank {groups.rank} holds neither {plan.source} nor {plan.target}."
@@ -89,7 +101,7 @@ class WeightLink:
             return metrics
         self._broken, self._num_bytes = False, 0
         with phase("transfer", version=version):
-            self._transfer(self._stream(dtype, root, broadcast), version)
+            self._transfer(self._stream(dtype, root, broadcast, version), version)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             note(bytes=self._num_bytes)
@@ -149,21 +161,48 @@ class WeightLink:
             return f"rank {self._rank}: {error}"
         return ""
 
-    def _stream(self, dtype: torch.dtype | None, root: int, broadcast: bool) -> Iterator[Named]:
+    def _stream(self, dtype: torch.dtype | None, root: int, broadcast: bool, version: int) -> Iterator[Named]:
         """The tensors as this rank gets them; sets _broken if getting them fails (not: using them)."""
         try:
-            if self._source is None:
+            if self._folder is not None:
+                tensors = self._through_folder(self._folder, dtype, root, version)
+            elif self._source is None:
                 tensors = self._received(root)
             elif broadcast:
                 tensors = self._sent(self._source.export_weights(dtype), root)
             else:
                 tensors = self._source.export_weights(dtype)
-            for name, tensor in tensors:
-                self._num_bytes += tensor.nbytes
-                yield name, tensor
+            yield from self._counted(tensors)
         except RuntimeError:
             self._broken = True
             raise
+
+    def _through_folder(
+        self, folder: Path, dtype: torch.dtype | None, root: int, version: int
+    ) -> Iterator[Named]:
+        """The root writes, all wait for its word, targets read."""
+        word: dict[str, Any] = {}
+        if self._source is not None:
+            tensors = self._source.export_weights(dtype)
+            if self._target is None:
+                tensors = self._counted(tensors)
+            try:
+                if self._rank == root:
+                    write_weights(folder, version, tensors)
+                for _ in tensors:
+                    pass
+            except (OSError, RuntimeError) as error:
+                word = {"error": f"the weights could not be written to {folder}: {error}"}
+        with phase("wait_for_folder"):
+            word = self._header(word if self._rank == root else None, root)
+        if "error" in word:
+            raise WeightSyncError(f"{self}: rank {root}: {word['error']}")
+        return read_weights(folder, version) if self._target is not None else iter(())
+
+    def _counted(self, tensors: Iterator[Named]) -> Iterator[Named]:
+        for name, tensor in tensors:
+            self._num_bytes += tensor.nbytes
+            yield name, tensor
 
     def _sent(self, tensors: Iterator[Named], root: int) -> Iterator[Named]:
         """Pass the trainer's tensors on, and broadcast them from the root.

@@ -2,6 +2,8 @@
 
 import functools
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from siirl.config import load_config
 from siirl.dag.plan import LinkPlan, ModelPlan
-from siirl.engines import links
+from siirl.engines import link_folder, links
 from siirl.engines.links import make_link
 from siirl.engines.registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
@@ -81,13 +83,15 @@ def ranks_of(sources, targets):
     return tuple(sorted({*sources, *targets}))
 
 
-def build_link(rank, model_dir, groups, sources, targets, dtype="float32"):
+def build_link(rank, model_dir, groups, sources, targets, dtype="float32", folder=None):
     ranks = ranks_of(sources, targets)
     trainer = FakeTrainer(model_dir, groups, tuple(sources)) if rank in sources else None
     rollout = build_rollout(model_dir, dtype) if rank in targets else None
     kind = "local" if set(targets) == set(sources) else "broadcast"
+    kind = "checkpoint" if folder else kind
+    folder = Path(folder or "never", "-".join(map(str, ranks)))
     plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", ranks, kind)
-    return trainer, rollout, make_link(plan, trainer, rollout, groups)
+    return trainer, rollout, make_link(plan, trainer, rollout, groups, folder)
 
 
 def everywhere(rank, world_size, check, model_dir, places, *args):
@@ -114,9 +118,10 @@ PLACES = [
 ]
 
 
-def two_syncs(rank, model_dir, groups, sources, targets):
+def two_syncs(rank, model_dir, groups, sources, targets, folder):
     links.BUCKET_BYTES = 3000  # several tensors in a bucket, several buckets, and tensors larger than one
-    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
+    link_folder.FILE_BYTES = 3000
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, folder=folder)
     first = link.push().values()
     results = [log_probs(rollout) if rollout else None]
     skipped = link.push().values()
@@ -127,7 +132,8 @@ def two_syncs(rank, model_dir, groups, sources, targets):
     return first, skipped, second, results, rollout and rollout.weight_version
 
 
-def test_every_target_gets_the_trainers_weights_and_version_wherever_it_is(model_dir):
+@pytest.mark.parametrize("kind", ["auto", "checkpoint"])
+def test_every_target_gets_the_trainers_weights_and_version_wherever_it_is(model_dir, kind, tmp_path):
     state = tied_once(model_dir)
     rollout = build_rollout(model_dir)
     expected = []
@@ -136,7 +142,8 @@ def test_every_target_gets_the_trainers_weights_and_version_wherever_it_is(model
         expected.append(log_probs(rollout))
     assert expected[0] != expected[1]
     num_bytes = sum(tensor.nbytes for tensor in state.values())
-    out = run_workers(everywhere, 4, two_syncs, model_dir, PLACES)
+    folder = str(tmp_path) if kind == "checkpoint" else None
+    out = run_workers(everywhere, 4, two_syncs, model_dir, PLACES, folder)
     for index, (sources, targets) in enumerate(PLACES):
         for rank in ranks_of(sources, targets):
             first, skipped, second, results, version = out[rank][index]
@@ -146,6 +153,8 @@ def test_every_target_gets_the_trainers_weights_and_version_wherever_it_is(model
             assert skipped == {}
             if rank in targets:
                 assert results == expected and version == 1
+    left = sorted(path.name for path in tmp_path.glob("*/*"))
+    assert left == (["version_1"] * len({ranks_of(*place) for place in PLACES}) if folder else [])
 
 
 def in_rollout_dtype(rank, model_dir, groups, sources, targets):
@@ -182,7 +191,7 @@ def trainers_disagree(rank, model_dir, groups, sources, targets):
 def rollout_missing(rank, model_dir, groups, sources, targets):
     plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", (0, 1), "local")
     with pytest.raises(WeightSyncError, match=r"holds no agent_0\.rollout"):
-        make_link(plan, FakeTrainer(model_dir, groups, (0, 1)), None, groups)
+        make_link(plan, FakeTrainer(model_dir, groups, (0, 1)), None, groups, Path("never"))
 
 
 def several_decisions(rank, world_size, model_dir):
@@ -216,8 +225,8 @@ BROKEN = [
 ]
 
 
-def broken_exports(rank, model_dir, groups, sources, targets):
-    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
+def broken_exports(rank, model_dir, groups, sources, targets, folder):
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, folder=folder)
     link.push()
     messages = []
     for version, (edit, _) in enumerate(BROKEN, start=1):
@@ -235,9 +244,11 @@ def broken_exports(rank, model_dir, groups, sources, targets):
     return messages, rollout and rollout.weight_version
 
 
-def test_a_wrong_tensor_fails_the_sync_on_every_rank_and_the_next_one_can_succeed(model_dir):
+@pytest.mark.parametrize("kind", ["auto", "checkpoint"])
+def test_a_wrong_tensor_fails_the_sync_on_every_rank_and_the_next_one_can_succeed(model_dir, kind, tmp_path):
+    folder = str(tmp_path) if kind == "checkpoint" else None
     places = [([0, 1], [0, 1]), ([0, 1], [1, 2])]
-    out = run_workers(everywhere, 3, broken_exports, model_dir, places)
+    out = run_workers(everywhere, 3, broken_exports, model_dir, places, folder)
     for index, (sources, targets) in enumerate(places):
         for rank in ranks_of(sources, targets):
             messages, version = out[rank][index]
@@ -264,9 +275,9 @@ def test_one_failing_target_fails_all_ranks(model_dir):
             assert f"rank {place[1][-1]}: " in message and "up_proj" in message
 
 
-def export_fails(rank, model_dir, groups, sources, targets):
+def export_fails(rank, model_dir, groups, sources, targets, folder):
     links.BUCKET_BYTES = 3000
-    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets)
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, folder=folder)
     if trainer:
         trainer.fail_at = 7
     with pytest.raises(WeightSyncError) as caught:
@@ -274,9 +285,11 @@ def export_fails(rank, model_dir, groups, sources, targets):
     return str(caught.value), rollout and rollout.weight_version
 
 
-def test_an_export_that_raises_fails_all_ranks_and_nobody_hangs(model_dir):
+@pytest.mark.parametrize("kind", ["auto", "checkpoint"])
+def test_an_export_that_raises_fails_all_ranks_and_nobody_hangs(model_dir, kind, tmp_path):
+    folder = str(tmp_path) if kind == "checkpoint" else None
     places = [([0], [0]), ([0], [1, 2]), ([0, 1], [0, 1])]
-    out = run_workers(everywhere, 3, export_fails, model_dir, places, deadline_s=30)
+    out = run_workers(everywhere, 3, export_fails, model_dir, places, folder, deadline_s=30)
     for index, (sources, targets) in enumerate(places):
         for rank in ranks_of(sources, targets):
             message, version = out[rank][index]
