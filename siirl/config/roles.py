@@ -30,13 +30,14 @@ def model_key(role: str) -> str:
     return "critic.model" if role == "critic" else "actor_rollout_ref.model"
 
 
+def trained_group(cfg: Config, role: str) -> ActorConfig | CriticConfig:
+    """The settings of a model that is trained."""
+    return cfg.critic if role == "critic" else cfg.actor_rollout_ref.actor
+
+
 def mini_batch_prompts(cfg: Config, role: str) -> int:
     """Prompts of one optimizer step of an actor or critic."""
-    return (
-        cfg.critic.ppo_mini_batch_size
-        if role == "critic"
-        else (cfg.actor_rollout_ref.actor.ppo_mini_batch_size)
-    )
+    return trained_group(cfg, role).ppo_mini_batch_size
 
 
 def optimizer_steps(cfg: Config, role: str = "actor") -> int:

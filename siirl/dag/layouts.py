@@ -80,8 +80,8 @@ def agent_rows(kept: Nodes) -> dict[int, AgentRows]:
             continue
         prompts, n = node.cfg.data.train_batch_size, node.cfg.actor_rollout_ref.rollout.n
         own = [trainer for trainer in trainers if trainer.agent == node.agent]
-        mini = {trainer.op.model: _mini_batch_rows(trainer, prompts, n) for trainer in own}
-        balance = any(x.cfg.trainer.balance_batch or optimizer_steps(x.cfg, x.op.model) > 1 for x in own)
+        mini = {_role(trainer): _mini_batch_rows(trainer, prompts, n) for trainer in own}
+        balance = any(x.cfg.trainer.balance_batch or optimizer_steps(x.cfg, _role(x)) > 1 for x in own)
         filters = any(
             x.op.changes_rows and not x.op.is_rollout and x.agent == node.agent for x in kept.values()
         )
@@ -91,8 +91,13 @@ def agent_rows(kept: Nodes) -> dict[int, AgentRows]:
     return rows
 
 
+def _role(trainer: ResolvedNode) -> str:
+    assert trainer.op.model is not None, f"{trainer} trains no model"
+    return trainer.op.model
+
+
 def _mini_batch_rows(trainer: ResolvedNode, prompts: int, n: int) -> int:
-    mini = mini_batch_prompts(trainer.cfg, trainer.op.model)
+    mini = mini_batch_prompts(trainer.cfg, _role(trainer))
     if mini > prompts or prompts % mini:
         raise DagError(
             f"{trainer}: ppo_mini_batch_size = {mini} prompts does not divide data.train_batch_size = "

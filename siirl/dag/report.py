@@ -3,7 +3,7 @@
 import itertools
 
 from siirl.config import Config
-from siirl.config.roles import generated_prompts, optimizer_steps, role_group
+from siirl.config.roles import generated_prompts, optimizer_steps, role_group, trained_group
 from siirl.dag.emit import ROUTING
 from siirl.dag.megatron_layers import split_layers
 from siirl.dag.memory import MemoryLine, micro_batch_tokens, read_shape
@@ -174,7 +174,7 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
 
 
 def _training(trainer: ModelPlan, cfg: Config, prompts: int, n: int) -> list[str]:
-    group = role_group(cfg, trainer.role)
+    group = trained_group(cfg, trainer.role)
     mini, shards = group.ppo_mini_batch_size, trainer.dims.dp
     rows = mini * n
     epochs = f" x {group.ppo_epochs} epochs" if group.ppo_epochs > 1 else ""
