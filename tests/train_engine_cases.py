@@ -288,6 +288,7 @@ def run_scenario(scenario: Scenario, path: Path | str) -> Outcome:
         values = metrics.values()
         loss = torch.tensor([values.get("loss", 0.0), values.get("rows", 0.0)])
         dist.all_reduce(loss)
+        loss /= scenario.world // engine.dp_size
         assert loss[1] == NUM_ROWS, "the loss function saw every row once"
         outcome.losses.append(loss[0].item())
         outcome.grad_norms.append(values["grad_norm"])

@@ -38,14 +38,14 @@ def scenario(name: str, world: int, model: str = "qwen3_untied", split: str = "e
 
 
 FEW = [
-    scenario("tp2", 2, "qwen3_tied", tp=2),
-    scenario("dp2, uneven rows", 2, "llama", split="uneven", overrides=TOKEN_BUDGET),
     scenario("pp2, vpp2", 2, "qwen3_tied", overrides=TOKEN_BUDGET, pp=2, vpp=2),
     scenario("pp2, tp2, sequence parallel", 4, overrides=[SEQUENCE_PARALLEL], pp=2, tp=2),
     scenario("cp2", 2, overrides=TOKEN_BUDGET, cp=2),
     scenario("experts, tp2, ep2", 2, "mixtral", overrides=[SEQUENCE_PARALLEL], tp=2, ep=2),
 ]
 SLOW = [
+    scenario("tp2", 2, "qwen3_tied", tp=2),
+    scenario("dp2, uneven rows", 2, "llama", split="uneven", overrides=TOKEN_BUDGET),
     scenario("one rank", 1),
     scenario("one rank, qwen2, plain optimizer", 1, "qwen2", overrides=[PLAIN_OPTIMIZER]),
     scenario("tp2, plain optimizer, token budget", 2, overrides=[PLAIN_OPTIMIZER, *TOKEN_BUDGET], tp=2),

@@ -57,4 +57,6 @@ def test_a_run_saved_under_tensor_parallelism_goes_on_under_pipeline_parallelism
     run_job(2, overrides(inputs, tmp_path, *saves, *tp, "trainer.total_training_steps=2"))
     resumed = run_job(2, overrides(inputs, tmp_path, *saves, *pp))
     assert resumed.lines[-1]["step"] == 3
+    for name in COMPARED:
+        assert resumed.values(name)[-1] == pytest.approx(fsdp.values(name)[-1], rel=2e-4, abs=2e-5), name
     assert largest_difference(resumed.weights(), fsdp.weights()) < 2e-4

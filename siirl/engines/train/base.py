@@ -68,7 +68,8 @@ class TrainEngine(ABC):
     ) -> Metrics:
         """One optimizer step on this rank's rows of one mini-batch. Advances `version` and the LR schedule.
 
-        Returns the metrics of loss_fn plus grad_norm and lr; local to the rank (reduce later).
+        Returns the metrics of loss_fn plus grad_norm and lr, of this data-parallel shard (reduce later): all
+        ranks of a shard return the same.
         """
 
     @abstractmethod

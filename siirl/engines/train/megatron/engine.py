@@ -55,8 +55,7 @@ class MegatronEngine(TrainEngine):
     """A language model trained (or only run) by Megatron-Core on the ranks of its plan, CPU or CUDA.
 
     Build it on all ranks of the plan together: it communicates. Ranks of one data-parallel shard are given
-    the same rows. Only the first rank of a shard's last pipeline stage returns metrics of the loss, so that
-    merged metrics count a row once.
+    the same rows, and return the same outputs and metrics.
     """
 
     def __init__(self, plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device):
@@ -80,8 +79,6 @@ class MegatronEngine(TrainEngine):
         self._scope = MegatronScope(plan.ranks, plan.dims, groups, settings.megatron.seed)
         mpu = self._scope.groups
         self.dp_rank, self.dp_size = mpu.dp.rank(), plan.dims.dp
-        self._is_last_stage = mpu.pp.rank() == plan.dims.pp - 1
-        self._reports = self._is_last_stage and mpu.tp.rank() == 0 and mpu.cp.rank() == 0
         self._rope = make_rope(self._hf, self.device)
         with self._scope:
             self._build(plan, groups.get(plan.ranks))
@@ -183,8 +180,7 @@ class MegatronEngine(TrainEngine):
             if not batch.packed.num_rows:
                 return nothing, _no_tokens(), {}
             loss, loss_metrics = loss_fn(TokenOutputs(**columns), batch.rows.to(self.device), counts)
-            if self._reports:
-                metrics.merge(loss_metrics)
+            metrics.merge(loss_metrics)
             return loss + nothing, _no_tokens(), {}
 
         for module in self._modules:
@@ -192,9 +188,18 @@ class MegatronEngine(TrainEngine):
             module.zero_grad_buffer()
         with self._scope:
             self._run(rows, self._settings.train_limit, share, temperature, outputs, forward_only=False)
+            metrics = self._of_last_stage(metrics)
             with phase("optimizer_step"):
                 self._step(metrics)
         return metrics
+
+    def _of_last_stage(self, metrics: Metrics) -> Metrics:
+        """The metrics of the last pipeline stage, which alone computes the loss, on all stages."""
+        if self._dims.pp == 1:
+            return metrics
+        entries: list[Any] = [metrics.entries]
+        dist.broadcast_object_list(entries, group=self._scope.groups.pp, group_src=self._dims.pp - 1)
+        return Metrics(entries[0])
 
     def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
         """Row indices of the micro-batches: as many on every data-parallel rank."""
@@ -326,9 +331,7 @@ class MegatronEngine(TrainEngine):
                 self._host[part].restore()
 
     def flops(self, rows: TensorDict, backward: bool) -> float:
-        """This rank's share of its rows' FLOPs: the ranks of a shard hold the same rows."""
-        whole = pass_flops(num_active_weights(self._hf), self._hf, row_lengths(rows), backward)
-        return whole / self._dims.model_parallel
+        return pass_flops(num_active_weights(self._hf), self._hf, row_lengths(rows), backward)
 
     def _reduce(self, numbers: list[float], op: dist.ReduceOp) -> list[float]:
         """Reduce a few numbers over the data-parallel shards, through host memory."""
