@@ -159,6 +159,26 @@ def _tensor_parallel_replicas(cfg: Config, role: ModelRole, world: int) -> Paral
     return ParallelDims(world, tp=tp, dp_replicate=max(1, world // tp))
 
 
+def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp}"
+    if dims.tp > cfg.trainer.n_gpus_per_node:
+        raise PlacementError(
+            f"{node}: {key} is more than trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}: the GPUs of "
+            "one engine are on one machine. Lower it."
+        )
+    shape = read_shape(cfg, role)
+    if isinstance(shape, str) or dims.tp == 1:
+        return
+    for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
+        whole = count % dims.tp == 0 or (count == shape.kv_heads and dims.tp % count == 0)
+        if not whole:
+            fits = [size for size in range(1, dims.tp) if count % size == 0]
+            raise PlacementError(
+                f"{node}: {key} does not divide the model's {count} {what}: each GPU holds whole heads. "
+                f"Set it to {' or '.join(map(str, fits))}."
+            )
+
+
 HEADS: dict[ModelRole, Head] = {"critic": "value"}
 """The head of a role's model; others are language models."""
 
@@ -175,7 +195,7 @@ TRAIN_BACKENDS = {
 }
 ROLLOUT_BACKENDS = {
     "hf": Backend(_replicas, rollout_lines),
-    "vllm": Backend(_tensor_parallel_replicas, rollout_lines, groups=_along("tp")),
+    "vllm": Backend(_tensor_parallel_replicas, rollout_lines, groups=_along("tp"), check=_check_vllm),
     "sglang": Backend(
         _tensor_parallel_replicas, rollout_lines, groups=_along("tp"), later="the sglang rollout"
     ),
