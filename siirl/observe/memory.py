@@ -72,6 +72,7 @@ class DeviceMemory(HostMemory):
     def __init__(self, device: Any):
         import torch
 
+        torch.cuda.init()  # statistics cannot be reset before
         self._cuda, self._device = torch.cuda, device
         self._used = 0
         self._step: dict[str, float] = {}
