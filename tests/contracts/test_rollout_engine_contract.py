@@ -63,8 +63,6 @@ def engine_name(request):
 
 @pytest.fixture(scope="module")
 def shared_engine(engine_name, model_dir):
-    if engine_name == "vllm":
-        pytest.importorskip("vllm")
     engine = build(engine_name, model_dir)
     with pytest.raises(RolloutError, match="no usable weights"):
         engine.generate([[5]], SamplingParams(max_tokens=1), [0])

@@ -11,7 +11,6 @@ from dist_harness import WorkerFailure
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, overrides, run_job
 
-pytest.importorskip("vllm")
 VLLM = (
     "actor_rollout_ref.rollout.name=vllm",
     "actor_rollout_ref.rollout.max_num_seqs=64",

@@ -3,6 +3,8 @@
 Legend: N packed tokens, M response tokens among them, D hidden size, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -19,7 +21,7 @@ KEEP_LOGITS_BYTES = 2 << 30
 """Up to this size a training micro-batch keeps its logits for backward; else it computes them again."""
 
 
-class PackedModel(nn.Module):
+class PackedModel(nn.Module, ABC):
     """A decoder over packed rows with a head on top, head included, so that its gathered weight is used.
 
     outputs: what the head can compute of a response token, by the names of TokenOutputs.
@@ -51,11 +53,11 @@ class PackedModel(nn.Module):
         ).last_hidden_state[0]
         return self.head(hidden_ND.index_select(0, predict_index), target, temperature, outputs)
 
+    @abstractmethod
     def head(
         self, hidden_MD: Tensor, target_M: Tensor, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
         """The outputs of hidden states."""
-        raise NotImplementedError
 
 
 class PackedLanguageModel(PackedModel):

@@ -52,7 +52,7 @@ class PiecewiseTensor(Tensor):
             for mine, theirs in zip(own.pieces, args[1].pieces, strict=True):
                 mine.local.copy_(theirs.local)
             return own
-        raise NotImplementedError(f"{func} on a {own!r}: it only enters and leaves checkpoints")
+        raise TypeError(f"{func} on a {own!r}: it only enters and leaves checkpoints")
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         return [
