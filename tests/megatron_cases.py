@@ -9,8 +9,7 @@ import pytest
 from plan_cases import config
 
 from siirl.config import Config
-from siirl.config.root import all_keys
-from siirl.dag import megatron_checks, models
+from siirl.dag import megatron_checks
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.plan import Plan
 
@@ -92,14 +91,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let configuration and compiler take all of the megatron strategy, built or not."""
+    """Let the checks take all of the megatron strategy, built or not."""
     monkeypatch.setattr(megatron_checks, "LATER", {})
-    backend = dataclasses.replace(models.TRAIN_BACKENDS["megatron"], later="")
-    monkeypatch.setitem(models.TRAIN_BACKENDS, "megatron", backend)
-    for name in ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy", "critic.strategy"):
-        key = all_keys()[name]
-        rule = dataclasses.replace(key.rule, choices=("fsdp", "megatron"), later_choices={})
-        monkeypatch.setitem(all_keys(), name, dataclasses.replace(key, rule=rule))
 
 
 def write_model(directory: Path, name: str, **changes: Any) -> Path:

@@ -35,8 +35,7 @@ class CriticConfig:
     strategy: str = key(
         "fsdp",
         "training backend",
-        choices=("fsdp",),
-        later_choices={"megatron": "a critic under the megatron strategy"},
+        choices=("fsdp", "megatron"),
         synonyms={"fsdp2": "fsdp"},
     )
     optim: OptimConfig = group(OptimConfig, "optimizer and schedule")

@@ -43,16 +43,17 @@ def rank_params(model: ModelPlan, shape: ModelShape, stage: int, layers: int) ->
     """Parameters (outside experts, in experts) on a rank of a pipeline stage that has so many layers.
 
     Embedding and output head sit on the first and the last stage; tied ones are one tensor only where both
-    are on one stage.
+    are on one stage. A model of values or scores has no output head to speak of.
     """
     dims = model.dims
     copies = 1 if shape.tied else 2
     head = shape.embedding_params // copies
+    tied_here = shape.tied and dims.pp == 1
     body = shape.params - shape.embedding_params - shape.moe_layers * shape.expert_params
     dense = layers * body / shape.layers
     if stage == 0:
         dense += head
-    if stage == dims.pp - 1 and not (shape.tied and dims.pp == 1):
+    if stage == dims.pp - 1 and model.head == "lm" and not tied_here:
         dense += head
     experts = layers * shape.moe_layers / shape.layers * shape.expert_params
     return int(dense / dims.tp), int(experts / (dims.ep * dims.etp))

@@ -11,16 +11,25 @@ import torch
 
 from siirl.config import Config
 from siirl.dag.names import suggest
-from siirl.dag.plan import ModelPlan
+from siirl.dag.plan import Head, ModelPlan
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.process_groups import ProcessGroups
 
-TRAIN_ENGINES: dict[str, dict[str, str]] = {
-    "fsdp": dict.fromkeys(("lm", "value"), "siirl.engines.train.fsdp:FSDPEngine"),
-    "megatron": {"lm": "siirl.engines.train.megatron.engine:MegatronEngine"},
+FSDP_STRATEGIES: dict[Head, str] = {
+    "lm": "siirl.engines.train.fsdp:FSDPEngine",
+    "value": "siirl.engines.train.fsdp:FSDPEngine",
 }
+"""Head -> class, under fsdp."""
+
+MEGATRON_STRATEGIES: dict[Head, str] = {
+    "lm": "siirl.engines.train.megatron.engine:MegatronEngine",
+    "value": "siirl.engines.train.megatron.engine:MegatronEngine",
+}
+"""Head -> class, under megatron."""
+
+TRAIN_ENGINES: dict[str, dict[Head, str]] = {"fsdp": FSDP_STRATEGIES, "megatron": MEGATRON_STRATEGIES}
 """Strategy -> head -> class."""
 
 ROLLOUT_ENGINES: dict[str, str] = {

@@ -64,6 +64,32 @@ def test_ppo_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, apart):
     assert coefficients[0] != coefficients[-1]
 
 
+@pytest.mark.slow
+def test_a_pipeline_parallel_critic_beside_a_tensor_parallel_actor_trains_as_under_fsdp(
+    inputs, one_rank, tmp_path
+):
+    from transformers import AutoModelForTokenClassification
+
+    megatron = [
+        f"{group}.{key}"
+        for group in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
+        for key in ("strategy=megatron", "megatron.param_dtype=float32")
+    ]
+    sizes = [
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "critic.megatron.pipeline_model_parallel_size=2",
+        "critic.megatron.use_distributed_optimizer=False",
+    ]
+    two = run_job(2, overrides(inputs, tmp_path, *PPO, *KL, *megatron, *sizes, "trainer.save_freq=2"))
+    for name in COMPARED:
+        assert two.values(name) == pytest.approx(one_rank.values(name), rel=1e-3, abs=1e-4), name
+    ours, theirs = (
+        AutoModelForTokenClassification.from_pretrained(run.output / "hf_critic") for run in (two, one_rank)
+    )
+    for name, weight in theirs.named_parameters():
+        assert (weight - ours.get_parameter(name)).abs().max() < 1e-3, name
+
+
 def test_ppo_resumes_bit_for_bit_and_exports_policy_and_critic(inputs, one_rank, tmp_path):
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 

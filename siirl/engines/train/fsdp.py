@@ -208,7 +208,7 @@ class FSDPEngine(TrainEngine):
                     self._host[part].restore()
 
     def hf_config_changes(self) -> dict[str, Any]:
-        return config_changes(self._model.hf)
+        return config_changes(type(self._model.hf).__name__, self._settings.head)
 
     def flops(self, rows: TensorDict, backward: bool) -> float:
         return model_flops(self._model.hf, row_lengths(rows), backward)

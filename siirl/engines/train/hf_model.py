@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -76,12 +76,15 @@ def build_skeleton(
     return model
 
 
-def config_changes(model: PreTrainedModel) -> dict[str, Any]:
-    """What config.json of an exported model must say differently from that of the model it was made from."""
-    if not hasattr(model, VALUE_HEAD):
+def config_changes(architecture: str, head: Head) -> dict[str, Any]:
+    """What config.json of an exported model must say differently from that of the model it was made from.
+
+    architecture: name of the class that transformers loads the export with.
+    """
+    if head != "value":
         return {}
     labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-    return {"architectures": [type(model).__name__], **labels}
+    return {"architectures": [architecture], **labels}
 
 
 def check_architecture(model: PreTrainedModel, head: Head = "lm") -> None:
@@ -153,14 +156,17 @@ def load_source(
 @torch.no_grad()
 def _start_value_head(source: PreTrainedModel, missing: set[str], seed: int) -> set[str]:
     """Fill the tensors of the value head that the files lacked; the other missing names are returned."""
-    layer: nn.Linear = getattr(source, VALUE_HEAD)
-    if f"{VALUE_HEAD}.weight" in missing:
-        std = getattr(source.config, "initializer_range", 0.02)
-        drawn = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(seed))
-        layer.weight.copy_(drawn * std)
-    if f"{VALUE_HEAD}.bias" in missing:
-        layer.bias.zero_()
-    return missing - {f"{VALUE_HEAD}.weight", f"{VALUE_HEAD}.bias"}
+    fresh = new_value_head(source.config, seed)
+    for name in fresh.keys() & missing:
+        source.get_parameter(name).copy_(fresh[name])
+    return missing - fresh.keys()
+
+
+def new_value_head(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
+    """A value head to start from, whole and in fp32, by the names of its tensors; no communication."""
+    std = getattr(config, "initializer_range", 0.02)
+    drawn = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed))
+    return {f"{VALUE_HEAD}.weight": drawn * std, f"{VALUE_HEAD}.bias": torch.zeros(1)}
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

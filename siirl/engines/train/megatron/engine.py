@@ -1,4 +1,4 @@
-"""The Megatron-Core strategy: one model of one role in tensor, pipeline and data parallel."""
+"""The Megatron-Core strategy: one model of one role, of any head, in every kind of parallelism."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ from siirl.dag.plan import ModelPlan
 from siirl.data.model_files import model_dir
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
-from siirl.engines.train.hf_model import load_hf_config
+from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_value_head
 from siirl.engines.train.language_model import pass_flops
 from siirl.engines.train.megatron.context import SumOverRanks
 from siirl.engines.train.megatron.export import Exporter
@@ -52,7 +52,7 @@ Finish = Callable[[MicroBatch, list[int], Outputs], tuple[Tensor, Tensor, dict]]
 
 
 class MegatronEngine(TrainEngine):
-    """A language model trained (or only run) by Megatron-Core on the ranks of its plan, CPU or CUDA.
+    """A model of any head trained (or only run) by Megatron-Core on the ranks of its plan, CPU or CUDA.
 
     Build it on all ranks of the plan together: it communicates. Ranks of one data-parallel shard are given
     the same rows, and return the same outputs and metrics.
@@ -66,6 +66,8 @@ class MegatronEngine(TrainEngine):
         self._settings = settings = engine_settings(plan, cfg)
         self._hf = load_hf_config(settings.model)
         family_of(self._hf)
+        if plan.head != "lm":
+            self._hf.tie_word_embeddings = False  # there is no output head to tie
         if settings.megatron.use_dist_checkpointing:
             raise NotSupportedError(
                 f"not supported yet: {self.name}: megatron.use_dist_checkpointing: weights are read from "
@@ -96,11 +98,12 @@ class MegatronEngine(TrainEngine):
         """Stages, weights, gradient buffers, optimizer."""
         settings = self._settings
         self._config = transformer_config(self._hf, settings, plan.dims, plan.trains, _finalize)
-        self._stages = build_stages(self._hf, self._config, self._scope, plan.dims)
-        self._params = LocalParams(self._hf, self._stages, self._scope, plan.dims)
+        self._stages = build_stages(self._hf, plan.head, self._config, self._scope, plan.dims)
+        self._params = LocalParams(self._hf, plan.head, self._stages, self._scope, plan.dims)
+        fresh = new_value_head(self._hf, settings.seed) if plan.head == "value" else {}
         problem: UserError | None = None
         try:
-            read_weights(self._params, model_dir(settings.model.path))
+            read_weights(self._params, model_dir(settings.model.path), fresh)
         except UserError as error:
             problem = error
         all_agree(problem, group, f"read the weights of {settings.model.path}")
@@ -330,8 +333,13 @@ class MegatronEngine(TrainEngine):
             if wanted:
                 self._host[part].restore()
 
+    def hf_config_changes(self) -> dict[str, Any]:
+        head = self._settings.head
+        return config_changes(MODEL_CLASSES[head]._model_mapping[type(self._hf)].__name__, head)
+
     def flops(self, rows: TensorDict, backward: bool) -> float:
-        return pass_flops(num_active_weights(self._hf), self._hf, row_lengths(rows), backward)
+        num_weights = num_active_weights(self._hf, self._settings.head)
+        return pass_flops(num_weights, self._hf, row_lengths(rows), backward)
 
     def _reduce(self, numbers: list[float], op: dist.ReduceOp) -> list[float]:
         """Reduce a few numbers over the data-parallel shards, through host memory."""
@@ -340,6 +348,7 @@ class MegatronEngine(TrainEngine):
         return total.tolist()
 
     def _local_tensors(self, part: str) -> Iterator[Tensor]:
+        """This rank's tensors of a part; main weights are the optimizer's, unless the model computes in them."""
         for param, _ in self._params:
             if part == "params":
                 yield param
@@ -347,10 +356,11 @@ class MegatronEngine(TrainEngine):
                 yield param.main_grad
             elif part == "optimizer" and self._optimizer is not None:
                 owned, _ = self._shards.tensors(param)
-                yield from (tensor for name, tensor in owned.items() if name != "param")
+                model_storage = param.untyped_storage()._cdata
+                yield from (x for x in owned.values() if x.untyped_storage()._cdata != model_storage)
 
     def _check_outputs(self, outputs: tuple[str, ...]) -> None:
-        unknown = set(outputs) - {"log_prob", "entropy"}
+        unknown = set(outputs) - set(self._stages[-1].outputs)
         assert not unknown, f"{self.name} has no output {', '.join(sorted(unknown))}"
 
     def _require_on_device(self) -> None:

@@ -19,17 +19,19 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from siirl.dag.plan import Head
 from siirl.data.model_files import INDEX, WEIGHTS, check_weight_files
-from siirl.engines.train.megatron.layers import PackedAttention, PackedGPT, RMSNorm, freeze_padding_token
+from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.scope import MegatronScope
+from siirl.engines.train.megatron.stages import STAGES, Stage, freeze_padding_token
 from siirl.engines.train.megatron.weights import Entry, entries, hf_shapes, runs, tied_head
 from siirl.errors import DataError
 from siirl.parallel.dims import ParallelDims
 
 
 def build_stages(
-    hf: PretrainedConfig, config: TransformerConfig, scope: MegatronScope, dims: ParallelDims
-) -> list[PackedGPT]:
+    hf: PretrainedConfig, head: Head, config: TransformerConfig, scope: MegatronScope, dims: ParallelDims
+) -> list[Stage]:
     """The model chunks of this rank, in order, without weights. Call it inside the scope."""
     place, last = scope.groups.pp.rank(), dims.pp - 1
     if not hasattr(moe_utils, "te_general_gemm"):  # megatron-core 0.16.1 uses it without Transformer Engine
@@ -37,7 +39,7 @@ def build_stages(
     padded_vocab = -(-hf.vocab_size // dims.tp) * dims.tp
     stages = []
     for chunk in range(dims.vpp):
-        stage = PackedGPT(
+        stage = STAGES[head](
             config=config,
             transformer_layer_spec=_block_spec(config, chunk if dims.vpp > 1 else None, place),
             vocab_size=padded_vocab,
@@ -72,7 +74,7 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, place: int) -> 
 
 
 def wrap_stages(
-    stages: list[PackedGPT], config: TransformerConfig, ddp: Any, scope: MegatronScope
+    stages: list[Stage], config: TransformerConfig, ddp: Any, scope: MegatronScope
 ) -> list[DistributedDataParallel]:
     """The stages with buffers in which gradients are added up and reduced. Call it inside the scope."""
     return [
@@ -91,9 +93,14 @@ class LocalParams:
     """This rank's parameters under their global names, with the entries that they are shards of."""
 
     def __init__(
-        self, hf: PretrainedConfig, stages: list[PackedGPT], scope: MegatronScope, dims: ParallelDims
+        self,
+        hf: PretrainedConfig,
+        head: Head,
+        stages: list[Stage],
+        scope: MegatronScope,
+        dims: ParallelDims,
     ):
-        self.entries = entries(hf)
+        self.entries = entries(hf, head)
         self.places = {"dense": (scope.groups.tp.rank(), dims.tp)}
         self.places["expert"] = (scope.groups.expt_tp.rank(), dims.etp)
         known = {entry.name: entry for entry in self.entries}
@@ -122,7 +129,7 @@ def _declare_cut(param: nn.Parameter, entry: Entry) -> None:
         set_tensor_model_parallel_attributes(param, True, 1 if entry.cut == "columns" else 0, 1)
 
 
-def _global_name(stage: PackedGPT, name: str, first_expert: int) -> str:
+def _global_name(stage: Stage, name: str, first_expert: int) -> str:
     """A parameter's name with its layer and expert counted over the whole model."""
     words = name.split(".")
     if words[:2] == ["decoder", "layers"]:
@@ -134,10 +141,11 @@ def _global_name(stage: PackedGPT, name: str, first_expert: int) -> str:
 
 
 @torch.no_grad()
-def read_weights(params: LocalParams, folder: Path) -> None:
+def read_weights(params: LocalParams, folder: Path, fresh: dict[str, Tensor]) -> None:
     """Fill this rank's parameters from safetensors files: each rank reads its own slices, nothing more.
 
-    DataError if a tensor is missing or has another shape. No communication.
+    fresh: name -> what a tensor is that the files may lack. DataError if another one is missing, or has
+    another shape. No communication.
     """
     check_weight_files(folder)
     shapes = hf_shapes(params.entries)
@@ -149,7 +157,10 @@ def read_weights(params: LocalParams, folder: Path) -> None:
                 target = param[run.start : run.start + run.num_rows]
                 columns = None if entry.columns is None else (run.column, run.column + param.shape[1])
                 rows = (run.row, run.row + run.num_rows)
-                target.copy_(files.read(run.hf, shapes[run.hf], rows, columns))
+                if run.hf in fresh and not files.has(run.hf):
+                    target.copy_(fresh[run.hf][slice(*rows)])
+                else:
+                    target.copy_(files.read(run.hf, shapes[run.hf], rows, columns))
 
 
 class SafetensorsFolder:
@@ -173,12 +184,16 @@ class SafetensorsFolder:
     ) -> None:
         self._stack.close()
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        file = self._file_with(name)
+        return file is not None and name in file.keys()
+
     def read(
         self, name: str, shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int] | None
     ) -> Tensor:
         """A rectangle of a tensor, which must have this whole shape. DataError if there is none such."""
-        file_name = WEIGHTS if self._file_of is None else self._file_of.get(name)
-        file = self._file(file_name) if file_name else None
+        file = self._file_with(name)
         if file is None or name not in file.keys():
             raise DataError(
                 f"{self._folder} has no tensor {name}: its config.json describes another model. "
@@ -192,10 +207,12 @@ class SafetensorsFolder:
             )
         return part[slice(*rows)] if columns is None else part[slice(*rows), slice(*columns)]
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
+    def _file_with(self, tensor: str) -> Any:
+        """The open file that should hold a tensor; None if the index lists none."""
+        name = WEIGHTS if self._file_of is None else self._file_of.get(tensor)
+        if name is not None and name not in self._open:
             self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-        return self._open[name]
+        return self._open.get(name)
 
 
 def all_agree(problem: Exception | None, group: dist.ProcessGroup, what: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PretrainedConfig
 
+from siirl.dag.plan import Head
+from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.errors import NotSupportedError
 
 Cut = Literal["whole", "rows", "each block", "columns"]
@@ -185,8 +187,11 @@ def head_dim(config: PretrainedConfig) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def entries(config: PretrainedConfig) -> list[Entry]:
-    """Every parameter of the model, in the order of export; a tied output head is not one."""
+def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
+    """Every parameter of the model, in the order of export; a tied output head is not one.
+
+    Only a language model may have tie_word_embeddings.
+    """
     hidden = config.hidden_size
     vocab = config.vocab_size
 
@@ -204,7 +209,10 @@ def entries(config: PretrainedConfig) -> list[Entry]:
     for layer in range(config.num_hidden_layers):
         found += _layer(config, layer)
     found.append(whole("decoder.final_layernorm.weight", "model.norm.weight"))
-    if not config.tie_word_embeddings:
+    if head == "value":
+        found.append(Entry(f"{VALUE_HEAD}.weight", (Block(f"{VALUE_HEAD}.weight", 0, 1),), hidden, "whole"))
+        found.append(Entry(f"{VALUE_HEAD}.bias", (Block(f"{VALUE_HEAD}.bias", 0, 1),), None, "whole"))
+    elif not config.tie_word_embeddings:
         found.append(Entry("output_layer.weight", (Block("lm_head.weight", 0, vocab),), hidden, "rows"))
     return found
 
@@ -220,11 +228,11 @@ def hf_shapes(found: list[Entry]) -> dict[str, tuple[int, ...]]:
     return {name: (num,) if columns[name] is None else (num, columns[name]) for name, num in rows.items()}
 
 
-def num_active_weights(config: PretrainedConfig) -> int:
+def num_active_weights(config: PretrainedConfig, head: Head = "lm") -> int:
     """Weights that a token is multiplied by: all matrices but the embedding table, of experts the chosen."""
     total = 0.0
     share = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_local_experts", None) or 1)
-    for entry in entries(config)[1:]:
+    for entry in entries(config, head)[1:]:
         if entry.columns is not None:
             total += entry.num_rows * entry.columns * (1.0 if entry.expert is None else share)
     return round(total) + (config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0)

@@ -1,0 +1,185 @@
+"""The Megatron engine on CUDA: variable-length kernels, NCCL, memory given back, the numbers of plain HF."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import train_engine_cases as cases
+import value_head_cases as heads
+from dist_harness import run_workers
+from fixtures_tiny import make_tiny_model_dir
+from train_engine_cases import Scenario
+
+from siirl.parallel.process_groups import ProcessGroups
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BACKEND = "cpu:gloo,cuda:nccl"
+MEGATRON = "actor_rollout_ref.actor.megatron"
+BF16 = f"{MEGATRON}.param_dtype=bfloat16"
+PLAIN_OPTIMIZER = f"{MEGATRON}.use_distributed_optimizer=False"
+SEQUENCE_PARALLEL = f"{MEGATRON}.sequence_parallel=True"
+SHAPE = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "init_std": 0.1, "tie": False}
+PARTS = ("params", "grads", "optimizer")
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("gpu")
+    return {
+        "qwen3_untied": str(make_tiny_model_dir(root / "qwen3", **SHAPE)),
+        "mixtral": str(make_tiny_model_dir(root / "mixtral", "mixtral", **SHAPE)),
+    }
+
+
+def layout(world: int, *overrides: str, model: str = "qwen3_untied", **sizes: int) -> Scenario:
+    name = " ".join([model, *(f"{axis}{size}" for axis, size in sizes.items()), *overrides])
+    return Scenario(name, world, model, overrides=overrides, strategy="megatron", sizes=tuple(sizes.items()))
+
+
+def require(scenario: Scenario) -> None:
+    if torch.cuda.device_count() < scenario.world:
+        pytest.skip(f"needs {scenario.world} CUDA devices")
+
+
+def train_on_cuda(rank: int, world: int, scenario: Scenario, path: str) -> cases.Outcome:
+    return cases.run_scenario(replace(scenario, device=f"cuda:{rank}"), path)
+
+
+def outcome_of(scenario: Scenario, model_dirs: dict[str, str]) -> cases.Outcome:
+    path = model_dirs[scenario.model]
+    return run_workers(train_on_cuda, scenario.world, scenario, path, deadline_s=180, backend=BACKEND)[0]
+
+
+def assert_near(ours: cases.Outcome, theirs: cases.Outcome, log_prob: float, norm: float) -> None:
+    assert (ours.log_prob - theirs.log_prob).abs().max() < log_prob
+    assert (ours.entropy - theirs.entropy).abs().max() < log_prob
+    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=norm)
+    assert ours.losses == pytest.approx(theirs.losses, abs=log_prob)
+
+
+FP32 = [
+    layout(1),
+    layout(1, PLAIN_OPTIMIZER),
+    layout(2, tp=2),
+    layout(2, SEQUENCE_PARALLEL, tp=2),
+    layout(2, pp=2),
+    layout(2, cp=2),
+    layout(2),
+    layout(4, SEQUENCE_PARALLEL, tp=2, pp=2),
+]
+
+
+@pytest.mark.parametrize("scenario", FP32, ids=lambda scenario: scenario.name)
+def test_fp32_on_cuda_equals_plain_hf_on_cpu(model_dirs, scenario):
+    require(scenario)
+    ours = outcome_of(scenario, model_dirs)
+    theirs = cases.run_reference(Path(model_dirs[scenario.model]))
+    assert_near(ours, theirs, 1e-4, 1e-3)
+    assert ours.grads.keys() == theirs.grads.keys()
+    for name, grad in theirs.grads.items():
+        assert (ours.grads[name] - grad).abs().max() < 1e-5, name
+    for name, weight in theirs.weights.items():
+        assert (ours.weights[name] - weight).abs().mean() < 0.01 * cases.LR, name
+
+
+HALF = [
+    layout(1, BF16),
+    layout(1, BF16, PLAIN_OPTIMIZER),
+    layout(2, BF16, SEQUENCE_PARALLEL, tp=2),
+    layout(2, BF16, pp=2),
+    layout(2, BF16, cp=2),
+    layout(2, BF16),
+    layout(4, BF16, pp=2, vpp=1),
+]
+
+
+@pytest.mark.parametrize("scenario", HALF, ids=lambda scenario: scenario.name)
+def test_bf16_with_variable_length_kernels_stays_near_fp32(model_dirs, scenario):
+    require(scenario)
+    theirs = cases.run_reference(Path(model_dirs[scenario.model]))
+    assert_near(outcome_of(scenario, model_dirs), theirs, 0.2, 0.05)
+
+
+@pytest.mark.parametrize(
+    "scenario", [layout(1, model="mixtral"), layout(2, model="mixtral", ep=2)], ids=lambda case: case.name
+)
+def test_experts_on_cuda_equal_plain_hf_on_cpu(model_dirs, scenario):
+    require(scenario)
+    theirs = cases.run_reference(Path(model_dirs["mixtral"]))
+    assert_near(outcome_of(scenario, model_dirs), theirs, 1e-4, 1e-3)
+
+
+def train_critic(rank: int, world: int, path: str, scenario: Scenario) -> heads.CriticOutcome:
+    ranks = tuple(range(world))
+    groups = ProcessGroups(cases.dims_of(scenario, ranks)[1], BACKEND, 60)
+    scenario = replace(scenario, device=f"cuda:{rank}")
+    run = heads.CriticRun(*heads.make_critic(scenario, path, groups, ranks), scenario.split)
+    for step in range(heads.STEPS):
+        run.step(step)
+    return run.outcome()
+
+
+@pytest.mark.parametrize("scenario", [layout(1), layout(2, tp=2)], ids=lambda scenario: scenario.name)
+def test_a_critic_on_cuda_equals_plain_hf_on_cpu(model_dirs, scenario):
+    require(scenario)
+    path = model_dirs["qwen3_untied"]
+    ours = run_workers(train_critic, scenario.world, path, scenario, deadline_s=180, backend=BACKEND)[0]
+    theirs = heads.plain_training(path)
+    assert (ours.before - theirs.before).abs().max() < 1e-4
+    assert (ours.after - theirs.after).abs().max() < 1e-3
+    for name, grad in theirs.grads.items():
+        assert (ours.grads[name] - grad).abs().max() < 1e-5, name
+
+
+def state_of(engine) -> dict[str, torch.Tensor]:
+    """Copies of this rank's pieces of weights and optimizer state."""
+    state = engine.state_dict()
+    return {
+        f"{part}.{name}.{number}": piece.local.clone()
+        for part in ("model", "optimizer")
+        for name, tensor in state[part].items()
+        for number, piece in enumerate(tensor.pieces)
+    }
+
+
+def offload_between_steps(rank: int, world: int, path: str, scenario: Scenario, used: bool) -> dict:
+    """Weights after NUM_STEPS; if used, each part was away for a while after each step."""
+    scenario = replace(scenario, device=f"cuda:{rank}")
+    engine, _ = cases.build_engine(scenario, path)
+    num_weights = sum(weight.numel() for _, weight in engine.export_weights())
+    bytes_each = {"params": 2, "grads": 4, "optimizer": 12}  # bf16; fp32; fp32 main weights and two moments
+    for step in range(cases.NUM_STEPS):
+        cases.train_steps(engine, scenario, range(step, step + 1))
+        for part in PARTS if used else ():
+            kept = state_of(engine)
+            before = torch.cuda.memory_allocated()
+            engine.offload(**{name: name == part for name in PARTS})
+            engine.offload(**{name: name == part for name in PARTS})
+            assert before - torch.cuda.memory_allocated() >= bytes_each[part] * num_weights, part
+            with pytest.raises(AssertionError, match="call onload first"):
+                cases.train_steps(engine, scenario, range(1))
+            engine.onload(**{name: name == part for name in PARTS})
+            assert torch.cuda.memory_allocated() <= before + 1_000_000, part
+            for name, tensor in state_of(engine).items():
+                assert torch.equal(tensor, kept[name]), (part, name)
+    if used:
+        before = torch.cuda.memory_allocated()
+        engine.offload(**dict.fromkeys(PARTS, True))
+        assert before - torch.cuda.memory_allocated() >= 18 * num_weights
+        engine.onload(**dict.fromkeys(PARTS, True))
+    return {name: weight.to("cpu", copy=True) for name, weight in engine.export_weights()}
+
+
+@pytest.mark.parametrize("optimizer", [(), (PLAIN_OPTIMIZER,)], ids=["distributed", "plain"])
+def test_offload_gives_memory_back_restores_every_bit_and_does_not_disturb(model_dirs, optimizer):
+    scenario, path = layout(1, BF16, *optimizer), model_dirs["qwen3_untied"]
+    with_it, without = (
+        run_workers(offload_between_steps, 1, path, scenario, used, deadline_s=180, backend=BACKEND)[0]
+        for used in (True, False)
+    )
+    for name in without:  # the attention kernel's backward adds up in any order
+        assert (with_it[name] - without[name]).abs().mean() < 0.05 * cases.LR, name
