@@ -348,7 +348,7 @@ class MegatronEngine(TrainEngine):
         return total.tolist()
 
     def _local_tensors(self, part: str) -> Iterator[Tensor]:
-        """This rank's tensors of a part; main weights are the optimizer's, unless the model computes in them."""
+        """This rank's tensors of a part; main weights are the optimizer's, unless they are the model's."""
         for param, _ in self._params:
             if part == "params":
                 yield param
