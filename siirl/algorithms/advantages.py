@@ -45,15 +45,13 @@ class AdvantageSpec:
     """A named estimator.
 
     needs: batch fields, handed to `fn` by position, in this order. options: scalars of the configuration, by
-    keyword. group_baseline: rewards are compared within a prompt, so that it needs at least two samples.
-    across_ranks: given the options where they decide it.
+    keyword. across_ranks: given the options where they decide it.
     """
 
     name: str
     fn: Callable[..., Advantages]
     needs: tuple[str, ...]
     options: tuple[str, ...]
-    group_baseline: bool
     across_ranks: AcrossRanks | Callable[[Mapping[str, Any]], AcrossRanks | None] | None
 
 
@@ -71,8 +69,7 @@ def register_advantage(
     """
 
     def add(fn: Callable[..., Advantages]) -> Callable[..., Advantages]:
-        group_baseline = "group_id" in needs
-        ADVANTAGES.add(AdvantageSpec(name, fn, needs, option_names(fn), group_baseline, across_ranks))
+        ADVANTAGES.add(AdvantageSpec(name, fn, needs, option_names(fn), across_ranks))
         return fn
 
     return add

@@ -69,9 +69,8 @@ def _log_ratio(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
     return (log_prob_BT - old_log_prob_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _stats(log_ratio_BT: Tensor, **clipped_BT: Tensor) -> dict[str, Tensor]:
-    """ratio; ppo_kl: k1 estimate of KL(old || policy); approx_kl: its k3 estimate; and 0/1 columns per
-    clip."""
+def _stats(log_ratio_BT: Tensor, **columns_BT: Tensor) -> dict[str, Tensor]:
+    """ratio; ppo_kl: k1 estimate of KL(old || policy); approx_kl: its k3 estimate; and further columns."""
     log_ratio_BT = log_ratio_BT.detach()
     ratio_BT = log_ratio_BT.exp()
     stats = {
@@ -79,7 +78,16 @@ def _stats(log_ratio_BT: Tensor, **clipped_BT: Tensor) -> dict[str, Tensor]:
         "ppo_kl": -log_ratio_BT,
         "approx_kl": torch.expm1(log_ratio_BT) - log_ratio_BT,
     }
-    return stats | {name: flag_BT.detach().to(ratio_BT.dtype) for name, flag_BT in clipped_BT.items()}
+    return stats | {name: column_BT.detach().to(ratio_BT.dtype) for name, column_BT in columns_BT.items()}
+
+
+def _clips(cut_BT: Tensor, log_ratio_BT: Tensor) -> dict[str, Tensor]:
+    """clip_fraction: tokens that a bound of the ratio cuts; _low: those below 1, _high: those above."""
+    return {
+        "clip_fraction": cut_BT,
+        "clip_fraction_low": cut_BT & (log_ratio_BT < 0),
+        "clip_fraction_high": cut_BT & (log_ratio_BT > 0),
+    }
 
 
 @register_policy_loss("vanilla")
@@ -97,8 +105,7 @@ def vanilla(
     clip).
 
     With r the ratio and A the advantage: -min(r A, clip(r, 1 - low, 1 + high) A), and where A < 0 at most -c
-    A. clip_fraction: tokens whose gradient the bounds cut, by the lower (_low) or the upper (_high) one;
-    clip_fraction_lower: those that the floor cuts.
+    A. clip_fraction_lower: tokens that the floor cuts.
     Sources: PPO (2017), equation 7; DAPO (2025), equation 10; dual clip: "Mastering Complex Control in MOBA
     Games" (2020).
     """
@@ -110,14 +117,9 @@ def vanilla(
     floor_BT = -advantage_BT * clip_ratio_c
     negative_BT = advantage_BT < 0
     loss_BT = torch.where(negative_BT, torch.minimum(bounded_BT, floor_BT), bounded_BT)
-    stats = _stats(
-        log_ratio_BT,
-        clip_fraction=clipped_BT > plain_BT,
-        clip_fraction_low=negative_BT & (clipped_BT > plain_BT),
-        clip_fraction_high=~negative_BT & (clipped_BT > plain_BT),
-        clip_fraction_lower=negative_BT & (bounded_BT > floor_BT),
-    )
-    return TokenLoss(loss_BT, stats)
+    clips = _clips(clipped_BT > plain_BT, log_ratio_BT)
+    beyond_floor_BT = negative_BT & (bounded_BT > floor_BT)
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, **clips, clip_fraction_lower=beyond_floor_BT))
 
 
 @register_policy_loss("gspo", paper_mode="seq-mean-token-mean")
@@ -136,11 +138,13 @@ def gspo(
     and 7.
     """
     log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
-    ratio_BT = masked_row_mean(log_ratio_BT, mask_BT).exp()[:, None].expand_as(log_ratio_BT)
+    sequence_BT = masked_row_mean(log_ratio_BT, mask_BT)[:, None].expand_as(log_ratio_BT)
+    ratio_BT = sequence_BT.exp()
     plain_BT = -advantage_BT * ratio_BT
     clipped_BT = -advantage_BT * ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    stats = _stats(log_ratio_BT, clip_fraction=clipped_BT > plain_BT)
-    return TokenLoss(torch.maximum(plain_BT, clipped_BT), stats | {"sequence_ratio": ratio_BT.detach()})
+    clips = _clips(clipped_BT > plain_BT, sequence_BT)
+    stats = _stats(log_ratio_BT, **clips, sequence_ratio=ratio_BT)
+    return TokenLoss(torch.maximum(plain_BT, clipped_BT), stats)
 
 
 @register_policy_loss("gmpo", "geo_mean", paper_mode="seq-mean-token-mean")
@@ -167,7 +171,7 @@ def gmpo(
     advantage_B = masked_row_mean(advantage_BT, mask_BT)
     loss_BT = (-advantage_B * ratio_B)[:, None].expand_as(log_ratio_BT)
     cut_BT = (sign_BT != 0) & (sign_BT * bounded_BT < sign_BT * log_ratio_BT)
-    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=cut_BT))
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, **_clips(cut_BT, log_ratio_BT)))
 
 
 @register_policy_loss("cispo")
@@ -187,7 +191,7 @@ def cispo(
     log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
     ratio_BT = log_ratio_BT.detach().exp()
     weight_BT = ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    stats = _stats(log_ratio_BT, clip_fraction=weight_BT != ratio_BT)
+    stats = _stats(log_ratio_BT, **_clips(weight_BT != ratio_BT, log_ratio_BT))
     return TokenLoss(-weight_BT * advantage_BT * log_prob_BT, stats)
 
 
@@ -241,7 +245,7 @@ def cpgd(
     plain_BT, clipped_BT = -advantage_BT * log_ratio_BT, -advantage_BT * bounded_BT
     drift_BT = torch.expm1(log_ratio_BT) - log_ratio_BT
     loss_BT = torch.maximum(plain_BT, clipped_BT) + policy_drift_coeff * drift_BT
-    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=clipped_BT > plain_BT))
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, **_clips(clipped_BT > plain_BT, log_ratio_BT)))
 
 
 @register_policy_loss("clip_cov")
@@ -265,8 +269,8 @@ def clip_cov(
     plain_BT = -advantage_BT * ratio_BT
     clipped_BT = -advantage_BT * ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
     loss_BT = torch.where(picked_BT, 0, torch.maximum(plain_BT, clipped_BT))
-    cut_BT = picked_BT | (clipped_BT > plain_BT)
-    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=cut_BT, picked=picked_BT))
+    clips = _clips(clipped_BT > plain_BT, log_ratio_BT)
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, **clips, picked=picked_BT))
 
 
 @register_policy_loss("kl_cov")
@@ -316,7 +320,8 @@ def dppo_tv(
     cut_BT = _outside_trust_region(divergence_BT, log_ratio_BT, advantage_BT, clip_divergence)
     ratio_BT = log_ratio_BT.exp()
     loss_BT = -advantage_BT * torch.where(cut_BT, ratio_BT.detach(), ratio_BT)
-    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=cut_BT) | {"divergence": divergence_BT})
+    clips = _clips(cut_BT, log_ratio_BT)
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, **clips, divergence=divergence_BT))
 
 
 @register_policy_loss("dppo_kl")
@@ -340,4 +345,5 @@ def dppo_kl(
     cut_BT = _outside_trust_region(divergence_BT, log_ratio_BT, advantage_BT, clip_divergence)
     ratio_BT = log_ratio_BT.exp()
     loss_BT = -advantage_BT * torch.where(cut_BT, ratio_BT.detach(), ratio_BT)
-    return TokenLoss(loss_BT, _stats(log_ratio_BT, clip_fraction=cut_BT) | {"divergence": divergence_BT})
+    clips = _clips(cut_BT, log_ratio_BT)
+    return TokenLoss(loss_BT, _stats(log_ratio_BT, **clips, divergence=divergence_BT))

@@ -9,6 +9,16 @@ from siirl.config.values import show
 from siirl.errors import ConfigError
 
 GROUP_BASELINES = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "cpgd", "reinforce_plus_plus_baseline")
+"""Estimators that compare a response with the others of its prompt."""
+_CLIPPED = ("vanilla", "gspo", "gmpo", "geo_mean", "cispo", "cpgd", "clip_cov")
+LOSS_KEYS = {
+    "clip_ratio": _CLIPPED,
+    "clip_ratio_low": _CLIPPED,
+    "clip_ratio_high": _CLIPPED,
+    "clip_ratio_c": ("vanilla",),
+    "policy_drift_coeff": ("cpgd",),
+}
+"""Keys of the actor that only some policy losses take, and which."""
 
 
 def check_config(cfg: Config) -> None:
@@ -51,7 +61,7 @@ def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
         unmet = _unmet(cfg, key)
         if not all(_unmet(other, key) for other in others):
             unmet = ""
-        absent = _no_reference(cfg, name) or _no_critic(cfg, name) or _without(cfg, name)
+        absent = next(filter(None, (why(cfg, name) for why in ABSENT)), "")
         reason = key.rule.ignored or unmet or absent
         if reason:
             warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
@@ -65,6 +75,8 @@ def _unmet(cfg: Config, key: Key) -> str:
         if needed.split(".")[0] not in TOP_GROUPS:
             needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
         actual = show(all_keys()[needed], get(cfg, needed))
+        if all_keys()[needed].rule.user_code and ":" in actual:
+            continue  # code of the user's own may read any key
         if not (actual in values.split("|") if values else bool(get(cfg, needed))):
             return f"{needed} is {actual}"
     return ""
@@ -98,6 +110,20 @@ def _without(cfg: Config, name: str) -> str:
     if cfg.actor_rollout_ref.rollout.name == "replay" and name == "trainer.dump_rollouts_dir":
         return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"
     return ""
+
+
+def _other_loss(cfg: Config, name: str) -> str:
+    """Why a key of the actor has no effect on the policy loss, or an empty string."""
+    actor, prefix = cfg.actor_rollout_ref.actor, "actor_rollout_ref.actor."
+    loss = "cpgd" if actor.use_cpgd_loss else actor.policy_loss.loss_mode
+    takers = LOSS_KEYS.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    if takers is None or loss in takers or ":" in loss:
+        return ""
+    return f"policy_loss.loss_mode is {loss}"
+
+
+ABSENT = (_no_reference, _no_critic, _other_loss, _without)
+"""Why a key has no effect, beyond what the schema says of it."""
 
 
 def _batch(cfg: Config) -> Iterator[str]:
@@ -222,6 +248,12 @@ def _replay(cfg: Config) -> Iterator[str]:
 
 def _loss(cfg: Config) -> Iterator[str]:
     actor = cfg.actor_rollout_ref.actor
+    mode = actor.policy_loss.loss_mode
+    if actor.use_cpgd_loss and mode not in ("vanilla", "cpgd"):
+        yield (
+            f"actor_rollout_ref.actor.use_cpgd_loss=true and policy_loss.loss_mode={mode}: the first is "
+            "short for policy_loss.loss_mode=cpgd. Set one of them."
+        )
     if actor.clip_ratio_c <= 1:
         yield (
             f"actor_rollout_ref.actor.clip_ratio_c={actor.clip_ratio_c:g}: the dual clip bounds ratios above "

@@ -186,6 +186,7 @@ class DAGWorker:
             options=node.plan.options,
             buffer=node.buffer,
             round=record.round,
+            speaks=self.plan.layouts[ins.source].speaks(self.rank),
         )
 
     def buffer_states(self) -> dict[str, list[dict[str, Any]]]:

@@ -1,5 +1,7 @@
 """The actor update: one optimizer step per mini-batch, with the loss that the configuration composes."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from siirl.algorithms.token_picks import pick_tokens, token_noise
 from siirl.dag.ops import PICKING_LOSSES, old_log_prob_source, policy_loss_name
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import NodeContext, sum_over_ranks
 from siirl.nodes.mini_batches import mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
 
@@ -37,11 +39,8 @@ def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
 def _picked(ctx: NodeContext, rows: TensorDict) -> Tensor:
     """The tokens of a mini-batch that its loss picks, bool [B, T]. Collective over ctx.group."""
 
-    def all_sum(totals: Tensor) -> Tensor:
-        dist.all_reduce(totals, group=ctx.group)
-        return totals
-
     def all_gather(values: Tensor) -> Tensor:
+        values = values if ctx.speaks else torch.full_like(values, -torch.inf)
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(ctx.group))]
         dist.all_gather(parts, values, group=ctx.group)
         return torch.cat(parts)
@@ -50,4 +49,5 @@ def _picked(ctx: NodeContext, rows: TensorDict) -> Tensor:
     old_BT = rows[OLD_LOG_PROB_FIELDS[old_log_prob_source(ctx.cfg)]]
     noise_BT = token_noise(rows["row_id"], mask_BT.shape[1], ctx.cfg.trainer.seed * 1_000_003 + ctx.step)
     options = policy_loss_options(ctx.cfg)
-    return pick_tokens(name, old_BT, rows["advantage"], mask_BT, noise_BT, options, all_sum, all_gather)
+    add_up = partial(sum_over_ranks, ctx)
+    return pick_tokens(name, old_BT, rows["advantage"], mask_BT, noise_BT, options, add_up, all_gather)

@@ -3,7 +3,6 @@
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
 from siirl.algorithms.stats import advantage_stats, group_stats, length_stats
 from siirl.dag.ops import old_log_prob_source
 from siirl.dag.spec import load_object
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import NodeContext, sum_over_ranks
 
 
 def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
@@ -33,7 +32,7 @@ def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
         "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
     }
     name = ADVANTAGES.resolve(algorithm.adv_estimator, partial(load_object, who="algorithm.adv_estimator"))
-    result = compute_advantage(name, fields, options, lambda totals: _all_sum(totals, ctx.group))
+    result = compute_advantage(name, fields, options, partial(sum_over_ranks, ctx))
     _report(ctx, rows, reward_BT, result.advantage_BT)
     out = {"advantage": result.advantage_BT, "reward": reward_BT}
     if result.return_BT is not None:
@@ -77,19 +76,13 @@ def _less_kl(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor) -> Tensor:
         kl_coef=controller.coef,
     )
     kl_B = kl_BT.sum(-1) / rows["response_mask"].sum(-1).clamp(min=1)
-    kl_sum, num_rows = _all_sum(
-        torch.tensor([float(kl_B.sum()), float(len(kl_B))], dtype=torch.float64), ctx.group
-    ).tolist()
+    totals = torch.tensor([float(kl_B.sum()), float(len(kl_B))], dtype=torch.float64)
+    kl_sum, num_rows = sum_over_ranks(ctx, totals).tolist()
     ctx.metrics.mean("reward/kl", kl_sum, num_rows)
     ctx.metrics.mean("reward/kl_coef", controller.coef)
     controller.update(kl_sum / max(num_rows, 1.0), int(num_rows))
     ctx.state.update(controller.state_dict())
     return reward_BT
-
-
-def _all_sum(totals: Tensor, group: dist.ProcessGroup) -> Tensor:
-    dist.all_reduce(totals, group=group)
-    return totals
 
 
 def _report(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor, advantage_BT: Tensor) -> None:

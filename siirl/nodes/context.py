@@ -5,8 +5,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
@@ -27,7 +29,8 @@ class NodeContext:
     samples: where an op puts rows for the user to read, at most sample_limit of them (-1: all).
     state: what the node remembers between steps; it survives a checkpoint, as do the rows in buffer.
     round: 1, 2, ... in the rounds of a node that repeats, else 0.
-    options: further config keys of a custom node.
+    options: further config keys of a custom node. speaks: of the ranks of `group` that hold the same rows
+    (tensor-parallel ones), the one that counts in sums over ranks.
     """
 
     node_id: str
@@ -47,6 +50,14 @@ class NodeContext:
     options: dict[str, Any] = field(default_factory=dict)
     buffer: RowBuffer = field(default_factory=RowBuffer)
     round: int = 0
+    speaks: bool = True
+
+
+def sum_over_ranks(ctx: NodeContext, totals: Tensor) -> Tensor:
+    """The float64 totals of all rows: each rank gives those of its own. Collective over ctx.group."""
+    totals = totals if ctx.speaks else torch.zeros_like(totals)
+    dist.all_reduce(totals, group=ctx.group)
+    return totals
 
 
 Op = Callable[[NodeContext, TensorDict], TensorDict | Future[TensorDict]]

@@ -1,7 +1,6 @@
 """The critic's ops: values of the responses, and the update that moves them towards the returns."""
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -10,7 +9,7 @@ from siirl.algorithms.stats import explained_variance, explained_variance_sums
 from siirl.algorithms.value_loss import clipped_value_loss
 from siirl.config.critic import CriticConfig
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import NodeContext, sum_over_ranks
 from siirl.nodes.mini_batches import mini_batches
 from siirl.observe.metrics import Metrics
 
@@ -26,8 +25,7 @@ def critic_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """ppo_epochs passes over the batch; no fields are written. Collective over the model's ranks."""
     critic = ctx.cfg.critic
     sums = explained_variance_sums(rows["value"], rows["return_"], rows["response_mask"])
-    dist.all_reduce(sums, group=ctx.group)
-    ctx.metrics.mean("critic/explained_variance", explained_variance(sums))
+    ctx.metrics.mean("critic/explained_variance", explained_variance(sum_over_ranks(ctx, sums)))
     loss_fn = make_value_loss_fn(critic)
     num_rows = critic.ppo_mini_batch_size * ctx.cfg.actor_rollout_ref.rollout.n
     seed = critic.data_loader_seed if critic.shuffle else None

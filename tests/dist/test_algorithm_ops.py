@@ -1,14 +1,16 @@
-"""Every algorithm that the configuration offers runs through its op, and gives the same on one rank and on two."""
+"""Every algorithm that the configuration offers runs through its op, the same on one rank and on two."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from dist_harness import run_workers
+import yaml
 from tensordict import TensorDict
 
-from siirl.config import load_config
+from siirl.config import Config, load_config, with_overrides
 from siirl.config.root import all_keys
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
@@ -32,30 +34,55 @@ def batch(rows: int = 8, width: int = 5) -> TensorDict:
             "value": torch.rand(rows, width, generator=generator),
             "response_length": length,
             "response_mask": torch.arange(width) < length[:, None],
+            "old_log_prob": -torch.rand(rows, width, generator=generator),
+            "ref_log_prob": -torch.rand(rows, width, generator=generator),
         },
         batch_size=[rows],
     )
 
 
-def advantages(rank: int, world_size: int) -> dict[str, list]:
-    """Advantages of this rank's half (or all) of the batch, by estimator."""
-    rows = batch()
-    mine = rows.chunk(world_size)[rank]
+def advantages(rank: int, world_size: int, copies: bool) -> dict[str, list]:
+    """Advantages of this rank's share of the batch, by estimator, and the KL coefficient after one step.
+
+    copies: all ranks hold all rows, as tensor-parallel ranks do, and the first one counts them.
+    """
+    mine = batch() if copies else batch().chunk(world_size)[rank]
     out = {}
     for name in (name for name in ESTIMATORS if name != "remax"):
-        cfg = load_config([f"algorithm.adv_estimator={name}", "algorithm.gamma=0.9"])
-        ctx = SimpleNamespace(cfg=cfg, group=dist.group.WORLD, metrics=Metrics(), state={})
+        ctx = context(f"algorithm.adv_estimator={name}", "algorithm.gamma=0.9")
+        ctx.speaks = not copies or rank == 0
         out[name] = advantage(ctx, mine)["advantage"].tolist()
-    return out
+    ctx = context("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=True", *ADAPTIVE)
+    ctx.speaks = not copies or rank == 0
+    out["shaped"] = advantage(ctx, mine)["advantage"].tolist()
+    return out | {"coefficient": [ctx.state["coef"]]}
 
 
-def test_every_estimator_gives_the_same_on_one_rank_and_on_two():
-    (whole,), halves = run_workers(advantages, 1), run_workers(advantages, 2)
-    assert set(whole) == set(ESTIMATORS) - {"remax"}
+ADAPTIVE = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=100")
+
+
+@functools.cache
+def default_config() -> Config:
+    return load_config([])
+
+
+def context(*overrides: str) -> SimpleNamespace:
+    """What an op reads of its context, on a rank of the default group."""
+    pairs = (text.partition("=") for text in overrides)
+    cfg = with_overrides(default_config(), {name: yaml.safe_load(value) for name, _, value in pairs})
+    return SimpleNamespace(cfg=cfg, group=dist.group.WORLD, metrics=Metrics(), state={}, speaks=True)
+
+
+def test_every_estimator_gives_the_same_on_one_rank_on_two_and_on_two_with_the_same_rows():
+    (whole,) = run_workers(advantages, 1, False)
+    halves, copies = run_workers(advantages, 2, False), run_workers(advantages, 2, True)
+    assert set(whole) == {*ESTIMATORS, "shaped", "coefficient"} - {"remax"}
     for name, expected in whole.items():
-        joined = torch.tensor(halves[0][name] + halves[1][name])
-        assert torch.allclose(joined, torch.tensor(expected), atol=1e-6), name
-        assert joined.abs().max() > 0, name
+        joined = halves[0][name] + halves[1][name] if name != "coefficient" else halves[1][name]
+        for got in (joined, copies[0][name], copies[1][name]):
+            assert torch.allclose(torch.tensor(got), torch.tensor(expected), atol=1e-6, rtol=0), name
+        assert torch.tensor(expected).abs().max() > 0, name
+    assert whole["coefficient"] != [0.001]
 
 
 @pytest.mark.parametrize("name", LOSSES)

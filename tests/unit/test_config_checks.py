@@ -64,6 +64,7 @@ def test_a_sound_configuration_passes_without_warnings():
         ([f"{ROLLOUT}.tensor_model_parallel_size=2"], ("tensor_model_parallel_size=2", "name=hf")),
         ([f"{ACTOR}.clip_ratio_c=1"], ("more than 1",)),
         ([f"{ACTOR}.clip_ratio_low=2"], ("clip_ratio_low=2",)),
+        ([f"{ACTOR}.use_cpgd_loss=true", f"{ACTOR}.policy_loss.loss_mode=gspo"], ("loss_mode=gspo", "short")),
         ([f"{ACTOR}.optim.betas=[0.9,1.0]"], ("less than 1",)),
         ([f"{ACTOR}.optim.min_lr_ratio=2"], ("min_lr_ratio=2",)),
         ([f"{ACTOR}.fsdp_config.fsdp_size=0"], ("fsdp_size=0",)),
@@ -100,6 +101,9 @@ def test_all_contradictions_are_reported_at_once():
         ("algorithm.kl_ctrl.kl_coef=0.1", "algorithm.use_kl_in_reward is false"),
         ("trainer.resume_from_path=/x", "resume_mode is auto"),
         ("actor_rollout_ref.ref.fsdp_config.param_offload=true", "no reference model"),
+        ("critic.cliprange_value=0.2", "grpo uses no critic"),
+        (f"{ACTOR}.policy_drift_coeff=0.1", "loss_mode is vanilla"),
+        ("algorithm.gamma=0.9", "adv_estimator is grpo"),
     ],
 )
 def test_a_key_without_effect_warns_and_names_itself(override, words):
@@ -117,6 +121,13 @@ def test_a_key_without_effect_warns_and_names_itself(override, words):
         [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.param_offload=true"],
         ["dag.workflow_path=own.yaml", "actor_rollout_ref.ref.fsdp_config.param_offload=true"],
         [f"{ACTOR}.param_offload=true"],
+        [f"{ACTOR}.use_cpgd_loss=true", f"{ACTOR}.policy_drift_coeff=0.1"],
+        ["algorithm.adv_estimator=own.py:fn", "algorithm.gamma=0.9"],
+        [
+            f"{ACTOR}.policy_loss.loss_mode=own.py:fn",
+            f"{ACTOR}.clip_ratio_c=2",
+            f"{ACTOR}.policy_loss.tau_pos=2",
+        ],
     ],
 )
 def test_a_key_that_acts_does_not_warn(overrides):

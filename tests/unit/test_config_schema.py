@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from siirl.config.checks import GROUP_BASELINES
 from siirl.config.deviations import DEVIATIONS
 from siirl.config.reference import reference_page
 from siirl.config.resolve import ALIASES, FOLLOWS, followed_keys, get, status
@@ -72,10 +71,6 @@ def test_group_names_cover_every_level():
         "actor_rollout_ref.actor.optim",
     } <= all_groups()
     assert not all_groups() & set(all_keys())
-
-
-def test_group_baselines_are_known_estimators():
-    assert set(GROUP_BASELINES) <= set(all_keys()["algorithm.adv_estimator"].rule.choices)
 
 
 def test_the_reference_page_is_current():

@@ -149,6 +149,18 @@ CASES = [
     (missing_reference, (KL,), DagError, ["'train_0' reads agent_0.ref_log_prob", "node_role REFERENCE"]),
     (
         missing_reference,
+        ("algorithm.use_kl_in_reward=true", "actor_rollout_ref.actor.recompute_old_log_prob=false"),
+        DagError,
+        ["'advantage_0' reads agent_0.ref_log_prob", "node_role REFERENCE"],
+    ),
+    (
+        missing_reference,
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",),
+        DagError,
+        ["'train_0' reads agent_0.old_log_prob", "only_forward_compute"],
+    ),
+    (
+        missing_reference,
         (TWO_STEPS,),
         DagError,
         ["agent_0.old_log_prob", "only_forward_compute", "recompute_old_log_prob"],

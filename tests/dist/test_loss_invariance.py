@@ -1,0 +1,244 @@
+"""The actor's update is the same however its rows are cut into micro-batches or spread over ranks.
+
+For every policy loss and aggregation, and the terms added to it: loss and gradient of actor_train under FSDP and
+Megatron-Core, on 1, 2 and 4 ranks, with rows dealt out at random, against plain Hugging Face on whole mini-batches.
+"""
+
+import functools
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import train_engine_cases as engines
+from dist_harness import run_workers
+from fixtures_tiny import make_tiny_model_dir
+from tensordict import TensorDict
+from torch import Tensor
+from train_engine_cases import NUM_ROWS, TEMPERATURE, WIDTH, Scenario
+
+from siirl.algorithms.aggregate import AGGREGATIONS
+from siirl.algorithms.policy_losses import POLICY_LOSSES
+from siirl.algorithms.token_picks import pick_tokens, token_noise
+from siirl.config import Config, load_config, with_overrides
+from siirl.dag.ops import PICKING_LOSSES, policy_loss_name
+from siirl.data.rows import take_rows
+from siirl.engines.train.base import BatchCounts, TokenOutputs
+from siirl.nodes.actor_train import actor_train
+from siirl.nodes.policy_loss import make_loss_fn, policy_loss_options
+from siirl.observe.metrics import Metrics
+
+ACTOR = "actor_rollout_ref.actor"
+STEP, PROMPTS, SAMPLES = 3, 3, 2  # two mini-batches: of 6 rows and of the other 4
+TOKENS = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=24")
+STILL = (  # the weights stay as they are, and AdamW's first moment is the gradient of the last mini-batch
+    f"{ACTOR}.optim.lr=0",
+    f"{ACTOR}.optim.betas=[0.0,0.999]",
+    f"{ACTOR}.grad_clip=0",
+)
+TERMS = {
+    f"{ACTOR}.entropy_coeff": 0.05,
+    f"{ACTOR}.use_kl_loss": True,
+    f"{ACTOR}.kl_loss_coef": 0.2,
+    f"{ACTOR}.rollout_correction.weight": "truncate",
+    f"{ACTOR}.rollout_correction.level": "sequence",
+    f"{ACTOR}.rollout_correction.reject": "token",
+    f"{ACTOR}.rollout_correction.reject_low": 0.3,
+    f"{ACTOR}.rollout_correction.reject_high": 3.0,
+}
+PICKS = {  # enough tokens that a pick differs if one rank's rows are forgotten, or counted twice
+    f"{ACTOR}.policy_loss.clip_cov_ratio": 0.15,
+    f"{ACTOR}.policy_loss.clip_cov_lb": -9.0,
+    f"{ACTOR}.policy_loss.clip_cov_ub": 9.0,
+    f"{ACTOR}.policy_loss.kl_cov_ratio": 0.15,
+}
+LOSSES = [name for name in POLICY_LOSSES.names() if name != "geo_mean"]
+
+
+def case(loss: str, mode: str, more: str = "", **keys: Any) -> tuple[str, dict[str, Any]]:
+    named = {f"{ACTOR}.policy_loss.loss_mode": loss, f"{ACTOR}.loss_agg_mode": mode}
+    return f"{loss}, {mode}{more}", named | PICKS | keys
+
+
+FEW = dict(
+    [
+        case("vanilla", "token-mean", ", terms, shuffled", **TERMS, **{f"{ACTOR}.shuffle": True}),
+        case("gspo", "seq-mean-token-mean"),
+        case("clip_cov", "seq-mean-token-sum"),
+        case("kl_cov", "seq-mean-token-sum-norm"),
+    ]
+)
+ALL = dict(case(loss, mode) for loss in LOSSES for mode in AGGREGATIONS)
+ALL |= dict(case("vanilla", mode, ", terms", **TERMS, **{f"{ACTOR}.kl_loss_type": "k3+"}) for mode in AGGREGATIONS)
+
+
+def scenario(name: str, world: int, strategy: str = "megatron", overrides: tuple[str, ...] = (), **sizes: int):
+    options = {"strategy": strategy, "sizes": tuple(sizes.items())} if strategy == "megatron" else sizes
+    return Scenario(name, world, "model", overrides=(*STILL, *overrides), **options)
+
+
+FEW_SCENARIOS = [scenario("fsdp on 2", 2, "fsdp"), scenario("tp2", 2, tp=2, overrides=TOKENS)]
+SCENARIOS = [
+    scenario("fsdp on 1", 1, "fsdp", (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",)),
+    scenario("fsdp on 1, whole", 1, "fsdp", (f"{ACTOR}.ppo_micro_batch_size_per_gpu=6",)),
+    scenario("megatron on 1", 1, overrides=TOKENS),
+    scenario("fsdp on 2", 2, "fsdp", TOKENS),
+    scenario("dp2", 2),
+    scenario("pp2", 2, pp=2),
+    scenario("cp2", 2, cp=2),
+    scenario("fsdp on 4", 4, "fsdp"),
+    scenario("two copies of two shards", 4, "fsdp", TOKENS, fsdp_size=2),
+    scenario("tp2, dp2", 4, tp=2, overrides=TOKENS),
+    scenario("pp2, dp2", 4, pp=2),
+]
+
+
+@functools.cache
+def model_dir() -> str:
+    folder = Path(tempfile.mkdtemp(prefix="siirl-invariance-"))
+    return str(make_tiny_model_dir(folder / "model", tie=False, hidden=64, init_std=0.15))
+
+
+@functools.cache
+def plain_model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model_dir(), dtype=torch.float32)
+
+
+@functools.cache
+def plain_outputs() -> tuple[Tensor, Tensor]:
+    """(log_prob, entropy) [B, T] with their graph, a row at a time."""
+    return engines.reference_outputs(plain_model(), engines.sample_rows(0))
+
+
+@functools.cache
+def columns() -> dict[str, Tensor]:
+    """What the earlier nodes would have written: log-probs at some distance from the policy's."""
+    draw = torch.Generator().manual_seed(8)
+    log_prob_BT = plain_outputs()[0].detach()
+    names = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
+    return {name: log_prob_BT + 0.25 * torch.randn(NUM_ROWS, WIDTH, generator=draw) for name in names}
+
+
+def rows_of(found: dict[str, Tensor]) -> TensorDict:
+    rows = engines.sample_rows(0).exclude("raw_prompt")
+    for name, value in found.items():
+        rows[name] = value
+    return rows
+
+
+@functools.cache
+def base_config() -> Config:
+    sizes = (f"{ACTOR}.ppo_mini_batch_size={PROMPTS}", f"actor_rollout_ref.rollout.n={SAMPLES}")
+    return load_config([*sizes, f"actor_rollout_ref.rollout.temperature={TEMPERATURE}"])
+
+
+@dataclass
+class Update:
+    """Means over the step's mini-batches, and the gradient of the last one."""
+
+    loss: float
+    grad_norm: float
+    entropy: float
+    grads: dict[str, Tensor]
+
+
+def whole_update(keys: dict[str, Any]) -> Update:
+    """The same in one process, on whole mini-batches, by plain Hugging Face."""
+    cfg, rows = with_overrides(base_config(), keys), rows_of(columns())
+    model, (log_prob_BT, entropy_BT) = plain_model(), plain_outputs()
+    order = torch.arange(NUM_ROWS)
+    if cfg.actor_rollout_ref.actor.shuffle:
+        seed = (cfg.actor_rollout_ref.actor.data_loader_seed * 1_000_003 + STEP) * 1_009
+        order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(seed)).argsort()
+    losses, norms, metrics = [], [], Metrics()
+    for index in order.split(PROMPTS * SAMPLES):
+        mini, mask_BT = take_rows(rows, index), rows["response_mask"][index]
+        if (name := policy_loss_name(cfg)) in PICKING_LOSSES:
+            noise_BT = token_noise(mini["row_id"], WIDTH, cfg.trainer.seed * 1_000_003 + STEP)
+            given = (mini["old_log_prob"], mini["advantage"], mask_BT, noise_BT, policy_loss_options(cfg))
+            mini["picked"] = pick_tokens(name, *given)
+        counts = BatchCounts(float(mask_BT.sum()), float(mask_BT.any(-1).sum()), cfg.data.max_response_length)
+        outputs = TokenOutputs(log_prob_BT[index], entropy_BT[index])
+        loss, of_mini = make_loss_fn(cfg)(outputs, mini, counts)
+        metrics.merge(of_mini)
+        grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.get_total_norm(grads).item())
+    named = dict(zip((name for name, _ in model.named_parameters()), grads, strict=True))
+    return Update(sum(losses) / 2, sum(norms) / 2, metrics.values()["entropy"], named)
+
+
+def updates(
+    rank: int, world: int, scenarios: list[Scenario], cases: dict[str, dict], path: str, found: dict[str, Tensor]
+) -> dict[str, Update] | None:
+    """Of every scenario and case, from rank 0."""
+    rows, results = rows_of(found), {}
+    for one in scenarios:
+        engine, _ = engines.build_engine(one, path)
+        shards = engines.dims_of(one, tuple(range(world)))[0].data_shards()
+        speaks = shards.index(shards[rank]) == rank
+        moments: dict[str, Tensor] = {}
+        for number, (name, keys) in enumerate(cases.items()):
+            owner = torch.randint(engine.dp_size, (NUM_ROWS,), generator=torch.Generator().manual_seed(number))
+            mine = take_rows(rows, (owner == engine.dp_rank).nonzero().squeeze(1))
+            ctx = SimpleNamespace(
+                cfg=with_overrides(base_config(), keys), step=STEP, group=dist.group.WORLD, train=engine
+            )
+            ctx.metrics, ctx.speaks = Metrics(), speaks
+            actor_train(ctx, mine)
+            results[f"{one.name}: {name}"] = joined(ctx)
+            state = engine.state_dict()["optimizer"].items()
+            moments |= {f"{name}/{key[8:]}": m.clone() for key, m in state if key.startswith("exp_avg.")}
+        for key, whole in engines.whole_tensors(moments).items():
+            name, _, parameter = key.partition("/")
+            results[f"{one.name}: {name}"].grads[parameter] = whole
+    return results if rank == 0 else None
+
+
+def joined(ctx: SimpleNamespace) -> Update:
+    """The metrics of all ranks, those of each shard once."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, ctx.metrics.entries if ctx.speaks else {})
+    metrics = Metrics()
+    for part in parts:
+        metrics.merge(Metrics(part))
+    values = metrics.values()
+    return Update(values["actor/loss"], values["actor/grad_norm"], values["actor/entropy"], {})
+
+
+@functools.cache
+def wanted(name: str) -> Update:
+    return whole_update((FEW | ALL)[name])
+
+
+def check(scenarios: list[Scenario], cases: dict[str, dict]) -> None:
+    found = run_workers(
+        updates, scenarios[0].world, scenarios, cases, model_dir(), columns(), deadline_s=400
+    )[0]
+    assert len(found) == len(scenarios) * len(cases)
+    for key, got in found.items():
+        want = wanted(key.partition(": ")[2])
+        assert got.loss == pytest.approx(want.loss, abs=2e-6), key
+        assert got.grad_norm == pytest.approx(want.grad_norm, rel=2e-5), key
+        assert got.entropy == pytest.approx(want.entropy, rel=1e-5), key
+        largest = max(float(grad.abs().max()) for grad in want.grads.values())
+        assert got.grads.keys() == want.grads.keys() and largest > 1e-4, key
+        for name, grad in want.grads.items():
+            assert (got.grads[name] - grad).abs().max() < 1e-5 * largest, f"{key}: {name}"
+
+
+def test_the_update_is_the_same_on_two_ranks():
+    check(FEW_SCENARIOS, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_each_loss_and_aggregation_gives_the_same_update_anywhere(world):
+    check([one for one in SCENARIOS if one.world == world], ALL)

@@ -1,0 +1,74 @@
+"""What schema, checks, op table, registries and documentation say of an algorithm agree."""
+
+import re
+from pathlib import Path
+
+import pytest
+from plan_cases import compiled, config
+
+from siirl.algorithms.advantages import ADVANTAGES
+from siirl.algorithms.aggregate import AGGREGATIONS
+from siirl.algorithms.kl import KL_ESTIMATORS
+from siirl.algorithms.policy_losses import POLICY_LOSSES
+from siirl.config.actor import AGGREGATIONS as CONFIGURED_AGGREGATIONS
+from siirl.config.checks import GROUP_BASELINES, LOSS_KEYS, check_config
+from siirl.config.root import all_keys
+from siirl.dag.compile import TEMPLATES
+from siirl.dag.ops import PICKING_LOSSES
+from siirl.dag.yaml_file import load_dag_file
+from siirl.errors import ConfigError, DagError
+
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+ADVANTAGE, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+def test_the_configuration_offers_what_is_registered():
+    assert set(all_keys()[ADVANTAGE].rule.choices) == set(ADVANTAGES.names())
+    assert set(all_keys()[LOSS].rule.choices) == set(POLICY_LOSSES.names())
+    assert set(CONFIGURED_AGGREGATIONS) == set(AGGREGATIONS)
+
+
+def test_the_checks_know_what_the_functions_take():
+    grouped = {name for name in ADVANTAGES.names() if "group_id" in ADVANTAGES.get(name).needs}
+    assert grouped == set(GROUP_BASELINES)
+    options = {name: POLICY_LOSSES.get(name).options for name in POLICY_LOSSES.names()}
+    for key, losses in LOSS_KEYS.items():
+        taken = "clip_ratio_low" if key == "clip_ratio" else key
+        assert {name for name, takes in options.items() if taken in takes} == set(losses), key
+    assert {name for name, takes in options.items() if "picked_BT" in takes} == set(PICKING_LOSSES)
+
+
+def test_the_page_has_every_name():
+    rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    first_cells = " ".join(row.split("|")[1] for row in rows)
+    named = set(re.findall(r"`([^`]+)`", first_cells))
+    for names in (ADVANTAGES.names(), POLICY_LOSSES.names(), AGGREGATIONS, KL_ESTIMATORS):
+        assert set(names) <= named
+
+
+NEEDS = {"gae": "no node trains the critic of agent 0", "remax": "baseline_score"}
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_the_check_knows_what_an_estimator_needs_of_the_workflow(name):
+    """In GRPO's workflow, which has no critic and no greedy baseline; and with one response a prompt."""
+    dag = load_dag_file(TEMPLATES / "grpo.yaml")
+    if name in NEEDS:
+        with pytest.raises(DagError, match=NEEDS[name]):
+            compiled(dag, 2, f"{ADVANTAGE}={name}")
+    else:
+        compiled(dag, 2, f"{ADVANTAGE}={name}")
+    data = ("data.train_files=[a]", "data.val_files=[a]")
+    single = config(f"{ADVANTAGE}={name}", "actor_rollout_ref.rollout.n=1", *data)
+    if "group_id" in ADVANTAGES.get(name).needs:
+        with pytest.raises(ConfigError, match=r"rollout\.n=1 with .*Set actor_rollout_ref\.rollout\.n to 2"):
+            check_config(single)
+    else:
+        check_config(single)
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+def test_old_log_probs_are_computed_where_a_loss_needs_them(name):
+    """With one optimizer step a batch only the losses that pick tokens before it need the pass."""
+    plan = compiled(load_dag_file(TEMPLATES / "grpo.yaml"), 2, f"{LOSS}={name}")
+    assert ("actor_old_log_prob" in plan.nodes) == (name in PICKING_LOSSES)
