@@ -18,7 +18,7 @@ from siirl.dag.models import plan_advice
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
 from siirl.data.local_models import with_local_configs
-from siirl.data.model_files import check_lengths
+from siirl.data.model_files import check_lengths, check_reward_model
 from siirl.errors import ConfigError, DataError
 from siirl.observe.trace import merge_trace
 
@@ -48,6 +48,8 @@ def _compiled(args: argparse.Namespace, overrides: list[str]) -> tuple[Plan, dic
         folder = Path(role_model(configs[model.node], model.role).path).expanduser()
         if (folder / "config.json").is_file():
             check_lengths(configs[model.node], folder, model.role)
+            if model.role == "reward":
+                check_reward_model(configs[model.node], folder)
     for line in dict.fromkeys(warnings):
         print(f"warning: {line}", file=sys.stderr)
     return plan, configs

@@ -105,6 +105,23 @@ def make_tiny_model_dir(
     return path
 
 
+def make_tiny_reward_model(path: str | Path, head_std: float = 0.5, **options: Any) -> Path:
+    """Write a sequence classifier of one label with a tokenizer to `path`; returns it.
+
+    options: those of make_tiny_model_dir; head_std: of the weights of its head.
+    """
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    path = make_tiny_model_dir(path, **options)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.get("seed", 0))
+        torch.nn.init.normal_(model.score.weight, std=head_std)
+    model.save_pretrained(path)
+    return path
+
+
 def arithmetic_rows(
     n: int, seed: int = 0, task: Literal["max", "sum_mod10", "copy"] = "max", data_source: str = "arithmetic"
 ) -> list[dict[str, Any]]:

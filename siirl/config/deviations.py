@@ -25,4 +25,5 @@ DEVIATIONS: dict[str, Deviation] = {
     "actor_rollout_ref.actor.data_loader_seed": Deviation(None, FILLED_IN),
     "critic.data_loader_seed": Deviation(None, FILLED_IN),
     "critic.ppo_micro_batch_size_per_gpu": Deviation(None, FILLED_IN),
+    "reward_model.micro_batch_size_per_gpu": Deviation(None, FILLED_IN),
 }

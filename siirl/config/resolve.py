@@ -81,6 +81,14 @@ ALIASES |= {
     f"critic.model.megatron.{name}": (f"critic.megatron.{name}",)
     for name in (*MEGATRON_KEYS, *MEGATRON_TRAINING_KEYS)
 }
+ALIASES |= {
+    f"reward_model.model.fsdp_config.{name}": (f"reward_model.fsdp_config.{name}",)
+    for name in FSDP_KEYS
+    if name != "optimizer_offload"
+}
+ALIASES |= {
+    f"reward_model.model.megatron.{name}": (f"reward_model.megatron.{name}",) for name in MEGATRON_KEYS
+}
 
 
 FOLLOWS: dict[str, str] = {
@@ -93,6 +101,7 @@ FOLLOWS: dict[str, str] = {
     "critic.ppo_mini_batch_size": f"${{{POLICY}.actor.ppo_mini_batch_size}}",
     "critic.ppo_micro_batch_size_per_gpu": f"${{{POLICY}.actor.ppo_micro_batch_size_per_gpu}}",
     "critic.data_loader_seed": "${trainer.seed}",
+    "reward_model.micro_batch_size_per_gpu": f"${{{POLICY}.ref.log_prob_micro_batch_size_per_gpu}}",
     f"{POLICY}.rollout.prompt_length": "${data.max_prompt_length}",
     f"{POLICY}.rollout.response_length": "${data.max_response_length}",
     "trainer.output_dir": "outputs/${trainer.project_name}/${trainer.experiment_name}",

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.common import MEGATRON, FSDPConfig, MegatronConfig, ModelConfig
+from siirl.config.actor import REMOVED_MICRO_BATCH, STRATEGIES, ULYSSES
+from siirl.config.common import ForwardFSDPConfig, ForwardMegatronConfig, ModelConfig
 from siirl.config.keys import group, key
 
-REWARD_MODEL = "rewards by a model"
+FROZEN = "a reward model is never trained"
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,72 @@ class RemoteRewardConfig:
 
 
 @dataclass(frozen=True)
+class RewardModelModelConfig(ModelConfig):
+    """ModelConfig of a frozen model that scores conversations."""
+
+    path: str = key(
+        "~/models/deepseek-llm-7b-chat",
+        "directory of a Hugging Face model with a score head, or ORG/NAME on the hub",
+    )
+    enable_gradient_checkpointing: bool = key(True, "recompute activations", ignored=FROZEN)
+    gradient_checkpointing_kwargs: dict[str, Any] = key(
+        {}, "arguments of gradient checkpointing", ignored=FROZEN
+    )
+    fsdp_config: ForwardFSDPConfig = group(ForwardFSDPConfig, "older place of reward_model.fsdp_config")
+    megatron: ForwardMegatronConfig = group(ForwardMegatronConfig, "older place of reward_model.megatron")
+    input_tokenizer: str | None = key(
+        None,
+        "tokenizer of the rows",
+        ignored="it is the policy's; rows are rendered again wherever the reward model's is another",
+    )
+    rm_tokenizer: str | None = key(
+        None, "directory of the reward model's tokenizer, which then renders every conversation; null: path"
+    )
+    lora_rank: int = key(0, "rank of LoRA adapters", ignored=FROZEN)
+    lora_alpha: int = key(16, "scale of LoRA adapters", ignored=FROZEN)
+    target_modules: str | tuple[str, ...] = key(
+        "all-linear", "modules that get LoRA adapters", ignored=FROZEN
+    )
+
+
+@dataclass(frozen=True)
 class RewardModelConfig:
     """How responses are scored."""
 
-    enable: bool = key(False, "score by a model", later=REWARD_MODEL)
-    strategy: str = key("fsdp", "backend of the reward model", later=REWARD_MODEL)
-    model: ModelConfig = group(ModelConfig, "reward model", later=REWARD_MODEL)
-    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding of the reward model", later=REWARD_MODEL)
-    megatron: MegatronConfig = group(MegatronConfig, "Megatron-Core", later=MEGATRON)
-    micro_batch_size: int | None = key(None, "rows of a micro-batch over all ranks", later=REWARD_MODEL)
-    micro_batch_size_per_gpu: int | None = key(None, "rows of a micro-batch on each rank", later=REWARD_MODEL)
-    max_length: int | None = key(None, "longest input", later=REWARD_MODEL)
-    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=REWARD_MODEL)
-    use_dynamic_bsz: bool = key(False, "micro-batches by a token budget", later=REWARD_MODEL)
+    enable: bool = key(False, "score by a model, in a node of node_role REWARD that has one")
+    strategy: str = key(
+        "fsdp",
+        "backend of the reward model",
+        choices=STRATEGIES,
+        synonyms={"fsdp2": "fsdp"},
+        when="enable",
+    )
+    model: RewardModelModelConfig = group(RewardModelModelConfig, "reward model", when="enable")
+    fsdp_config: ForwardFSDPConfig = group(
+        ForwardFSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp"
+    )
+    megatron: ForwardMegatronConfig = group(
+        ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
+    )
+    micro_batch_size: int | None = key(
+        None,
+        "rows of a micro-batch over all ranks",
+        replaced=REMOVED_MICRO_BATCH.format("micro_batch_size_per_gpu"),
+    )
+    micro_batch_size_per_gpu: int = key(
+        None,
+        "conversations of a micro-batch on each rank, unless use_dynamic_bsz",
+        when="use_dynamic_bsz=false",
+        low=1,
+    )
+    max_length: int | None = key(
+        None,
+        "longest conversation, in tokens; of a longer one the beginning is cut; null: the model's positions",
+        when="enable",
+        low=1,
+    )
+    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=ULYSSES)
+    use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget", when="enable")
     reward_manager: str = key(
         "naive",
         "how rows are scored: naive, parallel and prime call a function for each row, in processes with a "
@@ -55,8 +109,12 @@ class RewardModelConfig:
         choices=("naive", "batch", "dapo", "parallel", "prime", "remote"),
         later_choices={"embodied": "rewards of environments"},
     )
-    forward_max_token_len_per_gpu: int = key(32768, "that budget", later=REWARD_MODEL)
-    load_weight: bool = key(True, "load the weights", later=REWARD_MODEL)
+    forward_max_token_len_per_gpu: int = key(
+        32768, "that budget: tokens of a micro-batch on each rank", when="use_dynamic_bsz", low=1
+    )
+    load_weight: bool = key(
+        True, "load the weights of model.path", later="a reward model with random weights"
+    )
     launch_reward_fn_async: bool = key(
         False,
         "score beside other nodes",
@@ -69,8 +127,8 @@ class RewardModelConfig:
     remote: RemoteRewardConfig = group(RemoteRewardConfig, "service that scores responses")
     overlong_buffer: OverlongBufferConfig = group(OverlongBufferConfig, "penalty for long responses")
     profile: dict[str, Any] = key({}, "profiler of this role", later="the profiler")
-    shuffle: bool = key(False, "shuffle rows", later=REWARD_MODEL)
-    data_loader_seed: int | None = key(None, "seed of shuffle", later=REWARD_MODEL)
+    shuffle: bool = key(False, "shuffle rows", ignored=FROZEN)
+    data_loader_seed: int | None = key(None, "seed of shuffle", ignored=FROZEN)
     num_workers: int | None = key(
         None,
         "processes that score responses on each rank; null: the cores shared among the ranks of a machine",

@@ -3,31 +3,39 @@
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.common import ModelConfig
 from siirl.config.critic import CriticConfig
+from siirl.config.reward import RewardModelConfig
 from siirl.config.root import Config
 
 ROLE_GROUPS = {
     "actor": "actor_rollout_ref.actor",
     "ref": "actor_rollout_ref.ref",
     "critic": "critic",
+    "reward": "reward_model",
     "rollout": "actor_rollout_ref.rollout",
 }
 """Role -> full name of the group that holds its settings, for messages."""
 
 
-def role_group(cfg: Config, role: str) -> ActorConfig | RefConfig | CriticConfig:
+OWN_MODELS = ("critic", "reward")
+"""Roles that load a model of their own, not the policy's."""
+
+
+def role_group(cfg: Config, role: str) -> ActorConfig | RefConfig | CriticConfig | RewardModelConfig:
     """The settings of a model of that role, its batches, sharding and checkpoints; not of a rollout."""
-    actor, ref, critic = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, cfg.critic
-    return {"actor": actor, "ref": ref, "critic": critic}[role]
+    actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
+    return {"actor": actor, "ref": ref, "critic": cfg.critic, "reward": cfg.reward_model}[role]
 
 
 def role_model(cfg: Config, role: str) -> ModelConfig:
     """Which model a role loads: that of the policy, or one of its own."""
+    if role == "reward":
+        return cfg.reward_model.model
     return cfg.critic.model if role == "critic" else cfg.actor_rollout_ref.model
 
 
 def model_key(role: str) -> str:
     """Full name of the group that role_model gives, for messages."""
-    return "critic.model" if role == "critic" else "actor_rollout_ref.model"
+    return f"{ROLE_GROUPS[role]}.model" if role in OWN_MODELS else "actor_rollout_ref.model"
 
 
 def trained_group(cfg: Config, role: str) -> ActorConfig | CriticConfig:

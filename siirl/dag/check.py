@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable
 
+from siirl.config import Config
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
 from siirl.dag.ops import uses_critic, why_unread
 from siirl.dag.resolve import ResolvedNode
-from siirl.errors import DagError, NotSupportedError
+from siirl.errors import ConfigError, DagError, NotSupportedError
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
 
 Nodes = dict[str, ResolvedNode]
@@ -121,6 +122,28 @@ def check_critics(kept: Iterable[ResolvedNode]) -> None:
                 f"{node.cfg.algorithm.adv_estimator} uses none. "
                 "Set algorithm.adv_estimator=gae, or remove the node."
             )
+
+
+def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> None:
+    """A node that scores by a model has one, and reward_model.enable; where that is set, there is a node."""
+    scoring = [node for node in nodes if node.op.name == "model_reward"]
+    for node in scoring:
+        if not node.cfg.reward_model.enable:
+            raise DagError(
+                f"{node} scores by a model, but reward_model.enable is False. Set reward_model.enable=True "
+                "and reward_model.model.path, or remove the node."
+            )
+        if "reward_model.model.path" not in node.cfg.explicit:
+            raise ConfigError(
+                f"{node}: reward_model.model.path is not set: the node has no model to score by. Name a "
+                "directory of a Hugging Face model with a score head (ForSequenceClassification)."
+            )
+    if cfg.reward_model.enable and not scoring:
+        raise DagError(
+            "reward_model.enable=True, but no node of the DAG scores by a model. Add a node with node_type "
+            "MODEL_INFERENCE, node_role REWARD, as in dag_templates/grpo_reward_model.yaml, or set "
+            "reward_model.enable=False."
+        )
 
 
 def check_sampling(kept: Iterable[ResolvedNode]) -> None:

@@ -10,6 +10,7 @@ from siirl.dag.check import (
     check_kept,
     check_readers,
     check_resampling,
+    check_reward_models,
     check_rounds,
     check_sampling,
     check_writers,
@@ -53,6 +54,8 @@ def template_of(cfg: Config) -> str:
         return "dapo.yaml"
     if cfg.algorithm.adv_estimator == "remax":
         return "remax.yaml"
+    if cfg.reward_model.enable:
+        return "ppo_reward_model.yaml" if uses_critic(cfg) else "grpo_reward_model.yaml"
     return "ppo.yaml" if uses_critic(cfg) else "grpo.yaml"
 
 
@@ -73,6 +76,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     check_critics(kept.values())
     check_sampling(kept.values())
     check_resampling(kept.values())
+    check_reward_models(nodes.values(), cfg)
     check_readers(kept.values(), nodes, full_graph)
 
     for node in kept.values():
@@ -131,7 +135,7 @@ def _node_plan(node: ResolvedNode, graph: Graph) -> NodePlan:
         agent=node.agent,
         dependencies=graph.parents[node.id],
         op=node.op.name,
-        model=f"agent_{node.agent}.{node.op.model}" if node.op.model else None,
+        model=node.model,
         executable=node.spec.executable_ref,
         overrides=node.overrides,
         options=node.options,

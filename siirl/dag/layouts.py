@@ -123,8 +123,8 @@ def place_nodes(
         rows = agents.get(agent)
         changers = _row_changers(node, agent, kept, above)
         rowset = f"agent_{agent}.{_level(changers)}"
-        if node.op.model is not None:
-            source = _model_layout(node, models[f"agent_{node.agent}.{node.op.model}"], rowset, rows)
+        if node.model is not None:
+            source = _model_layout(node, models[node.model], rowset, rows)
         else:
             source = _compute_layout(node, graph, places, table, rowset, world)
         target = source

@@ -177,6 +177,11 @@ def micro_batch_tokens(model: ModelPlan, cfg: Config) -> int:
     if model.role == "critic":
         dynamic = cfg.critic.use_dynamic_bsz
         budget, rows = cfg.critic.ppo_max_token_len_per_gpu, cfg.critic.ppo_micro_batch_size_per_gpu
+    elif model.role == "reward":
+        group = cfg.reward_model
+        row = group.max_length or row
+        dynamic, budget = group.use_dynamic_bsz, group.forward_max_token_len_per_gpu
+        rows = group.micro_batch_size_per_gpu
     elif model.trains:
         dynamic = policy.actor.use_dynamic_bsz
         budget, rows = policy.actor.ppo_max_token_len_per_gpu, policy.actor.ppo_micro_batch_size_per_gpu

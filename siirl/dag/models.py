@@ -8,6 +8,7 @@ from typing import Any
 from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.critic import CriticConfig
+from siirl.config.reward import RewardModelConfig
 from siirl.config.roles import ROLE_GROUPS, role_group, role_model
 from siirl.dag.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.dag.megatron_memory import MegatronMemory, megatron_lines
@@ -117,6 +118,8 @@ def _token_budgets(cfg: Config, role: ModelRole) -> dict[str, int]:
         if role == owner and group.log_prob_use_dynamic_bsz:
             key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
             found[key] = group.log_prob_max_token_len_per_gpu
+    if role == "reward" and cfg.reward_model.use_dynamic_bsz:
+        found["reward_model.forward_max_token_len_per_gpu"] = cfg.reward_model.forward_max_token_len_per_gpu
     if role == "critic" and cfg.critic.use_dynamic_bsz:
         found["critic.ppo_max_token_len_per_gpu"] = cfg.critic.ppo_max_token_len_per_gpu
         found["critic.forward_max_token_len_per_gpu"] = cfg.critic.forward_max_token_len_per_gpu
@@ -146,8 +149,9 @@ def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int)
     return megatron_lines(model, shape, settings)
 
 
-def _optimizer_options(group: ActorConfig | RefConfig | CriticConfig) -> dict[str, Any]:
-    return {} if isinstance(group, RefConfig) else group.optim.override_optimizer_config or {}
+def _optimizer_options(group: ActorConfig | RefConfig | CriticConfig | RewardModelConfig) -> dict[str, Any]:
+    trained = isinstance(group, ActorConfig | CriticConfig)
+    return group.optim.override_optimizer_config or {} if trained else {}
 
 
 def _replicas(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
@@ -179,7 +183,7 @@ def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolved
             )
 
 
-HEADS: dict[ModelRole, Head] = {"critic": "value"}
+HEADS: dict[ModelRole, Head] = {"critic": "value", "reward": "score"}
 """The head of a role's model; others are language models."""
 
 TRAIN_BACKENDS = {
@@ -211,8 +215,8 @@ def plan_models(kept: Iterable[ResolvedNode], world_size: int) -> dict[str, Mode
     """Name -> model, in execution order of the first node that uses it."""
     users: dict[str, list[ResolvedNode]] = {}
     for node in kept:
-        if node.op.model is not None:
-            users.setdefault(f"agent_{node.agent}.{node.op.model}", []).append(node)
+        if node.model is not None:
+            users.setdefault(node.model, []).append(node)
     models = {name: _plan_model(name, nodes, world_size) for name, nodes in users.items()}
     nodes = {node.id: node for nodes in users.values() for node in nodes}
     _check_policies_agree(models, nodes)

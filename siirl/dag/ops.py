@@ -17,7 +17,7 @@ from siirl.errors import DagError, NotSupportedError
 from siirl.types import ROLLOUT_FIELDS
 
 Names = tuple[str, ...]
-ModelRole = Literal["actor", "ref", "rollout", "critic"]
+ModelRole = Literal["actor", "ref", "rollout", "critic", "reward"]
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,23 @@ FUNCTION_REWARD = OpSpec(
     ),
     _fixed("score", "reward_info"),
 )
+MODEL_REWARD = OpSpec(
+    "model_reward",
+    _fixed(
+        "row_id",
+        "sample_index",
+        "prompt_ids",
+        "prompt_length",
+        "raw_prompt",
+        "data_source",
+        "ground_truth",
+        "response_ids",
+        "response_length",
+    ),
+    _fixed("score", "reward_info"),
+    model="reward",
+    split="cost",
+)
 ADVANTAGE = OpSpec("advantage", _advantage_reads, _advantage_writes, split="group")
 REFERENCE = OpSpec("reference_log_prob", _fixed(*_TOKENS), _fixed("ref_log_prob"), model="ref", split="cost")
 OLD_LOG_PROB = OpSpec("old_log_prob", _fixed(*_TOKENS), _fixed("old_log_prob"), model="actor", split="cost")
@@ -213,10 +230,7 @@ _TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
         ("MODEL_INFERENCE",),
         lambda node: GREEDY_ROLLOUT if node.only_forward_compute else ROLLOUT,
     ),
-    "REWARD": (
-        ("COMPUTE",),
-        lambda node: BASELINE_REWARD if node.only_forward_compute else FUNCTION_REWARD,
-    ),
+    "REWARD": (("COMPUTE", *_MODEL), lambda node: _reward(node)),
     "ADVANTAGE": (("COMPUTE",), lambda node: ADVANTAGE),
     "REFERENCE": (_MODEL, lambda node: REFERENCE),
     "ACTOR": (("MODEL_TRAIN",), lambda node: OLD_LOG_PROB if node.only_forward_compute else ACTOR_TRAIN),
@@ -244,10 +258,6 @@ def op_of(node: NodeSpec) -> OpSpec:
     """The op that a node stands for; DagError or NotSupportedError if it means nothing or is not built."""
     if node.node_type in _LATER_TYPES:
         raise NotSupportedError(f"not supported yet: {node}: {_LATER_TYPES[node.node_type]}.")
-    if node.node_role == "REWARD" and node.node_type in _MODEL:
-        raise NotSupportedError(
-            f"not supported yet: {node}: reward models. Use node_type COMPUTE and a reward function."
-        )
     types, choose = _TABLE.get(node.node_role, (("COMPUTE", "CUSTOM"), None))
     if node.node_type not in types and not (node.executable_ref and node.node_type == "CUSTOM"):
         raise DagError(
@@ -267,6 +277,13 @@ def op_of(node: NodeSpec) -> OpSpec:
     if node.reads is not None or node.writes is not None:
         raise DagError(f"{node}: reads and writes of op {choose(node).name!r} are fixed. Remove them.")
     return choose(node)
+
+
+def _reward(node: NodeSpec) -> OpSpec:
+    """What scores the responses: a frozen model, or functions; or functions those of a baseline."""
+    if node.node_type in _MODEL:
+        return MODEL_REWARD
+    return BASELINE_REWARD if node.only_forward_compute else FUNCTION_REWARD
 
 
 def _custom(node: NodeSpec, replaced: OpSpec | None) -> OpSpec:

@@ -43,7 +43,7 @@ class ModelPlan:
 
     name: str
     agent: int
-    role: Literal["actor", "ref", "rollout", "critic"]
+    role: Literal["actor", "ref", "rollout", "critic", "reward"]
     backend: str
     head: Head
     trains: bool

@@ -54,6 +54,11 @@ class ResolvedNode:
     def agent(self) -> int:
         return self.spec.agent_group
 
+    @property
+    def model(self) -> str | None:
+        """Name of the model that its op runs on."""
+        return f"agent_{self.agent}.{self.op.model}" if self.op.model else None
+
     def __str__(self) -> str:
         return str(self.spec)
 

@@ -30,6 +30,7 @@ from siirl.nodes.registry import COLLECTORS, find_op
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note
 from siirl.parallel.process_groups import ProcessGroups
+from siirl.rewards.conversations import ConversationEncoder
 from siirl.rewards.scorer import RewardScorer
 
 
@@ -42,6 +43,7 @@ class LocalNode:
     cfg: Config
     tokenizer: PreTrainedTokenizerBase
     scorer: RewardScorer | None = None
+    encoder: ConversationEncoder | None = None
     state: dict[str, float] = field(default_factory=dict)
     buffer: RowBuffer = field(default_factory=RowBuffer)
 
@@ -182,6 +184,7 @@ class DAGWorker:
             train=self.train_engines.get(node.plan.model),
             rollout=self.rollout_engines.get(node.plan.model),
             scorer=node.scorer,
+            encoder=node.encoder,
             state=node.state,
             options=node.plan.options,
             buffer=node.buffer,
@@ -262,7 +265,8 @@ class DAGWorker:
         cfg = self.node_cfg(plan.name)
         tokenizer = self._tokenizer(cfg)
         scorer = RewardScorer(cfg, tokenizer) if plan.op in ("function_reward", "baseline_reward") else None
-        return LocalNode(plan, find_op(plan), cfg, tokenizer, scorer)
+        encoder = ConversationEncoder(cfg, tokenizer) if plan.op == "model_reward" else None
+        return LocalNode(plan, find_op(plan), cfg, tokenizer, scorer, encoder)
 
     def _build_loader(self, node: str, layout_id: str) -> LocalLoader:
         cfg, layout = self.node_cfg(node), self.plan.layouts[layout_id]

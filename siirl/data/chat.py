@@ -20,18 +20,20 @@ def load_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
     DataError if there is none. A tokenizer without a pad token pads with its end-of-sequence token.
     """
     model = cfg.actor_rollout_ref.model
-    name = str(cfg.data.tokenizer or model.path)
+    keys = "Check actor_rollout_ref.model.path, or set data.tokenizer"
+    return read_tokenizer(str(cfg.data.tokenizer or model.path), model.trust_remote_code, keys)
+
+
+def read_tokenizer(name: str, trust_remote_code: bool, fix: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory or of a name on the hub. DataError, which ends in `fix`, without one."""
     source = Path(name).expanduser()
     if source.is_dir():
         name = str(source)
         check_tokenizer_files(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(
-            f"no tokenizer can be loaded from {name}: {error}. Check actor_rollout_ref.model.path, or set "
-            "data.tokenizer."
-        ) from error
+        raise DataError(f"no tokenizer can be loaded from {name}: {error}. {fix}.") from error
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from siirl.config import Config, with_overrides
 from siirl.config.common import ModelConfig
-from siirl.config.roles import model_key, role_model
+from siirl.config.roles import OWN_MODELS, model_key, role_model
 from siirl.dag.plan import NodePlan, Plan
 from siirl.data.hub import MODELSCOPE_SWITCH, HubRepo, fetch, fetch_cached, is_hub_id, is_on
 from siirl.data.model_files import check_config_file, check_tokenizer_files, check_weight_files
@@ -59,7 +59,7 @@ def token_to_environment(cfg: Config, env: MutableMapping[str, str] = os.environ
 
     No file of the run holds it then. ConfigError for two different tokens.
     """
-    roles = ("actor", "critic")
+    roles = ("actor", *OWN_MODELS)
     tokens = {role_model(cfg, role).hf_hub_token for role in roles} - {None}
     if not tokens:
         return cfg
@@ -71,7 +71,8 @@ def token_to_environment(cfg: Config, env: MutableMapping[str, str] = os.environ
 
 
 def _local_node(cfg: Config, plan: Plan, node: NodePlan, find: Find) -> NodePlan:
-    roles = ("actor", "critic") if node.model and plan.models[node.model].role == "critic" else ("actor",)
+    role = plan.models[node.model].role if node.model else "actor"
+    roles = ("actor", role) if role in OWN_MODELS else ("actor",)
     node_cfg = with_overrides(cfg, node.overrides)
     local = dict(_local_paths(node_cfg, roles, find))
     tokenizer = node_cfg.data.tokenizer

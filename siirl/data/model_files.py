@@ -6,29 +6,32 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
-from siirl.config.roles import role_model
+from siirl.config.common import ModelConfig
+from siirl.config.roles import model_key, role_model
 from siirl.errors import ConfigError, DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STRETCHED = ("linear", "dynamic", "yarn")  # rope types whose factor multiplies the positions
+SCORE_WEIGHT = "score.weight"
+"""Name of the head of models saved as ForSequenceClassification or ForTokenClassification."""
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its JSON header
 
 
-def model_dir(path: str) -> Path:
-    """The local directory of a model, with its config.json. DataError if one of them does not exist."""
+def model_dir(path: str, key: str = "actor_rollout_ref.model.path") -> Path:
+    """The local directory of a model, with its config.json. DataError, which names `key`, without them."""
     local = Path(path).expanduser()
     try:
         if not local.is_dir():
             raise DataError(
-                f"{_here()}: model directory {local} does not exist. Set actor_rollout_ref.model.path to a "
+                f"{_here()}: model directory {local} does not exist. Set {key} to a "
                 "Hugging Face model directory that every machine sees, or to a name on the hub, as ORG/NAME."
             )
         if not (local / "config.json").is_file():
             raise DataError(
                 f"{_here()}: model directory {local} has no config.json: a Hugging Face model directory is "
-                "needed. Set actor_rollout_ref.model.path to one."
+                f"needed. Set {key} to one."
             )
     except PermissionError as error:
         raise DataError(
@@ -47,21 +50,31 @@ def check_config_file(path: Path) -> None:
         )
 
 
+def weight_files(path: Path) -> set[str]:
+    """Names of the safetensors files of a model directory. DataError if it has none."""
+    if (path / WEIGHTS).is_file():
+        return {WEIGHTS}
+    if (path / INDEX).is_file():
+        return set(_read_json(path / INDEX).get("weight_map", {}).values())
+    raise DataError(
+        f"{_here()}: model directory {path} has {_why_no_weights(path)}: weights are needed. "
+        "Save the model with save_pretrained()."
+    )
+
+
+def weight_shapes(path: Path) -> dict[str, list[int]]:
+    """Name -> shape of every tensor in the weights of a model directory, by the files' headers."""
+    headers = (_read_header(path / name) for name in sorted(weight_files(path)))
+    return {name: entry["shape"] for header in headers for name, entry in header.items()}
+
+
 def check_weight_files(path: Path) -> None:
     """DataError unless the directory holds whole safetensors weights (a pickle is not read).
 
     Reads the headers only: a file that is missing, cut short or a Git LFS pointer is found, a changed
     value is not.
     """
-    if (path / WEIGHTS).is_file():
-        names = {WEIGHTS}
-    elif (path / INDEX).is_file():
-        names = set(_read_json(path / INDEX).get("weight_map", {}).values())
-    else:
-        raise DataError(
-            f"{_here()}: model directory {path} has {_why_no_weights(path)}: weights are needed. "
-            "Save the model with save_pretrained()."
-        )
+    names = weight_files(path)
     missing = sorted(name for name in names if not (path / name).is_file())
     if missing:
         raise DataError(
@@ -75,9 +88,14 @@ def check_weight_files(path: Path) -> None:
             raise DataError(f"{_here()}: {path / name} cannot be read: {error}. Restore the file.") from error
 
 
+def has_tokenizer_files(path: str | Path) -> bool:
+    """Whether a directory holds a tokenizer."""
+    return any((Path(path).expanduser() / name).is_file() for name in TOKENIZER_FILES)
+
+
 def check_tokenizer_files(path: Path) -> None:
     """DataError unless the directory holds a tokenizer."""
-    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer_files(path):
         raise DataError(
             f"{_here()}: model directory {path} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is "
             "there. Copy the model's tokenizer files there, or set data.tokenizer."
@@ -86,15 +104,80 @@ def check_tokenizer_files(path: Path) -> None:
 
 def check_model_files(cfg: Config, role: str) -> None:
     """DataError unless the model of a role can be built; all but a rollout read the weights, too."""
-    path = model_dir(role_model(cfg, role).path)
+    path = model_dir(role_model(cfg, role).path, f"{model_key(role)}.path")
     check_config_file(path)
     check_lengths(cfg, path, role)
     if role != "rollout":
         check_weight_files(path)
+    if role == "reward":
+        check_reward_model(cfg, path)
+
+
+def check_reward_model(cfg: Config, path: Path) -> None:
+    """DataError unless the model has a score head that gives one number, and knows the tokens it will get.
+
+    The head is looked for only where there are weights.
+    """
+    if any(path.glob("*.safetensors")):
+        _check_score_head(path)
+    _check_reward_tokens(cfg, path)
+
+
+def _check_score_head(path: Path) -> None:
+    shape = weight_shapes(path).get(SCORE_WEIGHT)
+    if shape is None:
+        raise DataError(
+            f"{_here()}: the weights of {path} have no {SCORE_WEIGHT}: a reward model needs its trained "
+            "head. Give a model that was saved as ForSequenceClassification or ForTokenClassification."
+        )
+    if shape[0] != 1:
+        raise DataError(
+            f"{_here()}: {SCORE_WEIGHT} of {path} gives {shape[0]} numbers for a conversation: a reward "
+            "model gives one (num_labels=1). Give another model."
+        )
+
+
+def _check_reward_tokens(cfg: Config, path: Path) -> None:
+    """DataError unless the reward model knows all tokens that it will be given."""
+    known = _read_json(path / "config.json").get("vocab_size")
+    own = cfg.reward_model.model.rm_tokenizer or (path if has_tokenizer_files(path) else None)
+    source = Path(own or cfg.data.tokenizer or cfg.actor_rollout_ref.model.path).expanduser()
+    if own is not None and not source.is_dir():
+        raise DataError(
+            f"{_here()}: reward_model.model.rm_tokenizer={own}: there is no such directory. Correct the path."
+        )
+    largest = _largest_token(source)
+    if known is not None and largest is not None and largest >= known:
+        raise DataError(
+            f"{_here()}: the tokenizer of {source} has token ids up to {largest}, but the reward model "
+            f"{path} knows 0 to {known - 1} (vocab_size): they do not belong together. Set "
+            "reward_model.model.rm_tokenizer to the directory of the reward model's own tokenizer."
+        )
+
+
+def _largest_token(path: Path) -> int | None:
+    """The largest id of a tokenizer.json, None if there is none."""
+    if not (path / "tokenizer.json").is_file():
+        return None
+    content = _read_json(path / "tokenizer.json")
+    vocabulary = content.get("model", {}).get("vocab") or {}
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max([*ids, *(token["id"] for token in content.get("added_tokens", []))], default=None)
+
+
+def model_positions(model: ModelConfig) -> int | None:
+    """Positions of a model in a local directory, rope scaling included; None if its config does not tell."""
+    config = _read_json(Path(model.path).expanduser() / "config.json")
+    return num_positions(config | model.override_config)
 
 
 def check_lengths(cfg: Config, path: Path, role: str) -> None:
-    """ConfigError if the longest row has more tokens than the model of a role has positions."""
+    """ConfigError if the longest row has more tokens than the model of a role has positions.
+
+    A reward model cuts longer ones.
+    """
+    if role == "reward":
+        return
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
     known = num_positions(_read_json(path / "config.json") | role_model(cfg, role).override_config)
@@ -136,6 +219,14 @@ def _why_no_weights(path: Path) -> str:
     if any(path.glob("*.bin")):
         return "only pickled .bin files, which can run code when read"
     return "no *.safetensors file"
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """Name -> {dtype, shape, data_offsets} of each tensor of a safetensors file that is whole."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header = json.loads(file.read(length))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def _check_safetensors(path: Path) -> None:

@@ -20,12 +20,14 @@ from siirl.parallel.process_groups import ProcessGroups
 FSDP_STRATEGIES: dict[Head, str] = {
     "lm": "siirl.engines.train.fsdp:FSDPEngine",
     "value": "siirl.engines.train.fsdp:FSDPEngine",
+    "score": "siirl.engines.train.fsdp:FSDPEngine",
 }
 """Head -> class, under fsdp."""
 
 MEGATRON_STRATEGIES: dict[Head, str] = {
     "lm": "siirl.engines.train.megatron.engine:MegatronEngine",
     "value": "siirl.engines.train.megatron.engine:MegatronEngine",
+    "score": "siirl.engines.train.megatron.engine:MegatronEngine",
 }
 """Head -> class, under megatron."""
 

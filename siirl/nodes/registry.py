@@ -12,12 +12,14 @@ from siirl.nodes.filter import filter_op, pf_ppo
 from siirl.nodes.log_prob import old_log_prob, reference_log_prob
 from siirl.nodes.replay import replay
 from siirl.nodes.reward import function_reward
+from siirl.nodes.reward_model import model_reward
 from siirl.nodes.rollout import rollout
 
 OPS: dict[str, Op] = {
     "rollout": rollout,
     "replay": replay,
     "function_reward": function_reward,
+    "model_reward": model_reward,
     "old_log_prob": old_log_prob,
     "reference_log_prob": reference_log_prob,
     "advantage": advantage,

@@ -1,10 +1,15 @@
-"""The rule-based reward op: responses in, scores out, computed beside whatever the DAG lets run meanwhile."""
+"""The rule-based reward op: responses in, scores out, computed beside whatever the DAG lets run meanwhile.
+
+And what every reward op does with its scores: check them, report them, show them.
+"""
 
 from collections import defaultdict
 from concurrent.futures import Future
 from typing import Any
 
+import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from siirl.algorithms.stats import group_stats
 from siirl.data.rows import objects
@@ -21,16 +26,38 @@ def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[T
     if ctx.scorer is None:
         raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
     future = ctx.scorer.submit(rows, by_domain=not ctx.validate)
-    rollout_only = ctx.cfg.trainer.rollout_only
-    if not (ctx.validate or ctx.sample_limit or rollout_only):
+    if not (ctx.validate or ctx.sample_limit or ctx.cfg.trainer.rollout_only):
         return future
     scored = future.result()
+    report_rewards(ctx, rows, scored)
+    return scored
+
+
+def report_rewards(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
+    """What the user sees of scores at once: of a validation, of a run that only samples, of sampled rows."""
     if ctx.validate:
         report_validation(ctx, rows, scored)
-    elif rollout_only:
+    elif ctx.cfg.trainer.rollout_only:
         report_groups(ctx, rows, scored)
     show(ctx, rows, scored)
-    return scored
+
+
+def check_scores(ctx: NodeContext, rows: TensorDict, score_B: Tensor) -> None:
+    """RewardError, with the sample's index, unless there is one finite score for each row."""
+    if score_B.shape != (len(rows),):
+        raise RewardError(
+            f"node {ctx.node_id!r} gave scores of shape {list(score_B.shape)} for {len(rows)} responses: one "
+            "for each is needed. Correct the model or the node's code."
+        )
+    wrong = (~torch.isfinite(score_B)).nonzero().flatten().tolist()
+    if wrong:
+        first = wrong[0]
+        raise RewardError(
+            f"node {ctx.node_id!r} scored {len(wrong)} of {len(rows)} responses with a number that is not "
+            f"finite, first sample_index {int(rows['sample_index'][first])} (data_source "
+            f"{objects(rows, 'data_source')[first]!r}) with {float(score_B[first])}: nothing can be learnt "
+            "from that. Correct the reward model's weights, or its number types (param_dtype=float32)."
+        )
 
 
 def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:

@@ -27,6 +27,7 @@ GOLDEN = Path(__file__).parent / "golden"
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 
 
+REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/rm")
 DAPO = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
 
 
@@ -65,6 +66,13 @@ CASES = {
     "ppo_resampled": lambda: template_plan(
         2, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true", "critic.ppo_epochs=2"
     ),
+    "grpo_reward_model_on_2": lambda: template_plan(2, *REWARD_MODEL),
+    "grpo_reward_model_apart": lambda: compiled(
+        placed("grpo_reward_model.yaml", {"ROLLOUT": "0-1", "ACTOR": "0-1", "REWARD": "2-3"}),
+        4,
+        *REWARD_MODEL,
+    ),
+    "ppo_reward_model_on_2": lambda: template_plan(2, "algorithm.adv_estimator=gae", *REWARD_MODEL),
     "remax_on_2": lambda: template_plan(2, "algorithm.adv_estimator=remax"),
     "dapo_on_2": lambda: template_plan(2, *DAPO, "data.gen_batch_size=4"),
     "dapo_split": lambda: compiled(

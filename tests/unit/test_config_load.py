@@ -122,7 +122,6 @@ def test_a_value_gets_the_type_of_its_key(override, expected):
         ("critic.load_weight=false", NotSupportedError, ("not supported yet: critic.load_weight=false",)),
         (f"{ROLLOUT}.multi_turn.enable=True", NotSupportedError, ("not supported yet: ", "multi-turn")),
         (f"{ACTOR}.megatron.extra.x=1", ConfigError, ("override_transformer_config",)),
-        ("reward_model.model.hf_hub_token=hf_secret", NotSupportedError, ("hf_hub_token=***",)),
     ],
 )
 def test_a_bad_override_says_what_is_wrong(override, error, words):

@@ -100,6 +100,18 @@ def node(node_type: str, role: str = "DEFAULT", **options):
     return build
 
 
+def scored_by(node_type: str):
+    def build():
+        dag = DagBuilder("test")
+        rollout = dag.node("rollout", "MODEL_INFERENCE", "ROLLOUT")
+        reward = dag.node("reward", node_type, "REWARD", dependencies=[rollout])
+        advantage = dag.node("advantage", "COMPUTE", "ADVANTAGE", dependencies=[reward])
+        dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=[advantage])
+        return dag
+
+    return build
+
+
 def rollout_with(config=None, **options):
     return lambda: one_agent(config=config or {}, **options)[0]
 
@@ -140,6 +152,7 @@ def refilled(twice: bool, beside: bool = False):
 
 
 REFILL = "algorithm.filter_groups.enable=true"
+RM, RM_PATH = "reward_model.enable=true", "reward_model.model.path=/models/rm"
 GAE = "algorithm.adv_estimator=gae"
 TWO_STEPS = "actor_rollout_ref.actor.ppo_epochs=2"
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
@@ -203,7 +216,15 @@ CASES = [
     ),
     (rollout_with(), (GAE,), DagError, ["node 'advantage_0'", "no node trains the critic of agent 0"]),
     (node("MODEL_TRAIN", "CRITIC"), (GAE,), DagError, ["reads agent_0.value", "only_forward_compute: true"]),
-    (node("MODEL_INFERENCE", "REWARD"), (), NotSupportedError, ["reward models"]),
+    (node("MODEL_INFERENCE", "REWARD"), (RM, RM_PATH), DagError, ["both write agent_0.score"]),
+    (scored_by("MODEL_INFERENCE"), (), DagError, ["'reward'", "reward_model.enable is False"]),
+    (scored_by("MODEL_TRAIN"), (RM,), ConfigError, ["'reward'", "reward_model.model.path is not set"]),
+    (
+        scored_by("COMPUTE"),
+        (RM, RM_PATH),
+        DagError,
+        ["no node of the DAG scores by a model"],
+    ),
     (rollout_with(), (REFILL,), DagError, ["no node filters the groups of node 'rollout_0'", "dapo.yaml"]),
     (
         node("COMPUTE", "POSTPROCESS_SAMPLING"),

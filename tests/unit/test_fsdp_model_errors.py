@@ -145,11 +145,15 @@ def test_roles_read_their_own_groups(config):
     )
     critic = engine_settings(dataclasses.replace(plan_of("critic", "value"), trains=True), cfg)
     assert (critic.model.path, critic.forward_limit.max_tokens, critic.optim.lr) == ("/c", 32768, 0.5)
+    keys = {"reward_model.model.path": "/r", "reward_model.micro_batch_size_per_gpu": 7}
+    cfg = with_overrides(config, keys)
+    reward = engine_settings(plan_of("reward", "score"), cfg)
+    assert (reward.model.path, reward.forward_limit.max_rows, reward.optim) == ("/r", 7, None)
 
 
-def test_reward_models_are_not_supported_yet(config):
-    with pytest.raises(NotSupportedError, match="reward with a score head"):
-        engine_settings(plan_of("reward", "score"), config)
+def test_a_rollout_is_no_training_engine(config):
+    with pytest.raises(NotSupportedError, match="rollout with a lm head"):
+        engine_settings(plan_of("rollout"), config)
 
 
 def test_a_missing_micro_batch_size_is_named(config):

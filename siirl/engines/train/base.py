@@ -1,7 +1,8 @@
 """What every training engine offers, whatever its strategy: one model of one role on the ranks of its node.
 
 What it computes of a token follows from its head (ModelPlan.head): "lm" gives "log_prob" and "entropy",
-"value" gives "value", the estimate of the return from the state before the token.
+"value" gives "value", the estimate of the return from the state before the token; "score" gives "score", what
+a reward model says of the conversation before the token.
 
 All methods are collective over the engine's ranks unless said otherwise. Rows are TensorDicts with at least
 prompt_ids, prompt_length, response_ids, response_length, response_mask (see siirl/types.py); a rank may hold
@@ -60,7 +61,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
-        """Forward without gradient; any of "log_prob", "entropy", "value" as [B, T] float32 columns."""
+        """Forward without gradient; outputs of its head as [B, T] float32 columns."""
 
     @abstractmethod
     def train_mini_batch(

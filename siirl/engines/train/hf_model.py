@@ -22,7 +22,11 @@ from siirl.data.model_files import check_weight_files, model_dir
 from siirl.engines.train.attention import PACKED_ATTENTION
 from siirl.errors import ConfigError, DataError, NotSupportedError
 
-MODEL_CLASSES: dict[Head, Any] = {"lm": AutoModelForCausalLM, "value": AutoModelForTokenClassification}
+MODEL_CLASSES: dict[Head, Any] = {
+    "lm": AutoModelForCausalLM,
+    "value": AutoModelForTokenClassification,
+    "score": AutoModelForTokenClassification,
+}
 VALUE_HEAD = "score"
 """The linear layer of a value model; sequence classifiers, as reward models are, have one of that name."""
 
@@ -66,7 +70,7 @@ def build_skeleton(
     NotSupportedError for architectures that rows packed into one sequence, or our output head, would compute
     wrongly.
     """
-    if head == "value":
+    if head != "lm":
         config.num_labels = 1
     with torch.device("meta"):
         model = MODEL_CLASSES[head].from_config(
@@ -90,7 +94,7 @@ def config_changes(architecture: str, head: Head) -> dict[str, Any]:
 def check_architecture(model: PreTrainedModel, head: Head = "lm") -> None:
     """NotSupportedError unless the model is one whose log-probs, or values, we compute exactly."""
     config = model.config
-    layer = getattr(model, VALUE_HEAD, None) if head == "value" else model.get_output_embeddings()
+    layer = getattr(model, VALUE_HEAD, None) if head != "lm" else model.get_output_embeddings()
     unplain = not isinstance(layer, nn.Linear) or (head == "lm" and layer.bias is not None)
     problem = None
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
@@ -117,13 +121,14 @@ def load_source(
 ) -> PreTrainedModel:
     """The whole model on the CPU in the type of its files: for the one rank that hands out the weights.
 
-    A value head that is not among the weights is drawn from N(0, initializer_range^2) by `seed`, its bias 0.
+    A value head that is not among the weights is drawn from N(0, initializer_range^2) by `seed`, its bias 0;
+    a score head must be among them, only its bias need not.
     DataError if weights are missing or do not fit. No communication.
     """
     path = model_dir(model.path)
     check_weight_files(path)
     verbosity = transformers_logging.get_verbosity()
-    if head == "value":  # that a new head is missing is no news
+    if head != "lm":  # that a new head is missing is no news
         transformers_logging.set_verbosity_error()
     try:
         source, report = MODEL_CLASSES[head].from_pretrained(
@@ -140,8 +145,8 @@ def load_source(
         ) from error
     finally:
         transformers_logging.set_verbosity(verbosity)
-    if head == "value":
-        report["missing_keys"] = _start_value_head(source, set(report["missing_keys"]), seed)
+    if head != "lm":
+        report["missing_keys"] = _start_head(source, set(report["missing_keys"]), head, seed)
     problems: dict[str, Any] = {
         key: report.get(key) for key in ("missing_keys", "mismatched_keys") if report.get(key)
     }
@@ -154,19 +159,25 @@ def load_source(
 
 
 @torch.no_grad()
-def _start_value_head(source: PreTrainedModel, missing: set[str], seed: int) -> set[str]:
-    """Fill the tensors of the value head that the files lacked; the other missing names are returned."""
-    fresh = new_value_head(source.config, seed)
+def _start_head(source: PreTrainedModel, missing: set[str], head: Head, seed: int) -> set[str]:
+    """Fill the tensors of the head that the files may lack and do; the other missing names are returned."""
+    fresh = new_head(source.config, head, seed)
     for name in fresh.keys() & missing:
         source.get_parameter(name).copy_(fresh[name])
     return missing - fresh.keys()
 
 
-def new_value_head(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
-    """A value head to start from, whole and in fp32, by the names of its tensors; no communication."""
+def new_head(config: PretrainedConfig, head: Head, seed: int) -> dict[str, Tensor]:
+    """The tensors of a head that a model's files may lack, whole and in fp32, by name; no communication.
+
+    A value head may be new; a score head was trained, but transformers' sequence classifiers have no bias.
+    """
+    bias = {f"{VALUE_HEAD}.bias": torch.zeros(1)}
+    if head != "value":
+        return bias if head == "score" else {}
     std = getattr(config, "initializer_range", 0.02)
     drawn = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed))
-    return {f"{VALUE_HEAD}.weight": drawn * std, f"{VALUE_HEAD}.bias": torch.zeros(1)}
+    return {f"{VALUE_HEAD}.weight": drawn * std} | bias
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -94,10 +94,20 @@ class PackedValueModel(PackedModel):
     ) -> dict[str, Tensor]:
         score = self.hf.score
         value_M1 = linear(hidden_MD.float(), score.weight.float(), score.bias.float())
-        return {"value": value_M1.squeeze(-1)}
+        return {self.outputs[0]: value_M1.squeeze(-1)}
 
 
-PACKED_MODELS: dict[Head, type[PackedModel]] = {"lm": PackedLanguageModel, "value": PackedValueModel}
+class PackedScoreModel(PackedValueModel):
+    """What a reward model says of the conversation before each response token, in fp32."""
+
+    outputs = ("score",)
+
+
+PACKED_MODELS: dict[Head, type[PackedModel]] = {
+    "lm": PackedLanguageModel,
+    "value": PackedValueModel,
+    "score": PackedScoreModel,
+}
 
 
 def run_packed(

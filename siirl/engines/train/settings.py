@@ -34,10 +34,10 @@ class EngineSettings:
 
 def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
     """Settings of the plan's role; ConfigError without a micro-batch size, NotSupportedError otherwise."""
-    if plan.role not in ("actor", "ref", "critic"):
+    if plan.role not in ("actor", "ref", "critic", "reward"):
         raise NotSupportedError(
             f"not supported yet: {plan.name} is a {plan.role} with a {plan.head} head: training engines hold "
-            "actors, critics and references. Remove the node, or use an algorithm without it."
+            "actors, critics, references and reward models. Remove the node, or use an algorithm without it."
         )
     trainer = cfg.critic if plan.role == "critic" else cfg.actor_rollout_ref.actor
     train_limit = _limit(
@@ -62,6 +62,13 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
 
 
 def _forward_limit(plan: ModelPlan, cfg: Config) -> MicroBatchLimit:
+    if plan.role == "reward":
+        return _limit(
+            cfg.reward_model.use_dynamic_bsz,
+            cfg.reward_model.forward_max_token_len_per_gpu,
+            cfg.reward_model.micro_batch_size_per_gpu,
+            "reward_model",
+        )
     if plan.role == "critic":
         return _limit(
             cfg.critic.use_dynamic_bsz,

@@ -19,7 +19,7 @@ from siirl.dag.plan import ModelPlan
 from siirl.data.model_files import model_dir
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
-from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_value_head
+from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_head
 from siirl.engines.train.language_model import pass_flops
 from siirl.engines.train.megatron.context import SumOverRanks
 from siirl.engines.train.megatron.export import Exporter
@@ -100,7 +100,7 @@ class MegatronEngine(TrainEngine):
         self._config = transformer_config(self._hf, settings, plan.dims, plan.trains, _finalize)
         self._stages = build_stages(self._hf, plan.head, self._config, self._scope, plan.dims)
         self._params = LocalParams(self._hf, plan.head, self._stages, self._scope, plan.dims)
-        fresh = new_value_head(self._hf, settings.seed) if plan.head == "value" else {}
+        fresh = new_head(self._hf, plan.head, settings.seed)
         problem: UserError | None = None
         try:
             read_weights(self._params, model_dir(settings.model.path), fresh)

@@ -105,7 +105,13 @@ class ValueStage(Stage):
         )
 
     def head(self, hidden_MD: Tensor, rows: PackedRows) -> dict[str, Tensor]:
-        return {"value": self.get_submodule(VALUE_HEAD)(hidden_MD)}
+        return {self.outputs[0]: self.get_submodule(VALUE_HEAD)(hidden_MD)}
+
+
+class ScoreStage(ValueStage):
+    """What a reward model says of the conversation before each response token."""
+
+    outputs = ("score",)
 
 
 class TokenHead(nn.Module):
@@ -120,7 +126,7 @@ class TokenHead(nn.Module):
         return linear(hidden_MD.float(), self.weight.float(), self.bias.float()).squeeze(-1)
 
 
-STAGES: dict[Head, type[Stage]] = {"lm": LanguageStage, "value": ValueStage}
+STAGES: dict[Head, type[Stage]] = {"lm": LanguageStage, "value": ValueStage, "score": ScoreStage}
 
 
 def freeze_padding_token(stage: Stage, token: int) -> None:

@@ -209,7 +209,7 @@ def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
     for layer in range(config.num_hidden_layers):
         found += _layer(config, layer)
     found.append(whole("decoder.final_layernorm.weight", "model.norm.weight"))
-    if head == "value":
+    if head != "lm":
         found.append(Entry(f"{VALUE_HEAD}.weight", (Block(f"{VALUE_HEAD}.weight", 0, 1),), hidden, "whole"))
         found.append(Entry(f"{VALUE_HEAD}.bias", (Block(f"{VALUE_HEAD}.bias", 0, 1),), None, "whole"))
     elif not config.tie_word_embeddings:
