@@ -54,6 +54,8 @@ VERL = {
 def make_model(path: Path, shape: dict) -> None:
     """A model directory with random weights in bf16, and a tokenizer that has a word for every token.
 
+    shape: sizes that are not those of COMMON.
+
     Weights have a standard deviation of 0.64 / sqrt(hidden size). With one of 0.02 for all sizes, bf16 alone
     moves the log-probs of workload A by 0.022 from the fp32 model's, in vLLM as in transformers.
     """
@@ -61,15 +63,15 @@ def make_model(path: Path, shape: dict) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {key: value for key, value in shape.items() if key != "prompts"}
+    sizes = COMMON | {key: value for key, value in shape.items() if key != "prompts"}
     spread = 0.64 * sizes["hidden_size"] ** -0.5
-    config = Qwen3Config(**COMMON, **sizes, initializer_range=spread, dtype="bfloat16")
+    config = Qwen3Config(**sizes, initializer_range=spread, dtype="bfloat16")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
         model = Qwen3ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(path)
-    words = ["<pad>", "<eos>", *(f"{chr(97 + i % 26)}{i:x} " for i in range(COMMON["vocab_size"] - 2))]
+    words = ["<pad>", "<eos>", *(f"{chr(97 + i % 26)}{i:x} " for i in range(sizes["vocab_size"] - 2))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = decoders.Fuse()
@@ -78,8 +80,10 @@ def make_model(path: Path, shape: dict) -> None:
     fast.save_pretrained(path)
 
 
-def make_data(path: Path, num_prompts: int) -> None:
-    """Prompts of exactly PROMPT_TOKENS random tokens."""
+def make_data(
+    path: Path, num_prompts: int, num_tokens: int = PROMPT_TOKENS, vocabulary: int = COMMON["vocab_size"]
+) -> None:
+    """Prompts of exactly `num_tokens` random tokens."""
     import random
 
     import pyarrow as pa
@@ -88,7 +92,7 @@ def make_data(path: Path, num_prompts: int) -> None:
     rng = random.Random(0)
     rows = []
     for index in range(num_prompts):
-        ids = [rng.randrange(COMMON["vocab_size"] - 2) for _ in range(PROMPT_TOKENS)]
+        ids = [rng.randrange(vocabulary - 2) for _ in range(num_tokens)]
         text = "".join(f"{chr(97 + i % 26)}{i:x} " for i in ids)
         rows.append(
             {
@@ -217,7 +221,7 @@ def main() -> int:
 def machine() -> dict:
     import torch
 
-    packages = ("torch", "vllm", "transformers", "liger-kernel", "triton")
+    packages = ("torch", "vllm", "transformers", "megatron-core", "liger-kernel", "triton")
     versions = {}
     for name in packages:
         try:

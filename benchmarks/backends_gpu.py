@@ -1,0 +1,451 @@
+"""Megatron-Core against FSDP2 in the main job: the same weights, the same rows, each strategy in its turn.
+
+    python benchmarks/backends_gpu.py speed  --shape 1.7B --gpus 4 --layout tp2pp2 --out DIR
+    python benchmarks/backends_gpu.py curves --shape 1.7B --gpus 1 --out DIR
+    python benchmarks/backends_gpu.py vllm   --shape 1.7B --gpus 4 --layout tp4 --out DIR
+    python benchmarks/backends_gpu.py plot   DIR/curves_....json [more.json] --png FILE
+
+speed: time of update, old log-probs and reference, MFU of the update, peak memory. Rows are random tokens,
+written once as a recorded rollout, so that no rollout engine takes part (rollout.name=replay).
+curves: such rows, 30 steps of two epochs; loss, gradient norm, KL and entropy of each step. A third run,
+FSDP2 in fp32, says what bf16 alone does: the curves overlap if Megatron's is nowhere further from FSDP2's
+than BF16_TIMES times the largest distance between FSDP2's curves in bf16 and fp32.
+vllm: a few steps with vLLM: time of the weight sync, distance of trainer's and rollout's log-probs.
+plot: the curves of one or several files as a picture.
+
+Shapes are those of Qwen3 with random weights; tiny runs on a CPU (gloo). A layout names the sizes of the
+Megatron actor and reference, as tp2pp2 or tp2cp2; the rest is data parallel (dp4 alone: nothing else).
+Further keys go to both runs (key=value), and to one of them as megatron:key=value or fsdp:key=value. Every
+subcommand writes OUT/<subcommand>_<shape>_<gpus>_<layout>.json after each run, so that a call which is cut
+off leaves what it has. `--runs` says which runs; files of several calls are joined by `plot`.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from grpo_gpu import COMMON, HERE, REPOSITORY, machine, make_data, make_model
+
+WARM_UP_STEPS = 2
+SAMPLES = 8
+BF16_TIMES = 2.0
+ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "vpp": "virtual_pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+}
+CURVES = ("actor/loss", "actor/grad_norm", "actor/ref_kl", "actor/entropy")
+SPEED = (
+    "time/step_s",
+    "time/actor_train_s",
+    "time/actor_old_log_prob_s",
+    "time/reference_log_prob_s",
+    "perf/mfu",
+    "memory/peak_gib",
+    "memory/actor_train_peak_gib",
+    "memory/device_gib",
+    "memory/host_peak_gib",
+)
+VLLM = (
+    "time/weight_sync_s",
+    "weight_sync/bytes",
+    "actor/rollout_log_prob_diff",
+    "actor/rollout_log_prob_diff_max",
+    "time/rollout_actor_s",
+    "time/step_s",
+    "memory/device_gib",
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model, and how much of it a subcommand runs: tokens of a row, prompts on each GPU, micro-batch."""
+
+    sizes: dict[str, Any]
+    prompt_tokens: int
+    response_tokens: int
+    prompts: int
+    train_tokens: int
+    forward_tokens: int
+
+
+LARGE = {"num_hidden_layers": 36, "num_attention_heads": 32}
+SHAPES = {
+    "1.7B": Shape({"hidden_size": 2048, "intermediate_size": 6144}, 256, 1024, 32, 16384, 40960),
+    "4B": Shape(LARGE | {"hidden_size": 2560, "intermediate_size": 9728}, 256, 1024, 16, 8192, 32768),
+    "tiny": Shape(
+        {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "head_dim": 32,
+            "vocab_size": 512,
+            "max_position_embeddings": 1024,
+        },
+        *(16, 32, 4, 512, 1024),
+    ),
+}
+CURVE_ROWS = {"prompt_tokens": 64, "response_tokens": 192, "prompts": 8}
+"""Of a curves run, on all GPUs together: small, as the run in fp32 is slow."""
+
+
+@dataclass
+class Job:
+    """What all runs of a call have in common. folder: of model, data and rows."""
+
+    args: argparse.Namespace
+    folder: Path
+    shape: Shape
+    prompts: int
+    on_gpu: bool
+    megatron_sizes: dict[str, int]
+    result: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def out(self) -> Path:
+        args = self.args
+        return args.out / f"{args.command}_{args.shape}_{args.gpus}_{args.layout}.json"
+
+    def save(self) -> None:
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self.out.write_text(json.dumps(self.result, indent=1) + "\n")
+
+
+def parse_layout(text: str, gpus: int) -> dict[str, int]:
+    """tp2pp2 -> {"tp": 2, "pp": 2}; SystemExit for what it does not know or what does not fill the GPUs."""
+    if not re.fullmatch(r"((vpp|tp|pp|cp|dp)\d+)+", text):
+        raise SystemExit(f"--layout {text}: name sizes of tp, pp, vpp, cp and dp, as in tp2pp2.")
+    sizes = {name: int(size) for name, size in re.findall(r"(vpp|tp|pp|cp|dp)(\d+)", text)}
+    ranks = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
+    data = sizes.pop("dp", gpus // ranks)
+    if ranks * data != gpus:
+        raise SystemExit(f"--layout {text} is for {ranks * data} GPUs, and --gpus says {gpus}.")
+    return sizes
+
+
+def common_keys(job: Job) -> list[str]:
+    """What every run is told, whatever its strategy."""
+    args, shape, folder = job.args, job.shape, job.folder
+    budget = args.train_tokens or shape.train_tokens
+    values = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": folder / "train.parquet",
+        "data.val_files": folder / "train.parquet",
+        "data.train_batch_size": job.prompts,
+        "data.max_prompt_length": shape.prompt_tokens,
+        "data.max_response_length": shape.response_tokens,
+        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": args.checkpointing,
+        f"{ACTOR}.optim.lr": 1e-6,
+        f"{ACTOR}.ppo_mini_batch_size": job.prompts // 2,
+        f"{ACTOR}.use_dynamic_bsz": True,
+        f"{ACTOR}.ppo_max_token_len_per_gpu": budget,
+        f"{ACTOR}.use_kl_loss": True,
+        f"{REF}.log_prob_use_dynamic_bsz": True,
+        f"{REF}.log_prob_max_token_len_per_gpu": args.forward_tokens or shape.forward_tokens,
+        f"{ROLLOUT}.n": SAMPLES,
+        f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": args.forward_tokens or shape.forward_tokens,
+        "custom_reward_function.path": f"{HERE}/grpo_gpu_reward.py",
+        "trainer.device": "cuda" if job.on_gpu else "cpu",
+        "trainer.n_gpus_per_node": args.gpus,
+        "trainer.total_training_steps": args.steps,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.export_hf": False,
+        "trainer.balance_batch": False,
+        "trainer.resume_mode": "disable",
+        "trainer.logger": "[console]",
+        "trainer.deadline_s": 300,
+    }
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def replay_keys(job: Job) -> list[str]:
+    return [f"{ROLLOUT}.name=replay", f"{ROLLOUT}.replay_dir={job.folder}/rows"]
+
+
+def vllm_keys(job: Job) -> list[str]:
+    values = {
+        "name": "vllm",
+        "ignore_eos": True,
+        "gpu_memory_utilization": job.args.gpu_memory,
+        "enforce_eager": False,
+        "max_num_seqs": 512 if job.on_gpu else 64,
+    }
+    if job.on_gpu:
+        values["max_num_batched_tokens"] = 16384
+    return [f"{ROLLOUT}.{key}={value}" for key, value in values.items()]
+
+
+def curve_keys(job: Job) -> list[str]:
+    """A learning rate that moves the policy, and a second epoch, in which the ratio is not 1."""
+    return [*replay_keys(job), f"{ACTOR}.optim.lr={job.args.lr}", f"{ACTOR}.ppo_epochs=2"]
+
+
+def strategy_keys(job: Job, run: str) -> list[str]:
+    """The keys of one run: fsdp, fsdp_fp32 or megatron."""
+    if run == "megatron":
+        sizes = {SIZES[name]: size for name, size in job.megatron_sizes.items()}
+        values = sizes | {"param_dtype": "bfloat16", "param_offload": False}
+        values["sequence_parallel"] = job.megatron_sizes.get("tp", 1) > 1
+        return [
+            *(f"{role}.strategy=megatron" for role in (ACTOR, REF)),
+            *(f"{role}.megatron.{key}={value}" for role in (ACTOR, REF) for key, value in values.items()),
+        ]
+    liger = job.on_gpu and importlib.util.find_spec("liger_kernel") is not None
+    keys = [f"actor_rollout_ref.model.use_liger={liger}"]
+    if run == "fsdp_fp32":
+        return keys + [f"{role}.fsdp_config.mixed_precision.param_dtype=float32" for role in (ACTOR, REF)]
+    return [*keys, f"{REF}.fsdp_config.model_dtype=bfloat16"]
+
+
+def run_main_job(job: Job, run: str, keys: list[str]) -> list[dict[str, Any]]:
+    """The metrics of each step of a run of the main job; SystemExit if it fails, its logs kept in OUT."""
+    output = job.folder / run
+    own = [key.partition(":")[2] for key in job.args.keys if key.startswith(f"{run.split('_')[0]}:")]
+    both = [key for key in job.args.keys if ":" not in key.partition("=")[0]]
+    arguments = [*common_keys(job), *keys, *strategy_keys(job, run), *both, *own]
+    env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
+    begin_s = time.perf_counter()
+    command = [sys.executable, "-m", "siirl.main_dag", *arguments, f"trainer.output_dir={output}"]
+    status = subprocess.call(command, cwd=REPOSITORY, env=env)
+    print(f"{run}: {time.perf_counter() - begin_s:.0f} s with its start", flush=True)
+    if status:
+        for log in sorted((output / "logs").glob("rank_*.log")):
+            (job.args.out / f"failed_{run}_{log.name}").write_text(log.read_text()[-100_000:])
+        raise SystemExit(f"the run {run} failed with status {status}: see OUT/failed_{run}_*.log")
+    job.result["keys"][run] = arguments
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def counted(rows: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, Any]:
+    """Median and all values of the counted steps."""
+    series = {name: [row[name] for row in rows[WARM_UP_STEPS:] if name in row] for name in names}
+    return {name: {"median": statistics.median(x), "all": x} for name, x in series.items() if x}
+
+
+def compare(job: Job, keys: list[str], names: tuple[str, ...]) -> None:
+    """Run each strategy, and divide Megatron's medians by FSDP2's."""
+    for run in job.args.runs:
+        job.result["runs"][run] = counted(run_main_job(job, run, keys), names)
+        job.save()
+    runs = job.result["runs"]
+    if {"fsdp", "megatron"} <= runs.keys():
+        ours, theirs = runs["megatron"], runs["fsdp"]
+        job.result["megatron_over_fsdp"] = {
+            name: ours[name]["median"] / theirs[name]["median"]
+            for name in names
+            if name in ours and name in theirs and theirs[name]["median"]
+        }
+        job.save()
+    print(f"{'':42s}" + "".join(f"{run:>14s}" for run in runs) + "   megatron/fsdp")
+    for name in filter(lambda name: any(name in run for run in runs.values()), names):
+        cells = "".join(f"{runs[run].get(name, {}).get('median', float('nan')):14.4f}" for run in runs)
+        print(f"{name:42s}{cells}   {job.result.get('megatron_over_fsdp', {}).get(name, float('nan')):.3f}")
+
+
+def draw_curves(job: Job, keys: list[str], names: tuple[str, ...]) -> None:
+    """Run each strategy and keep its curves."""
+    for run in job.args.runs:
+        rows = run_main_job(job, run, keys)
+        job.result["runs"][run] = {name: [row[name] for row in rows] for name in names if name in rows[0]}
+        job.result["overlap"] = overlap(job.result["runs"])
+        job.save()
+    print(json.dumps(job.result["overlap"], indent=1))
+    if importlib.util.find_spec("matplotlib"):
+        plot(job.result, job.out.with_suffix(".png"))
+
+
+def overlap(runs: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
+    """For each curve the largest distances, and whether Megatron's is within the tolerance of FSDP2's."""
+
+    def distance(one: str, other: str, name: str) -> float | None:
+        if one not in runs or other not in runs:
+            return None
+        return max(abs(a - b) for a, b in zip(runs[one][name], runs[other][name], strict=True))
+
+    found: dict[str, Any] = {}
+    for name in next(iter(runs.values())):
+        apart, bf16 = distance("megatron", "fsdp", name), distance("fsdp", "fsdp_fp32", name)
+        found[name] = {"megatron_to_fsdp": apart, "fsdp_bf16_to_fp32": bf16}
+        if apart is not None and bf16 is not None:
+            found[name] |= {"tolerance": BF16_TIMES * bf16, "overlap": apart <= BF16_TIMES * bf16}
+    return found
+
+
+def plot(result: dict[str, Any], png: Path) -> None:
+    """A picture of the curves: one panel for each metric, the tolerance as a band around FSDP2's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    runs, tolerances = result["runs"], result["overlap"]
+    names = list(next(iter(runs.values())))
+    figure, panels = plt.subplots(1, len(names), figsize=(5 * len(names), 4), layout="constrained")
+    styles = {"fsdp": "-", "megatron": "--", "fsdp_fp32": ":"}
+    for panel, name in zip(panels, names, strict=True):
+        for run, curves in runs.items():
+            panel.plot(
+                range(1, len(curves[name]) + 1), curves[name], styles[run], label=run.replace("_", " ")
+            )
+        band = tolerances[name].get("tolerance")
+        if band is not None and "fsdp" in runs:
+            curve = runs["fsdp"][name]
+            low, high = ([value + sign * band for value in curve] for sign in (-1, 1))
+            label = f"FSDP2 in bf16 +- {band:.2g}"
+            panel.fill_between(range(1, len(curve) + 1), low, high, alpha=0.2, label=label)
+        panel.set(title=name, xlabel="step")
+        panel.legend(fontsize="small")
+    about = result["settings"]
+    figure.suptitle(
+        f"Qwen3 {about['shape']} shape, {about['gpus']} devices, Megatron {about['layout']}, FSDP2: the same "
+        "weights and rows. Tolerance: what bf16 does to FSDP2, twice"
+    )
+    figure.savefig(png, dpi=110)
+    print(f"wrote {png}")
+
+
+def join_and_plot(files: list[Path], png: Path) -> None:
+    """Join the runs of several curves files of the same settings, and plot them."""
+    results = [json.loads(file.read_text()) for file in files]
+    if any(result["settings"] != results[0]["settings"] for result in results):
+        raise SystemExit(f"{', '.join(map(str, files))}: not of the same settings.")
+    joined = results[0]
+    for result in results[1:]:
+        joined["runs"] |= result["runs"]
+        joined["keys"] |= result["keys"]
+    joined["overlap"] = overlap(joined["runs"])
+    png.with_suffix(".json").write_text(json.dumps(joined, indent=1) + "\n")
+    plot(joined, png)
+
+
+def make_rows(job: Job) -> None:
+    """Record a rollout of random tokens, as trainer.dump_rollouts_dir would: every run replays it."""
+    import torch
+
+    from siirl.config import load_config
+    from siirl.data.chat import load_tokenizer
+    from siirl.data.loader import make_loader
+    from siirl.data.recorded import step_folder
+    from siirl.engines.rollout.replay import conditions, record
+    from siirl.nodes.rollout import samples_of
+    from siirl.types import FINISH_LENGTH
+
+    cfg = load_config([*common_keys(job), *replay_keys(job), f"trainer.output_dir={job.folder}"])
+    tokenizer = load_tokenizer(cfg)
+    loader, draw = make_loader(cfg, "train", tokenizer), torch.Generator().manual_seed(0)
+    made_under = conditions(tokenizer, SAMPLES, cfg.actor_rollout_ref.rollout.temperature)
+    num_rows, width = job.prompts * SAMPLES, job.shape.response_tokens
+    words = job.shape.sizes.get("vocab_size", COMMON["vocab_size"])
+    for step in range(1, job.args.steps + 1):
+        columns = {
+            "response_ids": torch.randint(2, words, (num_rows, width), generator=draw),
+            "response_length": torch.full((num_rows,), width),
+            "response_mask": torch.ones(num_rows, width, dtype=torch.bool),
+            "finish_reason": torch.full((num_rows,), FINISH_LENGTH, dtype=torch.int8),
+            "weight_version": torch.zeros(num_rows, dtype=torch.int64),
+            "rollout_log_prob": torch.full((num_rows, width), -torch.tensor(float(words)).log().item()),
+        }
+        rows = samples_of(loader.next_batch(), SAMPLES, columns)
+        record(step_folder(job.folder / "rows", 0, step), rows, made_under)
+
+
+COMMANDS = {"speed": (compare, SPEED), "curves": (draw_curves, CURVES), "vllm": (compare, VLLM)}
+KEYS = {"speed": replay_keys, "curves": curve_keys, "vllm": vllm_keys}
+
+
+def run(args: argparse.Namespace, folder: Path) -> None:
+    """One subcommand, from model and data to the JSON file."""
+    import torch
+
+    shape, prompts = SHAPES[args.shape], SHAPES[args.shape].prompts * args.gpus
+    if args.command == "curves":
+        if args.shape == "tiny":
+            prompts = shape.prompts
+        else:
+            prompts = CURVE_ROWS["prompts"]
+            shape = Shape(
+                shape.sizes,
+                CURVE_ROWS["prompt_tokens"],
+                CURVE_ROWS["response_tokens"],
+                prompts,
+                shape.train_tokens,
+                shape.forward_tokens,
+            )
+    elif args.command == "vllm":
+        prompts = prompts // 2
+    on_gpu = torch.cuda.is_available() and args.shape != "tiny"
+    job = Job(args, folder, shape, args.prompts or prompts, on_gpu, parse_layout(args.layout, args.gpus))
+    args.out.mkdir(parents=True, exist_ok=True)
+    begin_s = time.perf_counter()
+    make_model(folder / "model", shape.sizes)
+    words = shape.sizes.get("vocab_size", COMMON["vocab_size"])
+    make_data(folder / "train.parquet", job.prompts * args.steps, shape.prompt_tokens, words)
+    if args.command != "vllm":
+        make_rows(job)
+    print(f"model, data and rows made in {time.perf_counter() - begin_s:.0f} s", flush=True)
+    settings = {name: getattr(args, name) for name in ("command", "shape", "gpus", "layout", "steps")}
+    row = {"prompts": job.prompts, "samples": SAMPLES}
+    row |= {"prompt_tokens": shape.prompt_tokens, "response_tokens": shape.response_tokens}
+    job.result.update(settings=settings | row, machine=machine(), keys={}, runs={})
+    command, names = COMMANDS[args.command]
+    command(job, KEYS[args.command](job), names)
+    print(f"wrote {job.out}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, steps in (("speed", 5), ("curves", 30), ("vllm", 5)):
+        sub = commands.add_parser(name)
+        runs = ["fsdp", "megatron", *(["fsdp_fp32"] if name == "curves" else [])]
+        sub.add_argument("--shape", choices=SHAPES, default="1.7B")
+        sub.add_argument("--gpus", type=int, default=1)
+        sub.add_argument("--layout", default="tp1", help="sizes of the Megatron model: tp2pp2, tp4, dp4")
+        sub.add_argument("--runs", default=runs, type=lambda text: text.split(","), help=",".join(runs))
+        sub.add_argument("--steps", type=int, default=steps)
+        sub.add_argument("--prompts", type=int, help="of a step, on all GPUs together")
+        sub.add_argument("--train-tokens", type=int, help="budget of a micro-batch in the update")
+        sub.add_argument("--forward-tokens", type=int, help="and in passes without gradient")
+        sub.add_argument("--checkpointing", action="store_true", help="recompute activations")
+        sub.add_argument("--gpu-memory", type=float, default=0.4, help="share of the device for vLLM")
+        sub.add_argument("--lr", type=float, default=1e-5, help="of the curves")
+        sub.add_argument("--out", type=Path, default=HERE / "results")
+        sub.add_argument("keys", nargs="*", help="key=value, megatron:key=value, fsdp:key=value")
+    sub = commands.add_parser("plot")
+    sub.add_argument("files", nargs="+", type=Path)
+    sub.add_argument("--png", type=Path, required=True)
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    if args.command == "plot":
+        join_and_plot(args.files, args.png)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        run(args, Path(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
