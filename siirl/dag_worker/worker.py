@@ -26,7 +26,7 @@ from siirl.engines.registry import make_rollout_engine, make_train_engine
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import NodeContext, Op
-from siirl.nodes.registry import COLLECTORS, find_op
+from siirl.nodes.registry import COLLECTORS, FORWARD_OPS, find_op
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note
 from siirl.parallel.process_groups import ProcessGroups
@@ -146,7 +146,7 @@ class DAGWorker:
         """Run a node's op on this rank's rows; with several agents its metrics go under "agent_N/"."""
         node = self.nodes[ins.node]
         context = self._context(ins, record)
-        with self._on_device(node.plan.model):
+        with self._on_device(node.plan.model, optimizer=node.plan.op not in FORWARD_OPS):
             result = node.op(context, rows)
         note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
         self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak

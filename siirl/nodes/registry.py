@@ -32,6 +32,8 @@ OPS: dict[str, Op] = {
     "critic_train": critic_train,
 }
 
+FORWARD_OPS = ("old_log_prob", "reference_log_prob", "values")
+"""Ops that need the weights of a training engine, but neither its gradients nor its optimizer."""
 
 COLLECTORS: dict[str, Collector] = {"dynamic_sampling": collect_varied}
 

@@ -75,7 +75,7 @@ class FSDPEngine(TrainEngine):
 
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
         """Outputs of the head for response tokens, [B, T] float32, where `rows` are; no gradient."""
-        self._require_on_device()
+        self._require_on_device("params")
         self._check_outputs(outputs)
         home = rows["response_ids"].device
         limit, lengths = self._settings.forward_limit, row_lengths(rows)
@@ -102,7 +102,7 @@ class FSDPEngine(TrainEngine):
         row.
         """
         assert self._optimizer is not None, f"{self.name} is not trained"
-        self._require_on_device()
+        self._require_on_device("params", "grads", "optimizer")
         self._check_outputs(outputs)
         limit, lengths = self._settings.train_limit, row_lengths(rows)
         mask_BT = rows["response_mask"]
@@ -175,12 +175,12 @@ class FSDPEngine(TrainEngine):
         return specs(self._model.hf, self._master_dtype)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        self._require_on_device()
+        self._require_on_device("params")
         return exported(self._model.hf, dtype or self._master_dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """See TrainEngine. Tensors are the engine's own DTensors, so reading into them in place is enough."""
-        self._require_on_device()
+        self._require_on_device("params", "optimizer")
         scheduler = {"total_steps": self._total_steps, "num_skipped": self._num_skipped}
         return training_state(self._model.hf, self._optimizer) | {
             "scheduler": scheduler,
@@ -188,7 +188,7 @@ class FSDPEngine(TrainEngine):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._require_on_device()
+        self._require_on_device("params", "optimizer")
         load_training_state(self._model.hf, self._optimizer, state)
         self.version = int(state["version"])
         self._num_skipped = int(state["scheduler"]["num_skipped"])
@@ -241,8 +241,8 @@ class FSDPEngine(TrainEngine):
                 state = self._optimizer.state.get(param, {})
                 yield from (state[name].to_local() for name in ("exp_avg", "exp_avg_sq") if name in state)
 
-    def _require_on_device(self) -> None:
-        away = [part for part, copies in self._host.items() if copies]
+    def _require_on_device(self, *parts: str) -> None:
+        away = [part for part in parts if self._host[part]]
         assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
 
     def _check_outputs(self, outputs: tuple[str, ...]) -> None:

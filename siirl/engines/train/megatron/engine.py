@@ -138,7 +138,7 @@ class MegatronEngine(TrainEngine):
 
         The last pipeline stage has them; it sends them to the others.
         """
-        self._require_on_device()
+        self._require_on_device("params")
         self._finish_gather()
         self._check_outputs(outputs)
         home = rows["response_ids"].device
@@ -167,7 +167,7 @@ class MegatronEngine(TrainEngine):
         row.
         """
         assert self._optimizer is not None, f"{self.name} is not trained"
-        self._require_on_device()
+        self._require_on_device("params", "grads", "optimizer")
         self._check_outputs(outputs)
         mask_BT = rows["response_mask"]
         totals = self._reduce([int(mask_BT.sum()), int(mask_BT.any(dim=1).sum())], dist.ReduceOp.SUM)
@@ -290,7 +290,7 @@ class MegatronEngine(TrainEngine):
         return {name: (shape, self._config.params_dtype) for name, shape in self._exporter.specs().items()}
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        self._require_on_device()
+        self._require_on_device("params")
         self._finish_gather()
         tensors = self._exporter.tensors(dtype or self._config.params_dtype)
         while True:
@@ -302,7 +302,7 @@ class MegatronEngine(TrainEngine):
 
     def state_dict(self) -> dict[str, Any]:
         """See TrainEngine. Tensors are pieces of the live ones, so reading into them in place is enough."""
-        self._require_on_device()
+        self._require_on_device("params", "optimizer")
         self._finish_gather()
         scheduler = {"total_steps": self._total_steps, "num_skipped": self._num_skipped}
         return training_state(self._params, self._shards) | {
@@ -311,7 +311,7 @@ class MegatronEngine(TrainEngine):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._require_on_device()
+        self._require_on_device("params", "optimizer")
         self._finish_gather()
         load_training_state(training_state(self._params, self._shards), state)
         with self._scope:
@@ -324,14 +324,16 @@ class MegatronEngine(TrainEngine):
         self._finish_gather()
         for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
             if wanted and self.device.type != "cpu" and not self._host[part]:
-                self._host[part].take(self._local_tensors(part))
+                with phase("offload", part=part):
+                    self._host[part].take(self._local_tensors(part))
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
-            if wanted:
-                self._host[part].restore()
+            if wanted and self._host[part]:
+                with phase("onload", part=part):
+                    self._host[part].restore()
 
     def hf_config_changes(self) -> dict[str, Any]:
         head = self._settings.head
@@ -363,8 +365,8 @@ class MegatronEngine(TrainEngine):
         unknown = set(outputs) - set(self._stages[-1].outputs)
         assert not unknown, f"{self.name} has no output {', '.join(sorted(unknown))}"
 
-    def _require_on_device(self) -> None:
-        away = [part for part, copies in self._host.items() if copies]
+    def _require_on_device(self, *parts: str) -> None:
+        away = [part for part in parts if self._host[part]]
         assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
 
     def _finish_gather(self) -> None:

@@ -66,8 +66,8 @@ class MegatronScope:
         }
         self._entered: list[tuple[Any, ...]] = []
         self._state = _UNUSED
-        cpu_state = torch.get_rng_state()
-        with self:
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(devices), self:
             parallel_state.torch = _ScopedTorch(self._ranks, groups)
             try:
                 self._initialize(dims, seed)
@@ -75,7 +75,6 @@ class MegatronScope:
                 parallel_state.torch = torch
             names = set(ProcessGroupCollection.__dataclass_fields__) - {"inter_dist_opt", "hcp"}
             self.groups = ProcessGroupCollection.use_mpu_process_groups(sorted(names))
-        torch.set_rng_state(cpu_state)
 
     def _initialize(self, dims: ParallelDims, seed: int) -> None:
         parallel_state.initialize_model_parallel(
