@@ -121,6 +121,11 @@ class RewardModelConfig:
         ignored="scores are always computed beside nodes that do not need them",
     )
     reward_kwargs: dict[str, Any] = key({}, "arguments of the built-in reward functions")
+    weights: dict[str, Any] = key(
+        {},
+        "how a node adds up the rewards of others: data source or pattern: {reward: weight, or {weight, "
+        "low, high, standardize}}; empty: as they are",
+    )
     sandbox_fusion: dict[str, Any] | None = key(
         None, "remote sandbox for code: url, max_concurrent, memory_limit_mb, timeout_s, max_tries"
     )

@@ -38,6 +38,11 @@ def model_key(role: str) -> str:
     return f"{ROLE_GROUPS[role]}.model" if role in OWN_MODELS else "actor_rollout_ref.model"
 
 
+def normalizes_weights(cfg: Config) -> bool:
+    """Whether the weights of several rewards are divided by their sum."""
+    return bool(cfg.reward_model.reward_kwargs.get("normalize_weights", False))
+
+
 def trained_group(cfg: Config, role: str) -> ActorConfig | CriticConfig:
     """The settings of a model that is trained."""
     return cfg.critic if role == "critic" else cfg.actor_rollout_ref.actor

@@ -3,9 +3,11 @@
 from collections.abc import Iterable
 
 from siirl.config import Config
+from siirl.config.reward_weights import RewardWeights
+from siirl.config.roles import normalizes_weights
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
-from siirl.dag.ops import uses_critic, why_unread
+from siirl.dag.ops import score_names, uses_critic, why_unread
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import ConfigError, DagError, NotSupportedError
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
@@ -146,6 +148,24 @@ def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> None:
         )
 
 
+def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> None:
+    """reward_model.weights names rewards that its node reads; without such a node it is an error."""
+    combining = [node for node in nodes if node.op.name == "combine_rewards"]
+    for node in combining:
+        reward_model = node.cfg.reward_model
+        try:
+            RewardWeights(
+                reward_model.weights, score_names(node.spec.reads or ()), normalizes_weights(node.cfg)
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{node}: {error}") from None
+    if cfg.reward_model.weights and not combining:
+        raise DagError(
+            "reward_model.weights is set, but no node of the DAG adds up rewards. Add a node with node_type "
+            "COMPUTE, node_role REWARD and reads: [the rewards' names], or remove the weights."
+        )
+
+
 def check_sampling(kept: Iterable[ResolvedNode]) -> None:
     """DagError if dynamic sampling is asked for, and no node of the agent does it."""
     kept = list(kept)
@@ -199,10 +219,16 @@ def check_writers(nodes: Nodes) -> dict[FieldKey, str]:
     for node in nodes.values():
         for key in node.writes:
             if key in writers:
+                both_rewards = is_reward(nodes[writers[key]]) and is_reward(node)
+                fix = "Remove one of the nodes, or give one another agent_group or other writes."
+                if both_rewards:
+                    fix = (
+                        "Give each a name by writes: [NAME], and add a node of role REWARD that adds them "
+                        "up: reads: [NAME, ...] (docs/rewards.md); or remove one."
+                    )
                 raise DagError(
                     f"{nodes[writers[key]]} and {node} both write {key}: readers could not tell which to "
-                    "take. "
-                    "Remove one of the nodes, or give one another agent_group or other writes."
+                    f"take. {fix}"
                 )
             if key.name in PROMPT_FIELDS:
                 raise DagError(f"{node} writes {key}, which comes with the prompts. Choose another name.")

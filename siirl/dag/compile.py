@@ -11,6 +11,7 @@ from siirl.dag.check import (
     check_readers,
     check_resampling,
     check_reward_models,
+    check_reward_weights,
     check_rounds,
     check_sampling,
     check_writers,
@@ -77,6 +78,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     check_sampling(kept.values())
     check_resampling(kept.values())
     check_reward_models(nodes.values(), cfg)
+    check_reward_weights(nodes.values(), cfg)
     check_readers(kept.values(), nodes, full_graph)
 
     for node in kept.values():

@@ -4,7 +4,7 @@ A node's op follows from (node_type, node_role, only_forward_compute), or is "cu
 names the code. Reads and writes depend on the node's resolved configuration.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,7 +14,7 @@ from siirl.dag.names import suggest
 from siirl.dag.spec import NodeSpec
 from siirl.dag.user_code import declared_needs
 from siirl.errors import DagError, NotSupportedError
-from siirl.types import ROLLOUT_FIELDS
+from siirl.types import FIELDS, ROLLOUT_FIELDS
 
 Names = tuple[str, ...]
 ModelRole = Literal["actor", "ref", "rollout", "critic", "reward"]
@@ -153,6 +153,19 @@ MODEL_REWARD = OpSpec(
     model="reward",
     split="cost",
 )
+COMBINE_READS = (
+    "row_id",
+    "sample_index",
+    "raw_prompt",
+    "data_source",
+    "ground_truth",
+    "response_ids",
+    "response_length",
+)
+"""What a combination of rewards reads besides these."""
+COMBINE_REWARDS = OpSpec("combine_rewards", _fixed(*COMBINE_READS), _fixed("score", "reward_info"))
+INFO = "_info"
+"""The further values of reward NAME are the field NAME_info."""
 ADVANTAGE = OpSpec("advantage", _advantage_reads, _advantage_writes, split="group")
 REFERENCE = OpSpec("reference_log_prob", _fixed(*_TOKENS), _fixed("ref_log_prob"), model="ref", split="cost")
 OLD_LOG_PROB = OpSpec("old_log_prob", _fixed(*_TOKENS), _fixed("old_log_prob"), model="actor", split="cost")
@@ -274,16 +287,41 @@ def op_of(node: NodeSpec) -> OpSpec:
             "pkg.mod:fn, "
             f"or a node_role. {suggest(node.node_role, _TABLE)}"
         )
+    if node.node_role == "REWARD":
+        return choose(node)
     if node.reads is not None or node.writes is not None:
         raise DagError(f"{node}: reads and writes of op {choose(node).name!r} are fixed. Remove them.")
     return choose(node)
 
 
 def _reward(node: NodeSpec) -> OpSpec:
-    """What scores the responses: a frozen model, or functions; or functions those of a baseline."""
+    """What scores the responses: a frozen model, functions, or a weighted sum of the rewards that it reads.
+
+    With `writes: [NAME]` the score is the field NAME, for a node that adds up several.
+    """
+    op = FUNCTION_REWARD
     if node.node_type in _MODEL:
-        return MODEL_REWARD
-    return BASELINE_REWARD if node.only_forward_compute else FUNCTION_REWARD
+        op = MODEL_REWARD
+    elif node.only_forward_compute:
+        op = BASELINE_REWARD
+    elif node.reads is not None:
+        op = replace(COMBINE_REWARDS, reads=_fixed(*COMBINE_READS, *node.reads))
+    if node.reads is not None and op.name != "combine_rewards":
+        raise DagError(f"{node}: reads of op {op.name!r} are fixed. Remove them.")
+    if node.writes is None:
+        return op
+    if op is BASELINE_REWARD or len(node.writes) != 1 or node.writes[0] in FIELDS.keys() - {"score"}:
+        raise DagError(
+            f"{node}: writes = [{', '.join(node.writes)}]: a reward node writes one score under a name of "
+            "its own. Write writes: [NAME], e.g. [helpful]."
+        )
+    name = node.writes[0]
+    return op if name == "score" else replace(op, writes=_fixed(name, f"{name}{INFO}"))
+
+
+def score_names(reads: Iterable[str]) -> Names:
+    """The rewards among the fields that a combination reads: not what it reads anyway, nor further values."""
+    return tuple(name for name in reads if name not in COMBINE_READS and not name.endswith(INFO))
 
 
 def _custom(node: NodeSpec, replaced: OpSpec | None) -> OpSpec:

@@ -56,8 +56,13 @@ class ResolvedNode:
 
     @property
     def model(self) -> str | None:
-        """Name of the model that its op runs on."""
-        return f"agent_{self.agent}.{self.op.model}" if self.op.model else None
+        """Name of the model that its op runs on; each reward of a name of its own has a model of its own."""
+        if self.op.model is None:
+            return None
+        own = (
+            f".{self.writes[0].name}" if self.op.model == "reward" and self.writes[0].name != "score" else ""
+        )
+        return f"agent_{self.agent}.{self.op.model}{own}"
 
     def __str__(self) -> str:
         return str(self.spec)

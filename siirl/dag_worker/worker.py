@@ -189,6 +189,7 @@ class DAGWorker:
             options=node.plan.options,
             buffer=node.buffer,
             round=record.round,
+            writes=tuple(key.name for key in ins.writes) if isinstance(ins, Run) else (),
             speaks=self.plan.layouts[ins.source].speaks(self.rank),
         )
 

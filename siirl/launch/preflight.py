@@ -5,13 +5,15 @@
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from siirl.checkpoint.files import check_writable, given_checkpoint
 from siirl.config import Config, from_dict, with_overrides
-from siirl.config.roles import model_key, role_model
+from siirl.config.reward_weights import RewardWeights
+from siirl.config.roles import model_key, normalizes_weights, role_model
 from siirl.dag.arguments import user_errors
-from siirl.dag.ops import policy_loss_name
+from siirl.dag.ops import policy_loss_name, score_names
 from siirl.dag.plan import Plan
 from siirl.dag.user_code import check_reference
 from siirl.data.inspect import data_sources, inspect_data
@@ -49,6 +51,8 @@ def preflight(cfg: Config, plan: Plan) -> None:
             check_reference(node.executable, f"node {name!r}")
         if node.op in ("function_reward", "baseline_reward"):
             check_rewards(node_cfgs[name])
+        if node.op == "combine_rewards":
+            check_weights(node_cfgs[name], [key.name for key in plan.run_of(name).reads])
         if node.op == "replay":
             check_recorded(node_cfgs[name], node.agent)
     check_writable(Path(cfg.trainer.output_dir).expanduser(), "trainer.output_dir")
@@ -75,6 +79,13 @@ def check_rewards(cfg: Config) -> None:
     chooser = RewardChooser(cfg)
     if not chooser.custom:
         chooser.check(data_sources(cfg))
+
+
+def check_weights(cfg: Config, reads: Sequence[str]) -> None:
+    """ConfigError unless the rewards of every data source have weights."""
+    weights = RewardWeights(cfg.reward_model.weights, score_names(reads), normalizes_weights(cfg))
+    for source in sorted(data_sources(cfg)):
+        weights.parts(source)
 
 
 def main() -> int:

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
+from siirl.dag.ops import INFO
 from siirl.data.buffer import RowBuffer
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
@@ -31,7 +32,7 @@ class NodeContext:
     state: what the node remembers between steps; it survives a checkpoint, as do the rows in buffer.
     round: 1, 2, ... in the rounds of a node that repeats, else 0.
     options: further config keys of a custom node. speaks: of the ranks of `group` that hold the same rows
-    (tensor-parallel ones), the one that counts in sums over ranks.
+    (tensor-parallel ones), the one that counts in sums over ranks. writes: names of the fields to give.
     """
 
     node_id: str
@@ -53,6 +54,12 @@ class NodeContext:
     buffer: RowBuffer = field(default_factory=RowBuffer)
     round: int = 0
     speaks: bool = True
+    writes: tuple[str, ...] = ()
+
+    @property
+    def reward_name(self) -> str:
+        """Name of the field in which a reward node writes its scores."""
+        return next((name for name in self.writes if not name.endswith(INFO)), "score")
 
 
 def sum_over_ranks(ctx: NodeContext, totals: Tensor) -> Tensor:

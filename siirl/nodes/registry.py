@@ -11,7 +11,8 @@ from siirl.nodes.dynamic_sampling import collect_varied, dynamic_sampling
 from siirl.nodes.filter import filter_op, pf_ppo
 from siirl.nodes.log_prob import old_log_prob, reference_log_prob
 from siirl.nodes.replay import replay
-from siirl.nodes.reward import function_reward
+from siirl.nodes.reward import custom_op, function_reward
+from siirl.nodes.reward_combine import combine_rewards
 from siirl.nodes.reward_model import model_reward
 from siirl.nodes.rollout import rollout
 
@@ -20,6 +21,7 @@ OPS: dict[str, Op] = {
     "replay": replay,
     "function_reward": function_reward,
     "model_reward": model_reward,
+    "combine_rewards": combine_rewards,
     "old_log_prob": old_log_prob,
     "reference_log_prob": reference_log_prob,
     "advantage": advantage,
@@ -43,4 +45,4 @@ def find_op(node: NodePlan) -> Op:
     if node.executable is None:
         return OPS[node.op]
     function = load_object(node.executable, f"node {node.name!r}")
-    return filter_op(function) if node.op == "filter" else function
+    return filter_op(function) if node.op == "filter" else custom_op(function)

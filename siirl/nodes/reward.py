@@ -4,6 +4,7 @@ And what every reward op does with its scores: check them, report them, show the
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -12,25 +13,82 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.stats import group_stats
-from siirl.data.rows import objects
+from siirl.dag.ops import INFO
+from siirl.data.rows import make_rows, objects
 from siirl.errors import RewardError
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import NodeContext, Op
 
 
 def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[TensorDict]:
-    """score [B] and reward_info [B]. No communication.
+    """score [B] and reward_info [B], or under the node's own name. No communication.
 
     A Future in training, so that the scorer's processes work while the next nodes run; rows in validation,
     on the steps whose responses are shown to the user, and where nothing follows (trainer.rollout_only).
     """
     if ctx.scorer is None:
         raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
+    if ctx.reward_name != "score":
+        return then(ctx.scorer.submit(rows), lambda scored: named(ctx, scored))
     future = ctx.scorer.submit(rows, by_domain=not ctx.validate)
     if not (ctx.validate or ctx.sample_limit or ctx.cfg.trainer.rollout_only):
         return future
     scored = future.result()
     report_rewards(ctx, rows, scored)
     return scored
+
+
+def then(pending: Future[TensorDict], change: Callable[[TensorDict], TensorDict]) -> Future[TensorDict]:
+    """What `change` makes of rows that are still computed, or the error of their computation."""
+    changed: Future[TensorDict] = Future()
+
+    def finish(done: Future[TensorDict]) -> None:
+        if error := done.exception():
+            changed.set_exception(error)
+        else:
+            changed.set_result(change(done.result()))
+
+    pending.add_done_callback(finish)
+    return changed
+
+
+def named(ctx: NodeContext, scored: TensorDict) -> TensorDict:
+    """The columns score and reward_info under the names that the node writes."""
+    columns = {ctx.reward_name: scored["score"]}
+    if ctx.reward_name != "score":
+        return make_rows(columns | {f"{ctx.reward_name}{INFO}": scored.get("reward_info")})
+    return scored
+
+
+def finished(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> TensorDict:
+    """The columns that a reward op gives, checked, counted by domain, and shown to the user.
+
+    A score under a name of its own is not the row's reward yet: the node that adds it up reports it.
+    """
+    check_scores(ctx, rows, scored["score"])
+    if ctx.reward_name != "score":
+        return named(ctx, scored)
+    if not ctx.validate:
+        infos = objects(scored, "reward_info")
+        columns = zip(objects(rows, "data_source"), scored["score"].tolist(), infos, strict=True)
+        for source, score, info in columns:
+            ctx.metrics.mean(f"reward/{source}/mean", score)
+            for name, value in info.items():
+                if isinstance(value, int | float):
+                    ctx.metrics.mean(f"reward/{source}/{name}/mean", float(value))
+    report_rewards(ctx, rows, scored)
+    return scored
+
+
+def custom_op(function: Op) -> Op:
+    """The user's function; if it writes the rows' score, that is checked."""
+
+    def run(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[TensorDict]:
+        out = function(ctx, rows)
+        if "score" in ctx.writes and isinstance(out, TensorDict):
+            check_scores(ctx, rows, out["score"])
+        return out
+
+    return run
 
 
 def report_rewards(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
@@ -42,22 +100,35 @@ def report_rewards(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> No
     show(ctx, rows, scored)
 
 
-def check_scores(ctx: NodeContext, rows: TensorDict, score_B: Tensor) -> None:
-    """RewardError, with the sample's index, unless there is one finite score for each row."""
+def check_scores(ctx: NodeContext, rows: TensorDict, score_B: Tensor, name: str = "") -> None:
+    """RewardError, with the sample's index, unless there is one finite score for each row.
+
+    name: the field that holds them, if it is not the node's own.
+    """
+    whose = f"node {ctx.node_id!r} reads {name!r}, which" if name else f"node {ctx.node_id!r}"
     if score_B.shape != (len(rows),):
         raise RewardError(
-            f"node {ctx.node_id!r} gave scores of shape {list(score_B.shape)} for {len(rows)} responses: one "
-            "for each is needed. Correct the model or the node's code."
+            f"{whose} gave scores of shape {list(score_B.shape)} for {len(rows)} responses: one for each is "
+            "needed. Correct the model or the node's code."
         )
     wrong = (~torch.isfinite(score_B)).nonzero().flatten().tolist()
     if wrong:
         first = wrong[0]
         raise RewardError(
-            f"node {ctx.node_id!r} scored {len(wrong)} of {len(rows)} responses with a number that is not "
-            f"finite, first sample_index {int(rows['sample_index'][first])} (data_source "
-            f"{objects(rows, 'data_source')[first]!r}) with {float(score_B[first])}: nothing can be learnt "
-            "from that. Correct the reward model's weights, or its number types (param_dtype=float32)."
+            f"{whose} scored {len(wrong)} of {len(rows)} responses with a number that is not "
+            f"finite, first {_sample(rows, first)} with {float(score_B[first])}: nothing can be learnt from "
+            "that. Correct the node's code, or the reward model's weights and number types (param_dtype)."
         )
+
+
+def _sample(rows: TensorDict, row: int) -> str:
+    """How a message names a row, by what is known of it."""
+    if "sample_index" in rows.keys():
+        source = (
+            f" (data_source {objects(rows, 'data_source')[row]!r})" if "data_source" in rows.keys() else ""
+        )
+        return f"sample_index {int(rows['sample_index'][row])}{source}"
+    return f"row_id {int(rows['row_id'][row])}" if "row_id" in rows.keys() else f"row {row}"
 
 
 def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:

@@ -1,13 +1,12 @@
 """Which reward functions score a row: chosen by its data source. No torch."""
 
-import difflib
 import fnmatch
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.reward_weights import did_you_mean, parse_parts
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.rewards import code, math_answer, remote, rules
 from siirl.rewards.fusion import MAX_CONCURRENT, check_fusion
@@ -83,7 +82,7 @@ class RewardChooser:
                 raise ConfigError(
                     f"reward_model.reward_kwargs.{key}: no built-in reward function takes it. "
                     f"Known: functions, normalize_weights, {', '.join(sorted(known))}."
-                    f"{_did_you_mean(key, known)}"
+                    f"{did_you_mean(key, known)}"
                 )
         self._add_services(cfg)
         self._check_manager()
@@ -179,48 +178,11 @@ class RewardChooser:
 
 
 def _mix(source: str, value: Any, known: Collection[str], normalize: bool) -> Mix:
-    """The parts that a value of reward_kwargs.functions names.
-
-    A part with low and high is mapped to (score - low) / (high - low) before it is weighted. With `normalize`
-    the weights are divided by their sum.
-    """
+    """The parts that a value of reward_kwargs.functions names."""
     where = f"reward_model.reward_kwargs.functions[{source!r}]"
-    given = dict(value) if isinstance(value, Mapping) else {value: 1.0}
-    parts, offset, total = [], 0.0, 0.0
-    for name, options in given.items():
-        if name not in known:
-            raise ConfigError(
-                f"{where}: unknown reward function {name!r}. Known: {', '.join(known)}."
-                f"{_did_you_mean(str(name), known)}"
-            )
-        options = dict(options) if isinstance(options, Mapping) else {"weight": options}
-        for key, number in options.items():
-            if key not in ("weight", "low", "high"):
-                raise ConfigError(f"{where}: {name} has no option {key!r}. Known: weight, low, high.")
-            if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-                raise ConfigError(f"{where}: the {key} of {name} is {number!r}: it must be a number.")
-        weight, low, high = options.get("weight", 1.0), options.get("low", 0.0), options.get("high", 1.0)
-        if low >= high:
-            raise ConfigError(
-                f"{where}: {name} has low={low:g} and high={high:g}: low must be less than high."
-            )
-        parts.append((name, weight / (high - low)))
-        offset -= weight * low / (high - low)
-        total += weight
-    if not parts:
-        raise ConfigError(f"{where} is empty: name at least one of {', '.join(known)}.")
-    if normalize and total <= 0:
-        raise ConfigError(
-            f"{where}: the weights add up to {total:g}, so they cannot be normalised. Raise one."
-        )
-    scale = 1 / total if normalize else 1.0
-    return Mix(tuple((name, float(weight * scale)) for name, weight in parts), float(offset * scale))
+    parts = parse_parts(where, value, known, normalize, "reward function")
+    return Mix(tuple((part.name, float(part.scale)) for part in parts), float(sum(p.offset for p in parts)))
 
 
 def _options_of(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in options.items() if key in REWARDS[name].options()}
-
-
-def _did_you_mean(word: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

@@ -207,7 +207,7 @@ CASES = [
         DagError,
         ["ROLLOUT does not go with node_type COMPUTE", "MODEL_INFERENCE"],
     ),
-    (node("COMPUTE", "REWARD", reads=["score"]), (), DagError, ["'function_reward' are fixed"]),
+    (node("MODEL_TRAIN", "REWARD", reads=["score"]), (), DagError, ["'model_reward' are fixed"]),
     (
         node("MODEL_TRAIN", "CRITIC"),
         (),

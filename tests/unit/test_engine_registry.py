@@ -47,6 +47,7 @@ def test_an_unknown_backend_lists_the_known_ones_and_the_closest(make, name, kin
     assert all(part in message for part in (kind, repr(name), "agent_0.actor", "known are", guess))
 
 
-def test_a_head_that_a_strategy_lacks_is_refused():
+def test_a_head_that_a_strategy_lacks_is_refused(monkeypatch):
+    monkeypatch.delitem(TRAIN_ENGINES["fsdp"], "score")
     with pytest.raises(NotSupportedError, match="score head"):
         make_train_engine(dataclasses.replace(PLAN, head="score"), None, None, None)
