@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from siirl.config.common import OptimConfig
 from siirl.config.keys import Key
 from siirl.config.resolve import ALIASES, FOLLOWS, followed_value, get
 from siirl.config.root import TOP_GROUPS, Config, all_keys
@@ -342,6 +343,7 @@ def _critic(cfg: Config) -> Iterator[str]:
                 f"response {rollout.response_length} = {longest} tokens: a row is never split. Set it to "
                 f"{longest} or more."
             )
+    yield from _schedule(critic.optim, "critic.optim")
     if "model" not in critic.checkpoint.save_contents:
         yield (
             f"critic.checkpoint.save_contents=[{','.join(critic.checkpoint.save_contents)}]: a checkpoint "
@@ -353,12 +355,7 @@ def _optimizer(cfg: Config) -> Iterator[str]:
     optim, prefix = cfg.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim"
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield f"{prefix}.betas={list(optim.betas)}: each must be at least 0 and less than 1."
-    for name, share in (
-        ("lr_warmup_steps_ratio", optim.lr_warmup_steps_ratio),
-        ("min_lr_ratio", optim.min_lr_ratio),
-    ):
-        if share > 1:
-            yield f"{prefix}.{name}={share:g}: a share is at most 1."
+    yield from _schedule(optim, prefix)
     for role, size in (
         ("actor", cfg.actor_rollout_ref.actor.fsdp_config.fsdp_size),
         ("ref", cfg.actor_rollout_ref.ref.fsdp_config.fsdp_size),
@@ -371,6 +368,30 @@ def _optimizer(cfg: Config) -> Iterator[str]:
             f"actor_rollout_ref.actor.checkpoint.save_contents=[{contents}]: a checkpoint without the model "
             "cannot be resumed. Add model."
         )
+
+
+def _schedule(optim: OptimConfig, prefix: str) -> Iterator[str]:
+    for name, share in (
+        ("lr_warmup_steps_ratio", optim.lr_warmup_steps_ratio),
+        ("min_lr_ratio", optim.min_lr_ratio),
+    ):
+        if share > 1:
+            yield f"{prefix}.{name}={share:g}: a share is at most 1."
+    for name, lr in (("lr_warmup_init", optim.lr_warmup_init), ("min_lr", optim.min_lr)):
+        if lr > optim.lr:
+            yield f"{prefix}.{name}={lr:g} is more than {prefix}.lr={optim.lr:g}, the peak. Lower it."
+    if optim.min_lr and optim.min_lr_ratio:
+        yield (
+            f"{prefix}.min_lr={optim.min_lr:g} and {prefix}.min_lr_ratio={optim.min_lr_ratio:g} both name "
+            "the final learning rate. Set one of them."
+        )
+    if optim.lr_decay_style and optim.warmup_style != "constant":
+        yield (
+            f"{prefix}.lr_decay_style={optim.lr_decay_style} and {prefix}.warmup_style={optim.warmup_style} "
+            "both name the schedule. Set one of them."
+        )
+    if optim.lr_decay_style == "WSD" and optim.lr_wsd_decay_steps is None:
+        yield f"{prefix}.lr_decay_style=WSD without the length of its decay. Set {prefix}.lr_wsd_decay_steps."
 
 
 def _run(cfg: Config) -> Iterator[str]:

@@ -107,19 +107,34 @@ class OptimConfig:
 
     lr: float = key(1e-6, "peak learning rate", low=0)
     lr_warmup_steps_ratio: float = key(0.0, "warmup length as a share of all optimizer steps", low=0)
-    min_lr: float = key(0.0, "final learning rate", later=MEGATRON + " (fsdp: set min_lr_ratio)")
+    min_lr: float = key(0.0, "final learning rate; or set min_lr_ratio", low=0)
     min_lr_ratio: float = key(0.0, "final learning rate as a share of lr", low=0)
     warmup_style: str = key(
         "constant",
-        "schedule after the warmup: hold, or decay to min_lr_ratio",
+        "schedule after the warmup: hold, or decay to min_lr or min_lr_ratio",
         choices=("constant", "linear", "cosine"),
     )
-    lr_warmup_init: float = key(0.0, "learning rate at the first step", later=MEGATRON)
-    lr_decay_steps: int | None = key(None, "steps of the decay", later=MEGATRON)
-    lr_decay_style: str = key("linear", "Megatron's decay", later=MEGATRON + " (fsdp: set warmup_style)")
-    weight_decay_incr_style: str = key("constant", "how weight decay grows", later=MEGATRON)
-    lr_wsd_decay_style: str = key("exponential", "decay of the warmup-stable-decay schedule", later=MEGATRON)
-    lr_wsd_decay_steps: int | None = key(None, "its number of steps", later=MEGATRON)
+    lr_warmup_init: float = key(0.0, "learning rate at the first step of a warmup", low=0)
+    lr_decay_steps: int | None = key(
+        None, "optimizer step at which the decay ends; null: total_training_steps", low=1
+    )
+    lr_decay_style: str | None = key(
+        None,
+        "schedule after the warmup, by Megatron's names; null: warmup_style decides",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    )
+    weight_decay_incr_style: str = key(
+        "constant", "how weight decay grows", ignored="it begins and ends at weight_decay"
+    )
+    lr_wsd_decay_style: str = key(
+        "exponential",
+        "decay at the end of a warmup-stable-decay schedule",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        when="lr_decay_style=WSD",
+    )
+    lr_wsd_decay_steps: int | None = key(
+        None, "optimizer steps of that decay", when="lr_decay_style=WSD", low=1
+    )
     use_checkpoint_opt_param_scheduler: bool = key(
         False, "take the schedule from the checkpoint", ignored="a resumed run always continues its schedule"
     )

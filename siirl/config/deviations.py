@@ -14,8 +14,12 @@ class Deviation:
 
 FILLED_IN = "the same when unset; ours is filled in when the configuration is read"
 
+SCHEDULE = "the schedule is warmup_style's under each strategy, so that changing the strategy changes nothing"
+
 DEVIATIONS: dict[str, Deviation] = {
     "trainer.logger": Deviation(["console", "wandb"], "wandb needs an account and a package of its own"),
+    "actor_rollout_ref.actor.optim.lr_decay_style": Deviation("linear", SCHEDULE),
+    "critic.optim.lr_decay_style": Deviation("linear", SCHEDULE),
     "trainer.device": Deviation("cuda", "auto takes cuda where there is one, and runs without a GPU as well"),
     "trainer.default_local_dir": Deviation(
         "checkpoints/siirl_examples/gsm8k", "everything that a run writes lies below trainer.output_dir"

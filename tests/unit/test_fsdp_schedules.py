@@ -1,10 +1,11 @@
-"""The learning rate follows transformers' schedules, with a floor, as a function of the step alone."""
+"""The learning rate follows transformers' and Megatron's schedules as a function of the step alone."""
 
 import pytest
 import torch
 from transformers import get_scheduler
 
 from siirl.config import load_config, with_overrides
+from siirl.config.checks import check_config
 from siirl.engines.train.schedules import learning_rate
 from siirl.errors import ConfigError
 
@@ -35,6 +36,65 @@ def test_schedules_equal_those_of_transformers(config, style, theirs, warmup):
             assert learning_rate(ours, step, TOTAL) == pytest.approx(sgd.param_groups[0]["lr"], abs=1e-12)
         sgd.step()
         scheduler.step()
+
+
+MEGATRON = [
+    {"lr_decay_style": "constant"},
+    {"lr_decay_style": "linear", "lr_decay_steps": 30},
+    {"lr_decay_style": "cosine"},
+    {"lr_decay_style": "inverse-square-root"},
+    *(
+        {"lr_decay_style": "WSD", "lr_wsd_decay_steps": 12, "lr_wsd_decay_style": style}
+        for style in ("exponential", "linear", "cosine", "minus_sqrt")
+    ),
+]
+
+
+@pytest.mark.parametrize("values", MEGATRON, ids=lambda values: "-".join(map(str, values.values())))
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_schedules_by_megatrons_names_equal_megatrons(config, values, warmup):
+    from types import SimpleNamespace
+
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    ours = optim(config, lr_warmup_steps=warmup, lr_warmup_init=0.25, min_lr=0.5, **values)
+    theirs = OptimizerParamScheduler(
+        SimpleNamespace(param_groups=[]),
+        init_lr=0.25,
+        max_lr=2.0,
+        min_lr=0.5,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=values.get("lr_decay_steps", TOTAL),
+        lr_decay_style=values["lr_decay_style"],
+        start_wd=0.0,
+        end_wd=0.0,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        wsd_decay_steps=values.get("lr_wsd_decay_steps"),
+        lr_wsd_decay_style=values.get("lr_wsd_decay_style"),
+    )
+    for step in range(TOTAL + 5):
+        theirs.num_steps = step
+        expected = theirs.get_lr({"max_lr": 2.0, "min_lr": 0.5})
+        assert learning_rate(ours, step, TOTAL) == pytest.approx(expected, abs=1e-12), step
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"min_lr": 3.0}, "min_lr=3 is more than"),
+        ({"min_lr": 0.5, "min_lr_ratio": 0.1}, "both name the final learning rate"),
+        ({"lr_decay_style": "linear", "warmup_style": "cosine"}, "both name the schedule"),
+        ({"lr_decay_style": "WSD"}, "Set {}.lr_wsd_decay_steps"),
+    ],
+)
+@pytest.mark.parametrize("group", [OPTIM, "critic.optim"])
+def test_schedules_that_contradict_themselves_are_refused(config, group, values, problem):
+    given = {f"{group}.{name}": value for name, value in values.items()}
+    gae = {"algorithm.adv_estimator": "gae"}
+    with pytest.raises(ConfigError) as caught:
+        check_config(with_overrides(config, {f"{group}.lr": 2.0, **given, **gae}))
+    assert problem.format(group) in str(caught.value)
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
