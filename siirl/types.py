@@ -1,7 +1,8 @@
 """The nouns of siirl: fields of a batch, keys that name them, layouts that place their rows. No torch.
 
 Legend for shapes, used everywhere: B rows on this rank, P prompt tokens, T response tokens, V vocabulary,
-N packed tokens. A batch is a TensorDict of batch size [B]; `object` fields are NonTensorStacks of JSON.
+N packed tokens, D hidden size. A batch is a TensorDict of batch size [B]; `object` fields are NonTensorStacks
+of JSON.
 """
 
 from dataclasses import dataclass
@@ -51,6 +52,13 @@ FIELDS: dict[str, FieldSpec] = _fields(
     FieldSpec("old_log_prob", ("T",), "float32", "log-prob by the trainer's weights before this step", "nat"),
     FieldSpec("old_entropy", ("T",), "float32", "entropy of the trainer's policy before this step", "nat"),
     FieldSpec("ref_log_prob", ("T",), "float32", "log-prob by the reference model", "nat"),
+    FieldSpec(
+        "ref_hidden",
+        ("T", "D"),
+        "float32",
+        "last hidden state of the reference before each token (D numbers, of the type it computes in); for "
+        "the KL over the whole vocabulary",
+    ),
     FieldSpec("score", (), "float32", "outcome reward of the row, as the reward function gave it"),
     FieldSpec(
         "reward", ("T",), "float32", "reward per token: the score at the last response token, less penalties"

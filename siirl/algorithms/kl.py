@@ -1,6 +1,6 @@
 """Estimates of KL(policy || reference) from sampled tokens, and the controllers of its coefficient.
 
-Legend: B rows on this rank, T response tokens, N packed tokens, V vocabulary.
+Legend: B rows on this rank, T response tokens. The KL over the whole vocabulary is in full_kl.py.
 """
 
 import math
@@ -71,18 +71,14 @@ def kl_estimate(name: str, log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tens
             f"KL estimator {name!r} is not known: known are {', '.join(KL_ESTIMATORS)}, "
             f"each also with a '+' at the end (its value with the gradient of k2)."
         )
-    if not name.endswith("+"):
-        return estimator(log_prob_BT, ref_log_prob_BT)
+    kl_BT = estimator(log_prob_BT, ref_log_prob_BT)
+    return straight_through(kl_BT, log_prob_BT, ref_log_prob_BT) if name.endswith("+") else kl_BT
+
+
+def straight_through(kl_BT: Tensor, log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
+    """The values of kl_BT with the gradient of k2."""
     k2_BT = kl_k2(log_prob_BT, ref_log_prob_BT)
-    value_BT = estimator(log_prob_BT.detach(), ref_log_prob_BT)
-    return value_BT + (k2_BT - k2_BT.detach())
-
-
-def kl_full(logits_NV: Tensor, ref_logits_NV: Tensor) -> Tensor:
-    """Exact KL(policy || reference) over the vocabulary at each token, in nats, fp32 [N], with gradient."""
-    log_p_NV = logits_NV.float().log_softmax(-1)
-    log_q_NV = ref_logits_NV.float().log_softmax(-1)
-    return (log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(-1)
+    return kl_BT.detach() + (k2_BT - k2_BT.detach())
 
 
 def kl_in_reward(

@@ -126,10 +126,10 @@ class ActorConfig:
     kl_loss_coef: float = key(0.001, "its weight", when="use_kl_loss")
     kl_loss_type: str = key(
         "low_var_kl",
-        "its estimator: kl = k1, mse = k2, low_var_kl = k3, abs; a trailing + takes the gradient of k2",
+        "its estimator: kl = k1, mse = k2, low_var_kl = k3, abs; full: exact, over the whole vocabulary; a "
+        "trailing + takes the gradient of k2",
         when="use_kl_loss",
-        choices=(*KL_TYPES, *(name + "+" for name in KL_TYPES)),
-        later_choices={"full": "KL over the whole vocabulary", "full+": "KL over the whole vocabulary"},
+        choices=(*KL_TYPES, "full", *(name + "+" for name in (*KL_TYPES, "full"))),
     )
     ppo_epochs: int = key(1, "passes over each rollout batch", low=1)
     shuffle: bool = key(False, "shuffle the rows of a rollout batch before it is cut into mini-batches")

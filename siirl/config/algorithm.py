@@ -72,7 +72,7 @@ class AlgorithmConfig:
         "estimator of the KL in the reward",
         when="use_kl_in_reward",
         choices=KL_TYPES,
-        later_choices={"full": "KL over the whole vocabulary"},
+        later_choices={"full": "KL over the whole vocabulary in the reward; use actor.kl_loss_type=full"},
     )
     kl_ctrl: KLControlConfig = group(KLControlConfig, "weight of the KL in the reward")
     use_kl_in_reward: bool = key(

@@ -79,6 +79,16 @@ def policy_loss_name(cfg: Config) -> str:
     return "cpgd" if actor.use_cpgd_loss else actor.policy_loss.loss_mode
 
 
+def uses_full_kl(cfg: Config) -> bool:
+    """Whether the loss has the KL over the whole vocabulary, which needs the reference's hidden states."""
+    actor = cfg.actor_rollout_ref.actor
+    return actor.use_kl_loss and actor.kl_loss_type.startswith("full")
+
+
+def _reference_writes(cfg: Config) -> Names:
+    return ("ref_log_prob", "ref_hidden") if uses_full_kl(cfg) else ("ref_log_prob",)
+
+
 def uses_critic(cfg: Config) -> bool:
     """Whether the advantages are computed from the values of a critic, which then learns their returns."""
     return "value" in _estimator_needs(cfg)
@@ -108,7 +118,7 @@ def _advantage_writes(cfg: Config) -> Names:
 
 def _actor_train_reads(cfg: Config) -> Names:
     old = ("old_log_prob",) if old_log_prob_source(cfg) == "field" else ()
-    ref = ("ref_log_prob",) if cfg.actor_rollout_ref.actor.use_kl_loss else ()
+    ref = _reference_writes(cfg) if cfg.actor_rollout_ref.actor.use_kl_loss else ()
     return ("row_id", *_TOKENS, "rollout_log_prob", *old, *ref, "advantage")
 
 
@@ -167,7 +177,7 @@ COMBINE_REWARDS = OpSpec("combine_rewards", _fixed(*COMBINE_READS), _fixed("scor
 INFO = "_info"
 """The further values of reward NAME are the field NAME_info."""
 ADVANTAGE = OpSpec("advantage", _advantage_reads, _advantage_writes, split="group")
-REFERENCE = OpSpec("reference_log_prob", _fixed(*_TOKENS), _fixed("ref_log_prob"), model="ref", split="cost")
+REFERENCE = OpSpec("reference_log_prob", _fixed(*_TOKENS), _reference_writes, model="ref", split="cost")
 OLD_LOG_PROB = OpSpec("old_log_prob", _fixed(*_TOKENS), _fixed("old_log_prob"), model="actor", split="cost")
 ACTOR_TRAIN = OpSpec(
     "actor_train", _actor_train_reads, _fixed(), model="actor", split="cost", side_effect=True, trains=True
@@ -347,7 +357,7 @@ def why_unread(name: str, cfg: Config) -> str | None:
         return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
     if name.startswith("baseline_"):
         return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no greedy baseline (remax does)"
-    if name == "ref_log_prob":
+    if name in ("ref_log_prob", "ref_hidden"):
         return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
     if name == "old_log_prob" and old_log_prob_source(cfg) == "rollout":
         return "actor.recompute_old_log_prob is off: the rollout's log-probs are used"

@@ -2,20 +2,26 @@
 
 from tensordict import TensorDict
 
+from siirl.dag.ops import uses_full_kl
 from siirl.nodes.context import NodeContext
 
 
 def old_log_prob(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """old_log_prob [B, T] by the policy's current weights. Collective over the model's ranks."""
-    return _log_prob(ctx, rows, "old_log_prob")
+    return _forward(ctx, rows, {"log_prob": "old_log_prob"})
 
 
 def reference_log_prob(ctx: NodeContext, rows: TensorDict) -> TensorDict:
-    """ref_log_prob [B, T] by the frozen reference. Collective over the model's ranks."""
-    return _log_prob(ctx, rows, "ref_log_prob")
+    """ref_log_prob [B, T] by the frozen reference; ref_hidden [B, T, D] if the loss has the full KL.
+
+    Collective over the model's ranks.
+    """
+    hidden = {"hidden": "ref_hidden"} if uses_full_kl(ctx.cfg) else {}
+    return _forward(ctx, rows, {"log_prob": "ref_log_prob", **hidden})
 
 
-def _log_prob(ctx: NodeContext, rows: TensorDict, field: str) -> TensorDict:
-    out = ctx.train.compute(rows, ("log_prob",), ctx.cfg.actor_rollout_ref.rollout.temperature)
+def _forward(ctx: NodeContext, rows: TensorDict, fields: dict[str, str]) -> TensorDict:
+    """Outputs of the model under the names of fields."""
+    out = ctx.train.compute(rows, tuple(fields), ctx.cfg.actor_rollout_ref.rollout.temperature)
     ctx.metrics.sum("flops/forward", ctx.train.flops(rows, backward=False))
-    return TensorDict({field: out["log_prob"]}, batch_size=rows.batch_size)
+    return TensorDict({field: out[name] for name, field in fields.items()}, batch_size=rows.batch_size)

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.aggregate import aggregate_loss
-from siirl.algorithms.kl import kl_estimate
+from siirl.algorithms.kl import kl_estimate, straight_through
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rollout_correction import Correction, correction_stats, correction_weights
 from siirl.config import Config
@@ -46,7 +46,7 @@ def make_loss_fn(cfg: Config) -> LossFn:
         if actor.entropy_coeff:
             terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
         if actor.use_kl_loss:
-            kl_BT = kl_estimate(actor.kl_loss_type, log_prob_BT, rows["ref_log_prob"])
+            kl_BT = _kl(actor.kl_loss_type, outputs, rows["ref_log_prob"])
             terms["kl_loss"] = actor.kl_loss_coef * kl_BT
             stats["ref_kl"] = kl_BT.detach()
         shares = _shares(terms, mask_BT, actor.loss_agg_mode, counts)
@@ -57,6 +57,14 @@ def make_loss_fn(cfg: Config) -> LossFn:
         return loss, metrics
 
     return loss_fn
+
+
+def _kl(name: str, outputs: TokenOutputs, ref_log_prob_BT: Tensor) -> Tensor:
+    """The KL from the reference at each token, as kl_loss_type says, with gradient."""
+    if not name.startswith("full"):
+        return kl_estimate(name, outputs.log_prob_BT, ref_log_prob_BT)
+    exact_BT = outputs.full_kl_BT
+    return straight_through(exact_BT, outputs.log_prob_BT, ref_log_prob_BT) if name == "full+" else exact_BT
 
 
 def rollout_correction(actor: ActorConfig) -> Correction:

@@ -27,7 +27,7 @@ from siirl.algorithms.token_picks import pick_tokens, token_noise
 from siirl.config import Config, load_config, with_overrides
 from siirl.dag.ops import PICKING_LOSSES, policy_loss_name
 from siirl.data.rows import take_rows
-from siirl.engines.train.base import BatchCounts, TokenOutputs
+from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
 from siirl.nodes.actor_train import actor_train
 from siirl.nodes.policy_loss import make_loss_fn, policy_loss_options
 from siirl.observe.metrics import Metrics
@@ -50,6 +50,8 @@ TERMS = {
     f"{ACTOR}.rollout_correction.reject_low": 0.3,
     f"{ACTOR}.rollout_correction.reject_high": 3.0,
 }
+KL_TYPE = f"{ACTOR}.kl_loss_type"
+FULL_KL = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.2, KL_TYPE: "full"}
 PICKS = {  # enough tokens that a pick differs if one rank's rows are forgotten, or counted twice
     f"{ACTOR}.policy_loss.clip_cov_ratio": 0.15,
     f"{ACTOR}.policy_loss.clip_cov_lb": -9.0,
@@ -67,18 +69,22 @@ def case(loss: str, mode: str, more: str = "", **keys: Any) -> tuple[str, dict[s
 FEW = dict(
     [
         case("vanilla", "token-mean", ", terms, shuffled", **TERMS, **{f"{ACTOR}.shuffle": True}),
-        case("gspo", "seq-mean-token-mean"),
+        case("gspo", "seq-mean-token-mean", ", full KL", **FULL_KL),
         case("clip_cov", "seq-mean-token-sum"),
         case("kl_cov", "seq-mean-token-sum-norm"),
     ]
 )
 ALL = dict(case(loss, mode) for loss in LOSSES for mode in AGGREGATIONS)
+ALL |= dict(case("vanilla", "token-mean", f", {name} KL", **FULL_KL | {KL_TYPE: name}) for name in ("full", "full+"))
 ALL |= dict(case("vanilla", mode, ", terms", **TERMS, **{f"{ACTOR}.kl_loss_type": "k3+"}) for mode in AGGREGATIONS)
+
+
+KEEP_HEAD = (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full")
 
 
 def scenario(name: str, world: int, strategy: str = "megatron", overrides: tuple[str, ...] = (), **sizes: int):
     options = {"strategy": strategy, "sizes": tuple(sizes.items())} if strategy == "megatron" else sizes
-    return Scenario(name, world, "model", overrides=(*STILL, *overrides), **options)
+    return Scenario(name, world, "model", overrides=(*STILL, *KEEP_HEAD, *overrides), **options)
 
 
 FEW_SCENARIOS = [scenario("fsdp on 2", 2, "fsdp"), scenario("tp2", 2, tp=2, overrides=TOKENS)]
@@ -117,12 +123,34 @@ def plain_outputs() -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
+def plain_hidden() -> Tensor:
+    """The last hidden state before each response token, with its graph, [B, T, D]."""
+    rows, model = engines.sample_rows(0), plain_model()
+    hidden_BTD = torch.zeros(NUM_ROWS, WIDTH, model.config.hidden_size)
+    for row in range(NUM_ROWS):
+        num_prompt, num = int(rows["prompt_length"][row]), int(rows["response_length"][row])
+        ids = torch.cat([rows["prompt_ids"][row, -num_prompt:], rows["response_ids"][row, :num]])
+        hidden_BTD[row, :num] = model.model(ids[None]).last_hidden_state[0, num_prompt - 1 : -1]
+    return hidden_BTD
+
+
+@functools.cache
 def columns() -> dict[str, Tensor]:
-    """What the earlier nodes would have written: log-probs at some distance from the policy's."""
+    """What the earlier nodes would have written: log-probs and states at some distance from the policy's."""
     draw = torch.Generator().manual_seed(8)
-    log_prob_BT = plain_outputs()[0].detach()
+    log_prob_BT, hidden_BTD = plain_outputs()[0].detach(), plain_hidden().detach()
     names = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
-    return {name: log_prob_BT + 0.25 * torch.randn(NUM_ROWS, WIDTH, generator=draw) for name in names}
+    found = {name: log_prob_BT + 0.25 * torch.randn(NUM_ROWS, WIDTH, generator=draw) for name in names}
+    return found | {"ref_hidden": hidden_BTD + 0.3 * torch.randn(hidden_BTD.shape, generator=draw)}
+
+
+@functools.cache
+def plain_full_kl() -> Tensor:
+    """KL over the whole vocabulary from what ref_hidden says, with its graph, [B, T]."""
+    head = plain_model().lm_head.weight
+    log_p = (plain_hidden() @ head.t() / TEMPERATURE).log_softmax(-1)
+    log_q = (columns()["ref_hidden"] @ head.detach().t() / TEMPERATURE).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def rows_of(found: dict[str, Tensor]) -> TensorDict:
@@ -164,7 +192,7 @@ def whole_update(keys: dict[str, Any]) -> Update:
             given = (mini["old_log_prob"], mini["advantage"], mask_BT, noise_BT, policy_loss_options(cfg))
             mini["picked"] = pick_tokens(name, *given)
         counts = BatchCounts(float(mask_BT.sum()), float(mask_BT.any(-1).sum()), cfg.data.max_response_length)
-        outputs = TokenOutputs(log_prob_BT[index], entropy_BT[index])
+        outputs = TokenOutputs(log_prob_BT[index], entropy_BT[index], plain_full_kl()[index])
         loss, of_mini = make_loss_fn(cfg)(outputs, mini, counts)
         metrics.merge(of_mini)
         grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -178,9 +206,11 @@ def updates(
     rank: int, world: int, scenarios: list[Scenario], cases: dict[str, dict], path: str, found: dict[str, Tensor]
 ) -> dict[str, Update] | None:
     """Of every scenario and case, from rank 0."""
+    hidden_BTD = found.pop("hidden")
     rows, results = rows_of(found), {}
     for one in scenarios:
         engine, _ = engines.build_engine(one, path)
+        check_hidden(engine, rows, hidden_BTD)
         shards = engines.dims_of(one, tuple(range(world)))[0].data_shards()
         speaks = shards.index(shards[rank]) == rank
         moments: dict[str, Tensor] = {}
@@ -201,6 +231,13 @@ def updates(
     return results if rank == 0 else None
 
 
+def check_hidden(engine: TrainEngine, rows: TensorDict, want_BTD: Tensor) -> None:
+    """The states that a reference on this engine would hand to the actor."""
+    mine = torch.arange(NUM_ROWS)[engine.dp_rank :: engine.dp_size]
+    got_BTD = engine.compute(take_rows(rows, mine), ("log_prob", "hidden"), TEMPERATURE)["hidden"]
+    torch.testing.assert_close(got_BTD, want_BTD[mine], rtol=1e-4, atol=1e-4)
+
+
 def joined(ctx: SimpleNamespace) -> Update:
     """The metrics of all ranks, those of each shard once."""
     parts: list[Any] = [None] * dist.get_world_size()
@@ -218,9 +255,8 @@ def wanted(name: str) -> Update:
 
 
 def check(scenarios: list[Scenario], cases: dict[str, dict]) -> None:
-    found = run_workers(
-        updates, scenarios[0].world, scenarios, cases, model_dir(), columns(), deadline_s=400
-    )[0]
+    given = columns() | {"hidden": plain_hidden().detach()}
+    found = run_workers(updates, scenarios[0].world, scenarios, cases, model_dir(), given, deadline_s=400)[0]
     assert len(found) == len(scenarios) * len(cases)
     for key, got in found.items():
         want = wanted(key.partition(": ")[2])

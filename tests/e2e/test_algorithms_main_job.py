@@ -1,4 +1,4 @@
-"""ReMax, PF-PPO and filter plugins through the main job, the same on one rank and on two."""
+"""ReMax, PF-PPO, filter plugins and the full KL through the main job, the same on one rank and on two."""
 
 import pytest
 from job_harness import Inputs, overrides, run_job
@@ -8,6 +8,7 @@ def most(ctx, rows):
     """Leave out the first response of each prompt."""
     return rows["row_id"] % 4 != 0
 '''
+ACTOR = "actor_rollout_ref.actor"
 COMPARED = ("actor/loss", "actor/grad_norm", "reward/score")
 
 
@@ -34,11 +35,13 @@ def workflow(name: str, folder) -> list[str]:
         "remax": ["algorithm.adv_estimator=remax"],
         "pf_ppo": ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True", fp32],
         "filter": [filtered(folder)],
+        "full_kl": [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.kl_loss_type=full"],
     }[name]
 
 
 @pytest.mark.parametrize(
-    "name", ["remax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pf_ppo", "filter"))]
+    "name",
+    ["remax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pf_ppo", "filter", "full_kl"))],
 )
 def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name):
     more = workflow(name, tmp_path)
@@ -46,7 +49,7 @@ def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name)
         run_job(world, overrides(inputs, tmp_path / str(world), *more, "trainer.total_training_steps=2"))
         for world in (1, 2)
     )
-    shown = {"pf_ppo": "resampling/distinct", "filter": "filter/kept"}.get(name)
+    shown = {"pf_ppo": "resampling/distinct", "filter": "filter/kept", "full_kl": "actor/ref_kl"}.get(name)
     if shown:
         assert all(0 < share < 1 for share in one.values(shown)), one.values(shown)
     for metric in (*COMPARED, *([shown] if shown else [])):

@@ -10,16 +10,19 @@ from siirl.algorithms.advantages import ADVANTAGES
 from siirl.algorithms.aggregate import AGGREGATIONS
 from siirl.algorithms.kl import KL_ESTIMATORS
 from siirl.algorithms.policy_losses import POLICY_LOSSES
+from siirl.config import load_config
 from siirl.config.actor import AGGREGATIONS as CONFIGURED_AGGREGATIONS
 from siirl.config.checks import GROUP_BASELINES, LOSS_KEYS, check_config
 from siirl.config.root import all_keys
 from siirl.dag.compile import TEMPLATES
 from siirl.dag.ops import PICKING_LOSSES
+from siirl.dag.plan import Run
 from siirl.dag.yaml_file import load_dag_file
-from siirl.errors import ConfigError, DagError
+from siirl.errors import ConfigError, DagError, NotSupportedError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-ADVANTAGE, LOSS = "algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"
+ACTOR = "actor_rollout_ref.actor"
+ADVANTAGE, LOSS = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
 
 
 def test_the_configuration_offers_what_is_registered():
@@ -42,7 +45,7 @@ def test_the_page_has_every_name():
     rows = [line for line in PAGE.splitlines() if line.startswith("| `")]
     first_cells = " ".join(row.split("|")[1] for row in rows)
     named = set(re.findall(r"`([^`]+)`", first_cells))
-    for names in (ADVANTAGES.names(), POLICY_LOSSES.names(), AGGREGATIONS, KL_ESTIMATORS):
+    for names in (ADVANTAGES.names(), POLICY_LOSSES.names(), AGGREGATIONS, KL_ESTIMATORS, ["full"]):
         assert set(names) <= named
 
 
@@ -72,3 +75,18 @@ def test_old_log_probs_are_computed_where_a_loss_needs_them(name):
     """With one optimizer step a batch only the losses that pick tokens before it need the pass."""
     plan = compiled(load_dag_file(TEMPLATES / "grpo.yaml"), 2, f"{LOSS}={name}")
     assert ("actor_old_log_prob" in plan.nodes) == (name in PICKING_LOSSES)
+
+
+@pytest.mark.parametrize("kl", [None, "k3", "full", "full+"])
+def test_the_reference_gives_what_the_kl_of_the_loss_needs(kl):
+    keys = [] if kl is None else [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type={kl}"]
+    plan = compiled(load_dag_file(TEMPLATES / "grpo.yaml"), 2, *keys)
+    runs = {ins.node: ins for ins in plan.instructions if isinstance(ins, Run)}
+    assert ("reference_log_prob" in runs) == (kl is not None)
+    names = {key.name for key in runs["actor_train"].reads if key.name.startswith("ref_")}
+    assert names == {None: set(), "k3": {"ref_log_prob"}}.get(kl, {"ref_log_prob", "ref_hidden"})
+
+
+def test_the_full_kl_in_the_reward_is_refused_with_what_there_is():
+    with pytest.raises(NotSupportedError, match=r"algorithm.kl_penalty=full.*actor.kl_loss_type=full"):
+        load_config(["algorithm.kl_penalty=full"])

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from siirl.algorithms.aggregate import AGGREGATIONS, aggregate_loss
+from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.groups import is_varied
 from siirl.algorithms.kl import (
     KL_ESTIMATORS,
     AdaptiveKl,
     kl_controller,
     kl_estimate,
-    kl_full,
     kl_in_reward,
+    straight_through,
 )
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
@@ -111,10 +112,41 @@ def test_low_var_kl_is_finite_where_k3_is_not():
     assert kl_estimate("k3", far, torch.zeros(1)).isinf()
 
 
-def test_kl_full_equals_torch():
-    p, q = randn(5, 11), randn(5, 11, seed=1)
-    want = torch.nn.functional.kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="none", log_target=True)
-    torch.testing.assert_close(kl_full(p.float(), q.float()).double(), want.sum(-1), rtol=1e-5, atol=1e-6)
+def both_logits(seed: int = 0) -> tuple[Tensor, ...]:
+    """Hidden states and output heads of a policy (with gradient) and of its reference, of other widths."""
+    policy = randn(23, 6, seed=seed).requires_grad_(), randn(19, 6, seed=seed + 1).requires_grad_()
+    return *policy, randn(23, 5, seed=seed + 2), randn(19, 5, seed=seed + 3)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 23, 100])
+def test_the_full_kl_has_the_value_and_gradient_of_all_logits(chunk):
+    hidden, weight, ref_hidden, ref_weight = both_logits()
+    mix = torch.linspace(-1, 2, 23, dtype=torch.float64)
+    got = linear_full_kl(hidden, weight, ref_hidden, ref_weight, 0.7, chunk=chunk)
+    want = exact_kl(hidden @ weight.t() / 0.7, ref_hidden @ ref_weight.t() / 0.7)
+    torch.testing.assert_close(got, want, **CLOSE)
+    got_grads = torch.autograd.grad((mix * got).sum(), (hidden, weight))
+    want_grads = torch.autograd.grad((mix * want).sum(), (hidden, weight))
+    torch.testing.assert_close(got_grads, want_grads, **CLOSE)
+
+
+def test_the_full_kl_of_bf16_inputs_is_exact_beyond_their_rounding():
+    inputs = [x.detach().bfloat16() for x in both_logits()]
+    got = linear_full_kl(*inputs, 1.0, chunk=8)
+    logits = [(a @ b.t()).double() for a, b in (inputs[:2], inputs[2:])]
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), exact_kl(*logits), rtol=1e-4, atol=1e-5)
+    same = linear_full_kl(inputs[0], inputs[1], inputs[0], inputs[1], 1.0)
+    assert (same == 0).all()
+    empty = linear_full_kl(inputs[0][:0], inputs[1], inputs[2][:0], inputs[3], 1.0)
+    assert empty.shape == (0,)
+
+
+def test_k2_takes_the_place_of_the_gradient_only():
+    log_prob, ref = randn(5).requires_grad_(), randn(5, seed=1)
+    kl = straight_through(3.0 * log_prob, log_prob, ref)
+    torch.testing.assert_close(kl, 3.0 * log_prob)
+    torch.testing.assert_close(torch.autograd.grad(kl.sum(), log_prob)[0], (log_prob - ref).detach())
 
 
 def test_an_unknown_kl_is_refused_with_the_known_names():

@@ -1,6 +1,8 @@
 """What every training engine offers, whatever its strategy: one model of one role on the ranks of its node.
 
-What it computes of a token follows from its head (ModelPlan.head): "lm" gives "log_prob" and "entropy",
+What it computes of a token follows from its head (ModelPlan.head): "lm" gives "log_prob", "entropy", "hidden"
+(the last hidden state before the token, D numbers in the type that the model computes in) and, from rows with
+ref_hidden, "full_kl" (the KL over the whole vocabulary from the model as it was built; config asks for it);
 "value" gives "value", the estimate of the return from the state before the token; "score" gives "score", what
 a reward model says of the conversation before the token.
 
@@ -25,11 +27,13 @@ from siirl.observe.metrics import Metrics
 class TokenOutputs:
     """What the model says of each response token of a micro-batch, [B, T], with gradient when training.
 
-    Positions past response_length hold zeros. log_prob and entropy in nats, at the temperature of the call.
+    Positions past response_length hold zeros. log_prob, entropy and full_kl in nats, at the temperature of
+    the call.
     """
 
     log_prob_BT: Tensor | None = None
     entropy_BT: Tensor | None = None
+    full_kl_BT: Tensor | None = None
     value_BT: Tensor | None = None
 
 
@@ -61,7 +65,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
-        """Forward without gradient; outputs of its head as [B, T] float32 columns."""
+        """Forward without gradient; the head's outputs as [B, T] float32 columns, "hidden" as [B, T, D]."""
 
     @abstractmethod
     def train_mini_batch(

@@ -13,7 +13,7 @@ from siirl.config import Config
 from siirl.dag.plan import ModelPlan
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
-from siirl.engines.train.fsdp_model import build_sharded, fsdp_modules, is_small, mesh_of
+from siirl.engines.train.fsdp_model import build_sharded, compute_dtype, fsdp_modules, is_small, mesh_of
 from siirl.engines.train.fsdp_state import exported, load_training_state, specs, training_state
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed
@@ -22,6 +22,7 @@ from siirl.engines.train.optimizer import make_adamw, scaled_to_norm, set_learni
 from siirl.engines.train.packing import (
     PackedBatch,
     count_micro_batches,
+    new_columns,
     pack_rows,
     row_lengths,
     split_rows,
@@ -80,7 +81,7 @@ class FSDPEngine(TrainEngine):
         home = rows["response_ids"].device
         limit, lengths = self._settings.forward_limit, row_lengths(rows)
         (num_micro,) = self._reduce([count_micro_batches(lengths, limit)], dist.ReduceOp.MAX)
-        columns = {name: torch.zeros(rows["response_ids"].shape, device=home) for name in outputs}
+        columns = new_columns(rows, outputs, self._hidden_size, compute_dtype(self._settings), home)
         self._model.eval()
         with torch.no_grad():
             for index in split_rows(lengths, limit, int(num_micro), self._hidden_size):

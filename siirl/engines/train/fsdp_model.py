@@ -78,14 +78,20 @@ def build_sharded(
     model = _shard(hf, settings, mesh)
     source = _read_on_first_rank(settings, hf, group, trains)
     _materialise(hf, source, mesh, group, device)
+    if settings.full_kl:
+        model.keep_reference_head(compute_dtype(settings))
     return model
+
+
+def compute_dtype(settings: EngineSettings) -> torch.dtype:
+    """The type of activations and of gathered weights."""
+    return torch_dtype(settings.fsdp.mixed_precision.param_dtype, "fsdp_config.mixed_precision.param_dtype")
 
 
 def _shard(hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh) -> PackedModel:
     precision = settings.fsdp.mixed_precision
-    param_dtype = torch_dtype(precision.param_dtype, "fsdp_config.mixed_precision.param_dtype")
     policy = MixedPrecisionPolicy(
-        param_dtype=param_dtype,
+        param_dtype=compute_dtype(settings),
         reduce_dtype=torch_dtype(precision.reduce_dtype, "fsdp_config.mixed_precision.reduce_dtype"),
         cast_forward_inputs=False,
     )

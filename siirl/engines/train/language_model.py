@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
+from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.dag.plan import Head
 from siirl.engines.train.attention import SequenceBounds
@@ -42,6 +43,7 @@ class PackedModel(nn.Module, ABC):
         target: Tensor,
         temperature: float,
         outputs: tuple[str, ...],
+        ref_hidden: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Name -> fp32 [M] for each of `outputs`, from the hidden state before each response token.
 
@@ -51,11 +53,17 @@ class PackedModel(nn.Module, ABC):
         hidden_ND = decoder(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, sequence_bounds=bounds
         ).last_hidden_state[0]
-        return self.head(hidden_ND.index_select(0, predict_index), target, temperature, outputs)
+        hidden_MD = hidden_ND.index_select(0, predict_index)
+        return self.head(hidden_MD, target, temperature, outputs, ref_hidden)
 
     @abstractmethod
     def head(
-        self, hidden_MD: Tensor, target_M: Tensor, temperature: float, outputs: tuple[str, ...]
+        self,
+        hidden_MD: Tensor,
+        target_M: Tensor,
+        temperature: float,
+        outputs: tuple[str, ...],
+        ref_hidden_MD: Tensor | None,
     ) -> dict[str, Tensor]:
         """The outputs of hidden states."""
 
@@ -63,25 +71,44 @@ class PackedModel(nn.Module, ABC):
 class PackedLanguageModel(PackedModel):
     """Log-probs of response tokens and entropies, in nats at the temperature; full logits are never held."""
 
-    outputs = ("log_prob", "entropy")
+    outputs = ("log_prob", "entropy", "hidden", "full_kl")
+    reference_head: Tensor | None = None
+    """[V, D] as it was read from model.path, whole on every rank, where full_kl is asked for."""
+
+    def keep_reference_head(self, dtype: torch.dtype) -> None:
+        """Collective over the model's ranks; before the first step, and before a checkpoint is loaded."""
+        weight_VD = self.hf.get_output_embeddings().weight
+        self.reference_head = weight_VD.detach().full_tensor().to(dtype, copy=True)
 
     def head(
-        self, hidden_MD: Tensor, target_M: Tensor, temperature: float, outputs: tuple[str, ...]
+        self,
+        hidden_MD: Tensor,
+        target_M: Tensor,
+        temperature: float,
+        outputs: tuple[str, ...],
+        ref_hidden_MD: Tensor | None,
     ) -> dict[str, Tensor]:
         weight_VD = self.hf.get_output_embeddings().weight
         num_logits = target_M.numel() * weight_VD.shape[0]
+        chunk = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
         log_prob_M, entropy_M = linear_log_prob_entropy(
             hidden_MD,
             weight_VD,
             target_M,
             temperature,
             with_entropy="entropy" in outputs,
-            chunk=max(1, CHUNK_ELEMENTS // weight_VD.shape[0]),
+            chunk=chunk,
             keep_logits=torch.is_grad_enabled()
             and num_logits * weight_VD.element_size() <= KEEP_LOGITS_BYTES,
         )
-        both = {"log_prob": log_prob_M, "entropy": entropy_M}
-        return {name: both[name] for name in outputs}
+        found = {"log_prob": log_prob_M, "entropy": entropy_M, "hidden": hidden_MD}
+        if "full_kl" in outputs:
+            reference_VD = self.reference_head
+            ref_hidden_MD = ref_hidden_MD.to(reference_VD.dtype)
+            found["full_kl"] = linear_full_kl(
+                hidden_MD, weight_VD, ref_hidden_MD, reference_VD, temperature, chunk=chunk
+            )
+        return {name: found[name] for name in outputs}
 
 
 class PackedValueModel(PackedModel):
@@ -90,7 +117,12 @@ class PackedValueModel(PackedModel):
     outputs = ("value",)
 
     def head(
-        self, hidden_MD: Tensor, target_M: Tensor, temperature: float, outputs: tuple[str, ...]
+        self,
+        hidden_MD: Tensor,
+        target_M: Tensor,
+        temperature: float,
+        outputs: tuple[str, ...],
+        ref_hidden_MD: Tensor | None,
     ) -> dict[str, Tensor]:
         score = self.hf.score
         value_M1 = linear(hidden_MD.float(), score.weight.float(), score.bias.float())
@@ -122,6 +154,7 @@ def run_packed(
         batch.target,
         temperature,
         outputs,
+        batch.ref_hidden,
     )
     return {name: batch.to_cells(value_M) for name, value_M in values.items()}
 

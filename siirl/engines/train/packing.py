@@ -109,8 +109,9 @@ class PackedBatch:
 
     input_ids, position_ids: int64 [1, N]; the last response token of a row is left out, as nothing follows
     it. predict_index: int64 [M], the packed token whose hidden state predicts each response token; target:
-    int64 [M], that token's id; cell: int64 [M], its place in the flattened [B, T]. is_dummy: there was
-    nothing to compute, and the one token here only keeps this rank in step with the others' collectives.
+    int64 [M], that token's id; cell: int64 [M], its place in the flattened [B, T]. ref_hidden: [M, D], the
+    rows' field of that name, if they have it. is_dummy: there was nothing to compute, and the one token here
+    only keeps this rank in step with the others' collectives.
     """
 
     input_ids: Tensor
@@ -122,17 +123,20 @@ class PackedBatch:
     num_rows: int
     width: int
     is_dummy: bool
+    ref_hidden: Tensor | None = None
 
     def to_cells(self, value_M: Tensor) -> Tensor:
-        """Values of response tokens in their places, float32 [B, T], zero elsewhere; differentiable.
+        """Values of response tokens in their places, [B, T], zero elsewhere; differentiable.
 
-        Of a dummy: zeros that still hang on the graph, so that every rank runs the same backward.
+        Numbers in float32; vectors [M, D] keep their type. Of a dummy: zeros that still hang on the graph, so
+        that every rank runs the same backward.
         """
-        shape = (self.num_rows, self.width)
+        value_M = value_M.float() if value_M.ndim == 1 else value_M
+        shape = (self.num_rows, self.width, *value_M.shape[1:])
         if self.is_dummy:
-            return torch.zeros(shape, device=value_M.device) + 0.0 * value_M.float().sum()
-        flat = torch.zeros(self.num_rows * self.width, device=value_M.device)
-        return flat.index_copy(0, self.cell, value_M.float()).view(shape)
+            return value_M.new_zeros(shape) + 0.0 * value_M.sum()
+        flat = value_M.new_zeros(self.num_rows * self.width, *value_M.shape[1:])
+        return flat.index_copy(0, self.cell, value_M).view(shape)
 
 
 def pack_rows(rows: TensorDict, device: torch.device) -> PackedBatch:
@@ -144,8 +148,9 @@ def pack_rows(rows: TensorDict, device: torch.device) -> PackedBatch:
     (num_rows, num_prompt), width = prompt_BP.shape, response_BT.shape[1]
     prompt_B, response_B = rows["prompt_length"], rows["response_length"]
     used_B = response_B > 0
+    ref_BTD = rows["ref_hidden"] if "ref_hidden" in rows.keys() else None
     if not bool(used_B.any()):
-        return _dummy(num_rows, width, device)
+        return _dummy(num_rows, width, device, ref_BTD)
     if bool((used_B & (prompt_B < 1)).any()):
         row = int((used_B & (prompt_B < 1)).nonzero()[0])
         raise DataError(
@@ -171,6 +176,7 @@ def pack_rows(rows: TensorDict, device: torch.device) -> PackedBatch:
         num_rows=num_rows,
         width=width,
         is_dummy=False,
+        ref_hidden=None if ref_BTD is None else ref_BTD[answered_BT].to(device),
     )
 
 
@@ -182,7 +188,7 @@ def _bounds(length_S: Tensor, position_N: Tensor, device: torch.device) -> Seque
     return SequenceBounds(ends.to(device), (sequence_N * max_length + position_N).to(device), max_length)
 
 
-def _dummy(num_rows: int, width: int, device: torch.device) -> PackedBatch:
+def _dummy(num_rows: int, width: int, device: torch.device, ref_BTD: Tensor | None) -> PackedBatch:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
     return PackedBatch(
@@ -195,4 +201,18 @@ def _dummy(num_rows: int, width: int, device: torch.device) -> PackedBatch:
         num_rows=num_rows,
         width=width,
         is_dummy=True,
+        ref_hidden=None if ref_BTD is None else ref_BTD.new_zeros(1, ref_BTD.shape[-1], device=device),
     )
+
+
+def new_columns(
+    rows: TensorDict, outputs: Sequence[str], hidden_size: int, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Name -> zeros for an output of response tokens: [B, T] float32; "hidden" [B, T, D] of dtype."""
+    shape = rows["response_ids"].shape
+    return {
+        name: torch.zeros(*shape, hidden_size, dtype=dtype, device=device)
+        if name == "hidden"
+        else torch.zeros(shape, device=device)
+        for name in outputs
+    }

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from siirl.config import Config
 from siirl.config.common import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from siirl.config.roles import role_group, role_model
+from siirl.dag.ops import uses_full_kl
 from siirl.dag.plan import Head, ModelPlan
 from siirl.engines.train.packing import MicroBatchLimit
 from siirl.errors import ConfigError, NotSupportedError
@@ -16,7 +17,8 @@ class EngineSettings:
 
     grad_offload: keep gradients in host memory (fsdp). forward_limit: micro-batches of compute().
     train_limit, optim: None for a model that is never trained.
-    response_width: the configured response length.
+    response_width: the configured response length. full_kl: keep the output head as it is read, for the KL
+    over the whole vocabulary.
     """
 
     model: ModelConfig
@@ -30,6 +32,7 @@ class EngineSettings:
     grad_offload: bool
     seed: int
     response_width: int
+    full_kl: bool
 
 
 def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
@@ -58,6 +61,7 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
         grad_offload=plan.role == "actor" and cfg.actor_rollout_ref.actor.grad_offload,
         seed=cfg.trainer.seed,
         response_width=cfg.data.max_response_length,
+        full_kl=plan.role == "actor" and plan.trains and uses_full_kl(cfg),
     )
 
 

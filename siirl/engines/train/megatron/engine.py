@@ -33,6 +33,7 @@ from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.packing import (
     MicroBatchLimit,
     count_micro_batches,
+    new_columns,
     pack_rows,
     row_lengths,
     split_rows,
@@ -107,6 +108,8 @@ class MegatronEngine(TrainEngine):
         except UserError as error:
             problem = error
         all_agree(problem, group, f"read the weights of {settings.model.path}")
+        if settings.full_kl and self._stages[-1].post_process:
+            self._stages[-1].keep_reference_head()
         self._exporter = Exporter(self._params, self._scope, plan.dims)
         self._optimizer = None
         self._gathers_late = self._is_gathering = False
@@ -142,10 +145,11 @@ class MegatronEngine(TrainEngine):
         self._finish_gather()
         self._check_outputs(outputs)
         home = rows["response_ids"].device
-        columns = torch.zeros(len(outputs), *rows["response_ids"].shape, device=self.device)
+        dtype = self._config.params_dtype
+        columns = new_columns(rows, outputs, self._hf.hidden_size, dtype, self.device)
 
         def keep(batch: MicroBatch, index: list[int], found: Outputs) -> tuple[Tensor, Tensor, dict]:
-            for column, name in zip(columns, outputs, strict=True):
+            for name, column in columns.items():
                 column[index] = self._cells(batch, found[name])
             return torch.zeros((), device=self.device), _no_tokens(), {}
 
@@ -154,8 +158,9 @@ class MegatronEngine(TrainEngine):
         with self._scope, torch.no_grad():
             self._run(rows, self._settings.forward_limit, keep, temperature, outputs, forward_only=True)
             if self._dims.pp > 1:
-                dist.broadcast(columns, group=self._scope.groups.pp, group_src=self._dims.pp - 1)
-        return TensorDict(dict(zip(outputs, columns.to(home), strict=True)), batch_size=rows.batch_size)
+                for column in columns.values():
+                    dist.broadcast(column, group=self._scope.groups.pp, group_src=self._dims.pp - 1)
+        return TensorDict(columns, batch_size=rows.batch_size).to(home)
 
     def train_mini_batch(
         self, rows: TensorDict, loss_fn: LossFn, outputs: tuple[str, ...], temperature: float

@@ -20,8 +20,8 @@ class PackedRows(PackedSeqParams):
     """What the layers and the head need to know of a micro-batch; Megatron hands it through.
 
     context: this rank's share of the tokens under context parallelism. rope: cosines and sines of the
-    positions, [N, D] each. predict_index, target: as in PackedBatch. outputs: what the head computes, by the
-    names of TokenOutputs.
+    positions, [N, D] each. predict_index, target, ref_hidden: as in PackedBatch. outputs: what the head
+    computes, by the names of TokenOutputs.
     """
 
     bounds: SequenceBounds | None = None
@@ -31,6 +31,7 @@ class PackedRows(PackedSeqParams):
     target: Tensor | None = None
     temperature: float = 1.0
     outputs: tuple[str, ...] = ()
+    ref_hidden: Tensor | None = None
 
 
 def new_parameter(config: Any, shape: tuple[int, ...]) -> nn.Parameter:

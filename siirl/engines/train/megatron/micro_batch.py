@@ -77,6 +77,7 @@ def make_micro_batch(
         target=packed.target,
         temperature=temperature,
         outputs=outputs,
+        ref_hidden=packed.ref_hidden,
     )
     return MicroBatch(rows, packed, input_ids, position_ids, arguments)
 
@@ -87,7 +88,13 @@ def _own_predictions(packed: PackedBatch, shard: ContextShard) -> PackedBatch:
     place_N[shard.index_n] = torch.arange(len(shard.index_n), device=place_N.device)
     place_M = place_N[packed.predict_index]
     own_M = place_M >= 0
-    return replace(packed, predict_index=place_M[own_M], target=packed.target[own_M], cell=packed.cell[own_M])
+    return replace(
+        packed,
+        predict_index=place_M[own_M],
+        target=packed.target[own_M],
+        cell=packed.cell[own_M],
+        ref_hidden=None if packed.ref_hidden is None else packed.ref_hidden[own_M],
+    )
 
 
 def _with_sequence(bounds: SequenceBounds, position_N: Tensor) -> SequenceBounds:

@@ -4,6 +4,7 @@ Legend: N packed tokens on this rank, M predicted tokens, D hidden size.
 """
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from siirl.algorithms.full_kl import linear_full_kl
 from siirl.dag.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.layers import PackedRows, new_parameter
-from siirl.engines.train.megatron.vocab_parallel import vocab_parallel_log_prob
+from siirl.engines.train.megatron.vocab_parallel import join_words, vocab_parallel_log_prob
 
 CHUNK_ELEMENTS = 1 << 28
 """Logits worked on at a time: 1 GiB in fp32."""
@@ -50,7 +52,9 @@ class Stage(GPTModel, ABC):
 class LanguageStage(Stage):
     """Log-probs and entropies over a vocabulary that is split over the tensor-parallel ranks."""
 
-    outputs = ("log_prob", "entropy")
+    outputs = ("log_prob", "entropy", "hidden", "full_kl")
+    reference_head: Tensor | None = None
+    """This rank's words of the head as it was read from model.path, where full_kl is asked for."""
     num_words: int
     """Words of the tokenizer: the rows of embedding and head beyond them are padding."""
 
@@ -61,25 +65,46 @@ class LanguageStage(Stage):
             return gather_from_sequence_parallel_region(hidden_states, group=group)
         return copy_to_tensor_model_parallel_region(hidden_states, group=group)
 
-    def head(self, hidden_MD: Tensor, rows: PackedRows) -> dict[str, Tensor]:
+    def keep_reference_head(self) -> None:
+        """Before the first step, and before a checkpoint is loaded; on the last stage. No communication."""
+        self.reference_head = self._words()[0].detach().clone()
+
+    def _words(self) -> tuple[Tensor, int]:
+        """(rows of the output head for this rank's words, the first of them), padding left out."""
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        place, num_rows = self.pg_collection.tp.rank(), weight.shape[0]
-        num_words = min(num_rows, self.num_words - place * num_rows)
+        first = self.pg_collection.tp.rank() * weight.shape[0]
+        return weight[: self.num_words - first], first
+
+    def head(self, hidden_MD: Tensor, rows: PackedRows) -> dict[str, Tensor]:
+        weight_VD, first_word = self._words()
+        num_words, group = len(weight_VD), self.pg_collection.tp
+        chunk = max(1, CHUNK_ELEMENTS // num_words)
         log_prob_M, entropy_M = vocab_parallel_log_prob(
             hidden_MD,
-            weight[:num_words],
+            weight_VD,
             rows.target,
-            place * num_rows,
+            first_word,
             rows.temperature,
-            self.pg_collection.tp,
+            group,
             with_entropy="entropy" in rows.outputs,
-            chunk=max(1, CHUNK_ELEMENTS // num_rows),
+            chunk=chunk,
             keep_logits=torch.is_grad_enabled()
-            and len(hidden_MD) * num_rows * weight.element_size() <= KEEP_LOGITS_BYTES,
+            and len(hidden_MD) * num_words * weight_VD.element_size() <= KEEP_LOGITS_BYTES,
         )
-        both = {"log_prob": log_prob_M, "entropy": entropy_M}
-        return {name: both[name] for name in rows.outputs}
+        found = {"log_prob": log_prob_M, "entropy": entropy_M, "hidden": hidden_MD}
+        if "full_kl" in rows.outputs:
+            ref_MD = rows.ref_hidden.to(self.reference_head.dtype)
+            found["full_kl"] = linear_full_kl(
+                hidden_MD,
+                weight_VD,
+                ref_MD,
+                self.reference_head,
+                rows.temperature,
+                chunk=chunk,
+                join=partial(join_words, group),
+            )
+        return {name: found[name] for name in rows.outputs}
 
 
 class ValueStage(Stage):

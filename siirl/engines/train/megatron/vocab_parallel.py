@@ -4,7 +4,7 @@ Legend: M predicted tokens, D hidden size, V this rank's words, C tokens of a ch
 siirl/algorithms/log_probs.py; maximum, sums and the target's logit are joined over the ranks, C numbers each.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -131,6 +131,13 @@ def _forward_chunk(
     log_total_C = total_C.log()
     entropy_C = log_total_C - expected_C / total_C if with_entropy else torch.zeros_like(target_C)
     return target_C - log_total_C, entropy_C, log_total_C + largest_C / temperature
+
+
+def join_words(group: dist.ProcessGroup, value: Tensor, how: Literal["max", "sum"]) -> Tensor:
+    """Numbers of tokens, joined over the ranks that share the vocabulary. Collective over the group."""
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group)
+    return value
 
 
 def _parts(num_tokens: int, chunk: int) -> list[slice]:
