@@ -21,6 +21,7 @@ from siirl.data.local_models import with_local_configs
 from siirl.data.model_files import check_lengths, check_reward_model
 from siirl.errors import ConfigError, DataError
 from siirl.observe.trace import merge_trace
+from siirl.rewards.judge import check_judge
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +51,9 @@ def _compiled(args: argparse.Namespace, overrides: list[str]) -> tuple[Plan, dic
             check_lengths(configs[model.node], folder, model.role)
             if model.role == "reward":
                 check_reward_model(configs[model.node], folder)
+    for name, node in plan.nodes.items():
+        if node.op in ("judge_reward", "judge_service"):
+            check_judge(configs[name])
     for line in dict.fromkeys(warnings):
         print(f"warning: {line}", file=sys.stderr)
     return plan, configs

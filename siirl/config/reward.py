@@ -5,6 +5,7 @@ from typing import Any
 
 from siirl.config.actor import REMOVED_MICRO_BATCH, STRATEGIES, ULYSSES
 from siirl.config.common import ForwardFSDPConfig, ForwardMegatronConfig, ModelConfig
+from siirl.config.judge import JudgeConfig
 from siirl.config.keys import group, key
 
 FROZEN = "a reward model is never trained"
@@ -40,7 +41,7 @@ class RewardModelModelConfig(ModelConfig):
 
     path: str = key(
         "~/models/deepseek-llm-7b-chat",
-        "directory of a Hugging Face model with a score head, or ORG/NAME on the hub",
+        "directory of a Hugging Face model with a score head, or of a judge, or ORG/NAME on the hub",
     )
     enable_gradient_checkpointing: bool = key(True, "recompute activations", ignored=FROZEN)
     gradient_checkpointing_kwargs: dict[str, Any] = key(
@@ -95,7 +96,7 @@ class RewardModelConfig:
     )
     max_length: int | None = key(
         None,
-        "longest conversation, in tokens; of a longer one the beginning is cut; null: the model's positions",
+        "longest conversation, in tokens, of which the beginning is cut; null: the model's positions",
         when="enable",
         low=1,
     )
@@ -121,6 +122,7 @@ class RewardModelConfig:
         ignored="scores are always computed beside nodes that do not need them",
     )
     reward_kwargs: dict[str, Any] = key({}, "arguments of the built-in reward functions")
+    judge: JudgeConfig = group(JudgeConfig, "generative judge", when="enable")
     weights: dict[str, Any] = key(
         {},
         "how a node adds up the rewards of others: data source or pattern: {reward: weight, or {weight, "

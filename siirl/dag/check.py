@@ -7,7 +7,7 @@ from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import normalizes_weights
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
-from siirl.dag.ops import score_names, uses_critic, why_unread
+from siirl.dag.ops import MODEL_REWARDS, score_names, uses_critic, why_unread
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import ConfigError, DagError, NotSupportedError
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
@@ -128,17 +128,19 @@ def check_critics(kept: Iterable[ResolvedNode]) -> None:
 
 def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> None:
     """A node that scores by a model has one, and reward_model.enable; where that is set, there is a node."""
-    scoring = [node for node in nodes if node.op.name == "model_reward"]
+    scoring = [node for node in nodes if node.op.name in MODEL_REWARDS]
     for node in scoring:
         if not node.cfg.reward_model.enable:
             raise DagError(
                 f"{node} scores by a model, but reward_model.enable is False. Set reward_model.enable=True "
                 "and reward_model.model.path, or remove the node."
             )
-        if "reward_model.model.path" not in node.cfg.explicit:
+        asks_service = node.op.name == "judge_service"
+        if not asks_service and "reward_model.model.path" not in node.cfg.explicit:
             raise ConfigError(
                 f"{node}: reward_model.model.path is not set: the node has no model to score by. Name a "
-                "directory of a Hugging Face model with a score head (ForSequenceClassification)."
+                "directory of a Hugging Face model with a score head (ForSequenceClassification), or of a "
+                "judge (reward_model.judge.name)."
             )
     if cfg.reward_model.enable and not scoring:
         raise DagError(

@@ -9,7 +9,7 @@ from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.critic import CriticConfig
 from siirl.config.reward import RewardModelConfig
-from siirl.config.roles import ROLE_GROUPS, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, judge_config, role_group, role_model
 from siirl.dag.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.dag.megatron_memory import MegatronMemory, megatron_lines
 from siirl.dag.memory import (
@@ -208,7 +208,7 @@ ROLLOUT_BACKENDS = {
 
 def backend_of(model: ModelPlan) -> Backend:
     """What the compiler knows of the backend that a model runs on."""
-    return (ROLLOUT_BACKENDS if model.role == "rollout" else TRAIN_BACKENDS)[model.backend]
+    return (ROLLOUT_BACKENDS if model.role in ("rollout", "judge") else TRAIN_BACKENDS)[model.backend]
 
 
 def plan_models(kept: Iterable[ResolvedNode], world_size: int) -> dict[str, ModelPlan]:
@@ -269,9 +269,10 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
     _check_overrides_agree(name, builder, nodes)
     ranks = _ranks(name, nodes, world_size)
     backend_name, backend = _backend(role, builder)
-    dims = backend.dims(builder.cfg, role, len(ranks))
+    cfg = judge_config(builder.cfg) if role == "judge" else builder.cfg
+    dims = backend.dims(cfg, role, len(ranks))
     dims.check(str(builder), ranks)
-    backend.check(builder.cfg, role, dims, builder)
+    backend.check(cfg, role, dims, builder)
     return ModelPlan(
         name=name,
         agent=builder.agent,
@@ -289,6 +290,8 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
 def _backend(role: ModelRole, node: ResolvedNode) -> tuple[str, Backend]:
     if role == "rollout":
         key, name, known = "name", node.cfg.actor_rollout_ref.rollout.name, ROLLOUT_BACKENDS
+    elif role == "judge":
+        key, name, known = "name", node.cfg.reward_model.judge.name or "", ROLLOUT_BACKENDS
     else:
         key, name, known = "strategy", role_group(node.cfg, role).strategy, TRAIN_BACKENDS
     key = f"{ROLE_GROUPS[role]}.{key}"

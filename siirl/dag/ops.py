@@ -17,7 +17,7 @@ from siirl.errors import DagError, NotSupportedError
 from siirl.types import FIELDS, ROLLOUT_FIELDS
 
 Names = tuple[str, ...]
-ModelRole = Literal["actor", "ref", "rollout", "critic", "reward"]
+ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge"]
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,10 @@ MODEL_REWARD = OpSpec(
     model="reward",
     split="cost",
 )
+JUDGE_REWARD = replace(MODEL_REWARD, name="judge_reward", model="judge")
+JUDGE_SERVICE = replace(MODEL_REWARD, name="judge_service", model=None, split="any")
+MODEL_REWARDS = ("model_reward", "judge_reward", "judge_service")
+"""Ops that score by a model."""
 COMBINE_READS = (
     "row_id",
     "sample_index",
@@ -274,7 +278,18 @@ def op_under(node: NodeSpec, cfg: Config) -> OpSpec:
     op = op_of(node)
     if op is DYNAMIC_SAMPLING and cfg.algorithm.use_pf_ppo and not cfg.algorithm.filter_groups.enable:
         return RESAMPLE
+    if op.name == "model_reward":
+        kind = reward_kind(cfg)
+        return replace(op, name=kind.name, model=kind.model, split=kind.split)
     return REPLAY if op is ROLLOUT and cfg.actor_rollout_ref.rollout.name == "replay" else op
+
+
+def reward_kind(cfg: Config) -> OpSpec:
+    """How a node that scores by a model does so: by a score head, or a judge, here or behind a service."""
+    judge = cfg.reward_model.judge
+    if judge.url is not None:
+        return JUDGE_SERVICE
+    return MODEL_REWARD if judge.name is None else JUDGE_REWARD
 
 
 def op_of(node: NodeSpec) -> OpSpec:

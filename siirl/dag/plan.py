@@ -43,7 +43,7 @@ class ModelPlan:
 
     name: str
     agent: int
-    role: Literal["actor", "ref", "rollout", "critic", "reward"]
+    role: Literal["actor", "ref", "rollout", "critic", "reward", "judge"]
     backend: str
     head: Head
     trains: bool

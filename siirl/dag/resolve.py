@@ -60,7 +60,9 @@ class ResolvedNode:
         if self.op.model is None:
             return None
         own = (
-            f".{self.writes[0].name}" if self.op.model == "reward" and self.writes[0].name != "score" else ""
+            f".{self.writes[0].name}"
+            if self.op.model in ("reward", "judge") and self.writes[0].name != "score"
+            else ""
         )
         return f"agent_{self.agent}.{self.op.model}{own}"
 

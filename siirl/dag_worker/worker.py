@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
+from siirl.config.roles import judge_config
 from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, SyncWeights
 from siirl.data.buffer import RowBuffer
 from siirl.data.chat import load_tokenizer
@@ -30,7 +31,8 @@ from siirl.nodes.registry import COLLECTORS, FORWARD_OPS, find_op
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note
 from siirl.parallel.process_groups import ProcessGroups
-from siirl.rewards.conversations import ConversationEncoder
+from siirl.rewards.conversations import ConversationEncoder, reward_tokenizer
+from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
 
 
@@ -44,6 +46,8 @@ class LocalNode:
     tokenizer: PreTrainedTokenizerBase
     scorer: RewardScorer | None = None
     encoder: ConversationEncoder | None = None
+    judge: Judge | None = None
+    judge_tokenizer: PreTrainedTokenizerBase | None = None
     state: dict[str, float] = field(default_factory=dict)
     buffer: RowBuffer = field(default_factory=RowBuffer)
 
@@ -82,9 +86,12 @@ class DAGWorker:
         self.rollout_engines: dict[str, RolloutEngine] = {}
         for name, model in plan.models.items():
             if rank in model.ranks:
-                make = make_rollout_engine if model.role == "rollout" else make_train_engine
-                engines = self.rollout_engines if model.role == "rollout" else self.train_engines
-                engines[name] = make(model, self.node_cfg(model.node), self.groups, device)
+                samples = model.role in ("rollout", "judge")
+                make = make_rollout_engine if samples else make_train_engine
+                engines = self.rollout_engines if samples else self.train_engines
+                node_cfg = self.node_cfg(model.node)
+                cfg_of_model = judge_config(node_cfg) if model.role == "judge" else node_cfg
+                engines[name] = make(model, cfg_of_model, self.groups, device)
                 self._offload(name)
         self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}
         self.links: dict[str, WeightLink] = {
@@ -185,6 +192,8 @@ class DAGWorker:
             rollout=self.rollout_engines.get(node.plan.model),
             scorer=node.scorer,
             encoder=node.encoder,
+            judge=node.judge,
+            judge_tokenizer=node.judge_tokenizer,
             state=node.state,
             options=node.plan.options,
             buffer=node.buffer,
@@ -267,7 +276,9 @@ class DAGWorker:
         tokenizer = self._tokenizer(cfg)
         scorer = RewardScorer(cfg, tokenizer) if plan.op in ("function_reward", "baseline_reward") else None
         encoder = ConversationEncoder(cfg, tokenizer) if plan.op == "model_reward" else None
-        return LocalNode(plan, find_op(plan), cfg, tokenizer, scorer, encoder)
+        judge = Judge(cfg) if plan.op in ("judge_reward", "judge_service") else None
+        own = reward_tokenizer(cfg) if plan.op == "judge_reward" else None
+        return LocalNode(plan, find_op(plan), cfg, tokenizer, scorer, encoder, judge, own)
 
     def _build_loader(self, node: str, layout_id: str) -> LocalLoader:
         cfg, layout = self.node_cfg(node), self.plan.layouts[layout_id]

@@ -64,7 +64,7 @@ def token_to_environment(cfg: Config, env: MutableMapping[str, str] = os.environ
     if not tokens:
         return cfg
     if len(tokens) > 1:
-        names = " and ".join(f"{model_key(role)}.hf_hub_token" for role in roles)
+        names = " and ".join(dict.fromkeys(f"{model_key(role)}.hf_hub_token" for role in roles))
         raise ConfigError(f"{names} are two different tokens: a run has one. Set only one of them.")
     env[TOKEN_VARIABLE] = tokens.pop()
     return with_overrides(cfg, {f"{model_key(role)}.hf_hub_token": None for role in roles})

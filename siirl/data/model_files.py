@@ -174,9 +174,9 @@ def model_positions(model: ModelConfig) -> int | None:
 def check_lengths(cfg: Config, path: Path, role: str) -> None:
     """ConfigError if the longest row has more tokens than the model of a role has positions.
 
-    A reward model cuts longer ones.
+    A reward model cuts longer ones; a judge is not asked about them.
     """
-    if role == "reward":
+    if role in ("reward", "judge"):
         return
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length

@@ -24,6 +24,7 @@ from siirl.engines.rollout.vllm_version import vllm_version
 from siirl.errors import ConfigError
 from siirl.launch.job import Job
 from siirl.rewards.choose import RewardChooser
+from siirl.rewards.judge import check_judge
 from siirl.rewards.user_function import check_user_function
 
 
@@ -51,6 +52,8 @@ def preflight(cfg: Config, plan: Plan) -> None:
             check_reference(node.executable, f"node {name!r}")
         if node.op in ("function_reward", "baseline_reward"):
             check_rewards(node_cfgs[name])
+        if node.op in ("judge_reward", "judge_service"):
+            check_judge(node_cfgs[name])
         if node.op == "combine_rewards":
             check_weights(node_cfgs[name], [key.name for key in plan.run_of(name).reads])
         if node.op == "replay":

@@ -18,6 +18,7 @@ from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.observe.metrics import Metrics
 from siirl.rewards.conversations import ConversationEncoder
+from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
 
 
@@ -26,9 +27,9 @@ class NodeContext:
     """One call of one node on this rank.
 
     cfg: the node's resolved config. group: the ranks of its rows (for counts; rows move by routes). train,
-    rollout, scorer, encoder: the model workers and services that the op declares, else None. validate: the
-    call belongs to a validation batch. step: 1 for the first training step; validation before training has
-    step 0. samples: where an op puts rows for the user to read, at most sample_limit of them (-1: all).
+    rollout, scorer, encoder, judge: the model workers and services that the op declares, else None. validate:
+    the call belongs to a validation batch. step: 1 for the first training step; validation before training
+    has step 0. samples: where an op puts rows for the user to read, at most sample_limit of them (-1: all).
     state: what the node remembers between steps; it survives a checkpoint, as do the rows in buffer.
     round: 1, 2, ... in the rounds of a node that repeats, else 0.
     options: further config keys of a custom node. speaks: of the ranks of `group` that hold the same rows
@@ -49,6 +50,8 @@ class NodeContext:
     rollout: RolloutEngine | None = None
     scorer: RewardScorer | None = None
     encoder: ConversationEncoder | None = None
+    judge: Judge | None = None
+    judge_tokenizer: PreTrainedTokenizerBase | None = None
     state: dict[str, float] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     buffer: RowBuffer = field(default_factory=RowBuffer)

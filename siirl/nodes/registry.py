@@ -13,6 +13,7 @@ from siirl.nodes.log_prob import old_log_prob, reference_log_prob
 from siirl.nodes.replay import replay
 from siirl.nodes.reward import custom_op, function_reward
 from siirl.nodes.reward_combine import combine_rewards
+from siirl.nodes.reward_judge import judge_reward
 from siirl.nodes.reward_model import model_reward
 from siirl.nodes.rollout import rollout
 
@@ -21,6 +22,8 @@ OPS: dict[str, Op] = {
     "replay": replay,
     "function_reward": function_reward,
     "model_reward": model_reward,
+    "judge_reward": judge_reward,
+    "judge_service": judge_reward,
     "combine_rewards": combine_rewards,
     "old_log_prob": old_log_prob,
     "reference_log_prob": reference_log_prob,

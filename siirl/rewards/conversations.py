@@ -29,7 +29,7 @@ class ConversationEncoder:
         self._policy = tokenizer
         self._own: PreTrainedTokenizerBase | None = None
         if model.rm_tokenizer or has_tokenizer_files(model.path):
-            own = read_tokenizer(model.rm_tokenizer or model.path, model.trust_remote_code, FIX)
+            own = reward_tokenizer(cfg)
             if model.rm_tokenizer or not same_tokens(own, tokenizer):
                 self._own = own
         self._max_length = cfg.reward_model.max_length or model_positions(model)
@@ -66,6 +66,12 @@ class ConversationEncoder:
         lengths = rows["response_length"].tolist()
         ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
         return render(self._own, objects(rows, "raw_prompt"), decode_responses(self._policy, ids))
+
+
+def reward_tokenizer(cfg: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of the reward model, or of the judge. DataError if there is none."""
+    model = cfg.reward_model.model
+    return read_tokenizer(model.rm_tokenizer or model.path, model.trust_remote_code, FIX)
 
 
 def render(

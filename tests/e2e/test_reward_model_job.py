@@ -1,7 +1,7 @@
 """Scores of a frozen reward model through the main job."""
 
 import pytest
-from fixtures_tiny import make_tiny_reward_model
+from fixtures_tiny import make_tiny_model_dir, make_tiny_reward_model
 from job_harness import Inputs, overrides, run_job
 
 
@@ -40,20 +40,28 @@ nodes:
   - {node_id: functions, node_type: COMPUTE, node_role: REWARD, dependencies: [rollout], writes: [rule]}
   - {node_id: model, node_type: MODEL_INFERENCE, node_role: REWARD, dependencies: [rollout],
      writes: [helpful], placement: "1"}
+  - node_id: judge
+    node_type: MODEL_INFERENCE
+    node_role: REWARD
+    dependencies: [rollout]
+    writes: [verdict]
+    config: {judge.name: hf, model.path: JUDGE, judge.prompt: "Rate {response}", judge.pattern: "([0-9])",
+             judge.max_tokens: 6, judge.default_score: 0.25}
   - node_id: total
     node_type: COMPUTE
     node_role: REWARD
-    dependencies: [functions, model]
-    reads: [rule, helpful]
-    config: {weights: {arithmetic: {rule: 0.75, helpful: {weight: 0.25, low: -4, high: 4}}}}
+    dependencies: [functions, model, judge]
+    reads: [rule, helpful, verdict]
+    config: {weights: {arithmetic: {rule: 0.75, helpful: {weight: 0.25, low: -4, high: 4}, verdict: 0.5}}}
   - {node_id: advantages, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [total]}
   - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantages]}
 """
 
 
-def test_rewards_of_functions_and_of_a_model_on_its_own_rank_are_added_up(inputs, reward_model, tmp_path):
+def test_rewards_of_functions_a_model_and_a_judge_are_added_up(inputs, reward_model, tmp_path):
     dag = tmp_path / "several.yaml"
-    dag.write_text(SEVERAL)
+    judge = make_tiny_model_dir(tmp_path / "judge", vocab=70, init_std=0.2, seed=6)
+    dag.write_text(SEVERAL.replace("JUDGE", str(judge)))
     keys = (
         f"dag.workflow_path={dag}",
         "reward_model.enable=True",
@@ -64,9 +72,9 @@ def test_rewards_of_functions_and_of_a_model_on_its_own_rank_are_added_up(inputs
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     )
     run = run_job(2, overrides(inputs, tmp_path / "out", *keys))
-    rule, helpful = (run.values(f"reward/arithmetic/{name}/mean") for name in ("rule", "helpful"))
-    expected = [0.75 * one + 0.25 * (other + 4) / 8 for one, other in zip(rule, helpful, strict=True)]
-    assert run.values("reward/score") == pytest.approx(expected, abs=1e-5) and len(expected) == 2
-    (val,) = run.values("val/reward/mean")[-1:]
-    rule, helpful = (run.values(f"val/arithmetic/{name}/mean")[-1] for name in ("rule", "helpful"))
-    assert val == pytest.approx(0.75 * rule + 0.25 * (helpful + 4) / 8, abs=1e-5)
+    for total, part in (("reward/score", "reward/arithmetic"), ("val/reward/mean", "val/arithmetic")):
+        means = [run.values(f"{part}/{name}/mean") for name in ("rule", "helpful", "verdict")]
+        expected = [0.75 * a + 0.25 * (b + 4) / 8 + 0.5 * c for a, b, c in zip(*means, strict=True)]
+        assert len(expected) == 2 and run.values(total) == pytest.approx(expected, abs=1e-5)
+    assert all(0 <= share <= 1 for share in run.values("reward/judge_malformed"))
+    assert any(verdict != 0.25 for verdict in run.values("reward/arithmetic/verdict/mean"))

@@ -1,12 +1,15 @@
 """Strict weight loading, shared by the rollout engines: every tensor exactly once, of the right shape."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from siirl.errors import WeightSyncError
+from siirl.data.model_files import check_weight_files, weight_files
+from siirl.errors import DataError, WeightSyncError
 
 WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> (shape, dtype)."""
@@ -36,6 +39,25 @@ def checked_weights(
             passed.add(own_name)
             yield own_name, tensor
     check_complete(passed, specs, engine)
+
+
+def stored_weights(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these names from a model directory's safetensors files, one at a time; further are left.
+
+    DataError if the directory has none, or lacks one of them.
+    """
+    check_weight_files(folder)
+    wanted = set(names)
+    for file_name in sorted(weight_files(folder)):
+        with safe_open(folder / file_name, framework="pt") as file:
+            for name in sorted(wanted & set(file.keys())):
+                yield name, file.get_tensor(name)
+                wanted.remove(name)
+    if wanted:
+        raise DataError(
+            f"{folder} lacks {len(wanted)} tensors of its model, {', '.join(sorted(wanted)[:5])}: a judge is "
+            "a language model, with its output head. Give another directory."
+        )
 
 
 def check_weight(name: str, tensor: Tensor, specs: WeightSpecs, aliases: dict[str, str], engine: str) -> str:
