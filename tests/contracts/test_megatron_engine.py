@@ -27,6 +27,12 @@ UNEVEN = (
     f"+{MEGATRON}.override_transformer_config.recompute_method=null",
     f"+{MEGATRON}.override_transformer_config.recompute_num_layers=null",
 )
+
+
+def options(**values: object) -> list[str]:
+    return [f"+{MEGATRON}.override_transformer_config.{name}={value}" for name, value in values.items()]
+
+
 TOKEN_BUDGET = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=24")
 TINY = {"hidden": 64, "init_std": 0.15, "layers": 4}
 
@@ -69,6 +75,41 @@ SLOW = [
     scenario("experts, ep2", 2, "qwen3_moe", ep=2),
     scenario("experts, ep2, pp2", 4, "mixtral", overrides=TOKEN_BUDGET, ep=2, pp=2),
     scenario("experts, tp2, etp2", 2, "qwen3_moe", overrides=[SEQUENCE_PARALLEL], tp=2, etp=2),
+    scenario(
+        "pp2, vpp2, a layout", 2, overrides=options(pipeline_model_parallel_layout="'Ett|t|t|L'"), pp=2, vpp=2
+    ),
+    scenario(
+        "pp3, ends counted as layers",
+        3,
+        "qwen3_tied",
+        overrides=options(
+            account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True
+        ),
+        pp=3,
+    ),
+    scenario(
+        "experts, ep2, allgather, grouped, router in fp64",
+        2,
+        "qwen3_moe",
+        overrides=options(
+            moe_token_dispatcher_type="allgather", moe_grouped_gemm=True, moe_router_dtype="fp64"
+        ),
+        ep=2,
+    ),
+    scenario(
+        "experts, tp2, ep2, allgather, experts recomputed, router in fp32",
+        2,
+        "mixtral",
+        overrides=[
+            SEQUENCE_PARALLEL,
+            NO_RECOMPUTATION,
+            *options(
+                moe_token_dispatcher_type="allgather", moe_layer_recompute=True, moe_router_dtype="fp32"
+            ),
+        ],
+        tp=2,
+        ep=2,
+    ),
     scenario("no recomputation", 2, overrides=[NO_RECOMPUTATION], tp=2),
     scenario("overlapped reductions", 2, overrides=[*OVERLAPS, *TOKEN_BUDGET]),
 ]

@@ -41,6 +41,12 @@ def row_lengths(rows: TensorDict) -> list[int]:
     return (rows["prompt_length"] + rows["response_length"]).tolist()
 
 
+def packed_lengths(rows: TensorDict) -> list[int]:
+    """Tokens that pack_rows keeps of each row: none of one without a response, else all but the last."""
+    kept_B = (rows["prompt_length"] + rows["response_length"] - 1) * (rows["response_length"] > 0)
+    return kept_B.tolist()
+
+
 def count_micro_batches(lengths: Sequence[int], limit: MicroBatchLimit) -> int:
     """How many micro-batches the rows need; 0 for no rows. Pure."""
     if limit.max_rows is not None:

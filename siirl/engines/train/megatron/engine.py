@@ -35,6 +35,7 @@ from siirl.engines.train.packing import (
     count_micro_batches,
     new_columns,
     pack_rows,
+    packed_lengths,
     row_lengths,
     split_rows,
 )
@@ -181,6 +182,7 @@ class MegatronEngine(TrainEngine):
         if not counts.num_tokens:
             metrics.mean("skipped_step", 1.0)
             return metrics
+        unscaled = self._scale_router_losses(rows)
 
         def share(batch: MicroBatch, index: list[int], found: Outputs) -> tuple[Tensor, Tensor, dict]:
             columns = {f"{name}_BT": self._cells(batch, value_M) for name, value_M in found.items()}
@@ -189,7 +191,7 @@ class MegatronEngine(TrainEngine):
                 return nothing, _no_tokens(), {}
             loss, loss_metrics = loss_fn(TokenOutputs(**columns), batch.rows.to(self.device), counts)
             metrics.merge(loss_metrics)
-            return loss + nothing, _no_tokens(), {}
+            return (loss + nothing) * unscaled, _no_tokens(), {}
 
         for module in self._modules:
             module.train()
@@ -200,6 +202,20 @@ class MegatronEngine(TrainEngine):
             with phase("optimizer_step"):
                 self._step(metrics)
         return metrics
+
+    def _scale_router_losses(self, rows: TensorDict) -> float:
+        """Let Megatron scale losses so that those of the router are means over the mini-batch's tokens.
+
+        It adds them up over micro-batches, each times the tokens of this rank; where several ranks share a
+        row's tokens each has a share of the loss, too. Returns what undoes the scale for our own loss.
+        """
+        config = self._config
+        if not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
+            return 1.0
+        (num_tokens,) = self._reduce([sum(packed_lengths(rows))], dist.ReduceOp.SUM)
+        scale = self._scope.groups.tp_cp.size() / num_tokens
+        config.grad_scale_func = lambda loss: loss * scale
+        return 1.0 / scale
 
     def _of_last_stage(self, metrics: Metrics) -> Metrics:
         """The metrics of the last pipeline stage, which alone computes the loss, on all stages."""
@@ -228,10 +244,11 @@ class MegatronEngine(TrainEngine):
     ) -> None:
         """Run Megatron's schedule over the rows' micro-batches; `finish` is called on the last stage."""
         micro_batches = self._split(rows, limit)
+        lengths = self._padded_lengths(rows, micro_batches)
 
         def batches() -> Iterator[tuple[MicroBatch, list[int]]]:
-            for index in micro_batches:
-                yield self._micro_batch(take_rows(rows, index), temperature, outputs), index
+            for index, length in zip(micro_batches, lengths, strict=True):
+                yield self._micro_batch(take_rows(rows, index), length, temperature, outputs), index
 
         def step(iterator: Iterator[tuple[MicroBatch, list[int]]], stage: Any) -> tuple[Any, Callable]:
             batch, index = next(iterator)
@@ -249,13 +266,24 @@ class MegatronEngine(TrainEngine):
             forward_only=forward_only,
         )
 
-    def _micro_batch(self, rows: TensorDict, temperature: float, outputs: tuple[str, ...]) -> MicroBatch:
-        packed = pack_rows(rows, self.device)
-        note(rows=packed.num_rows, tokens=packed.input_ids.numel())
+    def _padded_lengths(self, rows: TensorDict, micro_batches: list[list[int]]) -> list[int]:
+        """Tokens that each micro-batch is filled up to: what ranks that share them divide, and where experts
+        gather everybody's tokens as many on all data-parallel ranks."""
+        lengths = packed_lengths(rows)
+        totals: list[float] = [max(1, sum(lengths[row] for row in index)) for index in micro_batches]
+        if self._config.moe_token_dispatcher_type == "allgather" and self._config.num_moe_experts:
+            totals = self._reduce(totals, dist.ReduceOp.MAX)
         multiple = self._dims.tp if self._config.sequence_parallel else 1
         multiple *= 2 * self._dims.cp if self._dims.cp > 1 else 1
+        return [-(-int(total) // multiple) * multiple for total in totals]
+
+    def _micro_batch(
+        self, rows: TensorDict, length: int, temperature: float, outputs: tuple[str, ...]
+    ) -> MicroBatch:
+        packed = pack_rows(rows, self.device)
+        note(rows=packed.num_rows, tokens=packed.input_ids.numel())
         context, dtype = self._scope.groups.cp, self._config.params_dtype
-        return make_micro_batch(rows, packed, self._rope, multiple, context, dtype, temperature, outputs)
+        return make_micro_batch(rows, packed, self._rope, length, context, dtype, temperature, outputs)
 
     def _cells(self, batch: MicroBatch, value_M: Tensor) -> Tensor:
         """Values in their [B, T] places, whole on every context-parallel rank."""

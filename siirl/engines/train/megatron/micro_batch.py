@@ -39,18 +39,18 @@ def make_micro_batch(
     rows: TensorDict,
     packed: PackedBatch,
     rope: nn.Module,
-    multiple: int,
+    length: int,
     context_group: dist.ProcessGroup,
     dtype: torch.dtype,
     temperature: float,
     outputs: tuple[str, ...],
 ) -> MicroBatch:
-    """Fill the packed tokens up to a multiple of `multiple` by one more sequence, and take this rank's share.
+    """Fill the packed tokens up to `length` by one more sequence, and take this rank's share.
 
     dtype: of the model's activations. No communication.
     """
     num_tokens = packed.input_ids.shape[1]
-    extra = -num_tokens % multiple
+    extra = length - num_tokens
     input_ids = F.pad(packed.input_ids, (0, extra))
     position_ids, bounds = packed.position_ids, packed.bounds
     if extra:

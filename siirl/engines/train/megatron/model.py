@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from siirl.dag.plan import Head
 from siirl.data.model_files import INDEX, WEIGHTS, check_weight_files
+from siirl.engines.train.megatron.experts import GroupedExperts
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.stages import STAGES, Stage, freeze_padding_token
@@ -64,6 +65,8 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, place: int) -> 
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     parts = layer.submodules
+    if config.num_moe_experts and config.moe_grouped_gemm:
+        parts.mlp.submodules.experts.module = GroupedExperts
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention

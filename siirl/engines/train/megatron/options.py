@@ -56,7 +56,7 @@ def transformer_config(
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,  # shares of a loss add up: nothing is averaged
-        "variable_seq_lengths": True,
+        "variable_seq_lengths": dims.pp > 1,  # only stages tell each other; allgather of experts refuses it
         "finalize_model_grads_func": finalize,
         "use_cpu_initialization": not on_gpu,
         "perform_initialization": False,  # every weight is read
@@ -85,6 +85,8 @@ def transformer_config(
             "recompute_num_layers": 1,
         }
     overrides = _checked(megatron.override_transformer_config, TransformerConfig, "transformer", set(fixed))
+    if overrides.get("moe_aux_loss_coeff"):
+        chosen["moe_router_load_balancing_type"] = "aux_loss"
     if dims.pp == 2 and dims.vpp > 1 and (overrides.get("batch_p2p_comm") or _unbatched_off(overrides)):
         raise ConfigError(
             "override_transformer_config: batch_p2p_comm=True with pipeline_model_parallel_size=2 and "
