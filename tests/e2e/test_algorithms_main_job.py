@@ -55,3 +55,13 @@ def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name)
     for metric in (*COMPARED, *([shown] if shown else [])):
         assert len(two.values(metric)) == 2, metric
         assert two.values(metric) == pytest.approx(one.values(metric), rel=1e-3, abs=1e-4), metric
+
+
+@pytest.mark.slow
+def test_the_full_kl_is_measured_from_the_same_model_after_a_resume(inputs, tmp_path):
+    more = workflow("full_kl", tmp_path)
+    whole = run_job(1, overrides(inputs, tmp_path / "whole", *more, "trainer.save_freq=2"))
+    checkpoint = tmp_path / "whole" / "checkpoints" / "global_step_2"
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    resumed = run_job(1, overrides(inputs, tmp_path / "resumed", *more, *resume))
+    assert resumed.values("actor/ref_kl") == whole.values("actor/ref_kl")[2:]

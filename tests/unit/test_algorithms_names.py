@@ -4,17 +4,17 @@ import re
 from pathlib import Path
 
 import pytest
-from plan_cases import compiled, config
+from plan_cases import compiled, config, template_plan
 
 from siirl.algorithms.advantages import ADVANTAGES
 from siirl.algorithms.aggregate import AGGREGATIONS
 from siirl.algorithms.kl import KL_ESTIMATORS
 from siirl.algorithms.policy_losses import POLICY_LOSSES
-from siirl.config import load_config
+from siirl.config import load_config, with_overrides
 from siirl.config.actor import AGGREGATIONS as CONFIGURED_AGGREGATIONS
-from siirl.config.checks import GROUP_BASELINES, LOSS_KEYS, check_config
+from siirl.config.checks import GROUP_BASELINES, LOSS_KEYS, ROW_LOSSES, check_config
 from siirl.config.root import all_keys
-from siirl.dag.compile import TEMPLATES
+from siirl.dag.compile import TEMPLATES, template_of
 from siirl.dag.ops import PICKING_LOSSES
 from siirl.dag.plan import Run
 from siirl.dag.yaml_file import load_dag_file
@@ -39,6 +39,8 @@ def test_the_checks_know_what_the_functions_take():
         taken = "clip_ratio_low" if key == "clip_ratio" else key
         assert {name for name, takes in options.items() if taken in takes} == set(losses), key
     assert {name for name, takes in options.items() if "picked_BT" in takes} == set(PICKING_LOSSES)
+    by_row = {name for name in options if POLICY_LOSSES.get(name).paper_mode == "seq-mean-token-mean"}
+    assert by_row == set(ROW_LOSSES)
 
 
 def test_the_page_has_every_name():
@@ -47,6 +49,39 @@ def test_the_page_has_every_name():
     named = set(re.findall(r"`([^`]+)`", first_cells))
     for names in (ADVANTAGES.names(), POLICY_LOSSES.names(), AGGREGATIONS, KL_ESTIMATORS, ["full"]):
         assert set(names) <= named
+
+
+def table() -> list[list[str]]:
+    """The cells of each row of the page's first table."""
+    head = PAGE.index("| name | paper | advantage")
+    rows = PAGE[head : PAGE.index("\n\n", head)].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
+
+
+def full_name(key: str) -> str:
+    """A key by its end, as the page writes it; those of the critic are written in full."""
+    inside, _, entry = key.rpartition(".")
+    for name, known in all_keys().items():
+        if f".{name}".endswith(f".{key}") and (name == key or not name.startswith("critic.")):
+            return name
+        if inside and known.is_map and f".{name}".endswith(f".{inside}"):
+            return f"{name}.{entry}"
+    raise AssertionError(f"{key} is no key")
+
+
+@pytest.mark.parametrize("row", table(), ids=lambda row: row[0])
+def test_a_row_of_the_page_is_a_run_with_its_template(row):
+    words = [word for word in re.findall(r"`([^`]+)`", row[3]) if "*" not in word and "..." not in word]
+    known = (*ADVANTAGES.names(), *POLICY_LOSSES.names())
+    pairs = [word.partition("=") for word in words if word not in known]
+    overrides = [f"{full_name(name)}={value}" for name, _, value in pairs if value]
+    if "as PPO" in row[3]:
+        overrides.append(f"{ADVANTAGE}=gae")
+    assert all(full_name(name) for name, _, _ in pairs)
+    cfg = config(*overrides)
+    check_config(with_overrides(cfg, {"data.train_files": ["a"], "data.val_files": ["a"]}))
+    assert template_of(cfg) == row[4].strip("`")
+    template_plan(2, *overrides)
 
 
 NEEDS = {"gae": "no node trains the critic of agent 0", "remax": "baseline_score"}

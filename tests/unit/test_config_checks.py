@@ -132,3 +132,11 @@ def test_a_key_without_effect_warns_and_names_itself(override, words):
 )
 def test_a_key_that_acts_does_not_warn(overrides):
     assert effect_warnings(configured(overrides)) == []
+
+
+def test_a_default_that_is_not_the_one_of_the_loss_is_named():
+    gspo, mode = f"{ACTOR}.policy_loss.loss_mode=gspo", f"{ACTOR}.loss_agg_mode"
+    (warning,) = effect_warnings(configured([gspo]))
+    assert f"{mode}=token-mean is the default" in warning and f"Set {mode}=seq-mean-token-mean" in warning
+    for chosen in ("token-mean", "seq-mean-token-mean"):
+        assert effect_warnings(configured([gspo, f"{mode}={chosen}"])) == []
