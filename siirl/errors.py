@@ -49,6 +49,17 @@ class RolloutError(SiirlError, RuntimeError):
     """A rollout engine failed, hung past its deadline, or broke its contract."""
 
 
+class EpisodeFailed(SiirlError, RuntimeError):
+    """An episode cannot go on (its environment raised or hung): it is dropped and counted, the run goes on.
+
+    kind: "env", "tool", "context", "code", ...: under what name it is counted.
+    """
+
+    def __init__(self, reason: str, kind: str = "env"):
+        super().__init__(reason)
+        self.kind = kind
+
+
 class SamplingError(SiirlError, RuntimeError):
     """Dynamic sampling ran out of rounds before its batch was full."""
 

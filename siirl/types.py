@@ -77,6 +77,27 @@ FIELDS: dict[str, FieldSpec] = _fields(
     FieldSpec("value", ("T",), "float32", "the critic's estimate of the return at each token"),
     FieldSpec("advantage", ("T",), "float32", "advantage of each response token"),
     FieldSpec("return_", ("T",), "float32", "target of the value function"),
+    FieldSpec("episode_id", (), "int64", "group_id * n + sample: the same for all agents of an episode"),
+    FieldSpec("speaker", (), "int64", "agent that spoke in the row; several share one policy's rows"),
+    FieldSpec(
+        "turn_id",
+        ("T",),
+        "int64",
+        "turn of the episode that each token was spoken in, counted over all agents; -1: not of the speaker",
+        pad_value=-1,
+    ),
+    FieldSpec(
+        "env_reward",
+        ("T",),
+        "float32",
+        "what the environment gave the speaker, at the last token of the turn",
+    ),
+    FieldSpec(
+        "conversation",
+        (),
+        "object",
+        "the whole episode: [{role, content, agent, node, turn, reward, weight_version, ...}, ...]",
+    ),
 )
 
 FINISH_STOP, FINISH_LENGTH = 0, 1
@@ -103,6 +124,9 @@ ROLLOUT_FIELDS = (
     "rollout_log_prob",
 )
 """What a rollout adds: one row per sampled response."""
+
+INTERACTION_FIELDS = ("episode_id", "speaker", "turn_id", "env_reward", "conversation")
+"""What a rollout in an interaction adds to these: one row per token context of an (episode, agent)."""
 
 
 @dataclass(frozen=True, order=True)

@@ -146,6 +146,7 @@ def _absolute_keys(node: NodeSpec) -> tuple[dict[str, Any], dict[str, Any]]:
 def _refuse_later(node: NodeSpec) -> None:
     later = {
         "agent_options": (node.agent_options, "multi-agent interaction"),
+        "loop": (node.loop, "multi-agent interaction"),
         "max_lag": (node.max_lag, "rollouts that run ahead of training"),
     }
     for key, (value, feature) in later.items():

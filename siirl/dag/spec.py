@@ -59,6 +59,7 @@ class NodeSpec:
     executable_ref: str | None = None
     filter_plugin: Any = None
     agent_options: dict[str, Any] | None = None
+    loop: dict[str, Any] | None = None
     placement: Any = None
     reads: tuple[str, ...] | None = None
     writes: tuple[str, ...] | None = None
@@ -151,7 +152,7 @@ def node_spec(entry: dict[str, Any]) -> NodeSpec:
             raise DagError(f"{who}: {key} = {values[key]!r} is not {meaning}. Write {key} as {meaning}.")
     if values.get("agent_group", 0) < 0:
         raise DagError(f"{who}: agent_group = {values['agent_group']}: agents are numbered from 0.")
-    for key in ("config", "agent_options", "placement"):
+    for key in ("config", "agent_options", "loop", "placement"):
         if key in values:
             values[key] = _plain(values[key], key, who)
     if "executable_ref" in values:
@@ -165,6 +166,7 @@ _KINDS = (
     ("config", dict, "a mapping of dotted keys to values"),
     ("executable_ref", str, 'text like "pkg.mod:fn"'),
     ("agent_options", dict, "a mapping"),
+    ("loop", dict, "a mapping like {to: NODE, max_turns: 4}"),
     ("max_lag", int, "a whole number"),
 )
 

@@ -1,0 +1,42 @@
+"""What generates the turns of an agent: an engine of this process, one on other ranks, or a script in a test."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The tokens of one turn.
+
+    log_probs: of each token, in nats, at the sampling temperature. finish_reason: "stop" (a stop token was
+    sampled, which is the last token) or "length". weight_version: of the weights that produced them.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    weight_version: int
+
+
+class Policy(Protocol):
+    """Generates turns; many calls are open at once. The result depends on weights and arguments alone."""
+
+    async def generate(self, prompt: list[int], params: Any, seed: int) -> Generated:
+        """One turn after the tokens `prompt`. params: the engine's SamplingParams, with n = 1.
+
+        EpisodeFailed costs the episode; any other error ends the run.
+        """
+        ...
+
+
+class Vocabulary(Protocol):
+    """What an interaction needs of a tokenizer; every transformers tokenizer has it."""
+
+    eos_token_id: int | None
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+
+    def decode(self, token_ids: Any, **options: Any) -> Any: ...
