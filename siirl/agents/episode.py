@@ -1,4 +1,4 @@
-"""One episode: a sample of a prompt on its way through the agents, tools and environment of an interaction."""
+"""One episode: a sample of a prompt on its way through an interaction of agents, tools, environment."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ class Message:
 
 @dataclass
 class Episode:
-    """What user functions (until, route, pre- and post-processing, tools) get to see, and may write to `state`.
+    """What user functions (until, route, pre- and post-processing, tools) get; `state` is theirs to write.
 
     episode_id: group_id * samples + sample, the same for all agents. seed: 63 bits, a function of (run seed,
     step, group, sample). task: raw_prompt, data_source, ground_truth, extra_info. messages: the prompt and

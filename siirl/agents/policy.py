@@ -1,4 +1,4 @@
-"""What generates the turns of an agent: an engine of this process, one on other ranks, or a script in a test."""
+"""What generates the turns of an agent: an engine here, one on other ranks, or a script in a test."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
