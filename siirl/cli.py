@@ -1,12 +1,14 @@
-"""The console script: siirl check | plan | run | export | trace. A user error is one message and exit code 2.
+"""The console script: siirl check | plan | run | export | convert | trace.
 
-check and plan need neither torch nor devices; run and export import what they need when they are called.
+A user error is one message and exit code 2. check and plan need neither torch nor devices; run, export and
+convert import what they need when they are called.
 """
 
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from siirl.config import Config, load_config
@@ -19,7 +21,7 @@ from siirl.dag.plan import Plan
 from siirl.dag.report import report
 from siirl.data.local_models import with_local_configs
 from siirl.data.model_files import check_lengths, check_reward_model
-from siirl.errors import ConfigError, DataError
+from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.observe.trace import merge_trace
 from siirl.rewards.judge import check_judge
 
@@ -85,8 +87,26 @@ def _run(argv: list[str]) -> int:
 def _export(args: argparse.Namespace, overrides: list[str]) -> None:
     from siirl.checkpoint.export import export_hf
 
-    export_hf(Path(args.checkpoint), Path(args.out))
+    with _damage_is_the_users():
+        export_hf(Path(args.checkpoint), Path(args.out), args.model)
     print(f"wrote {args.out}")
+
+
+def _convert(args: argparse.Namespace, overrides: list[str]) -> None:
+    from siirl.checkpoint.convert import convert
+
+    with _damage_is_the_users():
+        written = convert(Path(args.source), Path(args.out), args.model)
+    print(f"wrote {args.out}, {written}")
+
+
+@contextmanager
+def _damage_is_the_users() -> Iterator[None]:
+    """A checkpoint that a command is given and that cannot be read is reported as its message alone."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise DataError(str(error)) from error
 
 
 def _trace(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -123,7 +143,17 @@ def _parser() -> argparse.ArgumentParser:
     export = commands.add_parser("export", help="turn a checkpoint into a Hugging Face model")
     export.add_argument("checkpoint", help="directory of a checkpoint: .../global_step_N")
     export.add_argument("out", help="directory of the model")
+    export.add_argument(
+        "--model", help="which of its models, e.g. agent_0.actor; not needed for the only one"
+    )
     export.set_defaults(command=_export)
+    convert = commands.add_parser(
+        "convert", help="turn a Hugging Face model into a distributed checkpoint, or back"
+    )
+    convert.add_argument("source", help="a model directory, or a checkpoint: distributed, or of a run")
+    convert.add_argument("out", help="directory to write, which must not exist")
+    convert.add_argument("--model", help="which model of a run's checkpoint, e.g. agent_0.actor")
+    convert.set_defaults(command=_convert)
     trace = commands.add_parser("trace", help="join the traces of a run's ranks, also after a crash")
     trace.add_argument("output_dir", help="trainer.output_dir of a run with trainer.trace=true")
     trace.set_defaults(command=_trace)

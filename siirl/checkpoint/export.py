@@ -9,8 +9,8 @@ from torch import Tensor
 
 from siirl.checkpoint import files
 from siirl.checkpoint.hf import declared_dtype, save_hf
-from siirl.checkpoint.storage import load_tensors, stored_tensors
 from siirl.checkpoint.writer import STATE_FILE
+from siirl.data.stored_tensors import load_tensors, stored_tensors
 from siirl.errors import CheckpointError, ConfigError
 
 READ_BYTES = 2 * 10**9
@@ -27,11 +27,15 @@ def export_hf(checkpoint: Path, out: Path, model: str | None = None) -> Path:
     checkpoint = current(Path(checkpoint))
     name = _choose(checkpoint, files.read_manifest(checkpoint)["models"], model)
     files.verify(checkpoint, under=f"{name}/")
-    folder = checkpoint / name
+    return export_folder(checkpoint / name, Path(out))
+
+
+def export_folder(folder: Path, out: Path) -> Path:
+    """export_hf of a model's folder alone, whose files are not compared with a manifest."""
     if not (folder / "hf" / "config.json").exists():
         raise CheckpointError(f"{folder}/hf has no config.json: a model without it cannot be exported.")
-    save_hf(_weights(folder, declared_dtype(folder / "hf")), str(folder / "hf"), Path(out), rank=0)
-    return Path(out)
+    save_hf(_weights(folder, declared_dtype(folder / "hf")), str(folder / "hf"), out, rank=0)
+    return out
 
 
 def current(path: Path) -> Path:

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from siirl.checkpoint import files
 from siirl.checkpoint.hf import copy_hf_files, save_hf
 from siirl.checkpoint.staging import Staged, StagedModel
-from siirl.checkpoint.storage import save_tensors
 from siirl.checkpoint.together import Together, for_each, rank_in
+from siirl.data.stored_tensors import save_tensors
 from siirl.errors import CheckpointError
 
 STATE_FILE = "state.json"

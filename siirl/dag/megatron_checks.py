@@ -85,10 +85,6 @@ LATER: dict[str, Callable[[MegatronModel], bool]] = {
     "LoRA adapters (model.lora_rank) under megatron. Set lora_rank=0, or strategy=fsdp": lambda model: (
         model.lora_rank > 0
     ),
-    "weights by mbridge. Set megatron.use_mbridge=false": lambda model: model.section.use_mbridge,
-    "Megatron checkpoints as weights. Set megatron.use_dist_checkpointing=false": lambda model: (
-        model.section.use_dist_checkpointing
-    ),
 }
 """What the engine does not do yet, with the fix -> whether a model asks for it. Entries go as it learns."""
 
@@ -139,16 +135,19 @@ def _weights(model: MegatronModel) -> Iterator[str]:
             f"{model.keys}.use_dist_checkpointing=true without a checkpoint. Set "
             f"{model.keys}.dist_checkpointing_path to the directory that `siirl convert` wrote."
         )
-    if section.use_mbridge or section.use_dist_checkpointing:
-        return
+    if section.use_dist_checkpointing and section.use_mbridge:
+        yield (
+            f"{model.keys}.use_mbridge and use_dist_checkpointing are both true: weights are read from "
+            "Hugging Face files by mbridge, or from a converted checkpoint. Set one of them to false."
+        )
     if shape.family not in FAMILIES or shape.variant:
         kind = "mixture-of-experts model" if shape.experts else "model"
         variant = f" with {shape.variant}" if shape.variant else ""
+        asked = [name for name in ("use_mbridge", "use_dist_checkpointing") if getattr(section, name)]
+        helps = f"{' and '.join(asked)} changes where weights are read, not what siirl's layers compute. "
         yield (
-            f"{shape.family}{variant} is a {kind} without a weight mapping: siirl maps the usual models of "
-            f"{', '.join(FAMILIES)}. Set "
-            f"{model.keys}.use_mbridge=true if mbridge knows it, or convert it beforehand and set "
-            f"{model.keys}.use_dist_checkpointing=true and dist_checkpointing_path."
+            f"{shape.family}{variant} is a {kind} without a weight mapping: siirl builds and maps the usual "
+            f"models of {', '.join(FAMILIES)}. {helps if asked else ''}Set {model.group}.strategy=fsdp."
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.config.common import ModelConfig
-from siirl.config.roles import model_key, role_model
+from siirl.config.roles import ROLE_GROUPS, model_key, role_group, role_model
 from siirl.errors import ConfigError, DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -108,9 +108,24 @@ def check_model_files(cfg: Config, role: str) -> None:
     check_config_file(path)
     check_lengths(cfg, path, role)
     if role != "rollout":
-        check_weight_files(path)
+        _check_weights(cfg, path, role)
     if role == "reward":
         check_reward_model(cfg, path)
+
+
+def _check_weights(cfg: Config, path: Path, role: str) -> None:
+    """DataError unless a model has weights where it reads them from; tensors are not read."""
+    group = role_group(cfg, role)
+    if group.strategy != "megatron" or not group.megatron.use_dist_checkpointing:
+        check_weight_files(path)
+        return
+    stored = Path(group.megatron.dist_checkpointing_path).expanduser()
+    if not (stored / ".metadata").is_file():
+        raise DataError(
+            f"{_here()}: {ROLE_GROUPS[role]}.megatron.dist_checkpointing_path={stored} "
+            f"{'has no .metadata' if stored.is_dir() else 'does not exist'}: weights are read from there. "
+            "Give a directory that `siirl convert` wrote, or that of a model in a checkpoint."
+        )
 
 
 def check_reward_model(cfg: Config, path: Path) -> None:

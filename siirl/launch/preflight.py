@@ -11,7 +11,7 @@ from pathlib import Path
 from siirl.checkpoint.files import check_writable, given_checkpoint
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.reward_weights import RewardWeights
-from siirl.config.roles import model_key, normalizes_weights, role_model
+from siirl.config.roles import ROLE_GROUPS, model_key, normalizes_weights, role_group, role_model
 from siirl.dag.arguments import user_errors
 from siirl.dag.ops import policy_loss_name, score_names
 from siirl.dag.plan import Plan
@@ -41,7 +41,7 @@ def preflight(cfg: Config, plan: Plan) -> None:
     for model in plan.models.values():
         check_model_files(node_cfgs[model.node], model.role)
         if model.role != "rollout":
-            check_kernels(node_cfgs[model.node], model.role)
+            check_packages(node_cfgs[model.node], model.role)
         if model.backend == "vllm":
             vllm_version()
     for name, node in plan.nodes.items():
@@ -67,12 +67,19 @@ def preflight(cfg: Config, plan: Plan) -> None:
         given_checkpoint(cfg.trainer.resume_from_path)
 
 
-def check_kernels(cfg: Config, role: str) -> None:
-    """ConfigError if the kernels that the model of a role asks for are not installed."""
+def check_packages(cfg: Config, role: str) -> None:
+    """ConfigError if a package that the model of a role asks for is not installed."""
     if role_model(cfg, role).use_liger and importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
             f"{model_key(role)}.use_liger=True: the package liger-kernel is not installed. Install it "
             "(pip install 'siirl[liger]'), or set use_liger=False."
+        )
+    group = role_group(cfg, role)
+    by_mbridge = group.strategy == "megatron" and group.megatron.use_mbridge
+    if by_mbridge and importlib.util.find_spec("mbridge") is None:
+        raise ConfigError(
+            f"{ROLE_GROUPS[role]}.megatron.use_mbridge=True: the package mbridge is not installed. Install "
+            "it (pip install 'siirl[megatron]'), or set it to False: siirl reads the same models by itself."
         )
 
 

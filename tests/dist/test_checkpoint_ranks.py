@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from siirl.checkpoint import files, storage, writer
+from siirl.checkpoint import files, writer
+from siirl.data import stored_tensors
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.errors import CheckpointError
@@ -150,7 +151,7 @@ def _fail_on_rank_1(step: int, stage: str) -> None:
         raise OSError(28, "No space left on device")
 
     if stage == "writing a shard":
-        storage.TensorWriter.write_data = no_space
+        stored_tensors.TensorWriter.write_data = no_space
     elif stage == "the state of a rank":
         writer.save_file = no_space
     elif stage == "the checksums":

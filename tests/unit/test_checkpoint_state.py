@@ -17,7 +17,7 @@ from siirl.checkpoint.export import export_hf
 from siirl.checkpoint.hf import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
-from siirl.checkpoint.storage import TensorReader, load_tensors, save_tensors
+from siirl.data.stored_tensors import TensorReader, load_tensors, save_tensors
 from siirl.errors import CheckpointError, ConfigError, DataError
 
 

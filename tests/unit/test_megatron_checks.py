@@ -262,18 +262,34 @@ def test_kv_heads_are_split_or_repeated_but_not_both(monkeypatch, tmp_path):
         megatron_plan(4, *sizes(tp=4, sp=True), model=six)
 
 
-def test_a_model_without_a_weight_mapping_needs_mbridge_or_a_converted_checkpoint(monkeypatch, tmp_path):
+BY_MBRIDGE = (f"{ACTOR}.use_mbridge=True",)
+FROM_CHECKPOINT = (f"{ACTOR}.use_dist_checkpointing=True", f"{ACTOR}.dist_checkpointing_path=/ckpt")
+
+
+def test_a_model_without_a_weight_mapping_is_refused_wherever_its_weights_come_from(monkeypatch, tmp_path):
     available(monkeypatch)
     changes = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 768}
     model = write_model(tmp_path, "Qwen3-30B-A3B", **changes)
-    with pytest.raises(ConfigError, match="qwen2_moe is a mixture-of-experts model without a weight mapping"):
-        megatron_plan(2, model=model)
-    megatron_plan(2, f"{ACTOR}.use_mbridge=True", model=model)
+    words = "qwen2_moe is a mixture-of-experts model without a weight mapping"
+    for overrides, why in (
+        ((), "Set actor_rollout_ref.actor.strategy=fsdp"),
+        (BY_MBRIDGE, "use_mbridge changes where weights are read"),
+        (FROM_CHECKPOINT, "use_dist_checkpointing changes where weights are read"),
+    ):
+        with pytest.raises(ConfigError, match=f"{words}.*{why}"):
+            megatron_plan(2, *overrides, model=model)
     biased = write_model(tmp_path / "biased", "Llama-3.1-8B", attention_bias=True)
     with pytest.raises(ConfigError, match="llama with attention_bias is a model without a weight mapping"):
         megatron_plan(2, model=biased)
-    checkpoint = (f"{ACTOR}.use_dist_checkpointing=True", f"{ACTOR}.dist_checkpointing_path=/ckpt")
-    megatron_plan(2, *checkpoint, model=model)
+
+
+def test_weights_come_from_one_place(monkeypatch, tmp_path):
+    available(monkeypatch)
+    model = write_model(tmp_path, "Qwen3-8B")
+    megatron_plan(2, *BY_MBRIDGE, model=model)
+    megatron_plan(2, *FROM_CHECKPOINT, model=model)
+    with pytest.raises(ConfigError, match="use_mbridge and use_dist_checkpointing are both true"):
+        megatron_plan(2, *BY_MBRIDGE, *FROM_CHECKPOINT, model=model)
 
 
 def test_the_start_says_how_vocabulary_and_layers_are_cut(monkeypatch, tmp_path):
@@ -299,8 +315,6 @@ ASKED_LATER = {
     "LoRA adapters": ("Qwen3-8B", ("actor_rollout_ref.model.lora_rank=8",)),
     "context parallelism": ("Qwen3-8B", sizes(cp=2)),
     "mixtures of experts": ("Qwen3-30B-A3B", ()),
-    "weights by mbridge": ("Qwen3-8B", (f"{ACTOR}.use_mbridge=True",)),
-    "Megatron checkpoints": ("Qwen3-8B", (f"{ACTOR}.use_dist_checkpointing=True",)),
 }
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from siirl.config import Config
 from siirl.dag.plan import ModelPlan
-from siirl.data.model_files import model_dir
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_head
@@ -24,9 +23,10 @@ from siirl.engines.train.language_model import pass_flops
 from siirl.engines.train.megatron.context import SumOverRanks
 from siirl.engines.train.megatron.export import Exporter
 from siirl.engines.train.megatron.micro_batch import MicroBatch, make_micro_batch, make_rope
-from siirl.engines.train.megatron.model import LocalParams, all_agree, build_stages, read_weights, wrap_stages
+from siirl.engines.train.megatron.model import LocalParams, all_agree, build_stages, wrap_stages
 from siirl.engines.train.megatron.options import ddp_config, optimizer_config, transformer_config
 from siirl.engines.train.megatron.scope import MegatronScope
+from siirl.engines.train.megatron.sources import Fill, weight_source
 from siirl.engines.train.megatron.state import OwnedShards, load_training_state, training_state
 from siirl.engines.train.megatron.weights import family_of, num_active_weights
 from siirl.engines.train.offload import HostCopies
@@ -70,22 +70,18 @@ class MegatronEngine(TrainEngine):
         family_of(self._hf)
         if plan.head != "lm":
             self._hf.tie_word_embeddings = False  # there is no output head to tie
-        if settings.megatron.use_dist_checkpointing:
-            raise NotSupportedError(
-                f"not supported yet: {self.name}: megatron.use_dist_checkpointing: weights are read from "
-                "Hugging Face files, each rank its own slices. Set it to false."
-            )
         if settings.model.lora_rank:
             raise NotSupportedError(
                 f"not supported yet: {self.name}: LoRA adapters under the megatron strategy. Set "
                 "model.lora_rank=0, or strategy=fsdp."
             )
+        fill = weight_source(self._hf, settings)
         self._scope = MegatronScope(plan.ranks, plan.dims, groups, settings.megatron.seed)
         mpu = self._scope.groups
         self.dp_rank, self.dp_size = mpu.dp.rank(), plan.dims.dp
         self._rope = make_rope(self._hf, self.device)
         with self._scope:
-            self._build(plan, groups.get(plan.ranks))
+            self._build(plan, groups.get(plan.ranks), fill)
         self._total_steps = settings.optim.total_training_steps if settings.optim else 0
         self._num_skipped = 0
         megatron = settings.megatron
@@ -96,7 +92,7 @@ class MegatronEngine(TrainEngine):
         }
         self._host = {part: HostCopies() for part in ("params", "grads", "optimizer")}
 
-    def _build(self, plan: ModelPlan, group: dist.ProcessGroup) -> None:
+    def _build(self, plan: ModelPlan, group: dist.ProcessGroup, fill: Fill) -> None:
         """Stages, weights, gradient buffers, optimizer."""
         settings = self._settings
         self._config = transformer_config(self._hf, settings, plan.dims, plan.trains, _finalize)
@@ -105,7 +101,7 @@ class MegatronEngine(TrainEngine):
         fresh = new_head(self._hf, plan.head, settings.seed)
         problem: UserError | None = None
         try:
-            read_weights(self._params, model_dir(settings.model.path), fresh)
+            fill(self._params, fresh)
         except UserError as error:
             problem = error
         all_agree(problem, group, f"read the weights of {settings.model.path}")

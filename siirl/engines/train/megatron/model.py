@@ -1,10 +1,7 @@
 """The stages of a Megatron model on this rank, with their weights read from a Hugging Face directory."""
 
-import json
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -15,12 +12,12 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from siirl.dag.plan import Head
-from siirl.data.model_files import INDEX, WEIGHTS, check_weight_files
+from siirl.data.model_files import check_weight_files
+from siirl.data.weight_slices import SafetensorsFolder
 from siirl.engines.train.megatron.experts import GroupedExperts
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.scope import MegatronScope
@@ -144,7 +141,7 @@ def _global_name(stage: Stage, name: str, first_expert: int) -> str:
 
 
 @torch.no_grad()
-def read_weights(params: LocalParams, folder: Path, fresh: dict[str, Tensor]) -> None:
+def read_weights(params: LocalParams, folder: Path, fresh: Mapping[str, Tensor]) -> None:
     """Fill this rank's parameters from safetensors files: each rank reads its own slices, nothing more.
 
     fresh: name -> what a tensor is that the files may lack. DataError if another one is missing, or has
@@ -154,68 +151,28 @@ def read_weights(params: LocalParams, folder: Path, fresh: dict[str, Tensor]) ->
     shapes = hf_shapes(params.entries)
     with SafetensorsFolder(folder) as files:
         for param, entry in params:
-            param.zero_()
-            place, size = params.place(entry)
-            for run in runs(entry, place, size):
-                target = param[run.start : run.start + run.num_rows]
-                columns = None if entry.columns is None else (run.column, run.column + param.shape[1])
-                rows = (run.row, run.row + run.num_rows)
-                if run.hf in fresh and not files.has(run.hf):
-                    target.copy_(fresh[run.hf][slice(*rows)])
-                else:
-                    target.copy_(files.read(run.hf, shapes[run.hf], rows, columns))
+            read_parameter(params, param, entry, files, shapes, fresh)
 
 
-class SafetensorsFolder:
-    """Slices of the tensors of a model directory; a context manager."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
-        index = folder / INDEX
-        self._file_of = json.loads(index.read_text())["weight_map"] if index.is_file() else None
-
-    def __enter__(self) -> "SafetensorsFolder":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
-
-    def has(self, name: str) -> bool:
-        """Whether there is a tensor of that name."""
-        file = self._file_with(name)
-        return file is not None and name in file.keys()
-
-    def read(
-        self, name: str, shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int] | None
-    ) -> Tensor:
-        """A rectangle of a tensor, which must have this whole shape. DataError if there is none such."""
-        file = self._file_with(name)
-        if file is None or name not in file.keys():
-            raise DataError(
-                f"{self._folder} has no tensor {name}: its config.json describes another model. "
-                "Check the directory, or override_config."
-            )
-        part = file.get_slice(name)
-        if tuple(part.get_shape()) != shape:
-            raise DataError(
-                f"{self._folder}: {name} has the shape {part.get_shape()}, and config.json means "
-                f"{list(shape)}. Check the directory, or override_config."
-            )
-        return part[slice(*rows)] if columns is None else part[slice(*rows), slice(*columns)]
-
-    def _file_with(self, tensor: str) -> Any:
-        """The open file that should hold a tensor; None if the index lists none."""
-        name = WEIGHTS if self._file_of is None else self._file_of.get(tensor)
-        if name is not None and name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-        return self._open.get(name)
+def read_parameter(
+    params: LocalParams,
+    param: nn.Parameter,
+    entry: Entry,
+    files: SafetensorsFolder,
+    shapes: Mapping[str, tuple[int, ...]],
+    fresh: Mapping[str, Tensor],
+) -> None:
+    """Fill one parameter of this rank. shapes: of all Hugging Face tensors; fresh: as in read_weights."""
+    param.zero_()
+    place, size = params.place(entry)
+    for run in runs(entry, place, size):
+        target = param[run.start : run.start + run.num_rows]
+        columns = None if entry.columns is None else (run.column, run.column + param.shape[1])
+        rows = (run.row, run.row + run.num_rows)
+        if run.hf in fresh and not files.has(run.hf):
+            target.copy_(fresh[run.hf][slice(*rows)])
+        else:
+            target.copy_(files.read(run.hf, shapes[run.hf], rows, columns))
 
 
 def all_agree(problem: Exception | None, group: dist.ProcessGroup, what: str) -> None:

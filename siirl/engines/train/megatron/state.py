@@ -95,7 +95,7 @@ def training_state(params: LocalParams, shards: OwnedShards) -> dict[str, dict[s
     for param, entry in params:
         tensors, start = shards.tensors(param)
         for kind, flat in tensors.items():
-            for name, piece in _pieces(params, entry, flat, start):
+            for name, piece in pieces_of(params, entry, flat, start):
                 pieces.setdefault((kind, name), []).append(piece)
                 dtypes[kind, name] = flat.dtype
     state: dict[str, dict[str, Tensor]] = {"model": {}, "optimizer": {}}
@@ -106,7 +106,7 @@ def training_state(params: LocalParams, shards: OwnedShards) -> dict[str, dict[s
     return state
 
 
-def _pieces(params: LocalParams, entry: Entry, flat: Tensor, start: int) -> Iterator[tuple[str, Piece]]:
+def pieces_of(params: LocalParams, entry: Entry, flat: Tensor, start: int) -> Iterator[tuple[str, Piece]]:
     """(Hugging Face name, rectangle) of elements start, start + 1, ... of a local parameter."""
     place, size = params.place(entry)
     columns = 1 if entry.columns is None else entry.local_shape(size)[1]

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 
 from siirl.errors import CheckpointError
 
+INDEX_FILE = ".metadata"
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -57,7 +58,7 @@ class TensorReader(dcp.FileSystemReader):
     """Reads a DCP folder without unpickling anything but the classes of its index."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
+        with open(Path(self.path) / INDEX_FILE, "rb") as file:
             metadata = _MetadataUnpickler(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
