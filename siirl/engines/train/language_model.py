@@ -106,7 +106,7 @@ class PackedLanguageModel(PackedModel):
             reference_VD = self.reference_head
             ref_hidden_MD = ref_hidden_MD.to(reference_VD.dtype)
             found["full_kl"] = linear_full_kl(
-                hidden_MD, weight_VD, ref_hidden_MD, reference_VD, temperature, chunk=chunk
+                hidden_MD, weight_VD, ref_hidden_MD, reference_VD, temperature, chunk=max(1, chunk // 4)
             )
         return {name: found[name] for name in outputs}
 

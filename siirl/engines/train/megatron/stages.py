@@ -101,7 +101,7 @@ class LanguageStage(Stage):
                 ref_MD,
                 self.reference_head,
                 rows.temperature,
-                chunk=chunk,
+                chunk=max(1, chunk // 4),
                 join=partial(join_words, group),
             )
         return {name: found[name] for name in rows.outputs}
