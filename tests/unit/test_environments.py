@@ -1,0 +1,156 @@
+"""Environments of user code: what they are given and give, and that a hostile one costs its episode only."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from siirl.agents.environments import HUNG, INVALID, RAISED, load_environment, reset_env, step_env
+from siirl.errors import DagError, EpisodeFailed
+
+FILE = Path(__file__).with_name("hostile_environments.py")
+TASK = {"raw_prompt": "count", "ground_truth": "5"}
+
+
+def make(name, **kwargs):
+    return load_environment(f"{FILE}:{name}", "node 'game'", kwargs)()
+
+
+async def episode(env, steps=1, said=None, deadline_s=0.3):
+    results = []
+    try:
+        begin = await reset_env(env, TASK, 11, deadline_s)
+        for _ in range(steps):
+            results.append(await step_env(env, said or {0: "2", 1: "-1"}, deadline_s))
+    finally:
+        problem = await env.close(deadline_s)
+    return begin, results, problem
+
+
+def test_an_environment_gets_task_and_seed_and_gives_texts_rewards_and_the_end():
+    env = make("Counter", limit=2)
+    begin, results, problem = asyncio.run(episode(env, steps=2))
+    assert (begin.text_for(0), begin.text_for(1), begin.text_for(2)) == ("seed 11", "wait", "")
+    assert begin.info == {"limit": 2} and problem is None
+    assert [(r.text_for(0), r.reward_for(0), r.reward_for(1), r.done) for r in results] == [
+        ("count 1", 2.0, -1.0, False),
+        ("count 2", 2.0, -1.0, True),
+    ]
+    assert results[-1].info == {"threads": 1}  # all of its code runs in one thread
+    assert type(env._env).closed == 1
+    assert TASK["raw_prompt"] == "count"  # the task of other episodes
+
+
+def test_plain_functions_and_a_reward_for_all_will_do():
+    begin, (result,), problem = asyncio.run(episode(make("Plain")))
+    assert begin.text_for(3) == "task 5" and result.reward_for(0) == result.reward_for(1) == 1.0
+    assert problem is None
+
+
+@pytest.mark.parametrize(
+    "how, kind", [("raise", RAISED), ("exit", RAISED), ("block", HUNG), ("hang", HUNG), ("spin", HUNG)]
+)
+@pytest.mark.parametrize("where", ["init", "reset", "step"])
+def test_a_failing_method_fails_the_episode_in_words(where, how, kind):
+    if (where, how) == ("init", "hang"):
+        return  # a constructor cannot await
+    with pytest.raises(EpisodeFailed) as failure:
+        asyncio.run(episode(make("FailsIn", where=where, how=how), deadline_s=0.1))
+    assert failure.value.kind == kind
+    assert f"FailsIn.{'step' if where == 'step' else 'reset'}" in str(failure.value)
+    if how == "raise":
+        assert f"ValueError: broken in {where}" in str(failure.value)
+        assert "hostile_environments.py, line" in str(failure.value)
+
+
+@pytest.mark.parametrize("how", ["raise", "exit", "block", "hang", "spin"])
+def test_a_failing_close_is_told_and_fails_nothing(how):
+    _, results, problem = asyncio.run(episode(make("FailsIn", where="close", how=how), deadline_s=0.1))
+    assert len(results) == 1 and problem is not None and problem.startswith("FailsIn.close")
+
+
+@pytest.mark.parametrize(
+    "where, answers",
+    [
+        ("reset", "none number pair"),
+        ("step", "none number pair done_text nan infinite huge word true nan_of_one agent_name no_text info"),
+    ],
+)
+def test_answers_of_the_wrong_kind_fail_the_episode(where, answers):
+    for answer in answers.split():
+        with pytest.raises(EpisodeFailed) as failure:
+            asyncio.run(episode(make("Gives", answer=answer, where=where)))
+        assert failure.value.kind == INVALID, answer
+        assert f"Gives.{where} gave" in str(failure.value)
+
+
+def test_looking_at_a_hostile_answer_fails_the_episode_only():
+    with pytest.raises(EpisodeFailed, match="RuntimeError: do not"):
+        asyncio.run(episode(make("Gives", answer="hostile")))
+
+
+def test_hanging_environments_do_not_delay_the_others():
+    async def all_of_them():
+        hostile = [make("FailsIn", where="step", how=how) for how in ("block", "hang", "spin") * 2]
+        good = [make("Counter") for _ in range(50)]
+        start = time.monotonic()
+        bad = asyncio.gather(*(episode(env, deadline_s=2.0) for env in hostile), return_exceptions=True)
+        await asyncio.gather(*(episode(env, steps=3, deadline_s=2.0) for env in good))
+        took = time.monotonic() - start
+        return took, await bad
+
+    took, failures = asyncio.run(all_of_them())
+    assert took < 2.0  # the good ones were done before the deadline of the hostile ones
+    assert [failure.kind for failure in failures] == [HUNG] * 6
+
+
+def test_code_that_spins_is_ended():
+    env = make("FailsIn", where="step", how="spin")
+    with pytest.raises(EpisodeFailed):
+        asyncio.run(episode(env, deadline_s=0.1))
+    env._thread._thread.join(5)
+    assert not env._thread._thread.is_alive()
+
+
+def test_gymnasium_environments_are_recognised_by_their_methods():
+    begin, results, _ = asyncio.run(episode(make("Guess", letters="xy"), said={4: " y\n"}))
+    assert begin.text_for(4) == "5: guess"
+    assert (results[0].text_for(4), results[0].reward_for(4), results[0].done) == ("won", 1.0, True)
+    begin, results, _ = asyncio.run(episode(make("Corridor"), steps=2, said={0: "I go 2"}))
+    assert begin.text_for(0) == "0" and [r.text_for(0) for r in results] == ["2", "4"]
+    assert [r.done for r in results] == [False, True]
+
+
+@pytest.mark.parametrize("said", ["left", "9", "-1", "9" * 5000])
+def test_an_action_that_a_gymnasium_game_does_not_have_is_told_so(said):
+    _, (result,), _ = asyncio.run(episode(make("Corridor"), said={0: said}))
+    assert result.text_for(0) == "Answer with a whole number from 0 to 3." and not result.done
+
+
+def test_a_gymnasium_environment_takes_one_action():
+    with pytest.raises(EpisodeFailed, match="agents \\[0, 1\\] act at once"):
+        asyncio.run(episode(make("Guess")))
+
+
+@pytest.mark.parametrize(
+    "reference, kwargs, words",
+    [
+        ("nowhere.py:Plain", {}, "cannot be imported"),
+        ("no_such_package.games:Plain", {}, "cannot be imported"),
+        (f"{FILE}:Nobody", {}, "has no 'Nobody'"),
+        (f"{FILE}:function", {}, "not a class"),
+        (str(FILE), {}, "names no class"),
+        (f"{FILE}:NoStep", {}, "it has no method step"),
+        (
+            f"{FILE}:WrongArity",
+            {},
+            r"reset\(self, task\) cannot be called as reset\(self, task, seed\); step",
+        ),
+        (f"{FILE}:Counter", {"limits": 3}, r"cannot be called with env_kwargs \(limits\)"),
+        (f"{FILE}:Gives", {}, r"cannot be called with env_kwargs \(no arguments\)"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_refused_before_it_is_called(reference, kwargs, words):
+    with pytest.raises(DagError, match=f"node 'game'.*{words}"):
+        load_environment(reference, "node 'game'", kwargs)
