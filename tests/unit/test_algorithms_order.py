@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from siirl.algorithms.resampling import resampling_weights
-from siirl.algorithms.turns import turn_gae
 from siirl.data.curriculum import Curriculum
 from siirl.errors import ConfigError
 
@@ -47,39 +46,3 @@ def test_batches_become_harder_until_the_curriculum_ends():
     assert first[0] <= 4 and first[:30].mean() < first[30:60].mean() < first[60:].mean()
     later = difficulty[epochs[2]].reshape(100, 4).mean(-1)
     assert abs(later[:50].mean() - later[50:].mean()) < 40
-
-
-def plain_turn_gae(reward, value, turn, gamma, lam):
-    """The same by lists, a row at a time."""
-    advantage = [[0.0] * len(row) for row in turn]
-    return_ = [[0.0] * len(row) for row in turn]
-    for b, row in enumerate(turn):
-        turns: list[dict] = []
-        for t, number in enumerate(row):
-            if number >= 0 and (not turns or turns[-1]["number"] != number):
-                turns.append({"number": number, "reward": 0.0, "value": value[b][t], "tokens": []})
-            if turns:
-                turns[-1]["reward"] += reward[b][t]
-                if number >= 0:
-                    turns[-1]["tokens"].append(t)
-        last, next_value = 0.0, 0.0
-        for one in reversed(turns):
-            last = one["reward"] + gamma * next_value - one["value"] + gamma * lam * last
-            next_value = one["value"]
-            for t in one["tokens"]:
-                advantage[b][t], return_[b][t] = last, last + one["value"]
-    return advantage, return_
-
-
-def test_advantages_of_turns_are_those_of_the_recursion():
-    generator = torch.Generator().manual_seed(2)
-    turn = torch.tensor(
-        [[-1, 0, 0, -1, 1, 1, -1, 2], [0, 0, 1, 1, 1, -1, -1, -1], [-1] * 8, [0, 1, 2, 3, 4, 5, 6, -1]]
-    )
-    reward, value = torch.randn(2, *turn.shape, dtype=torch.float64, generator=generator)
-    reward[0, 0] = 0.0
-    got = turn_gae(reward, value, turn, gamma=0.9, lam=0.8)
-    want = plain_turn_gae(reward.tolist(), value.tolist(), turn.tolist(), 0.9, 0.8)
-    for ours, plain in zip(got, want, strict=True):
-        torch.testing.assert_close(ours, torch.tensor(plain, dtype=torch.float64), rtol=1e-10, atol=1e-10)
-    assert turn_gae(reward[:0], value[:0], turn[:0], gamma=1.0, lam=1.0).advantage_BT.shape == (0, 8)

@@ -1,0 +1,170 @@
+"""Credit in episodes of several agents: whose reward counts for whom, compared with what, and how much.
+
+Legend: B rows on this rank, T response tokens, U units that are compared with each other (rows, or turns of
+rows), M rows of any agents of the same episodes, S speakers. All rows of an episode are on this rank. Nothing
+here communicates: sums that add up over ranks are handed out, and taken in added up.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from siirl.algorithms.groups import Groups
+from siirl.algorithms.turns import Chains, Turns
+from siirl.errors import ConfigError
+
+GROUP_KEYS = ("task", "agent", "turn")
+"""What the units of a group may have in common."""
+
+
+def joint_key(*columns: Tensor) -> Tensor:
+    """One id for each distinct combination of values, int64 [U]; equal ids mean equal in every column."""
+    if not columns or not len(columns[0]):
+        return torch.zeros(len(columns[0]) if columns else 0, dtype=torch.int64)
+    return torch.unique(torch.stack([column.long() for column in columns], -1), dim=0, return_inverse=True)[1]
+
+
+class Scores(NamedTuple):
+    """Scores of rows, of whichever agents: [M] each."""
+
+    episode_M: Tensor
+    speaker_M: Tensor
+    score_M: Tensor
+
+
+def join_scores(*parts: Scores) -> Scores:
+    """The scores of several row sets as one."""
+    return Scores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def team_score(episode_B: Tensor, speaker_B: Tensor, scores: Scores) -> Tensor:
+    """What the others of an episode got, float64 [B]: the mean over its other speakers; 0 if there are none.
+
+    A speaker's score in an episode is the mean over its rows there. Rows of the row's own speaker among
+    `scores` do not count.
+    """
+    num_rows = len(episode_B)
+    episode_N = joint_key(torch.cat([episode_B, scores.episode_M]))
+    own_N = joint_key(episode_N, torch.cat([speaker_B, scores.speaker_M]))
+    num_speakers = int(own_N.max()) + 1 if len(own_N) else 0  # of all episodes: (episode, speaker) pairs
+    score_O = scores.score_M.new_zeros(num_speakers, dtype=torch.float64)
+    rows_O = score_O.index_add(0, own_N[num_rows:], torch.ones_like(scores.score_M, dtype=torch.float64))
+    score_O = score_O.index_add(0, own_N[num_rows:], scores.score_M.double()) / rows_O.clamp(min=1)
+    spoke_O = (rows_O > 0).double()
+    episode_O = torch.zeros(num_speakers, dtype=torch.int64).scatter_(0, own_N, episode_N)
+    row_E, row_O = episode_N[:num_rows], own_N[:num_rows]
+    num_episodes = int(episode_N.max()) + 1 if len(episode_N) else 0
+    total_E = score_O.new_zeros(num_episodes).index_add_(0, episode_O, score_O)
+    count_E = score_O.new_zeros(num_episodes).index_add_(0, episode_O, spoke_O)
+    total_B, count_B = total_E[row_E] - score_O[row_O], count_E[row_E] - spoke_O[row_O]
+    return torch.where(count_B > 0, total_B / count_B.clamp(min=1), 0)
+
+
+def rows_of_episode(episode_B: Tensor, speaker_B: Tensor) -> Tensor:
+    """How many rows the speaker of each row has in its episode, int64 [B]."""
+    groups = Groups.of(joint_key(episode_B, speaker_B))
+    return groups.rows(groups.count_G)
+
+
+class TurnRows(NamedTuple):
+    """The turns of rows as rows of their own, [U, T]: what an estimator for outcomes is given by turn."""
+
+    turns: Turns
+    reward_UT: Tensor
+    mask_UT: Tensor
+
+    def whole(self, value_UT: Tensor) -> Tensor:
+        """Values of tokens of turns as those of the rows, [B, T]; zero outside turns."""
+        value_BT = value_UT.new_zeros(self.turns.token_BT.shape)
+        inside_BT = self.turns.token_BT >= 0
+        place_BT = torch.arange(inside_BT.shape[1]).expand_as(inside_BT)
+        value_BT[inside_BT] = value_UT[self.turns.token_BT[inside_BT], place_BT[inside_BT]]
+        return value_BT
+
+
+def turn_rows(
+    reward_BT: Tensor, turn_BT: Tensor, episode_B: Tensor, speaker_B: Tensor, gamma: float
+) -> TurnRows:
+    """Each turn as a row of its own, whose outcome is its reward and those of the speaker's later turns.
+
+    gamma discounts by the speaker's turns: 1 is the reward to go, 0 the turn's own. The outcome stands at the
+    last token of the turn. A turn's own reward: see Turns.sum.
+    """
+    turns = Turns.of(turn_BT)
+    chain_U = joint_key(episode_B[turns.row_U], speaker_B[turns.row_U])
+    outcome_U = Chains.of(chain_U, turns.number_U).to_go(turns.sum(reward_BT), gamma)
+    mask_UT = turns.token_BT[turns.row_U] == torch.arange(len(turns))[:, None]
+    last_UT = mask_UT & (mask_UT.flip(-1).cumsum(-1).flip(-1) == 1)
+    reward_UT = torch.where(last_UT, outcome_U[:, None], 0).to(reward_BT.dtype)
+    return TurnRows(turns, reward_UT, mask_UT)
+
+
+def speaker_moments(advantage_BT: Tensor, mask_BT: Tensor, speaker_B: Tensor, num_speakers: int) -> Tensor:
+    """Number, sum and sum of squares over the trained tokens of each speaker, float64 [S, 3]; they add up."""
+    kept_BT = torch.where(mask_BT.bool(), advantage_BT.double(), 0)
+    moments_B3 = torch.stack([mask_BT.double().sum(-1), kept_BT.sum(-1), (kept_BT**2).sum(-1)], -1)
+    return moments_B3.new_zeros(num_speakers, 3).index_add_(0, speaker_B, moments_B3)
+
+
+def whiten_speakers(advantage_BT: Tensor, mask_BT: Tensor, speaker_B: Tensor, moments_S3: Tensor) -> Tensor:
+    """Zero mean and unit variance (n - 1) over all trained tokens of each speaker in the batch."""
+    count_B, total_B, total_sq_B = moments_S3[speaker_B].unbind(-1)
+    mean_B = total_B / count_B.clamp(min=1)
+    variance_B = (total_sq_B - count_B * mean_B**2).clamp(min=0) / (count_B - 1).clamp(min=1)
+    white_BT = (advantage_BT.double() - mean_B[:, None]) * torch.rsqrt(variance_B + 1e-8)[:, None]
+    return torch.where(mask_BT.bool(), white_BT, 0).to(advantage_BT.dtype)
+
+
+class TokenUnits(NamedTuple):
+    """What counts alike: unit_BT of each token, -1 outside; share_BT: of the loss, up to a factor."""
+
+    unit_BT: Tensor
+    share_BT: Tensor
+
+    def totals(self) -> Tensor:
+        """The shares' sum and the number of units that have any, float64 [2]; they add up over ranks."""
+        return torch.stack([self.share_BT.sum(), (self.shares() > 0).sum().double()])
+
+    def shares(self) -> Tensor:
+        """The share of each unit, float64 [U]."""
+        inside_BT = self.unit_BT >= 0
+        num_units = int(self.unit_BT.max()) + 1 if self.unit_BT.numel() else 0
+        share_U = self.share_BT.new_zeros(num_units)
+        return share_U.index_add_(0, self.unit_BT[inside_BT], self.share_BT[inside_BT])
+
+    def weights(self, totals: Tensor) -> Tensor:
+        """Factors of the advantage, float64 [B, T], with which every unit has the same share of the loss.
+
+        totals: of all ranks. The sum of the shares stays as it is: the average factor of a share is 1.
+        """
+        total, count = totals.unbind()
+        weight_U = torch.where(self.shares() > 0, total / count.clamp(min=1) / self.shares(), 0)
+        weight_BT = torch.zeros_like(self.share_BT)
+        inside_BT = (self.unit_BT >= 0) & (self.share_BT > 0)
+        weight_BT[inside_BT] = weight_U[self.unit_BT[inside_BT]]
+        return weight_BT
+
+
+def token_units(
+    by: str, mask_BT: Tensor, turn_BT: Tensor, episode_B: Tensor, speaker_B: Tensor, loss_agg_mode: str
+) -> TokenUnits:
+    """Which tokens count together: by turn, by row, or by episode (all rows of a speaker in it).
+
+    loss_agg_mode: see siirl.algorithms.aggregate; it says what a token counts without weights. ConfigError
+    for an unknown name.
+    """
+    mask_BT = mask_BT.bool()
+    share_BT = mask_BT.double()
+    if loss_agg_mode == "seq-mean-token-mean":
+        share_BT = share_BT / share_BT.sum(-1, keepdim=True).clamp(min=1)
+    match by:
+        case "turn":
+            unit_BT = Turns.of(turn_BT).token_BT
+        case "row":
+            unit_BT = torch.arange(len(mask_BT))[:, None].expand_as(mask_BT)
+        case "episode":
+            unit_BT = joint_key(episode_B, speaker_B)[:, None].expand_as(mask_BT)
+        case _:
+            raise ConfigError(f"equal weight by {by!r} is not known: known are turn, row, episode.")
+    return TokenUnits(torch.where(mask_BT, unit_BT, -1), share_BT)
