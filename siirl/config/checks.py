@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from siirl.config.advice import default_warnings, loss_name
 from siirl.config.common import OptimConfig
 from siirl.config.keys import Key
 from siirl.config.resolve import ALIASES, FOLLOWS, followed_value, get
@@ -20,8 +21,6 @@ LOSS_KEYS = {
     "policy_drift_coeff": ("cpgd",),
 }
 """Keys of the actor that only some policy losses take, and which."""
-ROW_LOSSES = ("gspo", "gmpo", "geo_mean", "sapo")
-"""Policy losses whose papers average over the tokens of a response, and then over responses."""
 
 
 def check_config(cfg: Config) -> None:
@@ -49,8 +48,8 @@ def check_config(cfg: Config) -> None:
 
 
 def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
-    """One line for each key that was set to more than its default and changes nothing in this run, and for a
-    default that is not what the policy loss is known for.
+    """One line for each key that was set to more than its default and changes nothing in this run, and for
+    defaults that do not go with what was set.
 
     node_cfgs: the configurations of the nodes. A key that acts in one of them is not named: another node may
     have another strategy.
@@ -69,23 +68,7 @@ def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
         reason = key.rule.ignored or unmet or absent
         if reason:
             warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
-    return warnings + _unlike_its_paper(cfg)
-
-
-def _unlike_its_paper(cfg: Config) -> list[str]:
-    actor, mode = cfg.actor_rollout_ref.actor, "actor_rollout_ref.actor.loss_agg_mode"
-    loss = _loss_name(cfg)
-    if loss not in ROW_LOSSES or mode in cfg.explicit:
-        return []
-    return [
-        f"{mode}={actor.loss_agg_mode} is the default, but the paper of policy_loss.loss_mode={loss} "
-        f"averages over each response first. Set {mode}=seq-mean-token-mean (or {actor.loss_agg_mode})."
-    ]
-
-
-def _loss_name(cfg: Config) -> str:
-    actor = cfg.actor_rollout_ref.actor
-    return "cpgd" if actor.use_cpgd_loss else actor.policy_loss.loss_mode
+    return [*warnings, *default_warnings(cfg)]
 
 
 def _unmet(cfg: Config, key: Key) -> str:
@@ -134,7 +117,7 @@ def _without(cfg: Config, name: str) -> str:
 
 def _other_loss(cfg: Config, name: str) -> str:
     """Why a key of the actor has no effect on the policy loss, or an empty string."""
-    loss, prefix = _loss_name(cfg), "actor_rollout_ref.actor."
+    loss, prefix = loss_name(cfg), "actor_rollout_ref.actor."
     takers = LOSS_KEYS.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
     if takers is None or loss in takers or ":" in loss:
         return ""

@@ -117,7 +117,11 @@ def test_a_key_without_effect_warns_and_names_itself(override, words):
     "overrides",
     [
         [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1"],
-        [f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=4096"],
+        [
+            f"{ACTOR}.use_dynamic_bsz=true",
+            f"{ACTOR}.ppo_max_token_len_per_gpu=4096",
+            f"{ROLLOUT}.log_prob_use_dynamic_bsz=true",
+        ],
         [f"{ACTOR}.use_kl_loss=true", "actor_rollout_ref.ref.fsdp_config.param_offload=true"],
         ["dag.workflow_path=own.yaml", "actor_rollout_ref.ref.fsdp_config.param_offload=true"],
         [f"{ACTOR}.param_offload=true"],
@@ -132,6 +136,23 @@ def test_a_key_without_effect_warns_and_names_itself(override, words):
 )
 def test_a_key_that_acts_does_not_warn(overrides):
     assert effect_warnings(configured(overrides)) == []
+
+
+def test_passes_over_one_row_at_a_time_are_named():
+    tokens, kl = f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.use_kl_loss=true"
+    one_step = ["data.train_batch_size=64", f"{ACTOR}.ppo_mini_batch_size=64"]
+    cases = [
+        ([tokens], ["rollout.log_prob_micro_batch_size_per_gpu=1: the old log-probs"]),
+        ([tokens, *one_step], []),
+        ([tokens, kl, *one_step], ["ref.log_prob_micro_batch_size_per_gpu=1: the reference"]),
+        ([tokens, "algorithm.adv_estimator=gae", *one_step], ["Set critic.use_dynamic_bsz=true"]),
+        ([tokens, "algorithm.adv_estimator=gae", "critic.ppo_micro_batch_size_per_gpu=4", *one_step], []),
+        (["algorithm.adv_estimator=gae", kl], []),
+    ]
+    for overrides, words in cases:
+        warnings = effect_warnings(configured(overrides))
+        assert len(warnings) == len(words), warnings
+        assert all(word in warning for word, warning in zip(words, warnings, strict=True))
 
 
 def test_a_default_that_is_not_the_one_of_the_loss_is_named():

@@ -1,0 +1,53 @@
+"""Defaults that do not go with what was set: they work, but are hardly what is meant."""
+
+from collections.abc import Iterator
+
+from siirl.config.resolve import get
+from siirl.config.roles import optimizer_steps
+from siirl.config.root import Config
+
+ROW_LOSSES = ("gspo", "gmpo", "geo_mean", "sapo")
+"""Policy losses whose papers average over the tokens of a response, and then over responses."""
+
+
+def default_warnings(cfg: Config) -> Iterator[str]:
+    """One line for each such default."""
+    yield from _unlike_its_paper(cfg)
+    yield from _row_by_row(cfg)
+
+
+def loss_name(cfg: Config) -> str:
+    """The name of the policy loss."""
+    actor = cfg.actor_rollout_ref.actor
+    return "cpgd" if actor.use_cpgd_loss else actor.policy_loss.loss_mode
+
+
+def _unlike_its_paper(cfg: Config) -> Iterator[str]:
+    loss, mode = loss_name(cfg), "actor_rollout_ref.actor.loss_agg_mode"
+    if loss in ROW_LOSSES and mode not in cfg.explicit:
+        default = cfg.actor_rollout_ref.actor.loss_agg_mode
+        yield (
+            f"{mode}={default} is the default, but the paper of policy_loss.loss_mode={loss} averages over "
+            f"each response first. Set {mode}=seq-mean-token-mean (or {default})."
+        )
+
+
+def _row_by_row(cfg: Config) -> Iterator[str]:
+    """Passes over one row at a time where the actor fills micro-batches by tokens."""
+    actor, in_reward = cfg.actor_rollout_ref.actor, cfg.algorithm.use_kl_in_reward
+    if not actor.use_dynamic_bsz:
+        return
+    old = actor.recompute_old_log_prob and (in_reward or optimizer_steps(cfg) > 1)
+    reference = actor.use_kl_loss or in_reward
+    passes = (
+        ("actor_rollout_ref.rollout.log_prob_", "", "the old log-probs", old),
+        ("actor_rollout_ref.ref.log_prob_", "", "the reference", reference),
+        ("critic.", "ppo_", "the critic", cfg.algorithm.adv_estimator == "gae"),
+    )
+    for prefix, infix, what, used in passes:
+        size, dynamic = f"{prefix}{infix}micro_batch_size_per_gpu", f"{prefix}use_dynamic_bsz"
+        if used and not get(cfg, dynamic) and get(cfg, size) == 1:
+            yield (
+                f"{size}=1: {what} one row at a time, which is slow, while the actor fills micro-batches by "
+                f"tokens. Set {dynamic}=true."
+            )
