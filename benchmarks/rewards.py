@@ -116,14 +116,16 @@ def programs(num_workers: int) -> dict[str, Any]:
 
 
 def _measure(samples: list[Sample], pool: WorkerPool) -> dict[str, Any]:
-    start, cpu_s = time.perf_counter(), _children_cpu_s()
+    start, own_s, cpu_s = time.perf_counter(), time.process_time(), _children_cpu_s()
     outcomes = pool.run(samples)
-    seconds = time.perf_counter() - start
+    seconds, own_s = time.perf_counter() - start, time.process_time() - own_s
     pool.close()
+    workers_s = _children_cpu_s() - cpu_s
     return {
         "samples": len(samples),
         "seconds": round(seconds, 2),
-        "workers_cpu_seconds": round(_children_cpu_s() - cpu_s, 2),
+        "workers_cpu_seconds": round(workers_s, 2),
+        "cpu_ms_per_sample": round((workers_s + own_s) / len(samples) * 1000, 3),
         "samples_per_s": round(len(samples) / seconds, 1),
         "mean_score": sum(outcome.score for outcome in outcomes) / len(outcomes),
         "failed": sum(outcome.failure is not None for outcome in outcomes),

@@ -7,13 +7,14 @@ from fractions import Fraction
 from math import isfinite
 from typing import Any
 
+from siirl.rewards import quick_math
+from siirl.rewards.quick_math import CLEARLY
 from siirl.rewards.registry import accepted_answers, register_reward
 from siirl.rewards.rules import last_boxed
 
 PARSE_TIMEOUT_S = 3  # of math-verify's own alarm; what it cannot stop, the pool kills
 TAIL_CHARS = 500  # an answer that is not boxed is looked for at the end of the response only
 MAX_ANSWER_CHARS = 2000  # a longer answer is wrong; parsing it would take the whole timeout
-CLEARLY = 1e-3  # two values that differ by more than this share of them are not equal under any rounding
 DIGITS = 15
 NO_MEANING = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;]|(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
 NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?")
@@ -53,7 +54,9 @@ def _compare_text(answer: str, truth: str) -> bool | None:
     if answer == truth or _canonical(answer) == _canonical(truth):
         return True
     left, right = _rational(answer), _rational(truth)
-    return None if left is None or right is None else _compare_values(left, right)
+    if left is None or right is None:
+        return quick_math.compare(answer, truth)
+    return _compare_values(left, right)
 
 
 def _canonical(text: str) -> str:

@@ -84,7 +84,7 @@ def engine_scores(
     return dict(zip(mine, scores, strict=True))
 
 
-def plain_scores(reward: str, cut: int | None = None) -> list[float]:
+def plain_scores(reward: str) -> list[float]:
     """By transformers: each conversation rendered by the reward model's tokenizer, scored by itself."""
     from transformers import AutoModelForSequenceClassification
 
@@ -95,7 +95,7 @@ def plain_scores(reward: str, cut: int | None = None) -> list[float]:
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         ids = tokenizer.apply_chat_template(chat, return_tensors="pt")["input_ids"]
         with torch.no_grad():
-            scores.append(model(input_ids=ids[:, -cut:] if cut else ids).logits.item())
+            scores.append(model(input_ids=ids).logits.item())
     return scores
 
 
@@ -121,8 +121,12 @@ def test_scores_equal_those_of_hf_on_conversations_rendered_anew(models, world, 
 
 
 def test_a_long_conversation_is_cut_at_its_beginning(models):
-    scores = run_workers(engine_scores, 1, *models, ("reward_model.max_length=12",))[0]
-    assert list(scores.values()) == pytest.approx(plain_scores(models[1], cut=12), abs=1e-5)
+    tokenizer = load_tokenizer(config(*models))
+    rows = policy_rows(tokenizer)
+    whole, num_cut = ConversationEncoder(config(*models), tokenizer).encode(rows)
+    assert num_cut == 0 and int(whole["prompt_length"].min()) > 12
+    short, num_cut = ConversationEncoder(config(*models, "reward_model.max_length=12"), tokenizer).encode(rows)
+    assert num_cut == len(rows) and torch.equal(short["prompt_ids"], whole["prompt_ids"][:, -12:])
 
 
 def test_tokens_are_taken_as_they_are_where_the_tokenizers_agree(models, tmp_path):

@@ -40,7 +40,7 @@ def standardize(rank: int, world: int) -> tuple[list[float], list[float], list[f
     return (*results, state)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_rewards_are_standardised_by_source_over_ranks_and_steps(world):
     parts = run_workers(standardize, world)
     assert all(part[3] == parts[0][3] for part in parts)
