@@ -99,6 +99,7 @@ def check_megatron(model: MegatronModel) -> None:
         _transport,
         _recompute,
         _rows,
+        _optimizer,
     )
     if isinstance(model.shape, ModelShape):
         checks += (_weights, _layers, _attention, _mlp, _vocabulary, _experts)
@@ -299,6 +300,28 @@ def _recompute(model: MegatronModel) -> Iterator[str]:
         )
     if isinstance(layers, int) and layers < 1:
         yield f"recompute_num_layers={layers}: it is 1 or more."
+
+
+def _optimizer(model: MegatronModel) -> Iterator[str]:
+    """Where AdamW's state lies, and in which types: see siirl/engines/train/megatron/adamw.py."""
+    options, where = model.optimizer_options, f"{model.group}.optim.override_optimizer_config"
+    share = options.get("optimizer_offload_fraction", 1.0)
+    if not isinstance(share, int | float) or not 0 <= share <= 1:
+        yield f"{where}.optimizer_offload_fraction={share}: it is a share, 0 to 1."
+    for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
+        if options.get(name) and not options.get("optimizer_cpu_offload"):
+            yield f"{where}.{name}: nothing is on the host. Set {where}.optimizer_cpu_offload=True."
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        value = options.get(name, "fp32")
+        if value not in ("fp32", "bf16"):
+            yield f"{where}.{name}={value}: moments are kept in fp32 or bf16. Set one of them."
+        elif value != "fp32" and not options.get("use_precision_aware_optimizer"):
+            yield f"{where}.{name}={value} needs {where}.use_precision_aware_optimizer=True. Set it."
+    if options.get("main_params_dtype", "fp32") != "fp32":
+        yield (
+            f"{where}.main_params_dtype={options['main_params_dtype']}: small updates would be lost. Main "
+            "weights are in fp32: remove it."
+        )
 
 
 def _common_divisors(width: int, size: int) -> str:

@@ -14,8 +14,7 @@ from siirl.dag.memory import ACTIVATIONS_PER_LAYER, BYTES, MemoryLine, ModelShap
 from siirl.dag.plan import ModelPlan
 
 _UNSPLIT = 5  # of ACTIVATIONS_PER_LAYER: what tensor parallelism alone leaves whole (norms, residuals)
-_DTYPES = {"fp32": 4, "torch.float32": 4, "float32": 4, "bf16": 2, "torch.bfloat16": 2, "bfloat16": 2}
-_DTYPES |= {"fp16": 2, "torch.float16": 2, "float16": 2, "fp8": 1, "torch.uint8": 1, "uint8": 1}
+_DTYPES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -99,10 +98,10 @@ def _optimizer_lines(
     if section.use_distributed_optimizer:
         dense, experts = -(-dense // (dims.dp * dims.cp)), -(-experts // dims.expert_dp)
     aware = bool(options.get("use_precision_aware_optimizer"))
-    kinds = ["exp_avg_dtype", "exp_avg_sq_dtype"] + ["main_params_dtype"] * (section.param_dtype != "float32")
+    kinds = ("exp_avg_dtype", "exp_avg_sq_dtype")
     each = sum(_DTYPES.get(str(options.get(kind, "fp32")), 4) if aware else 4 for kind in kinds)
-    total = (dense + experts) * each
-    share = options.get("optimizer_offload_fraction", 0.0) if options.get("optimizer_cpu_offload") else 0.0
+    total = (dense + experts) * (each + 4 * (section.param_dtype != "float32"))
+    share = options.get("optimizer_offload_fraction", 1.0) if options.get("optimizer_cpu_offload") else 0.0
     on_host = int(total * share)
     lines = [MemoryLine(model.name, "optimizer", total - on_host, section.optimizer_offload)]
     if on_host:

@@ -16,6 +16,7 @@ BOTH_ENDS = (
     option("account_for_embedding_in_pipeline_split", True),
     option("account_for_loss_in_pipeline_split", True),
 )
+OPTIMIZER = "actor_rollout_ref.actor.optim.override_optimizer_config"
 RECIPES = {
     "8B on 8": ("Qwen3-8B", 8, sizes(tp=2, pp=4, cp=1, sp=True)),
     "30B-A3B on 32, 8 chunks a rank": ("Qwen3-30B-A3B", 32, sizes(tp=2, pp=2, vpp=8, ep=4, sp=True)),
@@ -142,6 +143,37 @@ REFUSED = {
         sizes(tp=2, ep=4),
         f"without sequence parallelism: the dispatcher takes each rank's own tokens, and without it all tp "
         f"ranks have the same. Set {ACTOR}.sequence_parallel=true, or tensor_model_parallel_size=1.",
+    ),
+    "a share of more than all": (
+        "Qwen3-8B",
+        8,
+        (f"{OPTIMIZER}.optimizer_cpu_offload=True", f"{OPTIMIZER}.optimizer_offload_fraction=1.5"),
+        "optimizer_offload_fraction=1.5: it is a share, 0 to 1.",
+    ),
+    "a share of nothing": (
+        "Qwen3-8B",
+        8,
+        (f"{OPTIMIZER}.optimizer_offload_fraction=0.5",),
+        "nothing is on the host. Set actor_rollout_ref.actor.optim.override_optimizer_config."
+        "optimizer_cpu_offload=True.",
+    ),
+    "moments in fp8": (
+        "Qwen3-8B",
+        8,
+        (f"{OPTIMIZER}.use_precision_aware_optimizer=True", f"{OPTIMIZER}.exp_avg_dtype=fp8"),
+        "exp_avg_dtype=fp8: moments are kept in fp32 or bf16.",
+    ),
+    "narrow moments without the switch": (
+        "Qwen3-8B",
+        8,
+        (f"{OPTIMIZER}.exp_avg_sq_dtype=bf16",),
+        "use_precision_aware_optimizer=True. Set it.",
+    ),
+    "narrow main weights": (
+        "Qwen3-8B",
+        8,
+        (f"{OPTIMIZER}.main_params_dtype=fp16",),
+        "main_params_dtype=fp16: small updates would be lost.",
     ),
     "allgather under pipelining": (
         "Qwen3-30B-A3B",

@@ -20,6 +20,7 @@ from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_head
 from siirl.engines.train.language_model import pass_flops
+from siirl.engines.train.megatron.adamw import StatePlace, state_place
 from siirl.engines.train.megatron.context import SumOverRanks
 from siirl.engines.train.megatron.export import Exporter
 from siirl.engines.train.megatron.micro_batch import MicroBatch, make_micro_batch, make_rope
@@ -126,7 +127,7 @@ class MegatronEngine(TrainEngine):
             for stage in self._stages:
                 stage.requires_grad_(False)
         self._shards = OwnedShards(self._params, self._optimizer)
-        self._shards.allocate()
+        self._shards.allocate(state_place(settings.optim) if plan.trains else StatePlace())
 
     def set_total_steps(self, total_steps: int) -> None:
         """Tell the learning-rate schedule the optimizer steps of the run; a total in the config wins."""
@@ -300,6 +301,7 @@ class MegatronEngine(TrainEngine):
                 if self._settings.grad_clip > 0 and part.get_parameters():
                     clip_grad_by_total_norm_fp32(part.get_parameters(), self._settings.grad_clip, norm)
             self._optimizer.step_with_ready_grads()
+            self._shards.release()
             self._is_gathering = self._gathers_late
             self.version += 1
             self._num_skipped = 0
@@ -388,7 +390,8 @@ class MegatronEngine(TrainEngine):
             elif part == "optimizer" and self._optimizer is not None:
                 owned, _ = self._shards.tensors(param)
                 model_storage = param.untyped_storage()._cdata
-                yield from (x for x in owned.values() if x.untyped_storage()._cdata != model_storage)
+                elsewhere = (x for x in owned.values() if x.untyped_storage()._cdata != model_storage)
+                yield from (x for x in elsewhere if x.device.type == self.device.type)
 
     def _check_outputs(self, outputs: tuple[str, ...]) -> None:
         unknown = set(outputs) - set(self._stages[-1].outputs)

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from siirl.config.common import MegatronConfig, OptimConfig
 from siirl.dag.names import suggest
 from siirl.engines.train.hf_model import torch_dtype
+from siirl.engines.train.megatron.adamw import OWN_OPTIONS
 from siirl.engines.train.megatron.weights import family_of, head_dim
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import ConfigError
@@ -130,7 +131,10 @@ def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
 
 
 def optimizer_config(optim: OptimConfig, megatron: MegatronConfig, ddp: Any) -> OptimizerConfig:
-    """AdamW; clipping and the learning rate are ours, `eps` in the overrides is Megatron's adam_eps."""
+    """AdamW; clipping and the learning rate are ours, `eps` in the overrides is Megatron's adam_eps.
+
+    Where its state lies, and in which types, is not Megatron's to know: see adamw.py.
+    """
     dtype = torch_dtype(megatron.param_dtype, "megatron.param_dtype")
     fixed = {
         "optimizer": "adam",
@@ -144,6 +148,7 @@ def optimizer_config(optim: OptimConfig, megatron: MegatronConfig, ddp: Any) -> 
         "clip_grad": 0.0,
     }
     overrides = dict(optim.override_optimizer_config or {})
+    overrides = {name: value for name, value in overrides.items() if name not in OWN_OPTIONS}
     if "eps" in overrides:
         overrides["adam_eps"] = overrides.pop("eps")
     overrides = _checked(overrides, OptimizerConfig, "optimizer", set(fixed))

@@ -1,6 +1,6 @@
 """The training state of a Megatron model as rectangles of Hugging Face tensors, and AdamW's state itself."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from siirl.engines.train.megatron.adamw import PlacedAdamW, StatePlace
 from siirl.engines.train.megatron.model import LocalParams
 from siirl.engines.train.megatron.pieces import Piece, PiecewiseTensor, rectangles
 from siirl.engines.train.megatron.weights import Entry, hf_shapes, runs
@@ -26,11 +27,22 @@ class OwnedShards:
             for param in _model_params(part)
         }
 
-    def allocate(self) -> None:
-        """Give every moment its memory: it is known, and a checkpoint can be read, before the first step."""
-        for part in {id(part): part for part in self._owner.values()}.values():
-            inner = part.optimizer
-            for group in inner.param_groups:
+    def allocate(self, place: StatePlace) -> None:
+        """Give every moment its memory: it is known, and a checkpoint can be read, before the first step.
+
+        The optimizer is AdamW by torch, or ours where `place` asks for more, whatever Megatron chose.
+        """
+        storages = {param.untyped_storage()._cdata for param, _ in self._params}
+        for part in self._parts():
+            groups = part.optimizer.param_groups
+            if not place.is_plain:
+                part.optimizer = PlacedAdamW(groups, place, storages)
+                continue
+            inner = part.optimizer = torch.optim.AdamW([torch.empty(0)])
+            inner.param_groups = groups  # among them views of parameters, which the constructor refuses
+            for group in groups:
+                for name, value in inner.defaults.items():
+                    group.setdefault(name, value)
                 for param in group["params"]:
                     step = torch.zeros((), dtype=torch.float32, device=param.device)
                     inner.state[param] = {"step": step} | {name: torch.zeros_like(param) for name in MOMENTS}
@@ -38,18 +50,31 @@ class OwnedShards:
 
     def set_step(self, step: int) -> None:
         """Tell AdamW how many steps were taken."""
-        for part in {id(part): part for part in self._owner.values()}.values():
+        for part in self._parts():
             for state in part.optimizer.state.values():
                 state["step"].fill_(float(step))
 
     def publish(self, modules: list[Any]) -> None:
         """Bring the model's parameters to the optimizer's copies, after these were loaded. Collective."""
-        for part in {id(part): part for part in self._owner.values()}.values():
+        for part in self._parts():
+            if isinstance(part.optimizer, PlacedAdamW):
+                part.optimizer.fill()
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
+        self.release()
         for module in modules:
             if getattr(getattr(module, "ddp_config", None), "use_distributed_optimizer", False):
                 module.start_param_sync(force_sync=True)
+
+    def release(self) -> None:
+        """After a step: what the host keeps need not be on the device any more."""
+        for part in self._parts():
+            if isinstance(part.optimizer, PlacedAdamW):
+                part.optimizer.release()
+
+    def _parts(self) -> Iterable[MegatronOptimizer]:
+        """The optimizers that own something; Megatron has one for experts and one for the rest."""
+        return {id(part): part for part in self._owner.values()}.values()
 
     def tensors(self, param: nn.Parameter) -> tuple[dict[str, Tensor], int]:
         """({"param", *MOMENTS: flat tensors}, where in the parameter they begin); {} if nothing is owned."""
@@ -66,7 +91,8 @@ class OwnedShards:
         elif getattr(param, "main_param", None) is not None:
             main = param.main_param
         state = part.optimizer.state[main]
-        found = {"param": main, **{name: state[name] for name in MOMENTS}}
+        weight = part.optimizer.weight(main) if isinstance(part.optimizer, PlacedAdamW) else main
+        found = {"param": weight, **{name: state[name] for name in MOMENTS}}
         return {name: tensor.detach().view(-1) for name, tensor in found.items()}, start
 
 
