@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from siirl.config import load_config
 from siirl.dag.plan import ModelPlan
 from siirl.engines.registry import make_rollout_engine
-from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.base import Request, SamplingParams, WaveStream
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.errors import ConfigError, RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
@@ -374,6 +374,149 @@ def test_seeds_of_samples_are_fixed_for_all_engines():
     """Halves of the published SplitMix64 stream of seed 1234567."""
     stream = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
     assert [derive_seed(1234567, sample) for sample in range(4)] == [value >> 1 for value in stream]
+
+
+VARIED = [
+    SamplingParams(max_tokens=10, stop_token_ids=(4, 9)),
+    SamplingParams(max_tokens=40),
+    SamplingParams(max_tokens=6, temperature=0),
+    SamplingParams(max_tokens=25, temperature=1.5, top_k=8, top_p=0.9),
+    SamplingParams(max_tokens=25, stop_token_ids=tuple(range(VOCAB)), ignore_eos=True),
+]
+
+
+def requests_of(prompts=PROMPTS, first_key=0):
+    return [
+        Request(first_key + index, prompt, VARIED[index % len(VARIED)], seed=index)
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def generated(engine, requests):
+    """What `generate` says to each request."""
+    found = {}
+    for params in dict.fromkeys(request.params for request in requests):
+        same = [request for request in requests if request.params == params]
+        answers = engine.generate([r.prompt for r in same], params, [r.seed for r in same])
+        found |= {request.key: one for request, (one,) in zip(same, answers, strict=True)}
+    return found
+
+
+def collected(stream, num_waits=600):
+    """All answers, in the order of arrival."""
+    answers = []
+    for _ in range(num_waits):
+        answers += stream.collect(0.2)
+        if not stream.num_pending:
+            return answers
+    raise AssertionError(f"{stream.num_pending} requests are still pending")
+
+
+def assert_same(answers, expected):
+    assert sorted(key for key, _ in answers) == sorted(expected)
+    for key, completion in answers:
+        other = expected[key]
+        assert completion.token_ids == other.token_ids
+        assert completion.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+        assert (completion.finish_reason, completion.weight_version) == (other.finish_reason, 7)
+
+
+def test_a_stream_gives_what_generate_gives(engine):
+    expected = generated(engine, requests_of())
+    stream = engine.stream()
+    stream.submit(requests_of())
+    assert stream.num_pending == 5
+    assert_same(collected(stream), expected)
+    assert stream.num_pending == 0
+
+
+def test_requests_join_while_others_run(engine):
+    requests = requests_of(PROMPTS * 2)
+    expected = generated(engine, requests)
+    stream = engine.stream()
+    stream.submit(requests[:2])
+    waiting, answers = requests[2:], []
+    while waiting or stream.num_pending:
+        answers += stream.collect(0.001)
+        stream.submit(waiting[:1])
+        waiting = waiting[1:]
+    assert_same(answers, expected)
+
+
+def test_answers_come_in_order_of_completion_not_of_submission(engine):
+    stream = engine.stream()
+    long, short = SamplingParams(max_tokens=50), SamplingParams(max_tokens=2)
+    stream.submit([Request("long", [5, 6], long, 0), Request("short", [5, 6], short, 0)])
+    assert [key for key, _ in collected(stream)] == ["short", "long"]
+    stream.submit([Request("long", [5, 6], long, 0)])
+    assert stream.collect(0.0) == []
+    stream.submit([Request("late", [7], short, 0)])
+    assert [key for key, _ in collected(stream)] == ["late", "long"]
+
+
+def test_a_stream_of_nothing_answers_at_once(engine):
+    stream = engine.stream()
+    stream.submit([])
+    assert stream.collect(100.0) == [] and stream.num_pending == 0
+
+
+def test_a_request_that_cannot_run_is_named_and_none_is_added(engine):
+    stream = engine.stream()
+    params = SamplingParams(max_tokens=4)
+    good = Request("good", [5], params, 0)
+    for bad, words in (
+        (Request("bad", [6] * 64, params, 0), "'bad' has 64 tokens"),
+        (Request("bad", [], params, 0), "'bad' is empty"),
+        (Request("good", [7], params, 0), "'good' is pending already"),
+    ):
+        with pytest.raises(RolloutError, match=words):
+            stream.submit([good, bad])
+        assert stream.num_pending == 0
+    with pytest.raises(RolloutError, match="'many' asks for n=2"):
+        Request("many", [5], SamplingParams(max_tokens=4, n=2), 0)
+
+
+def test_while_requests_are_pending_the_engine_does_nothing_else(engine, reference):
+    stream = engine.stream()
+    stream.submit(requests_of())
+    params = SamplingParams(max_tokens=2)
+    for call in (
+        lambda: engine.generate([[5]], params, [0]),
+        lambda: engine.load_weights(weights_of(engine, reference), version=8),
+        engine.sleep,
+    ):
+        with pytest.raises(RolloutError, match="5 requests of its stream are pending"):
+            call()
+    stream.close()
+    stream.close()
+    assert engine.weight_version == 7
+    assert engine.generate([[5]], params, [0]) == engine.generate([[5]], params, [0])
+    expected = generated(engine, requests_of())
+    again = engine.stream()
+    again.submit(requests_of())
+    assert_same(collected(again), expected)
+
+
+def test_a_stream_names_the_request_whose_log_probs_are_not_finite(engine, reference):
+    weights = weights_of(engine, reference)
+    broken = [(name, tensor * float("nan") if "norm" in name else tensor) for name, tensor in weights]
+    engine.load_weights(broken, version=3)
+    stream = engine.stream()
+    stream.submit([Request("first", [5], SamplingParams(max_tokens=3), 0)])
+    with pytest.raises(RolloutError, match="request 'first' has log-probs that are not finite"):
+        collected(stream)
+    stream.close()
+
+
+@pytest.mark.parametrize("engine_name", ["hf"], indirect=True)
+def test_the_default_stream_gives_what_generate_gives(engine):
+    expected = generated(engine, requests_of())
+    stream = WaveStream(engine)
+    stream.submit(requests_of()[:3])
+    stream.submit(requests_of()[3:])
+    assert_same(collected(stream), expected)
+    with pytest.raises(RolloutError, match="'x' is pending already"):
+        stream.submit([Request("x", [5], VARIED[0], 0)] * 2)
 
 
 @pytest.mark.parametrize("engine_name", ["vllm"], indirect=True)

@@ -1,5 +1,7 @@
 """What is particular to the HF engine: passes, prefill blocks, the cache, dtypes, architectures."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from siirl.config import load_config
 from siirl.dag.plan import ModelPlan
-from siirl.engines.rollout import decode, kv_cache, sampling
-from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout import decode, hf_stream, kv_cache, sampling
+from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.hf import HFRollout
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.parallel.dims import ParallelDims
@@ -78,13 +80,82 @@ def test_tuning_does_not_change_samples(model_dir, expected, monkeypatch, module
     assert tokens(loaded(model_dir)) == expected
 
 
-def test_prompts_are_read_once_and_ended_rows_leave(model_dir, monkeypatch):
+def streamed(engine, params=SAMPLED, at_first=2):
+    """The first sample of each prompt, from a stream that the requests join one after another."""
+    stream = engine.stream()
+    one = dataclasses.replace(params, n=1)
+    waiting = [Request(index, prompt, one, index) for index, prompt in enumerate(PROMPTS)]
+    stream.submit(waiting[:at_first])
+    answers, waiting = {}, waiting[at_first:]
+    while waiting or stream.num_pending:
+        answers |= dict(stream.collect(0.0))
+        stream.submit(waiting[:1])
+        waiting = waiting[1:]
+    return [answers[index].token_ids for index in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (kv_cache, "GROWTH", 1),
+        (hf_stream, "KEEP_SHARE", 1.0),
+        (hf_stream, "KEEP_SHARE", 0.0),
+        (hf_stream, "CHECK_EVERY", {"cpu": 5}),
+    ],
+)
+def test_tuning_does_not_change_what_a_stream_says(model_dir, expected, monkeypatch, module, name, value):
+    monkeypatch.setattr(module, name, value)
+    assert streamed(loaded(model_dir)) == [samples[0] for samples in expected]
+
+
+def test_a_stream_holds_no_more_rows_and_positions_than_there_is_room_for(model_dir, expected, monkeypatch):
+    engine = loaded(model_dir, "actor_rollout_ref.rollout.max_num_seqs=3")
+    shapes = forward_shapes(engine, monkeypatch)
+    assert streamed(engine, at_first=5) == [samples[0] for samples in expected]
+    assert shapes[0] == (3, 7) and max(rows for rows, _ in shapes) == 3
+    room = hf_stream.Room(rows=10, positions=100)
+    assert room.fits(4, 25) and not room.fits(4, 26) and room.fits(1, 1000) and not room.fits(11, 1)
+
+
+def test_a_stream_reads_equal_prompts_once_and_ended_rows_leave(model_dir, monkeypatch):
     engine = loaded(model_dir)
+    shapes = forward_shapes(engine, monkeypatch)
+    stream = engine.stream()
+    lengths = [3, 3, 10, 30, 30]
+    stream.submit(
+        [Request(i, PROMPTS[0], SamplingParams(max_tokens=length), i) for i, length in enumerate(lengths)]
+    )
+    while stream.num_pending:
+        stream.collect(1.0)
+    rows = [shape[0] for shape in shapes]
+    assert shapes[0] == (1, 3) and rows[1:] == [5] * 2 + [3] * 7 + [2] * 20
+
+
+def test_columns_that_nobody_sees_leave_the_cache(model_dir):
+    engine = loaded(model_dir)
+    stream, widths = engine.stream(), []
+    for number in range(12):
+        stream.submit([Request(number, [5, 6], SamplingParams(max_tokens=20), number)])
+        stream.collect(0.0)
+        while stream.num_pending > 1:
+            stream.collect(0.0)
+        widths.append(stream._batch._cache.get_seq_length())
+    assert max(widths) <= 22, "a stream that never ends does not grow"
+
+
+def forward_shapes(engine, monkeypatch):
+    """[rows, positions] of each forward from now on."""
     shapes = []
     forward = engine._model.forward
     monkeypatch.setattr(
         engine._model, "forward", lambda **kw: shapes.append(tuple(kw["input_ids"].shape)) or forward(**kw)
     )
+    return shapes
+
+
+def test_prompts_are_read_once_and_ended_rows_leave(model_dir, monkeypatch):
+    engine = loaded(model_dir)
+    shapes = forward_shapes(engine, monkeypatch)
     completions = engine.generate(PROMPTS, SAMPLED, range(5))
     assert shapes[0] == (4, 11), "four distinct prompts, not five, not fifteen rows"
     rows = [shape[0] for shape in shapes[1:]]
@@ -125,6 +196,7 @@ def test_greedy_equals_transformers_on_other_architectures(tmp_path, family, opt
     for prompt, (response,) in zip(PROMPTS, tokens(engine, GREEDY), strict=True):
         full = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
         assert response == full[0, len(prompt) :].tolist()
+    assert streamed(engine, GREEDY) == [response for (response,) in tokens(engine, GREEDY)]
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,23 @@ def test_an_error_of_the_engine_names_it_and_the_request(process):
         process.ask("sleep")
     with pytest.raises(RolloutError, match="wake"):
         process.ask("wake", part="weights")
+    request = {
+        "prompts": np.array([5]),
+        "prompt_lengths": np.array([1]),
+        "seeds": np.array([0]),
+    }
+    process.send("submit", request, names=["0"], params=[{"max_tokens": 1}])
+    with pytest.raises(RolloutError, match=r"'agent_0.rollout', stream: AttributeError"):
+        process.listen(60.0)
+    assert process.listen(0.0) == []
 
 
 def test_a_killed_engine_is_named_with_its_signal(process):
     with pytest.raises(RolloutError):
         process.ask("sleep")  # it runs
     os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(RolloutError, match="died during 'stream': killed by SIGKILL"):
+        process.listen(60.0)
     with pytest.raises(RolloutError, match=rf"pid {process.pid}\) died during 'sleep': killed by SIGKILL"):
         process.ask("sleep")
 
@@ -51,6 +62,9 @@ def test_a_silent_engine_is_noticed_within_the_deadline(process):
     process.deadline_s = 1.0
     with pytest.raises(RolloutError, match=r"hangs: no word in 1 s .*'sleep'"):
         process.ask("sleep")
+    process.expect()
+    with pytest.raises(RolloutError, match=r"hangs: no word in 1 s .*'stream'"):
+        process.listen(60.0)
 
 
 def test_messages_carry_values_and_arrays_exactly():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, RolloutError
 from siirl.observe.metrics import Metrics
 
 
@@ -66,14 +66,72 @@ class Completion:
     weight_version: int
 
 
+Key = int | str
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response that is wanted of a stream. key: the asker's name for it, unique among those unanswered.
+
+    Its completion is that of `generate([prompt], params, [seed])`; params.n is 1 (else RolloutError).
+    """
+
+    key: Key
+    prompt: Sequence[int]
+    params: SamplingParams
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.params.n != 1:
+            raise RolloutError(
+                f"request {self.key!r} asks for n={self.params.n} responses: a request of a stream has one. "
+                "Submit a request, with a seed of its own, for each."
+            )
+
+
+class RolloutStream(ABC):
+    """Requests to one engine, each answered as soon as it is complete, while others join and run.
+
+    Used by one thread at a time, on the first rank of the engine's shard; no communication with other ranks.
+    After an error only `close` is of use.
+    """
+
+    @property
+    @abstractmethod
+    def num_pending(self) -> int:
+        """Requests submitted and not yet collected."""
+
+    @abstractmethod
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Add requests; returns without waiting for results.
+
+        RolloutError for one that cannot run, a key that is pending already, or an engine without weights:
+        then none of them is added.
+        """
+
+    @abstractmethod
+    def collect(self, timeout_s: float) -> list[tuple[Key, Completion]]:
+        """What has completed, in order of completion; waits up to timeout_s for the first.
+
+        Empty after that time, and at once when nothing is pending. An engine without a process of its own
+        works only inside this call. RolloutError when the engine failed, died, or hangs.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Forget what is pending; the engine can be used otherwise again. Idempotent."""
+
+
 class RolloutEngine(ABC):
     """One sampler of one policy.
 
-    Build: `Engine(plan: ModelPlan, cfg: Config, groups: ProcessGroups, device)`.
+    Build: `Engine(plan: ModelPlan, cfg: Config, groups: ProcessGroups, device)`. While a stream of it has
+    pending requests, `generate`, `load_weights` and `sleep` raise RolloutError.
     """
 
     name: str
     weight_version: int  # version that its weights came from; -1 before the first sync
+    _stream: RolloutStream | None = None
 
     @abstractmethod
     def generate(
@@ -84,6 +142,25 @@ class RolloutEngine(ABC):
         The result for a prompt depends on (weights, prompt, params, its seed) alone: not on the other
         prompts of the call nor their order, up to float rounding. Zero prompts give an empty list.
         """
+
+    def stream(self) -> RolloutStream:
+        """A new stream of requests; the one before is closed. On the first rank of a shard."""
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = self.new_stream()
+        return self._stream
+
+    def new_stream(self) -> RolloutStream:
+        """The engine's kind of stream; by default calls of `generate`, each with all that has come since."""
+        return WaveStream(self)
+
+    def check_idle(self, what: str) -> None:
+        """RolloutError if requests of a stream are pending. what: what cannot be done now."""
+        if self._stream is not None and self._stream.num_pending:
+            raise RolloutError(
+                f"rollout engine {self.name!r} cannot {what} now: {self._stream.num_pending} requests of its "
+                "stream are pending. Collect them, or close the stream."
+            )
 
     @abstractmethod
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -117,3 +194,47 @@ class RolloutEngine(ABC):
     def close(self) -> None:
         """Release everything; the engine is not used afterwards."""
         return None
+
+
+class WaveStream(RolloutStream):
+    """A stream over `generate`: what has been submitted runs as one call, which `collect` waits for."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._waiting: dict[Key, Request] = {}
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See RolloutStream; the engine judges the prompts when they run."""
+        check_keys(requests, self._waiting)
+        self._waiting |= {request.key: request for request in requests}
+
+    def collect(self, timeout_s: float) -> list[tuple[Key, Completion]]:
+        """See RolloutStream; takes as long as the longest response, whatever timeout_s."""
+        waiting, self._waiting = self._waiting, {}
+        by_params: dict[SamplingParams, list[Request]] = {}
+        for request in waiting.values():
+            by_params.setdefault(request.params, []).append(request)
+        answers = []
+        for params, requests in by_params.items():
+            results = self._engine.generate([r.prompt for r in requests], params, [r.seed for r in requests])
+            answers += [(request.key, one) for request, (one,) in zip(requests, results, strict=True)]
+        return answers
+
+    def close(self) -> None:
+        """See RolloutStream."""
+        self._waiting = {}
+
+
+def check_keys(requests: Sequence[Request], pending: Iterable[Key]) -> None:
+    """RolloutError for a key that is used twice."""
+    used = set(pending)
+    for request in requests:
+        if request.key in used:
+            raise RolloutError(
+                f"request key {request.key!r} is pending already: answers could not be told apart."
+            )
+        used.add(request.key)

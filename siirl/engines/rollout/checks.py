@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from siirl.engines.rollout.base import Completion, SamplingParams
+from siirl.engines.rollout.base import Completion, Key, Request, SamplingParams, check_keys
 from siirl.errors import RolloutError
 
 WeightState = Literal["empty", "loading", "ready", "asleep"]
@@ -33,37 +33,59 @@ class CallLimits:
         seeds: Sequence[int],
     ) -> None:
         """RolloutError unless the engine has weights and can run every prompt."""
+        self.check_weights(state)
+        if len(seeds) != len(prompts):
+            raise RolloutError(f"{len(prompts)} prompts and {len(seeds)} seeds: each prompt needs one seed.")
+        for index, prompt in enumerate(prompts):
+            self.check_prompt(f"prompt {index}", prompt, params)
+
+    def check_requests(self, state: WeightState, requests: Sequence[Request], pending: Iterable[Key]) -> None:
+        """The same for requests of a stream, and for their keys. pending: the keys of those before."""
+        self.check_weights(state)
+        check_keys(requests, pending)
+        for request in requests:
+            self.check_prompt(f"prompt of request {request.key!r}", request.prompt, request.params)
+
+    def check_weights(self, state: WeightState) -> None:
+        """RolloutError unless a sync has completed."""
         if state != "ready":
             raise RolloutError(
                 f"rollout engine {self.name!r} has no usable weights: {_NO_WEIGHTS[state]}. "
                 "Sync weights before generating."
             )
-        if len(seeds) != len(prompts):
-            raise RolloutError(f"{len(prompts)} prompts and {len(seeds)} seeds: each prompt needs one seed.")
-        for index, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise RolloutError(f"prompt {index} is empty: there is nothing to continue. Remove it.")
-            low, high = min(prompt), max(prompt)
-            if low < 0 or high >= self.vocab:
-                raise RolloutError(
-                    f"prompt {index} has token ids {low} to {high}, the model knows 0 to {self.vocab - 1}: "
-                    "tokenizer and model do not belong together. Use the model's own tokenizer."
-                )
-            if len(prompt) + params.max_tokens > self.max_context:
-                raise RolloutError(
-                    f"prompt {index} has {len(prompt)} tokens and its response up to {params.max_tokens}: "
-                    f"rollout engine {self.name!r} has {self.max_context} positions. Lower "
-                    "data.max_prompt_length or data.max_response_length, or use a model of longer context."
-                )
+
+    def check_prompt(self, who: str, prompt: Sequence[int], params: SamplingParams) -> None:
+        """RolloutError if the prompt is empty, too long, or has unknown tokens. who: its name in messages."""
+        if not len(prompt):
+            raise RolloutError(f"{who} is empty: there is nothing to continue. Remove it.")
+        low, high = min(prompt), max(prompt)
+        if low < 0 or high >= self.vocab:
+            raise RolloutError(
+                f"{who} has token ids {low} to {high}, the model knows 0 to {self.vocab - 1}: "
+                "tokenizer and model do not belong together. Use the model's own tokenizer."
+            )
+        if len(prompt) + params.max_tokens > self.max_context:
+            raise RolloutError(
+                f"{who} has {len(prompt)} tokens and its response up to {params.max_tokens}: "
+                f"rollout engine {self.name!r} has {self.max_context} positions. Lower "
+                "data.max_prompt_length or data.max_response_length, or use a model of longer context."
+            )
 
 
-def check_finite(samples: Iterable[tuple[int, int, Completion]], dtype: str) -> None:
-    """RolloutError for a (prompt, sample, completion) with a log-prob that is NaN or minus infinity."""
-    for call, sample, completion in samples:
+def check_finite(samples: Iterable[tuple[str, Completion]], dtype: str) -> None:
+    """RolloutError for a completion, given with its name, whose log-probs are NaN or minus infinity."""
+    for who, completion in samples:
         total = sum(completion.log_probs)
         if total != total or total == float("-inf"):
             raise RolloutError(
-                f"sample {sample} of prompt {call} has log-probs that are not finite, at weight version "
+                f"{who} has log-probs that are not finite, at weight version "
                 f"{completion.weight_version}: the weights overflow in {dtype}, or hold NaN. "
                 "Lower the learning rate, or set actor_rollout_ref.rollout.dtype=float32."
             )
+
+
+def check_complete_responses(finish_reasons: Iterable[str], engine: str) -> None:
+    """RolloutError for responses that ended in another way than by a stop token or their length."""
+    odd = sorted(set(finish_reasons) - {"stop", "length"})
+    if odd:
+        raise RolloutError(f"rollout engine {engine!r} ended responses with {', '.join(odd)}: incomplete.")

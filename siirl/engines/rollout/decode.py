@@ -1,8 +1,7 @@
 """The decode loop of the HF engine: prompts and per-row seeds in, sampled tokens out, for one batch.
 
 Each distinct prompt is prefilled once and its cache repeated for its samples; rows that ended leave the
-batch when that pays. Shapes: D distinct prompts, B samples, P prompt width, T response tokens, V
-vocabulary.
+batch when that pays. Shapes: D distinct prompts, B samples, S positions, T response tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from siirl.engines.rollout.base import SamplingParams
-from siirl.engines.rollout.kv_cache import fan_out, keep_rows, new_cache
+from siirl.engines.rollout.kv_cache import gather, keep_rows
+from siirl.engines.rollout.prefill import read_prompts
 from siirl.engines.rollout.sampling import sample_tokens, uniforms
 from siirl.observe.spans import note, phase
 
@@ -121,54 +121,19 @@ def _prefill(
 ) -> tuple[Tensor, _Running]:
     """Read each prompt once; logits of the first response token and the cache, both repeated per sample."""
     device = model.device
-    limit = int(length_D.max()) + max_tokens
-    parts, part_counts, logits = [], [], []
-    for block in _blocks(length_D.tolist(), prefill_tokens):
-        cache, last_logits = _read(model, prompts[block], length_D[block])
-        parts.append(cache)
-        part_counts.append(count_D[block].to(device))
-        logits.append(last_logits.repeat_interleave(part_counts[-1], 0))
-    length_B = length_D.repeat_interleave(count_D)
     width = int(length_D.max())
+    limit = width + max_tokens
+    logits_BV, blocks = read_prompts(model, prompts, count_D, prefill_tokens)
+    length_B = length_D.repeat_interleave(count_D)
     padded = bool((length_D < width).any())
     slot_S = torch.arange(limit)
-    return torch.cat(logits), _Running(
-        cache=fan_out(parts, part_counts, limit),
+    return logits_BV, _Running(
+        cache=gather(blocks, limit),
         mask_BS=(slot_S >= width - length_B[:, None]).to(device) if padded else None,
         position_B=length_B.to(device),
         row_B=torch.arange(len(length_B), device=device),
         ended_B=torch.zeros(len(length_B), dtype=torch.bool, device=device),
     )
-
-
-def _blocks(lengths: list[int], max_tokens: int) -> list[slice]:
-    """Consecutive prompts whose padded size stays within max_tokens (single prompts may exceed it)."""
-    blocks, start, width = [], 0, 0
-    for index, length in enumerate(lengths):
-        width = max(width, length)
-        if index > start and width * (index + 1 - start) > max_tokens:
-            blocks.append(slice(start, index))
-            start, width = index, length
-    return [*blocks, slice(start, len(lengths))]
-
-
-def _read(model: PreTrainedModel, prompts: Sequence[Sequence[int]], length_D: Tensor) -> tuple[Cache, Tensor]:
-    """One prefill forward of left-padded prompts: the cache, and the logits after the last tokens, [D, V]."""
-    width = int(length_D.max())
-    real_DP = torch.arange(width) >= width - length_D[:, None]
-    ids_DP = torch.zeros(len(prompts), width, dtype=torch.int64)
-    ids_DP[real_DP] = torch.tensor([token for prompt in prompts for token in prompt])
-    position_DP = (torch.arange(width) - (width - length_D[:, None])).clamp_(min=0)
-    cache = new_cache(width)
-    output = model(
-        input_ids=ids_DP.to(model.device),
-        position_ids=position_DP.to(model.device),
-        attention_mask=None if bool(real_DP.all()) else real_DP.to(model.device),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return cache, output.logits[:, -1]
 
 
 def _collect(token_BT: Tensor, log_prob_BT: Tensor, stops_V: Tensor, steps: int) -> Samples:

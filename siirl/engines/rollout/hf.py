@@ -10,9 +10,10 @@ from transformers.initialization import no_init_weights
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.dag.plan import ModelPlan
-from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
+from siirl.engines.rollout.base import Completion, Key, Request, RolloutEngine, SamplingParams
 from siirl.engines.rollout.checks import CallLimits, WeightState, check_finite
 from siirl.engines.rollout.decode import Samples, decode
+from siirl.engines.rollout.hf_stream import HFStream, Room
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.hf_model import load_hf_config
@@ -55,6 +56,7 @@ class HFRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run (too long, empty, unknown
         tokens), and for weights that give log-probs that are not finite.
         """
+        self.check_idle("generate")
         self._limits.check(self._state, prompts, params, seeds)
         if not prompts:
             return []
@@ -75,8 +77,25 @@ class HFRollout(RolloutEngine):
                 samples = self._decode(distinct, part, params, seeds)
                 for (_, call, sample), completion in zip(part, self._completions(samples), strict=True):
                     found[call, sample] = completion
-        check_finite(((*key, sample) for key, sample in found.items()), str(self._model.dtype))
+        check_finite(
+            ((f"sample {sample} of prompt {call}", one) for (call, sample), one in found.items()),
+            str(self._model.dtype),
+        )
         return [[found[call, sample] for sample in range(params.n)] for call in range(len(prompts))]
+
+    def new_stream(self) -> HFStream:
+        """See RolloutEngine: a batch that requests join and leave between two steps."""
+        room = Room(self._rollout.max_num_seqs)
+        if self._rollout.micro_batch_size is not None:
+            room = Room(min(room.rows, self._rollout.micro_batch_size * self._rollout.n))
+        if self._device.type == "cuda":
+            room = Room(room.rows, self._cache_positions())
+        return HFStream(self, self._model, self._rollout.max_num_batched_tokens, room)
+
+    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> None:
+        """RolloutError unless these requests of a stream can run; wakes the engine for them."""
+        self._limits.check_requests(self._state, requests, pending)
+        self.wake()
 
     def weight_specs(self) -> WeightSpecs:
         """See RolloutEngine."""
@@ -84,6 +103,7 @@ class HFRollout(RolloutEngine):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the engine."""
+        self.check_idle("take weights")
         self.wake()
         self._state, self.weight_version = "loading", -1
         own = self._model.state_dict()
@@ -94,6 +114,7 @@ class HFRollout(RolloutEngine):
 
     def sleep(self) -> None:
         """Move the weights to host memory, on a GPU and with rollout.free_cache_engine. Idempotent."""
+        self.check_idle("sleep")
         if self._device.type != "cpu" and self._rollout.free_cache_engine:
             self._model.to("cpu")
             torch.cuda.empty_cache()
@@ -105,6 +126,9 @@ class HFRollout(RolloutEngine):
     def close(self) -> None:
         """Release the model."""
         self._state, self.weight_version = "empty", -1
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
         del self._model
 
     def _decode(
@@ -135,10 +159,13 @@ class HFRollout(RolloutEngine):
         if self._rollout.micro_batch_size is not None:
             rows = min(rows, self._rollout.micro_batch_size * n)
         if self._device.type == "cuda":
-            free_bytes, _ = torch.cuda.mem_get_info(self._device)
-            budget = free_bytes * self._rollout.gpu_memory_utilization
-            rows = min(rows, int(budget / (max_context * _cache_bytes_per_token(self._model))))
+            rows = min(rows, self._cache_positions() // max_context)
         return max(rows, 1)
+
+    def _cache_positions(self) -> int:
+        """Positions for whose keys and values the GPU has memory now."""
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        return int(free_bytes * self._rollout.gpu_memory_utilization / _cache_bytes_per_token(self._model))
 
 
 def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> PreTrainedModel:

@@ -6,6 +6,7 @@ a token. Layers that attend to a sliding window keep all positions too: the mode
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -49,28 +50,42 @@ def new_cache(limit: int) -> Cache:
     return Cache(layer_class_to_replicate=partial(BufferedLayer, limit))
 
 
-def fan_out(parts: Sequence[Cache], counts: Sequence[Tensor], limit: int) -> Cache:
-    """One cache of prefilled prompts, each repeated for its samples; empties `parts` layer by layer.
+@dataclass(frozen=True)
+class Block:
+    """Rows to take from a cache. rows: int64 indices, in order, any of them several times; start: the first
+    position to take."""
 
-    parts: left-padded batches of prompts, each of its own width, in order. counts[p][b]: samples of row b of
-    part p. Positions left of a narrower part are zero (to be masked). limit: positions ever needed.
+    cache: Cache
+    rows: Tensor
+    start: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.cache.get_seq_length() - self.start
+
+
+def gather(blocks: Sequence[Block], limit: int) -> Cache:
+    """One cache of the rows of all blocks, aligned on the right; empties the blocks' caches layer by layer.
+
+    Positions left of a narrower block are zero (to be masked). limit: positions ever needed.
     """
-    width = max(part.get_seq_length() for part in parts)
-    rows = [int(count.sum()) for count in counts]
+    width = max(block.width for block in blocks)
+    rows = [len(block.rows) for block in blocks]
     cache = new_cache(limit)
-    for index in range(len(parts[0].layers)):
+    for index in range(len(blocks[0].cache.layers)):
         layer = BufferedLayer(limit)
-        layers = [part.layers[index] for part in parts]
+        sources = [block.cache.layers[index] for block in blocks]
         for name in ("keys", "values"):
-            first = getattr(layers[0], name)
+            first = getattr(sources[0], name)
             capacity = min(limit, width + GROWTH)
             buffer = first.new_empty(sum(rows), first.shape[1], capacity, first.shape[3])
-            for block, source, count in zip(buffer.split(rows), layers, counts, strict=True):
-                pad = width - source.length
-                block[:, :, :pad] = 0
-                block[:, :, pad:width] = getattr(source, name).repeat_interleave(count, 0)
+            for target, source, block in zip(buffer.split(rows), sources, blocks, strict=True):
+                pad = width - block.width
+                target[:, :, :pad] = 0
+                used = getattr(source, name)[:, :, block.start : source.length]
+                target[:, :, pad:width] = used.index_select(0, block.rows)
             setattr(layer, name, buffer)
-            for source in layers:
+            for source in sources:
                 setattr(source, name, None)
         layer.length, layer.is_initialized = width, True
         cache.layers.append(layer)

@@ -30,16 +30,18 @@ def derive_seed(seed: int, sample: int) -> int:
     return (state ^ (state >> 31)) >> 1
 
 
-def uniforms(seeds: list[int], num_positions: int) -> np.ndarray:
+def uniforms(seeds: list[int], num_positions: int, first: list[int] | None = None) -> np.ndarray:
     """One number of (0, 1) for each position of each row, float64, shape [T, B]: column b depends on
     seeds[b] alone.
 
-    The SplitMix64 stream of each seed, its upper 32 bits: never 0 or 1, also after multiplication by a total
-    probability.
+    first: the position at which the column of each row begins; 0 by default. The SplitMix64 stream of each
+    seed, its upper 32 bits: never 0 or 1, also after multiplication by a total probability.
     """
     start = np.array([seed & _MASK for seed in seeds], dtype=np.uint64)
-    steps = np.arange(1, num_positions + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    state = start[None, :] + steps[:, None]
+    number = np.arange(1, num_positions + 1, dtype=np.uint64)[:, None]
+    if first is not None:
+        number = number + np.array(first, dtype=np.uint64)
+    state = start + number * np.uint64(_GOLDEN)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(_MIX_1)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(_MIX_2)
     bits = (state ^ (state >> np.uint64(31))) >> np.uint64(32)

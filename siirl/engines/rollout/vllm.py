@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from siirl.config import Config
 from siirl.dag.plan import ModelPlan
 from siirl.data.model_files import model_dir
-from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
-from siirl.engines.rollout.checks import CallLimits, WeightState, check_finite
+from siirl.engines.rollout.base import Completion, Key, Request, RolloutEngine, SamplingParams
+from siirl.engines.rollout.checks import CallLimits, WeightState, check_complete_responses, check_finite
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.shared_buffer import SharedBuffer
 from siirl.engines.rollout.vllm_arguments import (
@@ -26,6 +26,7 @@ from siirl.engines.rollout.vllm_arguments import (
     physical_gpu,
 )
 from siirl.engines.rollout.vllm_process import EngineProcess
+from siirl.engines.rollout.vllm_stream import VLLMStream
 from siirl.engines.rollout.vllm_version import vllm_version
 from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.hf_model import load_hf_config
@@ -98,6 +99,7 @@ class VLLMRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run, for log-probs that are not
         finite, and when the engine dies, hangs or fails.
         """
+        self.check_idle("generate")
         self._limits.check(self._state, prompts, params, seeds)
         if not prompts:
             return []
@@ -113,7 +115,7 @@ class VLLMRollout(RolloutEngine):
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
         check_finite(
             (
-                (call, sample, completion)
+                (f"sample {sample} of prompt {call}", completion)
                 for call, row in enumerate(completions)
                 for sample, completion in enumerate(row)
             ),
@@ -121,12 +123,36 @@ class VLLMRollout(RolloutEngine):
         )
         return completions
 
+    def new_stream(self) -> VLLMStream:
+        """See RolloutEngine: the engine's process admits requests between two of its steps."""
+        if self._process is None:
+            raise RolloutError(
+                f"rollout engine {self.name!r}: rank {self._shard[0]}, the first of its shard, has its stream"
+            )
+        return VLLMStream(self, self._process, self._dtype)
+
+    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> None:
+        """RolloutError unless these requests of a stream can run; wakes the KV cache for them."""
+        self._limits.check_requests(self._state, requests, pending)
+        self._wake_cache()
+
+    def count(self, stats: dict[str, float], prompt_tokens: int) -> None:
+        """Keep vLLM's statistics for drain_metrics; prompt_tokens: of the responses that they tell of."""
+        self._metrics.mean("rollout/prefix_cache_hits", stats["cached_tokens"], prompt_tokens)
+        for name, metric in (
+            ("vllm:num_preemptions", "rollout/vllm_preemptions_total"),
+            ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
+        ):
+            if name in stats:
+                self._metrics.max(metric, stats[name])
+
     def weight_specs(self) -> WeightSpecs:
         """See RolloutEngine."""
         return dict(self._specs)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the weights. Collective over the ranks of the shard."""
+        self.check_idle("take weights")
         self.wake()
         self._state, self.weight_version = "loading", -1
         checked = checked_weights(weights, self._specs, self._aliases, self.name)
@@ -152,6 +178,7 @@ class VLLMRollout(RolloutEngine):
 
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache, on a GPU with free_cache_engine. Idempotent."""
+        self.check_idle("sleep")
         if self._gives_memory_back and self._state != "asleep":
             with phase("sleep"):
                 self._tell("sleep")
@@ -167,6 +194,7 @@ class VLLMRollout(RolloutEngine):
 
     def close(self) -> None:
         """End the engine's process."""
+        self._stream = None
         self._state, self.weight_version = "empty", -1
         if self._process is not None:
             self._process.close()
@@ -185,11 +213,7 @@ class VLLMRollout(RolloutEngine):
     def _generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
     ) -> tuple[list[str], dict[str, np.ndarray]]:
-        if self._cache_sleeps:
-            with phase("wake"):
-                torch.cuda.empty_cache()
-                self._tell("wake", part="kv_cache")
-            self._cache_sleeps = False
+        self._wake_cache()
         table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
         arrays = {
             "prompts": np.array([token for prompt in prompts for token in prompt], np.int64),
@@ -199,22 +223,16 @@ class VLLMRollout(RolloutEngine):
         assert self._process is not None
         with phase("generate", rows=params.n * len(prompts)):
             values, results = self._process.ask("generate", arrays, params=dataclasses.asdict(params))
-        odd = {reason for reason in values["finish_reasons"] if reason not in ("stop", "length")}
-        if odd:
-            raise RolloutError(
-                f"rollout engine {self.name!r} ended responses with {', '.join(sorted(odd))}: incomplete."
-            )
-        self._count(values["stats"], params.n * sum(len(prompt) for prompt in prompts))
+        check_complete_responses(values["finish_reasons"], self.name)
+        self.count(values["stats"], params.n * sum(len(prompt) for prompt in prompts))
         return values["finish_reasons"], results
 
-    def _count(self, stats: dict[str, float], prompt_tokens: int) -> None:
-        self._metrics.mean("rollout/prefix_cache_hits", stats["cached_tokens"], prompt_tokens)
-        for name, metric in (
-            ("vllm:num_preemptions", "rollout/vllm_preemptions_total"),
-            ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
-        ):
-            if name in stats:
-                self._metrics.max(metric, stats[name])
+    def _wake_cache(self) -> None:
+        if self._cache_sleeps:
+            with phase("wake"):
+                torch.cuda.empty_cache()
+                self._tell("wake", part="kv_cache")
+            self._cache_sleeps = False
 
     def _buckets(
         self, weights: Iterator[tuple[str, Tensor]], buffer: SharedBuffer

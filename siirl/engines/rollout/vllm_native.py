@@ -102,11 +102,8 @@ class NativeEngine:
                 )
         return finished
 
-    @property
-    def busy(self) -> bool:
-        return self._engine.has_unfinished_requests()
-
     def abort(self, request_ids: list[str]) -> None:
+        """Forget requests that were added under these names."""
         self._engine.abort_request(request_ids)
 
     def sleep(self) -> None:

@@ -56,6 +56,7 @@ class EngineProcess:
                 pass_fds=[theirs.fileno()],
             )
         self._channel = Channel(ours)
+        self._heard_s = time.monotonic()
 
     @property
     def pid(self) -> int:
@@ -78,32 +79,68 @@ class EngineProcess:
             raise self._death(kind) from None
 
     def wait(self, kind: str) -> Reply:
-        """The answer to the request `kind`; see ask."""
-        heard_s, progress = time.monotonic(), ""
+        """The answer to the request `kind`; see ask. Messages of a stream that come before it are dropped."""
+        self._heard_s, progress = time.monotonic(), ""
         while True:
-            if not self._channel.ready(POLL_S):
-                if self._process.poll() is not None and not self._channel.ready(0):
-                    raise self._death(kind)
-                if time.monotonic() - heard_s > self.deadline_s:
-                    raise RolloutError(
-                        f"{self._what} (pid {self.pid}) hangs: no word in {self.deadline_s:g} s while this "
-                        f"worker waits for {kind!r}{progress}. Raise trainer.deadline_s if that is too short "
-                        f"for this model.{self._tail()}"
-                    )
+            message = self._receive(kind, POLL_S, progress)
+            if message is None:
                 continue
-            try:
-                answer, values, arrays = self._channel.receive()
-            except ChannelClosed:
-                raise self._death(kind) from None
-            heard_s = time.monotonic()
+            answer, values, arrays = message
             if answer == "alive":
-                progress = f" ({values['done']} of {values['total']} responses are complete)"
+                progress = f" ({values['progress']})"
             elif answer == "error":
-                if values["user_error"]:
-                    raise ConfigError(values["text"])
-                raise RolloutError(f"{self._what}, {kind}: {values['text']}{self._tail()}")
-            else:
+                raise self._reported(kind, values)
+            elif answer == "done":
                 return values, arrays
+
+    def listen(self, timeout_s: float) -> list[Reply]:
+        """What a stream has finished: the replies that are there, or the first within timeout_s seconds.
+
+        Only while something is pending. Errors as those of ask; the deadline counts from the last message, or
+        from `expect`.
+        """
+        replies: list[Reply] = []
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = 0.0 if replies else max(0.0, until_s - time.monotonic())
+            message = self._receive("stream", min(POLL_S, left_s), "")
+            if message is None:
+                if replies or time.monotonic() >= until_s:
+                    return replies
+            elif message[0] == "stream_error":
+                raise self._reported("stream", message[1])
+            elif message[0] == "finished":
+                replies.append(message[1:])
+
+    def expect(self) -> None:
+        """Let the deadline of `listen` begin now: the process was idle, and has work from here on."""
+        self._heard_s = time.monotonic()
+
+    def _receive(
+        self, kind: str, timeout_s: float, progress: str
+    ) -> tuple[str, dict[str, Any], dict[str, np.ndarray]] | None:
+        """The next message, or None after timeout_s. RolloutError if the process died or hangs."""
+        if not self._channel.ready(timeout_s):
+            if self._process.poll() is not None and not self._channel.ready(0):
+                raise self._death(kind)
+            if time.monotonic() - self._heard_s > self.deadline_s:
+                raise RolloutError(
+                    f"{self._what} (pid {self.pid}) hangs: no word in {self.deadline_s:g} s while this "
+                    f"worker waits for {kind!r}{progress}. Raise trainer.deadline_s if that is too short "
+                    f"for this model.{self._tail()}"
+                )
+            return None
+        try:
+            message = self._channel.receive()
+        except ChannelClosed:
+            raise self._death(kind) from None
+        self._heard_s = time.monotonic()
+        return message
+
+    def _reported(self, kind: str, values: dict[str, Any]) -> RolloutError | ConfigError:
+        if values["user_error"]:
+            return ConfigError(values["text"])
+        return RolloutError(f"{self._what}, {kind}: {values['text']}{self._tail()}")
 
     def close(self) -> None:
         """End the process. Idempotent."""

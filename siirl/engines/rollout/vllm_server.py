@@ -3,19 +3,24 @@
     python -m siirl.engines.rollout.vllm_server FD
 
 FD: the inherited socket. The first message, "start", brings vLLM's arguments; each later one is answered by
-"done", or by "error". While it generates, the process says "alive" about every second, from the thread that
-runs the engine: an engine that hangs falls silent.
+"done", or by "error". "submit" alone has no such answer: its requests join those that run, and each is told
+by a "finished" when it is complete, whatever else the worker sends (or by a "stream_error", which ends them
+all). While it generates, the process says "alive" about every second, from the thread that runs the engine:
+an engine that hangs falls silent.
 """
 
 import argparse
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,31 +33,98 @@ ALIVE_EVERY_S = 1.0
 PR_SET_PDEATHSIG = 1
 
 
+Message = tuple[str, dict[str, Any], dict[str, np.ndarray]]
+
+
 class Server:
     """Answers the worker's messages with one engine."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._engine: Any = None
+        self._running: set[str] = set()  # requests of the stream
+        self._spoken_s = time.monotonic()
+        self._inbox: queue.Queue[Message | None] = queue.Queue()
 
     def run(self) -> None:
         """Until the worker closes the channel or says "stop"."""
+        # A reader of its own: the worker can always send, also while it does not read what we send.
+        threading.Thread(target=self._read, daemon=True).start()
         while True:
-            kind, values, arrays = self._channel.receive()
-            if kind == "stop":
+            while self._running and self._inbox.empty():
+                self._guarded("stream_error", self._advance)
+            message = self._inbox.get()
+            if message is None or message[0] == "stop":
                 return
-            try:
-                result = getattr(self, f"on_{kind}")(values, arrays)
-            except Exception as error:  # told to the worker, which ends the run or goes on
-                self._channel.send(
-                    "error",
-                    text=str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}",
-                    user_error=isinstance(error, UserError),
-                    traceback=traceback.format_exc(),
-                )
-                continue
-            values, arrays = result or ({}, {})
-            self._channel.send("done", arrays, **values)
+            if message[0] == "submit":
+                self._guarded("stream_error", self._submit, *message[1:])
+            else:
+                self._guarded("error", self._answer, *message)
+
+    def _read(self) -> None:
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                self._inbox.put(self._channel.receive())
+        self._inbox.put(None)
+
+    def _answer(self, kind: str, values: dict, arrays: dict) -> None:
+        values, arrays = getattr(self, f"on_{kind}")(values, arrays) or ({}, {})
+        self._channel.send("done", arrays, **values)
+
+    def _guarded(self, report: str, work: Callable[..., None], *arguments: Any) -> None:
+        """Do it; an error goes to the worker, under the name `report`, which ends the run or goes on."""
+        try:
+            work(*arguments)
+        except ChannelClosed:
+            raise
+        except Exception as error:
+            if report == "stream_error":
+                self.on_abort({}, {})
+            known = isinstance(error, UserError)
+            self._channel.send(
+                report,
+                text=str(error) if known else f"{type(error).__name__}: {error}",
+                user_error=known,
+                traceback=traceback.format_exc(),
+            )
+
+    def _submit(self, values: dict, arrays: dict) -> None:
+        """Let requests join those that run. Arrays as in on_generate; a seed for each of values["names"]."""
+        bounds = np.cumsum(arrays["prompt_lengths"])[:-1]
+        prompts = np.split(arrays["prompts"], bounds)
+        for name, prompt, params, seed in zip(
+            values["names"], prompts, values["params"], arrays["seeds"].tolist(), strict=True
+        ):
+            self._engine.add(name, prompt.tolist(), SamplingParams(**params), seed)
+            self._running.add(name)
+
+    def _advance(self) -> None:
+        """One step of the engine for the stream's requests."""
+        for finished in self._engine.step():
+            name = finished.request_id.split("-")[0]
+            self._running.discard(name)
+            stats = {"cached_tokens": float(finished.num_cached_tokens)}
+            if not self._running:
+                stats |= self._engine.stats()
+            self._channel.send(
+                "finished",
+                {"tokens": np.array(finished.token_ids, np.int64), "log_probs": _float32(finished.log_probs)},
+                name=name,
+                finish_reason=finished.finish_reason,
+                stats=stats,
+            )
+        self._say_alive(f"{len(self._running)} requests are running")
+
+    def _say_alive(self, progress: str) -> None:
+        if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
+            self._spoken_s = time.monotonic()
+            self._channel.send("alive", progress=progress)
+
+    def on_abort(self, values: dict, arrays: dict) -> None:
+        """Forget the requests of the stream."""
+        if self._running:
+            self._engine.abort(sorted(self._running))
+        self._running.clear()
 
     def on_start(self, values: dict, arrays: dict) -> Any:
         from siirl.engines.rollout.vllm_native import NativeEngine
@@ -71,19 +143,17 @@ class Server:
                 self._engine.add(str(row), prompt, params, seed)
                 pending[str(row)] = row
         rows: list[Any] = [None] * len(pending)
-        done, spoken_s = 0, time.monotonic()
+        done = 0
         while done < len(rows):
             for finished in self._engine.step():
                 rows[int(finished.request_id.split("-")[0])] = finished
                 done += 1
-            if time.monotonic() - spoken_s > ALIVE_EVERY_S:
-                spoken_s = time.monotonic()
-                self._channel.send("alive", done=done, total=len(rows))
+            self._say_alive(f"{done} of {len(rows)} responses are complete")
         reasons = [row.finish_reason for row in rows]
         stats = self._engine.stats() | {"cached_tokens": float(sum(row.num_cached_tokens for row in rows))}
         return {"finish_reasons": reasons, "stats": stats}, {
             "tokens": np.array([token for row in rows for token in row.token_ids], np.int64),
-            "log_probs": np.array([value for row in rows for value in row.log_probs], np.float32),
+            "log_probs": _float32(value for row in rows for value in row.log_probs),
             "lengths": np.array([len(row.token_ids) for row in rows], np.int64),
         }
 
@@ -105,6 +175,10 @@ class Server:
     def on_read_tensor(self, values: dict, arrays: dict) -> Any:
         parts = self._engine.read_tensor(values["name"])
         return {}, {str(worker): part.numpy() for worker, part in enumerate(parts)}
+
+
+def _float32(values: Iterable[float]) -> np.ndarray:
+    return np.fromiter(values, np.float32)
 
 
 def main(argv: list[str] | None = None) -> int:
