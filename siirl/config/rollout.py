@@ -39,12 +39,20 @@ class MultiTurnConfig:
     use_all_traj: bool = key(False, "train on all trajectories")
     enable: bool = key(False, "several turns")
     max_assistant_turns: int | None = key(None, "most turns of the assistant")
-    tool_config_path: str | None = key(None, "file that lists the tools")
-    format: str = key("hermes", "format of tool calls")
+    tool_config_path: str | None = key(None, "file that lists the tools (docs/tools.md)")
+    format: str = key(
+        "hermes",
+        "format in which the model writes tool calls, or file.py:function",
+        choices=("hermes", "json", "llama3_json", "qwen3_coder"),
+        user_code=True,
+    )
     max_user_turns: int | None = key(None, "most turns of the user")
-    max_parallel_calls: int = key(1, "tool calls at once")
-    max_tool_response_length: int = key(256, "longest tool response")
-    tool_response_truncate_side: str = key("middle", "where a longer one is cut")
+    max_parallel_calls: int = key(1, "most tool calls of one turn; they run at once", low=1)
+    max_tool_response_length: int = key(256, "most characters of a tool response", low=1)
+    tool_response_truncate_side: str = key(
+        "middle", "what is kept of a longer one; middle: both ends", choices=("left", "middle", "right")
+    )
+    tool_timeout_s: float = key(30.0, "longest run of one tool call, in seconds", low=0)
     interaction_config_path: str | None = key(None, "file of the simulated user")
     completion_callback: str | None = key(None, "function called after each turn")
     use_inference_chat_template: bool = key(False, "chat template of inference")

@@ -1,0 +1,171 @@
+"""Tools that agents call within a turn: their calls are checked, and run with deadlines.
+
+Whatever a model writes wrongly, and whatever goes wrong in a tool, becomes a text for the model and a count.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from siirl.agents.tool_parsers import MalformedCall, ToolCall
+from siirl.agents.tool_schema import argument_errors, from_texts
+from siirl.agents.user_thread import Hung, Raised, UserThread
+from siirl.config.rollout import MultiTurnConfig
+
+UNKNOWN, MALFORMED, ARGUMENTS, RAISED, HUNG, TOO_MANY = (
+    "unknown",
+    "malformed",
+    "arguments",
+    "raised",
+    "hung",
+    "too_many",
+)
+"""Kinds of errors of a call."""
+
+
+class Tool(Protocol):
+    """One tool, shared by all episodes of a rank; `Class(**config)`. A plain function may be one, too.
+
+    schema: in OpenAI's function format. Calling it may block or be awaited; several calls may run at once,
+    in threads of their own. What belongs to an episode goes into episode.state.
+    """
+
+    schema: dict[str, Any]
+
+    def __call__(self, arguments: dict[str, Any], episode: Any) -> Any:
+        """The text for the model (another value is written out by str)."""
+        ...
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """max_calls: of one turn. max_length: characters of a response, longer ones are cut on `side`."""
+
+    max_calls: int = 1
+    max_length: int = 256
+    side: str = "middle"
+    deadline_s: float = 30.0
+
+    @classmethod
+    def of(cls, multi_turn: MultiTurnConfig) -> "ToolLimits":
+        """As the configuration says."""
+        return cls(
+            multi_turn.max_parallel_calls,
+            multi_turn.max_tool_response_length,
+            multi_turn.tool_response_truncate_side,
+            multi_turn.tool_timeout_s,
+        )
+
+
+@dataclass(frozen=True)
+class ToolResponse:
+    """What the model reads after a call. error: the kind of error, or None. tool: None if it is unknown."""
+
+    text: str
+    tool: str | None = None
+    error: str | None = None
+    truncated: bool = False
+
+
+class Toolbox:
+    """The tools of one rollout node, and the threads in which they run."""
+
+    def __init__(self, tools: Mapping[str, Tool]):
+        self.tools = dict(tools)
+        self._idle: list[UserThread] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._places: dict[str, asyncio.Semaphore] = {}
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What a chat template is told of the tools."""
+        return [tool.schema for tool in self.tools.values()]
+
+    async def call(self, name: str, arguments: dict[str, Any], episode: Any, deadline_s: float) -> str:
+        """The answer of a tool whose arguments have been checked. Raised or Hung if there is none."""
+        place = self._place(name)
+        if place is None:
+            return await self._call(name, arguments, episode, deadline_s)
+        async with place:  # waiting for a place does not count as hanging
+            return await self._call(name, arguments, episode, deadline_s)
+
+    def _place(self, name: str) -> asyncio.Semaphore | None:
+        """What bounds the calls of this tool at once. Each event loop, of a step, has its own."""
+        if self._loop is not asyncio.get_running_loop():
+            self._loop, self._places = asyncio.get_running_loop(), {}
+        limit = getattr(self.tools[name], "max_concurrent", 0)
+        return self._places.setdefault(name, asyncio.Semaphore(limit)) if limit else None
+
+    async def _call(self, name: str, arguments: dict[str, Any], episode: Any, deadline_s: float) -> str:
+        thread = self._idle.pop() if self._idle else UserThread("tool")
+        try:
+            return await thread.call(deadline_s, lambda: self.tools[name](arguments, episode), str)
+        finally:
+            if not thread.abandoned:
+                self._idle.append(thread)
+
+    def close(self) -> None:
+        """End the threads."""
+        while self._idle:
+            self._idle.pop().end()
+
+
+async def run_tools(
+    calls: Sequence[ToolCall | MalformedCall], toolbox: Toolbox, episode: Any, limits: ToolLimits
+) -> list[ToolResponse]:
+    """The response to each call, in order; calls of one turn run at once. Errors are responses as well.
+
+    Only a SiirlError of a tool (a sandbox that does not work) is raised.
+    """
+    return list(
+        await asyncio.gather(
+            *(_respond(call, index, toolbox, episode, limits) for index, call in enumerate(calls))
+        )
+    )
+
+
+async def _respond(
+    call: ToolCall | MalformedCall, index: int, toolbox: Toolbox, episode: Any, limits: ToolLimits
+) -> ToolResponse:
+    if isinstance(call, MalformedCall):
+        return _error(MALFORMED, None, f"{call.reason}. Nothing was called.", limits)
+    tool = toolbox.tools.get(call.name)
+    if tool is None:
+        known = ", ".join(toolbox.tools) or "none"
+        return _error(UNKNOWN, None, f"there is no tool {call.name[:60]!r}. Tools: {known}.", limits)
+    if index >= limits.max_calls:
+        reason = f"at most {limits.max_calls} calls in one turn: this one was not made."
+        return _error(TOO_MANY, call.name, reason, limits)
+    arguments = from_texts(call.arguments, tool.schema) if call.as_text else call.arguments
+    problems = argument_errors(arguments, tool.schema)
+    if problems:
+        return _error(ARGUMENTS, call.name, f"{call.name}: {'; '.join(problems)}.", limits)
+    try:
+        answer = await toolbox.call(call.name, arguments, episode, limits.deadline_s)
+    except Hung as error:
+        return _error(HUNG, call.name, f"{call.name} gave {error}.", limits)
+    except Raised as error:
+        return _error(RAISED, call.name, f"{call.name} failed: {error}", limits)
+    text = truncated(answer, limits.max_length, limits.side)
+    return ToolResponse(text, call.name, None, text != answer)
+
+
+def _error(kind: str, tool: str | None, reason: str, limits: ToolLimits) -> ToolResponse:
+    text = f"Error: {reason}"
+    cut = truncated(text, limits.max_length, "left")
+    return ToolResponse(cut, tool, kind, cut != text)
+
+
+def truncated(text: str, length: int, side: str) -> str:
+    """At most `length` characters of a text, and a note. side: which part is kept, "left", "right", or both
+    ends for "middle".
+    """
+    if len(text) <= length:
+        return text
+    if side == "left":
+        return text[:length] + "...(truncated)"
+    if side == "right":
+        return "(truncated)..." + text[len(text) - length :]
+    half = length // 2
+    return text[:half] + "...(truncated)..." + text[len(text) - half :]

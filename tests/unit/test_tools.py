@@ -1,0 +1,309 @@
+"""Tools: formats of calls, arguments against schemas, built-ins, and that errors are texts for the model."""
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from siirl.agents.builtin_tools import CalculationError, Calculator, PythonTool, calculate, number_text
+from siirl.agents.tool_files import load_tools
+from siirl.agents.tool_parsers import TOOL_PARSERS, MalformedCall, ToolCall, tool_parser
+from siirl.agents.tool_schema import argument_errors, check_schema, from_texts, function_schema
+from siirl.agents.tools import Toolbox, ToolLimits, run_tools, truncated
+from siirl.config.rollout import MultiTurnConfig
+from siirl.errors import ConfigError, DagError
+
+FILE = Path(__file__).with_name("tool_functions.py")
+HERE = "<tool_call>"
+
+
+def call_text(name, arguments):
+    return f"{HERE}\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "parser, text, content, calls",
+    [
+        ("hermes", "no call {}", "no call {}", []),
+        ("hermes", "Let me see. " + call_text("f", {"a": 1}), "Let me see.", [("f", {"a": 1})]),
+        (
+            "hermes",
+            call_text("f", {}) + "\n" + call_text("g", {"x": [1]}),
+            "",
+            [("f", {}), ("g", {"x": [1]})],
+        ),
+        (
+            "hermes",
+            f'{HERE}{{"name": "f", "arguments": "{{\\"a\\": 2}}"}}</tool_call>',
+            "",
+            [("f", {"a": 2})],
+        ),
+        ("hermes", f"a {HERE}{{nonsense</tool_call> b", "a  b", ["the call is no JSON"]),
+        ("hermes", f'a {HERE}{{"name": "f"}}', "a", ["is not closed"]),
+        ("hermes", f"{HERE}[1]</tool_call>", "", ["a call is"]),
+        ("hermes", f'{HERE}{{"name": 3}}</tool_call>', "", ["a call is"]),
+        ("hermes", f'{HERE}{{"name": "f", "arguments": [1]}}</tool_call>', "", ["not a mapping"]),
+        ("hermes", HERE + "[" * 100_000 + "</tool_call>", "", ["the call is no JSON"]),
+        ("llama3_json", "The answer is 4.", "The answer is 4.", []),
+        ("llama3_json", '{"name": "f", "parameters": {"a": 1}}', "", [("f", {"a": 1})]),
+        (
+            "llama3_json",
+            '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g"}',
+            "",
+            [("f", {}), ("g", {})],
+        ),
+        ("llama3_json", '{"name": "f", ', "", ["the call is no JSON"]),
+        ("json", 'See\n```json\n{"name": "f", "arguments": {"a": 1}}\n```', "See", [("f", {"a": 1})]),
+        ("json", '```json\n{"data": 1}\n```', '```json\n{"data": 1}\n```', []),
+        (
+            "json",
+            '```json\n{"data": 1}\n``` and ```json\n{"name": "f"}\n```',
+            '```json\n{"data": 1}\n``` and',
+            [("f", {})],
+        ),
+        (
+            "qwen3_coder",
+            f"ok {HERE}\n<function=run>\n<parameter=code>\nx = 1\n  y\n</parameter>\n"
+            "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>",
+            "ok",
+            [("run", {"code": "x = 1\n  y", "n": "3"})],
+        ),
+        ("qwen3_coder", f"{HERE}<function=f>oops</function></tool_call>", "", ["outside of <parameter"]),
+        ("qwen3_coder", f"{HERE}f()</tool_call>", "", ["holds no <function"]),
+    ],
+)
+def test_parsers_take_calls_out_of_a_turn(parser, text, content, calls):
+    parsed = tool_parser(parser)(text)
+    assert parsed.content == content
+    assert len(parsed.calls) == len(calls)
+    for call, expected in zip(parsed.calls, calls, strict=True):
+        if isinstance(expected, str):
+            assert isinstance(call, MalformedCall) and expected in call.reason
+        else:
+            assert isinstance(call, ToolCall) and (call.name, call.arguments) == expected
+
+
+def test_the_names_of_parsers_are_those_of_the_configuration():
+    rule = MultiTurnConfig.__dataclass_fields__["format"].metadata["rule"]
+    assert set(rule.choices) == set(TOOL_PARSERS)
+    assert tool_parser(f"{FILE}:bad").__name__ == "bad"
+    with pytest.raises(ConfigError, match="Choose one of hermes"):
+        tool_parser("hermse")
+
+
+SCHEMA = function_schema(
+    "search",
+    "",
+    {
+        "query": {"type": "string"},
+        "limit": {"type": "integer", "minimum": 1, "maximum": 9},
+        "weight": {"type": ["number", "null"]},
+        "kind": {"enum": ["page", "image"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "where": {"type": "object", "properties": {"site": {"type": "string"}}, "required": ["site"]},
+        "exact": {"type": "boolean"},
+    },
+    ["query"],
+)
+
+
+@pytest.mark.parametrize(
+    "arguments, errors",
+    [
+        ({"query": "x"}, []),
+        ({"query": "x", "limit": 3, "weight": None, "kind": "page", "tags": ["a"], "exact": True}, []),
+        ({"query": "x", "limit": 3.0, "weight": 2, "where": {"site": "s", "more": 1}}, []),
+        ({}, ["query is missing"]),
+        ({"query": 3}, ["query must be string, not 3"]),
+        ({"query": "x", "limit": "3"}, ['limit must be integer, not "3"']),
+        ({"query": "x", "limit": True}, ["limit must be integer, not true"]),
+        ({"query": "x", "exact": 1}, ["exact must be boolean, not 1"]),
+        ({"query": "x", "limit": 0}, ["limit must be at least 1, not 0"]),
+        ({"query": "x", "limit": 12}, ["limit must be at most 9, not 12"]),
+        ({"query": "x", "weight": "w"}, ['weight must be number or null, not "w"']),
+        ({"query": "x", "kind": "video"}, ['kind must be one of "page", "image", not "video"']),
+        ({"query": "x", "tags": ["a", 2]}, ["tags[1] must be string, not 2"]),
+        ({"query": "x", "where": {}}, ["where.site is missing"]),
+        ({"q": "x"}, ["query is missing", "q is no argument of it"]),
+    ],
+)
+def test_arguments_are_checked_against_the_schema(arguments, errors):
+    found = argument_errors(arguments, SCHEMA)
+    assert len(found) == len(errors)
+    assert all(part in whole for part, whole in zip(errors, found, strict=True))
+
+
+def test_texts_become_what_the_schema_wants():
+    texts = {"query": "3", "limit": "3", "tags": '["a"]', "exact": "True", "weight": "much"}
+    values = from_texts(texts, SCHEMA)
+    assert values == {"query": "3", "limit": 3, "tags": ["a"], "exact": True, "weight": "much"}
+
+
+@pytest.mark.parametrize(
+    "schema, words",
+    [
+        ({}, "is no function"),
+        ({"function": {"name": ""}}, "is no function"),
+        ({"function": {"name": "f", "parameters": {"type": "array"}}}, "are no object"),
+        (
+            {"function": {"name": "f", "parameters": {"properties": {"a": {"type": "str"}}}}},
+            "unknown type 'str'",
+        ),
+        ({"function": {"name": "f", "parameters": {"properties": {"a": "string"}}}}, "the schema of 'a'"),
+        ({"function": {"name": "f", "parameters": {"required": ["a"]}}}, "are no properties"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused(schema, words):
+    with pytest.raises(ConfigError, match=words):
+        check_schema(schema, "tool 1")
+
+
+@pytest.mark.parametrize(
+    "expression, value",
+    [
+        ("2 + 3 * 4", "14"), ("(2+3)*4", "20"), ("7/2", "3.5"), ("-2**2", "-4"), ("2^10", "1024"),
+        ("7 // 2 + 7 % 4", "6"), ("sqrt(16)", "4"), ("max(1, 2.5)", "2.5"), ("round(pi, 2)", "3.14"),
+        ("0.1 + 0.2", "0.3"), ("10**20", "100000000000000000000"), ("1e300 * 1e-300", "1"),
+    ],
+)  # fmt: skip
+def test_the_calculator_calculates(expression, value):
+    assert number_text(calculate(expression)) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "", "1 +", "1/0", "9**9**9**9", "2**(2**40)", "(10**1200) * (10**1200)", "1e308*10",
+        "(-8)**0.5", "log(-1)",
+        "__import__('os').system('id')", "open('x')", "().__class__", "'a'*10", "[1]", "x", "True",
+        "1 if 1 else 2",
+        "lambda: 1", "min(1)", "sqrt(1, 2)", "sqrt(x=1)", "10**400 + 0.5", "(" * 900, "1" * 2000,
+        "9" * 990 + "**3",
+        "1\0", "1;2", "a:=1", "factorial(99)", "1e999",
+    ],
+)  # fmt: skip
+def test_what_is_no_arithmetic_is_told_so_and_never_run(expression):
+    start = time.monotonic()
+    with pytest.raises(CalculationError):
+        calculate(expression)
+    assert time.monotonic() - start < 1
+    assert Calculator()({"expression": expression}, None).startswith("Error: ")
+
+
+def toolbox(tmp_path, *entries):
+    file = tmp_path / "tools.yaml"
+    file.write_text(yaml.safe_dump({"tools": list(entries)}))
+    return load_tools(MultiTurnConfig(tool_config_path=str(file)))
+
+
+def user_tool(name, properties, **config):
+    schema = function_schema(name, "", properties, list(properties))
+    return {"function": f"{FILE}:{name}", "tool_schema": schema, "config": config}
+
+
+NUMBER = {"type": "number"}
+ADD = user_tool("add", {"a": NUMBER, "b": NUMBER}, offset=100)
+SLOW = user_tool("slow", {"seconds": NUMBER})
+BAD = user_tool("bad", {"how": {"type": "string"}})
+
+
+def run(box, calls, episode=None, **limits):
+    return asyncio.run(run_tools(calls, box, {} if episode is None else episode, ToolLimits(**limits)))
+
+
+def test_calls_are_answered_in_order_and_errors_in_words(tmp_path):
+    box = toolbox(tmp_path, {"builtin": "calculator"}, ADD, BAD)
+    assert [schema["function"]["name"] for schema in box.schemas] == ["calculator", "add", "bad"]
+    episode = {}
+    calls = [
+        ToolCall("add", {"a": 1, "b": 2}),
+        ToolCall("calculator", {"expression": "6*7"}),
+        MalformedCall("it is no JSON"),
+        ToolCall("subtract", {}),
+        ToolCall("add", {"a": 1}),
+        ToolCall("add", {"a": "1", "b": "2"}, as_text=True),
+        ToolCall("bad", {"how": "raise"}),
+        ToolCall("bad", {"how": "spin"}),
+        ToolCall("add", {"a": 1, "b": 1}),
+    ]
+    responses = run(box, calls, episode, max_calls=8, deadline_s=0.3)
+    assert [r.error for r in responses] == [
+        None, None, "malformed", "unknown", "arguments", None, "raised", "hung", "too_many",
+    ]  # fmt: skip
+    words = [
+        "103", "42", "it is no JSON", "no tool 'subtract'. Tools: calculator, add, bad", "b is missing",
+        "103", "KeyError: 'nothing there'", "no answer within 0.3 s", "at most 8 calls in one turn",
+    ]  # fmt: skip
+    assert all(word in response.text for word, response in zip(words, responses, strict=True))
+    assert episode == {"calls": 2}
+    box.close()
+
+
+def test_calls_of_a_turn_run_at_once_and_a_blocking_one_delays_none(tmp_path):
+    box = toolbox(tmp_path, SLOW, BAD)
+    start = time.monotonic()
+    calls = [ToolCall("bad", {"how": "block"})] + [ToolCall("slow", {"seconds": 0.2})] * 8
+    responses = run(box, calls, max_calls=9, deadline_s=0.8)
+    assert time.monotonic() - start < 1.2
+    assert [r.error for r in responses] == ["hung"] + [None] * 8
+
+
+def test_a_tool_says_how_many_calls_it_takes_at_once(tmp_path):
+    box = toolbox(tmp_path, {"class_name": f"{FILE}:Counting", "config": {"step": 1, "type": "native"}})
+    for _ in range(2):  # each step has an event loop of its own
+        responses = run(box, [ToolCall("counting", {})] * 5, max_calls=5)
+        assert max(int(response.text) for response in responses) == 2
+
+
+@pytest.mark.parametrize(
+    "side, text",
+    [("left", "abcd...(truncated)"), ("right", "(truncated)...wxyz"), ("middle", "ab...(truncated)...yz")],
+)
+def test_long_responses_are_cut_on_the_side_that_is_configured(side, text):
+    assert truncated("abcdefghijklmnopqrstuvwxyz", 4, side) == text
+    assert truncated("abcd", 4, side) == "abcd"
+    assert truncated("abcdef", 1, "middle") == "...(truncated)..."
+
+
+def test_python_runs_in_the_sandbox():
+    box = Toolbox({"python": PythonTool(time_s=1, max_concurrent=1)})
+    programs = ["print(sum(range(10)))", "1/0", "while True: pass", "x = 1"]
+    responses = run(box, [ToolCall("python", {"code": code}) for code in programs], max_calls=4)
+    assert [r.text.strip() for r in responses] == [
+        "45", "Error: ZeroDivisionError: division by zero", "Error: no end within 1 s.",
+        "(nothing was printed)",
+    ]  # fmt: skip
+    box.close()
+
+
+@pytest.mark.parametrize(
+    "entry, words",
+    [
+        ("calculator", "must have one of builtin"),
+        ({"builtin": "calculator", "function": "a.py:f"}, "must have one of builtin"),
+        ({"builtin": "calculater"}, "unknown builtin 'calculater'"),
+        ({"builtin": "calculator", "confg": {}}, r"unknown keys \['confg'\]"),
+        ({"builtin": "python", "config": {"seconds": 3}}, "does not fit"),
+        ({"function": f"{FILE}:nobody"}, "has no 'nobody'"),
+        ({"function": f"{FILE}:add"}, "it has no schema"),
+        ({"function": "no_such_package.tools.f"}, "cannot be imported"),
+        ({"class_name": f"{FILE}:add"}, "is no class"),
+        ({"class_name": f"{FILE}:NoTool"}, "cannot be called as tool"),
+    ],
+)
+def test_a_tool_file_that_cannot_be_used_is_refused_in_words(tmp_path, entry, words):
+    with pytest.raises((ConfigError, DagError), match=words):
+        toolbox(tmp_path, entry)
+
+
+def test_tool_files_that_are_missing_empty_or_ambiguous_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="cannot be read as YAML"):
+        load_tools(MultiTurnConfig(tool_config_path=str(tmp_path / "none.yaml")))
+    with pytest.raises(ConfigError, match="lists no tools"):
+        toolbox(tmp_path)
+    with pytest.raises(ConfigError, match="two tools are called 'calculator'"):
+        toolbox(tmp_path, {"builtin": "calculator"}, {"builtin": "calculator"})
+    assert load_tools(MultiTurnConfig()).schemas == []
