@@ -73,7 +73,8 @@ class PackedAttention(nn.Module):
         """query [N, H, D], key and value [N, K, D] -> [N, H, D]."""
         assert packed_seq_params is not None and packed_seq_params.bounds is not None
         cos_N1D, sin_N1D = (table.unsqueeze(1) for table in packed_seq_params.rope or ())
-        query, key = _rotated(query, cos_N1D, sin_N1D), _rotated(key, cos_N1D, sin_N1D)
+        rotate = _rotated_by_one_kernel if query.is_cuda else _rotated
+        query, key = rotate(query, cos_N1D, sin_N1D), rotate(key, cos_N1D, sin_N1D)
         if packed_seq_params.context is not None:
             return context_attention(query, key, value, packed_seq_params.context, self.scale)
         out, _ = packed_attention(
@@ -90,3 +91,7 @@ def _rotated(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     """Rotary embedding of halves, as Hugging Face's models pair dimensions."""
     first, second = x_NHD.chunk(2, dim=-1)
     return x_NHD * cos_N1D + torch.cat([-second, first], dim=-1) * sin_N1D
+
+
+_rotated_by_one_kernel = torch.compile(_rotated, dynamic=True)
+"""On a GPU the passes over memory of the separate operations are 4% of an update (1.7B, H200)."""
