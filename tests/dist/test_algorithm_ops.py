@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from dist_harness import run_workers
 import yaml
+from dist_harness import run_workers
 from tensordict import TensorDict
 
 from siirl.config import Config, load_config, with_overrides
 from siirl.config.root import all_keys
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
-from siirl.nodes.policy_loss import make_loss_fn
 from siirl.nodes.advantage import advantage
+from siirl.nodes.policy_loss import make_loss_fn
 from siirl.nodes.reward import report_validation
 from siirl.observe.metrics import Metrics
 

@@ -1,4 +1,4 @@
-"""Saves in the background of several ranks: the same bytes as in the foreground, errors, kills at any moment."""
+"""Saves in the background of several ranks: the bytes of the foreground, errors, kills at any moment."""
 
 import os
 import random
@@ -116,7 +116,7 @@ def check_survivor(root: Path, promises: Path) -> int:
 
 
 def wait_for_a_promise(promises: Path, after: int) -> float:
-    """Wait until a step later than `after` is saved; seconds that it took, so that a slow machine is no case."""
+    """Wait until a step later than `after` is saved; seconds that it took: a slow machine is no case."""
     start_s = time.monotonic()
     while not promises.exists() or int(promises.read_text() or 0) <= after:
         assert time.monotonic() - start_s < 30

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from siirl.checkpoint import files, writer
-from siirl.data import stored_tensors
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
+from siirl.data import stored_tensors
 from siirl.errors import CheckpointError
 
 CPU = torch.device("cpu")

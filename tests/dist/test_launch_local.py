@@ -176,7 +176,9 @@ def test_workers_end_soon_after_torchrun_is_killed(tmp_path):
     script = tmp_path / "main.py"
     script.write_text(TORCHRUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    launcher, pids = wait_for_pids([*command, str(script), str(write_job(tmp_path, "wait_stubbornly"))], tmp_path)
+    launcher, pids = wait_for_pids(
+        [*command, str(script), str(write_job(tmp_path, "wait_stubbornly"))], tmp_path
+    )
     launcher.kill()
     launcher.communicate()
     wait_until_dead(pids, 10)

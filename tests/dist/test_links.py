@@ -1,7 +1,6 @@
 """Weight links between HF rollouts and fake trainers, which communicate per tensor as sharded ones do."""
 
 import functools
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,8 @@
 """The actor's update is the same however its rows are cut into micro-batches or spread over ranks.
 
-For every policy loss and aggregation, and the terms added to it: loss and gradient of actor_train under FSDP and
-Megatron-Core, on 1, 2 and 4 ranks, with rows dealt out at random, against plain Hugging Face on whole mini-batches.
+For every policy loss and aggregation, and the terms added to it: loss and gradient of actor_train under FSDP
+and Megatron-Core, on 1, 2 and 4 ranks, with rows dealt out at random, against plain Hugging Face on whole
+mini-batches.
 """
 
 import functools
@@ -75,14 +76,20 @@ FEW = dict(
     ]
 )
 ALL = dict(case(loss, mode) for loss in LOSSES for mode in AGGREGATIONS)
-ALL |= dict(case("vanilla", "token-mean", f", {name} KL", **FULL_KL | {KL_TYPE: name}) for name in ("full", "full+"))
-ALL |= dict(case("vanilla", mode, ", terms", **TERMS, **{f"{ACTOR}.kl_loss_type": "k3+"}) for mode in AGGREGATIONS)
+ALL |= dict(
+    case("vanilla", "token-mean", f", {name} KL", **FULL_KL | {KL_TYPE: name}) for name in ("full", "full+")
+)
+ALL |= dict(
+    case("vanilla", mode, ", terms", **TERMS, **{f"{ACTOR}.kl_loss_type": "k3+"}) for mode in AGGREGATIONS
+)
 
 
 KEEP_HEAD = (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full")
 
 
-def scenario(name: str, world: int, strategy: str = "megatron", overrides: tuple[str, ...] = (), **sizes: int):
+def scenario(
+    name: str, world: int, strategy: str = "megatron", overrides: tuple[str, ...] = (), **sizes: int
+):
     options = {"strategy": strategy, "sizes": tuple(sizes.items())} if strategy == "megatron" else sizes
     return Scenario(name, world, "model", overrides=(*STILL, *KEEP_HEAD, *overrides), **options)
 
@@ -203,7 +210,12 @@ def whole_update(keys: dict[str, Any]) -> Update:
 
 
 def updates(
-    rank: int, world: int, scenarios: list[Scenario], cases: dict[str, dict], path: str, found: dict[str, Tensor]
+    rank: int,
+    world: int,
+    scenarios: list[Scenario],
+    cases: dict[str, dict],
+    path: str,
+    found: dict[str, Tensor],
 ) -> dict[str, Update] | None:
     """Of every scenario and case, from rank 0."""
     hidden_BTD = found.pop("hidden")
@@ -215,7 +227,9 @@ def updates(
         speaks = shards.index(shards[rank]) == rank
         moments: dict[str, Tensor] = {}
         for number, (name, keys) in enumerate(cases.items()):
-            owner = torch.randint(engine.dp_size, (NUM_ROWS,), generator=torch.Generator().manual_seed(number))
+            owner = torch.randint(
+                engine.dp_size, (NUM_ROWS,), generator=torch.Generator().manual_seed(number)
+            )
             mine = take_rows(rows, (owner == engine.dp_rank).nonzero().squeeze(1))
             ctx = SimpleNamespace(
                 cfg=with_overrides(base_config(), keys), step=STEP, group=dist.group.WORLD, train=engine

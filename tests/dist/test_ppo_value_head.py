@@ -1,4 +1,4 @@
-"""The value head of a training engine equals plain Hugging Face, however the rows are cut, and its export loads."""
+"""The value head of a training engine equals plain Hugging Face, however rows are cut; its export loads."""
 
 import tempfile
 from pathlib import Path

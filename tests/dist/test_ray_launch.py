@@ -113,9 +113,15 @@ def test_a_killed_worker_ends_the_run_and_is_named(connection, tmp_path, capfd):
 
 SMALLER = {
     "machines": ("trainer.nnodes=3", r"needs 3 machine\(s\).*it has 2, of which 2 will do"),
-    "CPUs": ("trainer.n_gpus_per_node=3", r"3 logical CPUs each .*of which 0.*2 logical CPUs: too few logical"),
+    "CPUs": (
+        "trainer.n_gpus_per_node=3",
+        r"3 logical CPUs each .*of which 0.*2 logical CPUs: too few logical",
+    ),
     "CPUs of workers": ("ray_init.cpus_per_worker=3", r"3 logical CPUs each \(ray_init.cpus_per_worker=3\)"),
-    "GPUs": ("trainer.device=cuda", r"1 GPUs and 1 logical CPUs each .* 0 GPUs, 2 logical CPUs: too few GPUs"),
+    "GPUs": (
+        "trainer.device=cuda",
+        r"1 GPUs and 1 logical CPUs each .* 0 GPUs, 2 logical CPUs: too few GPUs",
+    ),
 }
 
 
@@ -202,7 +208,9 @@ def test_a_lost_machine_ends_the_run_and_is_named(cluster, connection, homes, tm
     try:
         _, errors = launcher.communicate(timeout=60)
         assert launcher.returncode == 1 and time.monotonic() - started < 30, errors
-        assert re.search(r"rank 1 on \S+, in .*: its (machine .* left the Ray cluster|actor died)", errors), errors
+        assert re.search(r"rank 1 on \S+, in .*: its (machine .* left the Ray cluster|actor died)", errors), (
+            errors
+        )
         wait_until_dead(pids, 5)
     finally:
         cluster.add_node(num_cpus=2, env_vars={"HOME": str(homes[1])})
@@ -212,7 +220,9 @@ def test_a_lost_machine_ends_the_run_and_is_named(cluster, connection, homes, tm
 def test_a_users_mistake_found_by_a_worker_is_one_message(connection, tmp_path, capfd):
     assert launch(make_job(tmp_path, "user_error", *TWO)) == 2
     errors = capfd.readouterr().err
-    assert re.search(r"^siirl: rank [01] on \S+: train\.parquet has no column 'prompt'\. Add it\.$", errors, re.M)
+    assert re.search(
+        r"^siirl: rank [01] on \S+: train\.parquet has no column 'prompt'\. Add it\.$", errors, re.M
+    )
     assert "Traceback" not in errors
 
 

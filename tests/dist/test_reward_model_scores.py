@@ -16,7 +16,14 @@ from siirl.engines.registry import make_train_engine
 from siirl.parallel.process_groups import ProcessGroups
 from siirl.rewards.conversations import ConversationEncoder
 
-QUESTIONS = ("max 3 4=", "7+8=", "is it 5? say yes or no", "1=", "a long question of many words: 2 4 6 8 =", "9=")
+QUESTIONS = (
+    "max 3 4=",
+    "7+8=",
+    "is it 5? say yes or no",
+    "1=",
+    "a long question of many words: 2 4 6 8 =",
+    "9=",
+)
 ANSWERS = ("4", "15 or so", "", "1", "20", "(9)")
 MEGATRON = ("reward_model.strategy=megatron", "reward_model.megatron.param_dtype=float32")
 OTHER_TEMPLATE = "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}\n{% endfor %}"
@@ -68,10 +75,8 @@ def policy_rows(tokenizer):
     )
 
 
-def engine_scores(
-    rank: int, world: int, policy: str, reward: str, more: tuple[str, ...]
-) -> dict[int, float]:
-    """Row -> score of this rank's rows; the engine's backend and sizes are those that the compiler gives it."""
+def engine_scores(rank: int, world: int, policy: str, reward: str, more: tuple[str, ...]) -> dict[int, float]:
+    """Row -> score of this rank's rows; backend and sizes are those that the compiler gives the engine."""
     cfg = config(policy, reward, *more)
     tokenizer = load_tokenizer(cfg)
     dag = load_dag_file(TEMPLATES / "grpo_reward_model.yaml")
@@ -125,7 +130,9 @@ def test_a_long_conversation_is_cut_at_its_beginning(models):
     rows = policy_rows(tokenizer)
     whole, num_cut = ConversationEncoder(config(*models), tokenizer).encode(rows)
     assert num_cut == 0 and int(whole["prompt_length"].min()) > 12
-    short, num_cut = ConversationEncoder(config(*models, "reward_model.max_length=12"), tokenizer).encode(rows)
+    short, num_cut = ConversationEncoder(config(*models, "reward_model.max_length=12"), tokenizer).encode(
+        rows
+    )
     assert num_cut == len(rows) and torch.equal(short["prompt_ids"], whole["prompt_ids"][:, -12:])
 
 
