@@ -24,7 +24,7 @@ def layout(world: int, overrides=(), strategy: str = "megatron", **sizes: int) -
 @pytest.fixture(scope="module")
 def model_dir() -> str:
     root = Path(tempfile.mkdtemp(prefix="siirl-megatron-state-"))
-    return str(make_tiny_model_dir(root, tie=True, hidden=64, init_std=0.15))
+    return str(make_tiny_model_dir(root, tie=True, hidden=64, vocab=258, init_std=0.15))
 
 
 HOST = (
@@ -66,6 +66,8 @@ SLOW = [
     (layout(2, strategy="fsdp"), [layout(2), layout(4, tp=2, pp=2), layout(4, tp=4)]),
     (layout(2, HOST), [layout(2, HOST), layout(2, tp=2), layout(2, strategy="fsdp")]),
     (layout(2, (*NARROW, *HOST, *BF16)), [layout(2, (*NARROW, *HOST, *BF16)), layout(1, (*NARROW, *BF16))]),
+    (layout(4, pp=2), [layout(4, pp=2), layout(2, strategy="fsdp"), layout(4, cp=2)]),
+    (layout(4, cp=2, tp=2), [layout(4, cp=2, tp=2), layout(2, pp=2, vpp=1)]),
 ]
 
 
@@ -165,6 +167,26 @@ def train_with_parts_away(rank: int, world: int, path: str, scenario: Scenario) 
 )
 def test_each_part_leaves_alone_and_the_training_is_the_same_bit_for_bit(model_dir, scenario):
     assert run_workers(train_with_parts_away, 2, model_dir, scenario) == [[], []]
+
+
+MOE = {"layers": 2, "tie": False, "hidden": 64, "init_std": 0.15}
+SPLIT = (f"{MEGATRON}.sequence_parallel=True",)
+
+
+@pytest.mark.slow
+def test_experts_continue_exactly_and_on_other_layouts(tmp_path):
+    """Saved under expert parallelism, whose optimizer state is sharded apart from the dense weights'."""
+    model = str(make_tiny_model_dir(tmp_path / "model", "mixtral", **MOE))
+    folder, saved = str(tmp_path / "state"), layout(4, SPLIT, tp=2, ep=2)
+    trained = run_workers(save_after_two_steps, 4, model, folder, saved)[0]
+    resumed = [saved, layout(1), layout(2, pp=2), layout(2, ep=2), layout(2, SPLIT, tp=2, etp=2)]
+    for scenario in resumed:
+        found = run_workers(resume_last_step, scenario.world, model, folder, scenario)[0]
+        assert found.keys() == trained.keys()
+        for name in trained:
+            assert scenario != saved or torch.equal(found[name], trained[name]), name
+            gap = float((found[name] - trained[name]).abs().max())
+            assert gap < 0.01 * cases.LR, (scenario.name, name)
 
 
 def export_again(rank: int, world: int, path: str, scenario: Scenario) -> dict[str, torch.Tensor]:

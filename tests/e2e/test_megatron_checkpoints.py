@@ -1,0 +1,54 @@
+"""Checkpoints of the main job under Megatron-Core: written in the background, resumed bit for bit."""
+
+import pytest
+import torch
+from job_harness import Inputs, overrides, run_job
+from stored_checkpoints import assert_same_checkpoints
+
+from siirl.checkpoint import files
+
+ACTOR = "actor_rollout_ref.actor"
+BACKGROUND = f"{ACTOR}.checkpoint.async_save=true"
+EACH_STEP = ("trainer.save_freq=1", "trainer.val_before_train=false", "trainer.test_freq=-1")
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"))
+
+
+def megatron(dtype: str, **sizes: int) -> list[str]:
+    names = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
+    settings = {"param_dtype": dtype, "use_distributed_optimizer": True}
+    settings |= {names[name]: size for name, size in sizes.items()}
+    return [f"{ACTOR}.strategy=megatron", *(f"{ACTOR}.megatron.{k}={v}" for k, v in settings.items())]
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, megatron("bfloat16", pp=2)),
+        pytest.param(2, megatron("float32", tp=2), marks=pytest.mark.slow),
+        pytest.param(2, megatron("bfloat16"), marks=pytest.mark.slow),
+        pytest.param(4, megatron("bfloat16", tp=2), marks=pytest.mark.slow),
+        pytest.param(4, megatron("bfloat16", pp=2), marks=pytest.mark.slow),
+        pytest.param(4, megatron("float32", tp=2, pp=2), marks=pytest.mark.slow),
+    ],
+    ids=["pp2", "tp2 fp32", "dp2", "tp2 dp2", "pp2 dp2", "tp2 pp2 fp32"],
+)
+def test_a_run_resumed_from_a_save_in_the_background_ends_as_the_one_that_went_on(
+    inputs, tmp_path, world, settings
+):
+    """The first run saves in the background, each step; the second resumes from its step 1, saves in line."""
+    settings = [*settings, *EACH_STEP, "trainer.total_training_steps=2"]
+    first = run_job(world, overrides(inputs, tmp_path / "first", *settings, BACKGROUND))
+    saved = tmp_path / "first" / "checkpoints"
+    assert files.saved_steps(saved) == [2, 1] and len(first.values("time/checkpoint_stage_s")) == 2
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}/global_step_1"]
+    second = run_job(world, overrides(inputs, tmp_path / "second", *settings, *resume))
+    assert second.values("step") == [2] and not second.values("time/checkpoint_stage_s")
+    for name in ("actor/loss", "actor/grad_norm", "reward/score"):
+        assert second.values(name)[-1] == first.values(name)[-1], name
+    last = [tmp_path / name / "checkpoints" / "global_step_2" for name in ("first", "second")]
+    assert_same_checkpoints(*last, "agent_0.actor")
+    assert all(torch.equal(first.weights()[name], value) for name, value in second.weights().items())
