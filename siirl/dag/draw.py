@@ -13,7 +13,7 @@ from siirl.parallel.placement import Ranks, format_ranks
 
 FORMATS = (".svg", ".png")
 
-_AGENT_COLORS = ("#3b6fb6", "#d9822b", "#3f9b6c", "#a2559b", "#c04f4f", "#7a7a3a", "#4a9fb0", "#8c6d4f")
+AGENT_COLORS = ("#3b6fb6", "#d9822b", "#3f9b6c", "#a2559b", "#c04f4f", "#7a7a3a", "#4a9fb0", "#8c6d4f")
 _INK, _FAINT, _LANE_COLOR, _WEIGHT_COLOR = "#22262b", "#6b737c", "#f3f4f6", "#b03a48"
 _BOX_W, _BOX_H, _GAP_X, _GAP_Y = 2.4, 0.84, 1.2, 0.3  # inches
 _MARGIN, _HEADER, _TRACK, _NOTE = 0.3, 0.42, 0.34, 0.22
@@ -213,7 +213,7 @@ def _draw_node(axes: Any, plan: Plan, name: str, center: Point) -> None:
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     node, (x, y) = plan.nodes[name], center
-    color = _AGENT_COLORS[node.agent % len(_AGENT_COLORS)]
+    color = AGENT_COLORS[node.agent % len(AGENT_COLORS)]
     corner = (x - _BOX_W / 2, y - _BOX_H / 2)
     style = "round,pad=0,rounding_size=0.1"
     outline = FancyBboxPatch(corner, _BOX_W, _BOX_H, boxstyle=style, fc="white", ec=color, lw=1.6, zorder=3)

@@ -1,0 +1,122 @@
+"""Episodes as text and as a page: who said what for which reward, and nothing that was said is run."""
+
+import re
+from html.parser import HTMLParser
+
+from siirl.agents.page import page, write_page
+from siirl.agents.render import MAX_MESSAGE, ShownEpisode, episode_text
+
+EVIL = "</pre></script><script>alert(1)</script><img src=x onerror='alert(2)'>\" & \x00\x1b[31m\u202e\ud800"
+
+
+def message(content, agent=None, node=None, turn=None, reward=0.0, **info):
+    role = "assistant" if agent is not None else info.pop("role", "user")
+    return {
+        "role": role,
+        "content": content,
+        "agent": agent,
+        "node": node,
+        "turn": turn,
+        "reward": reward,
+        **info,
+    }
+
+
+def episode(title="task 3, sample 1", content="\nfour", reward=1.0, note="ground truth: 4"):
+    messages = [
+        message("2 + 2 ?"),
+        message("add them", 0, "planner", 0, -0.25, weight_version=7, finish_reason="length"),
+        message("4", role="tool"),
+        message(
+            content, 1, "worker", 1, reward, weight_version=7, finish_reason="stop", tool_errors=["unknown"]
+        ),
+    ]
+    return ShownEpisode(title, messages, {0: -0.25, 1: reward}, note)
+
+
+class Reader(HTMLParser):
+    """Tags with their attributes, the texts of elements by class, and whether all that opens is closed."""
+
+    EMPTY = ("meta", "input")
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.open, self.texts, self.data = [], [], {}, ""
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in self.EMPTY:
+            self.open.append((tag, dict(attributes).get("class")))
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1][0] == tag, (tag, self.open)
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts.setdefault(self.open[-1][1] or self.open[-1][0], []).append(data)
+
+
+def test_text_names_speakers_rewards_and_what_went_wrong():
+    assert episode_text(episode()).split("\n") == [
+        "task 3, sample 1  [agent 0 -0.25, agent 1 +1]",
+        "  user",
+        "    | 2 + 2 ?",
+        "  0. planner (agent 0)  -0.25  (ended by length)",
+        "    | add them",
+        "  tool",
+        "    | 4",
+        "  1. worker (agent 1)  +1  (tool errors: unknown)",
+        "    | ",
+        "    | four",
+        "  ground truth: 4",
+    ]
+    assert "    | add...\n" in episode_text(episode(), width=3)
+
+
+def test_the_page_holds_each_turn_with_its_agent_and_reward():
+    reader = Reader(page([episode(), episode("task 4", reward=0.5)], "run, step 2"))
+    assert not reader.open
+    turns = [attributes for tag, attributes in reader.tags if attributes.get("class") == "message"]
+    assert [turn.get("data-agent") for turn in turns] == [None, "0", None, "1"] * 2
+    colors = {turn.get("style") for turn in turns if turn.get("data-agent")}
+    assert len(colors) == 2
+    episodes = [attributes for tag, attributes in reader.tags if tag == "details"]
+    assert [(e["data-reward"], e["data-reward-0"], e["data-reward-1"]) for e in episodes] == [
+        ("0.375", "-0.25", "1"),
+        ("0.125", "-0.25", "0.5"),
+    ]
+    assert reader.texts["text"][3] == "\n\nfour"  # HTML drops the first of two line breaks
+    assert reader.texts["reward"][:4] == ["-0.25", "+1", "-0.25", "+1"]
+    grounds = [attributes["style"] for tag, attributes in reader.tags if attributes.get("class") == "reward"]
+    assert (
+        grounds[0].startswith("background: rgba(205") and grounds[1] == "background: rgba(44, 150, 90, 0.60)"
+    )
+    assert [attributes["value"] for tag, attributes in reader.tags if tag == "option"][:3] == ["", "0", "1"]
+
+
+def test_nothing_that_was_said_becomes_markup_and_nothing_is_loaded():
+    evil = ShownEpisode(
+        EVIL, [message(EVIL, 0, EVIL, 0, tool_errors=[EVIL], finish_reason=EVIL)], {0: 1}, EVIL
+    )
+    text = page([evil], EVIL)
+    reader = Reader(text)
+    assert not reader.open
+    plain = Reader(page([episode()], "t"))
+    assert {tag for tag, _ in reader.tags} <= {tag for tag, _ in plain.tags}
+    assert sum(tag == "script" for tag, _ in reader.tags) == 1
+    names = {name for _, attributes in reader.tags for name in attributes}
+    assert not names & {"onerror", "src", "href"} and not re.search(r"url\(|https?:|@import", text)
+    assert "alert(1)" in reader.texts["text"][0] and "\\u0000" in text and "\\u202e" in text
+    assert "\x00" not in text and "\x1b" not in text
+
+
+def test_a_page_is_written_whole_and_long_messages_are_cut(tmp_path):
+    path = tmp_path / "conversations" / "step_3.html"
+    write_page(path, [episode(content="x" * (3 * MAX_MESSAGE))], "t")
+    text = path.read_text(encoding="utf-8")
+    assert len(text) < 2 * MAX_MESSAGE and "characters left out" in text
+    assert [file.name for file in path.parent.iterdir()] == ["step_3.html"]
+    assert "No episodes." in page([], "t")
