@@ -71,7 +71,6 @@ def _ask_engine(ctx: NodeContext, judge: Judge, questions: dict[str, int]) -> li
         [prompts[index] for index in asked], params, [seeds[index] for index in asked]
     )
     texts = decode_responses(tokenizer, [samples[0].token_ids for samples in completions])
-    ctx.metrics.merge(ctx.rollout.drain_metrics())
     answers: list[str | None] = [None] * len(questions)
     for index, text in zip(asked, texts, strict=True):
         answers[index] = text

@@ -78,3 +78,28 @@ def test_rewards_of_functions_a_model_and_a_judge_are_added_up(inputs, reward_mo
         assert len(expected) == 2 and run.values(total) == pytest.approx(expected, abs=1e-5)
     assert all(0 <= share <= 1 for share in run.values("reward/judge_malformed"))
     assert any(verdict != 0.25 for verdict in run.values("reward/arithmetic/verdict/mean"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_judge_in_vllm_answers_as_one_in_transformers(inputs, tmp_path):
+    judge = make_tiny_model_dir(tmp_path / "judge", vocab=70, init_std=0.2, seed=6, head_dim=32, tie=False)
+    scores = {}
+    for name in ("hf", "vllm"):
+        keys = (
+            "reward_model.enable=True",
+            f"reward_model.model.path={judge}",
+            f"reward_model.judge.name={name}",
+            "reward_model.judge.prompt='Rate {response}'",
+            "reward_model.judge.pattern='([0-9])'",
+            "reward_model.judge.max_tokens=8",
+            "reward_model.judge.default_score=0.25",
+            "actor_rollout_ref.rollout.max_num_seqs=32",
+            "trainer.total_training_steps=2",
+            "trainer.val_before_train=False",
+            "trainer.deadline_s=240",
+        )
+        run = run_job(1, overrides(inputs, tmp_path / name, *keys), deadline_s=300)
+        scores[name] = run.values("reward/score")
+    assert len(scores["vllm"]) == 2 and scores["vllm"] == pytest.approx(scores["hf"], abs=1e-6)
+    assert any(score != 0.25 for score in scores["hf"])
