@@ -163,11 +163,7 @@ MODEL_REWARD = OpSpec(
     model="reward",
     split="cost",
 )
-JUDGE_REWARD = replace(MODEL_REWARD, name="judge_reward", model="judge")
-JUDGE_SERVICE = replace(MODEL_REWARD, name="judge_service", model=None, split="any")
-MODEL_REWARDS = ("model_reward", "judge_reward", "judge_service")
-"""Ops that score by a model."""
-COMBINE_READS = (
+SCORED_READS = (
     "row_id",
     "sample_index",
     "raw_prompt",
@@ -176,8 +172,14 @@ COMBINE_READS = (
     "response_ids",
     "response_length",
 )
-"""What a combination of rewards reads besides these."""
-COMBINE_REWARDS = OpSpec("combine_rewards", _fixed(*COMBINE_READS), _fixed("score", "reward_info"))
+"""What a reward of responses as texts reads; a combination of rewards reads those besides."""
+JUDGE_REWARD = replace(
+    MODEL_REWARD, name="judge_reward", reads=_fixed(*SCORED_READS), model="judge", split="cost"
+)
+JUDGE_SERVICE = replace(JUDGE_REWARD, name="judge_service", model=None, split="any")
+MODEL_REWARDS = ("model_reward", "judge_reward", "judge_service")
+"""Ops that score by a model."""
+COMBINE_REWARDS = OpSpec("combine_rewards", _fixed(*SCORED_READS), _fixed("score", "reward_info"))
 INFO = "_info"
 """The further values of reward NAME are the field NAME_info."""
 ADVANTAGE = OpSpec("advantage", _advantage_reads, _advantage_writes, split="group")
@@ -280,7 +282,7 @@ def op_under(node: NodeSpec, cfg: Config) -> OpSpec:
         return RESAMPLE
     if op.name == "model_reward":
         kind = reward_kind(cfg)
-        return replace(op, name=kind.name, model=kind.model, split=kind.split)
+        return replace(kind, writes=op.writes)
     return REPLAY if op is ROLLOUT and cfg.actor_rollout_ref.rollout.name == "replay" else op
 
 
@@ -330,7 +332,7 @@ def _reward(node: NodeSpec) -> OpSpec:
     elif node.only_forward_compute:
         op = BASELINE_REWARD
     elif node.reads is not None:
-        op = replace(COMBINE_REWARDS, reads=_fixed(*COMBINE_READS, *node.reads))
+        op = replace(COMBINE_REWARDS, reads=_fixed(*SCORED_READS, *node.reads))
     if node.reads is not None and op.name != "combine_rewards":
         raise DagError(f"{node}: reads of op {op.name!r} are fixed. Remove them.")
     if node.writes is None:
@@ -346,7 +348,7 @@ def _reward(node: NodeSpec) -> OpSpec:
 
 def score_names(reads: Iterable[str]) -> Names:
     """The rewards among the fields that a combination reads: not what it reads anyway, nor further values."""
-    return tuple(name for name in reads if name not in COMBINE_READS and not name.endswith(INFO))
+    return tuple(name for name in reads if name not in SCORED_READS and not name.endswith(INFO))
 
 
 def _custom(node: NodeSpec, replaced: OpSpec | None) -> OpSpec:

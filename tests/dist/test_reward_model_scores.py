@@ -75,7 +75,9 @@ def policy_rows(tokenizer):
     )
 
 
-def engine_scores(rank: int, world: int, policy: str, reward: str, more: tuple[str, ...]) -> dict[int, float]:
+def engine_scores(
+    rank: int, world: int, policy: str, reward: str, more: tuple[str, ...], num_rows: int = len(QUESTIONS)
+) -> dict[int, float]:
     """Row -> score of this rank's rows; backend and sizes are those that the compiler gives the engine."""
     cfg = config(policy, reward, *more)
     tokenizer = load_tokenizer(cfg)
@@ -83,7 +85,7 @@ def engine_scores(rank: int, world: int, policy: str, reward: str, more: tuple[s
     plan, _ = compile_plan(dag, cfg, world)
     model = plan.models["agent_0.reward"]
     engine = make_train_engine(model, cfg, ProcessGroups(plan.groups, "gloo", 60), torch.device("cpu"))
-    mine = list(range(engine.dp_rank, len(QUESTIONS), engine.dp_size))
+    mine = list(range(engine.dp_rank, num_rows, engine.dp_size))
     encoded, _ = ConversationEncoder(cfg, tokenizer).encode(take_rows(policy_rows(tokenizer), mine))
     scores = engine.compute(encoded, ("score",), 1.0)["score"][:, 0].tolist()
     return dict(zip(mine, scores, strict=True))
@@ -123,6 +125,13 @@ def test_scores_equal_those_of_hf_on_conversations_rendered_anew(models, world, 
     expected = plain_scores(models[1])
     assert max(expected) - min(expected) > 0.1
     assert [scores[row] for row in range(len(QUESTIONS))] == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [(), MEGATRON], ids=["fsdp", "megatron"])
+def test_a_rank_without_rows_takes_part(models, more):
+    parts = run_workers(engine_scores, 2, *models, more, 1)
+    assert parts[0] == pytest.approx({0: plain_scores(models[1])[0]}, abs=1e-5) and parts[1] == {}
 
 
 def test_a_long_conversation_is_cut_at_its_beginning(models):
