@@ -6,7 +6,6 @@ from typing import Any
 from siirl.config.keys import group, key
 
 MULTIMODAL = "images and videos in prompts"
-MEGATRON = "the megatron strategy"
 NO_OPTIMIZER = "a forward-only model has neither gradients nor an optimizer"
 TOKENIZER = "changing the tokenizer; prepare it in the model directory"
 

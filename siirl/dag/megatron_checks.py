@@ -81,6 +81,13 @@ class MegatronModel:
         return cut * (self.dims.tp if self.section.sequence_parallel else 1)
 
 
+HONOURED = {
+    *("adam_eps", "eps", "main_params_dtype", "use_precision_aware_optimizer", "exp_avg_dtype"),
+    *("exp_avg_sq_dtype", "optimizer_cpu_offload", "optimizer_offload_fraction"),
+    *("overlap_cpu_optimizer_d2h_h2d", "overlap_param_gather_with_optimizer_step"),
+}
+"""Options of OptimizerConfig that act; further ones are accepted, with a warning."""
+
 LATER: dict[str, Callable[[MegatronModel], bool]] = {
     "LoRA adapters (model.lora_rank) under megatron. Set lora_rank=0, or strategy=fsdp": lambda model: (
         model.lora_rank > 0
@@ -354,6 +361,11 @@ def advice(model: MegatronModel, ranks: Ranks, ranks_per_node: int, num_micro_ba
                 f"pp({dims.pp}) with {num_micro_batches} micro-batches in a mini-batch idles {idle:.0%} of "
                 "the time. Make micro-batches smaller, mini-batches larger, or the pipeline shorter."
             )
+    inert = sorted(set(model.optimizer_options) - HONOURED) if model.trains else []
+    if inert:
+        lines.append(
+            f"override_optimizer_config.{', '.join(inert)}: no effect, the optimizer is AdamW by torch."
+        )
     granularity = options.get("recompute_granularity")
     if granularity != "selective" and options.get("recompute_modules"):
         lines.append("recompute_modules has no effect without recompute_granularity=selective.")

@@ -39,13 +39,22 @@ def largest_difference(one, other) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def test_tensor_parallel_actor_and_data_parallel_reference_train_as_fsdp_does(inputs, fsdp, tmp_path):
-    settings = [*megatron("actor", tensor_model_parallel_size=2), *megatron("ref")]
+@pytest.mark.parametrize(
+    "axis",
+    [
+        "tensor_model_parallel_size",
+        pytest.param("pipeline_model_parallel_size", marks=pytest.mark.slow),
+        pytest.param("context_parallel_size", marks=pytest.mark.slow),
+    ],
+)
+def test_an_actor_cut_in_two_and_a_data_parallel_reference_train_as_fsdp_does(inputs, fsdp, tmp_path, axis):
+    sizes = {"tensor_model_parallel_size": 1, axis: 2}  # one that is set makes the reference's its own
+    settings = [*megatron("actor", **sizes), *megatron("ref", tensor_model_parallel_size=1)]
     ours = run_job(2, overrides(inputs, tmp_path, KL, *settings))
     for name in COMPARED:
         assert len(ours.values(name)) == 3, name
-        assert ours.values(name) == pytest.approx(fsdp.values(name), rel=2e-4, abs=2e-5), name
-    assert largest_difference(ours.weights(), fsdp.weights()) < 2e-4
+        assert ours.values(name) == pytest.approx(fsdp.values(name), rel=1e-4, abs=2e-5), name
+    assert largest_difference(ours.weights(), fsdp.weights()) < 1e-4
     assert max(ours.values("actor/rollout_log_prob_diff")) < 1e-5
 
 

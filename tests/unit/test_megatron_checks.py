@@ -393,6 +393,11 @@ def test_the_weight_tables_of_checks_and_engine_agree():
             (option("recompute_granularity", "selective"), option("recompute_method", "uniform")),
             "recompute_method has no effect with recompute_granularity=selective",
         ),
+        (
+            2,
+            (f"{OPTIMIZER}.decoupled_lr=1e-5", f"{OPTIMIZER}.eps=1e-6"),
+            "override_optimizer_config.decoupled_lr: no effect: ",
+        ),
     ],
 )
 def test_what_works_but_badly_is_said(monkeypatch, world, overrides, words):

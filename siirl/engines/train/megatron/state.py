@@ -30,7 +30,8 @@ class OwnedShards:
     def allocate(self, place: StatePlace) -> None:
         """Give every moment its memory: it is known, and a checkpoint can be read, before the first step.
 
-        The optimizer is AdamW by torch, or ours where `place` asks for more, whatever Megatron chose.
+        The optimizer is AdamW by torch, or ours where `place` asks for more, also where Megatron would take
+        that of Transformer Engine or Apex: checkpoints know only these.
         """
         storages = {param.untyped_storage()._cdata for param, _ in self._params}
         for part in self._parts():
