@@ -10,7 +10,7 @@ from siirl.config.keys import group, key
 ENGINES = "an option of vllm and sglang; the hf rollout has no such setting"
 ALWAYS_LOG_PROBS = "log-probs of the sampled tokens are always returned"
 MULTI_TURN = "tools and multi-turn rollouts"
-AGENTS = "multi-agent interaction"
+ENVIRONMENT_KEYS = "environments of a rollout node; write an ENV_INTERACT node"
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,37 @@ class AsyncServerConfig:
 class AgentConfig:
     """Agents in environments."""
 
-    agent_name: str = key("single_turn_agent", "agent loop")
-    num_workers: int = key(1, "processes of the agent loop")
-    custom_async_server: AsyncServerConfig = group(AsyncServerConfig, "own server")
-    train_cycle: int | None = key(None, "steps for which one agent is trained before the next")
-    process_path: str | None = key(None, "file of the functions around a turn")
-    pre_process_kwargs: dict[str, Any] = key({}, "arguments of the one before")
-    post_process_kwargs: dict[str, Any] = key({}, "arguments of the one after")
-    env_path: tuple[str, ...] = key((), "files of environments")
-    obs_with_env: bool = key(False, "observations come from the environment")
-    rewards_with_env: bool = key(False, "rewards come from the environment")
-    share_instance: int | None = key(None, "agent whose engine is shared")
+    agent_name: str = key(
+        "single_turn_agent",
+        "agent loop",
+        ignored="the DAG says how agents, tools and environments take turns",
+    )
+    num_workers: int = key(
+        1, "processes of the agent loop", ignored="all episodes of a rank run side by side in its worker"
+    )
+    custom_async_server: AsyncServerConfig = group(AsyncServerConfig, "own server", later="own servers")
+    train_cycle: int | None = key(
+        None, "steps for which one agent is trained before the next", later="alternating updates"
+    )
+    process_path: str | None = key(
+        None, "file (or module) with pre_process and post_process, called around a turn in an interaction"
+    )
+    pre_process_kwargs: dict[str, Any] = key({}, "keyword arguments of pre_process")
+    post_process_kwargs: dict[str, Any] = key({}, "keyword arguments of post_process")
+    env_path: tuple[str, ...] = key((), "files of environments", later=ENVIRONMENT_KEYS)
+    obs_with_env: bool = key(False, "observations come from the environment", later=ENVIRONMENT_KEYS)
+    rewards_with_env: bool = key(False, "rewards come from the environment", later=ENVIRONMENT_KEYS)
+    share_instance: int | None = key(
+        None, "agent of the same interaction with whose policy this one speaks", low=0
+    )
+    max_turn_tokens: int | None = key(
+        None, "most tokens of one turn in an interaction; null: what response_length leaves", low=1
+    )
+    long_context: str = key(
+        "end",
+        "a message that does not fit into prompt_length: end the episode, or truncate the message",
+        choices=("end", "truncate"),
+    )
 
 
 @dataclass(frozen=True)
@@ -181,7 +201,7 @@ class RolloutConfig:
     )
     engine_kwargs: EngineKwargs = group(EngineKwargs, "arguments of the engine")
     calculate_log_probs: bool = key(False, "return log-probs of sampled tokens", ignored=ALWAYS_LOG_PROBS)
-    agent: AgentConfig = group(AgentConfig, "agents in environments", later=AGENTS)
+    agent: AgentConfig = group(AgentConfig, "agents that talk to others, to tools, or act in environments")
     multi_stage_wake_up: bool = key(
         False,
         "wake weights and cache apart",

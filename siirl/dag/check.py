@@ -6,6 +6,7 @@ from siirl.config import Config
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import normalizes_weights
 from siirl.dag.graph import Graph
+from siirl.dag.interactions import Interactions
 from siirl.dag.names import suggest
 from siirl.dag.ops import MODEL_REWARDS, score_names, uses_critic, why_unread
 from siirl.dag.resolve import ResolvedNode
@@ -17,8 +18,8 @@ ONE_PER_AGENT = {"rollout": "rollout", "actor_train": "training", "critic_train"
 """Ops of which an agent has one node, and what messages call them."""
 
 
-def check_agents(nodes: Nodes, graph: Graph) -> None:
-    """One rollout and one trainer for each agent, and no rollout that depends on another agent's."""
+def check_agents(nodes: Nodes) -> None:
+    """One rollout and one trainer for each agent."""
     for op_name, what in ONE_PER_AGENT.items():
         seen: dict[int, ResolvedNode] = {}
         for node in nodes.values():
@@ -31,23 +32,15 @@ def check_agents(nodes: Nodes, graph: Graph) -> None:
                     "fields and weights. Remove one, or give one another agent_group."
                 )
             seen[node.agent] = node
-    ancestors = graph.ancestors()
-    rollouts = [node for node in nodes.values() if node.op.is_rollout]
-    for node in rollouts:
-        for other in rollouts:
-            if other.agent != node.agent and other.id in ancestors[node.id]:
-                raise NotSupportedError(
-                    f"not supported yet: {node} of agent {node.agent} depends on {other}, the rollout of "
-                    "agent "
-                    f"{other.agent}: multi-agent interaction. Remove the dependency: each agent then samples "
-                    "by itself."
-                )
 
 
-def prune(nodes: Nodes, graph: Graph, rollout_only: bool = False) -> dict[str, str]:
+def prune(
+    nodes: Nodes, graph: Graph, rollout_only: bool = False, together: Iterable[set[str]] = ()
+) -> dict[str, str]:
     """Node id -> why nothing needs it: it has no side effect, and no kept node reads what it writes.
 
-    rollout_only: rollouts and rewards are wanted for themselves, and nothing is trained.
+    rollout_only: rollouts and rewards are wanted for themselves, and nothing is trained. together: sets of
+    nodes of which all are needed if one is (those of an interaction).
     """
     needed: set[FieldKey] = set()
     pruned: dict[str, str] = {}
@@ -56,6 +49,9 @@ def prune(nodes: Nodes, graph: Graph, rollout_only: bool = False) -> dict[str, s
             needed.update(node.reads)
         else:
             pruned[node.id] = _why_pruned(node, rollout_only)
+    for members in together:
+        if members - pruned.keys():
+            pruned = {node_id: why for node_id, why in pruned.items() if node_id not in members}
     return {node_id: pruned[node_id] for node_id in graph.order if node_id in pruned}
 
 
@@ -83,8 +79,11 @@ def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
     return f"nothing reads {names}" + (f": {reason}" if reason else "")
 
 
-def check_kept(nodes: Nodes, pruned: dict[str, str], rollout_only: bool = False) -> None:
-    """Something is left to do, and every rollout that is left has a trainer to take weights from."""
+def check_kept(nodes: Nodes, pruned: dict[str, str], rollout_only: bool, interactions: Interactions) -> None:
+    """Something is left to do, and every rollout that is left has a trainer to take weights from.
+
+    In an interaction, an agent of which there is nothing but its rollout is frozen, and needs none.
+    """
     kept = [node for node in nodes.values() if node.id not in pruned]
     if rollout_only:
         if not any(node.op.is_rollout for node in kept):
@@ -99,12 +98,17 @@ def check_kept(nodes: Nodes, pruned: dict[str, str], rollout_only: bool = False)
             "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
             "node_role ACTOR; or set trainer.rollout_only=true to sample and score only."
         )
+    untrained = {s.node for plan in interactions.values() for s in plan.stages if not s.rows}
     for node in kept:
-        if node.op.is_rollout and node.agent not in trained:
+        if node.op.is_rollout and node.agent not in trained and node.id not in untrained:
+            frozen = ""
+            if any(node.id == stage.node for plan in interactions.values() for stage in plan.stages):
+                frozen = " Or remove its other nodes (reward, ...): the agent is then frozen."
             raise NotSupportedError(
                 f"not supported yet: {node}: agent {node.agent} has a rollout but no training, so nothing "
                 "gives it "
                 f"weights. Add a node with node_type MODEL_TRAIN, node_role ACTOR, agent_group {node.agent}."
+                f"{frozen}"
             )
 
 
@@ -232,7 +236,7 @@ def check_writers(nodes: Nodes) -> dict[FieldKey, str]:
                     f"{nodes[writers[key]]} and {node} both write {key}: readers could not tell which to "
                     f"take. {fix}"
                 )
-            if key.name in PROMPT_FIELDS:
+            if key.name in PROMPT_FIELDS and not node.op.is_rollout:
                 raise DagError(f"{node} writes {key}, which comes with the prompts. Choose another name.")
             writers[key] = node.id
     return writers
@@ -251,13 +255,15 @@ def check_readers(kept: Iterable[ResolvedNode], nodes: Nodes, graph: Graph) -> N
                     f"{sorted(agents)}."
                 )
             writer = writers.get(key)
+            if key.name in PROMPT_FIELDS:
+                continue
             if writer is not None and writer.id not in ancestors[node.id]:
                 raise DagError(
                     f"{node} reads {key}, which {writer} writes, but does not depend on it: it could run "
                     "first. "
                     f"Add {writer.id!r} to the dependencies of {node.id!r}."
                 )
-            if writer is None and key.name not in PROMPT_FIELDS:
+            if writer is None:
                 raise DagError(
                     f"{node} reads {key}, which no node writes. {_who_could_write(key, node, nodes)}"
                 )

@@ -21,6 +21,13 @@ from siirl.dag.check import (
 from siirl.dag.emit import Sections
 from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
+from siirl.dag.interactions import (
+    check_agents_of,
+    find_interactions,
+    place_interactions,
+    silent_nodes,
+    with_interactions,
+)
 from siirl.dag.layouts import LayoutTable, agent_rows, place_nodes
 from siirl.dag.models import backend_of, plan_links, plan_models
 from siirl.dag.ops import uses_critic
@@ -68,10 +75,15 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     dag = with_filters(dag)
     full_graph = build_graph(dag)
     nodes = resolve_nodes(dag, cfg)
+    check_agents(nodes)
+    interactions = find_interactions(nodes, full_graph)
+    nodes = with_interactions(nodes, interactions)
     check_writers(nodes)
-    check_agents(nodes, full_graph)
-    pruned = prune(nodes, full_graph, cfg.trainer.rollout_only)
-    check_kept(nodes, pruned, cfg.trainer.rollout_only)
+    check_agents_of(interactions, nodes)
+    together = [{stage.node for stage in plan.stages} for plan in interactions.values()]
+    pruned = prune(nodes, full_graph, cfg.trainer.rollout_only, together)
+    check_kept(nodes, pruned, cfg.trainer.rollout_only, interactions)
+    interactions = {entry: plan for entry, plan in interactions.items() if entry not in pruned}
     graph = full_graph.without(set(pruned))
     kept = {node_id: nodes[node_id] for node_id in graph.order}
     check_critics(kept.values())
@@ -84,28 +96,37 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     for node in kept.values():
         check_node_config(node)
     models = plan_models(kept.values(), world_size)
+    place_interactions(interactions, models)
     links = plan_links(models, kept)
-    agents = agent_rows(kept)
+    agents = agent_rows(kept, interactions)
     table = LayoutTable()
-    places = place_nodes(kept, graph, models, agents, table, world_size)
-    check_rounds(kept, graph, {node_id: place.depth for node_id, place in places.items()})
-    sections = Sections(kept, table, links)
+    whole_graph, graph = graph, graph.without(silent_nodes(interactions))
+    drivers = {
+        stage.node: f"agent_{plan.stages[0].agent}.rollout"
+        for plan in interactions.values()
+        for stage in plan.stages
+    }
+    places = place_nodes(kept, graph, models, agents, table, world_size, drivers)
+    emitted = {node_id: kept[node_id] for node_id in graph.order}
+    check_rounds(emitted, graph, {node_id: place.depth for node_id, place in places.items()})
+    sections = Sections(kept, table, links, interactions)
     instructions = sections.emit(graph, places)
     validated = graph.without(set(kept) - _validated(kept))
     if any(node.op.changes_rows and not node.op.is_rollout for node in kept.values()):
         to_validate = {node_id: kept[node_id] for node_id in validated.order}
-        places = place_nodes(to_validate, validated, models, agents, table, world_size)
+        places = place_nodes(to_validate, validated, models, agents, table, world_size, drivers)
     validation = sections.emit(validated, places)
     plan = Plan(
         dag_id=dag.dag_id,
         world_size=world_size,
-        nodes={node.id: _node_plan(node, graph) for node in kept.values()},
+        nodes={node.id: _node_plan(node, whole_graph) for node in kept.values()},
         pruned=pruned,
         models=models,
         layouts=table.by_id,
         routes=sections.routes,
         links=links,
         loaders=sections.loaders,
+        interactions=interactions,
         groups=_groups(
             world_size,
             models.values(),

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from siirl.dag.graph import Graph
+from siirl.dag.interactions import Interactions
 from siirl.dag.layouts import LayoutTable, Nodes, Place, union
 from siirl.dag.plan import (
     Collect,
@@ -52,6 +53,7 @@ class Sections:
     nodes: Nodes
     table: LayoutTable
     links: dict[str, LinkPlan]
+    interactions: Interactions
     routes: dict[str, RoutePlan] = field(default_factory=dict)
     loaders: dict[str, LoaderPlan] = field(default_factory=dict)
     _unions: dict[tuple[str, str], Ranks] = field(default_factory=dict)
@@ -70,6 +72,14 @@ class Sections:
             if node_id not in done:
                 section.add(self.nodes[node_id])
         return with_frees(section.instructions, self)
+
+    def links_of(self, node: ResolvedNode) -> list[LinkPlan]:
+        """The weights that must have arrived before a node runs: for an interaction, those of all agents."""
+        if node.op.model != "rollout" or node.op.name == "turns":
+            return []
+        plan = self.interactions.get(node.id)
+        targets = plan.policies if plan else (node.model,)
+        return [link for target in targets for link in self.links.values() if link.target == target]
 
     def level(self, layout_id: str) -> str:
         return self.table.by_id[layout_id].rowset.rpartition(".")[2]
@@ -94,7 +104,7 @@ class _Section:
         self.homes: dict[tuple[FieldKey, str], list[str]] = {}
         self.known_to: dict[str, int] = {}  # node -> bit set of ranks
         nodes = [shared.nodes[node_id] for node_id in graph.order]
-        self.carried = {node.id: self._carried(node, nodes) for node in nodes if node.op.changes_rows}
+        self.carried = {node.id: self._carried(node, nodes) for node in nodes if _takes_rows(node)}
         self.loaded = self._loaded(nodes)
 
     def add_region(self, node: ResolvedNode, inside: list[ResolvedNode]) -> None:
@@ -118,6 +128,9 @@ class _Section:
     def _prepare(self, node: ResolvedNode) -> tuple[FieldKey, ...]:
         """Bring what a node reads or carries; returns these keys."""
         place = self.places[node.id]
+        if node.op.name == "turns":
+            self._wait_for_parents(node, place.source)
+            return ()
         level, carried = self.shared.level(place.source), self.carried.get(node.id, ())
         reads = _ordered({*node.reads, *carried})
         columns = [FieldKey(place.data_agent, name) for name in routing(level)]
@@ -127,8 +140,7 @@ class _Section:
 
     def _run(self, node: ResolvedNode, reads: tuple[FieldKey, ...]) -> None:
         place = self.places[node.id]
-        if node.op.model == "rollout":
-            link = self.shared.links[f"agent_{node.agent}.weights"]
+        for link in self.shared.links_of(node):
             self.instructions.append(SyncWeights(link.name, link.ranks))
         ranks = self.shared.table.by_id[place.target].ranks
         writes = _ordered({*node.writes, *self.carried.get(node.id, ())})
@@ -159,7 +171,7 @@ class _Section:
         wanted: dict[int, set[FieldKey]] = {}
         for node in nodes:
             place = self.places[node.id]
-            if self.shared.level(place.source) != "prompts":
+            if self.shared.level(place.source) != "prompts" or node.op.name == "turns":
                 continue
             columns = [FieldKey(place.data_agent, name) for name in routing("prompts")]
             for key in (*node.reads, *self.carried.get(node.id, ()), *columns):
@@ -281,6 +293,11 @@ def _touched(
         case Run(_, reads, writes, source, target, _):
             return [(key, source) for key in reads], [(key, target) for key in writes]
     return [], []
+
+
+def _takes_rows(node: ResolvedNode) -> bool:
+    """Whether a node makes other rows of rows that it is given; agents' turns come with their own prompts."""
+    return node.op.changes_rows and node.op.name != "turns"
 
 
 def _ordered(keys: Iterable[FieldKey]) -> tuple[FieldKey, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from siirl.config.roles import ROLE_GROUPS, generated_prompts, mini_batch_prompts, optimizer_steps
 from siirl.dag.graph import Graph
+from siirl.dag.interactions import Interactions
 from siirl.dag.models import ModelPlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import DagError, NotSupportedError, PlacementError
@@ -38,7 +39,7 @@ class AgentRows:
 
     rollout: node id. generated: prompts of one rollout; prompts, samples: what is trained on, which differs
     with dynamic sampling. mini_batch_rows: role of a trainer -> rows of its mini-batches, 0 for the whole
-    batch. balance: spread rows over ranks by cost.
+    batch. balance: spread rows over ranks by cost. talks: in an interaction, where row counts vary.
     """
 
     agent: int
@@ -48,6 +49,7 @@ class AgentRows:
     n: int
     mini_batch_rows: dict[str, int]
     balance: bool
+    talks: bool
 
     @property
     def samples(self) -> int:
@@ -71,8 +73,13 @@ class Place:
         return self.depth + node.op.changes_rows
 
 
-def agent_rows(kept: Nodes) -> dict[int, AgentRows]:
-    """The agents that have a rollout. DagError unless the mini-batches of their trainers divide the batch."""
+def agent_rows(kept: Nodes, interactions: Interactions) -> dict[int, AgentRows]:
+    """The agents that have a rollout. DagError unless the mini-batches of their trainers divide the batch.
+
+    How many rows an agent of an interaction gets is known when it has spoken: its mini-batches are runs of
+    prompts, of any number of rows.
+    """
+    talking = {stage.node for plan in interactions.values() for stage in plan.stages}
     trainers = [node for node in kept.values() if node.op.trains]
     rows: dict[int, AgentRows] = {}
     for node in kept.values():
@@ -81,12 +88,21 @@ def agent_rows(kept: Nodes) -> dict[int, AgentRows]:
         prompts, n = node.cfg.data.train_batch_size, node.cfg.actor_rollout_ref.rollout.n
         own = [trainer for trainer in trainers if trainer.agent == node.agent]
         mini = {_role(trainer): _mini_batch_rows(trainer, prompts, n) for trainer in own}
+        if node.id in talking:
+            mini = dict.fromkeys(mini, 0)
         balance = any(x.cfg.trainer.balance_batch or optimizer_steps(x.cfg, _role(x)) > 1 for x in own)
         filters = any(
             x.op.changes_rows and not x.op.is_rollout and x.agent == node.agent for x in kept.values()
         )
         rows[node.agent] = AgentRows(
-            node.agent, node.id, prompts, generated_prompts(node.cfg), n, mini, balance or filters
+            node.agent,
+            node.id,
+            prompts,
+            generated_prompts(node.cfg),
+            n,
+            mini,
+            balance or filters,
+            node.id in talking,
         )
     return rows
 
@@ -113,8 +129,12 @@ def place_nodes(
     agents: dict[int, AgentRows],
     table: LayoutTable,
     world: int,
+    drivers: dict[str, str],
 ) -> dict[str, Place]:
-    """The layouts of every kept node, in execution order; graph holds kept nodes only."""
+    """The layouts of every kept node, in execution order; graph holds kept nodes only.
+
+    drivers: rollout of an interaction -> name of the model on whose ranks its rows are made.
+    """
     above = graph.ancestors()
     places: dict[str, Place] = {}
     for node_id in graph.order:
@@ -124,7 +144,7 @@ def place_nodes(
         changers = _row_changers(node, agent, kept, above)
         rowset = f"agent_{agent}.{_level(changers)}"
         if node.model is not None:
-            source = _model_layout(node, models[node.model], rowset, rows)
+            source = _model_layout(node, models[drivers.get(node_id, node.model)], rowset, rows)
         else:
             source = _compute_layout(node, graph, places, table, rowset, world)
         target = source
@@ -223,6 +243,12 @@ def check_rows_pair(node: ResolvedNode, agent: int, layout: Layout, agents: dict
     own = agents.get(agent)
     for other_agent in dict.fromkeys(key.agent for key in node.reads if key.agent != agent):
         other = agents.get(other_agent)
+        if own and other and (own.talks or other.talks):
+            raise NotSupportedError(
+                f"not supported yet: {node} reads fields of agents {agent} and {other_agent}, whose rows do "
+                "not pair up: agents that talk have any number of rows. What the others said and got is in "
+                "the column conversation, and in extra_info of reward functions."
+            )
         if own is None or other is None or (own.prompts, own.n) != (other.prompts, other.n):
             raise NotSupportedError(
                 f"not supported yet: {node} reads fields of agents {agent} and {other_agent}, whose rows "

@@ -14,7 +14,7 @@ from siirl.dag.names import suggest
 from siirl.dag.spec import NodeSpec
 from siirl.dag.user_code import declared_needs
 from siirl.errors import DagError, NotSupportedError
-from siirl.types import FIELDS, ROLLOUT_FIELDS
+from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
 Names = tuple[str, ...]
 ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge"]
@@ -46,7 +46,7 @@ class OpSpec:
     @property
     def is_rollout(self) -> bool:
         """Whether it makes the samples of its agent, or brings them."""
-        return self.name in ("rollout", "replay")
+        return self.name in ("rollout", "replay", "interaction", "turns")
 
 
 def _fixed(*names: str) -> Callable[[Config], Names]:
@@ -132,6 +132,22 @@ ROLLOUT = OpSpec(
 )
 REPLAY = replace(ROLLOUT, name="replay", model=None)
 """Recorded rows in place of a rollout: no engine, so no model and no weights to take."""
+INTERACTION = OpSpec(
+    "interaction",
+    _fixed(*PROMPT_FIELDS),
+    _fixed(*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS),
+    model="rollout",
+    split="group",
+    changes_rows=True,
+)
+"""The rollout that an interaction begins with: it plays the episodes, and gives the rows of its own agent."""
+TURNS = replace(INTERACTION, name="turns", reads=_fixed())
+"""Another rollout of an interaction: it gives the rows of its agent, prompts included."""
+FROZEN_TURNS = replace(TURNS, writes=_fixed())
+"""A rollout of an interaction whose agent is not trained."""
+SHARED_TURNS = replace(FROZEN_TURNS, model=None)
+"""A rollout of an interaction that speaks with another agent's policy, and whose rows are among its rows."""
+ENVIRONMENT = OpSpec("environment", _fixed(), _fixed())
 FUNCTION_REWARD = OpSpec(
     "function_reward",
     _fixed(
@@ -268,7 +284,6 @@ _TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
 }
 _LATER_TYPES = {
     "DATA_LOAD": "DATA_LOAD nodes; prompts are loaded for whichever node reads them, so drop the node",
-    "ENV_INTERACT": "environments",
     "PUT_TO_BUFFER": "buffers; rows move to the nodes that read them by themselves, so drop the node",
     "GET_FROM_BUFFER": "buffers; rows move to the nodes that read them by themselves, so drop the node",
     "BARRIER_SYNC": "barriers in the DAG; a node already waits for all its dependencies, so drop the node",
@@ -298,6 +313,8 @@ def op_of(node: NodeSpec) -> OpSpec:
     """The op that a node stands for; DagError or NotSupportedError if it means nothing or is not built."""
     if node.node_type in _LATER_TYPES:
         raise NotSupportedError(f"not supported yet: {node}: {_LATER_TYPES[node.node_type]}.")
+    if node.node_type == "ENV_INTERACT" and node.node_role == "DEFAULT":
+        return ENVIRONMENT
     types, choose = _TABLE.get(node.node_role, (("COMPUTE", "CUSTOM"), None))
     if node.node_type not in types and not (node.executable_ref and node.node_type == "CUSTOM"):
         raise DagError(

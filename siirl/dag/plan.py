@@ -101,6 +101,44 @@ class LoaderPlan:
 
 
 @dataclass(frozen=True)
+class StagePlan:
+    """A node of an interaction: what happens there to an episode, and where it goes next.
+
+    agent: who speaks. policy: the agent whose rollout model it speaks with; None for an environment. rows:
+    whether rows of it are made; those of an agent that shares a policy are among the owner's. An episode goes
+    back to `back_to` unless `until` says so or the node has run max_turns times; then to `following`; None:
+    it ends. route: a function that chooses the node instead. options: process_path, pre_process_kwargs and
+    post_process_kwargs of an agent; env_path and env_kwargs of an environment.
+    """
+
+    node: str
+    kind: Literal["agent", "env"]
+    agent: int
+    policy: int | None
+    rows: bool
+    following: str | None
+    back_to: str | None
+    max_turns: int
+    until: str | None
+    route: str | None
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class InteractionPlan:
+    """A conversation of agents, episode by episode, which the Run of `entry` plays.
+
+    stages: in the order of dependencies, the entry first. policies: names of the rollout models, of which
+    all have their trainer's weights before that Run. most_turns: of an episode, over all agents.
+    """
+
+    entry: str
+    stages: tuple[StagePlan, ...]
+    policies: tuple[str, ...]
+    most_turns: int
+
+
+@dataclass(frozen=True)
 class Load:
     """Take the next batch of prompts into the store."""
 
@@ -186,7 +224,8 @@ class Plan:
 
     groups: distinct rank tuples, in creation order, the world first; every rank creates all of them in this
     order. They are the ranks of the models, of their mesh axes, and of all layouts, routes and links. nodes:
-    kept nodes by id, in execution order. pruned: node id -> why it costs nothing in this run.
+    kept nodes by id, in execution order. pruned: node id -> why it costs nothing in this run. interactions:
+    by entry node; of their nodes, environments and agents without rows have no Run.
     """
 
     dag_id: str
@@ -198,6 +237,7 @@ class Plan:
     routes: dict[str, RoutePlan]
     links: dict[str, LinkPlan]
     loaders: dict[str, LoaderPlan]
+    interactions: dict[str, InteractionPlan]
     groups: tuple[Ranks, ...]
     instructions: tuple[Instruction, ...]
     validation: tuple[Instruction, ...]

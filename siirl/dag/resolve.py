@@ -35,7 +35,7 @@ class ResolvedNode:
 
     reads, writes: the fields that its op declares under that configuration. overrides: absolute dotted keys
     that make cfg from the run's configuration. options: the node's other config keys, for the function of a
-    custom node.
+    custom node, or an environment.
     """
 
     spec: NodeSpec
@@ -119,7 +119,7 @@ def check_node_config(node: ResolvedNode) -> None:
 
 
 def _absolute_keys(node: NodeSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(overrides under absolute keys, options of a custom node's function)."""
+    """(overrides under absolute keys, options of a custom node's function or an environment)."""
     group = _GROUP_OF_ROLE.get(node.node_role)
     overrides: dict[str, Any] = {}
     options: dict[str, Any] = {}
@@ -136,7 +136,7 @@ def _absolute_keys(node: NodeSpec) -> tuple[dict[str, Any], dict[str, Any]]:
             overrides[f"{group}.{key}"] = value
         else:
             options[key] = value
-    if options and node.executable_ref is None:
+    if options and node.executable_ref is None and node.node_type != "ENV_INTERACT":
         raise DagError(
             f"{node}: config {next(iter(options))!r} is no key. Start it with {', '.join(TOP_GROUPS)}."
         )
@@ -145,8 +145,6 @@ def _absolute_keys(node: NodeSpec) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _refuse_later(node: NodeSpec) -> None:
     later = {
-        "agent_options": (node.agent_options, "multi-agent interaction"),
-        "loop": (node.loop, "multi-agent interaction"),
         "max_lag": (node.max_lag, "rollouts that run ahead of training"),
     }
     for key, (value, feature) in later.items():

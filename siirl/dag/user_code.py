@@ -92,3 +92,24 @@ def check_reference(reference: str, who: str) -> None:
     if tree and name not in (functions := top_functions(tree)) and not may_define(tree, name):
         defined = ", ".join(functions) or "no function"
         raise DagError(f"{who}: {where!r} has no {name!r}, it defines {defined}. Name one of its functions.")
+
+
+def check_arguments(reference: str, count: int, who: str, more: bool = False) -> None:
+    """DagError unless the function of a reference, if its source shows it, can be called with `count` values.
+
+    more: further arguments are given by keyword, so that it may need more than these.
+    """
+    where, _, name = reference.rpartition(":")
+    source = Path(where).expanduser() if where.endswith(".py") else module_source(where)
+    function = top_functions(parse_source(source)).get(name) if source else None
+    if function is None or function.decorator_list:
+        return
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    most = float("inf") if function.args.vararg else len(arguments)
+    least = len(arguments) - len(function.args.defaults)
+    if count > most or (count < least and not more):
+        named = ", ".join(argument.arg for argument in arguments)
+        raise DagError(
+            f"{who}: {name}({named}) of {where!r} is called with {count} argument{'s' * (count > 1)}: its "
+            "number of arguments does not fit. Change its signature."
+        )
