@@ -24,7 +24,8 @@ Interactions = dict[str, InteractionPlan]
 
 LOOP_KEYS = ("to", "max_turns", "until")
 AGENT_KEYS = ("process_path", "pre_process_kwargs", "post_process_kwargs", "route")
-ENV_KEYS = ("env_path", "env_kwargs")
+ENV_KEYS = ("env_path", "env_kwargs", "deadline_s")
+ENV_DEADLINE_S = 60.0
 READ_BY_TRAINERS = ("group_id",)
 READ_BY_REWARDS = ("turn_id",)
 
@@ -281,7 +282,10 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
         raise DagError(f"{node}: env_kwargs = {kwargs!r} is no mapping of arguments. Write {{name: value}}.")
     if path is not None:
         check_reference(path, f"{node}: env_path")
-    return {} if path is None else {"env_path": path, "env_kwargs": kwargs}
+    deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
+        raise DagError(f"{node}: deadline_s = {deadline_s!r} is no number of seconds above 0. Correct it.")
+    return {} if path is None else {"env_path": path, "env_kwargs": kwargs, "deadline_s": float(deadline_s)}
 
 
 def _check_environments(members: list[ResolvedNode]) -> None:

@@ -27,6 +27,7 @@ from siirl.engines.registry import make_rollout_engine, make_train_engine
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import NodeContext, Op
+from siirl.nodes.interaction import Interaction, build_interaction
 from siirl.nodes.registry import COLLECTORS, FORWARD_OPS, find_op
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note
@@ -94,6 +95,9 @@ class DAGWorker:
                 engines[name] = make(model, cfg_of_model, self.groups, device)
                 self._offload(name)
         self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}
+        self.interactions = {
+            entry: self._build_interaction(entry) for entry in plan.interactions if entry in self.nodes
+        }
         self.links: dict[str, WeightLink] = {
             name: make_link(
                 link,
@@ -157,11 +161,19 @@ class DAGWorker:
             result = node.op(context, rows)
         note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
         self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
-        shares_device = node.plan.model in self.rollout_engines and bool(self.train_engines)
-        if shares_device and node.cfg.actor_rollout_ref.rollout.free_cache_engine:
-            self.rollout_engines[node.plan.model].sleep()
+        self._sleep(node)
         self._count(ins, context, record)
         return result
+
+    def _sleep(self, node: LocalNode) -> None:
+        """Have the rollout engines that a node has used give their memory back, if they share the device."""
+        shared = self.interactions.get(node.plan.name)
+        names = [] if node.plan.op == "turns" else [node.plan.model]
+        for name in shared.plan.policies if shared else names:
+            if name in self.rollout_engines and self.train_engines:
+                cfg = self.node_cfg(self.plan.models[name].node)
+                if cfg.actor_rollout_ref.rollout.free_cache_engine:
+                    self.rollout_engines[name].sleep()
 
     def collect(self, ins: Collect, rows: TensorDict, record: StepRecord) -> None:
         """Give a node that repeats the rows of one round."""
@@ -190,6 +202,9 @@ class DAGWorker:
             tokenizer=node.tokenizer,
             train=self.train_engines.get(node.plan.model),
             rollout=self.rollout_engines.get(node.plan.model),
+            interaction=next(
+                (x for x in self.interactions.values() if ins.node in (s.node for s in x.plan.stages)), None
+            ),
             scorer=node.scorer,
             encoder=node.encoder,
             judge=node.judge,
@@ -270,6 +285,18 @@ class DAGWorker:
         if path not in self._tokenizers:
             self._tokenizers[path] = load_tokenizer(cfg)
         return self._tokenizers[path]
+
+    def _build_interaction(self, entry: str) -> Interaction:
+        plan = self.plan.interactions[entry]
+        stages = [stage for stage in plan.stages if stage.kind == "agent"]
+        owners = {f"agent_{stage.policy}.rollout" for stage in stages}
+        policies = {name: self._tokenizer(self.node_cfg(self.plan.models[name].node)) for name in owners}
+        return build_interaction(
+            plan,
+            {stage.node: self.node_cfg(stage.node) for stage in stages},
+            {stage.node: policies[f"agent_{stage.policy}.rollout"] for stage in stages},
+            self.rollout_engines,
+        )
 
     def _build_node(self, plan: NodePlan) -> LocalNode:
         cfg = self.node_cfg(plan.name)

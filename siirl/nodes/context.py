@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,15 @@ from siirl.rewards.conversations import ConversationEncoder
 from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
 
+if TYPE_CHECKING:
+    from siirl.nodes.interaction import Interaction
+
 
 @dataclass
 class NodeContext:
     """One call of one node on this rank.
 
+    interaction: what the rollouts of an interaction share on this rank (siirl/nodes/interaction.py).
     cfg: the node's resolved config. group: the ranks of its rows (for counts; rows move by routes). train,
     rollout, scorer, encoder, judge: the model workers and services that the op declares, else None. validate:
     the call belongs to a validation batch. step: 1 for the first training step; validation before training
@@ -48,6 +52,7 @@ class NodeContext:
     tokenizer: PreTrainedTokenizerBase
     train: TrainEngine | None = None
     rollout: RolloutEngine | None = None
+    interaction: "Interaction | None" = None
     scorer: RewardScorer | None = None
     encoder: ConversationEncoder | None = None
     judge: Judge | None = None

@@ -9,6 +9,7 @@ from siirl.nodes.context import Collector, Op
 from siirl.nodes.critic import critic_train, values
 from siirl.nodes.dynamic_sampling import collect_varied, dynamic_sampling
 from siirl.nodes.filter import filter_op, pf_ppo
+from siirl.nodes.interaction import interaction, turns
 from siirl.nodes.log_prob import old_log_prob, reference_log_prob
 from siirl.nodes.replay import replay
 from siirl.nodes.reward import custom_op, function_reward
@@ -19,6 +20,8 @@ from siirl.nodes.rollout import rollout
 
 OPS: dict[str, Op] = {
     "rollout": rollout,
+    "interaction": interaction,
+    "turns": turns,
     "replay": replay,
     "function_reward": function_reward,
     "model_reward": model_reward,

@@ -4,6 +4,7 @@ import hashlib
 
 import torch
 from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.rows import take_rows
@@ -63,9 +64,14 @@ def sampling_params(cfg: Config, stop_ids: tuple[int, ...], validate: bool) -> S
 
 
 def stop_token_ids(ctx: NodeContext) -> tuple[int, ...]:
+    """The stop tokens of the node's own rollout."""
+    return stop_token_ids_of(ctx.cfg, ctx.tokenizer)
+
+
+def stop_token_ids_of(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """End-of-sequence token of the tokenizer, and the ids that the user added."""
-    eos = [] if ctx.tokenizer.eos_token_id is None else [ctx.tokenizer.eos_token_id]
-    return tuple(dict.fromkeys([*eos, *ctx.cfg.actor_rollout_ref.rollout.stop_token_ids]))
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return tuple(dict.fromkeys([*eos, *cfg.actor_rollout_ref.rollout.stop_token_ids]))
 
 
 def prompt_seed(ctx: NodeContext, group_id: int) -> int:

@@ -67,9 +67,10 @@ class RewardScorer:
     def submit(self, rows: TensorDict, by_domain: bool = False) -> Future[TensorDict]:
         """Start scoring [B] rows; the future holds score [B] float32 and reward_info [B], on the CPU.
 
-        Reads response_ids, response_length, data_source, ground_truth, extra_info, sample_index. The rows
-        must not be changed in place until the result is there. by_domain: put the scores of each data source
-        into the metrics.
+        Reads response_ids, response_length, data_source, ground_truth, extra_info, sample_index; of agents
+        that talk also turn_id: the response is then the agent's last turn in the row. The rows must not be
+        changed in place until the result is there. by_domain: put the scores of each data source into the
+        metrics.
         """
         return self._thread.submit(self._traced, rows, by_domain)
 
@@ -112,6 +113,8 @@ class RewardScorer:
     def _samples(self, rows: TensorDict) -> list[Sample]:
         lengths = rows["response_length"].tolist()
         ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
+        if "turn_id" in rows.keys():
+            ids = [_last_turn(row, turns) for row, turns in zip(ids, rows["turn_id"].tolist(), strict=True)]
         texts = decode_responses(self._tokenizer, ids)
         sources = objects(rows, "data_source")
         mixes = {source: self.chooser.mix(source) for source in set(sources)}
@@ -193,6 +196,12 @@ class RewardScorer:
             f"reward function {names} failed on sample_index {int(rows['sample_index'][index])} "
             f"(data_source {sample.data_source!r}): {outcome.error}. {fix}"
         )
+
+
+def _last_turn(response_ids: list[int], turn_ids: list[int]) -> list[int]:
+    """The tokens of the last turn, of response_ids without padding and turn_ids with or without."""
+    last = max(turn_ids)
+    return [token for token, turn in zip(response_ids, turn_ids, strict=False) if turn == last]
 
 
 NO_INFO: dict[str, Any] = {}

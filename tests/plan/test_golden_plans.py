@@ -79,6 +79,7 @@ CASES = {
         placed("dapo.yaml", {"ROLLOUT": "0-1", "ACTOR": "2-3", "POSTPROCESS_SAMPLING": "1-2"}), 4, *DAPO
     ),
     "two_agents_on_4": lambda: compiled(two_agents(), 4),
+    "solver_verifier_on_2": lambda: compiled(load_dag_file(TEMPLATES / "solver_verifier.yaml"), 2),
 }
 
 

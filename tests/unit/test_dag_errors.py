@@ -71,9 +71,9 @@ def no_trainer():
     return dag
 
 
-def rollout_after_other_agent():
+def rollout_after_other_agents_reward():
     dag, ids = one_agent()
-    add_agent(dag, 1, dependencies=[ids["rollout"]])
+    add_agent(dag, 1, dependencies=[ids["reward"]])
     return dag
 
 
@@ -191,7 +191,7 @@ CASES = [
     (malformed_field, (), DagError, ["'other.score' is no field", "agent_N.NAME"]),
     (two_trainers, (), DagError, ["'train_0' and node 'train_again'", "training of agent 0"]),
     (no_trainer, (), NotSupportedError, ["a DAG that trains nothing", "node_role ACTOR"]),
-    (rollout_after_other_agent, (), NotSupportedError, ["'rollout_1'", "'rollout_0'", "multi-agent"]),
+    (rollout_after_other_agents_reward, (), DagError, ["'rollout_1'", "through 'reward_0'", "pre_process"]),
     (rows_that_do_not_pair_up, (), NotSupportedError, ["agents 0 and 1", "rollout.n"]),
     (
         prompts_made_beside_the_rollout,
@@ -237,7 +237,7 @@ CASES = [
     (node("BARRIER_SYNC"), (), NotSupportedError, ["drop the node"]),
     (node("MODEL_TRAIN", "REFERENCE", executable_ref="a.b:c"), (), NotSupportedError, ["in place of op"]),
     (rollout_with(max_lag=1), (), NotSupportedError, ["max_lag = 1", "run ahead"]),
-    (rollout_with(agent_options={"obs": True}), (), NotSupportedError, ["agent_options", "multi-agent"]),
+    (rollout_with(agent_options={"obs": True}), (), DagError, ["agent_options", "unknown key 'obs'"]),
     (train_with(filter_plugin=7), (), DagError, ["node 'train'", "names no function"]),
     (train_with(filter_plugin={"fn": "a.b:c", "read": []}), (), DagError, ["unknown key 'read'", "reads"]),
     (rollout_with(), ("algorithm.use_pf_ppo=true",), DagError, ["no node resamples the rows of node 'roll"]),

@@ -1,0 +1,175 @@
+"""What an agent has read and said, as tokens: rows that only grow at their end. No torch.
+
+Text becomes tokens once. What the model produced is kept as it is; what others said is rendered by the chat
+template behind a stand-in for the model's turn, and added.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from siirl.agents.policy import Generated, Vocabulary
+from siirl.errors import EpisodeFailed
+
+Chat = list[dict[str, Any]]
+
+STAND_IN = "STANDINFORTHETURN"
+"""Stands for the model's own turn in templates; no letter of it is changed by trimming or escaping."""
+
+
+class ContextFull(Exception):
+    """A message does not fit any more, and episodes end there."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Most tokens of a row's prompt, of its response (turns, and what is read between them), of a turn."""
+
+    prompt: int
+    response: int
+    turn: int | None = None
+    long_context: Literal["end", "truncate"] = "end"
+
+
+class ChatRenderer:
+    """Messages to tokens, by the tokenizer's chat template. One for each agent; nothing is remembered."""
+
+    def __init__(
+        self, tokenizer: Vocabulary, template_kwargs: Mapping[str, Any], tools: Sequence[dict] = ()
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
+
+    def start(self, messages: Chat) -> list[int]:
+        """The tokens of a conversation, up to where the agent's turn begins."""
+        return self._tokens(self._text(messages))
+
+    def follow(self, messages: Chat, last_token: int | None) -> list[int]:
+        """The tokens that come after the agent's turn: its end, the messages, the beginning of its next turn.
+
+        last_token: the one that the agent ended its turn by, which then is not repeated.
+        """
+        before = [{"role": "user", "content": "..."}, {"role": "assistant", "content": STAND_IN}]
+        text = self._text([*before, *messages])
+        tokens = self._tokens(text[text.index(STAND_IN) + len(STAND_IN) :])
+        return tokens[1:] if tokens and tokens[0] == last_token else tokens
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What was said, special tokens left out."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def shortened(self, content: str, num_tokens: int) -> str:
+        """A text without its last num_tokens tokens."""
+        tokens = self._tokens(content)
+        return self.text(tokens[: max(0, len(tokens) - num_tokens)])
+
+    def _text(self, messages: Chat) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **self._options
+        )
+
+    def _tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+@dataclass
+class Row:
+    """A token context. messages: what the prompt says. own: the tokens that the agent produced."""
+
+    messages: Chat
+    prompt_ids: list[int]
+    ids: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    weight_version: int = -1
+    finish_reason: str = ""
+
+    def read(self, tokens: list[int]) -> None:
+        """Add tokens that the agent did not produce."""
+        self._add(tokens, False, [0.0] * len(tokens), -1)
+
+    def speak(self, turn: Generated, number: int) -> None:
+        """Add the tokens of a turn."""
+        self.weight_version = self.weight_version if any(self.own) else turn.weight_version
+        self.finish_reason = turn.finish_reason
+        self._add(turn.token_ids, True, turn.log_probs, number)
+
+    def _add(self, tokens: list[int], own: bool, log_probs: list[float], number: int) -> None:
+        self.ids += tokens
+        self.own += [own] * len(tokens)
+        self.log_probs += log_probs
+        self.turn_ids += [number] * len(tokens)
+        self.rewards += [0.0] * len(tokens)
+
+
+class Context:
+    """All rows of one agent in one episode; the last one is written."""
+
+    def __init__(self, renderer: ChatRenderer, limits: Limits) -> None:
+        self._renderer, self._limits = renderer, limits
+        self.rows: list[Row] = []
+        self.texts: dict[int, str] = {}  # turn -> what the agent said, before any post-processing
+        self.num_truncated = 0
+        self._shown: Chat = []
+        self._where: dict[int, tuple[Row, int]] = {}  # turn -> its row, and position of its last token there
+
+    def begin(self, messages: Chat, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
+        """Read what is new in a conversation: (tokens so far, most tokens of the turn that follows them).
+
+        messages: all that the agent sees, its own turns as it said them. They extend the row if they begin
+        with what is in it, and there is room; else a new row begins. prompt_ids: tokens of exactly these
+        messages, where they are known. ContextFull if they fit nowhere, and are not to be cut.
+        """
+        if not (self.rows and self._extend(messages)):
+            self._start(messages, prompt_ids)
+        row = self.rows[-1]
+        room = self._limits.response - len(row.ids)
+        return row.prompt_ids + row.ids, min(room, self._limits.turn or room)
+
+    def speak(self, generated: Generated, turn: int) -> str:
+        """Keep a turn; returns its text."""
+        if not generated.token_ids or len(generated.token_ids) != len(generated.log_probs):
+            raise EpisodeFailed(
+                f"the policy gave {len(generated.token_ids)} tokens and {len(generated.log_probs)} log-probs",
+                "policy",
+            )
+        row = self.rows[-1]
+        row.speak(generated, turn)
+        self._where[turn] = row, len(row.ids) - 1
+        self.texts[turn] = text = self._renderer.text(generated.token_ids)
+        self._shown.append({"role": "assistant", "content": text})
+        return text
+
+    def reward(self, turn: int, value: float) -> None:
+        """Add what the environment gave for a turn, at its last token."""
+        row, position = self._where[turn]
+        row.rewards[position] += value
+
+    def _extend(self, messages: Chat) -> bool:
+        known = len(self._shown)
+        if messages[:known] != self._shown:
+            return False
+        row = self.rows[-1]
+        last = row.ids[-1] if row.finish_reason == "stop" else None
+        tokens = self._renderer.follow(messages[known:], last)
+        if len(row.ids) + len(tokens) >= self._limits.response:
+            return False
+        row.read(tokens)
+        self._shown = list(messages)
+        return True
+
+    def _start(self, messages: Chat, prompt_ids: list[int] | None) -> None:
+        tokens = self._renderer.start(messages) if prompt_ids is None else prompt_ids
+        shown = messages
+        while (excess := len(tokens) - self._limits.prompt) > 0:
+            last = shown[-1]
+            content = self._renderer.shortened(last["content"], excess)
+            if self._limits.long_context == "end" or content == last["content"]:
+                raise ContextFull(f"{len(tokens)} tokens, where {self._limits.prompt} fit")
+            shown = [*shown[:-1], {**last, "content": content}]
+            tokens = self._renderer.start(shown)
+        self.num_truncated += shown is not messages
+        self.rows.append(Row(shown, tokens))
+        self._shown = list(messages)

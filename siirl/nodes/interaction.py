@@ -1,0 +1,312 @@
+"""The ops of an interaction: prompts in, episodes played, the rows of each agent out."""
+
+import asyncio
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from siirl.agents.contexts import ChatRenderer, Limits
+from siirl.agents.environments import HostedEnvironment, load_environment
+from siirl.agents.episode import Episode
+from siirl.agents.policy import Generated, Policy
+from siirl.agents.runner import Game, Played, Speaker, run_all
+from siirl.config import Config
+from siirl.dag.plan import InteractionPlan, StagePlan
+from siirl.dag.spec import load_object
+from siirl.data.rows import make_rows, objects
+from siirl.engines.rollout.base import RolloutEngine, SamplingParams
+from siirl.errors import DataError, RolloutError
+from siirl.nodes.context import NodeContext
+from siirl.nodes.rollout import prompt_seed, prompt_tokens, report, sampling_params, stop_token_ids_of
+from siirl.observe.metrics import Metrics
+from siirl.types import FINISH_LENGTH, FINISH_STOP, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
+
+log = logging.getLogger(__name__)
+TURNS_REPORTED = 8  # turns of an episode that have metrics of their own
+
+
+@dataclass
+class Interaction:
+    """One interaction on this rank: what its ops share. rows: agent -> its rows, from one Run to the next.
+
+    cfgs and tokenizers: of each agent's node; a shared policy has the tokenizer of its owner. engines: name
+    of the rollout model -> engine.
+    """
+
+    plan: InteractionPlan
+    cfgs: dict[str, Config]
+    tokenizers: dict[str, PreTrainedTokenizerBase]
+    engines: dict[str, RolloutEngine]
+    functions: dict[str, Callable[..., Any]]
+    make_env: Callable[[], HostedEnvironment] | None
+    env_deadline_s: float
+    rows: dict[int, TensorDict] = field(default_factory=dict)
+
+
+def build_interaction(
+    plan: InteractionPlan,
+    cfgs: dict[str, Config],
+    tokenizers: dict[str, PreTrainedTokenizerBase],
+    engines: Mapping[str, RolloutEngine],
+) -> Interaction:
+    """Load the code that an interaction names. DagError or DataError if it cannot be used."""
+    functions: dict[str, Callable[..., Any]] = {}
+    make_env, deadline_s = None, 60.0
+    for stage in plan.stages:
+        who = f"node {stage.node!r}"
+        for reference in filter(None, (stage.until, stage.route)):
+            functions[reference] = load_object(reference, who)
+        for name in ("pre_process", "post_process"):
+            if f"{name}_kwargs" in stage.options:
+                function = load_object(f"{stage.options['process_path']}:{name}", who)
+                functions[f"{stage.node}.{name}"] = functools.partial(
+                    function, **stage.options[f"{name}_kwargs"]
+                )
+        if stage.options.get("env_path"):
+            make_env = load_environment(stage.options["env_path"], who, stage.options["env_kwargs"])
+            deadline_s = stage.options["deadline_s"]
+        if stage.kind == "agent" and not tokenizers[stage.node].chat_template:
+            raise DataError(
+                f"{who}: the tokenizer of {tokenizers[stage.node].name_or_path} has no chat template, which "
+                "turns what others said into tokens. Use a chat model's tokenizer (data.tokenizer)."
+            )
+    return Interaction(
+        plan,
+        cfgs,
+        tokenizers,
+        {name: engines[name] for name in plan.policies},
+        functions,
+        make_env,
+        deadline_s,
+    )
+
+
+def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+    """Play n episodes of each prompt; the rows of this agent, those of the others are kept for `turns`.
+
+    No communication. RolloutError if every episode of this rank fails, or user code raises.
+    """
+    shared = _shared(ctx)
+    n = _samples(ctx)
+    episodes = [_episode(ctx, rows, row, sample, n) for row in range(len(rows)) for sample in range(n)]
+    prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
+    played = run_all(_game(ctx, shared), episodes, prompts)
+    finished = _finished(ctx, played)
+    report_episodes(ctx, shared.plan, played, finished)
+    for engine in shared.engines.values():
+        ctx.metrics.merge(engine.drain_metrics())
+    shared.rows = {
+        agent: rows_of(shared.plan, agent, finished, rows, n)
+        for agent in {s.policy for s in shared.plan.stages if s.rows or s.node == shared.plan.entry}
+    }
+    return turns(ctx, rows)
+
+
+def turns(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+    """The rows of an agent in the episodes that have been played. No communication."""
+    out = _shared(ctx).rows.pop(ctx.agent)
+    report(ctx, out)
+    return out
+
+
+def _shared(ctx: NodeContext) -> Interaction:
+    if ctx.interaction is None:
+        raise RolloutError(f"node {ctx.node_id!r} is in no interaction on this rank: the plan gave it none")
+    return ctx.interaction
+
+
+def _samples(ctx: NodeContext) -> int:
+    rollout = ctx.cfg.actor_rollout_ref.rollout
+    return rollout.val_kwargs.n if ctx.validate else rollout.n
+
+
+def _episode(ctx: NodeContext, rows: TensorDict, row: int, sample: int, n: int) -> Episode:
+    group_id = int(rows["group_id"][row])
+    task = {
+        name: objects(rows, name)[row] for name in ("raw_prompt", "data_source", "ground_truth", "extra_info")
+    }
+    episode_id = group_id * n + sample
+    return Episode(episode_id, group_id, sample, prompt_seed(ctx, episode_id), task)
+
+
+def _game(ctx: NodeContext, shared: Interaction) -> Game:
+    policies = {name: WavePolicy(engine) for name, engine in shared.engines.items()}
+    speakers = {
+        stage.node: _speaker(stage, shared, policies[f"agent_{stage.policy}.rollout"], ctx.validate)
+        for stage in shared.plan.stages
+        if stage.kind == "agent"
+    }
+    return Game(shared.plan, speakers, shared.functions, shared.make_env, shared.env_deadline_s)
+
+
+def _speaker(stage: StagePlan, shared: Interaction, policy: Policy, validate: bool) -> Speaker:
+    cfg, tokenizer = shared.cfgs[stage.node], shared.tokenizers[stage.node]
+    rollout = cfg.actor_rollout_ref.rollout
+    return Speaker(
+        policy=policy,
+        params=replace(sampling_params(cfg, stop_token_ids_of(cfg, tokenizer), validate), n=1),
+        renderer=ChatRenderer(tokenizer, cfg.data.apply_chat_template_kwargs),
+        limits=Limits(
+            rollout.prompt_length,
+            rollout.response_length,
+            rollout.agent.max_turn_tokens,
+            "truncate" if rollout.agent.long_context == "truncate" else "end",
+        ),
+        pre_process=shared.functions.get(f"{stage.node}.pre_process"),
+        post_process=shared.functions.get(f"{stage.node}.post_process"),
+    )
+
+
+def _finished(ctx: NodeContext, played: list[Played]) -> list[Played]:
+    """The episodes that did not fail."""
+    failed = [one for one in played if one.kind is not None]
+    if failed:
+        first = failed[0].episode
+        count = f"{len(failed)} of {len(played)} episodes failed"
+        text = f"{count}, the first (task {first.group_id}): {first.error}"
+        if len(failed) == len(played):
+            raise RolloutError(f"node {ctx.node_id!r}: {text}. Nothing is left to train on.")
+        log.warning("node %r: %s", ctx.node_id, text)
+    return [one for one in played if one.kind is None]
+
+
+def rows_of(
+    plan: InteractionPlan, policy: int, played: list[Played], prompts: TensorDict, n: int
+) -> TensorDict:
+    """The rows of all that speak with a policy: PROMPT_FIELDS, ROLLOUT_FIELDS and INTERACTION_FIELDS.
+
+    row_id: episode_id * rows of an episode + rows of earlier speakers at most + number of the row.
+    """
+    speakers = [stage.agent for stage in plan.stages if stage.policy == policy]
+    sources = {int(group): index for index, group in enumerate(prompts["group_id"].tolist())}
+    samples = prompts["sample_index"].tolist()
+    columns: dict[str, list[Any]] = {
+        name: [] for name in (*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS)
+    }
+    for one in played:
+        episode = one.episode
+        conversation = episode.conversation()
+        for position, speaker in enumerate(speakers):
+            context = one.contexts.get(speaker)
+            for number, row in enumerate(row for row in context.rows if any(row.own)) if context else ():
+                values = {
+                    "row_id": (episode.episode_id * len(speakers) + position) * plan.most_turns + number,
+                    "group_id": episode.group_id,
+                    "sample_index": samples[sources[episode.group_id]],
+                    "prompt_ids": row.prompt_ids,
+                    "prompt_length": len(row.prompt_ids),
+                    "raw_prompt": row.messages,
+                    "data_source": episode.task["data_source"],
+                    "ground_truth": episode.task["ground_truth"],
+                    "extra_info": {
+                        **(episode.task["extra_info"] or {}),
+                        "agent": speaker,
+                        "conversation": conversation,
+                    },
+                    "response_ids": row.ids,
+                    "response_length": len(row.ids),
+                    "response_mask": row.own,
+                    "finish_reason": FINISH_STOP if row.finish_reason == "stop" else FINISH_LENGTH,
+                    "weight_version": row.weight_version,
+                    "rollout_log_prob": row.log_probs,
+                    "episode_id": episode.episode_id,
+                    "speaker": speaker,
+                    "turn_id": row.turn_ids,
+                    "env_reward": row.rewards,
+                    "conversation": conversation,
+                }
+                for name, value in values.items():
+                    columns[name].append(value)
+    return make_rows(columns)
+
+
+def report_episodes(
+    ctx: NodeContext, plan: InteractionPlan, played: list[Played], finished: list[Played]
+) -> None:
+    """Numbers of the episodes, of each node's turns, and of the first turns of the episode."""
+    metrics = Metrics()
+    metrics.sum("interaction/episodes", len(played))
+    metrics.mean("interaction/failed", len(played) - len(finished), len(played))
+    for one in played:
+        if one.kind is not None:
+            metrics.sum(f"interaction/failed/{one.kind}", 1)
+    for one in finished:
+        metrics.mean("interaction/turns", one.episode.turns)
+        metrics.max("interaction/turns_max", one.episode.turns)
+        metrics.mean("interaction/context_full", one.full)
+        metrics.mean("interaction/env_done", one.episode.done)
+        _report_turns(metrics, one)
+        for stage in plan.stages:
+            if stage.kind == "agent":
+                metrics.mean(f"interaction/{stage.node}/turns", one.episode.visits.get(stage.node, 0))
+        for agent, context in one.contexts.items():
+            metrics.mean(f"interaction/agent_{agent}/rows", len(context.rows))
+            metrics.mean(f"interaction/agent_{agent}/cut_messages", context.num_truncated)
+    ctx.metrics.merge(metrics, "val/" if ctx.validate else "")
+
+
+def _report_turns(metrics: Metrics, one: Played) -> None:
+    for message in one.episode.messages:
+        if message.turn is None:
+            continue
+        names = [message.node, *([f"turn_{message.turn}"] if message.turn < TURNS_REPORTED else [])]
+        for name in names:
+            metrics.mean(f"interaction/{name}/length", message.info["tokens"])
+            metrics.mean(f"interaction/{name}/finished", message.info["finish_reason"] == "stop")
+            metrics.mean(f"interaction/{name}/env_reward", message.reward)
+
+
+@dataclass
+class _Asked:
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    answer: asyncio.Future
+
+
+class WavePolicy:
+    """Generates turns in waves: what is asked for while the engine works is its next call.
+
+    consumes: turns that episodes ask for. produces: their tokens. waits for: the engine, in a thread.
+    unblocked by: the end of a wave.
+    """
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self._engine = engine
+        self._waiting: list[_Asked] = []
+        self._waves: asyncio.Task | None = None
+
+    async def generate(self, prompt: list[int], params: SamplingParams, seed: int) -> Generated:
+        """One turn after the tokens `prompt`."""
+        asked = _Asked(prompt, params, seed, asyncio.get_running_loop().create_future())
+        self._waiting.append(asked)
+        if self._waves is None or self._waves.done():
+            self._waves = asyncio.create_task(self._run())
+        return await asked.answer
+
+    async def _run(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(0)  # episodes that are ready as well ask first
+            wave, self._waiting = self._waiting, []
+            for params in dict.fromkeys(asked.params for asked in wave):
+                await self._generate(params, [asked for asked in wave if asked.params == params])
+
+    async def _generate(self, params: SamplingParams, wave: list[_Asked]) -> None:
+        prompts, seeds = [asked.prompt for asked in wave], [asked.seed for asked in wave]
+        generating = asyncio.to_thread(self._engine.generate, prompts, params, seeds)
+        (outcome,) = await asyncio.gather(generating, return_exceptions=True)
+        for index, asked in enumerate(wave):
+            if asked.answer.cancelled():
+                continue
+            if isinstance(outcome, BaseException):
+                asked.answer.set_exception(outcome)
+            else:
+                (turn,) = outcome[index]
+                asked.answer.set_result(
+                    Generated(turn.token_ids, turn.log_probs, turn.finish_reason, turn.weight_version)
+                )

@@ -1,0 +1,54 @@
+"""Interactions through the main job: agents that talk, each trained on what it said."""
+
+from pathlib import Path
+
+import pytest
+from fixtures_tiny import make_tiny_model_dir
+from job_harness import Inputs, overrides, run_job
+
+HERE = Path(__file__).parent
+
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """Digits in the agent's own turn; the verifier gets half of the solver's as well."""
+    turns = [m for m in extra_info["conversation"] if m["agent"] is not None]
+    assert [m["agent"] for m in turns] == [0, 1], turns
+    assert solution_str == turns[extra_info["agent"]]["content"], (solution_str, turns)
+    digits = [sum(c.isdigit() for c in m["content"]) / 8 for m in turns]
+    return digits[0] if extra_info["agent"] == 0 else digits[1] + digits[0] / 2
+'''
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory):
+    return make_tiny_model_dir(
+        tmp_path_factory.mktemp("other") / "model", family="llama", tie=False, vocab=80, init_std=0.2, seed=5
+    )
+
+
+def test_two_agents_talk_and_each_trains_on_its_own_tokens(inputs, other_model, tmp_path):
+    (tmp_path / "reward.py").write_text(REWARD)
+    dag = tmp_path / "dag.yaml"
+    dag.write_text((HERE / "solver_verifier.yaml").read_text().replace("MODEL_B", str(other_model)))
+    arguments = overrides(
+        inputs,
+        tmp_path / "out",
+        f"dag.workflow_path={dag}",
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "data.max_prompt_length=64",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "trainer.log_val_generations=2",
+    )
+    finished = run_job(2, arguments)
+    for agent in (0, 1):
+        assert len(finished.values(f"agent_{agent}/actor/grad_norm")) == 2
+        assert min(finished.values(f"agent_{agent}/actor/grad_norm")) > 0
+        assert max(finished.values(f"agent_{agent}/actor/rollout_log_prob_diff_max")) < 1e-3
+        assert len(finished.values(f"agent_{agent}/val/reward/mean")) == 1
+    assert finished.values("agent_0/interaction/turns") == [2, 2]
