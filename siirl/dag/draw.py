@@ -68,6 +68,7 @@ def draw(plan: Plan, path: Path) -> None:
     axes.axis("off")
     title = f"{plan.dag_id}: {len(plan.nodes)} nodes on {plan.world_size} ranks, one training step"
     axes.text(_MARGIN, canvas.top + 0.24, title, size=12, color=_INK, weight="bold", va="center")
+    _draw_legend(axes, plan, canvas, _MARGIN + 0.1 * len(title))
     for lane in canvas.lanes:
         _draw_lane(axes, lane, canvas.width)
     for link, track in _tracks(plan, canvas.lanes):
@@ -199,6 +200,33 @@ def _label(plan: Plan, parent: str, child: str) -> str:
     return f"reshard\n{len(names)} column{'s' if len(names) > 1 else ''}"
 
 
+def _agents(plan: Plan) -> dict[int, str]:
+    """Agent -> what the legend calls it: its number, and the first node that speaks for it."""
+    speakers: dict[int, str] = {}
+    for name, node in sorted(plan.nodes.items(), key=lambda item: "rollout" not in str(item[1].model)):
+        speakers.setdefault(node.agent, name)
+    return {agent: f"agent {agent}: {speakers[agent]}" for agent in sorted(speakers)}
+
+
+def _draw_legend(axes: Any, plan: Plan, canvas: _Canvas, left: float) -> None:
+    """Which colour is which agent, right of `left`; nothing to say of a single one. Without the names of
+    nodes where there is no room for them.
+    """
+    from matplotlib.patches import Rectangle
+
+    names = _agents(plan)
+    wide = {agent: 0.085 * len(name) + 0.32 for agent, name in names.items()}
+    if sum(wide.values()) > canvas.width - left:
+        names = {agent: str(agent) for agent in names}
+        wide = dict.fromkeys(names, 0.5)
+    x, y = canvas.width - _MARGIN, canvas.top + 0.24
+    for agent, shown in reversed(names.items() if len(names) > 1 else ()):
+        x -= wide[agent]
+        color = AGENT_COLORS[agent % len(AGENT_COLORS)]
+        axes.add_patch(Rectangle((x, y - 0.07), 0.14, 0.14, fc=color, ec="none"))
+        axes.text(x + 0.2, y, shown, size=9, color=_INK, va="center")
+
+
 def _draw_lane(axes: Any, lane: _Lane, width: float) -> None:
     from matplotlib.patches import FancyBboxPatch
 
@@ -218,6 +246,8 @@ def _draw_node(axes: Any, plan: Plan, name: str, center: Point) -> None:
     style = "round,pad=0,rounding_size=0.1"
     outline = FancyBboxPatch(corner, _BOX_W, _BOX_H, boxstyle=style, fc="white", ec=color, lw=1.6, zorder=3)
     axes.add_patch(outline)
+    tint = FancyBboxPatch(corner, _BOX_W, _BOX_H, boxstyle=style, fc=color, ec="none", alpha=0.1, zorder=3)
+    axes.add_patch(tint)
     stripe = Rectangle(corner, 0.1, _BOX_H, fc=color, ec="none", zorder=4)
     axes.add_patch(stripe)
     stripe.set_clip_path(outline)

@@ -1,8 +1,8 @@
 """The drawing: everything of the plan is in it, and the same plan gives the same file."""
 
-from plan_cases import compiled, custom, template_plan
+from plan_cases import add_agent, compiled, custom, template_plan
 
-from siirl.dag.draw import draw
+from siirl.dag.draw import AGENT_COLORS, draw
 from siirl.dag.spec import DagBuilder
 
 
@@ -31,3 +31,16 @@ def test_arrows_that_skip_columns_and_lanes_are_drawn_around_boxes(tmp_path):
     text = (tmp_path / "wide.svg").read_text()
     for expected in (*plan.nodes, "rank 1", "ranks 0-1", "ranks 2-3", "weights, if newer (broadcast)"):
         assert expected in text, expected
+
+
+def test_nodes_have_the_colour_of_their_agent_which_a_legend_names(tmp_path):
+    dag = DagBuilder("pair")
+    for agent in (0, 1):
+        add_agent(dag, agent, placement=str(agent))
+    for name, plan in {"pair": compiled(dag.build(), 2), "single": template_plan(2)}.items():
+        draw(plan, tmp_path / f"{name}.svg")
+    pair, single = ((tmp_path / f"{name}.svg").read_text() for name in ("pair", "single"))
+    assert "agent 0: rollout_0" in pair and "agent 1: rollout_1" in pair and "agent 0: " not in single
+    first, second = AGENT_COLORS[:2]
+    assert pair.count(first) == pair.count(second) > 4  # the boxes of four nodes, and a square of the legend
+    assert first in single and second not in single
