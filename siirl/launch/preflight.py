@@ -69,18 +69,24 @@ def preflight(cfg: Config, plan: Plan) -> None:
 
 def check_packages(cfg: Config, role: str) -> None:
     """ConfigError if a package that the model of a role asks for is not installed."""
-    if role_model(cfg, role).use_liger and importlib.util.find_spec("liger_kernel") is None:
-        raise ConfigError(
-            f"{model_key(role)}.use_liger=True: the package liger-kernel is not installed. Install it "
-            "(pip install 'siirl[liger]'), or set use_liger=False."
-        )
-    group = role_group(cfg, role)
-    by_mbridge = group.strategy == "megatron" and group.megatron.use_mbridge
-    if by_mbridge and importlib.util.find_spec("mbridge") is None:
-        raise ConfigError(
-            f"{ROLE_GROUPS[role]}.megatron.use_mbridge=True: the package mbridge is not installed. Install "
-            "it (pip install 'siirl[megatron]'), or set it to False: siirl reads the same models by itself."
-        )
+    group, name = role_group(cfg, role), ROLE_GROUPS[role]
+    on_megatron = group.strategy == "megatron"
+    needs = {
+        ("liger-kernel", "liger"): (role_model(cfg, role).use_liger, f"{model_key(role)}.use_liger=True"),
+        ("megatron-core", "megatron"): (on_megatron, f"{name}.strategy=megatron"),
+        ("mbridge", "megatron"): (
+            on_megatron and group.megatron.use_mbridge,
+            f"{name}.megatron.use_mbridge=True",
+        ),
+    }
+    modules = {"liger-kernel": "liger_kernel", "megatron-core": "megatron"}
+    for (package, extra), (needed, setting) in needs.items():
+        if needed and importlib.util.find_spec(modules.get(package, package)) is None:
+            key = setting.partition("=")[0].rpartition(".")[2]
+            raise ConfigError(
+                f"{setting}: the package {package} is not installed. Install it "
+                f"(pip install 'siirl[{extra}]'), or set {key}={'fsdp' if key == 'strategy' else 'False'}."
+            )
 
 
 def check_rewards(cfg: Config) -> None:

@@ -180,15 +180,24 @@ def test_every_key_that_the_migration_tables_lead_to_exists():
     assert len(migration_targets()) > 40
 
 
+TEST_NAME = re.compile(r"\b((?:unit|dist|contracts|e2e|gpu)/test_\w+)(?:::(\w+))?")
+
+
 def test_the_checklist_names_tests_and_documents_that_exist_and_every_item():
     text = (ROOT / "docs" / "checklist.md").read_text()
-    named = set(re.findall(r"\b((?:unit|dist|contracts|e2e|gpu)/test_\w+)", text))
-    assert [name for name in sorted(named) if not (ROOT / "tests" / f"{name}.py").is_file()] == []
-    pages = set(re.findall(r"\b((?:docs|docker)/[\w.]+\w)", text))
-    assert [page for page in sorted(pages) if not (ROOT / page).is_file()] == []
+    absent = []
+    for file, function in TEST_NAME.findall(text):
+        path = ROOT / "tests" / f"{file}.py"
+        if not path.is_file() or (function and f"def {function}(" not in path.read_text()):
+            absent.append((file, function))
+    assert absent == []
+    pages = set(re.findall(r"\b((?:docs|docker|benchmarks)/[\w./]+\w)", text))
+    assert [page for page in sorted(pages) if not (ROOT / page).exists()] == []
     covered: set[int] = set()
-    for cell in re.findall(r"^\| ([\d, -]+) \|", text, re.MULTILINE):
-        for part in cell.split(","):
+    for numbers, cell in re.findall(r"^\| ([\d, -]+) \|.*\| ([^|]+) \|$", text, re.MULTILINE):
+        assert TEST_NAME.search(cell) or re.search(r"docs/|benchmarks/|this table", cell), numbers
+        for part in numbers.split(","):
             first, _, last = part.strip().partition("-")
             covered |= set(range(int(first), int(last or first) + 1))
     assert covered == set(range(1, 184))
+    assert "open" not in re.findall(r"[a-z]+", text.lower()), "an item that nothing covers"
