@@ -27,6 +27,9 @@ from siirl.observe.spans import phase
 if TYPE_CHECKING:
     from siirl.engines.rollout.hf import HFRollout
 
+JOIN_SHARE, JOIN_STEPS = 0.125, 8
+"""Requests join once they are this share of the rows that run, or one has waited this many steps: reading
+prompts costs a forward, and the cache is copied for it."""
 NO_LIMIT = 1 << 62
 
 
@@ -207,6 +210,7 @@ class HFStream(RolloutStream):
         self._dtype = str(model.dtype)
         self._batch = RunningBatch(model, prefill_tokens)
         self._waiting: deque[Row] = deque()
+        self._waited_steps = 0  # how long the first of them has waited
         self._pending: set[Key] = set()
 
     @property
@@ -240,8 +244,12 @@ class HFStream(RolloutStream):
         self._batch.clear()
 
     def _admitted(self) -> list[Row]:
-        """The waiting rows that fit into the batch now, first come, first served."""
+        """The waiting rows that join the batch now, as far as they fit; first come, first served."""
         running = self._batch.running
+        if len(self._waiting) < JOIN_SHARE * len(running) and self._waited_steps < JOIN_STEPS:
+            self._waited_steps += 1 if self._waiting else 0
+            return []
+        self._waited_steps = 0
         longest = max((_positions(row) for row in running), default=0)
         admitted: list[Row] = []
         while self._waiting:
