@@ -363,9 +363,8 @@ def advice(model: MegatronModel, ranks: Ranks, ranks_per_node: int, num_micro_ba
             )
     inert = sorted(set(model.optimizer_options) - HONOURED) if model.trains else []
     if inert:
-        lines.append(
-            f"override_optimizer_config.{', '.join(inert)}: no effect, the optimizer is AdamW by torch."
-        )
+        names = ", ".join(inert)
+        lines.append(f"override_optimizer_config.{names}: no effect: the optimizer is torch's AdamW.")
     granularity = options.get("recompute_granularity")
     if granularity != "selective" and options.get("recompute_modules"):
         lines.append("recompute_modules has no effect without recompute_granularity=selective.")

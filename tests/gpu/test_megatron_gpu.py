@@ -186,6 +186,38 @@ def offload_between_steps(rank: int, world: int, path: str, scenario: Scenario, 
     return {name: weight.to("cpu", copy=True) for name, weight in engine.export_weights()}
 
 
+def optimizer_bytes(rank: int, world: int, path: str, scenario: Scenario) -> tuple[int, cases.Outcome]:
+    """Device memory of a trained engine, and its outcome."""
+    outcome = cases.run_scenario(replace(scenario, device=f"cuda:{rank}"), path)
+    before = torch.cuda.memory_allocated()
+    engine, _ = cases.build_engine(replace(scenario, device=f"cuda:{rank}"), path)
+    cases.train_steps(engine, scenario, range(2))
+    return torch.cuda.memory_allocated() - before, outcome
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_half_of_the_optimizer_on_the_host_trains_the_same_in_less_memory(model_dirs, overlap):
+    options = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "overlap_cpu_optimizer_d2h_h2d": overlap,
+    }
+    host = [
+        f"+actor_rollout_ref.actor.optim.override_optimizer_config.{name}={value}"
+        for name, value in options.items()
+    ]
+    path = model_dirs["qwen3_untied"]
+    (usual_bytes, usual), (host_bytes, ours) = (
+        run_workers(optimizer_bytes, 1, path, layout(1, BF16, *more), deadline_s=180, backend=BACKEND)[0]
+        for more in ((), host)
+    )
+    num_weights = sum(weight.numel() for weight in usual.weights.values())
+    assert usual_bytes - host_bytes >= 0.45 * 12 * num_weights
+    assert ours.grad_norms == pytest.approx(usual.grad_norms, rel=0.01)
+    for name, weight in usual.weights.items():
+        assert (ours.weights[name] - weight).abs().mean() < 0.05 * cases.LR, name
+
+
 @pytest.mark.parametrize("optimizer", [(), (PLAIN_OPTIMIZER,)], ids=["distributed", "plain"])
 def test_offload_gives_memory_back_restores_every_bit_and_does_not_disturb(model_dirs, optimizer):
     scenario, path = layout(1, BF16, *optimizer), model_dirs["qwen3_untied"]
