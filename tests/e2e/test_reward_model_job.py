@@ -15,17 +15,33 @@ def reward_model(tmp_path_factory):
     return make_tiny_reward_model(tmp_path_factory.mktemp("reward"), vocab=80, init_std=0.2, seed=4)
 
 
-def test_a_reward_model_trains_a_policy(inputs, reward_model, tmp_path):
+def by_reward_model(world: int, inputs, reward_model, output, *more: str):
     keys = (
         "reward_model.enable=True",
         f"reward_model.model.path={reward_model}",
         "reward_model.fsdp_config.mixed_precision.param_dtype=float32",
         "reward_model.micro_batch_size_per_gpu=5",
-        "trainer.total_training_steps=6",
         "trainer.val_before_train=True",
         "actor_rollout_ref.actor.optim.lr=3e-2",
     )
-    run = run_job(1, [text for text in overrides(inputs, tmp_path, *keys) if "custom_reward" not in text])
+    arguments = overrides(inputs, output, *keys, *more)
+    return run_job(world, [text for text in arguments if "custom_reward" not in text])
+
+
+@pytest.mark.slow
+def test_rows_that_are_balanced_over_ranks_score_the_same(inputs, reward_model, tmp_path):
+    steps = "trainer.total_training_steps=2"
+    one = by_reward_model(1, inputs, reward_model, tmp_path / "one", steps)
+    tp = ("reward_model.strategy=megatron", "reward_model.megatron.tensor_model_parallel_size=2")
+    exact = "reward_model.megatron.param_dtype=float32"
+    for name, more in (("fsdp", ()), ("megatron", (*tp, exact))):
+        two = by_reward_model(2, inputs, reward_model, tmp_path / name, steps, *more)
+        for metric in ("reward/score", "reward/score_max", "val/reward/mean", "advantage/std"):
+            assert two.values(metric) == pytest.approx(one.values(metric), abs=1e-4), (name, metric)
+
+
+def test_a_reward_model_trains_a_policy(inputs, reward_model, tmp_path):
+    run = by_reward_model(1, inputs, reward_model, tmp_path, "trainer.total_training_steps=6")
     scores = run.values("reward/score")
     assert len(scores) == 6 and scores[-1] > scores[0] + 0.1
     assert run.values("reward/arithmetic/mean") == pytest.approx(scores, abs=1e-6)
