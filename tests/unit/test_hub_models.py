@@ -96,6 +96,24 @@ def test_every_node_gets_the_local_directory_and_the_plan_stays_data(cache, revi
     assert paths(cfg, plan) == {NAME}, "the plan given is unchanged"
 
 
+@pytest.mark.parametrize("judge", ["null", "hf"])
+def test_a_reward_model_on_a_hub_gets_its_local_directory(cache, model, judge):
+    keys = (
+        "reward_model.enable=True",
+        f"reward_model.model.path={NAME}",
+        f"reward_model.model.cache_dir={cache}",
+        f"reward_model.judge.name={judge}",
+    )
+    cfg, plan = compiled([*GRPO, f"{POLICY}.model.path={model}", *keys])
+    local = with_local_models(cfg, plan)
+    found = {
+        name: with_overrides(cfg, node.overrides).reward_model.model.path
+        for name, node in local.nodes.items()
+    }
+    assert found.pop("reward_model").endswith(f"/snapshots/{COMMIT}")
+    assert set(found.values()) == {NAME}, "nodes without a reward model leave it alone"
+
+
 def test_a_local_directory_goes_before_a_name_on_a_hub(model, tmp_path, monkeypatch):
     (tmp_path / "some-org").mkdir()
     shutil.copytree(model, tmp_path / NAME)
