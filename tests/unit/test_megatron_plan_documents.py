@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from megatron_cases import ACTOR, available, megatron_plan, option, sizes, write_model
 
+from siirl.cli import main
 from siirl.config import load_config
 from siirl.config.common import MegatronConfig
 from siirl.config.root import all_keys
@@ -123,6 +124,44 @@ def test_the_worked_arithmetic_of_the_scaling_guide(tmp_path, monkeypatch):
     for number in ("2358.9 M", "1179.4 M", "124,928 values", "25.5 GiB", "4410 M", "73.9 GiB"):
         assert number in " ".join(GUIDE.split()), number
     assert sum(large.values()) - large["activations"] == pytest.approx(73.9, abs=0.05)
+
+
+def test_the_worked_arithmetic_of_a_mixture_of_experts(tmp_path, monkeypatch):
+    available(monkeypatch)
+    layer = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 2 * 2048 + 2 * 128
+    dense, experts = (24 * layer + 151936 * 2048) / 2, 24 * 128 * 3 * 2048 * 768 / 4
+    values = 17 * 3 * 2048 // 2 + (16 * 2048 + 8 * (3 * 768 + 2 * 2048)) // 2
+    expected = {
+        "parameters": 2 * (dense + experts),
+        "gradients": 4 * (dense + experts),
+        "optimizer": 12 * (dense / 8 + experts / 4),
+        "activations": 2 * values * 8 * 3072,
+    }
+    _, gib = gib_of(tmp_path, "Qwen3-30B-A3B", 32, "tp=2 pp=2 vpp=8 ep=4")
+    assert gib == pytest.approx({kind: amount / 2**30 for kind, amount in expected.items()}, rel=1e-4)
+    for number in ("770.6 M", "385.3 M", "3623.9 M", "4009.2 M", "94,208 values", "37.4 GiB"):
+        assert number in " ".join(GUIDE.split()), number
+    assert [f"{dense / 1e6:.1f}", f"{experts / 1e6:.1f}"] == ["385.3", "3623.9"]
+
+
+def test_siirl_plan_prints_what_the_guide_quotes_of_it(monkeypatch, tmp_path, capsys):
+    available(monkeypatch)
+    settings = (
+        "algorithm.adv_estimator=grpo",
+        f"actor_rollout_ref.model.path={write_model(tmp_path, 'Qwen3-8B')}",
+        "actor_rollout_ref.actor.strategy=megatron",
+        *sizes(tp=2, pp=4, sp=True),
+        "data.max_prompt_length=1024",
+        "data.max_response_length=2048",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.n=8",
+        "trainer.n_gpus_per_node=8",
+    )
+    assert main(["plan", *settings]) == 0
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    quoted = GUIDE[GUIDE.index("`siirl plan` with these settings") :].split("```")[1].strip().splitlines()
+    assert len(quoted) == 2
+    assert [line for line in quoted if " ".join(line.split()) not in printed] == []
 
 
 def test_an_optimizer_on_the_host_or_in_fewer_bytes_leaves_the_device(monkeypatch, tmp_path):
