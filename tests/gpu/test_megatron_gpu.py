@@ -1,5 +1,6 @@
 """The Megatron engine on CUDA: variable-length kernels, NCCL, memory given back, the numbers of plain HF."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +23,7 @@ MEGATRON = "actor_rollout_ref.actor.megatron"
 BF16 = f"{MEGATRON}.param_dtype=bfloat16"
 PLAIN_OPTIMIZER = f"{MEGATRON}.use_distributed_optimizer=False"
 SEQUENCE_PARALLEL = f"{MEGATRON}.sequence_parallel=True"
-SHAPE = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "init_std": 0.1, "tie": False}
+SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32, "init_std": 0.1}
 PARTS = ("params", "grads", "optimizer")
 
 
@@ -30,8 +31,8 @@ PARTS = ("params", "grads", "optimizer")
 def model_dirs(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("gpu")
     return {
-        "qwen3_untied": str(make_tiny_model_dir(root / "qwen3", **SHAPE)),
-        "mixtral": str(make_tiny_model_dir(root / "mixtral", "mixtral", **SHAPE)),
+        "qwen3_untied": str(make_tiny_model_dir(root / "qwen3", tie=False, **SHAPE)),
+        "mixtral": str(make_tiny_model_dir(root / "mixtral", "mixtral", tie=False, **SHAPE)),
     }
 
 
@@ -93,7 +94,7 @@ HALF = [
     layout(2, BF16, pp=2),
     layout(2, BF16, cp=2),
     layout(2, BF16),
-    layout(4, BF16, pp=2, vpp=1),
+    layout(2, BF16, pp=2, vpp=2),
 ]
 
 
@@ -189,6 +190,7 @@ def offload_between_steps(rank: int, world: int, path: str, scenario: Scenario, 
 def optimizer_bytes(rank: int, world: int, path: str, scenario: Scenario) -> tuple[int, cases.Outcome]:
     """Device memory of a trained engine, and its outcome."""
     outcome = cases.run_scenario(replace(scenario, device=f"cuda:{rank}"), path)
+    gc.collect()
     before = torch.cuda.memory_allocated()
     engine, _ = cases.build_engine(replace(scenario, device=f"cuda:{rank}"), path)
     cases.train_steps(engine, scenario, range(2))
