@@ -142,6 +142,11 @@ class Context:
         self._shown.append({"role": "assistant", "content": text})
         return text
 
+    @property
+    def shown(self) -> Chat:
+        """The messages that its last row holds, the last turn included."""
+        return self._shown
+
     def reward(self, turn: int, value: float) -> None:
         """Add what the environment gave for a turn, at its last token."""
         row, position = self._where[turn]

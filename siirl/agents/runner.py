@@ -14,6 +14,7 @@ from siirl.agents.contexts import Chat, ChatRenderer, Context, ContextFull, Limi
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
 from siirl.agents.policy import Policy
+from siirl.agents.tool_use import ToolUse
 from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.errors import EpisodeFailed, RolloutError
 
@@ -23,7 +24,7 @@ class Speaker:
     """How the agent of a stage speaks. params: sampling parameters of its policy's engine, with n = 1.
 
     pre_process(messages, episode) gives the messages that it sees; post_process(text, episode) what others
-    get to read of its turn.
+    get to read of its turn. tools: those that it may call.
     """
 
     policy: Policy
@@ -32,6 +33,7 @@ class Speaker:
     limits: Limits
     pre_process: Callable[[Chat, Episode], Chat] | None = None
     post_process: Callable[[str, Episode], str] | None = None
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True)
@@ -104,11 +106,12 @@ async def _play(game: Game, played: Played) -> None:
 
 
 async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
-    """One turn of an agent."""
+    """One turn of an agent; more, as long as it calls tools."""
     episode = played.episode
     context = played.contexts.setdefault(stage.agent, Context(speaker.renderer, speaker.limits))
     view = _view(episode, stage.agent, context)
-    known = played.prompt_ids if not episode.turns and len(view) == len(episode.task["raw_prompt"]) else None
+    given = not episode.turns and len(view) == len(episode.task["raw_prompt"]) and speaker.tools is None
+    known = played.prompt_ids if given else None
     if speaker.pre_process is not None:
         view, known = _called("pre_process", stage, speaker.pre_process, view, episode), None
         if not _is_chat(view):
@@ -116,7 +119,23 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
                 f"node {stage.node!r}: pre_process gave {view!r:.200}, no list of messages with role and "
                 "content. Return the messages that the agent shall see."
             )
-    tokens, room = context.begin(view, known)
+    turn = await _turn(speaker, stage, episode, context, context.begin(view, known))
+    if speaker.tools is None:
+        return
+    for _ in range(speaker.tools.most_rounds):
+        answers = await speaker.tools.answer(turn, context.texts[turn.turn or 0], episode)
+        if not answers:
+            return
+        episode.messages += answers
+        more = [{"role": message.role, "content": message.content} for message in answers]
+        turn = await _turn(speaker, stage, episode, context, context.begin([*context.shown, *more]))
+
+
+async def _turn(
+    speaker: Speaker, stage: StagePlan, episode: Episode, context: Context, begun: tuple[list[int], int]
+) -> Message:
+    """Generate after what the context has begun with, and add it to the episode."""
+    tokens, room = begun
     turn, episode.turns = episode.turns, episode.turns + 1
     params = replace(speaker.params, max_tokens=min(room, speaker.params.max_tokens))
     generated = await speaker.policy.generate(tokens, params, turn_seed(episode.seed, stage.agent, turn))
@@ -127,7 +146,9 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
             raise RolloutError(f"node {stage.node!r}: post_process gave {text!r:.200}, which is no text.")
     info = {"weight_version": generated.weight_version, "finish_reason": generated.finish_reason}
     info["tokens"] = len(generated.token_ids)
-    episode.messages.append(Message("assistant", text, stage.agent, stage.node, turn, info=info))
+    message = Message("assistant", text, stage.agent, stage.node, turn, info=info)
+    episode.messages.append(message)
+    return message
 
 
 async def _act(game: Game, stage: StagePlan, played: Played, acted: int) -> int:

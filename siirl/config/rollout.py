@@ -9,7 +9,7 @@ from siirl.config.keys import group, key
 
 ENGINES = "an option of vllm and sglang; the hf rollout has no such setting"
 ALWAYS_LOG_PROBS = "log-probs of the sampled tokens are always returned"
-MULTI_TURN = "tools and multi-turn rollouts"
+MULTI_TURN = "simulated users and callbacks of multi-turn rollouts"
 ENVIRONMENT_KEYS = "environments of a rollout node; write an ENV_INTERACT node"
 
 
@@ -34,29 +34,43 @@ class LayerNameMap:
 
 @dataclass(frozen=True)
 class MultiTurnConfig:
-    """Conversations with tools and users."""
+    """Tools, and the turns with them."""
 
-    use_all_traj: bool = key(False, "train on all trajectories")
-    enable: bool = key(False, "several turns")
-    max_assistant_turns: int | None = key(None, "most turns of the assistant")
-    tool_config_path: str | None = key(None, "file that lists the tools (docs/tools.md)")
+    use_all_traj: bool = key(False, "train on all trajectories", later=MULTI_TURN)
+    enable: bool = key(False, "the model may call tools, and goes on after their answers")
+    max_assistant_turns: int | None = key(
+        None, "most turns of the assistant, until it is another's turn; null: what fits", when="enable", low=1
+    )
+    tool_config_path: str | None = key(None, "file that lists the tools (docs/tools.md)", when="enable")
     format: str = key(
         "hermes",
         "format in which the model writes tool calls, or file.py:function",
         choices=("hermes", "json", "llama3_json", "qwen3_coder"),
         user_code=True,
+        when="enable",
     )
-    max_user_turns: int | None = key(None, "most turns of the user")
-    max_parallel_calls: int = key(1, "most tool calls of one turn; they run at once", low=1)
-    max_tool_response_length: int = key(256, "most characters of a tool response", low=1)
+    max_user_turns: int | None = key(
+        None, "how often tools may answer, until it is another's turn; null: what fits", when="enable", low=0
+    )
+    max_parallel_calls: int = key(1, "most tool calls of one turn; they run at once", when="enable", low=1)
+    max_tool_response_length: int = key(256, "most characters of a tool response", when="enable", low=1)
     tool_response_truncate_side: str = key(
-        "middle", "what is kept of a longer one; middle: both ends", choices=("left", "middle", "right")
+        "middle",
+        "what is kept of a longer one; middle: both ends",
+        choices=("left", "middle", "right"),
+        when="enable",
     )
-    tool_timeout_s: float = key(30.0, "longest run of one tool call, in seconds", low=0)
-    interaction_config_path: str | None = key(None, "file of the simulated user")
-    completion_callback: str | None = key(None, "function called after each turn")
-    use_inference_chat_template: bool = key(False, "chat template of inference")
-    tokenization_sanity_check_mode: str = key("strict", "check of incremental tokenisation")
+    tool_timeout_s: float = key(30.0, "longest run of one tool call, in seconds", when="enable", low=0)
+    interaction_config_path: str | None = key(None, "file of the simulated user", later=MULTI_TURN)
+    completion_callback: str | None = key(None, "function called after each turn", later=MULTI_TURN)
+    use_inference_chat_template: bool = key(
+        False, "chat template of inference", ignored="there is one chat template, that of the tokenizer"
+    )
+    tokenization_sanity_check_mode: str = key(
+        "strict",
+        "check of incremental tokenisation",
+        ignored="what a model has said is never turned into tokens again",
+    )
 
 
 @dataclass(frozen=True)
@@ -195,7 +209,7 @@ class RolloutConfig:
         choices=("sync",),
         later_choices={"async": "asynchronous rollouts"},
     )
-    multi_turn: MultiTurnConfig = group(MultiTurnConfig, "conversations", later=MULTI_TURN)
+    multi_turn: MultiTurnConfig = group(MultiTurnConfig, "tools of the agent")
     micro_batch_size: int | None = key(
         None, "prompts generated at once on each rank; null: max_num_seqs decides", low=1
     )

@@ -159,7 +159,8 @@ def most_messages(cfg: Config) -> int:
     multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
     if not multi_turn.enable:
         return 1
-    return multi_turn.max_assistant_turns or cfg.actor_rollout_ref.rollout.response_length
+    most = multi_turn.max_assistant_turns or cfg.actor_rollout_ref.rollout.response_length
+    return most if multi_turn.max_user_turns is None else min(most, multi_turn.max_user_turns + 1)
 
 
 def _entry(members: list[ResolvedNode], graph: Graph, inside: set[str]) -> ResolvedNode:

@@ -15,6 +15,7 @@ from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated, Policy
 from siirl.agents.runner import Game, Played, Speaker, run_all
+from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.config import Config
 from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.dag.spec import load_object
@@ -45,6 +46,7 @@ class Interaction:
     functions: dict[str, Callable[..., Any]]
     make_env: Callable[[], HostedEnvironment] | None
     env_deadline_s: float
+    tools: dict[str, ToolUse]
     rows: dict[int, TensorDict] = field(default_factory=dict)
 
 
@@ -83,6 +85,11 @@ def build_interaction(
         functions,
         make_env,
         deadline_s,
+        {
+            node: use
+            for node, cfg in cfgs.items()
+            if (use := tool_use(cfg.actor_rollout_ref.rollout.multi_turn))
+        },
     )
 
 
@@ -146,11 +153,14 @@ def _game(ctx: NodeContext, shared: Interaction) -> Game:
 
 def _speaker(stage: StagePlan, shared: Interaction, policy: Policy, validate: bool) -> Speaker:
     cfg, tokenizer = shared.cfgs[stage.node], shared.tokenizers[stage.node]
+    tools = shared.tools.get(stage.node)
     rollout = cfg.actor_rollout_ref.rollout
     return Speaker(
         policy=policy,
         params=replace(sampling_params(cfg, stop_token_ids_of(cfg, tokenizer), validate), n=1),
-        renderer=ChatRenderer(tokenizer, cfg.data.apply_chat_template_kwargs),
+        renderer=ChatRenderer(
+            tokenizer, cfg.data.apply_chat_template_kwargs, tools.toolbox.schemas if tools else ()
+        ),
         limits=Limits(
             rollout.prompt_length,
             rollout.response_length,
@@ -159,6 +169,7 @@ def _speaker(stage: StagePlan, shared: Interaction, policy: Policy, validate: bo
         ),
         pre_process=shared.functions.get(f"{stage.node}.pre_process"),
         post_process=shared.functions.get(f"{stage.node}.post_process"),
+        tools=tools,
     )
 
 
@@ -259,6 +270,11 @@ def _report_turns(metrics: Metrics, one: Played) -> None:
             metrics.mean(f"interaction/{name}/length", message.info["tokens"])
             metrics.mean(f"interaction/{name}/finished", message.info["finish_reason"] == "stop")
             metrics.mean(f"interaction/{name}/env_reward", message.reward)
+        if "tool_calls" in message.info:
+            metrics.sum("interaction/tool_calls", message.info["tool_calls"])
+        for kind in message.info.get("tool_errors", ()):
+            metrics.sum("interaction/tool_errors", 1)
+            metrics.sum(f"interaction/tool_errors/{kind}", 1)
 
 
 @dataclass

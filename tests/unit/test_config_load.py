@@ -120,7 +120,7 @@ def test_a_value_gets_the_type_of_its_key(override, expected):
         ("algorithm.adv_estimator=gae_marft", NotSupportedError, ("not supported yet: ", "multi-agent")),
         (f"{ROLLOUT}.name=sglang", NotSupportedError, (f"not supported yet: {ROLLOUT}.name=sglang",)),
         ("critic.load_weight=false", NotSupportedError, ("not supported yet: critic.load_weight=false",)),
-        (f"{ROLLOUT}.multi_turn.enable=True", NotSupportedError, ("not supported yet: ", "multi-turn")),
+        (f"{ROLLOUT}.multi_turn.use_all_traj=True", NotSupportedError, ("not supported yet: ", "multi-turn")),
         (f"{ACTOR}.megatron.extra.x=1", ConfigError, ("override_transformer_config",)),
     ],
 )

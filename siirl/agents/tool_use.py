@@ -1,0 +1,57 @@
+"""What an agent with tools does after a turn: call those that the turn names, and read what they answer."""
+
+from dataclasses import dataclass
+
+from siirl.agents.episode import Episode, Message
+from siirl.agents.tool_files import load_tools
+from siirl.agents.tool_parsers import ToolParser, tool_parser
+from siirl.agents.tools import Toolbox, ToolLimits, run_tools
+from siirl.config.rollout import MultiTurnConfig
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """The tools of a rollout node. most_rounds: how often an agent goes on after answers."""
+
+    toolbox: Toolbox
+    parse: ToolParser
+    limits: ToolLimits
+    most_rounds: int
+
+    async def answer(self, turn: Message, said: str, episode: Episode) -> list[Message]:
+        """The answers to the calls in a turn, which its agent alone reads; none if it calls nothing.
+
+        said: the text of the turn, before any post-processing. A turn with calls is no longer read by others.
+        """
+        calls = self.parse(said).calls
+        if not calls:
+            return []
+        responses = await run_tools(calls, self.toolbox, episode, self.limits)
+        turn.to = turn.agent
+        turn.info["tool_calls"] = len(calls)
+        turn.info["tool_errors"] = [response.error for response in responses if response.error]
+        return [
+            Message("tool", response.text, node=turn.node, to=turn.agent, info={"tool": response.tool})
+            for response in responses
+        ]
+
+
+def tool_use(multi_turn: MultiTurnConfig) -> ToolUse | None:
+    """What rollout.multi_turn says; None unless enabled. ConfigError or DagError for a bad tool file."""
+    if not multi_turn.enable:
+        return None
+    return ToolUse(
+        load_tools(multi_turn),
+        tool_parser(multi_turn.format),
+        ToolLimits.of(multi_turn),
+        most_tool_rounds(multi_turn),
+    )
+
+
+def most_tool_rounds(multi_turn: MultiTurnConfig) -> int:
+    """How often tools may answer within one visit of the node; without a bound the context is one."""
+    bounds = [multi_turn.max_user_turns, (multi_turn.max_assistant_turns or 0) - 1]
+    return min((bound for bound in bounds if bound is not None and bound >= 0), default=UNBOUNDED)
+
+
+UNBOUNDED = 1 << 30
