@@ -1,5 +1,6 @@
-"""Messages between a worker and its engine process: a JSON header and raw arrays over a socket. No pickle."""
+"""Messages over a socket, to an engine's process or another rank: a JSON header and raw arrays. No pickle."""
 
+import contextlib
 import json
 import select
 import socket
@@ -16,7 +17,7 @@ class ChannelClosed(Exception):
 
 
 class Channel:
-    """One end of a socket pair. Messages are whole: `receive` returns one, or waits for the rest of it."""
+    """One end of a connection. Messages are whole: `receive` returns one, or waits for the rest of it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -53,6 +54,9 @@ class Channel:
         return header["kind"], header["values"], arrays
 
     def close(self) -> None:
+        """End the connection, also for a thread that waits for a message. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _read(self, size: int) -> bytearray:

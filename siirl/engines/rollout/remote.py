@@ -1,0 +1,392 @@
+"""A stream of requests served to other ranks of the run, over TCP.
+
+The rank that has the engine makes a StreamServer once; addresses reach the other ranks by `gather_addresses`.
+For each interaction it then calls `serve`, while every client rank opens a RemoteStream, uses it like any
+stream, and closes it. A connection begins with the server's random token, which only ranks of the run know;
+after it come messages of JSON and raw arrays, no pickle. Each side says "alive" about every second.
+"""
+
+import contextlib
+import dataclasses
+import hmac
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from siirl.engines.rollout.base import (
+    Completion,
+    Key,
+    Request,
+    RolloutStream,
+    SamplingParams,
+    check_keys,
+)
+from siirl.engines.rollout.channel import Channel, ChannelClosed
+from siirl.errors import DeadlineError, RolloutError, SiirlError
+
+ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0
+TOKEN_BYTES = 32
+
+Message = tuple[str, dict[str, Any], dict[str, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank serves its engine. The token is a secret of the run: it belongs into no log."""
+
+    model: str
+    rank: int
+    host: str
+    port: int
+    token: bytes = field(repr=False)
+
+
+def gather_addresses(mine: Address | None, group: dist.ProcessGroup) -> dict[int, Address]:
+    """Rank -> address, of the ranks of a group that serve. Collective over the group."""
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, mine, group=group)
+    return {address.rank: address for address in parts if address is not None}
+
+
+class Connection:
+    """One client's stream, at the server: what it has said and has not been read."""
+
+    def __init__(self, rank: int, channel: Channel) -> None:
+        self.rank, self.channel = rank, channel
+        self.inbox: deque[Message | None] = deque()  # None: the end
+
+
+class StreamServer:
+    """Listens from its start on; `serve` answers. Used by one thread; others, of its own, only read."""
+
+    def __init__(self, model: str, rank: int, deadline_s: float) -> None:
+        """model: whose engine is served, for messages. deadline_s: of every wait for a client."""
+        self._deadline_s = deadline_s
+        self._socket = socket.create_server((own_host(), 0))
+        host, port = self._socket.getsockname()[:2]
+        self.address = Address(model, rank, host, port, secrets.token_bytes(TOKEN_BYTES))
+        self._news = threading.Condition()
+        self._arrived: dict[int, deque[Connection]] = defaultdict(deque)
+        threading.Thread(target=self._accept, name=f"door of {model}", daemon=True).start()
+
+    def serve(self, open_stream: Callable[[], RolloutStream], clients: Sequence[int]) -> None:
+        """Answer the next stream of each client rank, until each has closed it.
+
+        RolloutError when the engine fails, which the clients get to know, or when a client dies;
+        DeadlineError for one that never comes or falls silent. Without clients nothing is opened.
+        """
+        if not clients:
+            return
+        stream = open_stream()
+        session = Session(self.address, stream)
+        try:
+            self._serve(session, set(clients))
+        except SiirlError as error:
+            session.report(str(error))
+            raise
+        finally:
+            stream.close()
+            session.close()
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        self._socket.close()
+
+    def _serve(self, session: "Session", expected: set[int]) -> None:
+        heard_s = {rank: time.monotonic() for rank in expected}
+        while expected or session.open:
+            with self._news:
+                if not session.stream.num_pending:
+                    self._news.wait_for(lambda: self._has_news(session, expected), POLL_S)
+                for rank in sorted(expected):
+                    if self._arrived[rank]:
+                        session.open[rank] = self._arrived[rank].popleft()
+                        expected.discard(rank)
+                messages = []
+                for rank, connection in session.open.items():
+                    messages += [(rank, message) for message in connection.inbox]
+                    connection.inbox.clear()
+            for rank, message in messages:
+                heard_s[rank] = time.monotonic()
+                session.hear(rank, message)
+            session.answer()
+            for rank in [*expected, *session.open]:
+                self._check_deadline(rank, heard_s[rank], rank in expected)
+
+    def _has_news(self, session: "Session", expected: set[int]) -> bool:
+        come = any(self._arrived[rank] for rank in expected)
+        return come or any(connection.inbox for connection in session.open.values())
+
+    def _check_deadline(self, rank: int, heard_s: float, missing: bool) -> None:
+        if time.monotonic() - heard_s > self._deadline_s:
+            what = "did not open its stream" if missing else "said nothing"
+            raise DeadlineError(
+                f"rank {rank} {what} within {self._deadline_s:g} s, while rank {self.address.rank} serves "
+                f"{self.address.model!r} to it: it hangs, or works on something else for longer. "
+                "Look at its log, or raise trainer.deadline_s."
+            )
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                sock, _ = self._socket.accept()
+                threading.Thread(target=self._read, args=(sock,), daemon=True).start()
+
+    def _read(self, sock: socket.socket) -> None:
+        """Read what one client says, so that it can always send; strangers are sent away."""
+        connection = None
+        try:
+            sock.settimeout(HELLO_S)
+            if not hmac.compare_digest(_read_exactly(sock, TOKEN_BYTES), self.address.token):
+                sock.close()
+                return
+            _configure(sock, self._deadline_s)
+            channel = Channel(sock)
+            _, values, _ = channel.receive()
+            connection = Connection(values["rank"], channel)
+            with self._news:
+                self._arrived[connection.rank].append(connection)
+                self._news.notify()
+            while True:
+                self._put(connection, channel.receive())
+        except (ChannelClosed, OSError):
+            if connection is None:
+                sock.close()
+            else:
+                self._put(connection, None)
+
+    def _put(self, connection: Connection, message: Message | None) -> None:
+        with self._news:
+            connection.inbox.append(message)
+            self._news.notify()
+
+
+class Session:
+    """One interaction at the server: the engine's stream, and the clients whose requests it holds."""
+
+    def __init__(self, address: Address, stream: RolloutStream) -> None:
+        self.address, self.stream = address, stream
+        self.open: dict[int, Connection] = {}
+        self._asked: dict[Key, tuple[int, Key]] = {}  # key in the stream -> client and its own key
+        self._num_asked = 0
+        self._spoken_s = time.monotonic()
+
+    def hear(self, rank: int, message: Message | None) -> None:
+        """Take a message of a client. RolloutError if it has gone."""
+        kind, values, arrays = message or ("end", {}, {})
+        if kind == "submit":
+            requests = []
+            for request in _unpacked(values, arrays):
+                self._asked[self._num_asked] = (rank, request.key)
+                requests.append(dataclasses.replace(request, key=self._num_asked))
+                self._num_asked += 1
+            self.stream.submit(requests)
+        elif kind == "done":
+            self.open.pop(rank).channel.close()
+        elif kind == "end" and rank in self.open:
+            raise self._gone(rank)
+
+    def answer(self) -> None:
+        """Hand out what has completed, and say that we are alive. RolloutError if a client has gone."""
+        for key, completion in self.stream.collect(COLLECT_S):
+            rank, own_key = self._asked.pop(key)
+            if rank in self.open:  # else it closed its stream before
+                self._send(rank, "finished", *_packed_answer(own_key, completion))
+        if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
+            self._spoken_s = time.monotonic()
+            for rank in self.open:
+                self._send(rank, "alive", {}, {})
+
+    def report(self, text: str) -> None:
+        """Tell all clients why there will be no more answers."""
+        for connection in self.open.values():
+            with contextlib.suppress(ChannelClosed):
+                connection.channel.send("error", text=text)
+
+    def close(self) -> None:
+        for connection in self.open.values():
+            connection.channel.close()
+
+    def _send(self, rank: int, kind: str, values: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+        try:
+            self.open[rank].channel.send(kind, arrays, **values)
+        except ChannelClosed:
+            raise self._gone(rank) from None
+
+    def _gone(self, rank: int) -> RolloutError:
+        return RolloutError(
+            f"rank {rank} has gone before it closed its stream of {self.address.model!r}, which rank "
+            f"{self.address.rank} serves: it died or failed. Look at its log."
+        )
+
+
+class RemoteStream(RolloutStream):
+    """The stream of an engine on another rank."""
+
+    def __init__(self, address: Address, rank: int, deadline_s: float) -> None:
+        """Connect, as this rank. RolloutError if nobody listens."""
+        self._address, self._deadline_s = address, deadline_s
+        self._pending: set[Key] = set()
+        self._heard_s = time.monotonic()
+        self._sending = threading.Lock()
+        self._closed = threading.Event()
+        try:
+            sock = socket.create_connection((address.host, address.port), deadline_s)
+            _configure(sock, deadline_s)
+            sock.sendall(address.token)
+        except OSError as error:
+            raise RolloutError(f"{self._server()} cannot be reached: {error}. Look at its log.") from error
+        self._channel = Channel(sock)
+        self._send("hello", rank=rank)
+        threading.Thread(target=self._say_alive, daemon=True).start()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """See RolloutStream; the server judges the requests, its errors come with `collect`."""
+        if not requests:
+            return
+        check_keys(requests, self._pending)
+        if not self._pending:
+            self._heard_s = time.monotonic()
+        values, arrays = _packed(requests)
+        self._send("submit", arrays, **values)
+        self._pending |= {request.key for request in requests}
+
+    def collect(self, timeout_s: float) -> list[tuple[Key, Completion]]:
+        """See RolloutStream. RolloutError also when the server died; DeadlineError when it hangs."""
+        answers: list[tuple[Key, Completion]] = []
+        until_s = time.monotonic() + timeout_s
+        while self._pending:
+            left_s = 0.0 if answers else min(POLL_S, max(0.0, until_s - time.monotonic()))
+            if self._channel.ready(left_s):
+                answers += self._received()
+            elif answers or time.monotonic() >= until_s:
+                break
+            elif time.monotonic() - self._heard_s > self._deadline_s:
+                raise DeadlineError(
+                    f"{self._server()} said nothing for {self._deadline_s:g} s, while {self.num_pending} "
+                    "requests wait for it: it hangs, or works on something else for longer. Look at its log, "
+                    "or raise trainer.deadline_s."
+                )
+        return answers
+
+    def close(self) -> None:
+        """See RolloutStream. The server is told that this rank is done."""
+        if not self._closed.is_set():
+            self._closed.set()
+            with contextlib.suppress(RolloutError, ChannelClosed):
+                self._send("done")
+                while self._channel.ready(GOODBYE_S):  # closing over unread answers could lose our last word
+                    self._channel.receive()
+            self._channel.close()
+        self._pending = set()
+
+    def _received(self) -> list[tuple[Key, Completion]]:
+        try:
+            kind, values, arrays = self._channel.receive()
+        except ChannelClosed:
+            raise self._death() from None
+        self._heard_s = time.monotonic()
+        if kind == "error":
+            raise RolloutError(f"{self._server()} failed: {values['text']}")
+        if kind != "finished":
+            return []
+        self._pending.remove(values["key"])
+        return [(values["key"], _unpacked_answer(values, arrays))]
+
+    def _send(self, kind: str, arrays: dict[str, np.ndarray] | None = None, **values: Any) -> None:
+        try:
+            with self._sending:
+                self._channel.send(kind, arrays, **values)
+        except ChannelClosed:
+            raise self._death() from None
+
+    def _say_alive(self) -> None:
+        with contextlib.suppress(RolloutError):  # `collect` will find out
+            while not self._closed.wait(ALIVE_EVERY_S):
+                self._send("alive")
+
+    def _server(self) -> str:
+        where = f"{self._address.host}:{self._address.port}"
+        return f"rank {self._address.rank} ({where}), which serves {self._address.model!r},"
+
+    def _death(self) -> RolloutError:
+        return RolloutError(
+            f"{self._server()} has gone while {self.num_pending} requests wait for it: it died or failed. "
+            "Look at its log."
+        )
+
+
+def own_host() -> str:
+    """This machine's address towards the others of the run; the loopback device where the run is local."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _configure(sock: socket.socket, deadline_s: float) -> None:
+    """Small messages go out at once; a send that nobody reads ends after the deadline."""
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    seconds = np.array([int(deadline_s) + 1, 0], np.int64)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds.tobytes())
+
+
+def _read_exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            raise ChannelClosed("end of stream")
+        data += part
+    return data
+
+
+def _packed(requests: Sequence[Request]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    asked = [[request.key, dataclasses.asdict(request.params), request.seed] for request in requests]
+    return {"requests": asked}, {
+        "prompts": np.array([token for request in requests for token in request.prompt], np.int64),
+        "lengths": np.array([len(request.prompt) for request in requests], np.int64),
+    }
+
+
+def _unpacked(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Request]:
+    prompts = np.split(arrays["prompts"], np.cumsum(arrays["lengths"])[:-1])
+    return [
+        Request(key, prompt.tolist(), _params(params), seed)
+        for (key, params, seed), prompt in zip(values["requests"], prompts, strict=True)
+    ]
+
+
+def _params(values: dict[str, Any]) -> SamplingParams:
+    return SamplingParams(**values | {"stop_token_ids": tuple(values["stop_token_ids"])})
+
+
+def _packed_answer(key: Key, completion: Completion) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    values = {
+        "key": key,
+        "finish_reason": completion.finish_reason,
+        "weight_version": completion.weight_version,
+    }
+    arrays = {
+        "tokens": np.array(completion.token_ids, np.int64),
+        "log_probs": np.array(completion.log_probs, np.float32),
+    }
+    return values, arrays
+
+
+def _unpacked_answer(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Completion:
+    tokens, log_probs = arrays["tokens"].tolist(), arrays["log_probs"].tolist()
+    return Completion(tokens, log_probs, values["finish_reason"], values["weight_version"])

@@ -1,0 +1,200 @@
+"""A stream served over TCP, both sides in this process, over a stream that answers by a script."""
+
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from siirl.engines.rollout import remote
+from siirl.engines.rollout.base import Completion, Request, RolloutStream, SamplingParams
+from siirl.engines.rollout.remote import RemoteStream, StreamServer
+from siirl.errors import DeadlineError, RolloutError
+
+PARAMS = SamplingParams(max_tokens=3, stop_token_ids=(4, 5))
+
+
+class Script(RolloutStream):
+    """Answers prompt [p] with [p + 1], those of large p later; never p = 0; p = 13 is a failure."""
+
+    def __init__(self):
+        self.waiting, self.asked, self.closed, self.frozen_s = [], [], 0, 0.0
+
+    @property
+    def num_pending(self):
+        return len(self.waiting)
+
+    def submit(self, requests):
+        self.asked += requests
+        self.waiting += requests
+
+    def collect(self, timeout_s):
+        time.sleep(self.frozen_s)
+        ready = sorted((r for r in self.waiting if r.prompt[0]), key=lambda r: r.prompt[0])
+        if any(request.prompt[0] == 13 for request in ready):
+            raise RolloutError("engine 'x' cannot read 13")
+        self.waiting = [request for request in self.waiting if request not in ready]
+        return [(r.key, Completion([r.prompt[0] + 1, 5], [-0.5, -0.25], "stop", 7)) for r in ready]
+
+    def close(self):
+        self.closed += 1
+        self.waiting = []
+
+
+@contextmanager
+def serving(stream, *sessions, deadline_s=20.0):
+    """The address of a server; sessions: the clients of each. What its thread raised is in `errors`."""
+    server, errors = StreamServer("agent_1.rollout", 5, deadline_s), []
+
+    def work():
+        try:
+            for clients in sessions:
+                server.serve(lambda: stream, clients)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield server.address, errors
+    finally:
+        thread.join(10)
+        server.close()
+        assert not thread.is_alive()
+
+
+def ask(stream, *prompts):
+    stream.submit([Request(f"key {p}", [p, 1], PARAMS, (1 << 63) - 1) for p in prompts])
+
+
+def collected(stream):
+    answers = []
+    while stream.num_pending:
+        answers += stream.collect(5.0)
+    return answers
+
+
+def test_requests_and_answers_cross_unchanged_whoever_asks():
+    script = Script()
+    with serving(script, [0, 3]) as (address, errors):
+        clients = [RemoteStream(address, rank, 10.0) for rank in (0, 3)]
+        assert clients[0].collect(5.0) == []
+        for client, prompts in zip(clients, [(9, 2), (7,)], strict=True):
+            ask(client, *prompts)
+        answers = [collected(client) for client in clients]
+        for client in clients:
+            client.close()
+            client.close()
+    assert not errors and script.closed == 1
+    assert answers[1] == [("key 7", Completion([8, 5], [-0.5, -0.25], "stop", 7))]
+    assert sorted(key for key, _ in answers[0]) == ["key 2", "key 9"]
+    asked = sorted(script.asked, key=lambda request: request.prompt)
+    assert [(r.prompt, r.params, r.seed) for r in asked] == [
+        ([p, 1], PARAMS, (1 << 63) - 1) for p in (2, 7, 9)
+    ]
+
+
+def test_each_stream_of_a_rank_belongs_to_one_session_also_if_it_comes_early():
+    script = Script()
+    with serving(script, [0, 1], [0, 1]) as (address, errors):
+        first = [RemoteStream(address, rank, 10.0) for rank in (0, 1)]
+        ask(first[0], 2)
+        collected(first[0])
+        first[0].close()
+        early = RemoteStream(address, 0, 10.0)
+        ask(early, 4)
+        assert early.collect(0.3) == [] and [r.prompt[0] for r in script.asked] == [2]
+        first[1].close()
+        assert [key for key, _ in collected(early)] == ["key 4"]
+        early.close()
+        RemoteStream(address, 1, 10.0).close()
+    assert not errors and script.closed == 2
+
+
+def test_requests_that_nobody_awaits_any_more_end_with_the_session():
+    script = Script()
+    with serving(script, [0]) as (address, errors):
+        client = RemoteStream(address, 0, 10.0)
+        ask(client, 0, 3)
+        assert [key for key, _ in client.collect(5.0)] == ["key 3"]
+        client.close()
+    assert not errors and script.closed == 1
+
+
+def test_no_clients_need_no_stream():
+    with serving(None, []) as (_, errors):
+        pass
+    assert not errors
+
+
+def test_a_stranger_without_the_token_is_sent_away():
+    script = Script()
+    with serving(script, [0]) as (address, errors):
+        assert address.token.hex() not in repr(address)
+        with socket.create_connection((address.host, address.port)) as stranger:
+            stranger.sendall(bytes(remote.TOKEN_BYTES))
+            stranger.settimeout(5)
+            assert stranger.recv(1) == b""
+        client = RemoteStream(address, 0, 10.0)
+        ask(client, 1)
+        assert collected(client)
+        client.close()
+    assert not errors
+
+
+def test_a_failure_of_the_engine_reaches_both_sides():
+    script = Script()
+    with serving(script, [0]) as (address, errors):
+        client = RemoteStream(address, 0, 10.0)
+        ask(client, 13)
+        with pytest.raises(RolloutError, match=r"rank 5 .*'agent_1.rollout', failed: .*cannot read 13"):
+            collected(client)
+        client.close()
+    assert "cannot read 13" in str(errors[0]) and script.closed == 1
+
+
+def test_a_client_that_dies_is_named():
+    with serving(Script(), [2]) as (address, errors):
+        client = RemoteStream(address, 2, 10.0)
+        ask(client, 0)
+        client._closed.set()
+        client._channel.close()
+    assert "rank 2 has gone before it closed its stream of 'agent_1.rollout'" in str(errors[0])
+
+
+def test_a_client_that_never_comes_is_named():
+    with serving(Script(), [2], deadline_s=0.2) as (_, errors):
+        pass
+    assert isinstance(errors[0], DeadlineError) and "rank 2 did not open its stream" in str(errors[0])
+
+
+def test_a_client_that_only_thinks_is_waited_for(monkeypatch):
+    monkeypatch.setattr(remote, "ALIVE_EVERY_S", 0.1)
+    with serving(Script(), [2], deadline_s=1.0) as (address, errors):
+        client = RemoteStream(address, 2, 1.0)
+        time.sleep(1.5)
+        ask(client, 0, 1)
+        assert client.collect(1.0) and client.collect(1.5) == []
+        client.close()
+    assert not errors
+
+
+def test_a_server_that_hangs_is_named():
+    script = Script()
+    with serving(script, [2]) as (address, errors):
+        client = RemoteStream(address, 2, 0.5)
+        script.frozen_s = 2.0
+        ask(client, 0)
+        with pytest.raises(DeadlineError, match=r"rank 5 .* said nothing for 0.5 s, while 1 requests wait"):
+            client.collect(5.0)
+        script.frozen_s = 0.0
+        client.close()
+    assert not errors
+
+
+def test_a_server_that_is_not_there_is_named():
+    server = StreamServer("agent_1.rollout", 5, 1.0)
+    server.close()
+    with pytest.raises(RolloutError, match=r"rank 5 .*'agent_1.rollout', cannot be reached"):
+        RemoteStream(server.address, 0, 1.0)
