@@ -79,10 +79,10 @@ class MegatronConfig:
         "optim.override_optimizer_config",
     )
     override_transformer_config: dict[str, Any] = key({}, "options of megatron.core TransformerConfig")
-    use_dist_checkpointing: bool = key(False, "load a Megatron distributed checkpoint instead of HF weights")
+    use_dist_checkpointing: bool = key(False, "read a checkpoint that `siirl convert` wrote, not HF files")
     dist_checkpointing_path: str = key("", "directory of that checkpoint", when="use_dist_checkpointing")
     override_ddp_config: dict[str, Any] = key({}, "options of megatron.core DistributedDataParallelConfig")
-    use_mbridge: bool = key(False, "convert HF weights by mbridge, which knows more families")
+    use_mbridge: bool = key(False, "read HF weights by the tables of mbridge, not by ours")
 
 
 @dataclass(frozen=True)

@@ -214,9 +214,46 @@ def test_every_key_that_the_migration_tables_lead_to_exists():
             known = any(prefix + name in all_keys() for prefix in prefixes) or name in fields
         if not known:
             unknown.add(name)
-    words = set("tp pp cp ep etp dp divides torchrun python siirl convert placement ...".split())  # noqa: SIM905
+    words = set("tp pp cp ep etp dp divides torchrun python siirl convert export placement ...".split())  # noqa: SIM905
     assert unknown - words == {"optimizer.", "transformer.", "siirl.main_dag"}
     assert len(migration_targets()) > 40
+
+
+THEIR_KEYS = {
+    "ROLL": """
+        strategy_name tensor_model_parallel_size virtual_pipeline_model_parallel_size
+        device_mapping use_distributed_optimizer sequence_parallel moe_token_dispatcher_type
+        moe_grouped_gemm moe_layer_recompute recompute_granularity overlap_grad_reduce
+        infer_batch_size disable_gradient_checkpointing dtype model_type learning_rate
+        weight_decay per_device_train_batch_size gradient_accumulation_steps warmup_steps
+        num_train_epochs
+    """,
+    "Oumi": """
+        trainer_type enable_fsdp enable_deepspeed cpu_offload model_name torch_dtype_str datasets
+        dataset_name split load_pretrained_weights max_steps learning_rate output_dir
+        include_performance_metrics enable_gradient_checkpointing
+        virtual_pipeline_model_parallel_size micro_batch_size global_batch_size
+        per_device_train_batch_size gradient_accumulation_steps enable_sequence_packing
+        grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather average_in_collective
+        optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d
+        recompute_granularity recompute_method recompute_num_layers recompute_modules
+        use_async_checkpoint use_fully_parallel_strategy enable_weight_sync weight_sync_method
+        inference_backend num_generations temperature epsilon
+    """,
+    "veRL and Trinity-RFT": """
+        strategy tensor_model_parallel_size param_offload grad_offload optimizer_offload
+        use_mbridge use_dist_checkpointing dist_checkpointing_path override_transformer_config
+    """,
+}
+"""The keys that the documents of these frameworks use."""
+
+
+@pytest.mark.parametrize("framework", THEIR_KEYS)
+def test_the_migration_page_says_what_becomes_of_every_key(framework):
+    text = (ROOT / "docs" / "migration.md").read_text()
+    section = text[text.index(f"## {framework}") :].partition("\n## ")[0]
+    there = "\n".join(line.split("|")[1] for line in section.splitlines() if line.startswith("| "))
+    assert [key for key in THEIR_KEYS[framework].split() if not re.search(rf"\b{key}\b", there)] == []
 
 
 TEST_NAME = re.compile(r"\b((?:unit|dist|contracts|e2e|gpu)/test_\w+)(?:::(\w+))?")
