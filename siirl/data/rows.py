@@ -62,6 +62,11 @@ def take_rows(rows: TensorDict, index: Tensor | Sequence[int]) -> TensorDict:
     return taken
 
 
+def renamed(rows: TensorDict, names: Mapping[str, str]) -> TensorDict:
+    """The columns that `names` lists, under the names that it gives them; nothing is copied."""
+    return make_rows({new: rows.get(old) for old, new in names.items()})
+
+
 def _stack(elements: list[NonTensorData]) -> NonTensorData | NonTensorStack:
     return NonTensorStack(*elements) if elements else NonTensorData(None, batch_size=[0])
 

@@ -5,11 +5,9 @@ from concurrent.futures import Future
 import torch
 from tensordict import TensorDict
 
-from siirl.data.rows import make_rows
 from siirl.engines.rollout.base import SamplingParams
 from siirl.errors import RewardError, RolloutError
 from siirl.nodes.context import NodeContext
-from siirl.nodes.reward import then
 from siirl.nodes.rollout import padded, prompt_seed, prompt_tokens, stop_token_ids
 
 
@@ -40,4 +38,4 @@ def baseline_reward(ctx: NodeContext, rows: TensorDict) -> Future[TensorDict]:
         raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
     for name in ("response_ids", "response_length"):
         rows = rows.rename_key_(f"baseline_{name}", name)
-    return then(ctx.scorer.submit(rows), lambda scored: make_rows({"baseline_score": scored["score"]}))
+    return ctx.scorer.submit(rows, names={"score": "baseline_score"})

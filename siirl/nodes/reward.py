@@ -4,7 +4,6 @@ And what every reward op does with its scores: check them, report them, show the
 """
 
 from collections import defaultdict
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from siirl.algorithms.stats import group_stats
 from siirl.dag.ops import INFO
-from siirl.data.rows import make_rows, objects
+from siirl.data.rows import objects, renamed
 from siirl.errors import RewardError
 from siirl.nodes.context import NodeContext, Op
 
@@ -28,7 +27,7 @@ def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[T
     if ctx.scorer is None:
         raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
     if ctx.reward_name != "score":
-        return then(ctx.scorer.submit(rows), lambda scored: named(ctx, scored))
+        return ctx.scorer.submit(rows, names=column_names(ctx))
     future = ctx.scorer.submit(rows, by_domain=not ctx.validate)
     if not (ctx.validate or ctx.sample_limit or ctx.cfg.trainer.rollout_only):
         return future
@@ -37,26 +36,11 @@ def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[T
     return scored
 
 
-def then(pending: Future[TensorDict], change: Callable[[TensorDict], TensorDict]) -> Future[TensorDict]:
-    """What `change` makes of rows that are still computed, or the error of their computation."""
-    changed: Future[TensorDict] = Future()
-
-    def finish(done: Future[TensorDict]) -> None:
-        if error := done.exception():
-            changed.set_exception(error)
-        else:
-            changed.set_result(change(done.result()))
-
-    pending.add_done_callback(finish)
-    return changed
-
-
-def named(ctx: NodeContext, scored: TensorDict) -> TensorDict:
-    """The columns score and reward_info under the names that the node writes."""
-    columns = {ctx.reward_name: scored["score"]}
-    if ctx.reward_name != "score":
-        return make_rows(columns | {f"{ctx.reward_name}{INFO}": scored.get("reward_info")})
-    return scored
+def column_names(ctx: NodeContext) -> dict[str, str]:
+    """The fields that a reward node writes its score and further values to."""
+    if ctx.reward_name == "score":
+        return {"score": "score", "reward_info": "reward_info"}
+    return {"score": ctx.reward_name, "reward_info": f"{ctx.reward_name}{INFO}"}
 
 
 def finished(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> TensorDict:
@@ -66,7 +50,7 @@ def finished(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> TensorDi
     """
     check_scores(ctx, rows, scored["score"])
     if ctx.reward_name != "score":
-        return named(ctx, scored)
+        return renamed(scored, column_names(ctx))
     if not ctx.validate:
         infos = objects(scored, "reward_info")
         columns = zip(objects(rows, "data_source"), scored["score"].tolist(), infos, strict=True)

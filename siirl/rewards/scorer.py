@@ -4,6 +4,7 @@ import functools
 import logging
 import os
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.chat import decode_responses
-from siirl.data.rows import make_rows, objects
+from siirl.data.rows import make_rows, objects, renamed
 from siirl.errors import DataError, EndpointError, RewardError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
@@ -64,15 +65,17 @@ class RewardScorer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward")
         self._askers = ThreadPoolExecutor(self.chooser.max_concurrent(), thread_name_prefix="reward_service")
 
-    def submit(self, rows: TensorDict, by_domain: bool = False) -> Future[TensorDict]:
+    def submit(
+        self, rows: TensorDict, by_domain: bool = False, names: Mapping[str, str] | None = None
+    ) -> Future[TensorDict]:
         """Start scoring [B] rows; the future holds score [B] float32 and reward_info [B], on the CPU.
 
         Reads response_ids, response_length, data_source, ground_truth, extra_info, sample_index; of agents
         that talk also turn_id: the response is then the agent's last turn in the row. The rows must not be
         changed in place until the result is there. by_domain: put the scores of each data source into the
-        metrics.
+        metrics. names: which of the two columns to give, under other names.
         """
-        return self._thread.submit(self._traced, rows, by_domain)
+        return self._thread.submit(self._traced, rows, by_domain, names)
 
     def drain_metrics(self) -> Metrics:
         """What happened since the last call: reward/failed, /timeout, /worker_death, and /scoring_s.
@@ -88,9 +91,10 @@ class RewardScorer:
         self._askers.shutdown(wait=True, cancel_futures=True)
         self._pool.close()
 
-    def _traced(self, rows: TensorDict, by_domain: bool) -> TensorDict:
+    def _traced(self, rows: TensorDict, by_domain: bool, names: Mapping[str, str] | None) -> TensorDict:
         with phase("score", rows=len(rows)):
-            return self._score(rows, by_domain)
+            scored = self._score(rows, by_domain)
+        return scored if names is None else renamed(scored, names)
 
     def _score(self, rows: TensorDict, by_domain: bool) -> TensorDict:
         start = time.perf_counter()

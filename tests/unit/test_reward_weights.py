@@ -13,6 +13,7 @@ from siirl.data.rows import make_rows, objects
 from siirl.errors import ConfigError, DagError, RewardError
 from siirl.nodes.context import NodeContext
 from siirl.nodes.registry import find_op
+from siirl.nodes.reward import finished
 from siirl.nodes.reward_combine import combine_rewards
 from siirl.observe.metrics import Metrics
 
@@ -156,3 +157,14 @@ def test_the_score_of_a_custom_node_is_checked(tmp_path):
         ctx = context(options={"out": make_rows({"score": torch.tensor(column)})})
         with pytest.raises(RewardError, match=f"node 'total' .*{message}"):
             find_op(node)(ctx, rows)
+
+
+def test_a_rank_without_rows_has_no_scores():
+    named_ctx = context()
+    named_ctx.writes = ("helpful", "helpful_info")
+    none = make_rows({"score": torch.zeros(0), "reward_info": [], "sample_index": [], "data_source": []})
+    helpful = finished(named_ctx, none, none)
+    assert set(helpful.keys()) == {"helpful", "helpful_info"} and len(helpful) == 0
+    rows = make_rows({"data_source": [], "row_id": [], "helpful": torch.zeros(0), "helpful_info": []})
+    out = combine_rewards(context(), rows)
+    assert len(out) == 0 and objects(out, "reward_info") == []
