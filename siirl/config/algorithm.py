@@ -41,19 +41,63 @@ class EmbodiedSamplingConfig:
     oversample_factor: int = key(1, "trajectories sampled for each one used")
 
 
+GROUPED = "algorithm.adv_estimator=grpo|rloo|opo|gpg|grpo_passk|cpgd|reinforce_plus_plus_baseline"
+
+
+@dataclass(frozen=True)
+class CreditConfig:
+    """Whose rewards count for whom in an interaction of agents, and what an advantage is compared with."""
+
+    own: float = key(1.0, "weight of the agent's own score")
+    turn: float = key(1.0, "weight of the environment's rewards, at the end of each turn")
+    team: float = key(0.0, "weight of the mean score of the other agents of the episode")
+    group_by: tuple[str, ...] = key(
+        ("task",),
+        "what rows that are compared have in common: any of task, agent, turn (then turns are compared, not "
+        "rows), and a function of your own: file.py:name",
+        when=GROUPED,
+    )
+    turn_gamma: float = key(
+        1.0,
+        "discount per turn of later rewards where turns are compared; 0: each turn's own reward",
+        when=GROUPED,
+        low=0,
+    )
+    normalize: str = key(
+        "none",
+        "agent: advantages of each agent get mean 0 and deviation 1 over the batch",
+        choices=("none", "agent"),
+    )
+    equal_weight: str = key(
+        "none",
+        "what has the same share of the policy loss, however long it is: each turn, row or episode; none: as "
+        "loss_agg_mode has it",
+        choices=("none", "turn", "row", "episode"),
+    )
+
+
 @dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages and what goes into the reward."""
 
-    gamma: float = key(1.0, "discount per token", when="adv_estimator=gae|reinforce_plus_plus", low=0)
+    gamma: float = key(
+        1.0,
+        "discount per token (gae_marft: per turn)",
+        when="adv_estimator=gae|gae_marft|reinforce_plus_plus",
+        low=0,
+    )
     lam: float = key(
-        1.0, "lambda of GAE: 1 is the whole return, 0 one step of the critic", when="adv_estimator=gae", low=0
+        1.0,
+        "lambda of GAE: 1 is the whole return, 0 one step of the critic",
+        when="adv_estimator=gae|gae_marft",
+        low=0,
     )
     adv_estimator: str = key(
         "gae",
         "advantage estimator, or a function of your own: file.py:name",
         choices=(
             "gae",
+            "gae_marft",
             "remax",
             "grpo",
             "rloo",
@@ -64,7 +108,6 @@ class AlgorithmConfig:
             "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
         ),
-        later_choices={"gae_marft": "multi-agent interaction"},
         user_code=True,
     )
     kl_penalty: str = key(
@@ -78,7 +121,12 @@ class AlgorithmConfig:
     use_kl_in_reward: bool = key(
         False, "subtract the KL from the reference model from the reward of each token"
     )
-    share_reward_in_agent: bool = key(True, "agents share one reward", later="multi-agent interaction")
+    share_reward_in_agent: bool = key(
+        True,
+        "an agent of an interaction without a reward node of its own gets the scores of the others; False: "
+        "agents see no score but their own",
+    )
+    credit: CreditConfig = group(CreditConfig, "rewards and advantages in an interaction of agents")
     norm_adv_by_std_in_grpo: bool = key(
         True, "divide group-relative advantages by the group's standard deviation (False: Dr.GRPO)"
     )

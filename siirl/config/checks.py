@@ -96,7 +96,7 @@ def _no_reference(cfg: Config, name: str) -> str:
 
 def _may_use_critic(cfg: Config) -> bool:
     """Whether the estimator uses a critic; an estimator of the user's own may."""
-    return cfg.algorithm.adv_estimator == "gae" or ":" in cfg.algorithm.adv_estimator
+    return cfg.algorithm.adv_estimator in ("gae", "gae_marft") or ":" in cfg.algorithm.adv_estimator
 
 
 def _no_critic(cfg: Config, name: str) -> str:

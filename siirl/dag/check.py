@@ -284,26 +284,31 @@ def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:
     )
 
 
-_WRITERS = {
-    "baseline_score": (
-        "a rollout and a reward node with only_forward_compute: true above the rollout, as in "
-        "dag_templates/remax.yaml"
-    ),
-    "ref_log_prob": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
-    "ref_hidden": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
-    "old_log_prob": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
-    "score": "a node with node_type COMPUTE, node_role REWARD",
-    "advantage": "a node with node_type COMPUTE, node_role ADVANTAGE",
-    "value": "a node with node_type MODEL_TRAIN, node_role CRITIC, only_forward_compute: true",
-    "return_": "a node with node_type COMPUTE, node_role ADVANTAGE, and set algorithm.adv_estimator=gae",
-} | dict.fromkeys(
-    (
-        "response_ids",
-        "response_length",
-        "response_mask",
-        "rollout_log_prob",
-        "finish_reason",
-        "weight_version",
-    ),
-    "a node with node_type MODEL_INFERENCE, node_role ROLLOUT, of this agent",
+_INTERACTION = "an interaction: a rollout node that depends on another agent's, on an environment or on tools"
+_WRITERS = (
+    dict.fromkeys(("episode_id", "speaker", "turn_id", "env_reward"), _INTERACTION)
+    | {
+        "baseline_score": (
+            "a rollout and a reward node with only_forward_compute: true above the rollout, as in "
+            "dag_templates/remax.yaml"
+        ),
+        "ref_log_prob": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
+        "ref_hidden": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
+        "old_log_prob": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
+        "score": "a node with node_type COMPUTE, node_role REWARD",
+        "advantage": "a node with node_type COMPUTE, node_role ADVANTAGE",
+        "value": "a node with node_type MODEL_TRAIN, node_role CRITIC, only_forward_compute: true",
+        "return_": "a node with node_type COMPUTE, node_role ADVANTAGE, and set algorithm.adv_estimator=gae",
+    }
+    | dict.fromkeys(
+        (
+            "response_ids",
+            "response_length",
+            "response_mask",
+            "rollout_log_prob",
+            "finish_reason",
+            "weight_version",
+        ),
+        "a node with node_type MODEL_INFERENCE, node_role ROLLOUT, of this agent",
+    )
 )

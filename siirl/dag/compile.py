@@ -18,6 +18,7 @@ from siirl.dag.check import (
     is_reward,
     prune,
 )
+from siirl.dag.credit import with_credit
 from siirl.dag.emit import Sections
 from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
@@ -77,7 +78,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     nodes = resolve_nodes(dag, cfg)
     check_agents(nodes)
     interactions = find_interactions(nodes, full_graph)
-    nodes = with_interactions(nodes, interactions)
+    nodes = with_credit(with_interactions(nodes, interactions), full_graph)
     check_writers(nodes)
     check_agents_of(interactions, nodes)
     together = [{stage.node for stage in plan.stages} for plan in interactions.values()]

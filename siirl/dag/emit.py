@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from siirl.dag.credit import joins_rows
 from siirl.dag.graph import Graph
 from siirl.dag.interactions import Interactions
 from siirl.dag.layouts import LayoutTable, Nodes, Place, union
@@ -42,6 +43,8 @@ def routing(level: str) -> tuple[str, ...]:
     """ROUTING, as far as a level has it."""
     return ROUTING[:-1] if level == "prompts" else ROUTING
 
+
+Joins = tuple[tuple[FieldKey, str], ...]
 
 _DECLARED = {name: position for position, name in enumerate(FIELDS)}
 
@@ -112,39 +115,54 @@ class _Section:
         start = len(self.instructions)
         for other in inside:
             self.add(other)
-        reads = self._prepare(node)
+        reads, _ = self._prepare(node)
         place = self.places[node.id]
         ranks = self.shared.table.by_id[place.source].ranks
         self.instructions.append(Collect(node.id, reads, place.source, ranks))
         everyone = tuple(sorted({rank for ins in self.instructions[start:] for rank in ins.ranks}))
         self.instructions.insert(start, Repeat(node.id, everyone))
         self.instructions.append(Until(node.id, everyone))
-        self._run(node, ())
+        self._run(node, (), ())
 
     def add(self, node: ResolvedNode) -> None:
         """Everything that must happen for a node to run, then its Run."""
-        self._run(node, self._prepare(node))
+        self._run(node, *self._prepare(node))
 
-    def _prepare(self, node: ResolvedNode) -> tuple[FieldKey, ...]:
-        """Bring what a node reads or carries; returns these keys."""
+    def _prepare(self, node: ResolvedNode) -> tuple[tuple[FieldKey, ...], Joins]:
+        """Bring what a node reads or carries; returns these keys, and those of other agents to join."""
         place = self.places[node.id]
         if node.op.name == "turns":
             self._wait_for_parents(node, place.source)
-            return ()
+            return (), ()
         level, carried = self.shared.level(place.source), self.carried.get(node.id, ())
-        reads = _ordered({*node.reads, *carried})
+        joined = [key for key in node.reads if joins_rows(node, key, self.shared.nodes)]
+        reads = _ordered({*node.reads, *carried}.difference(joined))
         columns = [FieldKey(place.data_agent, name) for name in routing(level)]
         self._bring(node, _ordered({*reads, *columns}), place.source, level)
+        joins = self._join(node, _ordered(joined), self.shared.table.by_id[place.source])
         self._wait_for_parents(node, place.source)
-        return reads
+        return reads, joins
 
-    def _run(self, node: ResolvedNode, reads: tuple[FieldKey, ...]) -> None:
+    def _join(self, node: ResolvedNode, keys: Iterable[FieldKey], layout: Layout) -> Joins:
+        """Bring fields of other agents of an interaction to where the rows of their episodes lie."""
+        of_agent: dict[int, list[FieldKey]] = {}
+        for key in keys:
+            of_agent.setdefault(key.agent, []).append(key)
+        joins: list[tuple[FieldKey, str]] = []
+        for agent, wanted in of_agent.items():
+            rowset = f"agent_{agent}.samples"
+            theirs = self.shared.table.add(Layout(layout.ranks, layout.shards, rowset))
+            self._bring(node, wanted, theirs, "samples")
+            joins += [(key, theirs) for key in wanted]
+        return tuple(joins)
+
+    def _run(self, node: ResolvedNode, reads: tuple[FieldKey, ...], joins: Joins) -> None:
         place = self.places[node.id]
         for link in self.shared.links_of(node):
             self.instructions.append(SyncWeights(link.name, link.ranks))
         ranks = self.shared.table.by_id[place.target].ranks
         writes = _ordered({*node.writes, *self.carried.get(node.id, ())})
-        self.instructions.append(Run(node.id, reads, writes, place.source, place.target, ranks))
+        self.instructions.append(Run(node.id, reads, writes, place.source, place.target, ranks, joins))
         self._arrive(writes, place.target, self.shared.level(place.target))
         self.known_to[node.id] = _bits(ranks)
 
@@ -290,8 +308,8 @@ def _touched(
             return [(key, route.source) for key in used], [(key, route.target) for key in keys]
         case Collect(_, reads, source, _):
             return [(key, source) for key in reads], []
-        case Run(_, reads, writes, source, target, _):
-            return [(key, source) for key in reads], [(key, target) for key in writes]
+        case Run(_, reads, writes, source, target, _, joins):
+            return [*((key, source) for key in reads), *joins], [(key, target) for key in writes]
     return [], []
 
 

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 from siirl.config.roles import ROLE_GROUPS, generated_prompts, mini_batch_prompts, optimizer_steps
+from siirl.dag.credit import check_groups, joins_rows
 from siirl.dag.graph import Graph
 from siirl.dag.interactions import Interactions
 from siirl.dag.models import ModelPlan
@@ -151,7 +152,9 @@ def place_nodes(
         if node.op.changes_rows:
             target = replace(source, rowset=f"agent_{agent}.{_level([*changers, node])}")
         places[node_id] = Place(table.add(source), table.add(target), agent, len(changers))
-        check_rows_pair(node, agent, source, agents)
+        check_groups(node, source)
+        check_joins(node, source, kept, places, table)
+        check_rows_pair(node, agent, source, agents, kept)
         if rows is not None:
             _check_full(node, source, rows)
     return places
@@ -235,13 +238,38 @@ def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
         )
 
 
-def check_rows_pair(node: ResolvedNode, agent: int, layout: Layout, agents: dict[int, AgentRows]) -> None:
+def check_joins(
+    node: ResolvedNode, layout: Layout, kept: Nodes, places: dict[str, Place], table: LayoutTable
+) -> None:
+    """Rows of other agents in an interaction can be joined where it left all rows of an episode together."""
+    joined = {key.agent for key in node.reads if joins_rows(node, key, kept)}
+    for agent in sorted(joined):
+        rollout = next(other for other in kept.values() if other.op.is_rollout and other.agent == agent)
+        made = table.by_id[places[rollout.id].target]
+        if layout.num_shards > 1 and (layout.ranks, layout.shards) != (made.ranks, made.shards):
+            raise PlacementError(
+                f"{node} on ranks {format_ranks(layout.ranks)} reads fields of agent {agent}, whose rows lie "
+                f"on ranks {format_ranks(made.ranks)} after their interaction: only there are all rows of an "
+                "episode together. Remove its placement, or place it on one rank."
+            )
+        if layout.split != "group" or not layout.rowset.endswith(".samples"):
+            raise NotSupportedError(
+                f"not supported yet: {node} reads fields of agent {agent} where its own rows are filtered or "
+                "lie by compute cost. Make a reward node its first dependency."
+            )
+
+
+def check_rows_pair(
+    node: ResolvedNode, agent: int, layout: Layout, agents: dict[int, AgentRows], kept: Nodes
+) -> None:
     """Fields of other agents can be read where their rows pair up one to one with the node's own.
 
-    That is so where all have the same prompts and samples, cut into equal runs of whole groups.
+    That is so where all have the same prompts and samples, cut into equal runs of whole groups. Agents of an
+    interaction are left to check_joins.
     """
     own = agents.get(agent)
-    for other_agent in dict.fromkeys(key.agent for key in node.reads if key.agent != agent):
+    paired = [key for key in node.reads if not joins_rows(node, key, kept)]
+    for other_agent in dict.fromkeys(key.agent for key in paired if key.agent != agent):
         other = agents.get(other_agent)
         if own and other and (own.talks or other.talks):
             raise NotSupportedError(

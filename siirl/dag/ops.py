@@ -89,6 +89,14 @@ def _reference_writes(cfg: Config) -> Names:
     return ("ref_log_prob", "ref_hidden") if uses_full_kl(cfg) else ("ref_log_prob",)
 
 
+ESTIMATOR_NEEDS: dict[str, Names] = {
+    "gae": ("value",),
+    "gae_marft": ("value", "turn_id", "episode_id"),
+    "remax": ("baseline_score",),
+}
+"""Fields that built-in advantage estimators read besides those that the op has anyway."""
+
+
 def uses_critic(cfg: Config) -> bool:
     """Whether the advantages are computed from the values of a critic, which then learns their returns."""
     return "value" in _estimator_needs(cfg)
@@ -98,7 +106,7 @@ def _estimator_needs(cfg: Config) -> Names:
     """Fields that the advantage estimator reads besides those that the op has anyway."""
     name = cfg.algorithm.adv_estimator
     if ":" not in name:
-        return {"gae": ("value",), "remax": ("baseline_score",)}.get(name, ())
+        return ESTIMATOR_NEEDS.get(name, ())
     needs = declared_needs(name, "register_advantage", "algorithm.adv_estimator")
     return tuple(field for field in needs if field not in ("reward", "response_mask", "group_id", "score"))
 
@@ -333,6 +341,9 @@ def op_of(node: NodeSpec) -> OpSpec:
         )
     if node.node_role == "REWARD":
         return choose(node)
+    if node.node_role == "ADVANTAGE" and node.reads is not None and node.writes is None:
+        more = node.reads
+        return replace(ADVANTAGE, reads=lambda cfg: (*_advantage_reads(cfg), *more))
     if node.reads is not None or node.writes is not None:
         raise DagError(f"{node}: reads and writes of op {choose(node).name!r} are fixed. Remove them.")
     return choose(node)

@@ -159,7 +159,11 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Run:
-    """Run a node's op: rows of `reads` in layout `source` in, rows of `writes` in layout `target` out."""
+    """Run a node's op: rows of `reads` in layout `source` in, rows of `writes` in layout `target` out.
+
+    joins: what it reads of other agents in its interaction, where their rows lie (layout ids): each rank has
+    the rows of the same episodes in all of them, in whatever number.
+    """
 
     node: str
     reads: tuple[FieldKey, ...]
@@ -167,6 +171,7 @@ class Run:
     source: str
     target: str
     ranks: Ranks
+    joins: tuple[tuple[FieldKey, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 def encode(value: Any) -> str:
-    """JSON text of a dataclass, in the order of its fields; one of a union names its class under "do"."""
+    """JSON text of a dataclass, in the order of its fields; one of a union names its class under "do".
+
+    Fields that may be empty tuples, and are, are left out.
+    """
     return json.dumps(_pack(value, type(value)), indent=1) + "\n"
 
 
@@ -38,8 +41,10 @@ def _pack(value: Any, hint: Any) -> Any:
     if _is_union_of_classes(hint):
         return {"do": type(value).__name__, **_pack(value, type(value))}
     if dataclasses.is_dataclass(hint):
+        left_out = {f.name for f in dataclasses.fields(hint) if f.default == getattr(value, f.name) == ()}
+        kinds = _fields(typing.cast(type, hint))
         return {
-            name: _pack(getattr(value, name), kind) for name, kind in _fields(typing.cast(type, hint)).items()
+            name: _pack(getattr(value, name), kind) for name, kind in kinds.items() if name not in left_out
         }
     if typing.get_origin(hint) is tuple:
         return [_pack(item, args[0] if args[-1] is ... else args[i]) for i, item in enumerate(value)]

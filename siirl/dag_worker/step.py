@@ -39,9 +39,10 @@ def _run(instructions: Sequence[Instruction], worker: DAGWorker, store: FieldSto
                     store.put(worker.load(ins, validate), agent, layout, names(keys))
                 case Reshard():
                     worker.exchange(store, ins)
-                case Run(node=node, reads=reads, writes=writes, source=source, target=target):
+                case Run(node=node, reads=reads, writes=writes, source=source, target=target, joins=joins):
                     agent = worker.plan.nodes[node].agent
-                    rows = worker.run_node(ins, store.view(reads, source, agent), record)
+                    others = store.view_others(joins)
+                    rows = worker.run_node(ins, store.view(reads, source, agent), record, others)
                     store.put(rows, agent, target, names(writes))
                 case SyncWeights():
                     record.metrics.merge(worker.sync_weights(ins))

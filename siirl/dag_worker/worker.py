@@ -153,10 +153,13 @@ class DAGWorker:
         with self._on_device(link.source, optimizer=False):
             return self.links[ins.link].push()
 
-    def run_node(self, ins: Run, rows: TensorDict, record: StepRecord) -> TensorDict | Future[TensorDict]:
+    def run_node(
+        self, ins: Run, rows: TensorDict, record: StepRecord, others: dict[int, TensorDict]
+    ) -> TensorDict | Future[TensorDict]:
         """Run a node's op on this rank's rows; with several agents its metrics go under "agent_N/"."""
         node = self.nodes[ins.node]
         context = self._context(ins, record)
+        context.others = others
         with self._on_device(node.plan.model, optimizer=node.plan.op not in FORWARD_OPS):
             result = node.op(context, rows)
         note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))

@@ -75,6 +75,13 @@ class FieldStore:
             rows.set(name, column)
         return rows
 
+    def view_others(self, entries: Iterable[tuple[FieldKey, str]]) -> dict[int, TensorDict]:
+        """Columns (field, layout id) of several agents: agent -> its rows; the waits and errors of `view`."""
+        keys: dict[tuple[int, str], list[FieldKey]] = {}
+        for key, layout_id in entries:
+            keys.setdefault((key.agent, layout_id), []).append(key)
+        return {agent: self.view(of_agent, layout_id) for (agent, layout_id), of_agent in keys.items()}
+
     def column(self, key: FieldKey, layout_id: str) -> Column:
         """One column; the same waits and errors as `view`."""
         column = self._columns.get((key, layout_id))

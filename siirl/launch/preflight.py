@@ -48,6 +48,9 @@ def preflight(cfg: Config, plan: Plan) -> None:
         check_tokenizer(node_cfgs[name])
         if node.op == "actor_train" and ":" in policy_loss_name(node_cfgs[name]):
             check_reference(policy_loss_name(node_cfgs[name]), f"node {name!r}: policy_loss.loss_mode")
+        for function in node_cfgs[name].algorithm.credit.group_by if node.op == "advantage" else ():
+            if ":" in function:
+                check_reference(function, f"node {name!r}: algorithm.credit.group_by")
         if node.executable is not None:
             check_reference(node.executable, f"node {name!r}")
         if node.op in ("function_reward", "baseline_reward"):

@@ -13,6 +13,7 @@ from siirl.algorithms.stats import advantage_stats, group_stats, length_stats
 from siirl.dag.ops import old_log_prob_source
 from siirl.dag.spec import load_object
 from siirl.nodes.context import NodeContext, sum_over_ranks
+from siirl.nodes.credit import Estimated, estimate, in_interaction, outcome, report_turns, turn_rewards
 
 
 def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
@@ -31,9 +32,16 @@ def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
         "lam": algorithm.lam,
         "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
     }
-    name = ADVANTAGES.resolve(algorithm.adv_estimator, partial(load_object, who="algorithm.adv_estimator"))
-    result = compute_advantage(name, fields, options, partial(sum_over_ranks, ctx))
-    _report(ctx, rows, reward_BT, result.advantage_BT)
+    if in_interaction(rows):
+        found = estimate(ctx, rows, fields, options)
+        report_turns(ctx.metrics, rows, reward_BT, found.advantages.advantage_BT)
+    else:
+        who = "algorithm.adv_estimator"
+        name = ADVANTAGES.resolve(algorithm.adv_estimator, partial(load_object, who=who))
+        result = compute_advantage(name, fields, options, partial(sum_over_ranks, ctx))
+        found = Estimated(result, rows["score"], rows["group_id"])
+    result = found.advantages
+    _report(ctx, rows, reward_BT, found)
     out = {"advantage": result.advantage_BT, "reward": reward_BT}
     if result.return_BT is not None:
         out["return_"] = result.return_BT
@@ -41,9 +49,12 @@ def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
 
 
 def token_reward(ctx: NodeContext, rows: TensorDict) -> Tensor:
-    """The score at the last response token, less the over-long penalty and, if asked, the KL."""
+    """The score at the last response token, less the over-long penalty and, if asked, the KL.
+
+    In an interaction: the mix of scores there, and the environment's rewards at the ends of turns.
+    """
     buffer = ctx.cfg.reward_model.overlong_buffer
-    score_B = rows["score"]
+    score_B = outcome(ctx, rows)
     if buffer.enable:
         penalty_B = overlong_penalty(
             rows["response_length"],
@@ -55,6 +66,7 @@ def token_reward(ctx: NodeContext, rows: TensorDict) -> Tensor:
             ctx.metrics.mean("reward/overlong_penalty", float(penalty_B.sum()), len(penalty_B))
         score_B = score_B + penalty_B
     reward_BT = score_to_token_reward(score_B, rows["response_length"], rows["response_mask"].shape[-1])
+    reward_BT = reward_BT + turn_rewards(ctx, rows)
     if not ctx.cfg.algorithm.use_kl_in_reward:
         return reward_BT
     return _less_kl(ctx, rows, reward_BT)
@@ -85,9 +97,10 @@ def _less_kl(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor) -> Tensor:
     return reward_BT
 
 
-def _report(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor, advantage_BT: Tensor) -> None:
-    ctx.metrics.merge(group_stats(rows["score"], rows["group_id"]), "reward/")
-    ctx.metrics.merge(advantage_stats(advantage_BT, rows["response_mask"]), "advantage/")
-    ctx.metrics.merge(length_stats(rows["response_length"], rows["score"]), "reward/")
-    ctx.metrics.mean("reward/score", float(rows["score"].sum()), len(rows))
+def _report(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor, found: Estimated) -> None:
+    ctx.metrics.merge(group_stats(found.outcome_U, found.group_U), "reward/")
+    ctx.metrics.merge(advantage_stats(found.advantages.advantage_BT, rows["response_mask"]), "advantage/")
+    score_B = rows["score"] if "score" in rows.keys() else outcome(ctx, rows)
+    ctx.metrics.merge(length_stats(rows["response_length"], score_B), "reward/")
+    ctx.metrics.mean("reward/score", float(score_B.sum()), len(rows))
     ctx.metrics.mean("reward/shaped", float(reward_BT.sum()), len(rows))

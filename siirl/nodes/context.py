@@ -38,6 +38,7 @@ class NodeContext:
     round: 1, 2, ... in the rounds of a node that repeats, else 0.
     options: further config keys of a custom node. speaks: of the ranks of `group` that hold the same rows
     (tensor-parallel ones), the one that counts in sums over ranks. writes: names of the fields to give.
+    others: in an interaction, what the node reads of other agents' rows of the same episodes: agent -> rows.
     """
 
     node_id: str
@@ -63,6 +64,7 @@ class NodeContext:
     round: int = 0
     speaks: bool = True
     writes: tuple[str, ...] = ()
+    others: dict[int, TensorDict] = field(default_factory=dict)
 
     @property
     def reward_name(self) -> str:

@@ -173,7 +173,8 @@ ORACLES = {
 
 
 def test_every_registered_estimator_has_an_oracle():
-    assert set(ADVANTAGES.names()) == set(ORACLES)
+    by_turn = {"gae_marft"}  # tests/unit/test_credit.py
+    assert set(ADVANTAGES.names()) - by_turn == set(ORACLES)
 
 
 @pytest.mark.parametrize("seed", range(3))

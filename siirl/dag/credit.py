@@ -1,0 +1,142 @@
+"""What nodes read besides in an interaction: which episode a row belongs to, who spoke, what others got.
+
+The rows of an agent are those of an interaction where its rollout writes episode_id.
+"""
+
+from dataclasses import replace
+
+from siirl.config.checks import GROUP_BASELINES
+from siirl.dag.graph import Graph
+from siirl.dag.names import suggest
+from siirl.dag.resolve import ResolvedNode
+from siirl.errors import DagError
+from siirl.types import FieldKey, Layout
+
+Nodes = dict[str, ResolvedNode]
+EPISODE = ("episode_id", "speaker", "turn_id")
+GROUP_KEYS = ("task", "agent", "turn")
+JOINED = {"score": (), "value": ("turn_id", "response_length", "env_reward")}
+"""What an advantage node may read of another agent, and what it then reads, too."""
+
+
+def interacting(nodes: Nodes) -> set[int]:
+    """The agents whose rows are those of an interaction."""
+    return {
+        node.agent
+        for node in nodes.values()
+        if node.op.is_rollout and FieldKey(node.agent, "episode_id") in node.writes
+    }
+
+
+def joins_rows(node: ResolvedNode, key: FieldKey, nodes: Nodes) -> bool:
+    """Whether a node reads a field of another agent by episode, as both are in an interaction."""
+    return key.agent != node.agent and {key.agent, node.agent} <= interacting(nodes)
+
+
+def with_credit(nodes: Nodes, graph: Graph) -> Nodes:
+    """The nodes, where those of agents in an interaction read what their ops need of it.
+
+    DagError for reads that an advantage node cannot use, and for groups that it cannot form.
+    """
+    agents = interacting(nodes)
+    return {node_id: _with_reads(node, nodes, graph, agents) for node_id, node in nodes.items()}
+
+
+def _with_reads(node: ResolvedNode, nodes: Nodes, graph: Graph, agents: set[int]) -> ResolvedNode:
+    if node.op.name == "advantage":
+        _check_advantage(node, agents)
+    if node.agent not in agents:
+        return node
+    own: tuple[str, ...] = ()
+    reads = node.reads
+    if node.op.name in ("actor_train", "critic_train"):
+        own = EPISODE
+    if node.op.name == "advantage":
+        own = (*EPISODE, "env_reward")
+        reads = _advantage_reads(node, nodes, graph, agents)
+    return replace(node, reads=tuple(dict.fromkeys([*reads, *(FieldKey(node.agent, name) for name in own)])))
+
+
+def _advantage_reads(
+    node: ResolvedNode, nodes: Nodes, graph: Graph, agents: set[int]
+) -> tuple[FieldKey, ...]:
+    """What it reads without the interaction; of others their scores, where it has none of its own."""
+    above = graph.ancestors()[node.id]
+    scored = {key.agent for other in nodes.values() for key in other.writes if key.name == "score"}
+    of_others = [key for key in node.reads if key.agent != node.agent]
+    reads = list(node.reads)
+    if node.agent not in scored:
+        offered = [
+            key
+            for other_id in sorted(above)
+            for key in nodes[other_id].writes
+            if key.name == "score" and key.agent in agents
+        ]
+        if offered and not node.cfg.algorithm.share_reward_in_agent:
+            raise DagError(
+                f"{node}: agent {node.agent} has no reward node, and algorithm.share_reward_in_agent is "
+                "False, so it would get no reward. Add a node with node_type COMPUTE, node_role REWARD, "
+                f"agent_group {node.agent}, or set algorithm.share_reward_in_agent=True to give it the "
+                "scores of the others."
+            )
+        of_others = of_others or offered
+        rewarded = any(key.name == "score" for key in of_others) or _has_environment(nodes)
+        reads = [key for key in reads if key != FieldKey(node.agent, "score") or not rewarded]
+    for key in of_others:
+        more = [*EPISODE[:2], *JOINED[key.name]]
+        reads += [key, *(FieldKey(key.agent, name) for name in more)]
+    return tuple(reads)
+
+
+def _has_environment(nodes: Nodes) -> bool:
+    return any(
+        node.spec.node_type == "ENV_INTERACT"
+        or (node.op.is_rollout and node.cfg.actor_rollout_ref.rollout.agent.env_path)
+        for node in nodes.values()
+    )
+
+
+def _check_advantage(node: ResolvedNode, agents: set[int]) -> None:
+    """DagError for reads of other agents that mean nothing, and for group keys that are not known."""
+    credit, joined = node.cfg.algorithm.credit, [key for key in node.reads if key.agent != node.agent]
+    for name in node.spec.reads or ():
+        if not any(str(key) == name for key in joined) or name.partition(".")[2] not in JOINED:
+            raise DagError(
+                f"{node}: reads: [{name}]: besides what its op reads, an advantage node reads scores and "
+                "values of other agents. Write agent_N.score or agent_N.value."
+            )
+    for key in joined:
+        if not {key.agent, node.agent} <= agents:
+            raise DagError(
+                f"{node} reads {key}, but agents {node.agent} and {key.agent} make rows in no interaction: "
+                "nothing says which rows belong together. Connect their rollout nodes."
+            )
+        if key.name == "score" and not node.cfg.algorithm.share_reward_in_agent:
+            raise DagError(
+                f"{node} reads {key}, but algorithm.share_reward_in_agent is False: agents see no score but "
+                "their own. Remove one of the two."
+            )
+    for name in credit.group_by:
+        if ":" not in name and name not in GROUP_KEYS:
+            raise DagError(
+                f"{node}: algorithm.credit.group_by has {name!r}. {suggest(name, GROUP_KEYS)} Or name a "
+                "function: file.py:name."
+            )
+    changed = {key.rpartition(".")[2] for key in node.cfg.explicit if key.startswith("algorithm.credit.")}
+    if changed and not agents:
+        raise DagError(
+            f"{node}: algorithm.credit.{sorted(changed)[0]} is set, but the DAG has no interaction: no "
+            "rollout node depends on another, on an environment or on tools. Remove it."
+        )
+
+
+def check_groups(node: ResolvedNode, layout: Layout) -> None:
+    """DagError if groups span several shards: only those of one task lie on one."""
+    algorithm = node.cfg.algorithm
+    grouped = node.op.name == "advantage" and algorithm.adv_estimator in GROUP_BASELINES
+    if grouped and "task" not in algorithm.credit.group_by and layout.num_shards > 1:
+        raise DagError(
+            f"{node}: algorithm.credit.group_by = [{', '.join(algorithm.credit.group_by)}] has no task: its "
+            f"groups span {layout.num_shards} shards of rows. Add task, or place the node on one rank: "
+            'placement: "0".'
+        )

@@ -1,0 +1,223 @@
+"""The advantage op on rows of an interaction of two agents, on one rank and on two, against cases by hand."""
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_harness import run_workers
+from tensordict import TensorDict
+
+from siirl.config import Config, load_config, with_overrides
+from siirl.data.rows import take_rows
+from siirl.errors import DagError
+from siirl.nodes.advantage import advantage
+from siirl.observe.metrics import Metrics
+
+X = -1
+WIDTH = 5
+# Two tasks of two episodes each. Agent 0 speaks in turns 0 and 2, in episode 1 in two rows; agent 1 in turn 1,
+# but not in episode 3.
+SOLVER = {
+    "row_id": [0, 2, 3, 4, 6],
+    "group_id": [0, 0, 0, 1, 1],
+    "episode_id": [0, 1, 1, 2, 3],
+    "speaker": [0, 0, 0, 0, 0],
+    "response_length": [5, 2, 1, 4, 3],
+    "turn_id": [[0, 0, X, 2, 2], [0, 0, X, X, X], [2, X, X, X, X], [0, X, 2, 2, X], [0, 0, 0, X, X]],
+    "env_reward": [[0, 1, 0, 0, 0], [0] * 5, [0] * 5, [0, 0, 0, 2, 0], [0] * 5],
+    "score": [1.0, 0.0, 2.0, 0.0, 0.5],
+    "value": [[0.5, 9, 9, 0.25, 9], [0.1, 9, 9, 9, 9], [0.2, 9, 9, 9, 9], [0.3, 9, 0.4, 9, 9], [0.6, 9, 9, 9, 9]],
+}
+VERIFIER = {
+    "row_id": [0, 2, 4],
+    "group_id": [0, 0, 1],
+    "episode_id": [0, 1, 2],
+    "speaker": [1, 1, 1],
+    "response_length": [2, 3, 1],
+    "turn_id": [[1, 1, X, X, X], [1, 1, 1, X, X], [1, X, X, X, X]],
+    "env_reward": [[0] * 5, [0, 0, 4, 0, 0], [0] * 5],
+    "score": [3.0, 1.0, 5.0],
+    "value": [[0.7, 9, 9, 9, 9], [0.8, 9, 9, 9, 9], [0.9, 9, 9, 9, 9]],
+}
+GRPO = {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": False}
+CREDIT = "algorithm.credit"
+
+
+def rows_of(agent: dict) -> TensorDict:
+    columns = {name: torch.tensor(value) for name, value in agent.items()}
+    columns |= {name: columns[name].float() for name in ("score", "value", "env_reward")}
+    columns["response_mask"] = columns["turn_id"] >= 0
+    return TensorDict(columns, batch_size=[len(agent["row_id"])])
+
+
+@functools.cache
+def default_config() -> Config:
+    return load_config([])
+
+
+def context(keys: dict, others: dict[int, TensorDict]) -> SimpleNamespace:
+    cfg = with_overrides(default_config(), keys)
+    common = {"group": dist.group.WORLD, "state": {}, "speaks": True, "node_id": "advantage", "agent": 0}
+    return SimpleNamespace(cfg=cfg, metrics=Metrics(), others=others, **common)
+
+
+def run_cases(rank: int, world: int, cases: list[tuple[dict, tuple[str, ...], tuple[str, ...]]]) -> list[dict]:
+    """(config, columns dropped of the solver's rows, columns of the verifier's rows) -> advantage, return, metrics.
+
+    Task t lies on rank t % world.
+    """
+    found = []
+    for keys, dropped, joined in cases:
+        solver, verifier = rows_of(SOLVER), rows_of(VERIFIER)
+        mine = take_rows(solver, solver["group_id"] % world == rank).exclude(*dropped)
+        theirs = take_rows(verifier, verifier["group_id"] % world == rank)
+        columns = ("episode_id", "speaker", "turn_id", "response_length", "env_reward", *joined)
+        ctx = context(keys, {1: theirs.select(*columns)} if joined else {})
+        out = advantage(ctx, mine)
+        found.append(
+            {
+                "advantage": out["advantage"].tolist(),
+                "return": out["return_"].tolist() if "return_" in out.keys() else None,
+                "metrics": ctx.metrics.entries,
+            }
+        )
+    return found
+
+
+def by_turn(*rows: tuple[float, ...]) -> torch.Tensor:
+    """[B, T] of one value for each turn of each of the solver's rows."""
+    out = torch.zeros(len(rows), WIDTH)
+    turn_BT = torch.tensor(SOLVER["turn_id"])
+    for row, values in enumerate(rows):
+        numbers = turn_BT[row][turn_BT[row] >= 0].unique()
+        for number, value in zip(numbers, values, strict=True):
+            out[row][turn_BT[row] == number] = value
+    return out
+
+
+def by_row(*values: float) -> torch.Tensor:
+    return torch.tensor(values)[:, None] * (torch.tensor(SOLVER["turn_id"]) >= 0)
+
+
+# Outcomes of the solver's rows, own score and environment: 2, 0, 2 | 2, 0.5; scores of the others: 3, 1, 1 | 5, none
+MEAN = 4 / 3
+CASES = {
+    "own score and environment, by task": (
+        GRPO, (), (), by_row(2 - MEAN, -MEAN, 2 - MEAN, 0.75, -0.75),
+    ),
+    "half of the team's score, no environment": (
+        GRPO | {f"{CREDIT}.team": 0.5, f"{CREDIT}.turn": 0.0}, (), ("score",),
+        by_row(2.5 - 11 / 6, 0.5 - 11 / 6, 2.5 - 11 / 6, 2.5 - 1.5, 0.5 - 1.5),
+    ),
+    "the team's score where there is none of its own": (
+        GRPO | {f"{CREDIT}.turn": 0.0}, ("score",), ("score",),
+        by_row(3 - 5 / 3, 1 - 5 / 3, 1 - 5 / 3, 2.5, -2.5),
+    ),
+    "by task and turn, each turn's own reward": (
+        # scores of an episode are means over its rows: turn 0 gets 1, 0 | 0, 0.5; turn 2 gets 1, 1 | 2
+        GRPO | {f"{CREDIT}.group_by": ["task", "turn"], f"{CREDIT}.turn_gamma": 0.0}, (), (),
+        by_turn((0.5, 0.0), (-0.5,), (0.0,), (-0.25, 0.0), (0.25,)),
+    ),
+    "by task and turn, rewards to go": (
+        # turn 0: 2, 1 | 2, 0.5; turn 2: 1, 1 | 2
+        GRPO | {f"{CREDIT}.group_by": ["task", "turn"]}, (), (),
+        by_turn((0.5, 0.0), (-0.5,), (0.0,), (0.75, 0.0), (-0.75,)),
+    ),
+    "each episode counts alike": (
+        # tokens 4, 2 + 1, 3, 3: of 13 in 4 episodes
+        GRPO | {f"{CREDIT}.equal_weight": "episode"}, (), (),
+        by_row(2 - MEAN, -MEAN, 2 - MEAN, 0.75, -0.75) * torch.tensor([4, 3, 3, 3, 3.0]).reciprocal()[:, None] * 13 / 4,
+    ),
+}  # fmt: skip
+
+
+def whole_batch(found: list[list[dict]], case: int, name: str) -> torch.Tensor:
+    return torch.tensor([row for rank in found for row in rank[case][name]])
+
+
+@pytest.fixture(scope="module")
+def function(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("keys") / "keys.py"
+    path.write_text(
+        "def by_half(keys):\n    return keys['episode'] // 2\n\n\ndef wrong(keys):\n    return [0]\n"
+    )
+    return path
+
+
+MARFT = {"algorithm.adv_estimator": "gae_marft", "algorithm.gamma": 0.9, "algorithm.lam": 0.8}
+
+
+def plain_marft(chains: bool) -> list[list[tuple[float, float]]]:
+    """(advantage, return) of the solver's turns, row by row: plain recursions over hand-written episodes."""
+    turns = {  # number: (value, reward, row); the verifier's rewards count by the team's weight, 0.5
+        0: {0: (0.5, 1.0, 0), 1: (0.7, 0.5 * 3.0, None), 2: (0.25, 1.0, 0)},
+        1: {0: (0.1, 0.0, 1), 1: (0.8, 0.5 * (1.0 + 4.0), None), 2: (0.2, 1.0, 2)},
+        2: {0: (0.3, 0.0, 3), 1: (0.9, 0.5 * 5.0, None), 2: (0.4, 2.0, 3)},
+        3: {0: (0.6, 0.5, 4)},
+    }
+    rows: list[list[tuple[float, float]]] = [[] for _ in range(5)]
+    for episode in turns.values():
+        last, next_value, found = 0.0, 0.0, {}
+        for number in sorted(episode, reverse=True):
+            value, reward, row = episode[number]
+            if row is None and not chains:
+                continue
+            last = reward + 0.9 * next_value - value + 0.9 * 0.8 * last
+            next_value, found[number] = value, (row, last, last + value)
+        for number in sorted(found):
+            row, one, total = found[number]
+            if row is not None:
+                rows[row].append((one, total))
+    return rows
+
+
+def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(function):
+    group_by = [f"{function}:by_half", "agent"]  # the same groups as by task
+    cases = [case[:3] for case in CASES.values()]
+    cases.append((GRPO | {f"{CREDIT}.group_by": group_by}, (), ()))
+    want = [case[3] for case in CASES.values()]
+    want.append(want[0])
+    chained = (MARFT | {f"{CREDIT}.team": 0.5}, (), ("value", "score"))
+    alone = (MARFT, (), ())
+    white = ({"algorithm.adv_estimator": "grpo", f"{CREDIT}.normalize": "agent"}, (), ())
+    found = {world: run_workers(run_cases, world, [*cases, chained, alone, white]) for world in (1, 2)}
+    for ranks in found.values():
+        for number, expected in enumerate(want):
+            got = whole_batch(ranks, number, "advantage")
+            torch.testing.assert_close(got, expected, atol=1e-6, rtol=0, msg=f"{number}: {got}")
+        for number, chains in ((len(want), True), (len(want) + 1, False)):
+            plain = plain_marft(chains)
+            returns = by_turn(*[[total for _, total in row] for row in plain])
+            torch.testing.assert_close(whole_batch(ranks, number, "return"), returns, atol=1e-6, rtol=0)
+            raw, mask = by_turn(*[[one for one, _ in row] for row in plain]), by_turn(*[[1] * len(r) for r in plain])
+            kept = raw[mask > 0]
+            whitened = (raw - kept.mean()) / kept.std() * mask
+            torch.testing.assert_close(
+                whole_batch(ranks, number, "advantage"), whitened, atol=1e-5, rtol=0
+            )
+        last = whole_batch(ranks, len(want) + 2, "advantage")
+        kept = last[torch.tensor(SOLVER["turn_id"]) >= 0]
+        assert kept.mean().abs() < 1e-6 and (kept.std() - 1).abs() < 1e-6
+    metrics = Metrics()
+    for rank in found[2]:
+        metrics.merge(Metrics(rank[0]["metrics"]))
+    values = metrics.values()
+    assert values["speaker_0/length"] == pytest.approx(13 / 7) and values["turn_2/length"] == pytest.approx(5 / 3)
+    assert values["turn_2/reward"] == pytest.approx((1 + 2 + 2) / 3)
+    assert values["turn_0/reward"] == pytest.approx((1 + 0 + 0 + 0.5) / 4)
+    assert values["reward/group_degenerate"] == 0
+
+
+def refused(rank: int, world: int, keys: dict) -> str:
+    with pytest.raises(DagError) as caught:
+        advantage(context(keys, {}), rows_of(SOLVER))
+    return str(caught.value)
+
+
+def test_a_group_function_that_returns_no_groups_is_refused(function):
+    keys = GRPO | {f"{CREDIT}.group_by": [f"{function}:wrong"]}
+    (message,) = run_workers(refused, 1, keys)
+    assert "wrong of algorithm.credit.group_by returned [0] for 5 units. Return an int64 tensor" in message
