@@ -18,8 +18,8 @@ from siirl.observe.metrics import Metrics
 
 X = -1
 WIDTH = 5
-# Two tasks of two episodes each. Agent 0 speaks in turns 0 and 2, in episode 1 in two rows; agent 1 in turn 1,
-# but not in episode 3.
+# Two tasks of two episodes each. Agent 0 speaks in turns 0 and 2, in episode 1 in two rows; agent 1 in
+# turn 1, but not in episode 3.
 SOLVER = {
     "row_id": [0, 2, 3, 4, 6],
     "group_id": [0, 0, 0, 1, 1],
@@ -29,7 +29,13 @@ SOLVER = {
     "turn_id": [[0, 0, X, 2, 2], [0, 0, X, X, X], [2, X, X, X, X], [0, X, 2, 2, X], [0, 0, 0, X, X]],
     "env_reward": [[0, 1, 0, 0, 0], [0] * 5, [0] * 5, [0, 0, 0, 2, 0], [0] * 5],
     "score": [1.0, 0.0, 2.0, 0.0, 0.5],
-    "value": [[0.5, 9, 9, 0.25, 9], [0.1, 9, 9, 9, 9], [0.2, 9, 9, 9, 9], [0.3, 9, 0.4, 9, 9], [0.6, 9, 9, 9, 9]],
+    "value": [
+        [0.5, 9, 9, 0.25, 9],
+        [0.1, 9, 9, 9, 9],
+        [0.2, 9, 9, 9, 9],
+        [0.3, 9, 0.4, 9, 9],
+        [0.6, 9, 9, 9, 9],
+    ],  # fmt: skip
 }
 VERIFIER = {
     "row_id": [0, 2, 4],
@@ -64,8 +70,8 @@ def context(keys: dict, others: dict[int, TensorDict]) -> SimpleNamespace:
     return SimpleNamespace(cfg=cfg, metrics=Metrics(), others=others, **common)
 
 
-def run_cases(rank: int, world: int, cases: list[tuple[dict, tuple[str, ...], tuple[str, ...]]]) -> list[dict]:
-    """(config, columns dropped of the solver's rows, columns of the verifier's rows) -> advantage, return, metrics.
+def run_cases(rank: int, world: int, cases: list[tuple[dict, tuple, tuple]]) -> list[dict]:
+    """(config, columns dropped of the solver's rows, columns of the verifier's) -> what the op gives.
 
     Task t lies on rank t % world.
     """
@@ -102,7 +108,7 @@ def by_row(*values: float) -> torch.Tensor:
     return torch.tensor(values)[:, None] * (torch.tensor(SOLVER["turn_id"]) >= 0)
 
 
-# Outcomes of the solver's rows, own score and environment: 2, 0, 2 | 2, 0.5; scores of the others: 3, 1, 1 | 5, none
+# Outcomes of the solver's rows, score and environment: 2, 0, 2 | 2, 0.5; scores of the others: 3, 1, 1 | 5, -
 MEAN = 4 / 3
 CASES = {
     "own score and environment, by task": (
@@ -129,7 +135,7 @@ CASES = {
     "each episode counts alike": (
         # tokens 4, 2 + 1, 3, 3: of 13 in 4 episodes
         GRPO | {f"{CREDIT}.equal_weight": "episode"}, (), (),
-        by_row(2 - MEAN, -MEAN, 2 - MEAN, 0.75, -0.75) * torch.tensor([4, 3, 3, 3, 3.0]).reciprocal()[:, None] * 13 / 4,
+        by_row(2 - MEAN, -MEAN, 2 - MEAN, 0.75, -0.75) * 13 / 4 / torch.tensor([[4], [3], [3], [3], [3.0]]),
     ),
 }  # fmt: skip
 
@@ -192,12 +198,11 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
             plain = plain_marft(chains)
             returns = by_turn(*[[total for _, total in row] for row in plain])
             torch.testing.assert_close(whole_batch(ranks, number, "return"), returns, atol=1e-6, rtol=0)
-            raw, mask = by_turn(*[[one for one, _ in row] for row in plain]), by_turn(*[[1] * len(r) for r in plain])
+            raw = by_turn(*[[one for one, _ in row] for row in plain])
+            mask = by_turn(*[[1] * len(row) for row in plain])
             kept = raw[mask > 0]
             whitened = (raw - kept.mean()) / kept.std() * mask
-            torch.testing.assert_close(
-                whole_batch(ranks, number, "advantage"), whitened, atol=1e-5, rtol=0
-            )
+            torch.testing.assert_close(whole_batch(ranks, number, "advantage"), whitened, atol=1e-5, rtol=0)
         last = whole_batch(ranks, len(want) + 2, "advantage")
         kept = last[torch.tensor(SOLVER["turn_id"]) >= 0]
         assert kept.mean().abs() < 1e-6 and (kept.std() - 1).abs() < 1e-6
@@ -205,7 +210,8 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
     for rank in found[2]:
         metrics.merge(Metrics(rank[0]["metrics"]))
     values = metrics.values()
-    assert values["speaker_0/length"] == pytest.approx(13 / 7) and values["turn_2/length"] == pytest.approx(5 / 3)
+    assert values["speaker_0/length"] == pytest.approx(13 / 7)
+    assert values["turn_2/length"] == pytest.approx(5 / 3)
     assert values["turn_2/reward"] == pytest.approx((1 + 2 + 2) / 3)
     assert values["turn_0/reward"] == pytest.approx((1 + 0 + 0 + 0.5) / 4)
     assert values["reward/group_degenerate"] == 0
