@@ -82,6 +82,11 @@ def _advantage_reads(
         of_others = of_others or offered
         rewarded = any(key.name == "score" for key in of_others) or _has_environment(nodes)
         reads = [key for key in reads if key != FieldKey(node.agent, "score") or not rewarded]
+    elif any(key.name == "score" for key in of_others) and not node.cfg.algorithm.credit.team:
+        raise DagError(
+            f"{node} reads scores of other agents, but algorithm.credit.team, their weight, is 0. Set it, or "
+            "remove the reads."
+        )
     for key in of_others:
         more = [*EPISODE[:2], *JOINED[key.name]]
         reads += [key, *(FieldKey(key.agent, name) for name in more)]

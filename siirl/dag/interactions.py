@@ -26,7 +26,6 @@ LOOP_KEYS = ("to", "max_turns", "until")
 AGENT_KEYS = ("process_path", "pre_process_kwargs", "post_process_kwargs", "route")
 ENV_KEYS = ("env_path", "env_kwargs", "deadline_s")
 ENV_DEADLINE_S = 60.0
-READ_BY_TRAINERS = ("group_id",)
 READ_BY_REWARDS = ("turn_id",)
 
 
@@ -67,8 +66,6 @@ def with_interactions(nodes: Nodes, interactions: Interactions) -> Nodes:
     for node in nodes.values():
         if node.id in ops:
             changed[node.id] = _with_op(node, ops[node.id])
-        elif node.agent in talking and node.op.trains:
-            changed[node.id] = _reading(node, READ_BY_TRAINERS)
         elif node.agent in talking and node.op.name == "function_reward":
             changed[node.id] = _reading(node, READ_BY_REWARDS)
         else:

@@ -10,7 +10,7 @@ from torch import Tensor
 from siirl.algorithms.token_picks import pick_tokens, token_noise
 from siirl.dag.ops import PICKING_LOSSES, old_log_prob_source, policy_loss_name, uses_full_kl
 from siirl.nodes.context import NodeContext, sum_over_ranks
-from siirl.nodes.mini_batches import mini_batch_ids, mini_batches
+from siirl.nodes.mini_batches import mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
 
 
@@ -23,10 +23,9 @@ def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
         return TensorDict({}, batch_size=rows.batch_size)
     actor, rollout = ctx.cfg.actor_rollout_ref.actor, ctx.cfg.actor_rollout_ref.rollout
     loss_fn = make_loss_fn(ctx.cfg)
-    id_B, num_ids = mini_batch_ids(rows, actor.ppo_mini_batch_size, rollout.n)
     seed = actor.data_loader_seed if actor.shuffle else None
     outputs = ("log_prob", "entropy", *(("full_kl",) if uses_full_kl(ctx.cfg) else ()))
-    for mine_B in mini_batches(ctx, id_B, num_ids, actor.ppo_epochs, seed):
+    for mine_B in mini_batches(ctx, rows, actor.ppo_mini_batch_size, actor.ppo_epochs, seed):
         mini_batch = rows[mine_B]
         if policy_loss_name(ctx.cfg) in PICKING_LOSSES:
             mini_batch["picked"] = _picked(ctx, mini_batch)

@@ -10,7 +10,7 @@ from siirl.algorithms.value_loss import clipped_value_loss
 from siirl.config.critic import CriticConfig
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
 from siirl.nodes.context import NodeContext, sum_over_ranks
-from siirl.nodes.mini_batches import mini_batch_ids, mini_batches
+from siirl.nodes.mini_batches import mini_batches
 from siirl.observe.metrics import Metrics
 
 
@@ -27,9 +27,8 @@ def critic_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     sums = explained_variance_sums(rows["value"], rows["return_"], rows["response_mask"])
     ctx.metrics.mean("critic/explained_variance", explained_variance(sum_over_ranks(ctx, sums)))
     loss_fn = make_value_loss_fn(critic)
-    id_B, num_ids = mini_batch_ids(rows, critic.ppo_mini_batch_size, ctx.cfg.actor_rollout_ref.rollout.n)
     seed = critic.data_loader_seed if critic.shuffle else None
-    for mine_B in mini_batches(ctx, id_B, num_ids, critic.ppo_epochs, seed):
+    for mine_B in mini_batches(ctx, rows, critic.ppo_mini_batch_size, critic.ppo_epochs, seed):
         ctx.metrics.merge(ctx.train.train_mini_batch(rows[mine_B], loss_fn, ("value",), 1.0), "critic/")
     ctx.metrics.sum("flops/train", ctx.train.flops(rows, backward=True) * critic.ppo_epochs)
     return TensorDict({}, batch_size=rows.batch_size)

@@ -11,36 +11,37 @@ from siirl.nodes.context import NodeContext
 
 
 def mini_batches(
-    ctx: NodeContext, id_B: Tensor, num_ids: int, epochs: int, shuffle_seed: int | None
+    ctx: NodeContext, rows: TensorDict, num_prompts: int, epochs: int, shuffle_seed: int | None
 ) -> Iterator[Tensor]:
     """For each optimizer step, which of this rank's rows take part: bool [B].
 
-    A mini-batch is a run of `num_ids` ids in ascending order, those of mini_batch_ids; with shuffle_seed, in
-    an order drawn for each step and epoch. The last one of an epoch may be short. Collective over ctx.group.
+    A mini-batch is a run of the rows of `num_prompts` prompts, in the order of row_id; with shuffle_seed, in
+    an order drawn for each step and epoch. The last one of an epoch may be short. Rows of an interaction, of
+    which an episode may have any number, go by episode, in runs of equal length: as many mini-batches as
+    there are of whole batches, whatever episodes were dropped. Some are empty where there are fewer episodes.
+    Collective over ctx.group.
     """
-    position_B, total = global_positions(id_B, ctx.group)
+    by_episode = "episode_id" in rows.keys()
+    position_B, total = global_positions(rows["episode_id" if by_episode else "row_id"], ctx.group)
     for epoch in range(epochs):
         place_B = position_B
         if shuffle_seed is not None:
             place_B = _order(total, (shuffle_seed * 1_000_003 + ctx.step) * 1_009 + epoch)[position_B]
-        for first in range(0, total, num_ids):
-            yield (place_B >= first) & (place_B < first + num_ids)
-
-
-def mini_batch_ids(rows: TensorDict, prompts: int, n: int) -> tuple[Tensor, int]:
-    """(ids by which the rows of a trainer are cut into mini-batches, how many ids make one).
-
-    Rows of agents that talk go by prompt: an episode has any number of them. All others go one by one.
-    """
-    if "group_id" in rows.keys():
-        return rows["group_id"], prompts
-    return rows["row_id"], prompts * n
+        if by_episode:
+            number = ctx.cfg.data.train_batch_size // num_prompts
+            for step in range(number):
+                yield place_B * number // max(total, 1) == step
+            continue
+        num_rows = num_prompts * ctx.cfg.actor_rollout_ref.rollout.n
+        for first in range(0, total, num_rows):
+            yield (place_B >= first) & (place_B < first + num_rows)
 
 
 def global_positions(row_id_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
-    """Position of each of this rank's rows among all rows of the group, by row_id; and their number.
+    """Position of each of this rank's rows among the distinct ids of the group, ascending; and their number.
 
-    Rows that several ranks hold count once. Collective over the group; exchanges 8 bytes a row.
+    Rows that several ranks hold count once, as do those of one id. Collective over the group; exchanges 8
+    bytes a row.
     """
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, torch.tensor([len(row_id_B)], dtype=torch.int64), group=group)

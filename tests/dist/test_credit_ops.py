@@ -14,6 +14,7 @@ from siirl.config import Config, load_config, with_overrides
 from siirl.data.rows import take_rows
 from siirl.errors import DagError
 from siirl.nodes.advantage import advantage
+from siirl.nodes.mini_batches import mini_batches
 from siirl.observe.metrics import Metrics
 
 X = -1
@@ -35,7 +36,7 @@ SOLVER = {
         [0.2, 9, 9, 9, 9],
         [0.3, 9, 0.4, 9, 9],
         [0.6, 9, 9, 9, 9],
-    ],  # fmt: skip
+    ],
 }
 VERIFIER = {
     "row_id": [0, 2, 4],
@@ -227,3 +228,32 @@ def test_a_group_function_that_returns_no_groups_is_refused(function):
     keys = GRPO | {f"{CREDIT}.group_by": [f"{function}:wrong"]}
     (message,) = run_workers(refused, 1, keys)
     assert "wrong of algorithm.credit.group_by returned [0] for 5 units. Return an int64 tensor" in message
+
+
+def cut(rank: int, world: int, episodes: list[int], shuffle_seed: int | None) -> list[list[int]]:
+    """Row ids of each mini-batch of this rank: 4 prompts of 2 samples a batch, 2 prompts a mini-batch."""
+    keys = {"data.train_batch_size": 4, "actor_rollout_ref.rollout.n": 2}
+    ctx = context(keys | {"actor_rollout_ref.actor.ppo_mini_batch_size": 2}, {})
+    ctx.step = 3
+    ids = torch.tensor(episodes, dtype=torch.int64)
+    rows = TensorDict({"row_id": torch.arange(len(ids)), "episode_id": ids}, [len(ids)])
+    mine = take_rows(rows, rows["episode_id"] % world == rank)
+    chosen = mini_batches(ctx, mine, 2, 2, shuffle_seed)
+    return [mine["row_id"][mine_B].tolist() for mine_B in chosen]
+
+
+@pytest.mark.parametrize("shuffle_seed", [None, 5])
+def test_optimizer_steps_are_those_of_the_plan_however_many_rows_an_agent_has(shuffle_seed):
+    """Two mini-batches in each of two epochs, with whole episodes, whether these have many rows or none."""
+    for episodes in ([0, 0, 0, 1, 2, 4, 4, 6], [0, 2, 2, 4, 6, 6, 6], [3, 3, 3], []):
+        (whole,) = run_workers(cut, 1, episodes, shuffle_seed)
+        halves = run_workers(cut, 2, episodes, shuffle_seed)
+        assert len(whole) == len(halves[0]) == len(halves[1]) == 4
+        assert [sorted(one + other) for one, other in zip(*halves, strict=True)] == whole
+        for epoch in (whole[:2], whole[2:]):
+            assert sorted(epoch[0] + epoch[1]) == list(range(len(episodes)))
+            counts = [len({episodes[row] for row in rows}) for rows in epoch]
+            assert abs(counts[0] - counts[1]) <= 1 and sum(counts) == len(set(episodes))
+    if shuffle_seed is None:
+        (first,) = run_workers(cut, 1, [0, 0, 0, 1, 2, 4], None)
+        assert first[:2] == [[0, 1, 2, 3], [4, 5]]

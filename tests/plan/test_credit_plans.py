@@ -1,0 +1,134 @@
+"""What nodes of an interaction read of each other in the plan, and which reads are refused."""
+
+import pytest
+from plan_cases import compiled, run_symbolically
+
+from siirl.dag.plan import Plan, Run
+from siirl.dag.spec import DagBuilder, DagSpec
+from siirl.errors import DagError, PlacementError
+
+CREDIT = "algorithm.credit"
+MARFT = ("algorithm.adv_estimator=gae_marft", f"{CREDIT}.team=1.0")
+
+
+def two_agents(
+    verifier_reward: bool = True,
+    solver_reads: list[str] | None = None,
+    verifier_reads: list[str] | None = None,
+    critics: bool = False,
+    placement: str | None = None,
+) -> DagSpec:
+    """A solver and a verifier that talk, both trained."""
+    dag = DagBuilder("two_agents")
+    dag.node("rollout_0", "MODEL_INFERENCE", "ROLLOUT")
+    dag.node("rollout_1", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=["rollout_0"])
+    dag.node("reward_0", "COMPUTE", "REWARD", dependencies=["rollout_1"])
+    above = ["reward_0"]
+    if verifier_reward:
+        dag.node("reward_1", "COMPUTE", "REWARD", agent_group=1, dependencies=["rollout_1"])
+        above.append("reward_1")
+    if critics:
+        for agent in (0, 1):
+            common = {"agent_group": agent, "dependencies": ["rollout_1"]}
+            dag.node(f"values_{agent}", "MODEL_TRAIN", "CRITIC", only_forward_compute=True, **common)
+            above.append(f"values_{agent}")
+    for agent, reads in enumerate((solver_reads, verifier_reads)):
+        order = sorted(above, key=lambda name: not name.endswith(str(agent)))
+        common = {"agent_group": agent, "dependencies": order}
+        dag.node(f"advantage_{agent}", "COMPUTE", "ADVANTAGE", reads=reads, placement=placement, **common)
+        common["dependencies"] = [f"advantage_{agent}"]
+        dag.node(f"train_{agent}", "MODEL_TRAIN", "ACTOR", **common)
+        if critics:
+            dag.node(f"critic_{agent}", "MODEL_TRAIN", "CRITIC", **common)
+    return dag.build()
+
+
+def joins(plan: Plan, node: str) -> list[str]:
+    run = next(ins for ins in plan.instructions if isinstance(ins, Run) and ins.node == node)
+    assert all(plan.layouts[layout].ranks == plan.layouts[run.source].ranks for _, layout in run.joins)
+    assert all(plan.layouts[layout].shards == plan.layouts[run.source].shards for _, layout in run.joins)
+    run_symbolically(plan)
+    assert Plan.from_json(plan.to_json()) == plan
+    return sorted(str(key) for key, _ in run.joins)
+
+
+def test_an_advantage_node_reads_what_the_others_got_by_episode():
+    plan = compiled(two_agents(solver_reads=["agent_1.score"]), 2, f"{CREDIT}.team=0.5")
+    assert joins(plan, "advantage_0") == ["agent_1.episode_id", "agent_1.score", "agent_1.speaker"]
+    assert joins(plan, "advantage_1") == []
+    reads = {key.name for key in plan.run_of("advantage_0").reads}
+    assert {"score", "episode_id", "speaker", "turn_id", "env_reward"} <= reads
+    assert "episode_id" in {key.name for key in plan.run_of("train_0").reads}
+
+
+def test_an_agent_without_a_reward_node_gets_the_scores_of_the_others():
+    plan = compiled(two_agents(verifier_reward=False), 2)
+    assert joins(plan, "advantage_1") == ["agent_0.episode_id", "agent_0.score", "agent_0.speaker"]
+    assert "score" not in {key.name for key in plan.run_of("advantage_1").reads}
+    with pytest.raises(DagError, match=r"agent 1 has no reward node, and algorithm\.share_reward_in_agent"):
+        compiled(two_agents(verifier_reward=False), 2, "algorithm.share_reward_in_agent=false")
+
+
+def test_gae_marft_reads_the_values_of_the_other_critic():
+    plan = compiled(
+        two_agents(
+            critics=True, solver_reads=["agent_1.value", "agent_1.score"], verifier_reads=["agent_0.value"]
+        ),
+        2,
+        *MARFT,
+    )
+    value = ["env_reward", "episode_id", "response_length", "speaker", "turn_id", "value"]
+    assert joins(plan, "advantage_1") == [f"agent_0.{name}" for name in value]
+    assert joins(plan, "advantage_0") == sorted(f"agent_1.{name}" for name in [*value, "score"])
+
+
+REFUSED = {
+    "a field that is no score": (
+        {"solver_reads": ["agent_1.reward"]}, (), r"reads scores and values of other agents",
+    ),
+    "a field of its own": ({"solver_reads": ["score"]}, (), r"Write agent_N\.score or agent_N\.value"),
+    "others' scores where agents share none": (
+        {"solver_reads": ["agent_1.score"]}, ("algorithm.share_reward_in_agent=false",),
+        r"'advantage_0' reads agent_1\.score, but algorithm\.share_reward_in_agent is False",
+    ),
+    "others' scores that count nothing": (
+        {"solver_reads": ["agent_1.score"]}, (f"{CREDIT}.team=0",), r"algorithm\.credit\.team.* is 0",
+    ),
+    "a key that there is not": (
+        {}, (f"{CREDIT}.group_by=[task,trun]",), r"group_by has 'trun'.*Did you mean 'turn'",
+    ),
+    "groups over several shards": (
+        {}, (f"{CREDIT}.group_by=[agent]",), r"has no task: its groups span 2 shards of rows\. Add task",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_with_the_node_and_the_fix(name):
+    options, overrides, message = REFUSED[name]
+    with pytest.raises(DagError, match=message):
+        compiled(two_agents(**options), 2, *overrides)
+
+
+def test_groups_of_all_tasks_are_formed_on_one_rank():
+    keys = (f"{CREDIT}.group_by=[agent]", f"{CREDIT}.team=1")
+    plan = compiled(two_agents(placement="0", solver_reads=["agent_1.score"]), 2, *keys)
+    assert joins(plan, "advantage_0") == ["agent_1.episode_id", "agent_1.score", "agent_1.speaker"]
+
+
+def test_rows_of_others_are_read_where_the_interaction_left_them():
+    dag = two_agents(placement="1-2", solver_reads=["agent_1.score"])
+    with pytest.raises(
+        PlacementError, match=r"'advantage_0' on ranks 1-2 reads fields of agent 1, whose rows"
+    ):
+        compiled(dag, 4, f"{CREDIT}.team=1")
+
+
+def test_credit_without_an_interaction_is_refused():
+    dag = DagBuilder("one")
+    dag.node("rollout", "MODEL_INFERENCE", "ROLLOUT")
+    dag.node("reward", "COMPUTE", "REWARD", dependencies=["rollout"])
+    dag.node("advantage", "COMPUTE", "ADVANTAGE", dependencies=["reward"])
+    dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=["advantage"])
+    with pytest.raises(DagError, match=r"algorithm\.credit\.team is set, but the DAG has no interaction"):
+        compiled(dag.build(), 2, f"{CREDIT}.team=1.0")
