@@ -31,6 +31,42 @@ class ShownEpisode:
         return sum(self.rewards.values()) / len(self.rewards) if self.rewards else 0.0
 
 
+EPISODE = "episode"
+"""Key of a sampled row that holds its agent, episode_id and conversation, if it is of an interaction."""
+
+
+def split_episodes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[ShownEpisode]]:
+    """Sampled rows, with their conversation as text, and the episodes that they are of, each once.
+
+    An agent's reward in an episode is the score of its row; the mean of them if it has several.
+    """
+    plain: list[dict[str, Any]] = []
+    of_episode: dict[int, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if EPISODE in row:
+            of_episode.setdefault(row[EPISODE]["episode_id"], []).append(row)
+    episodes = {number: _shown(group) for number, group in of_episode.items()}
+    for row in rows:
+        kept = {name: value for name, value in row.items() if name != EPISODE}
+        if EPISODE in row:
+            kept["conversation"] = episode_text(episodes[row[EPISODE]["episode_id"]])
+        plain.append(kept)
+    return plain, list(episodes.values())
+
+
+def _shown(rows: Sequence[Mapping[str, Any]]) -> ShownEpisode:
+    scores: dict[int, list[float]] = {}
+    for row in rows:
+        scores.setdefault(row[EPISODE]["agent"], []).append(row["score"])
+    first = rows[0]
+    return ShownEpisode(
+        f"{first['data_source']}, row {first['sample_index']}, episode {first[EPISODE]['episode_id']}",
+        first[EPISODE]["conversation"],
+        {agent: sum(values) / len(values) for agent, values in sorted(scores.items())},
+        f"ground truth: {first['ground_truth']}",
+    )
+
+
 def speaker_name(message: Mapping[str, Any]) -> str:
     """Who said it: the node and its agent, or the role of a prompt, an observation or a tool's response."""
     agent, node = message.get("agent"), message.get("node")

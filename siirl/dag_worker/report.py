@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from siirl.agents.page import write_page
+from siirl.agents.render import split_episodes
 from siirl.config import Config
 from siirl.dag_worker.worker import DAGWorker
 from siirl.observe.curve import reward_curve_png
@@ -36,10 +38,15 @@ class Report:
                 self._sinks.log(step, values | derived_metrics(values) | self._rates(values))
 
     def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
-        """Give sampled rollouts of all ranks to the sinks."""
+        """Give sampled rollouts of all ranks to the sinks, and draw the conversations of a validation."""
         rows = [row for part in self._gather(samples) for row in part]
         if self._sinks is not None and rows:
+            rows, episodes = split_episodes(rows)
             self._sinks.text(step, kind, rows)
+            if episodes and kind == "validation":
+                trainer = self._worker.cfg.trainer
+                path = Path(trainer.output_dir) / "conversations" / f"step_{step}.html"
+                write_page(path, episodes, f"{trainer.experiment_name}: {kind}, step {step}")
 
     def close(self) -> None:
         if self._sinks is not None:

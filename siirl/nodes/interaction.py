@@ -217,6 +217,7 @@ def rows_of(
                     "extra_info": {
                         **(episode.task["extra_info"] or {}),
                         "agent": speaker,
+                        "episode_id": episode.episode_id,
                         "conversation": conversation,
                     },
                     "response_ids": row.ids,

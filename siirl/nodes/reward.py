@@ -11,6 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.agents.render import EPISODE
 from siirl.algorithms.stats import group_stats
 from siirl.dag.ops import INFO
 from siirl.data.rows import objects, renamed
@@ -148,8 +149,14 @@ def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
         length = int(rows["response_length"][index])
         response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
         info: dict[str, Any] = scored["reward_info"][index] or {}
+        extra = rows["extra_info"][index] if "extra_info" in rows.keys() else None
+        episode = {}
+        if isinstance(extra, dict) and "conversation" in extra:
+            names = ("agent", "episode_id", "conversation")
+            episode = {EPISODE: {name: extra[name] for name in names}}
         ctx.samples.append(
             {
+                **episode,
                 "node": ctx.node_id,
                 "data_source": rows["data_source"][index],
                 "sample_index": int(rows["sample_index"][index]),

@@ -4,7 +4,7 @@ import re
 from html.parser import HTMLParser
 
 from siirl.agents.page import page, write_page
-from siirl.agents.render import MAX_MESSAGE, ShownEpisode, episode_text
+from siirl.agents.render import MAX_MESSAGE, ShownEpisode, episode_text, split_episodes
 
 EVIL = "</pre></script><script>alert(1)</script><img src=x onerror='alert(2)'>\" & \x00\x1b[31m\u202e\ud800"
 
@@ -120,3 +120,18 @@ def test_a_page_is_written_whole_and_long_messages_are_cut(tmp_path):
     assert len(text) < 2 * MAX_MESSAGE and "characters left out" in text
     assert [file.name for file in path.parent.iterdir()] == ["step_3.html"]
     assert "No episodes." in page([], "t")
+
+
+def test_sampled_rows_of_an_episode_become_one_conversation():
+    messages = episode().messages
+    common = {"data_source": "sums", "sample_index": 4, "ground_truth": "4"}
+    rows = [
+        {**common, "score": score, "episode": {"agent": agent, "episode_id": 8, "conversation": messages}}
+        for agent, score in ((1, 0.5), (0, -1.0), (1, 1.5))
+    ]
+    plain, episodes = split_episodes([*rows, {"score": 2.0, "prompt": "of no interaction"}])
+    assert [shown.rewards for shown in episodes] == [{0: -1.0, 1: 1.0}]
+    assert episodes[0].title == "sums, row 4, episode 8" and episodes[0].note == "ground truth: 4"
+    assert [row["score"] for row in plain] == [0.5, -1.0, 1.5, 2.0]
+    assert all("episode" not in row for row in plain) and "worker (agent 1)" in plain[0]["conversation"]
+    assert plain[3] == {"score": 2.0, "prompt": "of no interaction"}
