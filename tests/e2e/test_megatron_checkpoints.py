@@ -1,11 +1,14 @@
 """Checkpoints of the main job under Megatron-Core: written in the background, resumed bit for bit."""
 
+import shutil
+
 import pytest
 import torch
 from job_harness import Inputs, overrides, run_job
 from stored_checkpoints import assert_same_checkpoints
 
 from siirl.checkpoint import files
+from siirl.checkpoint.convert import convert
 
 ACTOR = "actor_rollout_ref.actor"
 BACKGROUND = f"{ACTOR}.checkpoint.async_save=true"
@@ -52,3 +55,19 @@ def test_a_run_resumed_from_a_save_in_the_background_ends_as_the_one_that_went_o
     last = [tmp_path / name / "checkpoints" / "global_step_2" for name in ("first", "second")]
     assert_same_checkpoints(*last, "agent_0.actor")
     assert all(torch.equal(first.weights()[name], value) for name, value in second.weights().items())
+
+
+@pytest.mark.slow
+def test_a_run_from_a_converted_checkpoint_needs_no_weight_files_and_is_the_same(inputs, tmp_path):
+    few = ("trainer.total_training_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1")
+    settings = [*megatron("float32", tp=2), *few, f"{ACTOR}.use_kl_loss=True"]
+    usual = run_job(2, overrides(inputs, tmp_path / "usual", *settings))
+    convert(inputs.model, tmp_path / "stored")
+    bare = shutil.copytree(inputs.model, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    group = "actor_rollout_ref.model.megatron"  # of actor and reference
+    stored = [f"{group}.use_dist_checkpointing=True", f"{group}.dist_checkpointing_path={tmp_path}/stored"]
+    path = f"actor_rollout_ref.model.path={bare}"
+    ours = run_job(2, overrides(inputs, tmp_path / "ours", *settings, *stored, path))
+    for name in ("actor/loss", "actor/grad_norm", "actor/ref_kl", "reward/score"):
+        assert ours.values(name) == usual.values(name) and len(ours.values(name)) == 1, name
+    assert all(torch.equal(usual.weights()[name], value) for name, value in ours.weights().items())
