@@ -15,7 +15,7 @@ from siirl.dag.names import suggest
 from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
 from siirl.dag.plan import InteractionPlan, ModelPlan, StagePlan
 from siirl.dag.resolve import ResolvedNode
-from siirl.dag.user_code import check_arguments, check_reference
+from siirl.dag.user_code import check_arguments, check_environment, check_reference
 from siirl.errors import DagError, NotSupportedError
 from siirl.types import FieldKey
 
@@ -280,6 +280,7 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
         raise DagError(f"{node}: env_kwargs = {kwargs!r} is no mapping of arguments. Write {{name: value}}.")
     if path is not None:
         check_reference(path, f"{node}: env_path")
+        check_environment(path, f"{node}: env_path")
     deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
         raise DagError(f"{node}: deadline_s = {deadline_s!r} is no number of seconds above 0. Correct it.")

@@ -113,3 +113,36 @@ def check_arguments(reference: str, count: int, who: str, more: bool = False) ->
             f"{who}: {name}({named}) of {where!r} is called with {count} argument{'s' * (count > 1)}: its "
             "number of arguments does not fit. Change its signature."
         )
+
+
+def check_environment(reference: str, who: str) -> None:
+    """DagError unless a class that its source shows in full has reset(task, seed) and step(actions).
+
+    Gymnasium's reset(*, seed, options) is taken as well. A class with bases or decorators is left to the
+    start of the run.
+    """
+    where, _, name = reference.rpartition(":")
+    source = Path(where).expanduser() if where.endswith(".py") else module_source(where)
+    body = parse_source(source).body if source else []
+    cls = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    if cls is None and any(isinstance(node, ast.FunctionDef) and node.name == name for node in body):
+        raise DagError(f"{who}: {reference!r} is a function, not a class. Name a class with reset and step.")
+    if cls is None or cls.bases or cls.decorator_list:
+        return
+    methods = {
+        node.name: node.args for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    for method, wanted in (("reset", "task, seed"), ("step", "actions")):
+        if method not in methods:
+            raise DagError(f"{who}: {reference!r} has no method {method}. Add {method}(self, {wanted}).")
+        arguments = methods[method]
+        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
+        count, keywords = len(wanted.split(", ")), [a.arg for a in arguments.kwonlyargs]
+        least = len(names) - len(arguments.defaults)
+        fits = least <= count and (count <= len(names) or arguments.vararg)
+        is_gym = method == "reset" and "seed" in (*names, *keywords) and "task" not in names
+        if not fits and not is_gym:
+            raise DagError(
+                f"{who}: {method}({', '.join(['self', *names])}) of {reference!r} cannot be called as "
+                f"{method}(self, {wanted}). Change its arguments."
+            )

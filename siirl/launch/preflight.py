@@ -57,6 +57,11 @@ def preflight(cfg: Config, plan: Plan) -> None:
             check_rewards(node_cfgs[name])
         if node.op in ("judge_reward", "judge_service"):
             check_judge(node_cfgs[name])
+        if (
+            node.op in ("interaction", "turns")
+            and node_cfgs[name].actor_rollout_ref.rollout.multi_turn.enable
+        ):
+            check_tools(node_cfgs[name])
         if node.op == "combine_rewards":
             check_weights(node_cfgs[name], [key.name for key in plan.run_of(name).reads])
         if node.op == "replay":
@@ -98,6 +103,17 @@ def check_rewards(cfg: Config) -> None:
     chooser = RewardChooser(cfg)
     if not chooser.custom:
         chooser.check(data_sources(cfg))
+
+
+def check_tools(cfg: Config) -> None:
+    """ConfigError unless the file of tools is there."""
+    multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
+    path = multi_turn.tool_config_path
+    if multi_turn.enable and path is not None and not Path(path).expanduser().is_file():
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.multi_turn.tool_config_path={path}: there is no such file. Correct "
+            "the path, or leave it out: then there are no tools."
+        )
 
 
 def check_weights(cfg: Config, reads: Sequence[str]) -> None:

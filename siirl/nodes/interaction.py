@@ -1,9 +1,9 @@
 """The ops of an interaction: prompts in, episodes played, the rows of each agent out."""
 
-import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,14 +13,15 @@ from transformers import PreTrainedTokenizerBase
 from siirl.agents.contexts import ChatRenderer, Limits
 from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
-from siirl.agents.policy import Generated, Policy
+from siirl.agents.policy import Policy
+from siirl.agents.pump import Pump
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.config import Config
 from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.dag.spec import load_object
 from siirl.data.rows import make_rows, objects
-from siirl.engines.rollout.base import RolloutEngine, SamplingParams
+from siirl.engines.rollout.base import Request, RolloutEngine
 from siirl.errors import DataError, RolloutError
 from siirl.nodes.context import NodeContext
 from siirl.nodes.rollout import prompt_seed, prompt_tokens, report, sampling_params, stop_token_ids_of
@@ -102,7 +103,12 @@ def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     n = _samples(ctx)
     episodes = [_episode(ctx, rows, row, sample, n) for row in range(len(rows)) for sample in range(n)]
     prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
-    played = run_all(_game(ctx, shared), episodes, prompts)
+    with ExitStack() as stack:
+        policies = {
+            name: stack.enter_context(Pump(engine.stream, Request, name, ctx.cfg.trainer.deadline_s))
+            for name, engine in shared.engines.items()
+        }
+        played = run_all(_game(ctx, shared, policies), episodes, prompts)
     finished = _finished(ctx, played)
     report_episodes(ctx, shared.plan, played, finished)
     for engine in shared.engines.values():
@@ -141,8 +147,7 @@ def _episode(ctx: NodeContext, rows: TensorDict, row: int, sample: int, n: int) 
     return Episode(episode_id, group_id, sample, prompt_seed(ctx, episode_id), task)
 
 
-def _game(ctx: NodeContext, shared: Interaction) -> Game:
-    policies = {name: WavePolicy(engine) for name, engine in shared.engines.items()}
+def _game(ctx: NodeContext, shared: Interaction, policies: Mapping[str, Policy]) -> Game:
     speakers = {
         stage.node: _speaker(stage, shared, policies[f"agent_{stage.policy}.rollout"], ctx.validate)
         for stage in shared.plan.stages
@@ -276,54 +281,3 @@ def _report_turns(metrics: Metrics, one: Played) -> None:
         for kind in message.info.get("tool_errors", ()):
             metrics.sum("interaction/tool_errors", 1)
             metrics.sum(f"interaction/tool_errors/{kind}", 1)
-
-
-@dataclass
-class _Asked:
-    prompt: list[int]
-    params: SamplingParams
-    seed: int
-    answer: asyncio.Future
-
-
-class WavePolicy:
-    """Generates turns in waves: what is asked for while the engine works is its next call.
-
-    consumes: turns that episodes ask for. produces: their tokens. waits for: the engine, in a thread.
-    unblocked by: the end of a wave.
-    """
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self._waiting: list[_Asked] = []
-        self._waves: asyncio.Task | None = None
-
-    async def generate(self, prompt: list[int], params: SamplingParams, seed: int) -> Generated:
-        """One turn after the tokens `prompt`."""
-        asked = _Asked(prompt, params, seed, asyncio.get_running_loop().create_future())
-        self._waiting.append(asked)
-        if self._waves is None or self._waves.done():
-            self._waves = asyncio.create_task(self._run())
-        return await asked.answer
-
-    async def _run(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(0)  # episodes that are ready as well ask first
-            wave, self._waiting = self._waiting, []
-            for params in dict.fromkeys(asked.params for asked in wave):
-                await self._generate(params, [asked for asked in wave if asked.params == params])
-
-    async def _generate(self, params: SamplingParams, wave: list[_Asked]) -> None:
-        prompts, seeds = [asked.prompt for asked in wave], [asked.seed for asked in wave]
-        generating = asyncio.to_thread(self._engine.generate, prompts, params, seeds)
-        (outcome,) = await asyncio.gather(generating, return_exceptions=True)
-        for index, asked in enumerate(wave):
-            if asked.answer.cancelled():
-                continue
-            if isinstance(outcome, BaseException):
-                asked.answer.set_exception(outcome)
-            else:
-                (turn,) = outcome[index]
-                asked.answer.set_result(
-                    Generated(turn.token_ids, turn.log_probs, turn.finish_reason, turn.weight_version)
-                )

@@ -1,0 +1,174 @@
+"""Interactions that cannot run, or would never end, are refused before anything starts, with the fix."""
+
+import pytest
+from plan_cases import add_agent, compiled, run_symbolically
+
+from siirl.dag.spec import DagBuilder
+from siirl.errors import DagError, NotSupportedError
+
+CODE = """
+def until(episode):
+    return True
+
+def two(episode, other):
+    return None
+
+class Game:
+    def reset(self, task, seed):
+        return ""
+    def step(self, actions):
+        return "", 0.0, True
+
+class NoStep:
+    def reset(self, task, seed):
+        return ""
+
+class BadReset:
+    def reset(self, task):
+        return ""
+    def step(self, actions):
+        return "", 0.0, True
+"""
+PROCESS = """
+def pre_process(messages):
+    return messages
+"""
+
+
+def pair(first=None, second=None, env=None, third=None) -> DagBuilder:
+    """Two agents, with an environment between them if `env` (its options) is given, and a third one."""
+    dag = DagBuilder("pair")
+    above = add_agent(dag, 0, **(first or {}))["rollout"]
+    if env is not None:
+        above = dag.node("game", "ENV_INTERACT", dependencies=[above], **env)
+    above = add_agent(dag, 1, dependencies=[above], **(second or {}))["rollout"]
+    if third is not None:
+        add_agent(dag, 2, **{"dependencies": [above], **third})
+    return dag
+
+
+def share(agent: int) -> dict:
+    return {"config": {"rollout.agent.share_instance": agent}}
+
+
+def sharing(*targets: int | None) -> DagBuilder:
+    """A chain of rollouts, agent i shares targets[i]; those that own their policy are trained."""
+    dag, above = DagBuilder("sharing"), []
+    for agent, target in enumerate(targets):
+        options = {"dependencies": above, **({} if target is None else share(target))}
+        if target is None:
+            above = [add_agent(dag, agent, **options)["rollout"]]
+        else:
+            above = [dag.node(f"rollout_{agent}", "MODEL_INFERENCE", "ROLLOUT", agent_group=agent, **options)]
+    return dag
+
+
+def env(code, name="Game", **config) -> dict:
+    return {"config": {"env_path": f"{code}:{name}", **config}}
+
+
+def two_starts() -> DagBuilder:
+    dag = DagBuilder("two_starts")
+    first, second = add_agent(dag, 0)["rollout"], add_agent(dag, 1)["rollout"]
+    add_agent(dag, 2, dependencies=[first, second])
+    return dag
+
+
+CASES = {
+    "no bound": (lambda c: pair(second={"loop": {}}), ["'rollout_1'", "max_turns = None", "never end"]),
+    "unknown key": (lambda c: pair(second={"loop": {"max_turn": 3}}), ["'max_turn'", "max_turns"]),
+    "forward loop": (
+        lambda c: pair(first={"loop": {"max_turns": 2, "to": "rollout_1"}}),
+        ["loop.to = 'rollout_1'", "goes back"],
+    ),
+    "no until": (
+        lambda c: pair(second={"loop": {"max_turns": 2, "until": f"{c}:untli"}}),
+        ["until", "no 'untli'", "it defines until, two"],
+    ),
+    "until arity": (
+        lambda c: pair(second={"loop": {"max_turns": 2, "until": f"{c}:two"}}),
+        ["two(episode, other)", "called with 1 argument"],
+    ),
+    "no file": (
+        lambda c: pair(second={"agent_options": {"route": "nowhere.py:fn"}}),
+        ["route", "nowhere.py", "cannot be imported"],
+    ),
+    "process file": (
+        lambda c: pair(second={"agent_options": {"process_path": "nowhere.py"}}),
+        ["process_path 'nowhere.py'", "no such file"],
+    ),
+    "process arity": (
+        lambda c: pair(second={"agent_options": {"process_path": str(c.parent / "process.py")}}),
+        ["pre_process(messages)", "called with 2 arguments"],
+    ),
+    "process functions": (
+        lambda c: pair(second={"agent_options": {"process_path": str(c)}}),
+        ["defines neither pre_process nor post_process"],
+    ),
+    "no route": (
+        lambda c: pair(third={"dependencies": ["rollout_0"]}),
+        ["'rollout_0' is followed by 'rollout_1' and 'rollout_2'", "route"],
+    ),
+    "env name": (lambda c: pair(env=env(c, "Gmae")), ["'game'", "no 'Gmae'"]),
+    "env method": (lambda c: pair(env=env(c, "NoStep")), ["NoStep", "no method step"]),
+    "env arity": (lambda c: pair(env=env(c, "BadReset")), ["reset(self, task)", "reset(self, task, seed)"]),
+    "env function": (lambda c: pair(env=env(c, "until")), ["is a function, not a class"]),
+    "no env": (lambda c: pair(env={}), ["'game' names no environment", "env_path"]),
+    "env key": (lambda c: pair(env=env(c, env_kwarg={})), ["'env_kwarg'", "env_kwargs"]),
+    "env deadline": (lambda c: pair(env=env(c, deadline_s=0)), ["deadline_s = 0"]),
+    "share unknown": (lambda c: sharing(None, 7), ["share_instance = 7", "not in its interaction"]),
+    "share itself": (lambda c: sharing(None, 1), ["share_instance = 1", "1 -> 1"]),
+    "share cycle": (lambda c: sharing(None, 2, 1), ["1 -> 2 -> 1"]),
+    "share chain": (lambda c: sharing(None, 0, 1), ["2 -> 1 -> 0"]),
+    "share first": (lambda c: sharing(1, None), ["the first agent", "share_instance = 0"]),
+    "share and train": (lambda c: pair(second=share(0)), ["'reward_1' belongs to agent 1", "speaker"]),
+    "two starts": (
+        lambda c: two_starts(),
+        ["'rollout_0' and node 'rollout_1'", "both begin"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_interaction_that_cannot_work_is_refused(name, tmp_path):
+    code = tmp_path / "code.py"
+    code.write_text(CODE)
+    (tmp_path / "process.py").write_text(PROCESS)
+    build, fragments = CASES[name]
+    with pytest.raises(DagError) as caught:
+        compiled(build(code).build(), 1)
+    for fragment in fragments:
+        assert fragment in str(caught.value), f"{fragment!r} is not in: {caught.value}"
+
+
+def test_an_agent_that_is_scored_but_not_trained_is_refused_and_one_without_nodes_is_frozen():
+    dag = DagBuilder("frozen")
+    first = add_agent(dag, 0)["rollout"]
+    dag.node("judge", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=[first])
+    plan = compiled(dag.build(), 2)
+    assert not plan.models["agent_1.actor"].trains and plan.links["agent_1.weights"]
+    assert "judge" not in run_symbolically(plan)
+    dag.node("reward_judge", "COMPUTE", "REWARD", agent_group=1, dependencies=["judge"])
+    with pytest.raises(NotSupportedError, match=r"'judge'.*node_role ACTOR.*the agent is then frozen"):
+        compiled(dag.build(), 2)
+
+
+def test_a_policy_elsewhere_is_refused():
+    with pytest.raises(NotSupportedError, match=r"'rollout_1'.*'rollout_0'.*same placement"):
+        compiled(pair(first={"placement": "0"}, second={"placement": "1"}).build(), 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_rank_has_what_it_needs_in_an_interaction(world_size, tmp_path):
+    code = tmp_path / "code.py"
+    code.write_text(CODE)
+    dags = [
+        pair(env=env(code), third={"loop": {"max_turns": 3}}),
+        sharing(None, 0),
+        pair(second={"agent_options": {"route": f"{code}:until"}}),
+    ]
+    for dag in dags:
+        plan = compiled(dag.build(), world_size)
+        ran = run_symbolically(plan)
+        assert "rollout_0" in ran and "game" not in ran
+        assert "rollout_0" in run_symbolically(plan, "validation")
