@@ -6,6 +6,8 @@ NAME=${1:?name an example: reasoner_actor, planner_worker or self_play}
 shift
 OUT=${MULTI_AGENT_DIR:-outputs/multi_agent}
 DAG="$OUT/$NAME/dag.yaml"
+WORDS=1
+[ "$NAME" = planner_worker ] && WORDS=2
 sed "s|MODEL_1|$(realpath "$OUT")/$NAME/model_1|" "examples/multi_agent/$NAME.yaml" > "$DAG"
 exec "${PYTHON:-.venv/bin/python}" -m siirl.main_dag \
   dag.workflow_path="$DAG" \
@@ -26,7 +28,7 @@ exec "${PYTHON:-.venv/bin/python}" -m siirl.main_dag \
   actor_rollout_ref.rollout.name=hf \
   actor_rollout_ref.rollout.dtype=float32 \
   actor_rollout_ref.rollout.n=16 \
-  actor_rollout_ref.rollout.agent.max_turn_tokens=2 \
+  actor_rollout_ref.rollout.agent.max_turn_tokens="$WORDS" \
   custom_reward_function.path=examples/multi_agent/reward.py \
   trainer.device=cpu \
   trainer.n_gpus_per_node=1 \
