@@ -107,7 +107,10 @@ class AgentConfig:
     )
     custom_async_server: AsyncServerConfig = group(AsyncServerConfig, "own server", later="own servers")
     train_cycle: int | None = key(
-        None, "steps for which one agent is trained before the next", later="alternating updates"
+        None,
+        "steps for which one agent's policy is trained before the next one's, in the order of agents; null: "
+        "all in every step",
+        low=1,
     )
     process_path: str | None = key(
         None, "file (or module) with pre_process and post_process, called around a turn in an interaction"

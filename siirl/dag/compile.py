@@ -18,7 +18,7 @@ from siirl.dag.check import (
     is_reward,
     prune,
 )
-from siirl.dag.credit import with_credit
+from siirl.dag.credit import turns_of_training, with_credit
 from siirl.dag.emit import Sections
 from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
@@ -117,10 +117,11 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
         to_validate = {node_id: kept[node_id] for node_id in validated.order}
         places = place_nodes(to_validate, validated, models, agents, table, world_size, drivers)
     validation = sections.emit(validated, places)
+    turns = turns_of_training(kept)
     plan = Plan(
         dag_id=dag.dag_id,
         world_size=world_size,
-        nodes={node.id: _node_plan(node, whole_graph) for node in kept.values()},
+        nodes={node.id: _node_plan(node, whole_graph, turns.get(node.id, {})) for node in kept.values()},
         pruned=pruned,
         models=models,
         layouts=table.by_id,
@@ -153,7 +154,7 @@ def _validated(kept: dict[str, ResolvedNode]) -> set[str]:
     return found
 
 
-def _node_plan(node: ResolvedNode, graph: Graph) -> NodePlan:
+def _node_plan(node: ResolvedNode, graph: Graph, more: dict[str, int]) -> NodePlan:
     return NodePlan(
         name=node.id,
         agent=node.agent,
@@ -162,7 +163,7 @@ def _node_plan(node: ResolvedNode, graph: Graph) -> NodePlan:
         model=node.model,
         executable=node.spec.executable_ref,
         overrides=node.overrides,
-        options=node.options,
+        options=node.options | more,
     )
 
 

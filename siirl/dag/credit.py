@@ -135,6 +135,31 @@ def _check_advantage(node: ResolvedNode, agents: set[int]) -> None:
         )
 
 
+def turns_of_training(kept: Nodes) -> dict[str, dict[str, int]]:
+    """Actor training node -> its place among those that take turns, and their number; {} if none do.
+
+    DagError unless all agents name the same rollout.agent.train_cycle.
+    """
+    trainers = sorted((n for n in kept.values() if n.op.name == "actor_train"), key=lambda node: node.agent)
+    cycles = {node.id: node.cfg.actor_rollout_ref.rollout.agent.train_cycle for node in trainers}
+    if len(set(cycles.values())) > 1:
+        named = ", ".join(f"{node_id!r}: {cycle}" for node_id, cycle in cycles.items())
+        raise DagError(
+            f"rollout.agent.train_cycle differs between agents ({named}): they take turns only together. Set "
+            "it for the whole run."
+        )
+    if not trainers or cycles[trainers[0].id] is None:
+        return {}
+    return {node.id: {"place": place, "agents": len(trainers)} for place, node in enumerate(trainers)}
+
+
+def trains_in(step: int, warmup: int, cycle: int | None, turn: dict[str, int]) -> bool:
+    """Whether a policy is trained in a step: after the critics' warm-up, and when it is its turn."""
+    if step <= warmup:
+        return False
+    return cycle is None or (step - warmup - 1) // cycle % turn["agents"] == turn["place"]
+
+
 def check_groups(node: ResolvedNode, layout: Layout) -> None:
     """DagError if groups span several shards: only those of one task lie on one."""
     algorithm = node.cfg.algorithm

@@ -14,6 +14,7 @@ from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.config import Config, to_dict
 from siirl.config.roles import optimizer_steps, role_group, role_model
+from siirl.dag.credit import trains_in
 from siirl.dag.plan import Plan
 from siirl.dag_worker.observing import finish_trace, make_observer
 from siirl.dag_worker.report import Report, closing_report
@@ -52,7 +53,7 @@ class Training:
             model = worker.plan.models[name]
             if model.trains:
                 warmup = self.cfg.trainer.critic_warmup if model.role == "actor" else 0
-                steps = max(0, self.total_steps - warmup)
+                steps = sum(self._trains(name, step, warmup) for step in range(1, self.total_steps + 1))
                 engine.set_total_steps(steps * optimizer_steps(worker.node_cfg(model.node), model.role))
         trainer = self.cfg.trainer
         root = Path(trainer.default_local_dir).expanduser()
@@ -227,6 +228,13 @@ class Training:
             return {}
         world = tuple(range(plan.world_size))
         return self.worker.groups.twins(sorted({world, *(tuple(model.ranks) for model in trained)}))
+
+    def _trains(self, model: str, step: int, warmup: int) -> bool:
+        """Whether a model takes optimizer steps in a step: agents may take turns."""
+        plan = self.worker.plan
+        node = plan.nodes[plan.models[model].node]
+        cycle = self.worker.node_cfg(node.name).actor_rollout_ref.rollout.agent.train_cycle
+        return trains_in(step, warmup, cycle if node.op == "actor_train" else None, node.options)
 
     def _count_steps(self) -> int:
         trainer = self.cfg.trainer

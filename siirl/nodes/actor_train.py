@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.token_picks import pick_tokens, token_noise
+from siirl.dag.credit import trains_in
 from siirl.dag.ops import PICKING_LOSSES, old_log_prob_source, policy_loss_name, uses_full_kl
 from siirl.nodes.context import NodeContext, sum_over_ranks
 from siirl.nodes.mini_batches import mini_batches
@@ -17,9 +18,14 @@ from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_lo
 def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """ppo_epochs passes over the batch; no fields are written. Collective over the model's ranks.
 
-    Does nothing in the first trainer.critic_warmup steps, in which only the critic learns.
+    Does nothing in the first trainer.critic_warmup steps, in which only the critic learns, and while other
+    agents have their turn (rollout.agent.train_cycle): the weights then stay, and none are pushed.
     """
-    if ctx.step <= ctx.cfg.trainer.critic_warmup:
+    cycle, warmup = ctx.cfg.actor_rollout_ref.rollout.agent.train_cycle, ctx.cfg.trainer.critic_warmup
+    trains = trains_in(ctx.step, warmup, cycle, ctx.options if cycle else {})
+    if cycle:
+        ctx.metrics.mean("actor/waits", not trains)
+    if not trains:
         return TensorDict({}, batch_size=rows.batch_size)
     actor, rollout = ctx.cfg.actor_rollout_ref.actor, ctx.cfg.actor_rollout_ref.rollout
     loss_fn = make_loss_fn(ctx.cfg)

@@ -1,0 +1,44 @@
+"""Credit through the main job: one reward for two agents that talk, turns compared, alternating updates."""
+
+from pathlib import Path
+
+import yaml
+from job_harness import Inputs, overrides, run_job
+
+DAG = Path(__file__).parent / "solver_verifier.yaml"
+REWARD = '''
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    """Digits in the first answer."""
+    return sum(c.isdigit() for c in solution_str) / 8
+'''
+
+
+def test_agents_share_a_reward_and_are_trained_in_turns(tmp_path):
+    inputs = Inputs.make(tmp_path / "inputs")
+    dag = yaml.safe_load(DAG.read_text().replace("MODEL_B", str(inputs.model)))
+    dag["nodes"] = [node for node in dag["nodes"] if node["node_id"] != "reward_verifier"]
+    for node in dag["nodes"]:
+        if node["node_id"] == "advantage_verifier":
+            node["dependencies"] = ["reward_solver"]
+    (tmp_path / "dag.yaml").write_text(yaml.safe_dump(dag))
+    (tmp_path / "reward.py").write_text(REWARD)
+    arguments = overrides(
+        inputs,
+        tmp_path / "out",
+        f"dag.workflow_path={tmp_path / 'dag.yaml'}",
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "data.max_prompt_length=64",
+        "trainer.total_training_steps=2",
+        "algorithm.credit.group_by=[task,turn]",
+        "algorithm.credit.equal_weight=episode",
+        "actor_rollout_ref.rollout.agent.train_cycle=1",
+    )
+    finished = run_job(2, arguments)
+    assert finished.values("agent_0/actor/waits") == [0, 1]
+    assert finished.values("agent_1/actor/waits") == [1, 0]
+    for agent in (0, 1):
+        assert len(finished.values(f"agent_{agent}/actor/grad_norm")) == 1
+        assert min(finished.values(f"agent_{agent}/actor/grad_norm")) > 0
+    scores = finished.values("agent_0/reward/score")
+    assert scores == finished.values("agent_1/reward/score") and max(scores) > 0
+    assert len(finished.values("agent_1/turn_1/reward")) == 2
