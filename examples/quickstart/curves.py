@@ -1,4 +1,4 @@
-"""Draw the validation reward of quickstart runs over their steps: one line for each folder below FOLDER."""
+"""Draw the validation reward of runs over their steps: a line for each agent of each folder below FOLDER."""
 
 import argparse
 import json
@@ -8,24 +8,29 @@ import matplotlib
 from matplotlib.figure import Figure
 
 
-def rewards(folder: Path) -> dict[int, float]:
-    """Step -> validation reward of a run."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["val/reward/mean"] for line in lines if "val/reward/mean" in line}
+def rewards(folder: Path) -> dict[str, dict[int, float]]:
+    """Name of the run, and of the agent if there are several -> step -> validation reward."""
+    found: dict[str, dict[int, float]] = {}
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        for name, value in line.items():
+            agent = name.removesuffix("val/reward/mean").rstrip("/")
+            if name.endswith("val/reward/mean"):
+                found.setdefault(f"{folder.name} {agent}".strip(), {})[line["step"]] = value
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path, help="holds the QUICKSTART_DIR of each run")
+    parser.add_argument("folder", type=Path, help="holds the output folder of each run")
     parser.add_argument("picture", type=Path, help="an .svg or .png to write")
     args = parser.parse_args()
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot(xlabel="training step", ylabel="validation reward", ylim=(0, 1))
     for folder in sorted(path.parent for path in args.folder.glob("*/metrics.jsonl")):
-        found = rewards(folder)
-        axes.plot(list(found), list(found.values()), label=folder.name, marker=".", linewidth=1.2)
-        print(f"| {folder.name} | " + " | ".join(f"{reward:.2f}" for reward in found.values()) + " |")
+        for name, found in rewards(folder).items():
+            axes.plot(list(found), list(found.values()), label=name, marker=".", linewidth=1.2)
+            print(f"| {name} | " + " | ".join(f"{reward:.2f}" for reward in found.values()) + " |")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", fontsize="small")
     with matplotlib.rc_context({"svg.hashsalt": "siirl", "svg.fonttype": "none"}):
