@@ -53,7 +53,7 @@ def test_two_policies_reach_together_what_one_of_them_cannot_alone(tmp_path):
     team = accuracies(tmp_path / "team", "agent_1/val/numbers/accuracy/mean")
     alone = accuracies(tmp_path / "alone", "val/numbers/accuracy/mean")
     assert team[0] < 0.2 and alone[0] < 0.2, (team, alone)
-    assert max(team[-2:]) > 0.7, team
+    assert max(team[-2:]) > 0.65, team
     assert max(alone) < 0.6, alone  # 0.55 is the best that can be known from one of the numbers
 
 
