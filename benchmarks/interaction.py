@@ -6,6 +6,9 @@ Two agents with one policy talk in turn, an environment answers each turn after 
 responses vary 10 times: log-uniform between --shortest tokens and 10 times as many, for each turn of each
 sample. "barrier": a turn begins when all samples have ended the one before; "free": as soon as its own sample
 is ready. Same prompts, same lengths, same engine, same number of tokens. Goal: free is at least 1.5x faster.
+
+worker_cpu_s: processor time of this process, barrier and free, which other programs on the machine hardly
+change; the vLLM engine has a process of its own.
 """
 
 import argparse
@@ -90,10 +93,15 @@ def compare(
     try:
         seconds(engine, [row[:1] for row in lengths], 0.0, barrier=False)  # warm
         for delay_s in delays:
-            runs = [
-                [seconds(engine, lengths, delay_s, barrier) for barrier in (True, False)]
-                for _ in range(repeats)
-            ]
+            cpu: dict[bool, list[float]] = {True: [], False: []}
+            runs = []
+            for _ in range(repeats):
+                pair = []
+                for barrier in (True, False):
+                    start_s = time.process_time()
+                    pair.append(seconds(engine, lengths, delay_s, barrier))
+                    cpu[barrier].append(time.process_time() - start_s)
+                runs.append(pair)
             barrier_s, free_s = (statistics.median(times) for times in zip(*runs, strict=True))
             found.append(
                 {
@@ -101,6 +109,7 @@ def compare(
                     "barrier_s": round(barrier_s, 2),
                     "free_s": round(free_s, 2),
                     "speedup": round(barrier_s / free_s, 2),
+                    "worker_cpu_s": [round(statistics.median(cpu[barrier]), 2) for barrier in (True, False)],
                     "tokens_per_s": round(sum(map(sum, lengths)) / free_s),
                     "runs": [[round(value, 2) for value in run] for run in runs],
                 }

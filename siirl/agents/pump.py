@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from siirl.agents.policy import Generated
-from siirl.errors import DeadlineError, RolloutError
+from siirl.errors import DeadlineError, EpisodeFailed, RolloutError
 
 POLL_S = 0.002
 """Longest wait for an answer before new requests are looked for."""
@@ -148,8 +148,11 @@ class Pump:
             stream.submit(asked)
         return True
 
-    def _answer(self, answers: Sequence[tuple[int, Answer]]) -> None:
+    def _answer(self, answers: Sequence[tuple[int, Answer | EpisodeFailed]]) -> None:
         with self._news:
             waiters = [self._waiters.pop(key) for key, _ in answers]
         for waiter, (_, said) in zip(waiters, answers, strict=True):
+            if isinstance(said, EpisodeFailed):
+                waiter.tell(said)
+                continue
             waiter.tell(Generated(said.token_ids, said.log_probs, said.finish_reason, said.weight_version))

@@ -94,6 +94,19 @@ class AsyncServerConfig:
 
 
 @dataclass(frozen=True)
+class AgentEndpointConfig:
+    """The service that speaks for an external agent (rollout.name=openai)."""
+
+    url: str | None = key(None, "OpenAI-compatible address: .../v1/chat/completions")
+    served_model: str = key("default", "name of the model there")
+    timeout_s: float = key(120.0, "longest wait for one answer", low=0)
+    max_tries: int = key(5, "tries of a turn before its episode is dropped", low=1)
+    max_concurrent: int = key(16, "requests at once, on each rank", low=1)
+    max_per_s: float = key(0.0, "requests per second, on each rank; 0: any number", low=0)
+    token_env: str | None = key(None, "environment variable with the bearer token")
+
+
+@dataclass(frozen=True)
 class AgentConfig:
     """Agents in environments."""
 
@@ -123,6 +136,9 @@ class AgentConfig:
     share_instance: int | None = key(
         None, "agent of the same interaction with whose policy this one speaks", low=0
     )
+    endpoint: AgentEndpointConfig = group(
+        AgentEndpointConfig, "an external agent's service", when="actor_rollout_ref.rollout.name=openai"
+    )
     max_turn_tokens: int | None = key(
         None, "most tokens of one turn in an interaction; null: what response_length leaves", low=1
     )
@@ -140,7 +156,7 @@ class RolloutConfig:
     name: str = key(
         "vllm",
         "rollout engine",
-        choices=("vllm", "hf", "replay"),
+        choices=("vllm", "hf", "replay", "openai"),
         later_choices={"sglang": "the sglang rollout"},
     )
     replay_dir: str | None = key(

@@ -22,7 +22,7 @@ from siirl.dag.memory import (
     rollout_lines,
 )
 from siirl.dag.names import suggest
-from siirl.dag.ops import ModelRole
+from siirl.dag.ops import FROZEN_TURNS, ModelRole
 from siirl.dag.plan import Head, LinkPlan, ModelPlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
@@ -38,7 +38,8 @@ class Backend:
     dims: the parallel sizes it gets on so many ranks. groups: the rank tuples that it communicates over, of
     its sizes on its ranks. memory: what a rank holds; the last argument is the rows of a shard. check: what
     must hold beyond the product of the sizes; raises UserError. advice: what works, but badly, a line each.
-    five_sizes: tp, pp, cp, ep and dp are always named. later: why it cannot be used yet.
+    five_sizes: tp, pp, cp, ep and dp are always named. weights: it needs weights. later: why it cannot be
+    used yet.
     """
 
     dims: Callable[[Config, ModelRole, int], ParallelDims]
@@ -47,6 +48,7 @@ class Backend:
     check: Callable[[Config, ModelRole, ParallelDims, ResolvedNode], None] = lambda *model: None
     five_sizes: bool = False
     advice: Callable[[ModelPlan, Config], list[str]] = lambda model, cfg: []
+    weights: bool = True
     later: str = ""
 
 
@@ -163,6 +165,21 @@ def _tensor_parallel_replicas(cfg: Config, role: ModelRole, world: int) -> Paral
     return ParallelDims(world, tp=tp, dp_replicate=max(1, world // tp))
 
 
+def _check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    url = cfg.actor_rollout_ref.rollout.agent.endpoint.url
+    if not (url or "").startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{node}: rollout.agent.endpoint.url={url!r}: rollout.name=openai needs the http(s) address of a "
+            "service, e.g. http://localhost:8000/v1/chat/completions."
+        )
+    if node.op is not FROZEN_TURNS:
+        raise DagError(
+            f"{node} has rollout.name=openai: a service speaks in interactions, but not first, and cannot be "
+            "trained (its tokens are unknown). Let the node depend on a rollout of another agent, and give "
+            "its agent no other nodes."
+        )
+
+
 def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
     key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp}"
     if dims.tp > cfg.trainer.n_gpus_per_node:
@@ -200,6 +217,7 @@ TRAIN_BACKENDS = {
 ROLLOUT_BACKENDS = {
     "hf": Backend(_replicas, rollout_lines),
     "vllm": Backend(_tensor_parallel_replicas, rollout_lines, groups=_along("tp"), check=_check_vllm),
+    "openai": Backend(_replicas, lambda *model: [], check=_check_openai, weights=False),
     "sglang": Backend(
         _tensor_parallel_replicas, rollout_lines, groups=_along("tp"), later="the sglang rollout"
     ),
@@ -232,7 +250,7 @@ def plan_links(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> 
     """One link for each rollout, from the actor of its agent; nodes: the kept ones by id."""
     links: dict[str, LinkPlan] = {}
     for target in models.values():
-        if target.role == "rollout":
+        if target.role == "rollout" and backend_of(target).weights:
             source = models[f"agent_{target.agent}.actor"]
             name = f"agent_{target.agent}.weights"
             union = tuple(sorted({*source.ranks, *target.ranks}))
@@ -249,7 +267,7 @@ def _weight_sources(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]
     sources: dict[str, ModelPlan] = {}
     for target in models.values():
         name = f"agent_{target.agent}.actor"
-        if target.role == "rollout" and name not in models:
+        if target.role == "rollout" and backend_of(target).weights and name not in models:
             node = nodes[target.node]
             backend_name, backend = _backend("actor", node)
             dims = backend.dims(node.cfg, "actor", len(target.ranks))

@@ -37,6 +37,7 @@ TRAIN_ENGINES: dict[str, dict[Head, str]] = {"fsdp": FSDP_STRATEGIES, "megatron"
 ROLLOUT_ENGINES: dict[str, str] = {
     "hf": "siirl.engines.rollout.hf:HFRollout",
     "vllm": "siirl.engines.rollout.vllm:VLLMRollout",
+    "openai": "siirl.engines.rollout.openai_endpoint:OpenAIRollout",
 }
 """Name -> class."""
 

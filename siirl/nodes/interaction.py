@@ -29,6 +29,7 @@ from siirl.observe.metrics import Metrics
 from siirl.types import FINISH_LENGTH, FINISH_STOP, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
 log = logging.getLogger(__name__)
+UNBOUNDED = 1 << 30  # positions of a context whose tokens only a service counts
 TURNS_REPORTED = 8  # turns of an episode that have metrics of their own
 
 
@@ -60,6 +61,12 @@ def build_interaction(
     """Load the code that an interaction names. DagError or DataError if it cannot be used."""
     functions: dict[str, Callable[..., Any]] = {}
     make_env, deadline_s = None, 60.0
+    own = {
+        stage.node: engines[f"agent_{stage.policy}.rollout"].vocabulary
+        for stage in plan.stages
+        if stage.kind == "agent"
+    }
+    tokenizers = {node: own[node] or tokenizer for node, tokenizer in tokenizers.items()}
     for stage in plan.stages:
         who = f"node {stage.node!r}"
         for reference in filter(None, (stage.until, stage.route)):
@@ -160,6 +167,7 @@ def _speaker(stage: StagePlan, shared: Interaction, policy: Policy, validate: bo
     cfg, tokenizer = shared.cfgs[stage.node], shared.tokenizers[stage.node]
     tools = shared.tools.get(stage.node)
     rollout = cfg.actor_rollout_ref.rollout
+    counted = shared.engines[f"agent_{stage.policy}.rollout"].vocabulary is None
     return Speaker(
         policy=policy,
         params=replace(sampling_params(cfg, stop_token_ids_of(cfg, tokenizer), validate), n=1),
@@ -167,8 +175,8 @@ def _speaker(stage: StagePlan, shared: Interaction, policy: Policy, validate: bo
             tokenizer, cfg.data.apply_chat_template_kwargs, tools.toolbox.schemas if tools else ()
         ),
         limits=Limits(
-            rollout.prompt_length,
-            rollout.response_length,
+            rollout.prompt_length if counted else UNBOUNDED,
+            rollout.response_length if counted else UNBOUNDED,
             rollout.agent.max_turn_tokens,
             "truncate" if rollout.agent.long_context == "truncate" else "end",
         ),

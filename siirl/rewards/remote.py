@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from siirl.config import Config
+from siirl.data.endpoint import Endpoint, EndpointSettings
 from siirl.errors import ConfigError
-from siirl.rewards.endpoint import Endpoint, EndpointSettings
 from siirl.rewards.registry import Score, register_reward
 
 REMOTE = "remote"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from fixtures_tiny import make_tiny_model_dir
+from http_harness import serving
 from job_harness import Inputs, overrides, run_job
 
 HERE = Path(__file__).parent
@@ -52,3 +53,27 @@ def test_two_agents_talk_and_each_trains_on_its_own_tokens(inputs, other_model, 
         assert max(finished.values(f"agent_{agent}/actor/rollout_log_prob_diff_max")) < 1e-3
         assert len(finished.values(f"agent_{agent}/val/reward/mean")) == 2
     assert finished.values("agent_0/interaction/turns") == [2, 2]
+
+
+@pytest.mark.slow
+def test_an_external_agent_answers_through_a_service_and_is_not_trained(inputs, tmp_path):
+    dag = tmp_path / "dag.yaml"
+    text = (HERE / "solver_verifier.yaml").read_text()
+    nodes = [line for line in text.splitlines() if "agent_group: 1" not in line]
+    external = """  - {node_id: verifier, node_type: MODEL_INFERENCE, node_role: ROLLOUT, agent_group: 1,
+     dependencies: [solver], config: {rollout.name: openai, rollout.agent.endpoint.url: "URL"}}"""
+    says = (200, {"choices": [{"message": {"content": "12 are right"}, "finish_reason": "stop"}]})
+    with serving(lambda message: says) as service:
+        dag.write_text("\n".join([*nodes, external.replace("URL", service.url)]))
+        finished = run_job(
+            2,
+            overrides(
+                inputs,
+                tmp_path / "out",
+                f"dag.workflow_path={dag}",
+                "data.max_prompt_length=64",
+                "trainer.total_training_steps=2",
+            ),
+        )
+    assert finished.values("agent_0/interaction/turns") == [2, 2]
+    assert all(asked["messages"][-1]["role"] == "user" for asked in service.messages)

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from http_harness import serving
 
+from siirl.data import endpoint
+from siirl.data.endpoint import Endpoint, EndpointSettings
 from siirl.errors import EndpointError
-from siirl.rewards import endpoint
 from siirl.rewards.code import code
-from siirl.rewards.endpoint import Endpoint, EndpointSettings
 from siirl.rewards.fusion import fusion_sandbox
 from siirl.sandbox.box import run_code
 from siirl.sandbox.limits import Limits

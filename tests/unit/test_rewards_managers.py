@@ -10,9 +10,9 @@ from http_harness import serving
 from transformers import AutoTokenizer
 
 from siirl.config import load_config
+from siirl.data import endpoint
 from siirl.data.rows import make_rows, objects
 from siirl.errors import ConfigError, EndpointError, RewardError
-from siirl.rewards import endpoint
 from siirl.rewards.scorer import RewardScorer
 from siirl.rewards.user_function import check_user_function
 

@@ -6,11 +6,12 @@ An engine belongs to one data-parallel shard of its node; methods are local to t
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from siirl.errors import ConfigError, RolloutError
+from siirl.errors import ConfigError, EpisodeFailed, RolloutError
 from siirl.observe.metrics import Metrics
 
 
@@ -110,11 +111,12 @@ class RolloutStream(ABC):
         """
 
     @abstractmethod
-    def collect(self, timeout_s: float) -> list[tuple[Key, Completion]]:
+    def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """What has completed, in order of completion; waits up to timeout_s for the first.
 
-        Empty after that time, and at once when nothing is pending. An engine without a process of its own
-        works only inside this call. RolloutError when the engine failed, died, or hangs.
+        EpisodeFailed: this request has no answer, the others go on. Empty after that time, and at once when
+        nothing is pending. An engine without a process of its own works only inside this call. RolloutError
+        when the engine failed, died, or hangs.
         """
 
     @abstractmethod
@@ -131,6 +133,9 @@ class RolloutEngine(ABC):
 
     name: str
     weight_version: int  # version that its weights came from; -1 before the first sync
+    vocabulary: Any = (
+        None  # how text becomes tokens, where that is not the tokenizer's part; see agents.Vocabulary
+    )
     _stream: RolloutStream | None = None
 
     @abstractmethod
