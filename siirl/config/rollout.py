@@ -9,6 +9,7 @@ from siirl.config.keys import group, key
 
 ENGINES = "an option of vllm and sglang; the hf rollout has no such setting"
 ALWAYS_LOG_PROBS = "log-probs of the sampled tokens are always returned"
+EXTERNAL = "actor_rollout_ref.rollout.name=openai"
 MULTI_TURN = "simulated users and callbacks of multi-turn rollouts"
 ENVIRONMENT_KEYS = "environments of a rollout node; write an ENV_INTERACT node"
 
@@ -97,13 +98,13 @@ class AsyncServerConfig:
 class AgentEndpointConfig:
     """The service that speaks for an external agent (rollout.name=openai)."""
 
-    url: str | None = key(None, "OpenAI-compatible address: .../v1/chat/completions")
-    served_model: str = key("default", "name of the model there")
-    timeout_s: float = key(120.0, "longest wait for one answer", low=0)
-    max_tries: int = key(5, "tries of a turn before its episode is dropped", low=1)
-    max_concurrent: int = key(16, "requests at once, on each rank", low=1)
-    max_per_s: float = key(0.0, "requests per second, on each rank; 0: any number", low=0)
-    token_env: str | None = key(None, "environment variable with the bearer token")
+    url: str | None = key(None, "OpenAI-compatible address: .../v1/chat/completions", when=EXTERNAL)
+    served_model: str = key("default", "name of the model there", when=EXTERNAL)
+    timeout_s: float = key(120.0, "longest wait for one answer", low=0, when=EXTERNAL)
+    max_tries: int = key(5, "tries of a turn before its episode is dropped", low=1, when=EXTERNAL)
+    max_concurrent: int = key(16, "requests at once, on each rank", low=1, when=EXTERNAL)
+    max_per_s: float = key(0.0, "requests per second, on each rank; 0: any number", low=0, when=EXTERNAL)
+    token_env: str | None = key(None, "environment variable with the bearer token", when=EXTERNAL)
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,7 @@ class AgentConfig:
     share_instance: int | None = key(
         None, "agent of the same interaction with whose policy this one speaks", low=0
     )
-    endpoint: AgentEndpointConfig = group(
-        AgentEndpointConfig, "an external agent's service", when="actor_rollout_ref.rollout.name=openai"
-    )
+    endpoint: AgentEndpointConfig = group(AgentEndpointConfig, "an external agent's service")
     max_turn_tokens: int | None = key(
         None, "most tokens of one turn in an interaction; null: what response_length leaves", low=1
     )
