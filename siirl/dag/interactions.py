@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.resolve import get
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
 from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
@@ -36,6 +37,7 @@ def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
         interacting = [nodes[node_id] for node_id in members]
         if len(members) > 1 or _is_conversation(interacting[0]):
             plan = _interaction(interacting, nodes, graph)
+            _check_sizes(plan, nodes)
             found[plan.entry] = plan
         elif interacting[0].op is ENVIRONMENT:
             raise DagError(
@@ -48,6 +50,26 @@ def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
             key = "loop" if node.spec.loop else "agent_options"
             raise DagError(f"{node} has {key}, but is no rollout or environment. Remove it.")
     return found
+
+
+def _check_sizes(plan: InteractionPlan, nodes: Nodes) -> None:
+    """DagError unless the agents whose rows are trained on have as many episodes as the entry plays."""
+    entry = nodes[plan.entry]
+    for stage in plan.stages:
+        node = nodes[stage.node]
+        if node.cfg.trainer.dump_rollouts_dir:
+            raise NotSupportedError(
+                f"not supported yet: {node}: trainer.dump_rollouts_dir with an interaction. Unset it."
+            )
+        if not stage.rows:
+            continue
+        for key in ("data.train_batch_size", "actor_rollout_ref.rollout.n"):
+            own, played = get(node.cfg, key), get(entry.cfg, key)
+            if own != played:
+                raise DagError(
+                    f"{node} has {key}={own} and {entry}, where its episodes begin, {played}: its trainers "
+                    "would cut mini-batches of other sizes than there are. Set the same on both."
+                )
 
 
 def with_interactions(nodes: Nodes, interactions: Interactions) -> Nodes:

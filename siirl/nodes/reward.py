@@ -128,8 +128,8 @@ def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) ->
     n = ctx.cfg.actor_rollout_ref.rollout.val_kwargs.n
     if n > 1:
         best: dict[tuple[int, str], float] = defaultdict(lambda: float("-inf"))
-        for row_id, score, source in zip(rows["row_id"].tolist(), scores, sources, strict=True):
-            key = (row_id // n, source)
+        for prompt, score, source in zip(rows["sample_index"].tolist(), scores, sources, strict=True):
+            key = (prompt, source)
             best[key] = max(best[key], score)
         for (_, source), score in best.items():
             ctx.metrics.mean(f"val/{source}/reward/best_of_{n}", score)
@@ -137,8 +137,7 @@ def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) ->
 
 def report_groups(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
     """The scores, and those of the samples of each prompt, which the advantage op reports in training."""
-    group_id_B = rows["row_id"] // ctx.cfg.actor_rollout_ref.rollout.n
-    ctx.metrics.merge(group_stats(scored["score"], group_id_B), "reward/")
+    ctx.metrics.merge(group_stats(scored["score"], rows["sample_index"]), "reward/")
     ctx.metrics.mean("reward/score", float(scored["score"].sum()), len(rows))
 
 

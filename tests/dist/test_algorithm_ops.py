@@ -107,7 +107,7 @@ def test_every_policy_loss_trains(name):
 
 
 def test_validation_metrics_by_source_and_of_no_rows():
-    rows = make_rows({"row_id": [0, 1, 2, 3], "data_source": ["a", "a", "b", "b"]})
+    rows = make_rows({"sample_index": [0, 0, 1, 1], "data_source": ["a", "a", "b", "b"]})
     scored = make_rows({"score": [1.0, 0.0, 0.5, 0.5], "reward_info": [{"hit": 1}, {"hit": 0}, {}, {}]})
     cfg = load_config(["actor_rollout_ref.rollout.val_kwargs.n=2"])
     ctx = SimpleNamespace(cfg=cfg, metrics=Metrics())

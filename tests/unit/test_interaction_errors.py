@@ -75,6 +75,10 @@ def two_starts() -> DagBuilder:
 
 
 CASES = {
+    "other samples": (
+        lambda c: pair(second={"config": {"rollout.n": 2}}),
+        ["'rollout_1'", "rollout.n=2", "'rollout_0'", "Set the same on both"],
+    ),
     "no bound": (lambda c: pair(second={"loop": {}}), ["'rollout_1'", "max_turns = None", "never end"]),
     "unknown key": (lambda c: pair(second={"loop": {"max_turn": 3}}), ["'max_turn'", "max_turns"]),
     "forward loop": (
