@@ -3,6 +3,7 @@
 import pytest
 from plan_cases import compiled, run_symbolically
 
+from siirl.dag.credit import trains_in
 from siirl.dag.plan import Plan, Run
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.errors import DagError, PlacementError
@@ -132,3 +133,11 @@ def test_credit_without_an_interaction_is_refused():
     dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=["advantage"])
     with pytest.raises(DagError, match=r"algorithm\.credit\.team is set, but the DAG has no interaction"):
         compiled(dag.build(), 2, f"{CREDIT}.team=1.0")
+
+
+def test_agents_take_turns_of_some_steps_after_the_critics_warm_up():
+    plan = compiled(two_agents(), 2, "actor_rollout_ref.rollout.agent.train_cycle=2")
+    turns = [plan.nodes[f"train_{agent}"].options for agent in (0, 1)]
+    trained = [[step for step in range(1, 11) if trains_in(step, 1, 2, turn)] for turn in turns]
+    assert trained == [[2, 3, 6, 7, 10], [4, 5, 8, 9]]
+    assert compiled(two_agents(), 2).nodes["train_0"].options == {}
