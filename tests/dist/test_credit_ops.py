@@ -230,30 +230,35 @@ def test_a_group_function_that_returns_no_groups_is_refused(function):
     assert "wrong of algorithm.credit.group_by returned [0] for 5 units. Return an int64 tensor" in message
 
 
-def cut(rank: int, world: int, episodes: list[int], shuffle_seed: int | None) -> list[list[int]]:
-    """Row ids of each mini-batch of this rank: 4 prompts of 2 samples a batch, 2 prompts a mini-batch."""
+EPISODES = ([0, 0, 0, 1, 2, 4, 4, 6], [0, 2, 2, 4, 6, 6, 6], [3, 3, 3], [])
+
+
+def cut(rank: int, world: int) -> list[list[list[int]]]:
+    """Row ids of each mini-batch of this rank, for all EPISODES as they are, then shuffled.
+
+    4 prompts of 2 samples a batch, 2 prompts a mini-batch, 2 epochs.
+    """
     keys = {"data.train_batch_size": 4, "actor_rollout_ref.rollout.n": 2}
     ctx = context(keys | {"actor_rollout_ref.actor.ppo_mini_batch_size": 2}, {})
-    ctx.step = 3
-    ids = torch.tensor(episodes, dtype=torch.int64)
-    rows = TensorDict({"row_id": torch.arange(len(ids)), "episode_id": ids}, [len(ids)])
-    mine = take_rows(rows, rows["episode_id"] % world == rank)
-    chosen = mini_batches(ctx, mine, 2, 2, shuffle_seed)
-    return [mine["row_id"][mine_B].tolist() for mine_B in chosen]
+    ctx.step, found = 3, []
+    for shuffle_seed in (None, 5):
+        for episodes in EPISODES:
+            ids = torch.tensor(episodes, dtype=torch.int64)
+            rows = TensorDict({"row_id": torch.arange(len(ids)), "episode_id": ids}, [len(ids)])
+            mine = take_rows(rows, ids % world == rank)
+            chosen = mini_batches(ctx, mine, 2, 2, shuffle_seed)
+            found.append([mine["row_id"][mine_B].tolist() for mine_B in chosen])
+    return found
 
 
-@pytest.mark.parametrize("shuffle_seed", [None, 5])
-def test_optimizer_steps_are_those_of_the_plan_however_many_rows_an_agent_has(shuffle_seed):
+def test_optimizer_steps_are_those_of_the_plan_however_many_rows_an_agent_has():
     """Two mini-batches in each of two epochs, with whole episodes, whether these have many rows or none."""
-    for episodes in ([0, 0, 0, 1, 2, 4, 4, 6], [0, 2, 2, 4, 6, 6, 6], [3, 3, 3], []):
-        (whole,) = run_workers(cut, 1, episodes, shuffle_seed)
-        halves = run_workers(cut, 2, episodes, shuffle_seed)
-        assert len(whole) == len(halves[0]) == len(halves[1]) == 4
-        assert [sorted(one + other) for one, other in zip(*halves, strict=True)] == whole
+    (wholes,), (ones, others) = run_workers(cut, 1), run_workers(cut, 2)
+    for episodes, whole, one, other in zip([*EPISODES, *EPISODES], wholes, ones, others, strict=True):
+        assert len(whole) == len(one) == len(other) == 4
+        assert [sorted(mine + theirs) for mine, theirs in zip(one, other, strict=True)] == whole
         for epoch in (whole[:2], whole[2:]):
             assert sorted(epoch[0] + epoch[1]) == list(range(len(episodes)))
             counts = [len({episodes[row] for row in rows}) for rows in epoch]
             assert abs(counts[0] - counts[1]) <= 1 and sum(counts) == len(set(episodes))
-    if shuffle_seed is None:
-        (first,) = run_workers(cut, 1, [0, 0, 0, 1, 2, 4], None)
-        assert first[:2] == [[0, 1, 2, 3], [4, 5]]
+    assert wholes[0] == [[0, 1, 2, 3, 4], [5, 6, 7]] * 2 != wholes[len(EPISODES)]
