@@ -172,6 +172,7 @@ def test_three_agents_in_two_rounds_give_exactly_these_rows(tokenizer):
     assert objects(rows, "extra_info")[1] == {
         "index": 1,
         "agent": 2,
+        "episode_id": 1,
         "conversation": objects(rows, "conversation")[1],
     }
 
