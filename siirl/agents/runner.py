@@ -91,7 +91,8 @@ async def _play(game: Game, played: Played) -> None:
     if game.make_env is not None:
         episode.env = game.make_env()
         seen = await reset_env(episode.env, episode.task, episode.seed, game.env_deadline_s)
-        _observe(episode, seen.texts, seen.info, game.plan.entry, set(_agents(game)))
+        shows = any(stage.options["obs_with_env"] for stage in game.plan.stages if stage.kind == "env")
+        _observe(episode, seen.texts if shows else "", seen.info, game.plan.entry, set(_agents(game)))
     stages = {stage.node: stage for stage in game.plan.stages}
     node, acted = game.plan.entry, 0
     while node is not None and not episode.done:
@@ -157,14 +158,15 @@ async def _act(game: Game, stage: StagePlan, played: Played, acted: int) -> int:
     said = [message for message in episode.messages[acted:] if message.agent is not None]
     actions = {message.agent: message.content for message in said if message.agent is not None}
     result: StepResult = await step_env(episode.env, actions, game.env_deadline_s)
-    rewards = result.rewards
+    rewards = result.rewards if stage.options["rewards_with_env"] else {}
     shares = rewards if isinstance(rewards, dict) else dict.fromkeys(actions, rewards)
     for agent, value in shares.items():
         last = episode.last_turn(agent)
         if last is not None and last.turn is not None:
             last.reward += value
             played.contexts[agent].reward(last.turn, value)
-    _observe(episode, result.observations, result.info, stage.node, set(_agents(game)))
+    shown = result.observations if stage.options["obs_with_env"] else ""
+    _observe(episode, shown, result.info, stage.node, set(_agents(game)))
     episode.done = result.done
     return len(episode.messages)
 

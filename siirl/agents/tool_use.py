@@ -7,6 +7,7 @@ from siirl.agents.tool_files import load_tools
 from siirl.agents.tool_parsers import ToolParser, tool_parser
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools
 from siirl.config.rollout import MultiTurnConfig
+from siirl.dag.interactions import assistant_turns
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,5 @@ def tool_use(multi_turn: MultiTurnConfig) -> ToolUse | None:
         load_tools(multi_turn),
         tool_parser(multi_turn.format),
         ToolLimits.of(multi_turn),
-        most_tool_rounds(multi_turn),
+        assistant_turns(multi_turn) - 1,
     )
-
-
-def most_tool_rounds(multi_turn: MultiTurnConfig) -> int:
-    """How often tools may answer within one visit of the node; without a bound the context is one."""
-    bounds = [multi_turn.max_user_turns, (multi_turn.max_assistant_turns or 0) - 1]
-    return min((bound for bound in bounds if bound is not None and bound >= 0), default=UNBOUNDED)
-
-
-UNBOUNDED = 1 << 30

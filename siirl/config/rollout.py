@@ -11,7 +11,8 @@ ENGINES = "an option of vllm and sglang; the hf rollout has no such setting"
 ALWAYS_LOG_PROBS = "log-probs of the sampled tokens are always returned"
 EXTERNAL = "actor_rollout_ref.rollout.name=openai"
 MULTI_TURN = "simulated users and callbacks of multi-turn rollouts"
-ENVIRONMENT_KEYS = "environments of a rollout node; write an ENV_INTERACT node"
+ASSISTANT_TURNS = 16
+"""Most turns of an agent with tools, until it is another's turn, where nothing bounds them."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,11 @@ class MultiTurnConfig:
     use_all_traj: bool = key(False, "train on all trajectories", later=MULTI_TURN)
     enable: bool = key(False, "the model may call tools, and goes on after their answers")
     max_assistant_turns: int | None = key(
-        None, "most turns of the assistant, until it is another's turn; null: what fits", when="enable", low=1
+        None,
+        "most turns of the assistant, until it is another's turn; null: max_user_turns + 1, without that "
+        f"{ASSISTANT_TURNS}",
+        when="enable",
+        low=1,
     )
     tool_config_path: str | None = key(None, "file that lists the tools (docs/tools.md)", when="enable")
     format: str = key(
@@ -51,7 +56,10 @@ class MultiTurnConfig:
         when="enable",
     )
     max_user_turns: int | None = key(
-        None, "how often tools may answer, until it is another's turn; null: what fits", when="enable", low=0
+        None,
+        "how often tools may answer, until it is another's turn; null: max_assistant_turns - 1",
+        when="enable",
+        low=0,
     )
     max_parallel_calls: int = key(1, "most tool calls of one turn; they run at once", when="enable", low=1)
     max_tool_response_length: int = key(256, "most characters of a tool response", when="enable", low=1)
@@ -131,9 +139,12 @@ class AgentConfig:
     )
     pre_process_kwargs: dict[str, Any] = key({}, "keyword arguments of pre_process")
     post_process_kwargs: dict[str, Any] = key({}, "keyword arguments of post_process")
-    env_path: tuple[str, ...] = key((), "files of environments", later=ENVIRONMENT_KEYS)
-    obs_with_env: bool = key(False, "observations come from the environment", later=ENVIRONMENT_KEYS)
-    rewards_with_env: bool = key(False, "rewards come from the environment", later=ENVIRONMENT_KEYS)
+    env_path: tuple[str, ...] = key(
+        (),
+        "environment that the agent acts in after each turn, [file.py:Class]: an ENV_INTERACT node in short",
+    )
+    obs_with_env: bool = key(False, "agents read what it shows", when="env_path")
+    rewards_with_env: bool = key(False, "its rewards count for the turns", when="env_path")
     share_instance: int | None = key(
         None, "agent of the same interaction with whose policy this one speaks", low=0
     )

@@ -20,6 +20,7 @@ from siirl.dag.check import (
 )
 from siirl.dag.credit import turns_of_training, with_credit
 from siirl.dag.emit import Sections
+from siirl.dag.environments import with_environments
 from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
 from siirl.dag.interactions import (
@@ -74,8 +75,10 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     Raises DagError, PlacementError, ConfigError or NotSupportedError, with the node and the fix.
     """
     dag = with_filters(dag)
-    full_graph = build_graph(dag)
+    build_graph(dag)
     nodes = resolve_nodes(dag, cfg)
+    dag = with_environments(dag, nodes)
+    full_graph, nodes = build_graph(dag), resolve_nodes(dag, cfg)
     check_agents(nodes)
     interactions = find_interactions(nodes, full_graph)
     nodes = with_credit(with_interactions(nodes, interactions), full_graph)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from siirl.config import Config
 from siirl.config.resolve import get
+from siirl.config.rollout import ASSISTANT_TURNS, MultiTurnConfig
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
 from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
@@ -25,7 +25,7 @@ Interactions = dict[str, InteractionPlan]
 
 LOOP_KEYS = ("to", "max_turns", "until")
 AGENT_KEYS = ("process_path", "pre_process_kwargs", "post_process_kwargs", "route")
-ENV_KEYS = ("env_path", "env_kwargs", "deadline_s")
+ENV_KEYS = ("env_path", "env_kwargs", "deadline_s", "obs_with_env", "rewards_with_env")
 ENV_DEADLINE_S = 60.0
 READ_BY_REWARDS = ("turn_id",)
 
@@ -168,18 +168,20 @@ def _interaction(members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> Int
     _check_environments(members)
     most_visits = 1 + sum(stage.max_turns - 1 for stage in stages if stage.back_to)
     speaking = [stage for stage in stages if stage.kind == "agent"]
-    most_turns = sum(most_visits * most_messages(nodes[stage.node].cfg) for stage in speaking)
+    most_turns = sum(
+        most_visits * assistant_turns(rollout_cfg(nodes[stage.node]).multi_turn) for stage in speaking
+    )
     policies = dict.fromkeys(f"agent_{stage.policy}.rollout" for stage in speaking)
     return InteractionPlan(entry.id, stages, tuple(policies), most_turns)
 
 
-def most_messages(cfg: Config) -> int:
-    """The most turns that an agent speaks before another stage: with tools, one more after each response."""
-    multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
+def assistant_turns(multi_turn: MultiTurnConfig) -> int:
+    """How often an agent speaks at most, until it is another's turn: again after each answer of tools."""
     if not multi_turn.enable:
         return 1
-    most = multi_turn.max_assistant_turns or cfg.actor_rollout_ref.rollout.response_length
-    return most if multi_turn.max_user_turns is None else min(most, multi_turn.max_user_turns + 1)
+    users = multi_turn.max_user_turns
+    bounds = [multi_turn.max_assistant_turns, None if users is None else users + 1]
+    return min((bound for bound in bounds if bound is not None), default=ASSISTANT_TURNS)
 
 
 def _entry(members: list[ResolvedNode], graph: Graph, inside: set[str]) -> ResolvedNode:
@@ -296,6 +298,11 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
     _check_keys(node, "config", node.options, ENV_KEYS)
     path, kwargs = node.options.get("env_path"), node.options.get("env_kwargs", {})
     path = path[0] if isinstance(path, list) and len(path) == 1 else path
+    if isinstance(path, list) and len(path) > 1:
+        raise DagError(
+            f"{node}: env_path = {path} names {len(path)} environments: an episode has one. Name one, which "
+            "may hold others."
+        )
     if path is not None and (not isinstance(path, str) or ":" not in path):
         raise DagError(f'{node}: env_path = {path!r} names no class. Write env_path: "file.py:Class".')
     if not isinstance(kwargs, dict):
@@ -306,13 +313,24 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
     deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
         raise DagError(f"{node}: deadline_s = {deadline_s!r} is no number of seconds above 0. Correct it.")
-    return {} if path is None else {"env_path": path, "env_kwargs": kwargs, "deadline_s": float(deadline_s)}
+    uses = {key: node.options.get(key, True) for key in ("obs_with_env", "rewards_with_env")}
+    for key, value in uses.items():
+        if not isinstance(value, bool):
+            raise DagError(f"{node}: {key} = {value!r} is neither true nor false. Correct it.")
+    if path is None:
+        return uses
+    return {"env_path": path, "env_kwargs": kwargs, "deadline_s": float(deadline_s), **uses}
+
+
+def _environment_of(node: ResolvedNode) -> dict[str, Any]:
+    """What says which environment it is: the options, without how the node uses it."""
+    return {key: value for key, value in _env_options(node).items() if not key.endswith("_with_env")}
 
 
 def _check_environments(members: list[ResolvedNode]) -> None:
     """An episode has one environment: of several nodes, one says which, or all say the same."""
     nodes = [node for node in members if node.op is ENVIRONMENT]
-    given = [(node, options) for node in nodes if (options := _env_options(node))]
+    given = [(node, options) for node in nodes if "env_path" in (options := _environment_of(node))]
     if nodes and not given:
         raise DagError(f'{nodes[0]} names no environment. Set config: {{env_path: "file.py:Class"}}.')
     for (one, first), (other, second) in itertools.pairwise(given):

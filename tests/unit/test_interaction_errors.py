@@ -67,6 +67,9 @@ def env(code, name="Game", **config) -> dict:
     return {"config": {"env_path": f"{code}:{name}", **config}}
 
 
+FLAT = {"rollout.agent.obs_with_env": True}
+
+
 def two_starts() -> DagBuilder:
     dag = DagBuilder("two_starts")
     first, second = add_agent(dag, 0)["rollout"], add_agent(dag, 1)["rollout"]
@@ -119,6 +122,23 @@ CASES = {
     "env function": (lambda c: pair(env=env(c, "until")), ["is a function, not a class"]),
     "no env": (lambda c: pair(env={}), ["'game' names no environment", "env_path"]),
     "env key": (lambda c: pair(env=env(c, env_kwarg={})), ["'env_kwarg'", "env_kwargs"]),
+    "two envs": (
+        lambda c: pair(env={"config": {"env_path": [f"{c}:Game", f"{c}:Game"]}}),
+        ["names 2 environments", "an episode has one"],
+    ),
+    "env switch": (lambda c: pair(env=env(c, obs_with_env="no")), ["obs_with_env = 'no'", "true nor false"]),
+    "flat env unused": (
+        lambda c: pair(second={"config": {"rollout.agent.env_path": [f"{c}:Game"]}}),
+        ["'rollout_1'", "neither obs_with_env nor rewards_with_env"],
+    ),
+    "flat env missing": (
+        lambda c: pair(second={"config": {"rollout.agent.rewards_with_env": True}}),
+        ["'rollout_1'", "rewards_with_env = True without", "env_path: [file.py:Class]"],
+    ),
+    "flat env class": (
+        lambda c: pair(second={"config": FLAT | {"rollout.agent.env_path": ["nowhere.py:Game"]}}),
+        ["'rollout_1_env'", "'nowhere.py:Game' cannot be imported"],
+    ),
     "env deadline": (lambda c: pair(env=env(c, deadline_s=0)), ["deadline_s = 0"]),
     "share unknown": (lambda c: sharing(None, 7), ["share_instance = 7", "not in its interaction"]),
     "share itself": (lambda c: sharing(None, 1), ["share_instance = 1", "1 -> 1"]),

@@ -286,6 +286,24 @@ def test_an_environment_rewards_each_agent_at_its_last_token_and_ends_the_episod
     assert rewards == [1.0, 0.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize(("shows", "pays"), [(True, True), (False, True), (True, False)])
+def test_the_flat_keys_of_an_environment_say_what_agents_get_of_it(tokenizer, code, shows, pays):
+    flat = {"env_path": [f"{code}:Counter"], "obs_with_env": shows, "rewards_with_env": pays}
+    config = {f"rollout.agent.{key}": value for key, value in flat.items()}
+    scripts = {0: Script(tokenizer, ("1", "1")), 1: Script(tokenizer, ("0", "1"))}
+    make = load_environment(f"{code}:Counter", "test")
+    dag = chain(2, agent_1={"config": config, "loop": {"max_turns": 5}})
+    game = game_of(dag, scripts, tokenizer, make_env=make)
+    assert [stage.node for stage in game.plan.stages] == ["rollout_0", "rollout_1", "rollout_1_env"]
+    assert game.plan.stages[-1].back_to == "rollout_0" and game.plan.stages[-1].max_turns == 5
+    (one,) = play(game, episodes(1), tokenizer)
+    assert one.episode.done and one.episode.turns == 4
+    assert [m.reward for m in one.episode.messages if m.agent is not None] == [
+        float(pays and reward) for reward in (1, 0, 1, 1)
+    ]
+    assert any(m.content == "go" for m in one.episode.messages) == shows
+
+
 def test_an_environment_that_raises_costs_its_episode_alone(tokenizer, code):
     make = load_environment(f"{code}:Counter", "test")
     scripts = {0: Script(tokenizer, ("3",)), 1: Script(tokenizer, ("9",))}

@@ -10,9 +10,10 @@ from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated
 from siirl.agents.runner import Game, Speaker, run_all
 from siirl.agents.tool_parsers import tool_parser
-from siirl.agents.tool_use import ToolUse, most_tool_rounds, tool_use
+from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.agents.tools import Toolbox, ToolLimits
 from siirl.config.rollout import MultiTurnConfig
+from siirl.dag.interactions import assistant_turns
 from siirl.dag.plan import InteractionPlan, StagePlan
 
 END = 3  # the token that ends a turn
@@ -135,10 +136,10 @@ def test_answers_extend_what_a_pre_processing_function_has_rewritten():
 
 
 @pytest.mark.parametrize(
-    "bounds, rounds",
-    [({}, 1 << 30), ({"max_assistant_turns": 1}, 0), ({"max_assistant_turns": 3}, 2),
-     ({"max_user_turns": 0}, 0), ({"max_user_turns": 2, "max_assistant_turns": 5}, 2)],
+    "bounds, turns",
+    [({}, 16), ({"max_assistant_turns": 1}, 1), ({"max_assistant_turns": 20}, 20),
+     ({"max_user_turns": 0}, 1), ({"max_user_turns": 2, "max_assistant_turns": 5}, 3)],
 )  # fmt: skip
-def test_bounds_of_turns(bounds, rounds):
-    assert most_tool_rounds(MultiTurnConfig(enable=True, **bounds)) == rounds
-    assert tool_use(MultiTurnConfig(**bounds)) is None
+def test_bounds_of_turns_and_there_always_is_one(bounds, turns):
+    assert assistant_turns(MultiTurnConfig(enable=True, **bounds)) == turns
+    assert assistant_turns(MultiTurnConfig(**bounds)) == 1 and tool_use(MultiTurnConfig(**bounds)) is None
