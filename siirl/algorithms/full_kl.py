@@ -7,16 +7,12 @@ With z = logits / temperature, p = softmax(z) of the policy and q that of the re
 The reference takes no gradient.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from siirl.algorithms.log_probs import DEFAULT_CHUNK
-
-Join = Callable[[Tensor, Literal["max", "sum"]], Tensor]
-"""Joins numbers of tokens, float [..., C], over the shards of a vocabulary that is split over ranks."""
+from siirl.algorithms.log_probs import DEFAULT_CHUNK, Join
 
 
 def linear_full_kl(

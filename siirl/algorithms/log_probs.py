@@ -5,10 +5,12 @@ Legend: N packed tokens, D hidden size, V vocabulary, C tokens of a chunk.
 With z = logits / temperature less their maximum, p = softmax(z), y the target and H the entropy:
   log_prob = z_y - log sum exp z            d log_prob / d z_v = [v = y] - p_v
   H = log sum exp z - sum p z               d H / d z_v        = -p_v (log p_v + H)
-No communication. Both functions save what backward needs in the logits' own dtype and redo the softmax there.
+Both functions save what backward needs in the logits' own dtype and redo the softmax there. Nothing
+communicates but what a caller hands in as `join`.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +21,12 @@ else:
     log_probs_triton = None
 
 DEFAULT_CHUNK = 4096
+ELSEWHERE = -1
+"""The target of a token whose next word is one of another rank's."""
+
+
+Join = Callable[[Tensor, Literal["max", "sum"]], Tensor]
+"""Joins numbers of tokens, float [..., N], over the shards of a vocabulary that is split over ranks."""
 
 
 def log_prob_and_entropy(
@@ -51,15 +59,20 @@ def linear_log_prob_entropy(
     entropy_grad: bool = True,
     chunk: int = DEFAULT_CHUNK,
     keep_logits: bool = False,
+    join: Join | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log_prob_and_entropy of the logits hidden @ weight^T, without holding them for all N tokens.
 
     Memory beyond inputs and their gradients is chunk x V. backward computes each chunk's logits again;
     keep_logits saves them instead (N x V in the dtype of hidden) for a third less work. hidden and weight
     have one dtype, in which the product is computed; the gradient of weight is added up in fp32 over chunks.
+
+    join: for a vocabulary that is split over ranks, each with the rows of its own words (at least one); a
+    target outside of them is a word of another rank. Four numbers a token are joined, once, in forward. The
+    gradient to hidden is then this rank's share: the caller adds them up.
     """
     log_prob_N, entropy_N = _FromHidden.apply(
-        hidden_ND, weight_VD, target_N, temperature, with_entropy, entropy_grad, chunk, keep_logits
+        hidden_ND, weight_VD, target_N, temperature, with_entropy, entropy_grad, chunk, keep_logits, join
     )
     return log_prob_N, entropy_N if with_entropy else None
 
@@ -116,16 +129,23 @@ class _FromHidden(torch.autograd.Function):
         entropy_grad: bool,
         chunk: int,
         keep_logits: bool,
+        join: Join | None,
     ) -> tuple[Tensor, Tensor]:
         log_prob_N, entropy_N, norm_N2 = _outputs(hidden_ND)
         kept: list[Tensor] = []
+        if join is not None:
+            target_N = torch.where((target_N >= 0) & (target_N < len(weight_VD)), target_N, ELSEWHERE)
         for part in _chunks(len(target_N), chunk):
             logits_CV = hidden_ND[part] @ weight_VD.t()
             log_prob_N[part], entropy_N[part], norm_N2[part] = _forward_chunk(
-                logits_CV, target_N[part], temperature, with_entropy
+                logits_CV, target_N[part].clamp(min=0), temperature, with_entropy
             )
             if keep_logits:
                 kept.append(logits_CV)
+        if join is not None:
+            log_prob_N, entropy_N, norm_N2 = _joined(
+                log_prob_N, entropy_N, norm_N2, target_N != ELSEWHERE, join
+            )
         _prepare_backward(ctx, temperature, entropy_N, with_entropy and entropy_grad, chunk)
         ctx.save_for_backward(hidden_ND, weight_VD, target_N, entropy_N, norm_N2, *kept)
         return log_prob_N, entropy_N
@@ -156,7 +176,25 @@ class _FromHidden(torch.autograd.Function):
                 grad_weight_VD += grad_CV.t() @ hidden_ND[part]
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None, None
+
+
+def _joined(
+    log_prob_N: Tensor, entropy_N: Tensor, norm_N2: Tensor, own_N: Tensor, join: Join
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-prob, entropy, norm) over all words, from those over each rank's words. Collective.
+
+    With L the log of the sum of a rank's exp z and H its entropy, the mean of z under its softmax is L - H.
+    """
+    own_log_total_N = norm_N2.sum(1)
+    top_N = join(own_log_total_N.clone(), "max")
+    own_log_total_N = own_log_total_N - top_N
+    share_N = own_log_total_N.exp()
+    target_z_N = torch.where(own_N, log_prob_N + own_log_total_N, 0.0)
+    sums_3N = join(torch.stack([share_N, share_N * (own_log_total_N - entropy_N), target_z_N]), "sum")
+    log_sum_N = sums_3N[0].log()
+    norm_N2 = torch.stack((top_N, log_sum_N), dim=1)
+    return sums_3N[2] - log_sum_N, log_sum_N - sums_3N[1] / sums_3N[0], norm_N2
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -221,7 +259,7 @@ def _backward_chunk(
 ) -> None:
     """Gradient to the chunk's logits, in their dtype, into out_CV, which may be logits_CV itself.
 
-    [v = y] g - p_v (g + g_H (log p_v + H)), over temperature.
+    [v = y] g - p_v (g + g_H (log p_v + H)), over temperature; no v is ELSEWHERE.
     """
     if _has_kernels(logits_CV):
         log_probs_triton.backward_chunk(
@@ -237,7 +275,8 @@ def _backward_chunk(
         p_CV = log_p_CV.exp()
         log_p_CV.add_(entropy_C[:, None]).mul_(grad_entropy_C[:, None]).add_(grad_log_prob_C[:, None])
         grad_CV = p_CV.mul_(log_p_CV).neg_()
-    grad_CV.scatter_add_(-1, target_C[:, None], grad_log_prob_C[:, None])
+    own_C = torch.where(target_C == ELSEWHERE, 0.0, grad_log_prob_C)
+    grad_CV.scatter_add_(-1, target_C.clamp(min=0)[:, None], own_C[:, None])
     out_CV.copy_(grad_CV.div_(temperature))
 
 

@@ -26,6 +26,7 @@ from siirl.engines.train.megatron.export import Exporter
 from siirl.engines.train.megatron.micro_batch import MicroBatch, make_micro_batch, make_rope
 from siirl.engines.train.megatron.model import LocalParams, all_agree, build_stages, wrap_stages
 from siirl.engines.train.megatron.options import ddp_config, optimizer_config, transformer_config
+from siirl.engines.train.megatron.pipeline import KnownShapes
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.sources import Fill, weight_source
 from siirl.engines.train.megatron.state import OwnedShards, load_training_state, training_state
@@ -253,15 +254,26 @@ class MegatronEngine(TrainEngine):
                 found = stage(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.arguments)
             return found, functools.partial(finish, batch, index)
 
+        options: dict[str, Any] = {}
+        if self._dims.pp > 1 and self._dims.vpp == 1:
+            options["p2p_communicator"] = self._messages(lengths)
+            options["pg_collection"] = self._scope.groups
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[batches() for _ in self._modules],
             model=self._modules,
             num_microbatches=len(micro_batches),
-            seq_length=1,  # not used: shapes are told with every message
+            seq_length=1,  # not used: shapes are known, or told with every message
             micro_batch_size=1,
             forward_only=forward_only,
+            **options,
         )
+
+    def _messages(self, lengths: list[int]) -> KnownShapes:
+        """Between the stages, of micro-batches of so many tokens."""
+        cuts = self._dims.cp * (self._dims.tp if self._config.sequence_parallel else 1)
+        shapes = [(length // cuts, 1, self._hf.hidden_size) for length in lengths]
+        return KnownShapes(self._scope.groups.pp, self._config, shapes)
 
     def _padded_lengths(self, rows: TensorDict, micro_batches: list[list[int]]) -> list[int]:
         """Tokens that each micro-batch is filled up to: what ranks that share them divide, and where experts

@@ -108,6 +108,7 @@ def _pipeline_options(dims: ParallelDims) -> dict[str, Any]:
     unbatched = dims.vpp > 1
     return {
         "batch_p2p_comm": not unbatched,
+        "batch_p2p_sync": False,  # for versions of torch that siirl does not run on
         "overlap_p2p_comm": unbatched,
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
     }

@@ -5,9 +5,10 @@ Legend: N packed tokens on this rank, M predicted tokens, D hidden size.
 
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from siirl.algorithms.full_kl import linear_full_kl
+from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.dag.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.layers import PackedRows, new_parameter
-from siirl.engines.train.megatron.vocab_parallel import join_words, vocab_parallel_log_prob
 
 CHUNK_ELEMENTS = 1 << 28
 """Logits worked on at a time: 1 GiB in fp32."""
@@ -80,17 +81,17 @@ class LanguageStage(Stage):
         weight_VD, first_word = self._words()
         num_words, group = len(weight_VD), self.pg_collection.tp
         chunk = max(1, CHUNK_ELEMENTS // num_words)
-        log_prob_M, entropy_M = vocab_parallel_log_prob(
+        join = partial(join_words, group) if group.size() > 1 else None
+        log_prob_M, entropy_M = linear_log_prob_entropy(
             hidden_MD,
             weight_VD,
-            rows.target,
-            first_word,
+            rows.target - first_word,
             rows.temperature,
-            group,
             with_entropy="entropy" in rows.outputs,
             chunk=chunk,
             keep_logits=torch.is_grad_enabled()
             and len(hidden_MD) * num_words * weight_VD.element_size() <= KEEP_LOGITS_BYTES,
+            join=join,
         )
         found = {"log_prob": log_prob_M, "entropy": entropy_M, "hidden": hidden_MD}
         if "full_kl" in rows.outputs:
@@ -105,6 +106,13 @@ class LanguageStage(Stage):
                 join=partial(join_words, group),
             )
         return {name: found[name] for name in rows.outputs}
+
+
+def join_words(group: dist.ProcessGroup, value: Tensor, how: Literal["max", "sum"]) -> Tensor:
+    """Numbers of tokens, joined in place over the ranks that share the vocabulary. Collective."""
+    if group.size() > 1:
+        dist.all_reduce(value, dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM, group=group)
+    return value
 
 
 class ValueStage(Stage):
