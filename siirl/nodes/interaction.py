@@ -108,7 +108,7 @@ def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """
     shared = _shared(ctx)
     n = _samples(ctx)
-    episodes = [_episode(ctx, rows, row, sample, n) for row in range(len(rows)) for sample in range(n)]
+    episodes = _episodes(ctx, rows, n)
     prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
     with ExitStack() as stack:
         policies = {
@@ -145,13 +145,17 @@ def _samples(ctx: NodeContext) -> int:
     return rollout.val_kwargs.n if ctx.validate else rollout.n
 
 
-def _episode(ctx: NodeContext, rows: TensorDict, row: int, sample: int, n: int) -> Episode:
-    group_id = int(rows["group_id"][row])
-    task = {
-        name: objects(rows, name)[row] for name in ("raw_prompt", "data_source", "ground_truth", "extra_info")
-    }
-    episode_id = group_id * n + sample
-    return Episode(episode_id, group_id, sample, prompt_seed(ctx, episode_id), task)
+def _episodes(ctx: NodeContext, rows: TensorDict, n: int) -> list[Episode]:
+    """n episodes of each prompt, those of a prompt in a row."""
+    names = ("raw_prompt", "data_source", "ground_truth", "extra_info")
+    tasks = zip(*(objects(rows, name) for name in names), strict=True)
+    episodes = []
+    for group_id, values in zip(rows["group_id"].tolist(), tasks, strict=True):
+        for sample in range(n):
+            episode_id = group_id * n + sample
+            task = dict(zip(names, values, strict=True))
+            episodes.append(Episode(episode_id, group_id, sample, prompt_seed(ctx, episode_id), task))
+    return episodes
 
 
 def _game(ctx: NodeContext, shared: Interaction, policies: Mapping[str, Policy]) -> Game:
