@@ -84,6 +84,7 @@ def _run(job: Job, place: Place) -> None:
     cfg = from_dict(job.config)
     plan = with_local_models(cfg, Plan.from_json(job.plan), cached_first=True)
     entry = _load_entry(job.entry)
+    os.environ.update(cuda_variables(plan, place.rank, os.environ))
     device = pick_device(cfg.trainer.device, place)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     timeout = timedelta(seconds=cfg.trainer.deadline_s)
@@ -96,6 +97,21 @@ def _run(job: Job, place: Place) -> None:
     )
     entry(cfg, plan, place.rank, place.world_size, device, job)
     dist.destroy_process_group()
+
+
+def cuda_variables(plan: Plan, rank: int, env: Mapping[str, str]) -> dict[str, str]:
+    """What the models of this rank want CUDA to be told before it starts, less what env says already.
+
+    Megatron-Core issues messages of tensor and context parallel groups ahead of the matrix products that
+    hide them, and counts on one hardware queue to keep the order (megatron-core 0.16.1,
+    tensor_parallel/layers.py). FSDP2 wants several queues, so that its prefetches overlap.
+    """
+    ordered = any(
+        rank in model.ranks and model.backend == "megatron" and max(model.dims.tp, model.dims.cp) > 1
+        for model in plan.models.values()
+    )
+    wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {}
+    return {name: value for name, value in wanted.items() if name not in env}
 
 
 def pick_device(wanted: str, place: Place) -> "torch.device":

@@ -1,10 +1,14 @@
-"""Counting GPUs without torch."""
+"""Counting GPUs without torch, and what a rank tells CUDA before it starts."""
 
+import megatron_cases
 import pytest
+from plan_cases import config
 
 from siirl.config import load_config
+from siirl.dag.compile import compile_plan, load_dag
 from siirl.errors import ConfigError
 from siirl.launch.devices import check_gpus, count_gpus
+from siirl.launch.worker import cuda_variables
 
 
 @pytest.mark.parametrize(
@@ -38,3 +42,21 @@ def test_too_few_gpus_are_refused_before_the_start(tmp_path, device, num_gpus, f
     else:
         with pytest.raises(ConfigError, match=rf"this machine offers {num_gpus} GPU.*trainer\.device=cpu"):
             check_gpus(cfg, {}, tmp_path)
+
+
+def megatron_ranks(*overrides: str) -> list[dict[str, str]]:
+    plan, _ = megatron_cases.megatron_plan(2, *overrides)
+    return [cuda_variables(plan, rank, {}) for rank in (0, 1)]
+
+
+def test_cuda_gets_one_queue_where_a_megatron_model_overlaps_tensor_or_context_parallel_messages(monkeypatch):
+    megatron_cases.available(monkeypatch)
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert megatron_ranks(*megatron_cases.sizes(tp=2)) == [one, one]
+    assert megatron_ranks(*megatron_cases.sizes(cp=2)) == [one, one]
+    assert megatron_ranks() == [{}, {}], "data parallel alone"
+    fsdp, _ = compile_plan(load_dag(config()), config(), 2)
+    assert cuda_variables(fsdp, 0, {}) == {}
+    plan, _ = megatron_cases.megatron_plan(2, *megatron_cases.sizes(tp=2))
+    assert cuda_variables(plan, 0, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}) == {}, "the user's word stands"
+    assert cuda_variables(plan, 5, {}) == {}, "a rank without such a model"

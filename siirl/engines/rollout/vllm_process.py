@@ -25,8 +25,9 @@ LAUNCHER_VARIABLES = (
     "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_USE_AGENT_STORE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
 )
-"""Environment of our torch.distributed, which vLLM's must not see."""
+"""Environment of our torch.distributed, which vLLM's must not see, and what Megatron wants of CUDA."""
 POLL_S = 0.5
 STOP_GRACE_S = 3.0
 TAIL_BYTES, TAIL_LINES = 1 << 14, 15
