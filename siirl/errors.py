@@ -49,6 +49,10 @@ class RolloutError(SiirlError, RuntimeError):
     """A rollout engine failed, hung past its deadline, or broke its contract."""
 
 
+class PeerError(RolloutError):
+    """Another rank failed or went away in the middle of an interaction; the cause is to be found there."""
+
+
 class EpisodeFailed(SiirlError, RuntimeError):
     """An episode cannot go on (its environment raised or hung): it is dropped and counted, the run goes on.
 

@@ -9,7 +9,7 @@ import yaml
 from siirl.config import Config, load_config, with_overrides
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.emit import routing
-from siirl.dag.plan import Collect, Free, Load, Plan, Repeat, Reshard, Run, SyncWeights, Until
+from siirl.dag.plan import Collect, Free, Load, Plan, Repeat, Reshard, Run, Serve, SyncWeights, Until
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.types import FieldKey
 
@@ -102,6 +102,8 @@ def run_symbolically(plan: Plan, section: str = "instructions") -> dict[str, tup
                     knows[rank].add(node)
                 assert node not in ran, f"{node} runs twice"
                 ran[node] = ranks
+            case Serve(node, ranks):
+                assert not set(ranks).intersection(plan.run_of(node).ranks), f"{node} waits for itself"
             case Repeat(_, ranks):
                 assert ranks in plan.groups
                 before = {rank: set(columns) for rank, columns in store.items()}

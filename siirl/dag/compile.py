@@ -26,7 +26,6 @@ from siirl.dag.graph import Graph, build_graph
 from siirl.dag.interactions import (
     check_agents_of,
     find_interactions,
-    place_interactions,
     silent_nodes,
     with_interactions,
 )
@@ -35,6 +34,7 @@ from siirl.dag.models import backend_of, plan_links, plan_models
 from siirl.dag.ops import uses_critic
 from siirl.dag.plan import Instruction, LinkPlan, ModelPlan, NodePlan, Plan, Repeat, RoutePlan
 from siirl.dag.resolve import ResolvedNode, check_node_config, resolve_nodes
+from siirl.dag.serving import heads_of, place_interactions, serving_ranks
 from siirl.dag.spec import DagSpec, load_object
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import DagError
@@ -100,20 +100,21 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     for node in kept.values():
         check_node_config(node)
     models = plan_models(kept.values(), world_size)
-    place_interactions(interactions, models)
+    interactions, models = place_interactions(interactions, models, kept)
     links = plan_links(models, kept)
     agents = agent_rows(kept, interactions)
     table = LayoutTable()
     whole_graph, graph = graph, graph.without(silent_nodes(interactions))
     drivers = {
-        stage.node: f"agent_{plan.stages[0].agent}.rollout"
+        stage.node: heads_of(models[plan.policies[0]])
         for plan in interactions.values()
         for stage in plan.stages
     }
     places = place_nodes(kept, graph, models, agents, table, world_size, drivers)
     emitted = {node_id: kept[node_id] for node_id in graph.order}
     check_rounds(emitted, graph, {node_id: place.depth for node_id, place in places.items()})
-    sections = Sections(kept, table, links, interactions)
+    serving = {entry: serving_ranks(plan, models) for entry, plan in interactions.items()}
+    sections = Sections(kept, table, links, interactions, serving)
     instructions = sections.emit(graph, places)
     validated = graph.without(set(kept) - _validated(kept))
     if any(node.op.changes_rows and not node.op.is_rollout for node in kept.values()):

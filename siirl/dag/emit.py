@@ -27,6 +27,7 @@ from siirl.dag.plan import (
     Reshard,
     RoutePlan,
     Run,
+    Serve,
     SyncWeights,
     Until,
 )
@@ -51,12 +52,16 @@ _DECLARED = {name: position for position, name in enumerate(FIELDS)}
 
 @dataclass
 class Sections:
-    """What the instruction lists of one plan share: layouts, and the routes and loaders they need."""
+    """What the instruction lists of one plan share: layouts, and the routes and loaders they need.
+
+    serving: entry of an interaction -> ranks that only answer in it.
+    """
 
     nodes: Nodes
     table: LayoutTable
     links: dict[str, LinkPlan]
     interactions: Interactions
+    serving: dict[str, Ranks]
     routes: dict[str, RoutePlan] = field(default_factory=dict)
     loaders: dict[str, LoaderPlan] = field(default_factory=dict)
     _unions: dict[tuple[str, str], Ranks] = field(default_factory=dict)
@@ -160,6 +165,8 @@ class _Section:
         place = self.places[node.id]
         for link in self.shared.links_of(node):
             self.instructions.append(SyncWeights(link.name, link.ranks))
+        if answering := self.shared.serving.get(node.id):
+            self.instructions.append(Serve(node.id, answering))
         ranks = self.shared.table.by_id[place.target].ranks
         writes = _ordered({*node.writes, *self.carried.get(node.id, ())})
         self.instructions.append(Run(node.id, reads, writes, place.source, place.target, ranks, joins))

@@ -14,7 +14,7 @@ from siirl.config.rollout import ASSISTANT_TURNS, MultiTurnConfig
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
 from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
-from siirl.dag.plan import InteractionPlan, ModelPlan, StagePlan
+from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.dag.user_code import check_arguments, check_environment, check_reference
 from siirl.errors import DagError, NotSupportedError
@@ -93,24 +93,6 @@ def with_interactions(nodes: Nodes, interactions: Interactions) -> Nodes:
         else:
             changed[node.id] = node
     return changed
-
-
-def place_interactions(interactions: Interactions, models: dict[str, ModelPlan]) -> None:
-    """NotSupportedError unless all policies of an interaction are on the ranks that play its episodes."""
-    for plan in interactions.values():
-        drivers = models[f"agent_{plan.stages[0].policy}.rollout"]
-        for name in plan.policies:
-            model = models[name]
-            if model.dims.tp > 1:
-                raise NotSupportedError(
-                    f"not supported yet: node {model.node!r}: tensor_model_parallel_size="
-                    f"{model.dims.tp} in an interaction. Set it to 1."
-                )
-            if not set(drivers.ranks) <= set(model.ranks):
-                raise NotSupportedError(
-                    f"not supported yet: node {model.node!r} is in an interaction with {plan.entry!r}, but "
-                    "not on all of its ranks. Give both the same placement."
-                )
 
 
 def silent_nodes(interactions: Interactions) -> set[str]:

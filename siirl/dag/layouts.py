@@ -130,11 +130,11 @@ def place_nodes(
     agents: dict[int, AgentRows],
     table: LayoutTable,
     world: int,
-    drivers: dict[str, str],
+    drivers: dict[str, Ranks],
 ) -> dict[str, Place]:
     """The layouts of every kept node, in execution order; graph holds kept nodes only.
 
-    drivers: rollout of an interaction -> name of the model on whose ranks its rows are made.
+    drivers: rollout of an interaction -> the ranks that play it, which make its rows.
     """
     above = graph.ancestors()
     places: dict[str, Place] = {}
@@ -144,8 +144,11 @@ def place_nodes(
         rows = agents.get(agent)
         changers = _row_changers(node, agent, kept, above)
         rowset = f"agent_{agent}.{_level(changers)}"
-        if node.model is not None:
-            source = _model_layout(node, models[drivers.get(node_id, node.model)], rowset, rows)
+        if node_id in drivers:
+            heads = drivers[node_id]
+            source = Layout(heads, tuple(range(len(heads))), rowset)
+        elif node.model is not None:
+            source = _model_layout(node, models[node.model], rowset, rows)
         else:
             source = _compute_layout(node, graph, places, table, rowset, world)
         target = source

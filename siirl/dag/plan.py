@@ -126,17 +126,42 @@ class StagePlan:
 
 
 @dataclass(frozen=True)
+class StreamPlan:
+    """Whom a driver, a rank that plays episodes, asks for the turns of a policy: the engines on `heads`.
+
+    An episode keeps to one of them. An engine that several ranks ask, or another one, is served.
+    """
+
+    policy: str
+    driver: int
+    heads: Ranks
+
+
+@dataclass(frozen=True)
 class InteractionPlan:
     """A conversation of agents, episode by episode, which the Run of `entry` plays.
 
-    stages: in the order of dependencies, the entry first. policies: names of the rollout models, of which
-    all have their trainer's weights before that Run. most_turns: of an episode, over all agents.
+    stages: in the order of dependencies, the entry first. policies: names of the rollout models, the entry's
+    first, of which all have their trainer's weights before that Run. most_turns: of an episode, over all
+    agents. streams: of the policies that are not on the drivers' ranks alone; drivers ask their own engines
+    of the others.
     """
 
     entry: str
     stages: tuple[StagePlan, ...]
     policies: tuple[str, ...]
     most_turns: int
+    streams: tuple[StreamPlan, ...] = ()
+
+    def heads(self, policy: str, driver: int) -> Ranks:
+        """The ranks whose engines answer the episodes of a driver."""
+        found = (x.heads for x in self.streams if (x.policy, x.driver) == (policy, driver))
+        return next(found, (driver,))
+
+    def clients(self, policy: str, head: int) -> Ranks:
+        """The drivers that the engine of a rank is served to; none if only its own rank asks it."""
+        asking = tuple(x.driver for x in self.streams if x.policy == policy and head in x.heads)
+        return () if asking == (head,) else asking
 
 
 @dataclass(frozen=True)
@@ -173,6 +198,17 @@ class Run:
     target: str
     ranks: Ranks
     joins: tuple[tuple[FieldKey, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Answer the turns that the Run of `node`, an interaction's entry, asks of the engines on these ranks.
+
+    It lasts until all who play that interaction are done. The ranks have no part in that Run.
+    """
+
+    node: str
+    ranks: Ranks
 
 
 @dataclass(frozen=True)
@@ -221,7 +257,7 @@ class Until:
     ranks: Ranks
 
 
-Instruction = Load | Reshard | Run | SyncWeights | Free | Repeat | Collect | Until
+Instruction = Load | Reshard | Run | Serve | SyncWeights | Free | Repeat | Collect | Until
 
 
 @dataclass(frozen=True)

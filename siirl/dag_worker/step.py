@@ -2,7 +2,18 @@
 
 from collections.abc import Sequence
 
-from siirl.dag.plan import Collect, Free, Instruction, Load, Repeat, Reshard, Run, SyncWeights, Until
+from siirl.dag.plan import (
+    Collect,
+    Free,
+    Instruction,
+    Load,
+    Repeat,
+    Reshard,
+    Run,
+    Serve,
+    SyncWeights,
+    Until,
+)
 from siirl.dag_worker.rounds import needs_round
 from siirl.dag_worker.worker import DAGWorker, StepRecord
 from siirl.data.store import FieldStore
@@ -44,6 +55,8 @@ def _run(instructions: Sequence[Instruction], worker: DAGWorker, store: FieldSto
                     others = store.view_others(joins)
                     rows = worker.run_node(ins, store.view(reads, source, agent), record, others)
                     store.put(rows, agent, target, names(writes))
+                case Serve():
+                    record.metrics.merge(worker.serve(ins))
                 case SyncWeights():
                     record.metrics.merge(worker.sync_weights(ins))
                 case Free(keys=keys):
@@ -66,9 +79,18 @@ def span_args(ins: Instruction) -> dict[str, str]:
             return {"loader": loader}
         case Reshard(keys=keys, route=route):
             return {"route": route, "fields": " ".join(names(keys))}
+        case Serve(node=node):
+            return {"node": node}
         case SyncWeights(link=link):
             return {"link": link}
     return {}
 
 
-SPAN_NAMES = {Load: "load", Reshard: "reshard", SyncWeights: "weight_sync", Free: "free", Repeat: "rounds"}
+SPAN_NAMES = {
+    Load: "load",
+    Reshard: "reshard",
+    Serve: "serve",
+    SyncWeights: "weight_sync",
+    Free: "free",
+    Repeat: "rounds",
+}

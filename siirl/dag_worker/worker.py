@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
 from siirl.config.roles import judge_config
-from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, SyncWeights
+from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
 from siirl.data.buffer import RowBuffer
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
@@ -29,6 +29,7 @@ from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import NodeContext, Op
 from siirl.nodes.interaction import Interaction, build_interaction
 from siirl.nodes.registry import COLLECTORS, FORWARD_OPS, find_op
+from siirl.nodes.streams import Streams
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note
 from siirl.parallel.process_groups import ProcessGroups
@@ -95,6 +96,10 @@ class DAGWorker:
                 engines[name] = make(model, cfg_of_model, self.groups, device)
                 self._offload(name)
         self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}
+        self.streams = {
+            entry: Streams(found, rank, self.rollout_engines, self.groups.world, cfg.trainer.deadline_s)
+            for entry, found in plan.interactions.items()
+        }
         self.interactions = {
             entry: self._build_interaction(entry) for entry in plan.interactions if entry in self.nodes
         }
@@ -164,15 +169,27 @@ class DAGWorker:
             result = node.op(context, rows)
         note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
         self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
-        self._sleep(node)
+        self._sleep(node.plan.name)
         self._count(ins, context, record)
         return result
 
-    def _sleep(self, node: LocalNode) -> None:
+    def serve(self, ins: Serve) -> Metrics:
+        """Answer turns of an interaction that other ranks play, until they are done."""
+        metrics = Metrics()
+        self.streams[ins.node].serve()
+        self.observer.sample_memory()
+        for name in self.plan.interactions[ins.node].policies:
+            if name in self.rollout_engines:
+                prefix = f"agent_{self.plan.models[name].agent}/"
+                metrics.merge(self.rollout_engines[name].drain_metrics(), prefix)
+        self._sleep(ins.node)
+        return metrics
+
+    def _sleep(self, node: str) -> None:
         """Have the rollout engines that a node has used give their memory back, if they share the device."""
-        shared = self.interactions.get(node.plan.name)
-        names = [] if node.plan.op == "turns" else [node.plan.model]
-        for name in shared.plan.policies if shared else names:
+        shared, plan = self.plan.interactions.get(node), self.plan.nodes[node]
+        names = [] if plan.op == "turns" else [plan.model]
+        for name in shared.policies if shared else names:
             if name in self.rollout_engines and self.train_engines:
                 cfg = self.node_cfg(self.plan.models[name].node)
                 if cfg.actor_rollout_ref.rollout.free_cache_engine:
@@ -252,6 +269,8 @@ class DAGWorker:
 
     def close(self) -> None:
         """Release engines and reward processes. The process groups stay until the process ends."""
+        for streams in self.streams.values():
+            streams.close()
         for engine in self.rollout_engines.values():
             engine.close()
         for node in self.nodes.values():
@@ -299,6 +318,7 @@ class DAGWorker:
             {stage.node: self.node_cfg(stage.node) for stage in stages},
             {stage.node: policies[f"agent_{stage.policy}.rollout"] for stage in stages},
             self.rollout_engines,
+            self.streams[entry],
         )
 
     def _build_node(self, plan: NodePlan) -> LocalNode:

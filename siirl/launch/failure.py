@@ -26,6 +26,7 @@ _PEER_LOSS_TYPES = {
     "DistStoreError",
     "DistError",
     "DistQueueEmptyError",
+    "PeerError",
 }
 _PEER_LOSS_PHRASES = (
     "closed by peer",

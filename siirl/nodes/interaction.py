@@ -3,7 +3,6 @@
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,18 +12,17 @@ from transformers import PreTrainedTokenizerBase
 from siirl.agents.contexts import ChatRenderer, Limits
 from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
-from siirl.agents.policy import Policy
-from siirl.agents.pump import Pump
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.config import Config
 from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.dag.spec import load_object
 from siirl.data.rows import make_rows, objects
-from siirl.engines.rollout.base import Request, RolloutEngine
+from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError
 from siirl.nodes.context import NodeContext
 from siirl.nodes.rollout import prompt_seed, prompt_tokens, report, sampling_params, stop_token_ids_of
+from siirl.nodes.streams import Policies, Streams
 from siirl.observe.metrics import Metrics
 from siirl.types import FINISH_LENGTH, FINISH_STOP, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
@@ -38,13 +36,14 @@ class Interaction:
     """One interaction on this rank: what its ops share. rows: agent -> its rows, from one Run to the next.
 
     cfgs and tokenizers: of each agent's node; a shared policy has the tokenizer of its owner. engines: name
-    of the rollout model -> engine.
+    of the rollout model -> engine, of those on this rank.
     """
 
     plan: InteractionPlan
     cfgs: dict[str, Config]
     tokenizers: dict[str, PreTrainedTokenizerBase]
     engines: dict[str, RolloutEngine]
+    streams: Streams
     functions: dict[str, Callable[..., Any]]
     make_env: Callable[[], HostedEnvironment] | None
     env_deadline_s: float
@@ -57,16 +56,15 @@ def build_interaction(
     cfgs: dict[str, Config],
     tokenizers: dict[str, PreTrainedTokenizerBase],
     engines: Mapping[str, RolloutEngine],
+    streams: Streams,
 ) -> Interaction:
     """Load the code that an interaction names. DagError or DataError if it cannot be used."""
     functions: dict[str, Callable[..., Any]] = {}
     make_env, deadline_s = None, 60.0
-    own = {
-        stage.node: engines[f"agent_{stage.policy}.rollout"].vocabulary
-        for stage in plan.stages
-        if stage.kind == "agent"
-    }
-    tokenizers = {node: own[node] or tokenizer for node, tokenizer in tokenizers.items()}
+    for stage in plan.stages:
+        engine = engines.get(f"agent_{stage.policy}.rollout")
+        if engine is not None and engine.vocabulary is not None:
+            tokenizers = tokenizers | {stage.node: engine.vocabulary}
     for stage in plan.stages:
         who = f"node {stage.node!r}"
         for reference in filter(None, (stage.until, stage.route)):
@@ -89,7 +87,8 @@ def build_interaction(
         plan,
         cfgs,
         tokenizers,
-        {name: engines[name] for name in plan.policies},
+        {name: engines[name] for name in plan.policies if name in engines},
+        streams,
         functions,
         make_env,
         deadline_s,
@@ -104,17 +103,14 @@ def build_interaction(
 def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """Play n episodes of each prompt; the rows of this agent, those of the others are kept for `turns`.
 
-    No communication. RolloutError if every episode of this rank fails, or user code raises.
+    Communicates only with the engines of policies on other ranks. RolloutError if every episode of this rank
+    fails, or user code raises; as Streams.open does, too.
     """
     shared = _shared(ctx)
     n = _samples(ctx)
     episodes = _episodes(ctx, rows, n)
     prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
-    with ExitStack() as stack:
-        policies = {
-            name: stack.enter_context(Pump(engine.stream, Request, name, ctx.cfg.trainer.deadline_s))
-            for name, engine in shared.engines.items()
-        }
+    with shared.streams.open() as policies:
         played = run_all(_game(ctx, shared, policies), episodes, prompts)
     finished = _finished(ctx, played)
     report_episodes(ctx, shared.plan, played, finished)
@@ -158,22 +154,25 @@ def _episodes(ctx: NodeContext, rows: TensorDict, n: int) -> list[Episode]:
     return episodes
 
 
-def _game(ctx: NodeContext, shared: Interaction, policies: Mapping[str, Policy]) -> Game:
+def _game(ctx: NodeContext, shared: Interaction, policies: Policies) -> Game:
     speakers = {
-        stage.node: _speaker(stage, shared, policies[f"agent_{stage.policy}.rollout"], ctx.validate)
+        stage.node: _speaker(stage, shared, policies, ctx.validate)
         for stage in shared.plan.stages
         if stage.kind == "agent"
     }
     return Game(shared.plan, speakers, shared.functions, shared.make_env, shared.env_deadline_s)
 
 
-def _speaker(stage: StagePlan, shared: Interaction, policy: Policy, validate: bool) -> Speaker:
+def _speaker(stage: StagePlan, shared: Interaction, policies: Policies, validate: bool) -> Speaker:
     cfg, tokenizer = shared.cfgs[stage.node], shared.tokenizers[stage.node]
     tools = shared.tools.get(stage.node)
     rollout = cfg.actor_rollout_ref.rollout
-    counted = shared.engines[f"agent_{stage.policy}.rollout"].vocabulary is None
+    name = f"agent_{stage.policy}.rollout"
+    counted = name not in shared.engines or shared.engines[name].vocabulary is None
+    first, *more = policies[name]
     return Speaker(
-        policy=policy,
+        policy=first,
+        more=tuple(more),
         params=replace(sampling_params(cfg, stop_token_ids_of(cfg, tokenizer), validate), n=1),
         renderer=ChatRenderer(
             tokenizer, cfg.data.apply_chat_template_kwargs, tools.toolbox.schemas if tools else ()

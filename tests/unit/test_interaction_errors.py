@@ -177,11 +177,6 @@ def test_an_agent_that_is_scored_but_not_trained_is_refused_and_one_without_node
         compiled(dag.build(), 2)
 
 
-def test_a_policy_elsewhere_is_refused():
-    with pytest.raises(NotSupportedError, match=r"'rollout_1'.*'rollout_0'.*same placement"):
-        compiled(pair(first={"placement": "0"}, second={"placement": "1"}).build(), 2)
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_every_rank_has_what_it_needs_in_an_interaction(world_size, tmp_path):
     code = tmp_path / "code.py"

@@ -31,7 +31,7 @@ from siirl.engines.rollout.base import (
     check_keys,
 )
 from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.errors import DeadlineError, RolloutError, SiirlError
+from siirl.errors import DeadlineError, PeerError, RolloutError, SiirlError
 
 ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0
 TOKEN_BYTES = 32
@@ -81,8 +81,8 @@ class StreamServer:
     def serve(self, open_stream: Callable[[], RolloutStream], clients: Sequence[int]) -> None:
         """Answer the next stream of each client rank, until each has closed it.
 
-        RolloutError when the engine fails, which the clients get to know, or when a client dies;
-        DeadlineError for one that never comes or falls silent. Without clients nothing is opened.
+        RolloutError when the engine fails; PeerError when a client fails or dies; DeadlineError for one that
+        never comes or falls silent. The clients get to know. Without clients nothing is opened.
         """
         if not clients:
             return
@@ -181,7 +181,7 @@ class Session:
         self._spoken_s = time.monotonic()
 
     def hear(self, rank: int, message: Message | None) -> None:
-        """Take a message of a client. RolloutError if it has gone."""
+        """Take a message of a client. PeerError if it has failed or gone."""
         kind, values, arrays = message or ("end", {}, {})
         if kind == "submit":
             requests = []
@@ -192,11 +192,13 @@ class Session:
             self.stream.submit(requests)
         elif kind == "done":
             self.open.pop(rank).channel.close()
+        elif kind == "failed":
+            raise PeerError(f"rank {rank}, which {self._service()} to, failed: {values['text']}")
         elif kind == "end" and rank in self.open:
             raise self._gone(rank)
 
     def answer(self) -> None:
-        """Hand out what has completed, and say that we are alive. RolloutError if a client has gone."""
+        """Hand out what has completed, and say that we are alive. PeerError if a client has gone."""
         for key, completion in self.stream.collect(COLLECT_S):
             rank, own_key = self._asked.pop(key)
             if rank in self.open:  # else it closed its stream before
@@ -222,11 +224,14 @@ class Session:
         except ChannelClosed:
             raise self._gone(rank) from None
 
-    def _gone(self, rank: int) -> RolloutError:
-        return RolloutError(
+    def _gone(self, rank: int) -> PeerError:
+        return PeerError(
             f"rank {rank} has gone before it closed its stream of {self.address.model!r}, which rank "
             f"{self.address.rank} serves: it died or failed. Look at its log."
         )
+
+    def _service(self) -> str:
+        return f"rank {self.address.rank} serves {self.address.model!r}"
 
 
 class RemoteStream(RolloutStream):
@@ -265,7 +270,7 @@ class RemoteStream(RolloutStream):
         self._pending |= {request.key for request in requests}
 
     def collect(self, timeout_s: float) -> list[tuple[Key, Completion]]:
-        """See RolloutStream. RolloutError also when the server died; DeadlineError when it hangs."""
+        """See RolloutStream. PeerError when the server failed or died; DeadlineError when it hangs."""
         answers: list[tuple[Key, Completion]] = []
         until_s = time.monotonic() + timeout_s
         while self._pending:
@@ -281,6 +286,11 @@ class RemoteStream(RolloutStream):
                     "or raise trainer.deadline_s."
                 )
         return answers
+
+    def fail(self, text: str) -> None:
+        """Tell the server that this rank cannot go on, and why; from any thread. Then close the stream."""
+        with contextlib.suppress(RolloutError):
+            self._send("failed", text=text)
 
     def close(self) -> None:
         """See RolloutStream. The server is told that this rank is done."""
@@ -300,7 +310,7 @@ class RemoteStream(RolloutStream):
             raise self._death() from None
         self._heard_s = time.monotonic()
         if kind == "error":
-            raise RolloutError(f"{self._server()} failed: {values['text']}")
+            raise PeerError(f"{self._server()} failed: {values['text']}")
         if kind != "finished":
             return []
         self._pending.remove(values["key"])
@@ -322,8 +332,8 @@ class RemoteStream(RolloutStream):
         where = f"{self._address.host}:{self._address.port}"
         return f"rank {self._address.rank} ({where}), which serves {self._address.model!r},"
 
-    def _death(self) -> RolloutError:
-        return RolloutError(
+    def _death(self) -> PeerError:
+        return PeerError(
             f"{self._server()} has gone while {self.num_pending} requests wait for it: it died or failed. "
             "Look at its log."
         )

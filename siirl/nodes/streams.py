@@ -1,0 +1,126 @@
+"""Whom the episodes on a rank ask for turns, and whom its engines answer: at hand, or over TCP."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch.distributed as dist
+
+from siirl.agents.policy import Policy
+from siirl.agents.pump import Pump
+from siirl.dag.plan import InteractionPlan
+from siirl.engines.rollout.base import Request, RolloutEngine
+from siirl.engines.rollout.remote import Address, RemoteStream, StreamServer, gather_addresses
+from siirl.errors import PeerError
+
+POLL_S, GOODBYE_S = 0.05, 2.0
+
+Policies = dict[str, tuple[Policy, ...]]
+"""Name of a rollout model -> its engines; an episode keeps to one of them."""
+
+
+class Streams:
+    """What this rank asks and answers in one interaction; used by one thread."""
+
+    def __init__(
+        self,
+        plan: InteractionPlan,
+        rank: int,
+        engines: Mapping[str, RolloutEngine],
+        group: dist.ProcessGroup,
+        deadline_s: float,
+    ) -> None:
+        """engines: of this rank, by model. Collective over `group`, the world, if any policy is served."""
+        self._plan, self._rank, self._engines, self._deadline_s = plan, rank, engines, deadline_s
+        self._servers: dict[str, StreamServer] = {}
+        self._addresses: dict[str, dict[int, Address]] = {}
+        for name in dict.fromkeys(stream.policy for stream in plan.streams):
+            if plan.clients(name, rank):
+                self._servers[name] = StreamServer(name, rank, deadline_s)
+            server = self._servers.get(name)
+            self._addresses[name] = gather_addresses(server.address if server else None, group)
+
+    def serve(self) -> None:
+        """Answer until every driver that asks an engine of this rank is done.
+
+        RolloutError or DeadlineError when an engine or a driver fails, dies or falls silent.
+        """
+        self._wait(self._serving())
+
+    @contextmanager
+    def open(self) -> Iterator[Policies]:
+        """The policies, for a rank that plays episodes; its engines answer other drivers as well.
+
+        What is raised inside is told to those who serve this rank. At the end it waits for the drivers that
+        it serves, and raises as `serve` does.
+        """
+        opened: list[RemoteStream] = []
+        serving = self._serving()
+        try:
+            with ExitStack() as stack:
+                policies: Policies = {}
+                for name in self._plan.policies:
+                    pumps = [self._pump(name, head, opened) for head in self._plan.heads(name, self._rank)]
+                    policies[name] = tuple(stack.enter_context(pump) for pump in pumps)
+                try:
+                    yield policies
+                except BaseException as error:
+                    for stream in opened:
+                        stream.fail(f"{type(error).__name__}: {error}")
+                    raise
+        except PeerError as error:  # our own engine may be that peer
+            for service in serving:
+                service.join(GOODBYE_S)
+                if service.error is not None and not isinstance(service.error, PeerError):
+                    raise service.error from error
+            raise
+        self._wait(serving)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent."""
+        for server in self._servers.values():
+            server.close()
+
+    def _pump(self, name: str, head: int, opened: list[RemoteStream]) -> Pump:
+        """The policy that the engine of one rank answers for."""
+
+        def connect() -> RemoteStream:
+            stream = RemoteStream(self._addresses[name][head], self._rank, self._deadline_s)
+            opened.append(stream)
+            return stream
+
+        served = self._plan.clients(name, head)
+        return Pump(connect if served else self._engines[name].stream, Request, name, self._deadline_s)
+
+    def _serving(self) -> list["Service"]:
+        return [
+            Service(server, self._engines[name], self._plan.clients(name, self._rank))
+            for name, server in self._servers.items()
+        ]
+
+    def _wait(self, serving: list["Service"]) -> None:
+        """Until all have ended. Raises what ended the first that failed."""
+        while serving:
+            for service in list(serving):
+                service.join(POLL_S)
+                if service.error is not None:
+                    raise service.error
+                if not service.is_alive():
+                    serving.remove(service)
+
+
+class Service(threading.Thread):
+    """Serves one engine to the drivers of one interaction, beside other work of this rank."""
+
+    def __init__(self, server: StreamServer, engine: RolloutEngine, clients: tuple[int, ...]) -> None:
+        super().__init__(name=f"service of {engine.name}", daemon=True)
+        self._server, self._engine, self._clients = server, engine, clients
+        self.error: BaseException | None = None  # why it ended, if it failed
+        self.start()
+
+    def run(self) -> None:
+        """The thread: open the engine's stream, answer, close it."""
+        try:
+            self._server.serve(self._engine.stream, self._clients)
+        except BaseException as error:  # the edge of the thread: raised again by who waits
+            self.error = error

@@ -1,0 +1,90 @@
+"""Agents of an interaction on any ranks: who plays the episodes, and whose engine answers whom."""
+
+import pytest
+from plan_cases import add_agent, compiled, run_symbolically
+
+from siirl.dag.plan import Plan, Serve, SyncWeights
+from siirl.dag.spec import DagBuilder
+from siirl.errors import PlacementError
+
+VLLM = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+
+PLACEMENTS = {  # ranks of each agent -> {driver: heads of agent 1's engines}, ranks that serve only
+    "beside": (2, "0-1", "0-1", {0: (0,), 1: (1,)}, ()),
+    "apart": (2, "0", "1", {0: (1,)}, (1,)),
+    "apart, more to answer": (3, "0", "1-2", {0: (1, 2)}, (1, 2)),
+    "apart, fewer to answer": (3, "0-1", "2", {0: (2,), 1: (2,)}, (2,)),
+    "apart, dealt": (4, "0-1", "2-3", {0: (2,), 1: (3,)}, (2, 3)),
+    "apart, not to be dealt": (5, "0-1", "2-4", {0: (2, 3, 4), 1: (2, 3, 4)}, (2, 3, 4)),
+    "more": (4, "0-1", "0-3", {0: (0, 2), 1: (1, 3)}, (2, 3)),
+    "more, odd": (3, "0-1", "0-2", {0: (0, 2), 1: (1, 2)}, (2,)),
+    "fewer": (2, "0-1", "0", {0: (0,), 1: (0,)}, ()),
+    "overlapping": (3, "0-1", "1-2", {0: (2,), 1: (1,)}, (2,)),
+}
+
+
+def pair(first: str, second: str) -> DagBuilder:
+    dag = DagBuilder("pair")
+    above = add_agent(dag, 0, placement=first)["rollout"]
+    add_agent(dag, 1, placement=second, dependencies=[above])
+    return dag
+
+
+def answered(plan: Plan, policy: str = "agent_1.rollout") -> dict[int, tuple[int, ...]]:
+    """Driver -> the ranks whose engines answer it."""
+    return {
+        rank: plan.interactions["rollout_0"].heads(policy, rank) for rank in plan.run_of("rollout_0").ranks
+    }
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_driver_is_answered_by_the_nearest_engines_in_equal_shares(name):
+    world_size, first, second, heads, serving = PLACEMENTS[name]
+    plan = compiled(pair(first, second).build(), world_size)
+    interaction = plan.interactions["rollout_0"]
+    assert answered(plan) == heads
+    assert answered(plan, "agent_0.rollout") == {rank: (rank,) for rank in heads}
+    for section in ("instructions", "validation"):
+        run_symbolically(plan, section)
+        serves = [ins for ins in getattr(plan, section) if isinstance(ins, Serve)]
+        assert [ins.ranks for ins in serves] == ([serving] if serving else [])
+    asked = {head for answering in heads.values() for head in answering}
+    assert asked == set(plan.models["agent_1.rollout"].ranks)
+    for head in asked:
+        clients = tuple(rank for rank, answering in heads.items() if head in answering)
+        assert interaction.clients("agent_1.rollout", head) == (() if clients == (head,) else clients)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_all_weights_have_arrived_before_anybody_answers():
+    plan = compiled(pair("0-1", "2-3").build(), 4)
+    kinds = [type(ins) for ins in plan.instructions]
+    serve = kinds.index(Serve)
+    synced = [ins.link for ins in plan.instructions[:serve] if isinstance(ins, SyncWeights)]
+    assert synced == ["agent_0.weights", "agent_1.weights"]
+    assert plan.instructions[serve + 1] == plan.run_of("rollout_0")
+
+
+def test_the_first_rank_of_a_shard_speaks_for_it():
+    plan = compiled(pair("0-3", "0-3").build(), 4, *VLLM, "trainer.n_gpus_per_node=4")
+    assert answered(plan) == {0: (0,), 2: (2,)}
+    assert plan.interactions["rollout_0"].streams == ()
+    (serve,) = (ins for ins in plan.instructions if isinstance(ins, Serve))
+    assert serve.ranks == (1, 3)  # nobody asks them: their engines go to sleep with those of their shards
+    run_symbolically(plan)
+
+
+def test_a_service_is_asked_where_the_episodes_are():
+    dag = DagBuilder("service")
+    above = add_agent(dag, 0, placement="0-1")["rollout"]
+    service = {"rollout.name": "openai", "rollout.agent.endpoint.url": "http://localhost/v1"}
+    dag.node("critic", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=[above], config=service)
+    plan = compiled(dag.build(), 3)
+    assert plan.models["agent_1.rollout"].ranks == (0, 1)
+    assert plan.interactions["rollout_0"].streams == ()
+    dag = DagBuilder("elsewhere")
+    above = add_agent(dag, 0, placement="0-1")["rollout"]
+    options = {"agent_group": 1, "dependencies": [above], "config": service, "placement": "2"}
+    dag.node("critic", "MODEL_INFERENCE", "ROLLOUT", **options)
+    with pytest.raises(PlacementError, match=r"'critic'.*ranks 2.*ranks 0-1.*Remove its placement"):
+        compiled(dag.build(), 3)
