@@ -21,8 +21,9 @@ def inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [tensor.to(dtype) for tensor in (hidden, weight, ref_hidden, weight)]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-3), (torch.bfloat16, 6e-2)])
 def test_value_and_gradient_are_those_of_all_logits_in_bounded_memory(dtype, tolerance):
+    """bf16 rounds the largest logits, about 8, by 0.016: 4% of the differences of 0.4 between both models."""
     hidden, weight, ref_hidden, ref_weight = inputs(dtype)
     exact = [tensor.double() for tensor in (hidden, weight, ref_hidden, ref_weight)]
     exact = [tensor.requires_grad_() for tensor in exact[:2]] + exact[2:]
