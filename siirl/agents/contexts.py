@@ -15,6 +15,7 @@ Chat = list[dict[str, Any]]
 
 STAND_IN = "STANDINFORTHETURN"
 """Stands for the model's own turn in templates; no letter of it is changed by trimming or escaping."""
+MOST_KNOWN = 512
 
 
 class ContextFull(Exception):
@@ -32,27 +33,29 @@ class Limits:
 
 
 class ChatRenderer:
-    """Messages to tokens, by the tokenizer's chat template. One for each agent; nothing is remembered."""
+    """Messages to tokens, by the tokenizer's chat template. One for each agent.
+
+    Samples of a prompt often hear the same: the tokens of up to MOST_KNOWN plain messages are kept.
+    """
 
     def __init__(
         self, tokenizer: Vocabulary, template_kwargs: Mapping[str, Any], tools: Sequence[dict] = ()
     ) -> None:
         self.tokenizer = tokenizer
         self._options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
+        self._known: dict[Any, list[int]] = {}
 
     def start(self, messages: Chat) -> list[int]:
         """The tokens of a conversation, up to where the agent's turn begins."""
-        return self._tokens(self._text(messages))
+        return list(self._once(False, messages))
 
     def follow(self, messages: Chat, last_token: int | None) -> list[int]:
         """The tokens that come after the agent's turn: its end, the messages, the beginning of its next turn.
 
         last_token: the one that the agent ended its turn by, which then is not repeated.
         """
-        before = [{"role": "user", "content": "..."}, {"role": "assistant", "content": STAND_IN}]
-        text = self._text([*before, *messages])
-        tokens = self._tokens(text[text.index(STAND_IN) + len(STAND_IN) :])
-        return tokens[1:] if tokens and tokens[0] == last_token else tokens
+        tokens = self._once(True, messages)
+        return tokens[1:] if tokens and tokens[0] == last_token else list(tokens)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What was said, special tokens left out."""
@@ -62,6 +65,24 @@ class ChatRenderer:
         """A text without its last num_tokens tokens."""
         tokens = self._tokens(content)
         return self.text(tokens[: max(0, len(tokens) - num_tokens)])
+
+    def _once(self, follows: bool, messages: Chat) -> list[int]:
+        """Tokens of a conversation, or of what follows a turn; the caller does not write to them."""
+        key = follows, tuple(tuple(message.items()) for message in messages)
+        if not all(isinstance(value, str) for message in messages for value in message.values()):
+            return self._rendered(follows, messages)
+        if key not in self._known:
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._rendered(follows, messages)
+        return self._known[key]
+
+    def _rendered(self, follows: bool, messages: Chat) -> list[int]:
+        if not follows:
+            return self._tokens(self._text(messages))
+        before = [{"role": "user", "content": "..."}, {"role": "assistant", "content": STAND_IN}]
+        text = self._text([*before, *messages])
+        return self._tokens(text[text.index(STAND_IN) + len(STAND_IN) :])
 
     def _text(self, messages: Chat) -> str:
         return self.tokenizer.apply_chat_template(

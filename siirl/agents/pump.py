@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from siirl.agents.policy import Generated
@@ -35,31 +34,16 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass
-class Waiter:
-    """A coroutine that waits for its turn to be generated, on its own event loop."""
-
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[Generated]
-
-    def tell(self, result: Generated | BaseException) -> None:
-        """From any thread. A coroutine that was cancelled hears nothing."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self._settle, result)
-
-    def _settle(self, result: Generated | BaseException) -> None:
-        if self.future.done():
-            return
-        if isinstance(result, BaseException):
-            self.future.set_exception(result)
-        else:
-            self.future.set_result(result)
+Waiter = asyncio.Future[Generated]
+"""A coroutine waits for it, on its own event loop."""
 
 
 class Pump:
     """Policy over a stream. Consumes what `generate` asks, from any event loop; produces what it awaits.
 
-    Its thread waits for requests while none is pending, else for answers, POLL_S at a time. `close` ends it.
+    Its thread waits for requests while none is pending, else for answers, POLL_S at a time. What coroutines
+    ask in one round of their loop is submitted at once, and a loop wakes once for all answers that have come
+    together: engines read prompts together, and a wake-up costs as much as a small turn. `close` ends it.
     An error of the stream ends it too: it reaches everybody who waits, and everybody who asks afterwards. Use
     it as a context, or close it.
     """
@@ -79,7 +63,8 @@ class Pump:
         self._open_stream, self._make_request = open_stream, make_request
         self._name, self._deadline_s = name, deadline_s
         self._news = threading.Condition()
-        self._asked: list[Any] = []
+        self._asked: list[Any] = []  # since the last round of their loop
+        self._ready: list[Any] = []  # for the thread to submit
         self._waiters: dict[int, Waiter] = {}
         self._num_asked = 0
         self._end: BaseException | None = None  # why nobody is answered any more
@@ -89,14 +74,15 @@ class Pump:
     async def generate(self, prompt: list[int], params: Any, seed: int) -> Generated:
         """See Policy. Raises what the stream raised; RolloutError after `close`."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[Generated] = loop.create_future()
+        future: Waiter = loop.create_future()
         with self._news:
             if self._end is not None:
                 raise self._end
             key, self._num_asked = self._num_asked, self._num_asked + 1
+            if not self._asked:
+                loop.call_soon(self._pass_round)
             self._asked.append(self._make_request(key, prompt, params, seed))
-            self._waiters[key] = Waiter(loop, future)
-            self._news.notify()
+            self._waiters[key] = future
         return await future
 
     def close(self) -> None:
@@ -134,25 +120,53 @@ class Pump:
                 self._end = error
         with self._news:
             waiters, self._waiters = list(self._waiters.values()), {}
-        for waiter in waiters:
-            waiter.tell(self._end)
+        _tell([(waiter, self._end) for waiter in waiters])
+
+    def _pass_round(self) -> None:
+        """Let the thread have what was asked in this round of an event loop."""
+        with self._news:
+            self._ready += self._asked
+            self._asked = []
+            self._news.notify()
 
     def _pass_on(self, stream: Stream) -> bool:
         """Submit what was asked since; waits while there is nothing to do. False: it is over."""
         with self._news:
-            self._news.wait_for(lambda: self._asked or stream.num_pending or self._end is not None)
+            self._news.wait_for(lambda: self._ready or stream.num_pending or self._end is not None)
             if self._end is not None:
                 return False
-            asked, self._asked = self._asked, []
-        if asked:
-            stream.submit(asked)
+            ready, self._ready = self._ready, []
+        if ready:
+            stream.submit(ready)
         return True
 
     def _answer(self, answers: Sequence[tuple[int, Answer | EpisodeFailed]]) -> None:
         with self._news:
             waiters = [self._waiters.pop(key) for key, _ in answers]
-        for waiter, (_, said) in zip(waiters, answers, strict=True):
-            if isinstance(said, EpisodeFailed):
-                waiter.tell(said)
-                continue
-            waiter.tell(Generated(said.token_ids, said.log_probs, said.finish_reason, said.weight_version))
+        results = [
+            said
+            if isinstance(said, EpisodeFailed)
+            else Generated(said.token_ids, said.log_probs, said.finish_reason, said.weight_version)
+            for _, said in answers
+        ]
+        _tell(list(zip(waiters, results, strict=True)))
+
+
+def _tell(results: Sequence[tuple[Waiter, Generated | BaseException | None]]) -> None:
+    """Settle futures from any thread, those of a loop by one wake-up. Cancelled ones hear nothing."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Any]] = {}
+    for waiter, result in results:
+        by_loop.setdefault(waiter.get_loop(), []).append((waiter, result))
+    for loop, settled in by_loop.items():
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(_settle, settled)
+
+
+def _settle(results: Sequence[tuple[Waiter, Generated | BaseException]]) -> None:
+    for waiter, result in results:
+        if waiter.done():
+            continue
+        if isinstance(result, BaseException):
+            waiter.set_exception(result)
+        else:
+            waiter.set_result(result)

@@ -145,7 +145,9 @@ async def _turn(
     """Generate after what the context has begun with, and add it to the episode."""
     tokens, room = begun
     turn, episode.turns = episode.turns, episode.turns + 1
-    params = replace(speaker.params, max_tokens=min(room, speaker.params.max_tokens))
+    params = speaker.params
+    if room < params.max_tokens:
+        params = replace(params, max_tokens=room)
     seed = turn_seed(episode.seed, stage.agent, turn)
     generated = await speaker.policy_of(episode).generate(tokens, params, seed)
     text = context.speak(generated, turn)

@@ -3,10 +3,10 @@
     python -m siirl.engines.rollout.vllm_server FD
 
 FD: the inherited socket. The first message, "start", brings vLLM's arguments; each later one is answered by
-"done", or by "error". "submit" alone has no such answer: its requests join those that run, and each is told
-by a "finished" when it is complete, whatever else the worker sends (or by a "stream_error", which ends them
-all). While it generates, the process says "alive" about every second, from the thread that runs the engine:
-an engine that hangs falls silent.
+"done", or by "error". "submit" alone has no such answer: its requests join those that run, and those that a
+step has completed are told by a "finished", whatever else the worker sends (or by a "stream_error", which
+ends them all). While it generates, the process says "alive" about every second, from the thread that runs the
+engine: an engine that hangs falls silent.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ PR_SET_PDEATHSIG = 1
 
 
 Message = tuple[str, dict[str, Any], dict[str, np.ndarray]]
+Result = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class Server:
@@ -100,19 +101,14 @@ class Server:
 
     def _advance(self) -> None:
         """One step of the engine for the stream's requests."""
-        for finished in self._engine.step():
-            name = finished.request_id.split("-")[0]
-            self._running.discard(name)
-            stats = {"cached_tokens": float(finished.num_cached_tokens)}
+        finished = self._engine.step()
+        names = [response.request_id.split("-")[0] for response in finished]
+        self._running.difference_update(names)
+        if finished:
+            values, arrays = _responses(finished)
             if not self._running:
-                stats |= self._engine.stats()
-            self._channel.send(
-                "finished",
-                {"tokens": np.array(finished.token_ids, np.int64), "log_probs": _float32(finished.log_probs)},
-                name=name,
-                finish_reason=finished.finish_reason,
-                stats=stats,
-            )
+                values["stats"] |= self._engine.stats()
+            self._channel.send("finished", arrays, names=names, **values)
         self._say_alive(f"{len(self._running)} requests are running")
 
     def _say_alive(self, progress: str) -> None:
@@ -149,13 +145,9 @@ class Server:
                 rows[int(finished.request_id.split("-")[0])] = finished
                 done += 1
             self._say_alive(f"{done} of {len(rows)} responses are complete")
-        reasons = [row.finish_reason for row in rows]
-        stats = self._engine.stats() | {"cached_tokens": float(sum(row.num_cached_tokens for row in rows))}
-        return {"finish_reasons": reasons, "stats": stats}, {
-            "tokens": np.array([token for row in rows for token in row.token_ids], np.int64),
-            "log_probs": _float32(value for row in rows for value in row.log_probs),
-            "lengths": np.array([len(row.token_ids) for row in rows], np.int64),
-        }
+        values, arrays = _responses(rows)
+        values["stats"] |= self._engine.stats()
+        return values, arrays
 
     def on_sleep(self, values: dict, arrays: dict) -> None:
         self._engine.sleep()
@@ -177,8 +169,17 @@ class Server:
         return {}, {str(worker): part.numpy() for worker, part in enumerate(parts)}
 
 
-def _float32(values: Iterable[float]) -> np.ndarray:
-    return np.fromiter(values, np.float32)
+def _responses(finished: Sequence[Any]) -> Result:
+    """Completed responses as one message: tokens and log-probs of all in a row, and their lengths."""
+    cached = float(sum(response.num_cached_tokens for response in finished))
+    return {
+        "finish_reasons": [response.finish_reason for response in finished],
+        "stats": {"cached_tokens": cached},
+    }, {
+        "tokens": np.array([token for response in finished for token in response.token_ids], np.int64),
+        "log_probs": np.array([value for response in finished for value in response.log_probs], np.float32),
+        "lengths": np.array([len(response.token_ids) for response in finished], np.int64),
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,5 @@
 """A stream of requests to a vLLM engine's process, which admits them between two of its steps."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,7 +50,7 @@ class VLLMStream(RolloutStream):
             "prompt_lengths": np.array([len(request.prompt) for request in requests], np.int64),
             "seeds": np.array([derive_seed(request.seed, 0) for request in requests], np.int64),
         }
-        params = [dataclasses.asdict(request.params) for request in requests]
+        params = [vars(request.params) for request in requests]
         self._process.send("submit", arrays, names=names, params=params)
         for name, request in zip(names, requests, strict=True):
             self._pending[name] = Pending(request.key, len(request.prompt))
@@ -60,7 +59,7 @@ class VLLMStream(RolloutStream):
         """See RolloutStream."""
         if not self._pending:
             return []
-        return [self._answer(*reply) for reply in self._process.listen(timeout_s)]
+        return [answer for reply in self._process.listen(timeout_s) for answer in self._answers(*reply)]
 
     def close(self) -> None:
         """See RolloutStream. RolloutError if the process died."""
@@ -68,19 +67,22 @@ class VLLMStream(RolloutStream):
             self._pending = {}
             self._process.ask("abort")
 
-    def _answer(self, values: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[Key, Completion]:
-        pending = self._pending.pop(values["name"], None)
-        if pending is None:
-            raise RolloutError(
-                f"rollout engine {self._engine.name!r} answered a request that is not pending."
-            )
-        check_complete_responses([values["finish_reason"]], self._engine.name)
-        completion = Completion(
-            arrays["tokens"].tolist(),
-            arrays["log_probs"].tolist(),
-            values["finish_reason"],
-            self._engine.weight_version,
-        )
-        check_finite([(f"request {pending.key!r}", completion)], self._dtype)
-        self._engine.count(values["stats"], pending.num_prompt_tokens)
-        return pending.key, completion
+    def _answers(self, values: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[tuple[Key, Completion]]:
+        """The responses that one step of the engine has completed."""
+        reasons, version = values["finish_reasons"], self._engine.weight_version
+        check_complete_responses(reasons, self._engine.name)
+        bounds = np.cumsum(arrays["lengths"])[:-1]
+        parts = (np.split(arrays[name], bounds) for name in ("tokens", "log_probs"))
+        answers, prompt_tokens = [], 0
+        for name, reason, tokens, log_probs in zip(values["names"], reasons, *parts, strict=True):
+            pending = self._pending.pop(name, None)
+            if pending is None:
+                raise RolloutError(
+                    f"rollout engine {self._engine.name!r} answered a request that is not pending."
+                )
+            completion = Completion(tokens.tolist(), log_probs.tolist(), reason, version)
+            answers.append((pending.key, completion))
+            prompt_tokens += pending.num_prompt_tokens
+        check_finite(((f"request {key!r}", completion) for key, completion in answers), self._dtype)
+        self._engine.count(values["stats"], prompt_tokens)
+        return answers
