@@ -62,6 +62,7 @@ class Episode:
                 "node": message.node,
                 "turn": message.turn,
                 "reward": message.reward,
+                **({} if message.to is None else {"to": message.to}),
                 **message.info,
             }
             for message in self.messages

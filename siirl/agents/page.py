@@ -9,7 +9,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from siirl.agents.render import ShownEpisode, details_of, reward_text, shown_text, speaker_name
+from siirl.agents.render import (
+    ShownEpisode,
+    details_of,
+    errors_of,
+    has_env_rewards,
+    reward_text,
+    rewards_of,
+    shown_text,
+    speaker_name,
+)
 from siirl.dag.draw import AGENT_COLORS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
@@ -45,6 +54,8 @@ summary { padding: 8px 14px; cursor: pointer; font-weight: 600; }
 .reward { padding: 0 8px; border-radius: 9px; font-variant-numeric: tabular-nums; color: var(--ink); }
 .text { margin: 2px 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
   font: 14px/1.45 ui-monospace, monospace; }
+.error { padding: 0 8px; border-radius: 9px; color: #fff; background: #b03a48; }
+.tool { margin-left: 44px; background: var(--page); }
 .note { margin: 0; padding: 0 14px 10px; color: var(--faint); font-size: 13px; }
 [hidden] { display: none; }
 """
@@ -142,7 +153,8 @@ def _episode(place: int, episode: ShownEpisode, strongest: float) -> str:
         f'<span class="chip" style="{_color(agent)}">agent {agent} {_reward(reward, strongest)}</span>'
         for agent, reward in episode.rewards.items()
     )
-    messages = "\n".join(_message(message, strongest) for message in episode.messages)
+    with_env = has_env_rewards(episode)
+    messages = "\n".join(_message(message, strongest, with_env) for message in episode.messages)
     note = f'\n<p class="note">{_safe(episode.note)}</p>' if episode.note else ""
     turns = f"{episode.turns} turn{'' if episode.turns == 1 else 's'}"
     return (
@@ -152,26 +164,28 @@ def _episode(place: int, episode: ShownEpisode, strongest: float) -> str:
     )
 
 
-def _message(message: Any, strongest: float) -> str:
+def _message(message: Any, strongest: float, with_env: bool) -> str:
     agent, turn = message.get("agent"), message.get("turn")
     mine = f' data-agent="{int(agent)}" style="{_color(agent)}"' if agent is not None else ""
     parts = [f"<span>{int(turn)}</span>"] if turn is not None else []
     parts.append(f'<span class="name">{_safe(speaker_name(message))}</span>')
-    if turn is not None and message.get("reward") is not None:
-        parts.append(_reward(message["reward"], strongest))
+    parts += [_reward(value, strongest, f"{source} ") for source, value in rewards_of(message, with_env)]
     parts += [f"<span>{_safe(detail)}</span>" for detail in details_of(message)]
+    if errors := errors_of(message):
+        parts.append(f'<span class="error">{_safe(errors)}</span>')
     text = _safe(message.get("content", ""))
+    kind = "message tool" if message.get("role") == "tool" else "message"
     return (
-        f'<div class="message"{mine}><div class="head">{"".join(parts)}</div>'
+        f'<div class="{kind}"{mine}><div class="head">{"".join(parts)}</div>'
         f'<pre class="text">\n{text}</pre></div>'  # HTML drops the first line break
     )
 
 
-def _reward(reward: float, strongest: float) -> str:
+def _reward(reward: float, strongest: float, source: str = "") -> str:
     """A reward on a ground of green or red, as strong as it is large. The sign is also written out."""
     strength = 0.15 + 0.45 * abs(reward) / strongest if reward and strongest else 0
     ground = f"rgba({GOOD if reward > 0 else BAD}, {strength:.2f})"
-    return f'<span class="reward" style="background: {ground}">{reward_text(reward)}</span>'
+    return f'<span class="reward" style="background: {ground}">{source}{reward_text(reward)}</span>'
 
 
 def _color(agent: int) -> str:

@@ -32,61 +32,104 @@ class ShownEpisode:
 
 
 EPISODE = "episode"
-"""Key of a sampled row that holds its agent, episode_id and conversation, if it is of an interaction."""
+"""Key of a sampled row of an interaction: its agent, episode_id, conversation, and last turn, or None."""
+
+SAMPLE = ("node", "data_source", "sample_index", "score", "prompt", "response", "ground_truth", EPISODE)
+"""Keys that every sampled row has; what it has besides is what its reward function returned."""
 
 
 def split_episodes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[ShownEpisode]]:
-    """Sampled rows, with their conversation as text, and the episodes that they are of, each once.
+    """Sampled rows to be shown, those of an episode as one with the whole conversation, and the episodes.
 
-    An agent's reward in an episode is the score of its row; the mean of them if it has several.
+    A row's score stands at the last turn in it. An agent's reward is the mean score of its rows.
     """
-    plain: list[dict[str, Any]] = []
-    of_episode: dict[int, list[Mapping[str, Any]]] = {}
+    shown: list[dict[str, Any]] = []
+    of_episode: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         if EPISODE in row:
-            of_episode.setdefault(row[EPISODE]["episode_id"], []).append(row)
-    episodes = {number: _shown(group) for number, group in of_episode.items()}
-    for row in rows:
-        kept = {name: value for name, value in row.items() if name != EPISODE}
-        if EPISODE in row:
-            kept["conversation"] = episode_text(episodes[row[EPISODE]["episode_id"]])
-        plain.append(kept)
-    return plain, list(episodes.values())
+            key = (row["data_source"], row["sample_index"], row[EPISODE]["episode_id"])
+            of_episode.setdefault(key, []).append(row)
+        else:
+            shown.append(dict(row))
+    episodes = [_shown(group) for group in of_episode.values()]
+    for (source, index, _), episode in zip(of_episode, episodes, strict=True):
+        shown.append(
+            {
+                "data_source": source,
+                "sample_index": index,
+                "rewards": {f"agent {agent}": reward for agent, reward in episode.rewards.items()},
+                "messages": list(episode.messages),
+                "conversation": episode_text(episode),
+            }
+        )
+    return shown, episodes
 
 
 def _shown(rows: Sequence[Mapping[str, Any]]) -> ShownEpisode:
     scores: dict[int, list[float]] = {}
-    for row in rows:
-        scores.setdefault(row[EPISODE]["agent"], []).append(row["score"])
-    first = rows[0]
+    messages = [dict(message) for message in rows[0][EPISODE]["conversation"]]
+    notes = [f"ground truth: {rows[0]['ground_truth']}"]
+    for row in sorted(rows, key=lambda row: row[EPISODE]["agent"]):
+        agent, turn = row[EPISODE]["agent"], row[EPISODE].get("turn")
+        scores.setdefault(agent, []).append(row["score"])
+        spoken = [message for message in messages if message["agent"] == agent]
+        for message in [m for m in spoken if m["turn"] == turn] or spoken[-1:]:
+            message["score"] = message.get("score", 0.0) + row["score"]
+        if info := ", ".join(f"{name} {_number(value)}" for name, value in row.items() if name not in SAMPLE):
+            notes.append(f"agent {agent}: {info}")
     return ShownEpisode(
-        f"{first['data_source']}, row {first['sample_index']}, episode {first[EPISODE]['episode_id']}",
-        first[EPISODE]["conversation"],
-        {agent: sum(values) / len(values) for agent, values in sorted(scores.items())},
-        f"ground truth: {first['ground_truth']}",
+        f"{rows[0]['data_source']}, row {rows[0]['sample_index']}, episode {rows[0][EPISODE]['episode_id']}",
+        messages,
+        {agent: sum(values) / len(values) for agent, values in scores.items()},
+        "; ".join(notes),
     )
 
 
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def speaker_name(message: Mapping[str, Any]) -> str:
-    """Who said it: the node and its agent, or the role of a prompt, an observation or a tool's response."""
+    """Who said it: an agent's node and the agent, an environment's node, a tool, or the role in a prompt."""
     agent, node = message.get("agent"), message.get("node")
-    if agent is None:
-        return str(message.get("role") or "?")
-    return f"{node} (agent {agent})" if node else f"agent {agent}"
+    if agent is not None:
+        return f"{node} (agent {agent})" if node else f"agent {agent}"
+    if message.get("role") == "tool":
+        return f"tool {message['tool']}" if message.get("tool") else "tool"
+    return f"{node} (environment)" if node else str(message.get("role") or "?")
 
 
 def details_of(message: Mapping[str, Any]) -> list[str]:
-    """What else is known of a turn, in a few words each."""
+    """What else is known of a message, in a few words each."""
     details = []
     if message.get("finish_reason") not in (None, "stop"):
         details.append(f"ended by {message['finish_reason']}")
-    if message.get("tool_errors"):
-        details.append(f"tool errors: {_listed(message['tool_errors'])}")
-    if message.get("to") is not None:
+    if message.get("tool_calls"):
+        details.append(f"{message['tool_calls']} tool call{'s' * (message['tool_calls'] != 1)}")
+    if message.get("to") is not None and message.get("role") != "tool" and not message.get("tool_calls"):
         details.append(f"only to agent {message['to']}")
     if message.get("weight_version") is not None:
         details.append(f"weights {message['weight_version']}")
     return details
+
+
+def errors_of(message: Mapping[str, Any]) -> str:
+    """What went wrong with the tools that a turn calls, or in the tool that answers; empty: nothing."""
+    errors = message.get("tool_errors") or message.get("error")
+    return f"tool errors: {_listed(errors)}" if errors else ""
+
+
+def rewards_of(message: Mapping[str, Any], with_env: bool) -> list[tuple[str, float]]:
+    """What a turn got, by its source: the environment, and the score of the row that it ends."""
+    if message.get("turn") is None:
+        return []
+    found = [("env", message.get("reward") or 0.0)] if with_env else []
+    return [*found, ("score", message["score"])] if message.get("score") is not None else found
+
+
+def has_env_rewards(episode: ShownEpisode) -> bool:
+    """Whether an environment rewarded any turn."""
+    return any(message.get("reward") for message in episode.messages)
 
 
 def reward_text(reward: float) -> str:
@@ -110,12 +153,13 @@ def episode_text(episode: ShownEpisode, width: int = 0) -> str:
     """
     rewards = ", ".join(f"agent {agent} {reward_text(reward)}" for agent, reward in episode.rewards.items())
     lines = [episode.title + (f"  [{rewards}]" if rewards else "")]
+    with_env = has_env_rewards(episode)
     for message in episode.messages:
         turn = message.get("turn")
         head = f"  {speaker_name(message)}" if turn is None else f"  {turn}. {speaker_name(message)}"
-        if turn is not None and message.get("reward") is not None:
-            head += f"  {reward_text(message['reward'])}"
+        head += "".join(f"  {source} {reward_text(value)}" for source, value in rewards_of(message, with_env))
         details = [detail for detail in details_of(message) if not detail.startswith("weights")]
+        details += [errors] if (errors := errors_of(message)) else []
         lines.append(head + (f"  ({'; '.join(details)})" if details else ""))
         text = shown_text(message.get("content", ""))
         text = f"{text[:width]}..." if width and len(text) > width else text

@@ -98,8 +98,9 @@ async def _play(game: Game, played: Played) -> None:
     if game.make_env is not None:
         episode.env = game.make_env()
         seen = await reset_env(episode.env, episode.task, episode.seed, game.env_deadline_s)
-        shows = any(stage.options["obs_with_env"] for stage in game.plan.stages if stage.kind == "env")
-        _observe(episode, seen.texts if shows else "", seen.info, game.plan.entry, set(_agents(game)))
+        acted_in = [stage for stage in game.plan.stages if stage.kind == "env"]
+        shown = seen.texts if any(stage.options["obs_with_env"] for stage in acted_in) else ""
+        _observe(episode, shown, seen.info, acted_in[0].node, set(_agents(game)))
     stages = {stage.node: stage for stage in game.plan.stages}
     node, acted = game.plan.entry, 0
     while node is not None and not episode.done:

@@ -32,7 +32,13 @@ class ToolUse:
         turn.info["tool_calls"] = len(calls)
         turn.info["tool_errors"] = [response.error for response in responses if response.error]
         return [
-            Message("tool", response.text, node=turn.node, to=turn.agent, info={"tool": response.tool})
+            Message(
+                "tool",
+                response.text,
+                node=turn.node,
+                to=turn.agent,
+                info={"tool": response.tool, **({"error": response.error} if response.error else {})},
+            )
             for response in responses
         ]
 

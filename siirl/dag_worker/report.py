@@ -17,6 +17,9 @@ from siirl.observe.metrics import Metrics
 from siirl.observe.sinks import METRICS_FILE, Sinks, tensorboard_dir
 from siirl.observe.summary import closing_summary
 
+PAGES = "conversations"
+"""Folder of the pages in a run's output."""
+
 
 class Report:
     """Joins the metrics of all ranks. All ranks call its methods; rank 0 alone has sinks."""
@@ -45,7 +48,7 @@ class Report:
             self._sinks.text(step, kind, rows)
             if episodes and kind == "validation":
                 trainer = self._worker.cfg.trainer
-                path = Path(trainer.output_dir) / "conversations" / f"step_{step}.html"
+                path = Path(trainer.output_dir).expanduser() / PAGES / f"step_{step}.html"
                 write_page(path, episodes, f"{trainer.experiment_name}: {kind}, step {step}")
 
     def close(self) -> None:
@@ -89,10 +92,12 @@ def closing_report(
     """The closing summary; draws the reward curve that it names."""
     metrics_file = output_dir / METRICS_FILE
     curve = reward_curve_png(metrics_file, output_dir / "reward_curve.png", cfg.trainer.experiment_name)
+    pages = sorted((output_dir / PAGES).glob("step_*.html"), key=lambda page: int(page.stem[len("step_") :]))
     places = {
         "TensorBoard": tensorboard_dir(output_dir) if "tensorboard" in cfg.trainer.logger else None,
         "metrics": metrics_file,
         "reward curve": curve,
+        "conversations": pages[-1] if pages else None,
         "trace": trace,
         "checkpoint": checkpoint,
     }

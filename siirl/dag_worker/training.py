@@ -75,7 +75,9 @@ class Training:
             self.resume()
         report = Report(self.worker, self._make_sinks() if self.worker.rank == 0 else None)
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
-            report.log(self.step, self.validate(), Metrics())
+            validated = self.validate()
+            report.samples(self.step, "validation", self.samples)
+            report.log(self.step, validated, Metrics())
         while self.step < self.total_steps and not trainer.val_only:
             self.step += 1
             train_metrics = self.train_step()

@@ -142,17 +142,23 @@ def report_groups(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> Non
 
 
 def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
-    """Put up to sample_limit rows into ctx.samples, as text."""
-    limit = len(rows) if ctx.sample_limit < 0 else min(ctx.sample_limit, len(rows))
-    for index in range(limit):
+    """Put up to sample_limit rows into ctx.samples, as text; of an interaction, all of as many episodes."""
+    extras = objects(rows, "extra_info") if "extra_info" in rows.keys() else [None] * len(rows)
+    taken: set[Any] = set()
+    for index, extra in enumerate(extras):
+        talks = isinstance(extra, dict) and "conversation" in extra
+        sample = (int(rows["sample_index"][index]), extra["episode_id"]) if talks else index
+        if sample not in taken and 0 <= ctx.sample_limit <= len(taken):
+            continue
+        taken.add(sample)
         length = int(rows["response_length"][index])
         response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
         info: dict[str, Any] = scored["reward_info"][index] or {}
-        extra = rows["extra_info"][index] if "extra_info" in rows.keys() else None
         episode = {}
-        if isinstance(extra, dict) and "conversation" in extra:
+        if talks:
             names = ("agent", "episode_id", "conversation")
-            episode = {EPISODE: {name: extra[name] for name in names}}
+            turn = int(rows["turn_id"][index].max()) if "turn_id" in rows.keys() else None
+            episode = {EPISODE: {**{name: extra[name] for name in names}, "turn": turn}}
         ctx.samples.append(
             {
                 **episode,

@@ -19,6 +19,7 @@ from rich.text import Text
 from siirl.observe.columns import COLUMNS, Column, cell, matches, number
 
 HEADER_EVERY = 20
+MOST_LINES, MOST_WIDTH = 24, 120  # of a conversation
 
 
 class ConsoleSink:
@@ -70,7 +71,16 @@ class ConsoleSink:
             self._progress.update(self._task, completed=step)
 
     def text(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Samples go to files, not to the terminal."""
+        """One conversation of a validation, in few lines; all other samples go to files alone."""
+        texts = (row["conversation"] for row in rows if "conversation" in row)
+        if name != "validation" or (text := next(texts, None)) is None:
+            return
+        lines = text.splitlines()
+        self._print(f"a conversation of the validation at step {step}:", "bold")
+        for line in lines[:MOST_LINES]:
+            self._print(f"  {line[:MOST_WIDTH]}{'...' * (len(line) > MOST_WIDTH)}", "")
+        if len(lines) > MOST_LINES:
+            self._print(f"  ... and {len(lines) - MOST_LINES} more lines", "dim")
 
     def close(self) -> None:
         if self._rows:

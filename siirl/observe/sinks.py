@@ -161,11 +161,18 @@ class SampleSink:
 
 
 def samples_text(rows: Rows) -> str:
-    """Samples for a reader: short values on the head line of a row, texts indented below."""
+    """Samples for a reader: short values on the head line of a row, texts indented below.
+
+    Lists and mappings are left out: they are for programs, which read the JSON lines.
+    """
     blocks = []
     for index, row in enumerate(rows):
         texts = {key: value for key, value in row.items() if isinstance(value, str)}
-        head = [f"{key}={_short(value)}" for key, value in row.items() if key not in texts]
+        head = [
+            f"{key}={_short(value)}"
+            for key, value in row.items()
+            if key not in texts and not isinstance(value, list | dict)
+        ]
         body = [
             f"  {key}:\n" + "".join(f"    {line}\n" for line in text.splitlines())
             for key, text in texts.items()

@@ -1,10 +1,13 @@
 """Episodes as text and as a page: who said what for which reward, and nothing that was said is run."""
 
+import json
 import re
 from html.parser import HTMLParser
 
 from siirl.agents.page import page, write_page
 from siirl.agents.render import MAX_MESSAGE, ShownEpisode, episode_text, split_episodes
+from siirl.observe.console import ConsoleSink
+from siirl.observe.sinks import SampleSink
 
 EVIL = "</pre></script><script>alert(1)</script><img src=x onerror='alert(2)'>\" & \x00\x1b[31m\u202e\ud800"
 
@@ -26,7 +29,7 @@ def episode(title="task 3, sample 1", content="\nfour", reward=1.0, note="ground
     messages = [
         message("2 + 2 ?"),
         message("add them", 0, "planner", 0, -0.25, weight_version=7, finish_reason="length"),
-        message("4", role="tool"),
+        message("4", role="tool", tool="calculator", node="worker", to=1),
         message(
             content, 1, "worker", 1, reward, weight_version=7, finish_reason="stop", tool_errors=["unknown"]
         ),
@@ -64,11 +67,11 @@ def test_text_names_speakers_rewards_and_what_went_wrong():
         "task 3, sample 1  [agent 0 -0.25, agent 1 +1]",
         "  user",
         "    | 2 + 2 ?",
-        "  0. planner (agent 0)  -0.25  (ended by length)",
+        "  0. planner (agent 0)  env -0.25  (ended by length)",
         "    | add them",
-        "  tool",
+        "  tool calculator",
         "    | 4",
-        "  1. worker (agent 1)  +1  (tool errors: unknown)",
+        "  1. worker (agent 1)  env +1  (tool errors: unknown)",
         "    | ",
         "    | four",
         "  ground truth: 4",
@@ -79,7 +82,7 @@ def test_text_names_speakers_rewards_and_what_went_wrong():
 def test_the_page_holds_each_turn_with_its_agent_and_reward():
     reader = Reader(page([episode(), episode("task 4", reward=0.5)], "run, step 2"))
     assert not reader.open
-    turns = [attributes for tag, attributes in reader.tags if attributes.get("class") == "message"]
+    turns = [attributes for tag, attributes in reader.tags if "message" in attributes.get("class", "")]
     assert [turn.get("data-agent") for turn in turns] == [None, "0", None, "1"] * 2
     colors = {turn.get("style") for turn in turns if turn.get("data-agent")}
     assert len(colors) == 2
@@ -89,7 +92,8 @@ def test_the_page_holds_each_turn_with_its_agent_and_reward():
         ("0.125", "-0.25", "0.5"),
     ]
     assert reader.texts["text"][3] == "\n\nfour"  # HTML drops the first of two line breaks
-    assert reader.texts["reward"][:4] == ["-0.25", "+1", "-0.25", "+1"]
+    assert reader.texts["reward"][:4] == ["-0.25", "+1", "env -0.25", "env +1"]
+    assert reader.texts["error"] == ["tool errors: unknown"] * 2
     grounds = [attributes["style"] for tag, attributes in reader.tags if attributes.get("class") == "reward"]
     assert (
         grounds[0].startswith("background: rgba(205") and grounds[1] == "background: rgba(44, 150, 90, 0.60)"
@@ -122,16 +126,61 @@ def test_a_page_is_written_whole_and_long_messages_are_cut(tmp_path):
     assert "No episodes." in page([], "t")
 
 
-def test_sampled_rows_of_an_episode_become_one_conversation():
-    messages = episode().messages
-    common = {"data_source": "sums", "sample_index": 4, "ground_truth": "4"}
-    rows = [
-        {**common, "score": score, "episode": {"agent": agent, "episode_id": 8, "conversation": messages}}
-        for agent, score in ((1, 0.5), (0, -1.0), (1, 1.5))
+def sampled(agent, score, turn, sample_index=4, **info):
+    shown = {"agent": agent, "episode_id": 8, "conversation": episode(reward=0.0).messages, "turn": turn}
+    shown["conversation"][1]["reward"] = 0.0
+    return {
+        "node": "reward",
+        "data_source": "sums",
+        "sample_index": sample_index,
+        "score": score,
+        **info,
+        "prompt": "p",
+        "response": "r",
+        "ground_truth": "4",
+        "episode": shown,
+    }
+
+
+def test_sampled_rows_of_an_episode_become_one_conversation_with_scores_where_rows_end():
+    plain = {"score": 2.0, "prompt": "of no interaction"}
+    rows = [sampled(1, 0.5, 1, right=0.25), plain, sampled(0, -1.0, 0), sampled(1, 1.5, 1, sample_index=5)]
+    shown, episodes = split_episodes(rows)
+    assert [one.rewards for one in episodes] == [{0: -1.0, 1: 0.5}, {1: 1.5}]  # of the same id, two prompts
+    assert shown[0] == plain and len(shown) == 3
+    assert shown[1]["rewards"] == {"agent 0": -1.0, "agent 1": 0.5}
+    assert [message.get("score") for message in shown[1]["messages"]] == [None, -1.0, None, 0.5]
+    assert shown[1]["conversation"].split("\n") == [
+        "sums, row 4, episode 8  [agent 0 -1, agent 1 +0.5]",
+        "  user",
+        "    | 2 + 2 ?",
+        "  0. planner (agent 0)  score -1  (ended by length)",
+        "    | add them",
+        "  tool calculator",
+        "    | 4",
+        "  1. worker (agent 1)  score +0.5  (tool errors: unknown)",
+        "    | ",
+        "    | four",
+        "  ground truth: 4; agent 1: right 0.25",
     ]
-    plain, episodes = split_episodes([*rows, {"score": 2.0, "prompt": "of no interaction"}])
-    assert [shown.rewards for shown in episodes] == [{0: -1.0, 1: 1.0}]
-    assert episodes[0].title == "sums, row 4, episode 8" and episodes[0].note == "ground truth: 4"
-    assert [row["score"] for row in plain] == [0.5, -1.0, 1.5, 2.0]
-    assert all("episode" not in row for row in plain) and "worker (agent 1)" in plain[0]["conversation"]
-    assert plain[3] == {"score": 2.0, "prompt": "of no interaction"}
+
+
+def test_the_text_file_has_each_conversation_once_and_the_lines_its_messages(tmp_path):
+    shown, _ = split_episodes([sampled(1, 0.5, 1), sampled(0, -1.0, 0)])
+    sink = SampleSink(tmp_path, {})
+    sink.text(3, "validation", shown)
+    text = (tmp_path / "rollouts" / "validation" / "step_3.txt").read_text()
+    assert text.count("worker (agent 1)  score +0.5") == 1 and "[{" not in text
+    (line,) = (tmp_path / "rollouts" / "validation" / "step_3.jsonl").read_text().splitlines()
+    assert [message["agent"] for message in json.loads(line)["messages"]] == [None, 0, None, 1]
+
+
+def test_the_console_prints_one_conversation_of_a_validation(capsys):
+    shown, _ = split_episodes([sampled(1, 0.5, 1), sampled(1, 1.5, 1, sample_index=5)])
+    console = ConsoleSink(total_steps=4)
+    console.text(2, "train", shown)
+    console.text(2, "validation", [{"score": 1.0, "prompt": "of no interaction"}])
+    assert capsys.readouterr().out == ""
+    console.text(2, "validation", shown)
+    out = capsys.readouterr().out
+    assert "validation at step 2" in out and out.count("planner (agent 0)") == 1 and "row 5" not in out
