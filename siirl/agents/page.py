@@ -42,6 +42,7 @@ input, select { font: inherit; color: var(--ink); background: var(--page); borde
   border-radius: 4px; padding: 2px 6px; }
 input[type=number] { width: 6em; }
 main { max-width: 960px; margin: 16px auto; padding: 0 20px; }
+details { content-visibility: auto; contain-intrinsic-size: auto 320px; /* hundreds stay fast */ }
 details { margin: 0 0 14px; background: var(--box); border: 1px solid var(--line); border-radius: 8px; }
 summary { padding: 8px 14px; cursor: pointer; font-weight: 600; }
 .chip { margin-left: 8px; padding: 1px 8px; border-radius: 9px; font-weight: 400; font-size: 13px;

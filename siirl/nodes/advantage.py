@@ -91,6 +91,10 @@ def _less_kl(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor) -> Tensor:
     totals = torch.tensor([float(kl_B.sum()), float(len(kl_B))], dtype=torch.float64)
     kl_sum, num_rows = sum_over_ranks(ctx, totals).tolist()
     ctx.metrics.mean("reward/kl", kl_sum, num_rows)
+    if in_interaction(rows):
+        for speaker in rows["speaker"].unique().tolist():
+            mine_B = rows["speaker"] == speaker
+            ctx.metrics.mean(f"speaker_{speaker}/kl", float(kl_B[mine_B].sum()), float(mine_B.sum()))
     ctx.metrics.mean("reward/kl_coef", controller.coef)
     controller.update(kl_sum / max(num_rows, 1.0), int(num_rows))
     ctx.state.update(controller.state_dict())

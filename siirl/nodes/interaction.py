@@ -288,7 +288,8 @@ def _report_turns(metrics: Metrics, one: Played) -> None:
             metrics.mean(f"interaction/{name}/finished", message.info["finish_reason"] == "stop")
             metrics.mean(f"interaction/{name}/env_reward", message.reward)
         if "tool_calls" in message.info:
-            metrics.sum("interaction/tool_calls", message.info["tool_calls"])
+            for where in ("interaction", f"interaction/{message.node}"):
+                metrics.sum(f"{where}/tool_calls", message.info["tool_calls"])
+                metrics.sum(f"{where}/tool_errors", len(message.info["tool_errors"]))
         for kind in message.info.get("tool_errors", ()):
-            metrics.sum("interaction/tool_errors", 1)
             metrics.sum(f"interaction/tool_errors/{kind}", 1)

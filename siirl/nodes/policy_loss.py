@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -16,7 +17,11 @@ from siirl.config.actor import ActorConfig
 from siirl.dag.ops import old_log_prob_source, policy_loss_name
 from siirl.dag.spec import load_object
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
+from siirl.nodes.credit import MOST_TURNS
 from siirl.observe.metrics import Metrics
+
+BY_TURN = ("ref_kl", "approx_kl", "entropy", "clip_fraction")
+"""What is also reported by speaker and by turn, in an interaction."""
 
 OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "current": None}
 
@@ -52,6 +57,8 @@ def make_loss_fn(cfg: Config) -> LossFn:
         shares = _shares(terms, mask_BT, actor.loss_agg_mode, counts)
         loss = sum(shares.values())
         _report(metrics, stats, {**shares, "loss": loss}, mask_BT, counts)
+        if "turn_id" in rows.keys():
+            _report_turns(metrics, stats, rows)
         if "rollout_log_prob" in rows.keys():
             _report_rollout_difference(metrics, (old_BT - rows["rollout_log_prob"])[mask_BT])
         return loss, metrics
@@ -126,6 +133,20 @@ def _report(
     weight = float(mask_BT.any(-1).sum()) / max(counts.num_rows, 1.0)
     for name, share in shares.items():
         metrics.mean(name, float(share.detach()), weight)
+
+
+def _report_turns(metrics: Metrics, stats: dict[str, Tensor], rows: TensorDict) -> None:
+    """speaker_N/... and turn_K/...: means over the trained tokens of a speaker, and of the K-th turns."""
+    names = [name for name in BY_TURN if name in stats]
+    mask_BT, turn_BT = rows["response_mask"], rows["turn_id"]
+    value_NS = torch.stack([stats[name][mask_BT].double() for name in names], -1)
+    speaker_BT = rows["speaker"][:, None].expand_as(turn_BT)
+    for kind, key_BT in (("speaker", speaker_BT), ("turn", turn_BT.clamp(max=MOST_TURNS))):
+        key_K, index_N, count_K = torch.unique(key_BT[mask_BT], return_inverse=True, return_counts=True)
+        sum_KS = value_NS.new_zeros(len(key_K), len(names)).index_add_(0, index_N, value_NS)
+        for key, count, sums in zip(key_K.tolist(), count_K.tolist(), sum_KS.tolist(), strict=True):
+            for name, total in zip(names, sums, strict=True):
+                metrics.mean(f"{kind}_{key}/{name}", total, count)
 
 
 def _report_rollout_difference(metrics: Metrics, difference_N: Tensor) -> None:

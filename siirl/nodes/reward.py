@@ -125,6 +125,9 @@ def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) ->
         for name, value in (info or {}).items():
             if isinstance(value, int | float):
                 ctx.metrics.mean(f"val/{source}/{name}/mean", float(value))
+    for episode, score in zip(_episodes(rows), scores, strict=True):
+        if episode is not None:
+            ctx.metrics.mean(f"val/speaker_{episode['agent']}/reward/mean", score)
     n = ctx.cfg.actor_rollout_ref.rollout.val_kwargs.n
     if n > 1:
         best: dict[tuple[int, str], float] = defaultdict(lambda: float("-inf"))
@@ -143,11 +146,9 @@ def report_groups(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> Non
 
 def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
     """Put up to sample_limit rows into ctx.samples, as text; of an interaction, all of as many episodes."""
-    extras = objects(rows, "extra_info") if "extra_info" in rows.keys() else [None] * len(rows)
     taken: set[Any] = set()
-    for index, extra in enumerate(extras):
-        talks = isinstance(extra, dict) and "conversation" in extra
-        sample = (int(rows["sample_index"][index]), extra["episode_id"]) if talks else index
+    for index, extra in enumerate(_episodes(rows)):
+        sample = index if extra is None else (int(rows["sample_index"][index]), extra["episode_id"])
         if sample not in taken and 0 <= ctx.sample_limit <= len(taken):
             continue
         taken.add(sample)
@@ -155,7 +156,7 @@ def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
         response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
         info: dict[str, Any] = scored["reward_info"][index] or {}
         episode = {}
-        if talks:
+        if extra is not None:
             names = ("agent", "episode_id", "conversation")
             turn = int(rows["turn_id"][index].max()) if "turn_id" in rows.keys() else None
             episode = {EPISODE: {**{name: extra[name] for name in names}, "turn": turn}}
@@ -172,6 +173,12 @@ def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
                 "ground_truth": str(rows["ground_truth"][index]),
             }
         )
+
+
+def _episodes(rows: TensorDict) -> list[dict[str, Any] | None]:
+    """extra_info of the rows that are of an interaction: agent, episode_id, conversation; None for others."""
+    extras = objects(rows, "extra_info") if "extra_info" in rows.keys() else [None] * len(rows)
+    return [x if isinstance(x, dict) and "conversation" in x else None for x in extras]
 
 
 def as_text(raw_prompt: Any) -> str:
