@@ -51,10 +51,26 @@ def run_apart(inputs, other_model, folder, world_size, solver, verifier, *more):
     return run_job(world_size, arguments)
 
 
-def test_an_agent_on_ranks_of_its_own_learns_what_it_learns_beside_the_other(inputs, other_model, tmp_path):
-    beside = run_apart(inputs, other_model, tmp_path / "beside", 2, "0-1", "0-1")
-    apart = run_apart(inputs, other_model, tmp_path / "apart", 2, "0", "1")
-    for model in ("agent_0.actor", "agent_1.actor"):
-        expected = beside.weights(model)
-        for name, tensor in apart.weights(model).items():
+@pytest.fixture(scope="module")
+def beside(inputs, other_model, tmp_path_factory):
+    """Both agents on one rank, each with an engine at hand."""
+    return run_apart(inputs, other_model, tmp_path_factory.mktemp("runs") / "beside", 1, "0", "0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world_size", "solver", "verifier"),
+    [(2, "0", "1"), (2, "0-1", "1"), (3, "0-1", "1-2"), (3, "0", "1-2")],
+    ids=["apart", "fewer", "overlapping", "more"],
+)
+def test_agents_on_ranks_of_their_own_learn_what_they_learn_side_by_side(
+    world_size, solver, verifier, beside, inputs, other_model, tmp_path
+):
+    finished = run_apart(inputs, other_model, tmp_path / "apart", world_size, solver, verifier)
+    for agent in (0, 1):
+        assert min(finished.values(f"agent_{agent}/actor/grad_norm")) > 0
+        expected = beside.weights(f"agent_{agent}.actor")
+        found = finished.weights(f"agent_{agent}.actor")
+        assert found.keys() == expected.keys()
+        for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)

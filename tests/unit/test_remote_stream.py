@@ -10,7 +10,8 @@ import pytest
 from siirl.engines.rollout import remote
 from siirl.engines.rollout.base import Completion, Request, RolloutStream, SamplingParams
 from siirl.engines.rollout.remote import RemoteStream, StreamServer
-from siirl.errors import DeadlineError, RolloutError
+from siirl.errors import DeadlineError, PeerError, RolloutError
+from siirl.launch.failure import describe_exception
 
 PARAMS = SamplingParams(max_tokens=3, stop_token_ids=(4, 5))
 
@@ -198,3 +199,8 @@ def test_a_server_that_is_not_there_is_named():
     server.close()
     with pytest.raises(RolloutError, match=r"rank 5 .*'agent_1.rollout', cannot be reached"):
         RemoteStream(server.address, 0, 1.0)
+
+
+def test_a_rank_that_lost_a_peer_is_not_the_first_cause_of_a_failed_run():
+    assert describe_exception(PeerError("rank 1 has gone"), 0, None).secondary
+    assert not describe_exception(RolloutError("engine 'x' cannot read 13"), 1, None).secondary

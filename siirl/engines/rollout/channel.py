@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import select
 import socket
 import struct
@@ -40,7 +41,9 @@ class Channel:
 
     def ready(self, timeout_s: float) -> bool:
         """Whether a message, or the end, can be received; waits for it at most `timeout_s` seconds."""
-        return bool(select.select([self._sock], [], [], timeout_s)[0])
+        poll = select.poll()  # unlike select, it takes file descriptors of any number
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(math.ceil(timeout_s * 1000)))
 
     def receive(self) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
         """(kind, values, arrays) of the next message. ChannelClosed at the end."""

@@ -31,7 +31,7 @@ from siirl.engines.rollout.base import (
     check_keys,
 )
 from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.errors import DeadlineError, PeerError, RolloutError, SiirlError
+from siirl.errors import DeadlineError, PeerError, RolloutError
 
 ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0
 TOKEN_BYTES = 32
@@ -64,6 +64,11 @@ class Connection:
         self.rank, self.channel = rank, channel
         self.inbox: deque[Message | None] = deque()  # None: the end
 
+    def refuse(self, text: str) -> None:
+        """Say why there will be no more answers."""
+        with contextlib.suppress(ChannelClosed):
+            self.channel.send("error", text=text)
+
 
 class StreamServer:
     """Listens from its start on; `serve` answers. Used by one thread; others, of its own, only read."""
@@ -75,6 +80,7 @@ class StreamServer:
         host, port = self._socket.getsockname()[:2]
         self.address = Address(model, rank, host, port, secrets.token_bytes(TOKEN_BYTES))
         self._news = threading.Condition()
+        self._failure: str | None = None  # why nobody is answered any more
         self._arrived: dict[int, deque[Connection]] = defaultdict(deque)
         threading.Thread(target=self._accept, name=f"door of {model}", daemon=True).start()
 
@@ -82,20 +88,21 @@ class StreamServer:
         """Answer the next stream of each client rank, until each has closed it.
 
         RolloutError when the engine fails; PeerError when a client fails or dies; DeadlineError for one that
-        never comes or falls silent. The clients get to know. Without clients nothing is opened.
+        never comes or falls silent. Whatever is raised, all clients get to know, also those that come later:
+        nobody is served after it. Without clients nothing is opened.
         """
         if not clients:
             return
-        stream = open_stream()
-        session = Session(self.address, stream)
+        session = None
         try:
+            session = Session(self.address, open_stream())
             self._serve(session, set(clients))
-        except SiirlError as error:
-            session.report(str(error))
+        except BaseException as error:
+            self._fail(session, str(error))
             raise
         finally:
-            stream.close()
-            session.close()
+            if session is not None:
+                session.close()
 
     def close(self) -> None:
         """Stop listening. Idempotent."""
@@ -121,6 +128,14 @@ class StreamServer:
             session.answer()
             for rank in [*expected, *session.open]:
                 self._check_deadline(rank, heard_s[rank], rank in expected)
+
+    def _fail(self, session: "Session | None", text: str) -> None:
+        """Tell everybody who has come, and whoever still comes, why there are no more answers."""
+        with self._news:
+            self._failure = text
+            here = [connection for arrived in self._arrived.values() for connection in arrived]
+        for connection in [*here, *(session.open.values() if session else ())]:
+            connection.refuse(text)
 
     def _has_news(self, session: "Session", expected: set[int]) -> bool:
         come = any(self._arrived[rank] for rank in expected)
@@ -155,7 +170,10 @@ class StreamServer:
             connection = Connection(values["rank"], channel)
             with self._news:
                 self._arrived[connection.rank].append(connection)
+                failure = self._failure
                 self._news.notify()
+            if failure is not None:
+                connection.refuse(failure)
             while True:
                 self._put(connection, channel.receive())
         except (ChannelClosed, OSError):
@@ -208,15 +226,10 @@ class Session:
             for rank in self.open:
                 self._send(rank, "alive", {}, {})
 
-    def report(self, text: str) -> None:
-        """Tell all clients why there will be no more answers."""
-        for connection in self.open.values():
-            with contextlib.suppress(ChannelClosed):
-                connection.channel.send("error", text=text)
-
     def close(self) -> None:
         for connection in self.open.values():
             connection.channel.close()
+        self.stream.close()
 
     def _send(self, rank: int, kind: str, values: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         try:
@@ -238,7 +251,7 @@ class RemoteStream(RolloutStream):
     """The stream of an engine on another rank."""
 
     def __init__(self, address: Address, rank: int, deadline_s: float) -> None:
-        """Connect, as this rank. RolloutError if nobody listens."""
+        """Connect, as this rank. PeerError if nobody listens."""
         self._address, self._deadline_s = address, deadline_s
         self._pending: set[Key] = set()
         self._heard_s = time.monotonic()
@@ -249,7 +262,7 @@ class RemoteStream(RolloutStream):
             _configure(sock, deadline_s)
             sock.sendall(address.token)
         except OSError as error:
-            raise RolloutError(f"{self._server()} cannot be reached: {error}. Look at its log.") from error
+            raise PeerError(f"{self._server()} cannot be reached: {error}. Look at its log.") from error
         self._channel = Channel(sock)
         self._send("hello", rank=rank)
         threading.Thread(target=self._say_alive, daemon=True).start()
