@@ -160,7 +160,7 @@ def common_keys(job: Job) -> list[str]:
         f"{ROLLOUT}.n": SAMPLES,
         f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu": args.forward_tokens or shape.forward_tokens,
-        "custom_reward_function.path": f"{HERE}/grpo_gpu_reward.py",
+        "custom_reward_function.path": "benchmarks/grpo_gpu_reward.py",
         "trainer.device": "cuda" if job.on_gpu else "cpu",
         "trainer.n_gpus_per_node": args.gpus,
         "trainer.total_training_steps": args.steps,
