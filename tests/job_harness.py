@@ -1,6 +1,7 @@
 """Runs the main job on gloo processes, in a folder of its own: what the end-to-end tests share."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,13 +90,18 @@ class Finished:
         return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def run_job(world_size: int, arguments: list[str], deadline_s: float = 100) -> Finished:
-    """Run the main job's workers to the end; arguments as on the command line, the world size is added."""
+def run_job(
+    world_size: int, arguments: list[str], deadline_s: float = 100, run: Callable[..., None] | None = None
+) -> Finished:
+    """Run the main job's workers to the end; arguments as on the command line, the world size is added.
+
+    run: what each worker does, with the arguments of `work`, which it calls.
+    """
     arguments = [*arguments, f"trainer.n_gpus_per_node={world_size}"]
     output = Path(
         next(text for text in arguments if text.startswith("trainer.output_dir=")).partition("=")[2]
     )
-    run_workers(work, world_size, arguments, str(output), deadline_s=deadline_s)
+    run_workers(run or work, world_size, arguments, str(output), deadline_s=deadline_s)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     return Finished(output, lines)
 
