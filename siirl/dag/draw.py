@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.dag.emit import ROUTING
-from siirl.dag.plan import LinkPlan, Plan, Reshard
+from siirl.dag.plan import LinkPlan, Plan, Reshard, Run, StagePlan
 from siirl.dag.report import node_ranks, sizes
 from siirl.errors import ConfigError
 from siirl.parallel.placement import Ranks, format_ranks
@@ -30,13 +30,19 @@ class _Lane:
     ranks: Ranks
     slots: dict[int, list[str | Way]] = field(default_factory=dict)
     tracks: int = 0  # weight arrows that run along its bottom
+    loops: int = 0  # ways back that run along its top
     bottom: float = 0.0
     top: float = 0.0
 
     @property
     def height(self) -> float:
         fullest = max(len(slots) for slots in self.slots.values())
-        return _HEADER + fullest * (_BOX_H + _GAP_Y) + max(_TRACK * self.tracks, 0.05)
+        return self.head + fullest * (_BOX_H + _GAP_Y) + max(_TRACK * self.tracks, 0.05)
+
+    @property
+    def head(self) -> float:
+        """What its title and the ways back take of the height."""
+        return _HEADER + _TRACK * self.loops
 
 
 @dataclass(frozen=True)
@@ -66,15 +72,21 @@ def draw(plan: Plan, path: Path) -> None:
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, canvas.width), ylim=(-notes, canvas.top + 0.5))
     axes.axis("off")
-    title = f"{plan.dag_id}: {len(plan.nodes)} nodes on {plan.world_size} ranks, one training step"
+    counts = f"{len(plan.nodes)} nodes on {plan.world_size} rank{'s' * (plan.world_size > 1)}"
+    title = f"{plan.dag_id}: {counts}, one training step"
     axes.text(_MARGIN, canvas.top + 0.24, title, size=12, color=_INK, weight="bold", va="center")
     _draw_legend(axes, plan, canvas, _MARGIN + 0.1 * len(title))
+    stages = _stages(plan)
     for lane in canvas.lanes:
         _draw_lane(axes, lane, canvas.width)
     for link, track in _tracks(plan, canvas.lanes):
         _draw_weights(axes, plan, link, track, canvas)
+    for stage, track in _loops(plan, canvas.lanes):
+        _draw_loop(axes, stage, track, canvas)
     for parent, child in edges:
-        _draw_edge(axes, _way(parent, child, _columns(plan), canvas), _label(plan, parent, child))
+        routed = parent in stages and child in stages and stages[parent].route is not None
+        label = f"if {_short(stages[parent].route)}" if routed else _label(plan, parent, child)
+        _draw_edge(axes, _way(parent, child, _columns(plan), canvas), label, dashed=routed)
     for node in plan.nodes:
         _draw_node(axes, plan, node, canvas.centers[node])
     for line, (node, why) in enumerate(plan.pruned.items()):
@@ -111,6 +123,8 @@ def _arrange(plan: Plan, edges: list[tuple[str, str]]) -> _Canvas:
     lanes = _fill_lanes(plan, edges, columns)
     for link, _ in _tracks(plan, lanes):
         _lane_of(lanes, plan.models[link.source].ranks).tracks += 1
+    for stage, _ in _loops(plan, lanes):
+        _lane_with(lanes, stage.back_to).loops += 1
     bottom = 0.0
     for lane in reversed(lanes):
         lane.bottom, lane.top = bottom, bottom + lane.height
@@ -119,10 +133,10 @@ def _arrange(plan: Plan, edges: list[tuple[str, str]]) -> _Canvas:
     centers: dict[str | Way, Point] = {}
     for lane in lanes:
         for column, slots in lane.slots.items():
-            free = lane.height - _HEADER - _TRACK * lane.tracks
+            free = lane.height - lane.head - _TRACK * lane.tracks
             step = free / len(slots)
             for index, slot in enumerate(slots):
-                y = lane.top - _HEADER - (index + 0.5) * step
+                y = lane.top - lane.head - (index + 0.5) * step
                 centers[slot] = (left + column * (_BOX_W + _GAP_X), y)
     width = left + max(columns.values()) * (_BOX_W + _GAP_X) + _BOX_W / 2 + _MARGIN + 0.25
     return _Canvas(lanes, centers, max(width, 7.0), lanes[0].top)
@@ -175,6 +189,32 @@ def _tracks(plan: Plan, lanes: list[_Lane]) -> list[tuple[LinkPlan, int]]:
     return tracks
 
 
+def _stages(plan: Plan) -> dict[str, StagePlan]:
+    """Node -> its stage, of nodes in interactions."""
+    return {stage.node: stage for talk in plan.interactions.values() for stage in talk.stages}
+
+
+def _loops(plan: Plan, lanes: list[_Lane]) -> list[tuple[StagePlan, int]]:
+    """Each stage after which an episode may go back, and the track along the top of a lane of that way."""
+    taken: dict[Ranks, int] = {}
+    loops = []
+    for stage in _stages(plan).values():
+        if stage.back_to is not None:
+            ranks = _lane_with(lanes, stage.back_to).ranks
+            loops.append((stage, taken.get(ranks, 0)))
+            taken[ranks] = taken.get(ranks, 0) + 1
+    return loops
+
+
+def _lane_with(lanes: list[_Lane], node: str | None) -> _Lane:
+    return next(lane for lane in lanes if any(node in slots for slots in lane.slots.values()))
+
+
+def _short(reference: str | None) -> str:
+    """The function's name in "file.py:fn"."""
+    return (reference or "").rpartition(":")[2]
+
+
 def _way(parent: str, child: str, columns: dict[str, int], canvas: _Canvas) -> list[Point]:
     """The points that an arrow passes: out of the parent's right side, into the child's left side."""
     (x, y), (end_x, end_y) = canvas.centers[parent], canvas.centers[child]
@@ -187,6 +227,8 @@ def _way(parent: str, child: str, columns: dict[str, int], canvas: _Canvas) -> l
 
 def _label(plan: Plan, parent: str, child: str) -> str:
     """What moves from the parent's layout before the child runs, if rows change layout."""
+    if not {parent, child} <= {ins.node for ins in plan.instructions if isinstance(ins, Run)}:
+        return ""
     names = [
         key.name
         for ins in plan.before(child)
@@ -203,8 +245,10 @@ def _label(plan: Plan, parent: str, child: str) -> str:
 def _agents(plan: Plan) -> dict[int, str]:
     """Agent -> what the legend calls it: its number, and the first node that speaks for it."""
     speakers: dict[int, str] = {}
-    for name, node in sorted(plan.nodes.items(), key=lambda item: "rollout" not in str(item[1].model)):
-        speakers.setdefault(node.agent, name)
+    talking = [name for name, stage in _stages(plan).items() if stage.kind == "agent"]
+    models = sorted(plan.nodes, key=lambda name: "rollout" not in str(plan.nodes[name].model))
+    for name in (*talking, *models):
+        speakers.setdefault(plan.nodes[name].agent, name)
     return {agent: f"agent {agent}: {speakers[agent]}" for agent in sorted(speakers)}
 
 
@@ -251,8 +295,7 @@ def _draw_node(axes: Any, plan: Plan, name: str, center: Point) -> None:
     stripe = Rectangle(corner, 0.1, _BOX_H, fc=color, ec="none", zorder=4)
     axes.add_patch(stripe)
     stripe.set_clip_path(outline)
-    model = plan.models.get(node.model or "")
-    detail = f"{model.backend}, {sizes(model)}" if model else (node.executable or "no model")
+    detail = _detail(plan, name)
     lines = (
         (name, 9.5, _INK, 0.22),
         (f"{node.op}, agent {node.agent}", 8, _FAINT, -0.01),
@@ -263,8 +306,48 @@ def _draw_node(axes: Any, plan: Plan, name: str, center: Point) -> None:
         axes.text(x + 0.04, y + shift, shown, size=size, color=ink, ha="center", va="center", zorder=5)
 
 
-def _draw_edge(axes: Any, points: list[Point], label: str) -> None:
-    """A curve that leaves and enters horizontally."""
+def _detail(plan: Plan, name: str) -> str:
+    """The last line of a node's box: what it runs on."""
+    node, stage = plan.nodes[name], _stages(plan).get(name)
+    model = plan.models.get(node.model or "")
+    if model:
+        return f"{model.backend}, {sizes(model)}"
+    if stage is not None and stage.kind == "env":
+        return _short(stage.options.get("env_path")) or "the same environment"
+    if stage is not None and stage.policy != stage.agent:
+        return f"with the policy of agent {stage.policy}"
+    return _short(node.executable) or "no model"
+
+
+def _draw_loop(axes: Any, stage: StagePlan, track: int, canvas: _Canvas) -> None:
+    """The way back of episodes: from a stage's right side, along the top of the lane, into a left side."""
+    from matplotlib.patches import FancyArrowPatch
+    from matplotlib.path import Path as Curve
+
+    (x, y), (end_x, end_y) = canvas.centers[stage.node], canvas.centers[stage.back_to or stage.node]
+    lane, color = _lane_with(canvas.lanes, stage.back_to), AGENT_COLORS[stage.agent % len(AGENT_COLORS)]
+    high = lane.top - _HEADER - _TRACK * (track + 0.3)
+    right, left = x + _BOX_W / 2, end_x - _BOX_W / 2
+    out, back = right + 0.2 + 0.1 * track, left - 0.2 - 0.1 * track
+    points = [
+        (right, y + 0.24),
+        (out, y + 0.24),
+        (out, high),
+        (back, high),
+        (back, end_y + 0.24),
+        (left, end_y + 0.24),
+    ]
+    arrow = FancyArrowPatch(path=Curve(points), arrowstyle="-|>", mutation_scale=11, zorder=2)
+    arrow.set(color=color, linewidth=1.4)
+    axes.add_patch(arrow)
+    until = f" until {_short(stage.until)}" if stage.until else ""
+    box = {"boxstyle": "round,pad=0.15", "fc": _LANE_COLOR, "ec": "none"}
+    text = f"again{until}, {stage.max_turns} times in all at most"
+    axes.text((out + back) / 2, high, text, size=8, color=color, ha="center", va="center", bbox=box, zorder=3)
+
+
+def _draw_edge(axes: Any, points: list[Point], label: str, dashed: bool = False) -> None:
+    """A curve that leaves and enters horizontally. dashed: taken by some episodes."""
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.path import Path as Curve
 
@@ -274,6 +357,7 @@ def _draw_edge(axes: Any, points: list[Point], label: str) -> None:
         vertices += [(middle, y), (middle, next_y), (next_x, next_y)]
         codes += [Curve.CURVE4] * 3
     style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 11, "color": _INK, "lw": 1.1, "zorder": 2}
+    style["linestyle"] = (0, (4, 2)) if dashed else "solid"
     axes.add_patch(FancyArrowPatch(path=Curve(vertices, codes), **style))
     if label:
         (x, y), (next_x, next_y) = points[-2:]

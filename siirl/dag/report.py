@@ -8,7 +8,19 @@ from siirl.dag.emit import ROUTING
 from siirl.dag.megatron_layers import split_layers
 from siirl.dag.memory import MemoryLine, micro_batch_tokens, read_shape
 from siirl.dag.models import backend_of
-from siirl.dag.plan import Collect, Free, Load, ModelPlan, Plan, Repeat, Reshard, Run, SyncWeights, Until
+from siirl.dag.plan import (
+    Collect,
+    Free,
+    Load,
+    ModelPlan,
+    Plan,
+    Repeat,
+    Reshard,
+    Run,
+    StagePlan,
+    SyncWeights,
+    Until,
+)
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.types import Layout
 
@@ -20,6 +32,7 @@ def report(plan: Plan, configs: dict[str, Config]) -> str:
     """The whole report; configs: the resolved configuration of each kept node."""
     sections = [
         ("nodes by rank", _nodes_by_rank(plan)),
+        ("conversations", conversations(plan)),
         ("models", _models(plan)),
         ("batches", _batches(plan, configs)),
         ("a step", _instructions(plan)),
@@ -78,8 +91,45 @@ def rank_classes(plan: Plan) -> list[tuple[Ranks, list[str]]]:
 
 
 def node_ranks(plan: Plan) -> dict[str, Ranks]:
-    """Node -> the ranks that run it, in execution order."""
-    return {ins.node: ins.ranks for ins in plan.instructions if isinstance(ins, Run)}
+    """Node -> the ranks that run it, in execution order; those of an interaction that have no Run are played
+    by its entry's.
+    """
+    ran = {ins.node: ins.ranks for ins in plan.instructions if isinstance(ins, Run)}
+    played = {stage.node: ran[entry] for entry, talk in plan.interactions.items() for stage in talk.stages}
+    return {node: (played | ran)[node] for node in plan.nodes}
+
+
+def conversations(plan: Plan) -> list[str]:
+    """For each interaction a table of its nodes, who acts there, and where an episode goes then."""
+    lines = []
+    for talk in plan.interactions.values():
+        rows = [["", "node", "who", "by", "then"]]
+        for position, stage in enumerate(talk.stages, 1):
+            who = "environment" if stage.kind == "env" else f"agent {stage.agent}"
+            rows.append([str(position), stage.node, who, acts_by(stage), goes_to(stage)])
+        lines += table(rows)
+        lines.append(f"an episode has at most {_count(talk.most_turns, 'turn')}")
+    return lines
+
+
+def acts_by(stage: StagePlan) -> str:
+    """What speaks or acts at a stage: a policy, or the class of an environment, where the stage names it."""
+    if stage.kind == "env":
+        return stage.options.get("env_path", "")
+    kept = "" if stage.policy == stage.agent else " (shared)"
+    return f"agent_{stage.policy}.rollout{kept}"
+
+
+def goes_to(stage: StagePlan) -> str:
+    """Where an episode goes after a stage, in words."""
+    end = stage.following or "the end"
+    if stage.route is not None:
+        again = f", back at most {stage.max_turns - 1} times" if stage.back_to else ""
+        return f"where {stage.route} says{again}"
+    if stage.back_to is None:
+        return end
+    until = f" until {stage.until} is true or" if stage.until else " until"
+    return f"back to {stage.back_to}{until} it has run {stage.max_turns} times; then {end}"
 
 
 def _nodes_by_rank(plan: Plan) -> list[str]:
@@ -179,7 +229,7 @@ def _training(trainer: ModelPlan, cfg: Config, prompts: int, n: int) -> list[str
     rows = mini * n
     epochs = f" x {group.ppo_epochs} epochs" if group.ppo_epochs > 1 else ""
     lines = [
-        f"{prompts // mini} mini-batches of {mini} prompts = {rows} sequences{epochs} "
+        f"{_count(prompts // mini, 'mini-batch', 'es')} of {mini} prompts = {rows} sequences{epochs} "
         f"-> {_count(optimizer_steps(cfg, trainer.role), 'optimizer step')}",
         f"a mini-batch is {_share(rows, shards)} sequences on each of {_count(shards, 'data-parallel rank')}",
     ]

@@ -3,6 +3,7 @@
 from plan_cases import add_agent, compiled, custom, template_plan
 
 from siirl.dag.draw import AGENT_COLORS, draw
+from siirl.dag.report import conversations, node_ranks
 from siirl.dag.spec import DagBuilder
 
 
@@ -44,3 +45,33 @@ def test_nodes_have_the_colour_of_their_agent_which_a_legend_names(tmp_path):
     first, second = AGENT_COLORS[:2]
     assert pair.count(first) == pair.count(second) > 4  # the boxes of four nodes, and a square of the legend
     assert first in single and second not in single
+
+
+def test_an_interaction_is_drawn_with_its_ways_back_its_routes_and_its_environment(tmp_path):
+    """Nodes without an instruction of their own (environments, agents that share a policy) are there, too."""
+    code = tmp_path / "flow.py"
+    code.write_text(
+        "def pick(episode):\n    return None\n\ndef done(episode):\n    return True\n\n"
+        "class Game:\n    def reset(self, task, seed): ...\n    def step(self, actions): ...\n"
+    )
+    dag = DagBuilder("talk")
+    first = add_agent(dag, 0, agent_options={"route": f"{code}:pick"})["rollout"]
+    guest = {"agent_group": 1, "config": {"rollout.agent.share_instance": 0}}
+    dag.node("guest", "MODEL_INFERENCE", "ROLLOUT", dependencies=[first], **guest)
+    loop = {"max_turns": 3, "until": f"{code}:done"}
+    env = {"env_path": f"{code}:Game"}
+    dag.node("game", "ENV_INTERACT", dependencies=["guest", first], config=env, loop=loop, agent_group=1)
+    plan = compiled(dag.build(), 2)
+    draw(plan, tmp_path / "talk.svg")
+    text = (tmp_path / "talk.svg").read_text()
+    for expected in ("guest", "Game", "with the policy of agent 0", "if pick", "agent 1: guest"):
+        assert expected in text, expected
+    assert "again until done, 3 times in all at most" in text
+    lines = conversations(plan)
+    assert [line.split()[1] for line in lines[:4]] == ["who", "rollout_0", "guest", "game"]
+    assert f"where {code}:pick says" in lines[1] and "agent_0.rollout (shared)" in lines[2]
+    assert lines[3].endswith(
+        f"back to rollout_0 until {code}:done is true or it has run 3 times; then the end"
+    )
+    assert lines[4] == "an episode has at most 6 turns"
+    assert node_ranks(plan)["game"] == (0, 1)
