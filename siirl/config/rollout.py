@@ -146,7 +146,10 @@ class AgentConfig:
     obs_with_env: bool = key(False, "agents read what it shows", when="env_path")
     rewards_with_env: bool = key(False, "its rewards count for the turns", when="env_path")
     share_instance: int | None = key(
-        None, "agent of the same interaction with whose policy this one speaks", low=0
+        None,
+        "agent whose model is used: its policy, by an agent of the same interaction that has no further "
+        "nodes; its frozen base, by an agent with an ACTOR node and model.lora_rank",
+        low=0,
     )
     endpoint: AgentEndpointConfig = group(AgentEndpointConfig, "an external agent's service")
     max_turn_tokens: int | None = key(

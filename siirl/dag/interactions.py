@@ -11,6 +11,7 @@ from typing import Any
 
 from siirl.config.resolve import get
 from siirl.config.rollout import ASSISTANT_TURNS, MultiTurnConfig
+from siirl.dag.adapters import adapter_bases, check_bases, shared_policy
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
 from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
@@ -32,6 +33,7 @@ READ_BY_REWARDS = ("turn_id",)
 
 def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
     """Entry node -> interaction, in execution order. DagError for one that cannot run or would not end."""
+    check_bases(nodes.values())
     found: Interactions = {}
     for members in _connected(nodes, graph):
         interacting = [nodes[node_id] for node_id in members]
@@ -45,10 +47,17 @@ def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
             )
     _check_no_node_between(nodes, graph, found)
     inside = {stage.node for plan in found.values() for stage in plan.stages}
+    bases = adapter_bases(nodes.values())
     for node in nodes.values():
         if node.id not in inside and (node.spec.loop or node.spec.agent_options):
             key = "loop" if node.spec.loop else "agent_options"
             raise DagError(f"{node} has {key}, but is no rollout or environment. Remove it.")
+        if node.id not in inside and node.op.is_rollout and shared_policy(node, bases) is not None:
+            raise DagError(
+                f"{node} has rollout.agent.share_instance, but is in no interaction: it would make rows that "
+                "nobody trains on. Let it depend on another rollout; or give its agent an adapter of its "
+                "own: model.lora_rank above 0, and an ACTOR node."
+            )
     return found
 
 
@@ -146,7 +155,7 @@ def _interaction(members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> Int
     inside = {node.id for node in members}
     entry = _entry(members, graph, inside)
     stages = tuple(_stage(node, members, nodes, graph) for node in members)
-    _check_sharing(members)
+    _check_sharing(members, adapter_bases(nodes.values()))
     _check_environments(members)
     most_visits = 1 + sum(stage.max_turns - 1 for stage in stages if stage.back_to)
     speaking = [stage for stage in stages if stage.kind == "agent"]
@@ -201,7 +210,7 @@ def _stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph:
         if reference is not None:
             check_reference(reference, f"{node}: {name}")
             check_arguments(reference, 1, f"{node}: {name}")
-    share = None if is_env else rollout_cfg(node).agent.share_instance
+    share = None if is_env else shared_policy(node, adapter_bases(nodes.values()))
     return StagePlan(
         node=node.id,
         kind="env" if is_env else "agent",
@@ -328,11 +337,11 @@ def _is_frozen(node: ResolvedNode, nodes: Nodes) -> bool:
     return not any(other.agent == node.agent and not _is_member(other) for other in nodes.values())
 
 
-def _check_sharing(members: list[ResolvedNode]) -> None:
+def _check_sharing(members: list[ResolvedNode], bases: dict[int, int]) -> None:
     """share_instance names another agent of the interaction that has a policy of its own."""
     agents = {node.agent: node for node in members if node.op is not ENVIRONMENT}
     for position, node in enumerate(members):
-        target = None if node.op is ENVIRONMENT else rollout_cfg(node).agent.share_instance
+        target = None if node.op is ENVIRONMENT else shared_policy(node, bases)
         if target is None:
             continue
         key = f"{node}: rollout.agent.share_instance = {target}"
@@ -340,7 +349,7 @@ def _check_sharing(members: list[ResolvedNode]) -> None:
             known = ", ".join(str(agent) for agent in agents if agent != node.agent) or "none"
             raise DagError(f"{key}: agent {target} is not in its interaction. Other agents there: {known}.")
         chain = [node.agent, target]
-        while (after := rollout_cfg(agents[chain[-1]]).agent.share_instance) is not None:
+        while (after := shared_policy(agents[chain[-1]], bases)) is not None:
             if after in chain or after not in agents:
                 chain.append(after)
                 break
@@ -370,7 +379,9 @@ def check_agents_of(interactions: Interactions, nodes: Nodes) -> None:
                 raise DagError(
                     f"{own[0]} belongs to agent {stage.agent}, which speaks with the policy of agent "
                     f"{stage.policy} ({node}: share_instance): its rows are among those of agent "
-                    f"{stage.policy}. Remove the node; the column speaker tells the rows apart."
+                    f"{stage.policy}. Remove the node; the column speaker tells the rows apart. Or let the "
+                    "agent train an adapter of its own on that model: model.lora_rank above 0 for both "
+                    "agents, and an ACTOR node."
                 )
             if stage.policy != stage.agent and any("actor_rollout_ref.model." in k for k in node.overrides):
                 raise DagError(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.common import ModelConfig
 from siirl.config.roles import mini_batch_prompts, role_group, role_model
 from siirl.dag.plan import ModelPlan
 
@@ -158,16 +159,27 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     """What one rank holds of a model under FSDP2."""
     fsdp = role_group(cfg, model.role).fsdp_config
     master, compute = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.param_dtype]
-    shard = -(-shape.params // (model.dims.dp_shard * model.dims.tp * model.dims.pp))
-    lines = [MemoryLine(model.name, "parameters", shard * master, fsdp.param_offload)]
+    shards = model.dims.dp_shard * model.dims.tp * model.dims.pp
+    adapter = adapter_params(role_model(cfg, model.role), shape) if model.trains else 0
+    own = (shape.params if model.base in (None, model.name) else 0) + adapter
+    lines = [MemoryLine(model.name, "parameters", -(-own // shards) * master, fsdp.param_offload)]
     if model.trains:
-        lines.append(MemoryLine(model.name, "gradients", shard * master))
-        lines.append(MemoryLine(model.name, "optimizer", 2 * shard * master, fsdp.optimizer_offload))
+        trained = -(-(adapter or shape.params) // shards)
+        lines.append(MemoryLine(model.name, "gradients", trained * master))
+        lines.append(MemoryLine(model.name, "optimizer", 2 * trained * master, fsdp.optimizer_offload))
     gathered = 2 * shape.layer_params + shape.embedding_params
     lines.append(MemoryLine(model.name, "gathered layers", gathered * compute))
     tokens = micro_batch_tokens(model, cfg)
     lines.append(MemoryLine(model.name, "activations", _activations(model, cfg, shape, tokens) * compute))
     return lines
+
+
+def adapter_params(model: ModelConfig, shape: ModelShape) -> int:
+    """Numbers in a LoRA adapter on all linear layers of a dense model; fewer target_modules have fewer."""
+    q_width = shape.hidden if not shape.heads else shape.kv_width // shape.kv_heads * shape.heads
+    widths = [(shape.hidden, q_width), (q_width, shape.hidden), *2 * [(shape.hidden, shape.kv_width)]]
+    widths += 3 * [(shape.hidden, shape.intermediate)]
+    return model.lora_rank * shape.layers * sum(map(sum, widths))
 
 
 def micro_batch_tokens(model: ModelPlan, cfg: Config) -> int:
@@ -216,7 +228,9 @@ def rollout_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_sha
     at_once = min(rows_per_shard, rollout.max_num_seqs)
     cache = 2 * shape.layers * shape.kv_width * at_once * (rollout.prompt_length + rollout.response_length)
     tp = model.dims.tp
+    adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
+    params = (shape.params if model.base in (None, model.name) else 0) + adapter
     return [
-        MemoryLine(model.name, "weights", -(-shape.params // tp) * width),
+        MemoryLine(model.name, "weights", -(-params // tp) * width),
         MemoryLine(model.name, "KV cache", -(-cache // tp) * width),
     ]

@@ -10,6 +10,7 @@ from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.critic import CriticConfig
 from siirl.config.reward import RewardModelConfig
 from siirl.config.roles import ROLE_GROUPS, judge_config, role_group, role_model
+from siirl.dag.adapters import with_bases
 from siirl.dag.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.dag.megatron_memory import MegatronMemory, megatron_lines
 from siirl.dag.memory import (
@@ -238,7 +239,7 @@ def plan_models(kept: Iterable[ResolvedNode], world_size: int) -> dict[str, Mode
     models = {name: _plan_model(name, nodes, world_size) for name, nodes in users.items()}
     nodes = {node.id: node for nodes in users.values() for node in nodes}
     _check_policies_agree(models, nodes)
-    return models | _weight_sources(models, nodes)
+    return with_bases(models | _weight_sources(models, nodes), nodes)
 
 
 def plan_advice(models: Iterable[ModelPlan], configs: dict[str, Config]) -> list[str]:

@@ -39,6 +39,8 @@ class ModelPlan:
     """One model of one role: a model worker lives on each of its ranks.
 
     name: "agent_0.actor". node: the node whose resolved config it is built from; nodes: all that use it.
+    base: the model that holds the frozen weights on which this one has an adapter, or (a reference) nothing
+    of its own; may be this one itself. They are on the same ranks, and `base` is built first.
     """
 
     name: str
@@ -51,6 +53,7 @@ class ModelPlan:
     dims: ParallelDims
     node: str
     nodes: tuple[str, ...]
+    base: str | None = None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 def encode(value: Any) -> str:
     """JSON text of a dataclass, in the order of its fields; one of a union names its class under "do".
 
-    Fields that may be empty tuples, and are, are left out.
+    Fields that are empty by default, a tuple or None, and are empty, are left out.
     """
     return json.dumps(_pack(value, type(value)), indent=1) + "\n"
 
@@ -41,7 +41,8 @@ def _pack(value: Any, hint: Any) -> Any:
     if _is_union_of_classes(hint):
         return {"do": type(value).__name__, **_pack(value, type(value))}
     if dataclasses.is_dataclass(hint):
-        left_out = {f.name for f in dataclasses.fields(hint) if f.default == getattr(value, f.name) == ()}
+        defaults = {f.name: f.default for f in dataclasses.fields(hint) if f.default in ((), None)}
+        left_out = {name for name, default in defaults.items() if getattr(value, name) == default}
         kinds = _fields(typing.cast(type, hint))
         return {
             name: _pack(getattr(value, name), kind) for name, kind in kinds.items() if name not in left_out

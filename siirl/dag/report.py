@@ -151,6 +151,8 @@ def _models(plan: Plan) -> list[str]:
     }
     for model in plan.models.values():
         source = weights.get(model.name, "trained here" if model.trains else "frozen")
+        if model.base not in (None, model.name):
+            source += f", on the base of {model.base}"
         rows.append([model.name, model.backend, format_ranks(model.ranks), sizes(model), model.node, source])
     return table(rows) + [line for model in plan.models.values() for line in _coordinates(model)]
 

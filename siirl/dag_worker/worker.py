@@ -93,7 +93,8 @@ class DAGWorker:
                 engines = self.rollout_engines if samples else self.train_engines
                 node_cfg = self.node_cfg(model.node)
                 cfg_of_model = judge_config(node_cfg) if model.role == "judge" else node_cfg
-                engines[name] = make(model, cfg_of_model, self.groups, device)
+                base = engines[model.base] if model.base not in (None, name) else None
+                engines[name] = make(model, cfg_of_model, self.groups, device, base)
                 self._offload(name)
         self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}
         self.streams = {

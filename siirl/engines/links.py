@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from siirl.dag.plan import LinkPlan
 from siirl.engines.link_folder import read_weights, write_weights
-from siirl.engines.rollout.base import RolloutEngine
+from siirl.engines.rollout.base import RolloutEngine, WeightPart
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
@@ -34,6 +34,7 @@ DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.f
     str(dtype): dtype
     for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 }
+PARTS: tuple[WeightPart, ...] = get_args(WeightPart)
 TARGET_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, OSError)
 """What an engine may raise while it loads: told to all ranks, so that none waits for the one that failed."""
 
@@ -95,13 +96,13 @@ class WeightLink:
         """
         start = time.perf_counter()
         with phase("compare_versions"):
-            version, dtype, root, broadcast = self._exchange()
+            version, dtype, root, broadcast, part = self._exchange()
         metrics = Metrics()
         if version is None:
             return metrics
         self._broken, self._num_bytes = False, 0
         with phase("transfer", version=version):
-            self._transfer(self._stream(dtype, root, broadcast, version), version)
+            self._transfer(self._stream(dtype, root, broadcast, version, part), version)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             note(bytes=self._num_bytes)
@@ -109,8 +110,8 @@ class WeightLink:
         metrics.max("weight_sync/bytes", self._num_bytes)
         return metrics
 
-    def _exchange(self) -> tuple[int | None, torch.dtype | None, int, bool]:
-        """(version to send or None, dtype to export in, broadcasting rank, whether any rank needs it)."""
+    def _exchange(self) -> tuple[int | None, torch.dtype | None, int, bool, WeightPart]:
+        """(version to send or None, dtype, broadcasting rank, whether any rank needs it, what to send)."""
         source, target = self._source, self._target
         mine = [
             int(source is not None),
@@ -118,10 +119,11 @@ class WeightLink:
             int(target is not None),
             target.weight_version if target is not None else 0,
             _dtype_code(target) if target is not None else 0,
+            PARTS.index(target.takes) if target is not None else 0,
         ]
         table = self._all_gather(torch.tensor(mine)).tolist()
         sources = {rank: row[1] for rank, row in zip(self._ranks, table, strict=True) if row[0]}
-        targets = {rank: row[3:] for rank, row in zip(self._ranks, table, strict=True) if row[2]}
+        targets = {rank: row[3:6] for rank, row in zip(self._ranks, table, strict=True) if row[2]}
         if not sources or not targets:
             raise WeightSyncError(
                 f"{self}: ranks {self._ranks} hold no {'target' if sources else 'trainer'}."
@@ -129,10 +131,15 @@ class WeightLink:
         if len(set(sources.values())) > 1:
             raise WeightSyncError(f"{self}: trainer ranks are at different steps, {sources} (rank: version).")
         version = next(iter(sources.values()))
-        codes = {code for _, code in targets.values()}
+        codes = {code for _, code, _ in targets.values()}
+        parts = {part for _, _, part in targets.values()}
+        if len(parts) > 1:
+            wanted = [PARTS[part] for part in sorted(parts)]
+            raise WeightSyncError(f"{self}: the target's ranks want different weights: {wanted}.")
         dtype = list(DTYPES.values())[codes.pop()] if len(codes) == 1 and codes != {-1} else None
-        current = all(held == version for held, _ in targets.values())
-        return None if current else version, dtype, min(sources), bool(targets.keys() - sources.keys())
+        current = all(held == version for held, _, _ in targets.values())
+        broadcast = bool(targets.keys() - sources.keys())
+        return None if current else version, dtype, min(sources), broadcast, PARTS[parts.pop()]
 
     def _transfer(self, stream: Iterator[Named], version: int) -> None:
         try:
@@ -161,29 +168,31 @@ class WeightLink:
             return f"rank {self._rank}: {error}"
         return ""
 
-    def _stream(self, dtype: torch.dtype | None, root: int, broadcast: bool, version: int) -> Iterator[Named]:
+    def _stream(
+        self, dtype: torch.dtype | None, root: int, broadcast: bool, version: int, part: WeightPart
+    ) -> Iterator[Named]:
         """The tensors as this rank gets them; sets _broken if getting them fails (not: using them)."""
         try:
             if self._folder is not None:
-                tensors = self._through_folder(self._folder, dtype, root, version)
+                tensors = self._through_folder(self._folder, dtype, root, version, part)
             elif self._source is None:
                 tensors = self._received(root)
             elif broadcast:
-                tensors = self._sent(self._source.export_weights(dtype), root)
+                tensors = self._sent(_export(self._source, dtype, part), root)
             else:
-                tensors = self._source.export_weights(dtype)
+                tensors = _export(self._source, dtype, part)
             yield from self._counted(tensors)
         except RuntimeError:
             self._broken = True
             raise
 
     def _through_folder(
-        self, folder: Path, dtype: torch.dtype | None, root: int, version: int
+        self, folder: Path, dtype: torch.dtype | None, root: int, version: int, part: WeightPart
     ) -> Iterator[Named]:
         """The root writes, all wait for its word, targets read."""
         word: dict[str, Any] = {}
         if self._source is not None:
-            tensors = self._source.export_weights(dtype)
+            tensors = _export(self._source, dtype, part)
             if self._target is None:
                 tensors = self._counted(tensors)
             try:
@@ -290,6 +299,13 @@ class WeightLink:
         rows = [torch.empty_like(mine) for _ in self._ranks]
         dist.all_gather(rows, mine, group=self._group)
         return torch.stack(rows)
+
+
+def _export(source: TrainEngine, dtype: torch.dtype | None, part: WeightPart) -> Iterator[Named]:
+    """What a target takes of the trainer's weights."""
+    if part == "merged":
+        return source.export_weights(dtype)
+    return source.export_adapter(dtype, with_base=part == "base_and_adapter")
 
 
 def _dtype_code(target: RolloutEngine) -> int:

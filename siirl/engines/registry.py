@@ -43,23 +43,38 @@ ROLLOUT_ENGINES: dict[str, str] = {
 
 
 def make_train_engine(
-    plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device
+    plan: ModelPlan,
+    cfg: Config,
+    groups: ProcessGroups,
+    device: torch.device,
+    base: TrainEngine | None = None,
 ) -> TrainEngine:
-    """The training engine of a model; cfg: its node's resolved config. Collective over the model's ranks."""
+    """The training engine of a model; cfg: its node's resolved config. Collective over the model's ranks.
+
+    base: the engine of plan.base, if that is another model.
+    """
     heads = _named(TRAIN_ENGINES, plan.backend, "strategy", plan)
     if plan.head not in heads:
         raise NotSupportedError(
             f"not supported yet: strategy {plan.backend!r} with a {plan.head} head (model {plan.name!r}): "
             f"it has heads {', '.join(heads)}."
         )
-    return _load(heads[plan.head])(plan, cfg, groups, device)
+    return _load(heads[plan.head])(plan, cfg, groups, device, **({"base": base} if base else {}))
 
 
 def make_rollout_engine(
-    plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device
+    plan: ModelPlan,
+    cfg: Config,
+    groups: ProcessGroups,
+    device: torch.device,
+    base: RolloutEngine | None = None,
 ) -> RolloutEngine:
-    """The rollout engine of a model; cfg: its node's resolved config. Local to its shard's ranks."""
-    return _load(_named(ROLLOUT_ENGINES, plan.backend, "rollout engine", plan))(plan, cfg, groups, device)
+    """The rollout engine of a model; cfg: its node's resolved config. Local to its shard's ranks.
+
+    base: the engine of plan.base, if that is another model.
+    """
+    engine = _load(_named(ROLLOUT_ENGINES, plan.backend, "rollout engine", plan))
+    return engine(plan, cfg, groups, device, **({"base": base} if base else {}))
 
 
 def _named(table: dict[str, Any], name: str, kind: str, plan: ModelPlan) -> Any:

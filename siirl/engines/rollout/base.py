@@ -6,7 +6,7 @@ An engine belongs to one data-parallel shard of its node; methods are local to t
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -124,6 +124,10 @@ class RolloutStream(ABC):
         """Forget what is pending; the engine can be used otherwise again. Idempotent."""
 
 
+WeightPart = Literal["merged", "adapter", "base_and_adapter"]
+"""Weights as a model directory has them; or an adapter for a base that is there, or is sent along."""
+
+
 class RolloutEngine(ABC):
     """One sampler of one policy.
 
@@ -137,6 +141,11 @@ class RolloutEngine(ABC):
         None  # how text becomes tokens, where that is not the tokenizer's part; see agents.Vocabulary
     )
     _stream: RolloutStream | None = None
+
+    @property
+    def takes(self) -> WeightPart:
+        """What the next `load_weights` must bring; the same on all ranks of the model."""
+        return "merged"
 
     @abstractmethod
     def generate(
@@ -169,7 +178,7 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (full shape, dtype) of every tensor it needs, under HF names; tied tensors once."""
+        """Name -> (full shape, dtype) of all that it takes next, under HF names; tied tensors once."""
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

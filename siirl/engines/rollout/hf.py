@@ -1,6 +1,7 @@
 """The rollout engine on transformers' own models: no further dependency, on CPU and GPU."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,13 +11,15 @@ from transformers.initialization import no_init_weights
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.dag.plan import ModelPlan
-from siirl.engines.rollout.base import Completion, Key, Request, RolloutEngine, SamplingParams
+from siirl.engines.rollout.base import Completion, Key, Request, RolloutEngine, SamplingParams, WeightPart
 from siirl.engines.rollout.checks import CallLimits, WeightState, check_finite
 from siirl.engines.rollout.decode import Samples, decode
 from siirl.engines.rollout.hf_stream import HFStream, Room
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
+from siirl.engines.train.frozen_base import use_base
 from siirl.engines.train.hf_model import load_hf_config
+from siirl.engines.train.lora import adapter_name, add_lora, plain_name
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.process_groups import ProcessGroups
 
@@ -24,13 +27,29 @@ CACHED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose state is keys and values of each position: what can be padded and repeated."""
 
 
+@dataclass
+class SharedBase:
+    """Whether the base that several engines use has its weights; it never changes afterwards."""
+
+    loaded: bool = False
+
+
 class HFRollout(RolloutEngine):
     """Samples with a transformers model on one device; weights arrive by `load_weights` alone."""
 
     def __init__(
-        self, plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device | str
+        self,
+        plan: ModelPlan,
+        cfg: Config,
+        groups: ProcessGroups,
+        device: torch.device | str,
+        base: "HFRollout | None" = None,
     ) -> None:
-        """Build the architecture of actor_rollout_ref.model, without reading weights. No communication."""
+        """Build the architecture of actor_rollout_ref.model, without reading weights. No communication.
+
+        base: the engine whose base this one's adapter is for; it has the same tensors in a module tree of its
+        own, so both may run at once.
+        """
         self.name = plan.name
         self.weight_version = -1
         self._rollout = cfg.actor_rollout_ref.rollout
@@ -40,12 +59,24 @@ class HFRollout(RolloutEngine):
                 f"{self._rollout.tensor_model_parallel_size}: rollout 'hf' runs on one device. Set it to 1."
             )
         self._device = torch.device(device)
-        self._model = build_model(cfg.actor_rollout_ref.model, self._rollout.dtype, self._device)
+        model_cfg = cfg.actor_rollout_ref.model
+        self._model = build_model(
+            model_cfg, self._rollout.dtype, self._device if base is None else torch.device("meta")
+        )
+        self._shared: SharedBase | None = None
+        if plan.base is not None:
+            self._shared = SharedBase() if base is None else base._shared
+            add_lora(self._model, model_cfg, cfg.trainer.seed)
+            self._model.requires_grad_(False)
+        if base is not None:
+            use_base(self._model, base._model, self._device)
         positions = getattr(self._model.config, "max_position_embeddings", None)
         max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
         vocab = self._model.get_input_embeddings().num_embeddings
         self._limits = CallLimits(plan.name, vocab, max_context)
-        self._specs, self._aliases = tensor_names(self._model)
+        specs, aliases = tensor_names(self._model)
+        self._specs = {plain_name(name): spec for name, spec in specs.items()}
+        self._aliases = {plain_name(name): plain_name(other) for name, other in aliases.items()}
         self._state: WeightState = "empty"
 
     def generate(
@@ -97,20 +128,33 @@ class HFRollout(RolloutEngine):
         self._limits.check_requests(self._state, requests, pending)
         self.wake()
 
+    @property
+    def takes(self) -> WeightPart:
+        """See RolloutEngine."""
+        if self._shared is None:
+            return "merged"
+        return "adapter" if self._shared.loaded else "base_and_adapter"
+
     def weight_specs(self) -> WeightSpecs:
         """See RolloutEngine."""
-        return dict(self._specs)
+        return {
+            name: spec
+            for name, spec in self._specs.items()
+            if self.takes != "adapter" or adapter_name(name) is not None
+        }
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the engine."""
         self.check_idle("take weights")
         self.wake()
         self._state, self.weight_version = "loading", -1
-        own = self._model.state_dict()
+        own = {plain_name(name): tensor for name, tensor in self._model.state_dict().items()}
         with torch.no_grad():
-            for name, tensor in checked_weights(weights, self._specs, self._aliases, self.name):
+            for name, tensor in checked_weights(weights, self.weight_specs(), self._aliases, self.name):
                 own[name].copy_(tensor, non_blocking=True)
         self._state, self.weight_version = "ready", version
+        if self._shared is not None:
+            self._shared.loaded = True
 
     def sleep(self) -> None:
         """Move the weights to host memory, on a GPU and with rollout.free_cache_engine. Idempotent."""

@@ -89,6 +89,15 @@ class TrainEngine(ABC):
         receives every full tensor.
         """
 
+    def export_adapter(
+        self, dtype: torch.dtype | None = None, with_base: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Full tensors of the LoRA adapter, X.lora_A.weight and X.lora_B.weight, and of its base if wanted.
+
+        For rollout engines that hold both apart (RolloutEngine.takes); otherwise as export_weights.
+        """
+        raise AssertionError(f"{self.name} has no adapter")
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "scheduler", "version"}: what torch.distributed.checkpoint takes."""

@@ -13,8 +13,15 @@ from siirl.config import Config
 from siirl.dag.plan import ModelPlan
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
+from siirl.engines.train.frozen_base import FrozenBase
 from siirl.engines.train.fsdp_model import build_sharded, compute_dtype, fsdp_modules, is_small, mesh_of
-from siirl.engines.train.fsdp_state import exported, load_training_state, specs, training_state
+from siirl.engines.train.fsdp_state import (
+    exported,
+    exported_adapter,
+    load_training_state,
+    specs,
+    training_state,
+)
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed
 from siirl.engines.train.offload import HostCopies
@@ -46,7 +53,15 @@ class FSDPEngine(TrainEngine):
     `set_total_steps`.
     """
 
-    def __init__(self, plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device):
+    def __init__(
+        self,
+        plan: ModelPlan,
+        cfg: Config,
+        groups: ProcessGroups,
+        device: torch.device,
+        base: "FSDPEngine | None" = None,
+    ):
+        """base: the engine, on the same ranks, whose frozen weights this one uses; its own are adapters."""
         self.name = plan.name
         self.version = 0
         self.device = torch.device(device)
@@ -55,7 +70,11 @@ class FSDPEngine(TrainEngine):
         self.dp_rank = dist.get_rank(self._group)
         self.dp_size = len(plan.ranks)
         self._mesh, self._shard_group = mesh_of(plan, groups, self.device)
-        self._model = build_sharded(self._settings, self._mesh, self._group, self.device, plan.trains)
+        self._model = build_sharded(
+            self._settings, self._mesh, self._group, self.device, plan.trains, base._model if base else None
+        )
+        self._base = base._base if base else FrozenBase(self._model)
+        self._base.onload(self.name)
         self._accumulates_locally = plan.dims.dp_shard == 1 or is_small(self._model)
         optim = self._settings.optim
         self._optimizer = make_adamw(self._trained(), optim) if optim else None
@@ -179,6 +198,12 @@ class FSDPEngine(TrainEngine):
         self._require_on_device("params")
         return exported(self._model.hf, dtype or self._master_dtype)
 
+    def export_adapter(
+        self, dtype: torch.dtype | None = None, with_base: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._require_on_device("params")
+        return exported_adapter(self._model.hf, dtype or self._master_dtype, with_base)
+
     def state_dict(self) -> dict[str, Any]:
         """See TrainEngine. Tensors are the engine's own DTensors, so reading into them in place is enough."""
         self._require_on_device("params", "optimizer")
@@ -199,6 +224,8 @@ class FSDPEngine(TrainEngine):
             if wanted and self.device.type != "cpu" and not self._host[part]:
                 with phase("offload", part=part):
                     self._host[part].take(self._local_tensors(part))
+        if params and self.device.type != "cpu":
+            self._base.offload(self.name)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -207,6 +234,8 @@ class FSDPEngine(TrainEngine):
             if wanted and self._host[part]:
                 with phase("onload", part=part):
                     self._host[part].restore()
+        if params:
+            self._base.onload(self.name)
 
     def hf_config_changes(self) -> dict[str, Any]:
         return config_changes(type(self._model.hf).__name__, self._settings.head)
@@ -234,7 +263,7 @@ class FSDPEngine(TrainEngine):
     def _local_tensors(self, part: str) -> Iterator[Tensor]:
         """This rank's tensors of a part, as plain tensors."""
         for param in self._model.parameters():
-            if part == "params":
+            if part == "params" and param.requires_grad:
                 yield param.to_local()
             elif part == "grads" and param.grad is not None:
                 yield param.grad.to_local()
@@ -243,7 +272,7 @@ class FSDPEngine(TrainEngine):
                 yield from (state[name].to_local() for name in ("exp_avg", "exp_avg_sq") if name in state)
 
     def _require_on_device(self, *parts: str) -> None:
-        away = [part for part in parts if self._host[part]]
+        away = [part for part in parts if self._host[part] or (part == "params" and self._base)]
         assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
 
     def _check_outputs(self, outputs: tuple[str, ...]) -> None:

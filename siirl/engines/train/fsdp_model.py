@@ -9,9 +9,11 @@ from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 
 from siirl.dag.plan import ModelPlan
+from siirl.engines.train.frozen_base import join_shards, use_base
 from siirl.engines.train.hf_model import (
     build_skeleton,
     decoder_layers,
+    empty_source,
     load_hf_config,
     load_source,
     recompute_activations,
@@ -20,7 +22,7 @@ from siirl.engines.train.hf_model import (
     use_liger_kernels,
 )
 from siirl.engines.train.language_model import PACKED_MODELS, PackedModel
-from siirl.engines.train.lora import add_lora
+from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import DataError, UserError
 from siirl.parallel.process_groups import ProcessGroups
@@ -56,12 +58,17 @@ def mesh_of(
 
 
 def build_sharded(
-    settings: EngineSettings, mesh: DeviceMesh, group: dist.ProcessGroup, device: torch.device, trains: bool
+    settings: EngineSettings,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    trains: bool,
+    base: PackedModel | None = None,
 ) -> PackedModel:
     """The sharded model with its weights; collective over the model's ranks, which all raise or none.
 
     Besides its shards, a rank holds one full tensor at a time; the first rank also holds the model in host
-    memory.
+    memory. With a base, all but the adapters is that of the base, on the same ranks, and nothing is read.
     """
     dtype = torch_dtype(settings.fsdp.model_dtype, "fsdp_config.model_dtype")
     config = load_hf_config(settings.model)
@@ -76,8 +83,10 @@ def build_sharded(
     else:
         hf.requires_grad_(False)
     model = _shard(hf, settings, mesh)
-    source = _read_on_first_rank(settings, hf, group, trains)
-    _materialise(hf, source, mesh, group, device)
+    source = _read_on_first_rank(settings, hf, group, trains, base is None)
+    _materialise(hf, source, mesh, group, device, base)
+    if base is not None:
+        join_shards(model, base)
     if settings.full_kl:
         model.keep_reference_head(compute_dtype(settings))
     return model
@@ -118,13 +127,20 @@ def is_small(model: nn.Module) -> bool:
 
 
 def _read_on_first_rank(
-    settings: EngineSettings, hf: PreTrainedModel, group: dist.ProcessGroup, trains: bool
+    settings: EngineSettings, hf: PreTrainedModel, group: dist.ProcessGroup, trains: bool, reads: bool
 ) -> PreTrainedModel | None:
-    """The full model on the first rank of the group, None on others; all raise if it cannot be read."""
+    """The full model on the first rank of the group, None on others; all raise if it cannot be read.
+
+    reads: whether its weights are needed; without, only its adapters have values.
+    """
     source, failure = None, None
     if dist.get_rank(group) == 0:
         try:
-            source = load_source(hf.config, settings.model, settings.head, settings.seed)
+            source = (
+                load_source(hf.config, settings.model, settings.head, settings.seed)
+                if reads
+                else empty_source(hf.config, settings.model, settings.head)
+            )
             if trains:
                 add_lora(source, settings.model, settings.seed)
         except UserError as error:
@@ -146,19 +162,28 @@ def _materialise(
     mesh: DeviceMesh,
     group: dist.ProcessGroup,
     device: torch.device,
+    base: PackedModel | None,
 ) -> None:
-    """Allocate the shards on the device and fill them, and the buffers, from the first rank's model."""
-    ties = _tied_names(hf)
-    hf.to_empty(device=device)
-    _tie(hf, ties)
+    """Allocate the shards on the device and fill them, and the buffers, from the first rank's model.
+
+    With a base only adapters are filled.
+    """
+    if base is None:
+        ties = _tied_names(hf)
+        hf.to_empty(device=device)
+        _tie(hf, ties)
+    else:
+        use_base(hf, base.hf, device)
     full_params = dict(source.named_parameters()) if source is not None else {}
     full_buffers = dict(source.named_buffers()) if source is not None else {}
     first = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for name, param in hf.named_parameters():
+            if base is not None and not adapter_name(name):
+                continue
             full = _on_device(full_params.get(name), param, device, name)
             param.to_local().copy_(distribute_tensor(full, mesh, param.placements).to_local())
-        for name, buffer in hf.named_buffers():
+        for name, buffer in hf.named_buffers() if base is None else ():
             full = _on_device(full_buffers.get(name), buffer, device, name)
             dist.broadcast(full, first, group=group)
             buffer.copy_(full)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from siirl.engines.train.lora import adapters_of, hf_name, merged_rows
+from siirl.engines.train.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.errors import CheckpointError
 
@@ -37,6 +37,25 @@ def exported(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Ten
             a, b, scale = adapters[name]
             local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
         bucket.append(_Shard(name, local.to(dtype), param))
+        if sum(shard.param.numel() for shard in bucket) * dtype.itemsize >= BUCKET_BYTES:
+            yield from _gathered(bucket)
+            bucket = []
+    yield from _gathered(bucket)
+
+
+@torch.no_grad()
+def exported_adapter(
+    hf: PreTrainedModel, dtype: torch.dtype, with_base: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Full tensors of the adapter under X.lora_A.weight and X.lora_B.weight, and of the base unmerged.
+
+    As `exported` otherwise.
+    """
+    bucket: list[_Shard] = []
+    for name, param in hf.named_parameters():
+        if not (with_base or adapter_name(name)):
+            continue
+        bucket.append(_Shard(plain_name(name), param.to_local().to(dtype), param.detach()))
         if sum(shard.param.numel() for shard in bucket) * dtype.itemsize >= BUCKET_BYTES:
             yield from _gathered(bucket)
             bucket = []

@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from siirl.config.common import ModelConfig
@@ -156,6 +157,14 @@ def load_source(
             "Check the directory, or override_config."
         )
     return source
+
+
+def empty_source(config: PretrainedConfig, model: ModelConfig, head: Head = "lm") -> PreTrainedModel:
+    """A model like load_source's whose weights are memory that nobody has touched; nothing is read."""
+    with no_init_weights():
+        return MODEL_CLASSES[head].from_config(
+            config, dtype=config.dtype or torch.float32, trust_remote_code=model.trust_remote_code
+        )
 
 
 @torch.no_grad()

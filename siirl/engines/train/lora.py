@@ -54,6 +54,16 @@ def hf_name(name: str) -> str | None:
     return name.replace(".base_layer.", ".")
 
 
+def adapter_name(name: str) -> str | None:
+    """Name under which an adapter's parameter leaves the model, e.g. X.lora_A.weight; None for other ones."""
+    return name.replace(f".{ADAPTER}.", ".") if ".lora_" in name else None
+
+
+def plain_name(name: str) -> str:
+    """Name under which a parameter or buffer of an adapted model leaves it, adapters and base apart."""
+    return adapter_name(name) or name.replace(".base_layer.", ".")
+
+
 def adapters_of(model: nn.Module) -> dict[str, tuple[nn.Parameter, nn.Parameter, float]]:
     """HF name of each adapted weight -> (A [r, in], B [out, r], scale); merged: W + scale * B A."""
     found = {}
