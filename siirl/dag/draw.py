@@ -144,7 +144,7 @@ def _arrange(plan: Plan, edges: list[tuple[str, str]]) -> _Canvas:
 
 def _fill_lanes(plan: Plan, edges: list[tuple[str, str]], columns: dict[str, int]) -> list[_Lane]:
     """Lanes from top to bottom by first rank, each slot near the slots that its arrows come from."""
-    ranks = node_ranks(plan)
+    ranks = _home_ranks(plan)
     order = sorted(dict.fromkeys(ranks.values()), key=lambda r: (r[0], -len(r), r))
     lanes = {members: _Lane(members) for members in order}
     for node in plan.nodes:
@@ -172,6 +172,16 @@ def _fill_lanes(plan: Plan, edges: list[tuple[str, str]], columns: dict[str, int
             for index, slot in enumerate(slots):
                 height[slot] = (index + 0.5) / len(slots) + list(lanes).index(lane.ranks)
     return list(lanes.values())
+
+
+def _home_ranks(plan: Plan) -> dict[str, Ranks]:
+    """Node -> the ranks in whose lane it is drawn: an agent of an interaction is where its engines are."""
+    homes = node_ranks(plan)
+    for interaction in plan.interactions.values():
+        for stage in interaction.stages:
+            if stage.kind == "agent":
+                homes[stage.node] = plan.models[f"agent_{stage.policy}.rollout"].ranks
+    return homes
 
 
 def _lane_of(lanes: list[_Lane], ranks: Ranks) -> _Lane:
@@ -226,8 +236,13 @@ def _way(parent: str, child: str, columns: dict[str, int], canvas: _Canvas) -> l
 
 
 def _label(plan: Plan, parent: str, child: str) -> str:
-    """What moves from the parent's layout before the child runs, if rows change layout."""
-    if not {parent, child} <= {ins.node for ins in plan.instructions if isinstance(ins, Run)}:
+    """What moves from the parent's layout before the child runs: turns of an episode, or rows."""
+    for interaction in plan.interactions.values():
+        if {parent, child} <= {stage.node for stage in interaction.stages}:
+            homes = _home_ranks(plan)
+            return "" if homes[parent] == homes[child] else "turns"
+    runs = {ins.node for ins in plan.instructions if isinstance(ins, Run)}
+    if not {parent, child} <= runs:
         return ""
     names = [
         key.name

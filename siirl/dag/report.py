@@ -1,6 +1,8 @@
 """`siirl plan` as text: who runs where, which rows move, batch arithmetic, memory, and what is left out."""
 
 import itertools
+import math
+from collections.abc import Sequence
 
 from siirl.config import Config
 from siirl.config.roles import generated_prompts, optimizer_steps, role_group, trained_group
@@ -11,12 +13,14 @@ from siirl.dag.models import backend_of
 from siirl.dag.plan import (
     Collect,
     Free,
+    InteractionPlan,
     Load,
     ModelPlan,
     Plan,
     Repeat,
     Reshard,
     Run,
+    Serve,
     StagePlan,
     SyncWeights,
     Until,
@@ -78,16 +82,21 @@ def _cut(model: ModelPlan, cfg: Config) -> str:
     return f"{vocabulary}, layers on each pipeline rank: {', '.join(runs)}"
 
 
-def rank_classes(plan: Plan) -> list[tuple[Ranks, list[str]]]:
-    """Ranks that run the same nodes, with these nodes; classes in the order of their first rank."""
-    nodes_of: dict[int, list[str]] = {rank: [] for rank in range(plan.world_size)}
+def rank_classes(plan: Plan) -> list[tuple[Ranks, dict[str, str]]]:
+    """Ranks that do the same, in the order of their first: node -> "x" (they run it), "serves", or both."""
+    marks: dict[int, dict[str, list[str]]] = {rank: {} for rank in range(plan.world_size)}
     for node, ranks in node_ranks(plan).items():
         for rank in ranks:
-            nodes_of[rank].append(node)
-    classes: dict[tuple[str, ...], list[int]] = {}
-    for rank, nodes in nodes_of.items():
-        classes.setdefault(tuple(nodes), []).append(rank)
-    return [(tuple(ranks), list(nodes)) for nodes, ranks in classes.items()]
+            marks[rank].setdefault(node, []).append("x")
+    for interaction in plan.interactions.values():
+        for stage in interaction.stages:
+            for head in _asked(plan, interaction, f"agent_{stage.policy}.rollout"):
+                marks[head].setdefault(stage.node, []).append("serves")
+    classes: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for rank, found in marks.items():
+        key = tuple((node, ", ".join(found[node])) for node in plan.nodes if node in found)
+        classes.setdefault(key, []).append(rank)
+    return [(tuple(ranks), dict(found)) for found, ranks in classes.items()]
 
 
 def node_ranks(plan: Plan) -> dict[str, Ranks]:
@@ -109,6 +118,7 @@ def conversations(plan: Plan) -> list[str]:
             rows.append([str(position), stage.node, who, acts_by(stage), goes_to(stage)])
         lines += table(rows)
         lines.append(f"an episode has at most {_count(talk.most_turns, 'turn')}")
+        lines += _played(plan, talk)
     return lines
 
 
@@ -132,11 +142,35 @@ def goes_to(stage: StagePlan) -> str:
     return f"back to {stage.back_to}{until} it has run {stage.max_turns} times; then {end}"
 
 
+def _asked(plan: Plan, interaction: InteractionPlan, policy: str) -> dict[int, Ranks]:
+    """Rank -> the drivers that its engine of a policy is served to."""
+    ranks = plan.models[policy].ranks if policy in interaction.policies else ()
+    return {head: clients for head in ranks if (clients := interaction.clients(policy, head))}
+
+
+def _played(plan: Plan, talk: InteractionPlan) -> list[str]:
+    """On which ranks its episodes are played, and whose engine each asks for the turns of a policy."""
+    drivers = plan.run_of(talk.entry).ranks
+    lines = [f"episodes are played on {_ranks(drivers)}"]
+    for policy in talk.policies:
+        served: dict[Ranks, list[int]] = {}
+        for head, clients in _asked(plan, talk, policy).items():
+            served.setdefault(clients, []).append(head)
+        own = [rank for rank in drivers if rank in talk.heads(policy, rank)]
+        own = [rank for rank in own if not talk.clients(policy, rank)]
+        parts = [f"{_asks(own)} {'its' if len(own) == 1 else 'their'} own engine"] if own else []
+        parts += [f"{_asks(clients)} {_ranks(heads)}" for clients, heads in served.items()]
+        more = len(parts) - _MOST_GROUPS
+        shown = parts[:_MOST_GROUPS] + ([f"and {more} more"] if more > 0 else [])
+        lines.append(f"  {policy}: {', '.join(shown)}")
+    return lines
+
+
 def _nodes_by_rank(plan: Plan) -> list[str]:
     classes = rank_classes(plan)
     rows = [["", "node", "op", "agent", *(format_ranks(ranks) for ranks, _ in classes)]]
     for position, (name, node) in enumerate(plan.nodes.items(), 1):
-        marks = ["x" if name in nodes else "" for _, nodes in classes]
+        marks = [nodes.get(name, "") for _, nodes in classes]
         op = node.op if node.executable is None else node.executable
         rows.append([str(position), name, op, str(node.agent), *marks])
     idle = [format_ranks(ranks) for ranks, nodes in classes if not nodes]
@@ -213,11 +247,13 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
         cfg = configs[model.node]
         prompts, n = cfg.data.train_batch_size, cfg.actor_rollout_ref.rollout.n
         generated = generated_prompts(cfg)
+        shards, verb = model.dims.dp, "sampled"
+        if entry := next((x.entry for x in plan.interactions.values() if model.name in x.policies), None):
+            shards, verb = len(plan.run_of(entry).ranks), "played"
         refilled = "" if not cfg.algorithm.filter_groups.enable else f" in rounds of {generated} prompts"
         lines.append(
             f"agent {model.agent}: {prompts} prompts x {n} responses = {prompts * n} sequences a "
-            f"step{refilled}, sampled by {_count(model.dims.dp, 'shard')} of "
-            f"{_share(generated, model.dims.dp)} prompts"
+            f"step{refilled}, {verb} by {_count(shards, 'shard')} of {_share(generated, shards)} prompts"
         )
         for trainer in (m for m in plan.models.values() if m.agent == model.agent and m.trains):
             training = _training(trainer, configs[trainer.node], prompts, n)
@@ -269,6 +305,9 @@ def _instructions(plan: Plan) -> list[str]:
             case SyncWeights(link, _):
                 made = plan.links[link]
                 rows.append(["weights", ranks, f"{made.source} -> {made.target}, if newer"])
+            case Serve(node, _):
+                names = [name for name in plan.interactions[node].policies if _serves(plan, ins, name)]
+                rows.append(["serve", ranks, f"{', '.join(names) or 'nobody'} to {node}"])
             case Repeat(node, _):
                 rows.append(["repeat", ranks, f"until {node} has enough rows:"])
             case Collect(node, _, source, _):
@@ -287,6 +326,10 @@ def _instructions(plan: Plan) -> list[str]:
         for name, layout in plan.layouts.items()
     ]
     return [*table(rows), "layouts", *layouts]
+
+
+def _serves(plan: Plan, ins: Serve, policy: str) -> bool:
+    return not set(ins.ranks).isdisjoint(_asked(plan, plan.interactions[ins.node], policy))
 
 
 def _split(layout: Layout) -> str:
@@ -310,7 +353,7 @@ def _memory(plan: Plan, configs: dict[str, Config]) -> list[str]:
         shape = read_shape(cfg, model.role)
         if isinstance(shape, str):
             return [f"left out: {shape}"]
-        rows = -(-cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n // model.dims.dp)
+        rows = engine_rows(plan, model, configs)
         lines[model.name] = backend_of(model).memory(model, cfg, shape, rows)
     output = [["model", *(_KINDS), "sum"]]
     for name, entries in lines.items():
@@ -318,6 +361,22 @@ def _memory(plan: Plan, configs: dict[str, Config]) -> list[str]:
         total = sum(entry.num_bytes for entry in entries if not entry.host)
         output.append([name, *(amounts.get(kind, "") for kind in _KINDS), _gib(total)])
     return table(output) + _totals(plan, lines)
+
+
+def engine_rows(plan: Plan, model: ModelPlan, configs: dict[str, Config]) -> int:
+    """Responses of a batch on a shard; in an interaction, the most episodes that one engine answers."""
+    interaction = next((x for x in plan.interactions.values() if model.name in x.policies), None)
+    cfg = configs[interaction.entry if interaction else model.node]
+    rows = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
+    if interaction is None:
+        return -(-rows // model.dims.dp)
+    drivers = plan.run_of(interaction.entry).ranks
+    loads = dict.fromkeys(model.ranks, 0.0)
+    for driver in drivers:
+        heads = interaction.heads(model.name, driver)
+        for head in heads:
+            loads[head] += rows / len(drivers) / len(heads)
+    return math.ceil(max(loads.values()))
 
 
 _KINDS = (
@@ -351,6 +410,14 @@ def _gib(num_bytes: int) -> str:
     if num_bytes < 2**30 // 10:
         return f"{num_bytes / 2**20:.1f} MiB"
     return f"{num_bytes / 2**30:.1f} GiB"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
+
+
+def _asks(ranks: Sequence[int]) -> str:
+    return f"{_ranks(ranks)} ask{'s' if len(ranks) == 1 else ''}"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

@@ -1,9 +1,11 @@
 """Agents of an interaction on any ranks: who plays the episodes, and whose engine answers whom."""
 
 import pytest
-from plan_cases import add_agent, compiled, run_symbolically
+from plan_cases import add_agent, compiled, config, run_symbolically
 
+from siirl.dag.compile import compile_plan
 from siirl.dag.plan import Plan, Serve, SyncWeights
+from siirl.dag.report import engine_rows, report
 from siirl.dag.spec import DagBuilder
 from siirl.errors import PlacementError
 
@@ -88,3 +90,34 @@ def test_a_service_is_asked_where_the_episodes_are():
     dag.node("critic", "MODEL_INFERENCE", "ROLLOUT", **options)
     with pytest.raises(PlacementError, match=r"'critic'.*ranks 2.*ranks 0-1.*Remove its placement"):
         compiled(dag.build(), 3)
+
+
+def reported(dag: DagBuilder, world_size: int) -> list[str]:
+    plan, configs = compile_plan(dag.build(), config(), world_size)
+    return [" ".join(line.split()) for line in report(plan, configs).splitlines()]
+
+
+def test_the_report_says_who_plays_who_answers_whom_and_who_serves():
+    lines = reported(pair("0-1", "1-2"), 3)
+    for expected in (
+        "node op agent 0 1 2",
+        "1 rollout_0 interaction 0 x x",
+        "5 rollout_1 turns 1 x x serves",
+        "episodes are played on ranks 0-1",
+        "agent_0.rollout: ranks 0-1 ask their own engine",
+        "agent_1.rollout: rank 1 asks its own engine, rank 0 asks rank 2",
+        "serve 2 agent_1.rollout to rollout_0",
+    ):
+        assert expected in lines, "\n".join(lines)
+    lines = reported(pair("0-1", "0"), 2)
+    assert "5 rollout_1 turns 1 x, serves x" in lines
+    assert "agent_1.rollout: ranks 0-1 ask rank 0" in lines
+
+
+def test_an_engine_has_room_for_the_episodes_that_it_answers():
+    shares = {}
+    for first, second in (("0-3", "0-3"), ("0-3", "0"), ("0-3", "2-5"), ("0", "1-2")):
+        plan, configs = compile_plan(pair(first, second).build(), config(), 6)
+        shares[first, second] = engine_rows(plan, plan.models["agent_1.rollout"], configs)
+    # of 32 episodes: one rank's of four, those of all, half of those of two ranks or its own, half of all
+    assert shares == {("0-3", "0-3"): 8, ("0-3", "0"): 32, ("0-3", "2-5"): 8, ("0", "1-2"): 16}

@@ -44,6 +44,19 @@ def two_agents() -> DagSpec:
     return dag.build()
 
 
+def apart() -> DagSpec:
+    """Solver and verifier with their models on ranks of their own, and one in common."""
+    dag = load_dag_file(TEMPLATES / "solver_verifier.yaml")
+    places = {0: "0-2", 1: "2-3"}
+    nodes = [
+        NodeSpec(**{**vars(node), "placement": places[node.agent_group]})
+        if node.node_role in ("ROLLOUT", "ACTOR")
+        else node
+        for node in dag.nodes
+    ]
+    return dag_spec(dag.dag_id, nodes, dag.description)
+
+
 CASES = {
     "grpo_on_1": lambda: template_plan(1),
     "grpo_on_8_all_nodes": lambda: template_plan(
@@ -80,6 +93,7 @@ CASES = {
     ),
     "two_agents_on_4": lambda: compiled(two_agents(), 4),
     "solver_verifier_on_2": lambda: compiled(load_dag_file(TEMPLATES / "solver_verifier.yaml"), 2),
+    "solver_verifier_apart": lambda: compiled(apart(), 4),
 }
 
 

@@ -75,3 +75,14 @@ def test_an_interaction_is_drawn_with_its_ways_back_its_routes_and_its_environme
     )
     assert lines[4] == "an episode has at most 6 turns"
     assert node_ranks(plan)["game"] == (0, 1)
+
+
+def test_an_agent_without_rows_is_drawn_where_it_speaks(tmp_path):
+    dag = DagBuilder("talk")
+    above = add_agent(dag, 0, placement="0-1")["rollout"]
+    frozen = {"agent_group": 1, "dependencies": [above], "placement": "2"}
+    dag.node("adviser", "MODEL_INFERENCE", "ROLLOUT", **frozen)
+    draw(compiled(dag.build(), 3), tmp_path / "talk.svg")
+    text = (tmp_path / "talk.svg").read_text()
+    for expected in ("adviser", "ranks 0-1", "rank 2", "turns"):
+        assert expected in text, expected
