@@ -1,14 +1,20 @@
 """How much time interactions save when no sample waits for the others at the end of a turn.
 
-    python benchmarks/interaction.py [--engines hf vllm] [--out interaction.json]
+    python benchmarks/interaction.py [--engines hf vllm] [--out benchmarks/results/interaction_cpu.json]
 
-Two agents with one policy talk in turn, an environment answers each turn after a fixed delay. The lengths of
-responses vary 10 times: log-uniform between --shortest tokens and 10 times as many, for each turn of each
-sample. "barrier": a turn begins when all samples have ended the one before; "free": as soon as its own sample
-is ready. Same prompts, same lengths, same engine, same number of tokens. Goal: free is at least 1.5x faster.
+Two agents with one policy talk in turn and an environment answers, with the runner, contexts, engines and
+environment threads of a real interaction. "free": each sample goes on as soon as it is ready. "barrier": the
+same, but a turn begins when all samples have ended the one before. Same prompts, lengths, seeds and tokens.
+The lengths of responses vary 10 times between samples, log-uniform between --shortest tokens and 10 times as
+many:
 
-worker_cpu_s: processor time of this process, barrier and free, which other programs on the machine hardly
-change; the vLLM engine has a process of its own.
+turn: each turn of each sample has a length of its own;
+sample: a sample has one length for all its turns. The longest sample then decides how long both ways take
+    (unless there are more samples than the engine runs at once), so little can be gained, whatever one does.
+
+decode_steps: of the batch at least, with barriers and without, which follow from the lengths alone. cpu_s:
+processor time of this process and the engine's, barrier and free, which other programs on the machine hardly
+change. Goal: 1.5x for lengths by turn.
 """
 
 import argparse
@@ -20,7 +26,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +34,56 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fixtures_tiny import make_tiny_model_dir
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
+from siirl.agents.contexts import ChatRenderer, Limits
+from siirl.agents.environments import HostedEnvironment
+from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated, Policy
 from siirl.agents.pump import Pump
+from siirl.agents.runner import Game, Speaker, run_all, turn_seed
 from siirl.config import load_config
-from siirl.dag.plan import ModelPlan
+from siirl.dag.plan import InteractionPlan, ModelPlan, StagePlan
 from siirl.engines.registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, RolloutEngine, SamplingParams
 from siirl.parallel.dims import ParallelDims
 
-VOCAB, PROMPT, OBSERVATION = 64, 16, 4
+AGENTS = 2
 MODEL = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "layers": 2, "mlp": 128}
+Lengths = list[list[int]]  # of the response in [sample][turn]
 
 
-class TurnBarrier:
-    """A policy whose turns begin together: when every sample has asked for its next one."""
+class Lecture:
+    """A policy whose responses have the given lengths, by the seed of the turn; barrier: before each turn."""
 
-    def __init__(self, policy: Policy, num_samples: int) -> None:
-        self._policy, self._barrier = policy, asyncio.Barrier(num_samples)
+    def __init__(self, policy: Policy, lengths: Lengths, barrier: bool) -> None:
+        self._policy = policy
+        self._tokens = {
+            turn_seed(sample, turn % AGENTS, turn): length
+            for sample, row in enumerate(lengths)
+            for turn, length in enumerate(row)
+        }
+        self._barrier = asyncio.Barrier(len(lengths)) if barrier else None
 
     async def generate(self, prompt: list[int], params: Any, seed: int) -> Generated:
-        await self._barrier.wait()
-        return await self._policy.generate(prompt, params, seed)
+        if self._barrier is not None:
+            await self._barrier.wait()
+        return await self._policy.generate(prompt, replace(params, max_tokens=self._tokens[seed]), seed)
+
+
+class Slow:
+    """An environment that needs its time."""
+
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
+
+    def reset(self, task: dict, seed: int) -> str:
+        return ""
+
+    def step(self, actions: dict[int, str]) -> tuple[str, float, bool]:
+        if self._delay_s:
+            time.sleep(self._delay_s)
+        return "go", 0.0, False
 
 
 def main() -> None:
@@ -58,25 +91,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engines", nargs="+", default=["hf", "vllm"])
+    parser.add_argument("--vary", nargs="+", default=["turn", "sample"])
     parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=16)
     parser.add_argument("--shortest", type=int, default=8)
-    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 0.25])
+    parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 0.1])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rng = random.Random(0)
-    lengths = [
-        [round(options.shortest * 10 ** rng.random()) for _ in range(options.turns)]
-        for _ in range(options.samples)
-    ]
-    results: dict[str, Any] = {
-        name: getattr(options, name) for name in ("samples", "turns", "shortest", "repeats")
-    } | {"model": MODEL, "cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
+    results: dict[str, Any] = {name: getattr(options, name) for name in ("samples", "turns", "shortest")}
+    results |= {"model": MODEL, "cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as folder:
-        make_tiny_model_dir(folder, vocab=VOCAB, max_positions=4096, init_std=0.2, tokenizer=False, **MODEL)
+        make_tiny_model_dir(folder, max_positions=4096, init_std=0.2, **MODEL)
         for name in options.engines:
-            results[name] = compare(name, folder, lengths, options.delays, options.repeats)
+            results[name] = compare(name, folder, options)
     results["load_after"] = os.getloadavg()[0]
     text = json.dumps(results, indent=2)
     print(text)
@@ -84,66 +112,114 @@ def main() -> None:
         options.out.write_text(text + "\n")
 
 
-def compare(
-    name: str, model_dir: str, lengths: list[list[int]], delays: list[float], repeats: int
-) -> list[dict[str, Any]]:
-    """Seconds of both ways, the medians of interleaved repeats, for each delay of the environment."""
-    engine = loaded_engine(name, model_dir)
+def compare(name: str, model_dir: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Both ways on one engine: medians of interleaved pairs, by what varies and the environment's delay."""
+    engine, tokenizer = loaded_engine(name, model_dir), AutoTokenizer.from_pretrained(model_dir)
     found = []
     try:
-        seconds(engine, [row[:1] for row in lengths], 0.0, barrier=False)  # warm
-        for delay_s in delays:
-            cpu: dict[bool, list[float]] = {True: [], False: []}
-            runs = []
-            for _ in range(repeats):
-                pair = []
-                for barrier in (True, False):
-                    start_s = time.process_time()
-                    pair.append(seconds(engine, lengths, delay_s, barrier))
-                    cpu[barrier].append(time.process_time() - start_s)
-                runs.append(pair)
-            barrier_s, free_s = (statistics.median(times) for times in zip(*runs, strict=True))
-            found.append(
-                {
-                    "environment_s": delay_s,
-                    "barrier_s": round(barrier_s, 2),
-                    "free_s": round(free_s, 2),
-                    "speedup": round(barrier_s / free_s, 2),
-                    "worker_cpu_s": [round(statistics.median(cpu[barrier]), 2) for barrier in (True, False)],
-                    "tokens_per_s": round(sum(map(sum, lengths)) / free_s),
-                    "runs": [[round(value, 2) for value in run] for run in runs],
-                }
-            )
-            print(name, found[-1], file=sys.stderr, flush=True)
+        for vary in options.vary:
+            lengths = drawn(vary, options)
+            play(engine, tokenizer, [row[:2] for row in lengths], 0.0, barrier=False)  # warm
+            for delay_s in options.delays:
+                pairs = [
+                    [play(engine, tokenizer, lengths, delay_s, barrier) for barrier in (True, False)]
+                    for _ in range(options.repeats)
+                ]
+                found.append(summary(vary, delay_s, lengths, pairs))
+                print(name, found[-1], file=sys.stderr, flush=True)
     finally:
         engine.close()
     return found
 
 
-def seconds(engine: RolloutEngine, lengths: list[list[int]], delay_s: float, barrier: bool) -> float:
-    """Wall time of all episodes; lengths[sample][turn]: tokens of a response."""
+def drawn(vary: str, options: argparse.Namespace) -> Lengths:
+    """Lengths between the shortest and 10 times as many tokens."""
+    rng = random.Random(0)
+    rows = []
+    for _ in range(options.samples):
+        factors = [10 ** rng.random() for _ in range(options.turns)]
+        rows.append(
+            [
+                round(options.shortest * factors[turn if vary == "turn" else 0])
+                for turn in range(options.turns)
+            ]
+        )
+    return rows
 
-    async def all_episodes(policy: Policy) -> None:
-        policy = TurnBarrier(policy, len(lengths)) if barrier else policy
-        await asyncio.gather(*(episode(policy, i, row, delay_s) for i, row in enumerate(lengths)))
 
-    start_s = time.perf_counter()
+def summary(
+    vary: str, delay_s: float, lengths: Lengths, pairs: list[list[tuple[float, float]]]
+) -> dict[str, Any]:
+    """Medians of (wall, processor) seconds of pairs (barrier, free)."""
+    (barrier_s, barrier_cpu_s), (free_s, free_cpu_s) = (
+        [statistics.median(values) for values in zip(*runs, strict=True)] for runs in zip(*pairs, strict=True)
+    )
+    steps = sum(map(max, zip(*lengths, strict=True))), max(map(sum, lengths))
+    return {
+        "vary": vary,
+        "environment_s": delay_s,
+        "decode_steps": steps,
+        "decode_steps_ratio": round(steps[0] / steps[1], 2),
+        "barrier_s": round(barrier_s, 2),
+        "free_s": round(free_s, 2),
+        "speedup": round(statistics.median(barrier[0] / free[0] for barrier, free in pairs), 2),
+        "cpu_s": [round(barrier_cpu_s, 2), round(free_cpu_s, 2)],
+        "tokens_per_s": round(sum(map(sum, lengths)) / free_s),
+        "runs": [[round(seconds, 2) for seconds, _ in pair] for pair in pairs],
+    }
+
+
+def play(
+    engine: RolloutEngine, tokenizer: PreTrainedTokenizerBase, lengths: Lengths, delay_s: float, barrier: bool
+) -> tuple[float, float]:
+    """Wall and processor seconds of an episode for each row of lengths."""
+    chats = [[{"role": "user", "content": f"sample {sample}: what now?"}] for sample in range(len(lengths))]
+    episodes = [Episode(sample, sample, 0, sample, {"raw_prompt": chat}) for sample, chat in enumerate(chats)]
+    renderer = ChatRenderer(tokenizer, {})
+    prompts = [renderer.start(chat) for chat in chats]
+    plan = talk(len(lengths[0]))
+    before = time.perf_counter(), cpu_seconds(engine)
     with Pump(engine.stream, Request, engine.name, 600.0) as policy:
-        asyncio.run(all_episodes(policy))
-    return time.perf_counter() - start_s
+        lecture = Lecture(policy, lengths, barrier)
+        speaker = Speaker(lecture, SamplingParams(1, ignore_eos=True), renderer, Limits(1 << 20, 1 << 20))
+        speakers = {stage.node: speaker for stage in plan.stages if stage.kind == "agent"}
+        game = Game(plan, speakers, make_env=lambda: HostedEnvironment(lambda: Slow(delay_s), "Slow"))
+        played = run_all(game, episodes, prompts)
+    seconds = time.perf_counter() - before[0], cpu_seconds(engine) - before[1]
+    assert not any(one.kind or one.full for one in played)
+    said = [[m.info["tokens"] for m in one.episode.messages if m.agent is not None] for one in played]
+    assert said == lengths
+    return seconds
 
 
-async def episode(policy: Policy, sample: int, lengths: list[int], delay_s: float) -> None:
-    """One conversation: turns of the given lengths, and what the environment says to each."""
-    rng = random.Random(sample)
-    say: Callable[[int], list[int]] = lambda count: [rng.randrange(2, VOCAB) for _ in range(count)]  # noqa: E731
-    context = say(PROMPT)
-    for turn, length in enumerate(lengths):
-        params = SamplingParams(max_tokens=length, ignore_eos=True)
-        said = await policy.generate(context, params, 1000 * sample + turn)
-        assert len(said.token_ids) == length
-        await asyncio.sleep(delay_s)
-        context = [*context, *said.token_ids, *say(OBSERVATION)]
+def talk(turns: int) -> InteractionPlan:
+    """Agent, environment, agent, environment, and again: so many turns in all."""
+
+    def stage(
+        node: str, kind: Any, agent: int, following: str | None, back_to: str | None = None
+    ) -> StagePlan:
+        policy = 0 if kind == "agent" else None
+        options = {} if kind == "agent" else {"obs_with_env": True, "rewards_with_env": True}
+        return StagePlan(
+            node, kind, agent, policy, True, following, back_to, turns // AGENTS, None, None, options
+        )
+
+    stages = (
+        stage("first", "agent", 0, "game"),
+        stage("game", "env", 0, "second"),
+        stage("second", "agent", 1, "end"),
+        stage("end", "env", 0, None, "first"),
+    )
+    return InteractionPlan("first", stages, ("agent_0.rollout",), turns)
+
+
+def cpu_seconds(engine: RolloutEngine) -> float:
+    """Processor time of this process, and of the engine's if it has one."""
+    process = getattr(engine, "_process", None)
+    if process is None:
+        return time.process_time()
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def loaded_engine(name: str, model_dir: str) -> RolloutEngine:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from siirl.config import load_config
 from siirl.dag.plan import ModelPlan
-from siirl.engines.rollout import decode, hf_stream, kv_cache, sampling
+from siirl.engines.rollout import decode, hf_stream, kv_cache, sampling, slots
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.hf import HFRollout
 from siirl.errors import ConfigError, DataError, NotSupportedError
@@ -97,9 +97,8 @@ def streamed(engine, params=SAMPLED, at_first=2):
 @pytest.mark.parametrize(
     ("module", "name", "value"),
     [
-        (kv_cache, "GROWTH", 1),
-        (hf_stream, "KEEP_SHARE", 1.0),
-        (hf_stream, "KEEP_SHARE", 0.0),
+        (slots, "GROWTH", 1),
+        (hf_stream, "SLOTS_PER_ROW", 1),
         (hf_stream, "CHECK_EVERY", {"cpu": 5}),
     ],
 )
@@ -110,37 +109,90 @@ def test_tuning_does_not_change_what_a_stream_says(model_dir, expected, monkeypa
 
 def test_a_stream_holds_no_more_rows_and_positions_than_there_is_room_for(model_dir, expected, monkeypatch):
     engine = loaded(model_dir, "actor_rollout_ref.rollout.max_num_seqs=3")
-    shapes = forward_shapes(engine, monkeypatch)
+    steps = stream_steps(engine, monkeypatch)
     assert streamed(engine, at_first=5) == [samples[0] for samples in expected]
-    assert shapes[0] == (3, 7) and max(rows for rows, _ in shapes) == 3
+    assert steps[0] == (3, 3, 3 + 7 + 1) and max(rows for rows, _, _ in steps) == 3
+    assert max(num_slots for _, num_slots, _ in steps) == 3
     room = hf_stream.Room(rows=10, positions=100)
     assert room.fits(4, 25) and not room.fits(4, 26) and room.fits(1, 1000) and not room.fits(11, 1)
 
 
+def test_prompts_join_as_many_as_prefill_tokens_allow(model_dir, expected, monkeypatch):
+    engine = loaded(model_dir, "actor_rollout_ref.rollout.max_num_batched_tokens=8")
+    steps = stream_steps(engine, monkeypatch)
+    assert streamed(engine, at_first=5) == [samples[0] for samples in expected]
+    assert steps[0] == (1, 1, 3) and steps[1][0] == 3, "3 tokens, then 7 and 1; 3 of a prompt that runs"
+
+
 def test_a_stream_reads_equal_prompts_once_and_ended_rows_leave(model_dir, monkeypatch):
     engine = loaded(model_dir)
-    shapes = forward_shapes(engine, monkeypatch)
-    stream = engine.stream()
+    steps = stream_steps(engine, monkeypatch)
     lengths = [3, 3, 10, 30, 30]
-    stream.submit(
-        [Request(i, PROMPTS[0], SamplingParams(max_tokens=length), i) for i, length in enumerate(lengths)]
+    finish(
+        engine.stream(),
+        [Request(i, PROMPTS[0], SamplingParams(max_tokens=length), i) for i, length in enumerate(lengths)],
     )
-    while stream.num_pending:
-        stream.collect(1.0)
-    rows = [shape[0] for shape in shapes]
-    assert shapes[0] == (1, 3) and rows[1:] == [5] * 2 + [3] * 7 + [2] * 20
+    assert [tokens for _, _, tokens in steps] == [3] + [5] * 2 + [3] * 7 + [2] * 20
 
 
-def test_columns_that_nobody_sees_leave_the_cache(model_dir):
+def test_the_next_turn_reads_only_what_is_new(model_dir, monkeypatch):
     engine = loaded(model_dir)
-    stream, widths = engine.stream(), []
+    params = SamplingParams(max_tokens=6)
+    stream, contexts = engine.stream(), {0: PROMPTS[0], 1: PROMPTS[1], 2: PROMPTS[4]}
+    for turn in range(3):
+        expected = [s.token_ids for (s,) in engine.generate(list(contexts.values()), params, [turn] * 3)]
+        steps = stream_steps(engine, monkeypatch)
+        said = finish(stream, [Request(key, context, params, turn) for key, context in contexts.items()])
+        assert [said[key] for key in contexts] == expected
+        new = 3 + 7 + 11 if turn == 0 else 3 * 3  # the last token that was said, and two that follow
+        assert steps[0][2] == new
+        contexts = {key: [*contexts[key], *said[key], 7, key] for key in (2, 0, 1)}
+    assert engine.drain_metrics().values()["rollout/prefix_cache_hits"] > 0.4
+
+
+def test_new_weights_read_a_prompt_again(model_dir, monkeypatch):
+    engine = loaded(model_dir)
+    params = SamplingParams(max_tokens=6)
+    stream = engine.stream()
+    context = [*PROMPTS[4], *finish(stream, [Request(0, PROMPTS[4], params, 0)])[0], 7]
+    state = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+    engine.load_weights([(name, tensor * 0.5) for name, tensor in state.items()], version=0)
+    ((expected,),) = engine.generate([context], params, [1])
+    steps = stream_steps(engine, monkeypatch)
+    assert finish(stream, [Request(0, context, params, 1)])[0] == expected.token_ids
+    assert steps[0][2] == len(context)
+
+
+def test_idle_slots_are_used_again(model_dir):
+    engine = loaded(model_dir)
+    stream = engine.stream()
     for number in range(12):
-        stream.submit([Request(number, [5, 6], SamplingParams(max_tokens=20), number)])
-        stream.collect(0.0)
-        while stream.num_pending > 1:
-            stream.collect(0.0)
-        widths.append(stream._batch._cache.get_seq_length())
-    assert max(widths) <= 22, "a stream that never ends does not grow"
+        finish(stream, [Request(number, [5, 6 + number], SamplingParams(max_tokens=5), number)])
+    assert stream._batch.num_slots <= 3, "a stream that never ends does not grow"
+
+
+def finish(stream, requests):
+    """The tokens of each request's response, by key."""
+    stream.submit(requests)
+    answers = {}
+    while stream.num_pending:
+        answers |= dict(stream.collect(1.0))
+    return {key: completion.token_ids for key, completion in answers.items()}
+
+
+def stream_steps(engine, monkeypatch):
+    """[rows, slots, tokens] of each forward of a stream from now on."""
+    steps = []
+    forward = type(engine._model).forward
+
+    def counted(**inputs):
+        if "reading" in inputs:
+            batch = engine._stream._batch
+            steps.append((len(batch.rows), batch.num_slots, inputs["input_ids"].shape[1]))
+        return forward(engine._model, **inputs)
+
+    monkeypatch.setattr(engine._model, "forward", counted)
+    return steps
 
 
 def forward_shapes(engine, monkeypatch):

@@ -11,16 +11,25 @@ from transformers.initialization import no_init_weights
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.dag.plan import ModelPlan
-from siirl.engines.rollout.base import Completion, Key, Request, RolloutEngine, SamplingParams, WeightPart
+from siirl.engines.rollout.base import (
+    Completion,
+    Key,
+    Request,
+    RolloutEngine,
+    RolloutStream,
+    SamplingParams,
+    WeightPart,
+)
 from siirl.engines.rollout.checks import CallLimits, WeightState, check_finite
 from siirl.engines.rollout.decode import Samples, decode
-from siirl.engines.rollout.hf_stream import HFStream, Room
+from siirl.engines.rollout.hf_stream import NO_LIMIT, HFStream, Room, can_stream
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.frozen_base import use_base
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name, add_lora, plain_name
 from siirl.errors import ConfigError, NotSupportedError
+from siirl.observe.metrics import Metrics
 from siirl.parallel.process_groups import ProcessGroups
 
 CACHED_LAYERS = {"full_attention", "sliding_attention"}
@@ -78,6 +87,7 @@ class HFRollout(RolloutEngine):
         self._specs = {plain_name(name): spec for name, spec in specs.items()}
         self._aliases = {plain_name(name): plain_name(other) for name, other in aliases.items()}
         self._state: WeightState = "empty"
+        self._metrics = Metrics()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
@@ -114,19 +124,29 @@ class HFRollout(RolloutEngine):
         )
         return [[found[call, sample] for sample in range(params.n)] for call in range(len(prompts))]
 
-    def new_stream(self) -> HFStream:
-        """See RolloutEngine: a batch that requests join and leave between two steps."""
-        room = Room(self._rollout.max_num_seqs)
+    def new_stream(self) -> RolloutStream:
+        """See RolloutEngine: a batch that requests join and leave between two steps, if the model can."""
+        if not can_stream(self._model):
+            return super().new_stream()
+        rows = self._rollout.max_num_seqs
         if self._rollout.micro_batch_size is not None:
-            room = Room(min(room.rows, self._rollout.micro_batch_size * self._rollout.n))
-        if self._device.type == "cuda":
-            room = Room(room.rows, self._cache_positions())
-        return HFStream(self, self._model, self._rollout.max_num_batched_tokens, room)
+            rows = min(rows, self._rollout.micro_batch_size * self._rollout.n)
+        positions = self._cache_positions() if self._device.type == "cuda" else NO_LIMIT
+        return HFStream(self, self._model, Room(rows, positions, self._rollout.max_num_batched_tokens))
 
     def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> None:
         """RolloutError unless these requests of a stream can run; wakes the engine for them."""
         self._limits.check_requests(self._state, requests, pending)
         self.wake()
+
+    def count_held(self, tokens: int, prompt_tokens: int) -> None:
+        """Keep for drain_metrics how much of the prompts of a stream needed no reading."""
+        self._metrics.mean("rollout/prefix_cache_hits", tokens, prompt_tokens)
+
+    def drain_metrics(self) -> Metrics:
+        """What its streams counted since the last call."""
+        metrics, self._metrics = self._metrics, Metrics()
+        return metrics
 
     @property
     def takes(self) -> WeightPart:
@@ -146,6 +166,7 @@ class HFRollout(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the engine."""
         self.check_idle("take weights")
+        self._forget()
         self.wake()
         self._state, self.weight_version = "loading", -1
         own = {plain_name(name): tensor for name, tensor in self._model.state_dict().items()}
@@ -159,6 +180,7 @@ class HFRollout(RolloutEngine):
     def sleep(self) -> None:
         """Move the weights to host memory, on a GPU and with rollout.free_cache_engine. Idempotent."""
         self.check_idle("sleep")
+        self._forget()
         if self._device.type != "cpu" and self._rollout.free_cache_engine:
             self._model.to("cpu")
             torch.cuda.empty_cache()
@@ -174,6 +196,11 @@ class HFRollout(RolloutEngine):
             self._stream.close()
         self._stream = None
         del self._model
+
+    def _forget(self) -> None:
+        """Have the stream keep nothing that was read with the weights so far."""
+        if isinstance(self._stream, HFStream):
+            self._stream.forget()
 
     def _decode(
         self,

@@ -52,16 +52,14 @@ def new_cache(limit: int) -> Cache:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows to take from a cache. rows: int64 indices, in order, any of them several times; start: the first
-    position to take."""
+    """Rows to take from a cache: int64 indices, in order, any of them several times."""
 
     cache: Cache
     rows: Tensor
-    start: int = 0
 
     @property
     def width(self) -> int:
-        return self.cache.get_seq_length() - self.start
+        return self.cache.get_seq_length()
 
 
 def gather(blocks: Sequence[Block], limit: int) -> Cache:
@@ -82,7 +80,7 @@ def gather(blocks: Sequence[Block], limit: int) -> Cache:
             for target, source, block in zip(buffer.split(rows), sources, blocks, strict=True):
                 pad = width - block.width
                 target[:, :, :pad] = 0
-                used = getattr(source, name)[:, :, block.start : source.length]
+                used = getattr(source, name)[:, :, : source.length]
                 target[:, :, pad:width] = used.index_select(0, block.rows)
             setattr(layer, name, buffer)
             for source in sources:

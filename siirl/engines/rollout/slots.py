@@ -1,0 +1,159 @@
+"""A KV cache of slots, and attention over it: rows of unlike length run side by side without padding.
+
+Each row has a slot, from its first column on; column c holds the keys and values of the row's token c. A
+forward reads any number of new tokens of each row, packed one behind the other: rows that decode bring one,
+rows that join bring what their slot does not hold yet of their prompt.
+Shapes: N new tokens, R rows, M new tokens of a row at most, S columns, H query heads, K key-value heads,
+G = H / K, D head size.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache
+from transformers.cache_utils import DynamicLayer
+
+SLOT_ATTENTION = "siirl_slots"
+"""Name under which transformers finds `slot_attention`; it has no mask function, so no mask is built."""
+GROWTH = 256
+"""Columns added to a full cache, at least."""
+
+
+class Rows:
+    """Consecutive slots that bring tokens to one forward: the first of them, how many tokens each brings, and
+    the column of each one's last token."""
+
+    def __init__(self, first: int, counts: Sequence[int], last: Sequence[int], device: torch.device) -> None:
+        self.slots = slice(first, first + len(counts))
+        self.most, self.width, self.num_tokens = max(counts), max(last) + 1, sum(counts)
+        back_M = np.arange(self.most - 1, -1, -1)
+        column_RM = np.array(last)[:, None] - back_M
+        real_RM = back_M < np.array(counts)[:, None]
+        self.columns_N = column_RM[real_RM]
+        self.slots_N = np.repeat(np.arange(first, self.slots.stop), counts)
+        self._column_RM = torch.from_numpy(column_RM.clip(min=0)).to(device)
+        padded = self.num_tokens < real_RM.size
+        self._place_N = torch.from_numpy(np.flatnonzero(real_RM)).to(device) if padded else None
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, query_HND: Tensor, keys: Tensor, values: Tensor, scale: float | None, window: int | None
+    ) -> Tensor:
+        """Causal attention of the tokens to their own slots; keys and values of all slots: [N, H, D]."""
+        heads, _, size = query_HND.shape
+        rows, kv_heads = len(self._column_RM), keys.shape[1]
+        if self._place_N is not None:
+            padded = query_HND.new_zeros(heads, rows * self.most, size)
+            query_HND = padded.index_copy_(1, self._place_N, query_HND)
+        query_RHMD = query_HND.reshape(heads, rows, self.most, size).transpose(0, 1)
+        # The query heads that share a key-value head become queries of it: keys are read once.
+        out = F.scaled_dot_product_attention(
+            query_RHMD.reshape(rows, kv_heads, -1, size),
+            keys[self.slots, :, : self.width],
+            values[self.slots, :, : self.width],
+            attn_mask=self._mask(heads // kv_heads, window),
+            scale=scale,
+        )
+        out_NHD = out.reshape(rows, heads, self.most, size).transpose(1, 2).flatten(0, 1)
+        return out_NHD if self._place_N is None else out_NHD.index_select(0, self._place_N)
+
+    def _mask(self, group: int, window: int | None) -> Tensor:
+        """Which columns a query sees, [R, 1, G * M, S]. Places without a token see something, for no NaN."""
+        if window not in self._masks:
+            query_RM1 = self._column_RM[:, :, None]
+            column_S = torch.arange(self.width, device=query_RM1.device)
+            seen_RMS = column_S <= query_RM1
+            if window is not None:
+                seen_RMS &= column_S > query_RM1 - window
+            self._masks[window] = seen_RMS.repeat(1, group, 1)[:, None]
+        return self._masks[window]
+
+
+class Reading:
+    """The tokens of one forward: those of `rows`, one group behind the other."""
+
+    def __init__(self, rows: Sequence[Rows], num_slots: int, device: torch.device) -> None:
+        self.rows, self.num_slots = rows, num_slots
+        self.columns_N = torch.from_numpy(np.concatenate([part.columns_N for part in rows])).to(device)
+        self.slots_N = torch.from_numpy(np.concatenate([part.slots_N for part in rows])).to(device)
+        self.width = max(part.width for part in rows)
+
+
+class SlotLayer(DynamicLayer):
+    """Keys and values of one layer, [slots, K, capacity, D]."""
+
+    def __init__(self, cache: "SlotCache") -> None:
+        super().__init__()
+        self._cache = cache
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Write new tokens, [1, K, N, D], where the cache's reading has them; keys, values of all slots."""
+        reading = self._cache.reading
+        assert reading is not None
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            empty = key_states.new_zeros(0, key_states.shape[1], 0, key_states.shape[3])
+            self.keys, self.values = empty, empty
+        self.keys = _at_least(self.keys, reading.num_slots, reading.width)
+        self.values = _at_least(self.values, reading.num_slots, reading.width)
+        self.keys[reading.slots_N, :, reading.columns_N] = key_states[0].transpose(0, 1)
+        self.values[reading.slots_N, :, reading.columns_N] = value_states[0].transpose(0, 1)
+        return self.keys, self.values
+
+
+class SlotCache(Cache):
+    """The cache of a running batch. reading: where the tokens of the forward that runs now belong."""
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
+        self.reading: Reading | None = None
+
+    def move(self, sources: Sequence[int], targets: Sequence[int], width: int, num_slots: int) -> None:
+        """Copy the first `width` columns of slots to other slots, of num_slots in all, as if all at once."""
+        for layer in self.layers:
+            device = layer.keys.device
+            source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+            layer.keys = _at_least(layer.keys, num_slots, width)
+            layer.values = _at_least(layer.values, num_slots, width)
+            for buffer in (layer.keys, layer.values):
+                buffer[target, :, :width] = buffer[source, :, :width]
+
+
+def slot_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    reading: Reading,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **extra: object,
+) -> tuple[Tensor, None]:
+    """Attention of a reading's tokens, [1, H, N, D], to their slots -> [1, N, H, D]. No communication."""
+    outs, start = [], 0
+    for rows in reading.rows:
+        part_HND = query[0, :, start : start + rows.num_tokens]
+        outs.append(rows.attend(part_HND, key, value, scaling, sliding_window))
+        start += rows.num_tokens
+    return torch.cat(outs).unsqueeze(0), None
+
+
+AttentionInterface.register(SLOT_ATTENTION, slot_attention)
+
+
+def _at_least(buffer: Tensor, num_slots: int, width: int) -> Tensor:
+    """The buffer, larger if it has too few slots or columns; new ones are zero, as NaN in a column would be
+    seen through any mask."""
+    slots, heads, capacity, size = buffer.shape
+    if slots >= num_slots and capacity >= width:
+        return buffer
+    capacity = capacity if capacity >= width else max(width + GROWTH, 3 * width // 2)
+    grown = buffer.new_zeros(num_slots, heads, capacity, size)
+    grown[:slots, :, : buffer.shape[2]] = buffer[:num_slots]
+    return grown
