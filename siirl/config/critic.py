@@ -38,6 +38,9 @@ class CriticConfig:
         choices=("fsdp", "megatron"),
         synonyms={"fsdp2": "fsdp"},
     )
+    share_instance: int | None = key(
+        None, "in the config of a CRITIC node: the agent whose value model it uses and trains; null: its own"
+    )
     optim: OptimConfig = group(OptimConfig, "optimizer and schedule")
     model: CriticModelConfig = group(CriticModelConfig, "value model")
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")

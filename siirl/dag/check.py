@@ -112,9 +112,10 @@ def check_kept(nodes: Nodes, pruned: dict[str, str], rollout_only: bool, interac
             )
 
 
-def check_critics(kept: Iterable[ResolvedNode]) -> None:
+def check_critics(kept: Nodes, graph: Graph) -> None:
     """An agent whose advantages come from a critic trains one, and no other agent does."""
-    by_op: dict[tuple[str, int], ResolvedNode] = {(node.op.name, node.agent): node for node in kept}
+    _check_shared_critics(kept, graph)
+    by_op: dict[tuple[str, int], ResolvedNode] = {(node.op.name, node.agent): node for node in kept.values()}
     for (op_name, agent), node in by_op.items():
         if op_name == "advantage" and uses_critic(node.cfg) and ("critic_train", agent) not in by_op:
             raise DagError(
@@ -128,6 +129,28 @@ def check_critics(kept: Iterable[ResolvedNode]) -> None:
                 f"{node.cfg.algorithm.adv_estimator} uses none. "
                 "Set algorithm.adv_estimator=gae, or remove the node."
             )
+
+
+def _check_shared_critics(kept: Nodes, graph: Graph) -> None:
+    """A critic of several agents belongs to one of them, and learns after all of its values are there."""
+    critics = [node for node in kept.values() if node.op.model == "critic"]
+    owners = {node.agent for node in critics if node.model_agent == node.agent and node.op.trains}
+    above = graph.ancestors()
+    for node in critics:
+        if node.cfg.critic.share_instance is not None and node.model_agent not in owners - {node.agent}:
+            others = ", ".join(map(str, sorted(owners - {node.agent}))) or "none"
+            raise DagError(
+                f"{node}: critic.share_instance = {node.model_agent}: agent {node.model_agent} trains no "
+                f"critic of its own. Agents that do: {others}."
+            )
+        for trainer in critics:
+            late = trainer.model == node.model and trainer.op.trains and not node.op.trains
+            if late and node.id not in above[trainer.id]:
+                raise DagError(
+                    f"{trainer} and {node} share the critic of agent {node.model_agent}, and nothing says "
+                    "which comes first: values must be those of before the update. Let the former depend on "
+                    "the latter."
+                )
 
 
 def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> None:

@@ -90,7 +90,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     interactions = {entry: plan for entry, plan in interactions.items() if entry not in pruned}
     graph = full_graph.without(set(pruned))
     kept = {node_id: nodes[node_id] for node_id in graph.order}
-    check_critics(kept.values())
+    check_critics(kept, graph)
     check_sampling(kept.values())
     check_resampling(kept.values())
     check_reward_models(nodes.values(), cfg)

@@ -282,7 +282,7 @@ def _weight_sources(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]
 
 
 def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelPlan:
-    builder = next((node for node in nodes if node.op.trains), nodes[0])
+    builder = min(nodes, key=lambda node: (not node.op.trains, node.agent != node.model_agent))
     role = builder.op.model
     assert role is not None
     _check_overrides_agree(name, builder, nodes)
@@ -347,7 +347,10 @@ def _ranks(name: str, nodes: list[ResolvedNode], world_size: int) -> Ranks:
 def _check_overrides_agree(name: str, builder: ResolvedNode, nodes: list[ResolvedNode]) -> None:
     groups = ("actor_rollout_ref.", "critic.")
     for node in nodes:
+        own_rows = () if node.agent == builder.agent else ("actor_rollout_ref.rollout.",)
         for key, value in node.overrides.items():
+            if key == "critic.share_instance" or key.startswith(own_rows):
+                continue
             if key.startswith(groups) and _value(builder.cfg, key) != _value(node.cfg, key):
                 raise DagError(
                     f"{node} sets {key}={value}, but model {name}, which it shares with {builder}, is built "

@@ -55,6 +55,12 @@ class ResolvedNode:
         return self.spec.agent_group
 
     @property
+    def model_agent(self) -> int:
+        """The agent whose model its op runs on: its own, unless its critic is another agent's."""
+        shared = self.cfg.critic.share_instance if self.op.model == "critic" else None
+        return self.agent if shared is None else shared
+
+    @property
     def model(self) -> str | None:
         """Name of the model that its op runs on; each reward of a name of its own has a model of its own."""
         if self.op.model is None:
@@ -64,7 +70,7 @@ class ResolvedNode:
             if self.op.model in ("reward", "judge") and self.writes[0].name != "score"
             else ""
         )
-        return f"agent_{self.agent}.{self.op.model}{own}"
+        return f"agent_{self.model_agent}.{self.op.model}{own}"
 
     def __str__(self) -> str:
         return str(self.spec)

@@ -54,7 +54,9 @@ class Training:
             if model.trains:
                 warmup = self.cfg.trainer.critic_warmup if model.role == "actor" else 0
                 steps = sum(self._trains(name, step, warmup) for step in range(1, self.total_steps + 1))
-                engine.set_total_steps(steps * optimizer_steps(worker.node_cfg(model.node), model.role))
+                trainers = [x for x in model.nodes if worker.plan.nodes[x].op == f"{model.role}_train"]
+                each = (optimizer_steps(worker.node_cfg(x), model.role) for x in trainers)
+                engine.set_total_steps(steps * sum(each))
         trainer = self.cfg.trainer
         root = Path(trainer.default_local_dir).expanduser()
         self.background_groups = self._make_background_groups()

@@ -18,8 +18,15 @@ def two_agents(
     verifier_reads: list[str] | None = None,
     critics: bool = False,
     placement: str | None = None,
+    shared_critic: int | None = None,
+    late_values: bool = False,
 ) -> DagSpec:
-    """A solver and a verifier that talk, both trained."""
+    """A solver and a verifier that talk, both trained. shared_critic: agent 1 has that agent's critic, whose
+    update need not wait for the values of agent 1 where these are late."""
+
+    def critic_of(agent: int) -> dict[str, int]:
+        return {} if shared_critic is None or agent == 0 else {"share_instance": shared_critic}
+
     dag = DagBuilder("two_agents")
     dag.node("rollout_0", "MODEL_INFERENCE", "ROLLOUT")
     dag.node("rollout_1", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=["rollout_0"])
@@ -30,17 +37,19 @@ def two_agents(
         above.append("reward_1")
     if critics:
         for agent in (0, 1):
-            common = {"agent_group": agent, "dependencies": ["rollout_1"]}
+            common = {"agent_group": agent, "dependencies": ["rollout_1"], "config": critic_of(agent)}
             dag.node(f"values_{agent}", "MODEL_TRAIN", "CRITIC", only_forward_compute=True, **common)
             above.append(f"values_{agent}")
     for agent, reads in enumerate((solver_reads, verifier_reads)):
         order = sorted(above, key=lambda name: not name.endswith(str(agent)))
+        if late_values and agent == 0:
+            order.remove("values_1")
         common = {"agent_group": agent, "dependencies": order}
         dag.node(f"advantage_{agent}", "COMPUTE", "ADVANTAGE", reads=reads, placement=placement, **common)
         common["dependencies"] = [f"advantage_{agent}"]
         dag.node(f"train_{agent}", "MODEL_TRAIN", "ACTOR", **common)
         if critics:
-            dag.node(f"critic_{agent}", "MODEL_TRAIN", "CRITIC", **common)
+            dag.node(f"critic_{agent}", "MODEL_TRAIN", "CRITIC", config=critic_of(agent), **common)
     return dag.build()
 
 
@@ -83,7 +92,27 @@ def test_gae_marft_reads_the_values_of_the_other_critic():
     assert joins(plan, "advantage_0") == sorted(f"agent_1.{name}" for name in [*value, "score"])
 
 
+def test_two_agents_share_a_critic():
+    plan = compiled(two_agents(critics=True, shared_critic=0), 2, "algorithm.adv_estimator=gae")
+    assert [name for name in plan.models if "critic" in name] == ["agent_0.critic"]
+    assert set(plan.models["agent_0.critic"].nodes) == {"values_0", "values_1", "critic_0", "critic_1"}
+    assert {key.agent for key in plan.run_of("values_1").reads} == {1}
+    run_symbolically(plan)
+
+
 REFUSED = {
+    "a critic of an agent that has none": (
+        {"critics": True, "shared_critic": 2}, ("algorithm.adv_estimator=gae",),
+        r"share_instance = 2: agent 2 trains no critic of its own\. Agents that do: 0",
+    ),
+    "a critic shared with itself": (
+        {"critics": True, "shared_critic": 1}, ("algorithm.adv_estimator=gae",),
+        r"share_instance = 1: agent 1 trains no critic of its own\. Agents that do: 0",
+    ),
+    "values of a shared critic while it learns": (
+        {"critics": True, "shared_critic": 0, "late_values": True}, ("algorithm.adv_estimator=gae",),
+        r"'critic_0' and node 'values_1' share the critic of agent 0, and nothing says which comes first",
+    ),
     "a field that is no score": (
         {"solver_reads": ["agent_1.reward"]}, (), r"reads scores and values of other agents",
     ),
