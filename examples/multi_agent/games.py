@@ -4,22 +4,33 @@ from siirl.agents.environments import Observation, StepResult
 
 
 class Doors:
-    """The reasoner (agent 0) sees which door is right and says something; the actor (agent 1), who hears only
-    that, names one. Both get 1 if it is right. Neither can win alone. The first word counts.
+    """Rooms one after another; one door of each leads on, any other ends the game. The first word counts.
+
+    The reasoner (agent 0) reads which door it is and says something; the actor, who hears only that, names
+    one, and gets its share of 1 for the right door. The reasoner gets half a share for naming it: words mean
+    nothing to models with random weights, and no one listens to one who says nothing. actor: who opens doors;
+    0 plays alone, and sees no door.
     """
 
-    def __init__(self, doors: int = 4):
-        self.doors = doors
+    def __init__(self, actor: int = 1):
+        self.actor = actor
 
     def reset(self, task, seed):
-        """The door is the row's ground truth."""
-        self.right = task["ground_truth"]
-        return Observation({0: f"door {self.right}", 1: "open"})
+        """The doors are the row's ground truth, one word for each room."""
+        self.doors = task["ground_truth"].split()
+        self.share = 1 / len(self.doors)
+        return self._clue()
 
     def step(self, actions):
-        """The actor has spoken after the reasoner: the episode is over."""
-        won = float(actions[1].split()[:1] == [self.right])
-        return StepResult(rewards={0: won, 1: won}, done=True, info={"won": won})
+        """The actor has spoken, after the reasoner."""
+        right = self.doors.pop(0)
+        named = {agent: said.split()[:1] == [right] for agent, said in actions.items()}
+        rewards = {agent: self.share * was / (1 if agent == self.actor else 2) for agent, was in named.items()}
+        done = not (named[self.actor] and self.doors)
+        return StepResult("" if done else self._clue().texts, rewards, done, {"named": named})
+
+    def _clue(self):
+        return Observation({1 - self.actor: f"door {self.doors[0]}"})
 
 
 class Nim:

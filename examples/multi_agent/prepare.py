@@ -62,7 +62,7 @@ def row(source: str, prompt: str, truth: object, **extra: object) -> dict:
         "prompt": [{"role": "user", "content": prompt}],
         "ability": source,
         "reward_model": {"style": "rule", "ground_truth": str(truth)},
-        "extra_info": extra,
+        "extra_info": {"source": source, **extra},
     }
 
 
@@ -87,18 +87,18 @@ def all_tasks() -> dict[str, list[dict]]:
         for word in words
         for a, b in pairs
     ]
-    doors = [row("reasoner_actor", "play", door, numbers=[]) for door in range(4)]
-    piles = [row("self_play", "play", pile, numbers=[]) for pile in (2, 4, 5, 7, 8)]
+    doors = [row("reasoner_actor", "play", f"{a} {b}") for a in range(4) for b in range(4)]
+    piles = [row("self_play", "play", pile) for pile in (2, 4, 5, 7, 8)]
     return {"planner_worker": stories, "reasoner_actor": doors, "self_play": piles}
 
 
 def words_of(tasks: list[dict]) -> list[str]:
     """What is said in an example: words of its prompts and answers, of its environment or tool."""
     said = {word for task in tasks for message in task["prompt"] for word in message["content"].split()}
-    said |= {task["reward_model"]["ground_truth"] for task in tasks}
+    said |= {word for task in tasks for word in task["reward_model"]["ground_truth"].split()}
     spoken = {
         "planner_worker": {"call", *STORIES},
-        "reasoner_actor": {"open", "door"},
+        "reasoner_actor": {"door"},
         "self_play": {"pile", *map(str, range(1, 9))},
     }
     return sorted(said | spoken[tasks[0]["data_source"]])

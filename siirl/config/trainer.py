@@ -113,6 +113,7 @@ class DagConfig:
     custom_pipeline_fn: str | None = key(
         None, "Python function that returns the DAG: file.py:name or pkg.mod:name"
     )
+    node_config: dict[str, Any] = key({}, "config of nodes, by node_id; wins over that in the DAG")
     env_enable: bool = key(False, "rollouts act in an environment", later=ENVIRONMENTS)
     environment_path: str | None = key(None, "file of the environment", later=ENVIRONMENTS)
     enable_perf: bool = key(False, "measure nodes", ignored="the time of every node is always measured")

@@ -31,6 +31,7 @@ from siirl.dag.interactions import (
 )
 from siirl.dag.layouts import LayoutTable, agent_rows, place_nodes
 from siirl.dag.models import backend_of, plan_links, plan_models
+from siirl.dag.node_config import with_node_config
 from siirl.dag.ops import uses_critic
 from siirl.dag.plan import Instruction, LinkPlan, ModelPlan, NodePlan, Plan, Repeat, RoutePlan
 from siirl.dag.resolve import ResolvedNode, check_node_config, resolve_nodes
@@ -45,7 +46,14 @@ TEMPLATES = Path(__file__).parents[2] / "dag_templates"
 
 
 def load_dag(cfg: Config) -> DagSpec:
-    """The DAG of dag.custom_pipeline_fn, of dag.workflow_path, or the algorithm's template."""
+    """The DAG of dag.custom_pipeline_fn, of dag.workflow_path, or the algorithm's template.
+
+    With what dag.node_config says of its nodes.
+    """
+    return with_node_config(_dag(cfg), cfg.dag.node_config)
+
+
+def _dag(cfg: Config) -> DagSpec:
     function = cfg.dag.custom_pipeline_fn
     if function:
         dag = load_object(function, "dag.custom_pipeline_fn")()

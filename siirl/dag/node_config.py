@@ -1,0 +1,51 @@
+"""dag.node_config: what the command line adds to the config of nodes, so that a template is used as it is."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from siirl.dag.names import suggest
+from siirl.dag.spec import DagSpec, NodeSpec, dag_spec
+from siirl.errors import DagError
+
+
+def with_node_config(dag: DagSpec, node_config: Mapping[str, Any]) -> DagSpec:
+    """The DAG with keys of nodes set: node id -> config, whose keys win over those of the file.
+
+    {"actor": {"model": {"path": "/m"}}} is {"actor": {"model.path": "/m"}}; an environment's or a custom
+    node's own options keep their maps. DagError for a node that the DAG does not have.
+    """
+    if not node_config:
+        return dag
+    ids = [node.node_id for node in dag.nodes]
+    for node_id, config in node_config.items():
+        if node_id not in ids:
+            raise DagError(
+                f"dag.node_config names the node {node_id!r}, which DAG {dag.dag_id!r} does not have. "
+                f"{suggest(node_id, ids)}"
+            )
+        if not isinstance(config, Mapping):
+            raise DagError(
+                f"dag.node_config.{node_id} = {config!r} is no map of keys to values. Write "
+                f"dag.node_config.{node_id}.KEY=VALUE."
+            )
+    nodes = [
+        replace(node, config=node.config | _flat(node_config.get(node.node_id, {}), _keeps_maps(node)))
+        for node in dag.nodes
+    ]
+    return dag_spec(dag.dag_id, nodes, dag.description)
+
+
+def _keeps_maps(node: NodeSpec) -> bool:
+    return node.node_type == "ENV_INTERACT" or node.executable_ref is not None
+
+
+def _flat(config: Mapping[str, Any], keep_maps: bool, prefix: str = "") -> dict[str, Any]:
+    """Nested maps as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value and not keep_maps:
+            flat |= _flat(value, False, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
