@@ -25,7 +25,9 @@ class Doors:
         """The actor has spoken, after the reasoner."""
         right = self.doors.pop(0)
         named = {agent: said.split()[:1] == [right] for agent, said in actions.items()}
-        rewards = {agent: self.share * was / (1 if agent == self.actor else 2) for agent, was in named.items()}
+        rewards = {
+            agent: self.share * was / (1 if agent == self.actor else 2) for agent, was in named.items()
+        }
         done = not (named[self.actor] and self.doors)
         return StepResult("" if done else self._clue().texts, rewards, done, {"named": named})
 

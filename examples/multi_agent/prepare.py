@@ -1,6 +1,7 @@
 """Make what the examples train on, from scratch: tiny Qwen3 models, a tokenizer of words, and the tasks."""
 
 import argparse
+import json
 import random
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-STORIES = {
-    "plus": ("found", "won"),
-    "minus": ("lost", "sold"),
-    "times": ("bags", "rows"),
-    "over": ("shared", "split"),
+WANTED = {
+    "red fruit": "apple",
+    "green fruit": "lime",
+    "yellow fruit": "banana",
+    "red vegetable": "tomato",
+    "green vegetable": "pea",
+    "yellow vegetable": "corn",
 }
 ROLES = ["system:", "user:", "assistant:", "tool:", "Error:"]
 CHAT_TEMPLATE = (
@@ -37,7 +40,7 @@ def make_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of two layers and width 128 with random weights."""
+    """A Qwen3 of two layers and width 128 with random weights, large enough for a model of this width to learn fast."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -48,12 +51,19 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalL
         head_dim=32,
         max_position_embeddings=128,
         tie_word_embeddings=False,
+        initializer_range=0.06,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(config)
+
+
+def call(name: str, **arguments: str) -> str:
+    """A tool call in the format hermes, without spaces: one token of the tokenizer."""
+    words = json.dumps({"name": name, "arguments": arguments}, separators=(",", ":"))
+    return f"<tool_call>{words}</tool_call>"
 
 
 def row(source: str, prompt: str, truth: object, **extra: object) -> dict:
@@ -66,63 +76,54 @@ def row(source: str, prompt: str, truth: object, **extra: object) -> dict:
     }
 
 
-def all_tasks() -> dict[str, list[dict]]:
-    """Every task of each example, once."""
-    operations = {
-        "plus": lambda a, b: a + b,
-        "minus": lambda a, b: a - b,
-        "times": lambda a, b: a * b,
-        "over": lambda a, b: a // b,
-    }
-    # numbers whose four results differ, so that only one operation is right
-    pairs = [
-        (a, b)
-        for a in range(2, 10)
-        for b in range(2, a)
-        if len({operation(a, b) for operation in operations.values()}) == 4
-    ]
-    stories = [
-        row("planner_worker", f"{word} {a} {b}", operations[name](a, b), numbers=[a, b])
-        for name, words in STORIES.items()
-        for word in words
-        for a, b in pairs
-    ]
-    doors = [row("reasoner_actor", "play", f"{a} {b}") for a in range(4) for b in range(4)]
-    piles = [row("self_play", "play", pile) for pile in (2, 4, 5, 7, 8)]
-    return {"planner_worker": stories, "reasoner_actor": doors, "self_play": piles}
+def doors(rng: random.Random) -> list[dict]:
+    """Two rooms of four doors each."""
+    return [row("reasoner_actor", "play", f"{a} {b}") for a in range(4) for b in range(4)]
 
 
-def words_of(tasks: list[dict]) -> list[str]:
-    """What is said in an example: words of its prompts and answers, of its environment or tool."""
-    said = {word for task in tasks for message in task["prompt"] for word in message["content"].split()}
-    said |= {word for task in tasks for word in task["reward_model"]["ground_truth"].split()}
-    spoken = {
-        "planner_worker": {"call", *STORIES},
-        "reasoner_actor": {"door"},
-        "self_play": {"pile", *map(str, range(1, 9))},
-    }
-    return sorted(said | spoken[tasks[0]["data_source"]])
+def shop(rng: random.Random) -> list[dict]:
+    """A request and the prices of today: different digits."""
+    days = [(request, rng.sample(range(6), len(WANTED))) for request in WANTED for _ in range(10)]
+    tasks = []
+    for request, digits in days:
+        prices, wanted = dict(zip(WANTED.values(), digits, strict=True)), WANTED[request]
+        tasks.append(row("planner_worker", request, prices[wanted], wanted=wanted, prices=prices))
+    return tasks
+
+
+def nim(rng: random.Random) -> list[dict]:
+    """A pile from which the first player can win."""
+    return [row("self_play", "play", pile) for pile in (2, 4, 5, 7, 8)]
+
+
+TASKS = {"reasoner_actor": doors, "planner_worker": shop, "self_play": nim}
+WORDS = {
+    "reasoner_actor": ["play", "door", "?", *"0123"],
+    "planner_worker": ["red", "green", "yellow", "fruit", "vegetable", "?", *"012345", *WANTED.values()]
+    + [call("price", item=item) for item in WANTED.values()],
+    "self_play": ["play", "pile", *"12345678"],
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("outputs/multi_agent"))
-    parser.add_argument("--rows", type=int, default=6400, help="training rows of each example")
+    parser.add_argument("name", choices=TASKS)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=3200, help="training rows")
+    parser.add_argument("--seed", type=int, default=0, help="of the models and the data")
     args = parser.parse_args()
 
-    rng = random.Random(0)
-    for name, tasks in all_tasks().items():
-        folder = args.out / name
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer = make_tokenizer(words_of(tasks))
-        for number in (0, 1):
-            make_model(tokenizer, number).save_pretrained(folder / f"model_{number}")
-            tokenizer.save_pretrained(folder / f"model_{number}")
-        train = [rng.choice(tasks) for _ in range(args.rows)]
-        test = tasks if len(tasks) >= 32 else tasks * (32 // len(tasks))
-        pq.write_table(pa.Table.from_pylist(train), folder / "train.parquet")
-        pq.write_table(pa.Table.from_pylist(test[:64]), folder / "test.parquet")
-        print(f"{folder}: {len(train)} training rows of {len(tasks)} tasks")
+    rng = random.Random(args.seed)
+    tokenizer = make_tokenizer(WORDS[args.name])
+    for number in (0, 1):
+        make_model(tokenizer, 2 * args.seed + number).save_pretrained(args.out / f"model_{number}")
+        tokenizer.save_pretrained(args.out / f"model_{number}")
+    make = TASKS[args.name]
+    train = [task for _ in range(-(-args.rows // len(make(rng)))) for task in make(rng)]
+    rng.shuffle(train)
+    for split, tasks in (("train", train), ("test", make(rng))):
+        pq.write_table(pa.Table.from_pylist(tasks), args.out / f"{split}.parquet")
+    print(f"{args.out}: {len(train)} training tasks")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,44 @@
-"""The team's reward of an episode, which every agent gets; in self-play each player's own."""
+"""The reward of each agent: its part of what the team has achieved ("team"), and what it did for that."""
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """From what the environment or the tools have said in the conversation of the episode."""
-    conversation, agent = extra_info["conversation"], extra_info["agent"]
-    if data_source == "planner_worker":
-        answers = [message["content"] for message in conversation if message["role"] == "tool"]
-        solved = float(ground_truth in answers)
-        called = 0.1 * bool(answers) + 0.1 * any(not answer.startswith("Error") for answer in answers)
-        return {"score": solved + called, "team": solved}  # first steps to climb: to call, and rightly
-    own = sum(message["reward"] for message in conversation if message["agent"] == agent)
-    if data_source == "self_play":
-        return {"score": own, "right": right_moves(conversation)}
-    return {"score": own, "team": own}
+    """score and what else is measured, of an agent in an episode; without a conversation: of a plain answer."""
+    if "conversation" not in extra_info:
+        team = float(solution_str.strip() == ground_truth)
+        return {"score": team, "team": team}
+    score = {"reasoner_actor": of_doors, "planner_worker": of_shop, "self_play": of_nim}[data_source]
+    return score(extra_info["conversation"], extra_info["agent"], ground_truth, extra_info)
 
 
-def right_moves(conversation):
-    """The share of right moves where there was one: those that leave a multiple of 3 (see games.py)."""
+def of_doors(conversation, agent, ground_truth, extra_info):
+    """What the environment gave; team: the share of doors that were opened."""
+    given = [[m["reward"] for m in conversation if m["agent"] == number] for number in (agent, 1)]
+    return {"score": sum(given[0]), "team": sum(given[1])}
+
+
+def of_shop(conversation, agent, ground_truth, extra_info):
+    """Half for the right price. The rest of the planner's for naming the thing; of the worker's for doing what
+    the planner says and for saying what the tool says, of which a call that works, and any number, are a part.
+    """
+    plan, *turns = [message["content"].strip() for message in conversation if message["agent"] is not None]
+    answer = turns[-1]
+    prices = [m["content"] for m in conversation if m["role"] == "tool" and "error" not in m]
+    team = float(answer == ground_truth)
+    if agent == 0:
+        named = float(plan == extra_info["wanted"])
+        return {"score": (team + named) / 2, "team": team, "named": named}
+    followed = bool(prices) * (1.0 if f'"{plan}"' in turns[0] else 0.3)
+    repeated = 1.0 if answer in prices else 0.2 * answer.isdigit()
+    return {
+        "score": team / 2 + (followed + repeated) / 4,
+        "team": team,
+        "followed": followed,
+        "repeated": repeated,
+    }
+
+
+def of_nim(conversation, agent, ground_truth, extra_info):
+    """The player's own reward; right: the share of right moves of both, where there was one (see games.py)."""
     moves, pile = [], 0
     for message in conversation:
         words = message["content"].split()
@@ -24,4 +46,5 @@ def right_moves(conversation):
             pile = int(words[1])
         elif message["agent"] is not None and pile % 3:
             moves.append(float(words[:1] == [str(pile % 3)]))
-    return sum(moves) / max(len(moves), 1)
+    own = sum(message["reward"] for message in conversation if message["agent"] == agent)
+    return {"score": own, "right": sum(moves) / max(len(moves), 1)}

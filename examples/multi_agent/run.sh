@@ -1,42 +1,101 @@
 #!/usr/bin/env bash
-# Train an example of several agents on CPU: bash examples/multi_agent/run.sh reasoner_actor|planner_worker|self_play [key=value ...]
+# Train an example of several agents on CPU, from scratch: bash examples/multi_agent/run.sh NAME [alone] [key=value ...]
+# NAME: reasoner_actor, planner_worker or self_play. alone: the agent that answers hears nothing from the other one.
+# MULTI_AGENT_DIR (outputs/multi_agent) holds inputs and results, SEED (0) draws models, data and samples.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-.venv/bin/python}
+HERE=examples/multi_agent
 NAME=${1:?name an example: reasoner_actor, planner_worker or self_play}
 shift
-OUT=${MULTI_AGENT_DIR:-outputs/multi_agent}
-DAG="$OUT/$NAME/dag.yaml"
-WORDS=1
-[ "$NAME" = planner_worker ] && WORDS=2
-sed "s|MODEL_1|$(realpath "$OUT")/$NAME/model_1|" "examples/multi_agent/$NAME.yaml" > "$DAG"
-exec "${PYTHON:-.venv/bin/python}" -m siirl.main_dag \
-  dag.workflow_path="$DAG" \
-  algorithm.adv_estimator=grpo \
-  algorithm.norm_adv_by_std_in_grpo=False \
-  data.train_files="$OUT/$NAME/train.parquet" \
-  data.val_files="$OUT/$NAME/test.parquet" \
-  data.train_batch_size=8 \
-  data.max_prompt_length=48 \
+RUN=team
+if [[ ${1-} == alone ]]; then RUN=alone; shift; fi
+OUT=${MULTI_AGENT_DIR:-outputs/multi_agent}/$NAME
+SEED=${SEED:-0}
+
+keys=()
+case $NAME in
+  reasoner_actor)
+    answering=actor
+    keys+=(
+      algorithm.adv_estimator=gae_marft
+      algorithm.lam=0.95
+      critic.optim.lr=1e-3
+      critic.use_dynamic_bsz=True
+      critic.model.enable_gradient_checkpointing=False
+      critic.model.fsdp_config.mixed_precision.param_dtype=float32
+      data.train_batch_size=16
+      actor_rollout_ref.rollout.n=8
+      actor_rollout_ref.actor.optim.lr=1e-3
+      dag.node_config.world.env_path=$HERE/games.py:Doors
+      dag.node_config.actor.model.path="$OUT/model_1"
+    )
+    ;;
+  planner_worker)
+    answering=worker
+    keys+=(
+      algorithm.adv_estimator=grpo
+      algorithm.norm_adv_by_std_in_grpo=False
+      data.train_batch_size=24
+      actor_rollout_ref.rollout.n=10
+      actor_rollout_ref.actor.optim.lr=1e-3
+      dag.node_config.worker.model.path="$OUT/model_1"
+      dag.node_config.worker.rollout.multi_turn.tool_config_path=$HERE/tools.yaml
+      dag.node_config.worker.rollout.multi_turn.max_assistant_turns=2
+      dag.node_config.worker.rollout.agent.process_path=$HERE/views.py
+      dag.node_config.worker.rollout.agent.pre_process_kwargs.request=False
+    )
+    ;;
+  self_play)
+    answering=
+    keys+=(
+      algorithm.adv_estimator=grpo
+      algorithm.norm_adv_by_std_in_grpo=False
+      data.train_batch_size=8
+      actor_rollout_ref.rollout.n=16
+      actor_rollout_ref.actor.optim.lr=5e-4
+      dag.node_config.game.env_path=$HERE/games.py:Nim
+    )
+    ;;
+  *)
+    echo "run.sh: unknown example $NAME: name one of reasoner_actor, planner_worker, self_play" >&2
+    exit 2
+    ;;
+esac
+if [[ $RUN == alone ]]; then
+  if [[ -z $answering ]]; then echo "run.sh: $NAME has one agent only" >&2; exit 2; fi
+  keys+=(
+    dag.node_config.$answering.rollout.agent.process_path=$HERE/views.py
+    dag.node_config.$answering.rollout.agent.pre_process_kwargs.others=False
+  )
+fi
+if [[ ! -e $OUT/test.parquet ]]; then
+  "$PYTHON" $HERE/prepare.py "$NAME" --out "$OUT" --seed "$SEED"
+fi
+exec "$PYTHON" -m siirl.main_dag \
+  dag.workflow_path=dag_templates/"$NAME".yaml \
+  data.train_files="$OUT/train.parquet" \
+  data.val_files="$OUT/test.parquet" \
+  data.max_prompt_length=24 \
   data.max_response_length=32 \
-  actor_rollout_ref.model.path="$OUT/$NAME/model_0" \
+  actor_rollout_ref.model.path="$OUT/model_0" \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
-  actor_rollout_ref.actor.optim.lr=5e-4 \
   actor_rollout_ref.actor.entropy_coeff=0.02 \
-  actor_rollout_ref.actor.ppo_mini_batch_size=8 \
+  actor_rollout_ref.actor.ppo_mini_batch_size='${data.train_batch_size}' \
   actor_rollout_ref.actor.use_dynamic_bsz=True \
   actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32 \
   actor_rollout_ref.rollout.name=hf \
   actor_rollout_ref.rollout.dtype=float32 \
-  actor_rollout_ref.rollout.n=16 \
-  actor_rollout_ref.rollout.agent.max_turn_tokens="$WORDS" \
-  custom_reward_function.path=examples/multi_agent/reward.py \
+  actor_rollout_ref.rollout.agent.max_turn_tokens=1 \
+  custom_reward_function.path=$HERE/reward.py \
   trainer.device=cpu \
   trainer.n_gpus_per_node=1 \
+  trainer.seed="$SEED" \
   trainer.total_training_steps=80 \
   trainer.test_freq=10 \
   trainer.save_freq=-1 \
   trainer.resume_mode=disable \
   trainer.project_name=siirl \
-  trainer.experiment_name="$NAME" \
-  trainer.output_dir="$OUT/$NAME/out" \
-  "$@"
+  trainer.experiment_name="${NAME}_$RUN" \
+  trainer.output_dir="$OUT/$RUN" \
+  "${keys[@]}" "$@"

@@ -323,7 +323,10 @@ def _check_environments(members: list[ResolvedNode]) -> None:
     nodes = [node for node in members if node.op is ENVIRONMENT]
     given = [(node, options) for node in nodes if "env_path" in (options := _environment_of(node))]
     if nodes and not given:
-        raise DagError(f'{nodes[0]} names no environment. Set config: {{env_path: "file.py:Class"}}.')
+        raise DagError(
+            f'{nodes[0]} names no environment. Set config: {{env_path: "file.py:Class"}}, or on the command line '
+            f"dag.node_config.{nodes[0].id}.env_path=file.py:Class."
+        )
     for (one, first), (other, second) in itertools.pairwise(given):
         if first != second:
             raise DagError(

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from plan_cases import add_agent, compiled, config, custom, run_symbolically, template_plan
 
 from siirl.dag.compile import TEMPLATES, compile_plan
+from siirl.dag.node_config import with_node_config
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
 from siirl.dag.spec import DagBuilder, DagSpec, NodeSpec, dag_spec
@@ -36,6 +37,12 @@ def placed(template: str, placements: dict[str, str]) -> DagSpec:
     dag = load_dag_file(TEMPLATES / template)
     nodes = [NodeSpec(**{**vars(node), "placement": placements.get(node.node_role)}) for node in dag.nodes]
     return dag_spec(dag.dag_id, nodes, dag.description)
+
+
+def in_environment(template: str, node: str, game: str) -> DagSpec:
+    """A template whose environment is one of the examples' games."""
+    path = {node: {"env_path": f"examples.multi_agent.games:{game}"}}
+    return with_node_config(load_dag_file(TEMPLATES / template), path)
 
 
 def two_agents() -> DagSpec:
@@ -94,6 +101,11 @@ CASES = {
     "two_agents_on_4": lambda: compiled(two_agents(), 4),
     "solver_verifier_on_2": lambda: compiled(load_dag_file(TEMPLATES / "solver_verifier.yaml"), 2),
     "solver_verifier_apart": lambda: compiled(apart(), 4),
+    "planner_worker_on_2": lambda: compiled(load_dag_file(TEMPLATES / "planner_worker.yaml"), 2),
+    "reasoner_actor_on_2": lambda: compiled(
+        in_environment("reasoner_actor.yaml", "world", "Doors"), 2, "algorithm.adv_estimator=gae_marft"
+    ),
+    "self_play_on_2": lambda: compiled(in_environment("self_play.yaml", "game", "Nim"), 2),
 }
 
 

@@ -1,0 +1,55 @@
+"""dag.node_config: the command line sets keys of nodes of any workflow."""
+
+import pytest
+
+from siirl.config import load_config
+from siirl.dag.compile import TEMPLATES, load_dag
+from siirl.dag.resolve import resolve_nodes
+from siirl.errors import DagError
+
+TEMPLATE = f"dag.workflow_path={TEMPLATES / 'reasoner_actor.yaml'}"
+
+
+def nodes(*overrides):
+    cfg = load_config([TEMPLATE, *overrides])
+    dag = load_dag(cfg)
+    return dag, resolve_nodes(dag, cfg)
+
+
+def test_keys_of_nodes_are_set_on_the_command_line_as_in_the_file():
+    dag, resolved = nodes(
+        "dag.node_config.actor.model.path=/m",
+        "dag.node_config.actor.rollout.agent.pre_process_kwargs.others=False",
+        "dag.node_config.advantage_reasoner.credit.team=0.5",
+        "dag.node_config.world={env_path: 'games.py:Doors', env_kwargs: {actor: 0}}",
+        "dag.node_config.world.deadline_s=5",
+    )
+    assert dag.node("world").config == {
+        "env_path": "games.py:Doors",
+        "env_kwargs": {"actor": 0},
+        "deadline_s": 5,
+    }
+    assert resolved["train_actor"].cfg.actor_rollout_ref.model.path == "/m"  # of the rollout: of the agent
+    assert resolved["actor"].cfg.actor_rollout_ref.rollout.agent.pre_process_kwargs == {"others": False}
+    assert resolved["reasoner"].cfg.actor_rollout_ref.model.path != "/m"
+    credit = resolved["advantage_reasoner"].cfg.algorithm.credit
+    assert (credit.team, credit.own) == (0.5, 0.0)  # over the file's, beside the file's
+
+
+def test_the_template_is_as_it_is_in_the_file_without():
+    assert nodes()[0].node("advantage_reasoner").config == {"credit.own": 0.0, "credit.team": 1.0}
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("dag.node_config.word.env_path=x", ["'word'", "Did you mean 'world'?"]),
+        ("dag.node_config.world=x", ["dag.node_config.world = 'x'", "KEY=VALUE"]),
+        ("dag.node_config.actor.modle.path=x", ["node 'actor'", "modle"]),
+    ],
+)
+def test_nodes_and_keys_that_do_not_exist_are_refused(override, words):
+    with pytest.raises(Exception) as caught:
+        nodes(override)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert isinstance(caught.value, DagError | ValueError)
