@@ -6,33 +6,25 @@ from siirl.agents.environments import Observation, StepResult
 class Doors:
     """Rooms one after another; one door of each leads on, any other ends the game. The first word counts.
 
-    The reasoner (agent 0) reads which door it is and says something; the actor, who hears only that, names
-    one, and gets its share of 1 for the right door. The reasoner gets half a share for naming it: words mean
-    nothing to models with random weights, and no one listens to one who says nothing. actor: who opens doors;
-    0 plays alone, and sees no door.
+    The reasoner (agent 0) reads which door it is and says something; the actor (agent 1), who hears only that,
+    names one, and gets its share of 1 for the right door. The reasoner gets half a share for naming it: words
+    mean nothing to models with random weights, and no one listens to one who says nothing.
     """
-
-    def __init__(self, actor: int = 1):
-        self.actor = actor
 
     def reset(self, task, seed):
         """The doors are the row's ground truth, one word for each room."""
         self.doors = task["ground_truth"].split()
         self.share = 1 / len(self.doors)
-        return self._clue()
+        return Observation({0: f"door {self.doors[0]}"})
 
     def step(self, actions):
         """The actor has spoken, after the reasoner."""
-        right = self.doors.pop(0)
-        named = {agent: said.split()[:1] == [right] for agent, said in actions.items()}
-        rewards = {
-            agent: self.share * was / (1 if agent == self.actor else 2) for agent, was in named.items()
-        }
-        done = not (named[self.actor] and self.doors)
-        return StepResult("" if done else self._clue().texts, rewards, done, {"named": named})
-
-    def _clue(self):
-        return Observation({1 - self.actor: f"door {self.doors[0]}"})
+        door = self.doors.pop(0)
+        named, opened = (actions[agent].split()[:1] == [door] for agent in (0, 1))
+        rewards = {0: self.share / 2 * named, 1: self.share * opened}
+        if not (opened and self.doors):
+            return StepResult("", rewards, True)
+        return StepResult({0: f"door {self.doors[0]}"}, rewards, False)
 
 
 class Nim:

@@ -40,7 +40,7 @@ def make_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """A Qwen3 of two layers and width 128 with random weights, large enough for a model of this width to learn fast."""
+    """A Qwen3 of two layers and width 128; its random weights are large enough to learn fast."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -2,7 +2,7 @@
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """score and what else is measured, of an agent in an episode; without a conversation: of a plain answer."""
+    """score and what else is measured, of an agent in an episode; of a plain answer without a conversation."""
     if "conversation" not in extra_info:
         team = float(solution_str.strip() == ground_truth)
         return {"score": team, "team": team}
@@ -17,9 +17,8 @@ def of_doors(conversation, agent, ground_truth, extra_info):
 
 
 def of_shop(conversation, agent, ground_truth, extra_info):
-    """Half for the right price. The rest of the planner's for naming the thing; of the worker's for doing what
-    the planner says and for saying what the tool says, of which a call that works, and any number, are a part.
-    """
+    """Half for the right price. The rest of the planner's for naming the thing; of the worker's for calling
+    what the planner says and for saying what the tool says. Any call and any number are a first step."""
     plan, *turns = [message["content"].strip() for message in conversation if message["agent"] is not None]
     answer = turns[-1]
     prices = [m["content"] for m in conversation if m["role"] == "tool" and "error" not in m]
@@ -27,18 +26,14 @@ def of_shop(conversation, agent, ground_truth, extra_info):
     if agent == 0:
         named = float(plan == extra_info["wanted"])
         return {"score": (team + named) / 2, "team": team, "named": named}
-    followed = bool(prices) * (1.0 if f'"{plan}"' in turns[0] else 0.3)
+    followed = bool(prices) * (1.0 if f'"{plan}"' in turns[0] else 0.2)
     repeated = 1.0 if answer in prices else 0.2 * answer.isdigit()
-    return {
-        "score": team / 2 + (followed + repeated) / 4,
-        "team": team,
-        "followed": followed,
-        "repeated": repeated,
-    }
+    own = {"followed": followed, "repeated": repeated}
+    return {"score": team / 2 + sum(own.values()) / 4, "team": team, **own}
 
 
 def of_nim(conversation, agent, ground_truth, extra_info):
-    """The player's own reward; right: the share of right moves of both, where there was one (see games.py)."""
+    """The player's own reward; right: the share of right moves of both, where there was one (games.py)."""
     moves, pile = [], 0
     for message in conversation:
         words = message["content"].split()

@@ -36,7 +36,7 @@ case $NAME in
     keys+=(
       algorithm.adv_estimator=grpo
       algorithm.norm_adv_by_std_in_grpo=False
-      data.train_batch_size=24
+      data.train_batch_size=12
       actor_rollout_ref.rollout.n=10
       actor_rollout_ref.actor.optim.lr=1e-3
       dag.node_config.worker.model.path="$OUT/model_1"
@@ -80,7 +80,7 @@ exec "$PYTHON" -m siirl.main_dag \
   data.max_response_length=32 \
   actor_rollout_ref.model.path="$OUT/model_0" \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
-  actor_rollout_ref.actor.entropy_coeff=0.02 \
+  actor_rollout_ref.actor.entropy_coeff=0.04 \
   actor_rollout_ref.actor.ppo_mini_batch_size='${data.train_batch_size}' \
   actor_rollout_ref.actor.use_dynamic_bsz=True \
   actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32 \

@@ -2,7 +2,7 @@
 
 
 def pre_process(messages, episode, request=True, others=True):
-    """request: whether it reads the prompt. others: whether it hears what they say; if not, that they spoke."""
+    """request: whether it reads the prompt. others: whether it hears what they say, or only that they do."""
     seen = messages[:1] if request else []
     for message in messages[1:]:
         silent = message["role"] == "user" and not others

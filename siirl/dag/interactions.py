@@ -324,8 +324,8 @@ def _check_environments(members: list[ResolvedNode]) -> None:
     given = [(node, options) for node in nodes if "env_path" in (options := _environment_of(node))]
     if nodes and not given:
         raise DagError(
-            f'{nodes[0]} names no environment. Set config: {{env_path: "file.py:Class"}}, or on the command line '
-            f"dag.node_config.{nodes[0].id}.env_path=file.py:Class."
+            f'{nodes[0]} names no environment. Set config: {{env_path: "file.py:Class"}}, or on the command '
+            f"line dag.node_config.{nodes[0].id}.env_path=file.py:Class."
         )
     for (one, first), (other, second) in itertools.pairwise(given):
         if first != second:

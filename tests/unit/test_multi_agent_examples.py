@@ -1,4 +1,4 @@
-"""What the examples of several agents are made of: rules of their games, their tool, their views and rewards."""
+"""What the examples of several agents are made of: games, a tool, what agents see, rewards."""
 
 import asyncio
 import importlib.util
@@ -99,7 +99,7 @@ CALL = '<tool_call>{"name":"price","arguments":{"item":"lime"}}</tool_call>'
         ("lime", [CALL, "4"], ["4"], 1.0, 1.0),
         ("lime", [CALL, "5"], ["4"], 0.5, 0.3),
         ("lime", [CALL, "lime"], ["4"], 0.5, 0.25),
-        ("corn", [CALL, "4"], ["4"], 0.5, 0.825),
+        ("corn", [CALL, "4"], ["4"], 0.5, 0.8),
         ("corn", [CALL, "4"], ["Error"], 0.5, 0.55),
         ("corn", ["4"], [], 0.5, 0.55),
         ("red", ["red"], [], 0.0, 0.0),
