@@ -6,9 +6,9 @@ from siirl.agents.environments import Observation, StepResult
 class Doors:
     """Rooms one after another; one door of each leads on, any other ends the game. The first word counts.
 
-    The reasoner (agent 0) reads which door it is and says something; the actor (agent 1), who hears only that,
-    names one, and gets its share of 1 for the right door. The reasoner gets half a share for naming it: words
-    mean nothing to models with random weights, and no one listens to one who says nothing.
+    The reasoner (agent 0) reads which door it is and says something; the actor (agent 1), who hears only
+    that, names one, and gets its share of 1 for the right door. The reasoner gets half a share for naming it:
+    words mean nothing to models with random weights, and no one listens to one who says nothing.
     """
 
     def reset(self, task, seed):

@@ -2,7 +2,7 @@
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    """score and what else is measured, of an agent in an episode; of a plain answer without a conversation."""
+    """score and what else is measured, of an agent in an episode, or of a plain answer."""
     if "conversation" not in extra_info:
         team = float(solution_str.strip() == ground_truth)
         return {"score": team, "team": team}
