@@ -14,6 +14,7 @@ from typing import Any
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.roles import mini_batch_prompts, role_group, role_model
+from siirl.dag.ops import uses_full_kl
 from siirl.dag.plan import ModelPlan
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
@@ -171,7 +172,25 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     lines.append(MemoryLine(model.name, "gathered layers", gathered * compute))
     tokens = micro_batch_tokens(model, cfg)
     lines.append(MemoryLine(model.name, "activations", _activations(model, cfg, shape, tokens) * compute))
-    return lines
+    return lines + full_kl_lines(model, cfg, shape, rows_per_shard, compute)
+
+
+def full_kl_lines(
+    model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int, width: int
+) -> list[MemoryLine]:
+    """What the KL over the whole vocabulary adds: the reference's last hidden states of all rows of a rank,
+    on the host until the update; at the actor those of a micro-batch, and the reference's output layer.
+
+    width: bytes of a number in the type that the model computes in.
+    """
+    if not uses_full_kl(cfg) or not (model.trains if model.role == "actor" else model.role == "ref"):
+        return []
+    tokens = rows_per_shard * cfg.actor_rollout_ref.rollout.response_length
+    if model.role == "ref":
+        return [MemoryLine(model.name, "hidden states", tokens * shape.hidden * width, host=True)]
+    tokens = min(tokens, micro_batch_tokens(model, cfg))
+    words = -(-shape.vocabulary // model.dims.tp)
+    return [MemoryLine(model.name, "hidden states", (words + tokens) * shape.hidden * width)]
 
 
 def adapter_params(model: ModelConfig, shape: ModelShape) -> int:

@@ -14,9 +14,11 @@ from siirl.dag.adapters import with_bases
 from siirl.dag.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.dag.megatron_memory import MegatronMemory, megatron_lines
 from siirl.dag.memory import (
+    BYTES,
     MemoryLine,
     ModelShape,
     fsdp_lines,
+    full_kl_lines,
     micro_batch_tokens,
     micro_batches,
     read_shape,
@@ -149,7 +151,8 @@ def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int)
         recompute=role_model(cfg, model.role).enable_gradient_checkpointing,
         tokens=micro_batch_tokens(model, cfg),
     )
-    return megatron_lines(model, shape, settings)
+    full_kl = full_kl_lines(model, cfg, shape, rows, BYTES[group.megatron.param_dtype])
+    return megatron_lines(model, shape, settings) + full_kl
 
 
 def _optimizer_options(group: ActorConfig | RefConfig | CriticConfig | RewardModelConfig) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from siirl.config import Config
 from siirl.config.roles import generated_prompts, optimizer_steps, role_group, trained_group
+from siirl.dag.awake import awake_shares, shares_text
 from siirl.dag.emit import ROUTING
 from siirl.dag.megatron_layers import split_layers
 from siirl.dag.memory import MemoryLine, micro_batch_tokens, read_shape
@@ -352,7 +353,7 @@ def _memory(plan: Plan, configs: dict[str, Config]) -> list[str]:
         cfg = configs[model.node]
         shape = read_shape(cfg, model.role)
         if isinstance(shape, str):
-            return [f"left out: {shape}"]
+            return [f"left out: {shape}", *_awake(plan, configs)]
         rows = engine_rows(plan, model, configs)
         lines[model.name] = backend_of(model).memory(model, cfg, shape, rows)
     output = [["model", *(_KINDS), "sum"]]
@@ -360,7 +361,17 @@ def _memory(plan: Plan, configs: dict[str, Config]) -> list[str]:
         amounts = {entry.what: _gib(entry.num_bytes) + (" (host)" if entry.host else "") for entry in entries}
         total = sum(entry.num_bytes for entry in entries if not entry.host)
         output.append([name, *(amounts.get(kind, "") for kind in _KINDS), _gib(total)])
-    return table(output) + _totals(plan, lines)
+    return table(output) + _totals(plan, lines) + _awake(plan, configs)
+
+
+def _awake(plan: Plan, configs: dict[str, Config]) -> list[str]:
+    """What engines that are awake at once take of their devices."""
+    return [
+        f"ranks {format_ranks(ranks)}: while {entry} plays its episodes, engines take {shares_text(shares)} "
+        "of the device"
+        for entry, talk in plan.interactions.items()
+        for ranks, shares in awake_shares(talk, plan.models, configs).items()
+    ]
 
 
 def engine_rows(plan: Plan, model: ModelPlan, configs: dict[str, Config]) -> int:
@@ -388,6 +399,7 @@ _KINDS = (
     "gathered layers",
     "activations",
     "KV cache",
+    "hidden states",
 )
 
 
