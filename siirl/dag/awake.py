@@ -27,6 +27,8 @@ def awake_shares(
         cfg = configs[model.node]
         rollout = cfg.actor_rollout_ref.rollout
         stays = name in talk.policies or not rollout.free_cache_engine
+        if model.base not in (None, name):
+            continue  # speaks with the engine of its base
         if model.role != "rollout" or model.backend != "vllm" or cfg.trainer.device == "cpu" or not stays:
             continue
         own = rollout.engine_kwargs.vllm.get("gpu_memory_utilization")
