@@ -9,7 +9,11 @@ from siirl.dag.report import engine_rows, report
 from siirl.dag.spec import DagBuilder
 from siirl.errors import PlacementError
 
-VLLM = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+VLLM = (
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+)
 
 PLACEMENTS = {  # ranks of each agent -> {driver: heads of agent 1's engines}, ranks that serve only
     "beside": (2, "0-1", "0-1", {0: (0,), 1: (1,)}, ()),
