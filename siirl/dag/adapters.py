@@ -21,6 +21,22 @@ OWN_KEYS = ("lora_rank", "lora_alpha", "target_modules")
 """What an adapter has of its own; the rest of actor_rollout_ref.model describes the base."""
 ENGINE_KEYS = {
     "hf": ("name", "dtype"),
+    "vllm": (
+        "name",
+        "dtype",
+        "prompt_length",
+        "response_length",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "disable_log_stats",
+        "gpu_memory_utilization",
+        "free_cache_engine",
+        "tensor_model_parallel_size",
+        "engine_kwargs.vllm",
+    ),
 }
 """Rollout engine that can hold a base for several agents -> what its agents must agree on."""
 
@@ -99,6 +115,10 @@ def with_bases(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> 
     used = {model.base for model in found.values() if model.base not in (None, model.name)}
     alone = [model.name for model in found.values() if model.base == model.name and model.name not in used]
     found |= {name: replace(found[name], base=None) for name in alone}
+    for name, model in found.items():
+        if model.role == "rollout" and model.base == name:
+            on_it = {other.name: nodes[other.node] for other in found.values() if other.base == name}
+            found[name] = replace(model, adapters={other: _rank(node) for other, node in on_it.items()})
     return dict(sorted(found.items(), key=lambda item: item[1].base not in (None, item[0])))
 
 

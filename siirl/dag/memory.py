@@ -246,6 +246,8 @@ def rollout_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_sha
     width = BYTES[rollout.dtype]
     at_once = min(rows_per_shard, rollout.max_num_seqs)
     cache = 2 * shape.layers * shape.kv_width * at_once * (rollout.prompt_length + rollout.response_length)
+    if model.backend == "vllm" and model.base not in (None, model.name):
+        cache = 0  # one engine, and its cache, for all adapters
     tp = model.dims.tp
     adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
     params = (shape.params if model.base in (None, model.name) else 0) + adapter

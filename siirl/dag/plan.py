@@ -40,7 +40,8 @@ class ModelPlan:
 
     name: "agent_0.actor". node: the node whose resolved config it is built from; nodes: all that use it.
     base: the model that holds the frozen weights on which this one has an adapter, or (a reference) nothing
-    of its own; may be this one itself. They are on the same ranks, and `base` is built first.
+    of its own; may be this one itself. They are on the same ranks, and `base` is built first. adapters: of a
+    rollout that is a base, the rollouts on it and their LoRA ranks.
     """
 
     name: str
@@ -54,6 +55,7 @@ class ModelPlan:
     node: str
     nodes: tuple[str, ...]
     base: str | None = None
+    adapters: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)

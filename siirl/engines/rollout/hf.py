@@ -1,7 +1,6 @@
 """The rollout engine on transformers' own models: no further dependency, on CPU and GPU."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from siirl.engines.rollout.checks import CallLimits, WeightState, check_finite
 from siirl.engines.rollout.decode import Samples, decode
 from siirl.engines.rollout.hf_stream import NO_LIMIT, HFStream, Room, can_stream
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
+from siirl.engines.rollout.weights import SharedBase, WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.frozen_base import use_base
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name, add_lora, plain_name
@@ -34,13 +33,6 @@ from siirl.parallel.process_groups import ProcessGroups
 
 CACHED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose state is keys and values of each position: what can be padded and repeated."""
-
-
-@dataclass
-class SharedBase:
-    """Whether the base that several engines use has its weights; it never changes afterwards."""
-
-    loaded: bool = False
 
 
 class HFRollout(RolloutEngine):
@@ -83,9 +75,7 @@ class HFRollout(RolloutEngine):
         max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
         vocab = self._model.get_input_embeddings().num_embeddings
         self._limits = CallLimits(plan.name, vocab, max_context)
-        specs, aliases = tensor_names(self._model)
-        self._specs = {plain_name(name): spec for name, spec in specs.items()}
-        self._aliases = {plain_name(name): plain_name(other) for name, other in aliases.items()}
+        self._specs, self._aliases = tensor_names(self._model)
         self._state: WeightState = "empty"
         self._metrics = Metrics()
 

@@ -15,10 +15,23 @@ from transformers import AutoModelForCausalLM
 from siirl.config import Config
 from siirl.dag.plan import ModelPlan
 from siirl.data.model_files import model_dir
-from siirl.engines.rollout.base import Completion, Key, Request, RolloutEngine, SamplingParams
+from siirl.engines.rollout.base import (
+    Completion,
+    Key,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightPart,
+)
 from siirl.engines.rollout.checks import CallLimits, WeightState, check_complete_responses, check_finite
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.shared_buffer import SharedBuffer
+from siirl.engines.rollout.vllm_adapters import (
+    SharedEngine,
+    adapter_arguments,
+    base_alone,
+    load_adapter,
+)
 from siirl.engines.rollout.vllm_arguments import (
     engine_arguments,
     engine_environment,
@@ -26,10 +39,11 @@ from siirl.engines.rollout.vllm_arguments import (
     physical_gpu,
 )
 from siirl.engines.rollout.vllm_process import EngineProcess
-from siirl.engines.rollout.vllm_stream import VLLMStream
+from siirl.engines.rollout.vllm_stream import Switchboard, VLLMStream
 from siirl.engines.rollout.vllm_version import vllm_version
 from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.hf_model import load_hf_config
+from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.errors import NotSupportedError, RolloutError, WeightSyncError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
@@ -49,10 +63,16 @@ class VLLMRollout(RolloutEngine):
     """
 
     def __init__(
-        self, plan: ModelPlan, cfg: Config, groups: ProcessGroups | None, device: torch.device | str
+        self,
+        plan: ModelPlan,
+        cfg: Config,
+        groups: ProcessGroups | None,
+        device: torch.device | str,
+        base: "VLLMRollout | None" = None,
     ) -> None:
         """Start the engine, which takes about a minute on a GPU. Collective over the ranks of the shard.
 
+        base: whose engine this one uses instead, with an adapter of its own.
         ConfigError: vLLM is missing, of another version, or refuses the configuration; RolloutError: it died.
         """
         vllm_version()
@@ -61,19 +81,29 @@ class VLLMRollout(RolloutEngine):
         self._device = torch.device(device)
         self._dtype = cfg.actor_rollout_ref.rollout.dtype
         self._state: WeightState = "empty"
-        self._cache_sleeps = False
         self._metrics = Metrics()
+        self._cfg, self._adapter = cfg, plan.name if plan.base else None
+        self._engine = base._engine if base else SharedEngine(keeps_weights=plan.base is not None)
+        self._engine.users.append(self)
         self._join_shard(plan, groups)
         model = cfg.actor_rollout_ref.model
         hf_config = load_hf_config(model)
-        self._specs, self._aliases = _weight_names(hf_config, self._dtype, model.trust_remote_code)
+        self._specs, self._aliases = _weight_names(hf_config, cfg, plan.base is not None)
         self._limits = CallLimits(
             plan.name, hf_config.get_text_config().vocab_size, max_model_len(cfg, hf_config)
         )
         self._gives_memory_back = (
             self._device.type == "cuda" and cfg.actor_rollout_ref.rollout.free_cache_engine
         )
-        self._process: EngineProcess | None = None
+        self._process: EngineProcess | None = base._process if base else None
+        self._board: Switchboard | None = base._board if base else None
+        if base is None:
+            self._start(plan, hf_config, groups)
+            self.sleep()
+
+    def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroups | None) -> None:
+        """Start the process, on the first rank of the shard; the others wait."""
+        cfg = self._cfg
         gpus = self._gather(physical_gpu(self._device))
         if self._leads:
             rank = groups.rank if groups else 0
@@ -83,13 +113,14 @@ class VLLMRollout(RolloutEngine):
                 Path(cfg.trainer.output_dir).expanduser() / "logs" / f"vllm_{plan.name}_rank_{rank}.log",
                 cfg.trainer.deadline_s,
             )
-            arguments = engine_arguments(
-                cfg, str(model_dir(model.path)), hf_config, len(self._shard), self._device
-            )
+            self._board = Switchboard(self._process)
+            folder = str(model_dir(cfg.actor_rollout_ref.model.path))
+            arguments = engine_arguments(cfg, folder, hf_config, len(self._shard), self._device)
+            if plan.adapters:
+                arguments |= adapter_arguments(plan.adapters)
             with phase("start_vllm"):
                 self._process.ask("start", arguments=arguments)
         self._meet()
-        self.sleep()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
@@ -99,7 +130,7 @@ class VLLMRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run, for log-probs that are not
         finite, and when the engine dies, hangs or fails.
         """
-        self.check_idle("generate")
+        self._check_all_idle("generate")
         self._limits.check(self._state, prompts, params, seeds)
         if not prompts:
             return []
@@ -125,11 +156,11 @@ class VLLMRollout(RolloutEngine):
 
     def new_stream(self) -> VLLMStream:
         """See RolloutEngine: the engine's process admits requests between two of its steps."""
-        if self._process is None:
+        if self._board is None:
             raise RolloutError(
                 f"rollout engine {self.name!r}: rank {self._shard[0]}, the first of its shard, has its stream"
             )
-        return VLLMStream(self, self._process, self._dtype)
+        return VLLMStream(self, self._board, self._dtype, self._adapter)
 
     def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> None:
         """RolloutError unless these requests of a stream can run; wakes the KV cache for them."""
@@ -146,54 +177,90 @@ class VLLMRollout(RolloutEngine):
             if name in stats:
                 self._metrics.max(metric, stats[name])
 
+    @property
+    def takes(self) -> WeightPart:
+        """See RolloutEngine."""
+        if self._adapter is None:
+            return "merged"
+        return "adapter" if self._engine.loaded else "base_and_adapter"
+
     def weight_specs(self) -> WeightSpecs:
         """See RolloutEngine."""
-        return dict(self._specs)
+        wanted = self.takes
+        return {name: spec for name, spec in self._specs.items() if wanted != "adapter" or adapter_name(name)}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the weights. Collective over the ranks of the shard."""
-        self.check_idle("take weights")
+        self._check_all_idle("take weights")
         self.wake()
         self._state, self.weight_version = "loading", -1
-        checked = checked_weights(weights, self._specs, self._aliases, self.name)
+        checked = checked_weights(weights, self.weight_specs(), self._aliases, self.name)
+        adapter: dict[str, Tensor] = {}
+        base = base_alone(checked, self._specs, adapter)
+        try:
+            if self.takes == "adapter":
+                for _ in base:
+                    pass
+            else:
+                self._load_base(base)
+            if self._adapter is not None and self._process is not None:
+                number = self._engine.users.index(self) + 1
+                with phase("load_adapter", tensors=len(adapter)):
+                    load_adapter(self._process, self._adapter, number, adapter, self._cfg)
+        except RolloutError as error:
+            raise WeightSyncError(str(error)) from error
+        self._meet()
+        self._state, self.weight_version = "ready", version
+
+    def _load_base(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace all weights but adapters, which the engine then has none of."""
+        for user in self._engine.users:
+            user._state, user.weight_version = "loading" if user is self else "empty", -1
+        self._engine.loaded = False
         buffer = SharedBuffer(self._buffer_bytes(), self._device)
         try:
             with phase("begin"):
                 self._tell("begin_update")
             try:
                 places = self._gather(buffer.place)
-                for bucket in self._buckets(checked, buffer):
+                for bucket in self._buckets(weights, buffer):
                     with phase("load", tensors=len(bucket["names"])):
                         self._tell("update", bucket=bucket | {"size": buffer.size, "place": _joined(places)})
                         self._meet()
             finally:
                 with phase("finish"):
                     self._tell("finish_update")
-        except RolloutError as error:
-            raise WeightSyncError(str(error)) from error
         finally:
             buffer.close()
         self._meet()
-        self._state, self.weight_version = "ready", version
+        self._engine.loaded = True
 
     def sleep(self) -> None:
-        """Give back the memory of weights and KV cache, on a GPU with free_cache_engine. Idempotent."""
-        self.check_idle("sleep")
-        if self._gives_memory_back and self._state != "asleep":
-            with phase("sleep"):
-                self._tell("sleep")
-            self._state, self.weight_version, self._cache_sleeps = "asleep", -1, True
+        """Give back the memory of weights and KV cache, on a GPU with free_cache_engine. Idempotent.
+
+        A base with adapters moves to host memory, and is as it was after `wake`.
+        """
+        self._check_all_idle("sleep")
+        engine = self._engine
+        if not self._gives_memory_back or engine.weights_sleep:
+            return
+        with phase("sleep"):
+            self._tell("sleep", keeps_weights=engine.keeps_weights)
+        engine.weights_sleep = engine.cache_sleeps = True
+        if not engine.keeps_weights:
+            self._state, self.weight_version = "asleep", -1
 
     def wake(self) -> None:
         """Take memory for the weights again, without values; the KV cache wakes to generate. Idempotent."""
-        if self._state == "asleep":
+        if self._engine.weights_sleep:
             with phase("wake"):
                 torch.cuda.empty_cache()  # what this worker has cached is not the engine's to take
                 self._tell("wake", part="weights")
-            self._state = "empty"
+            self._engine.weights_sleep = False
+            self._state = "empty" if self._state == "asleep" else self._state
 
     def close(self) -> None:
-        """End the engine's process."""
+        """End the engine's process, for all its users."""
         self._stream = None
         self._state, self.weight_version = "empty", -1
         if self._process is not None:
@@ -222,17 +289,26 @@ class VLLMRollout(RolloutEngine):
         }
         assert self._process is not None
         with phase("generate", rows=params.n * len(prompts)):
-            values, results = self._process.ask("generate", arrays, params=dataclasses.asdict(params))
+            values, results = self._process.ask(
+                "generate", arrays, params=dataclasses.asdict(params), adapter=self._adapter
+            )
         check_complete_responses(values["finish_reasons"], self.name)
         self.count(values["stats"], params.n * sum(len(prompt) for prompt in prompts))
         return values["finish_reasons"], results
 
     def _wake_cache(self) -> None:
-        if self._cache_sleeps:
+        if self._engine.keeps_weights:
+            self.wake()
+        if self._engine.cache_sleeps:
             with phase("wake"):
                 torch.cuda.empty_cache()
                 self._tell("wake", part="kv_cache")
-            self._cache_sleeps = False
+            self._engine.cache_sleeps = False
+
+    def _check_all_idle(self, what: str) -> None:
+        """RolloutError if a stream of this engine has pending requests, whoever's it is."""
+        for user in self._engine.users:
+            user.check_idle(what)
 
     def _buckets(
         self, weights: Iterator[tuple[str, Tensor]], buffer: SharedBuffer
@@ -266,7 +342,8 @@ class VLLMRollout(RolloutEngine):
     def _buffer_bytes(self) -> int:
         sizes = [
             -(-math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-            for shape, dtype in self._specs.values()
+            for name, (shape, dtype) in self._specs.items()
+            if adapter_name(name) is None
         ]
         return max(max(sizes), min(sum(sizes), BUCKET_BYTES))
 
@@ -318,12 +395,15 @@ def _joined(places: list[dict[str, Any]]) -> dict[str, Any]:
     return {"handles": {uuid: handle for place in places for uuid, handle in place["handles"].items()}}
 
 
-def _weight_names(hf_config: Any, dtype: str, trust_remote_code: bool) -> tuple[WeightSpecs, dict[str, str]]:
-    """Names, shapes and types of the model's tensors, as a Hugging Face directory has them."""
+def _weight_names(hf_config: Any, cfg: Config, adapted: bool) -> tuple[WeightSpecs, dict[str, str]]:
+    """Names, shapes and types of the tensors of a Hugging Face directory, and of its adapter."""
+    dtype, source = cfg.actor_rollout_ref.rollout.dtype, cfg.actor_rollout_ref.model
     torch_dtype = (hf_config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch_dtype, trust_remote_code=trust_remote_code
+            hf_config, dtype=torch_dtype, trust_remote_code=source.trust_remote_code
         )
     model.tie_weights()
+    if adapted:
+        add_lora(model, source, cfg.trainer.seed)
     return tensor_names(model)

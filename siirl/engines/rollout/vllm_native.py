@@ -19,6 +19,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -65,9 +67,15 @@ class NativeEngine:
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
         self._engine.collective_rpc("take_log_probs_before_truncation")
         self._keeps_stats = self._engine.log_stats
+        self._adapters: dict[str | None, LoRARequest] = {}
 
-    def add(self, request_id: str, prompt: list[int], params: SamplingParams, seed: int) -> None:
-        """Queue one response. The seed makes it independent of what else is in the batch."""
+    def add(
+        self, request_id: str, prompt: list[int], params: SamplingParams, seed: int, adapter: str | None
+    ) -> None:
+        """Queue one response. The seed makes it independent of what else is in the batch.
+
+        adapter: under which name it was loaded; None: the model alone.
+        """
         sampling = VLLMSamplingParams(
             n=1,
             temperature=params.temperature,
@@ -82,7 +90,9 @@ class NativeEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request(request_id, {"prompt_token_ids": prompt}, sampling)
+        self._engine.add_request(
+            request_id, {"prompt_token_ids": prompt}, sampling, lora_request=self._adapters.get(adapter)
+        )
 
     def step(self) -> list[Finished]:
         """One iteration of the scheduler and the model; the responses that it completed."""
@@ -106,15 +116,17 @@ class NativeEngine:
         """Forget requests that were added under these names."""
         self._engine.abort_request(request_ids)
 
-    def sleep(self) -> None:
-        """Give back the device memory of weights and KV cache. The weights are gone."""
-        self._engine.sleep(level=2)
+    def sleep(self, keeps_weights: bool) -> None:
+        """Give back the device memory of weights and KV cache. The weights are gone, or in host memory."""
+        self._engine.sleep(level=1 if keeps_weights else 2)
 
     def wake(self, part: str) -> None:
         """Take memory again: part "weights" or "kv_cache"."""
         self._engine.wake_up(tags=[part])
 
     def begin_update(self) -> None:
+        """Begin to replace the weights; adapters are forgotten."""
+        self._engine.collective_rpc("unwrap_layers")
         self._engine.collective_rpc("start_weight_update")
 
     def update(self, bucket: dict[str, Any]) -> None:
@@ -125,6 +137,18 @@ class NativeEngine:
         """Complete an update; what was computed with other weights is forgotten."""
         self._engine.collective_rpc("finish_weight_update")
         self._engine.collective_rpc("complete_update")
+        self._engine.collective_rpc("wrap_layers")
+        self._engine.reset_prefix_cache()
+
+    def load_adapter(self, name: str, number: int, folder: str) -> None:
+        """Load a LoRA adapter as peft stores it, in the place of the one before under this name and number.
+
+        The folder is not read again.
+        """
+        if number in self._engine.list_loras():
+            self._engine.remove_lora(number)
+        self._adapters[name] = LoRARequest(name, number, folder)
+        self._engine.add_lora(self._adapters[name])
         self._engine.reset_prefix_cache()
 
     def read_tensor(self, name: str) -> list[Tensor]:
@@ -240,6 +264,21 @@ class WorkerExtension:
         for layer in self.model_runner.model.modules():
             if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
+
+    def unwrap_layers(self) -> None:
+        """Put layers in the place of those that add LoRA to them: weights are loaded by the layers' names."""
+        model, self._wrappers = self.model_runner.model, {}
+        if self.model_runner.lora_config:
+            self.model_runner.lora_manager.remove_all_adapters()
+            found = model.named_modules()
+            self._wrappers = {name: layer for name, layer in found if isinstance(layer, BaseLayerWithLoRA)}
+        for name, wrapper in self._wrappers.items():
+            model.set_submodule(name, wrapper.base_layer)
+
+    def wrap_layers(self) -> None:
+        """Undo unwrap_layers."""
+        for name, wrapper in self._wrappers.items():
+            self.model_runner.model.set_submodule(name, wrapper)
 
     def read_tensor(self, name: str) -> tuple[list, list[int]]:
         """A parameter as plain numbers and its shape, for tests."""

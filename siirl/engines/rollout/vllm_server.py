@@ -96,7 +96,7 @@ class Server:
         for name, prompt, params, seed in zip(
             values["names"], prompts, values["params"], arrays["seeds"].tolist(), strict=True
         ):
-            self._engine.add(name, prompt.tolist(), SamplingParams(**params), seed)
+            self._engine.add(name, prompt.tolist(), SamplingParams(**params), seed, values["adapter"])
             self._running.add(name)
 
     def _advance(self) -> None:
@@ -136,7 +136,7 @@ class Server:
         for prompt, seeds in zip(prompts, arrays["seeds"].tolist(), strict=True):
             for seed in seeds:
                 row = len(pending)
-                self._engine.add(str(row), prompt, params, seed)
+                self._engine.add(str(row), prompt, params, seed, values["adapter"])
                 pending[str(row)] = row
         rows: list[Any] = [None] * len(pending)
         done = 0
@@ -150,7 +150,7 @@ class Server:
         return values, arrays
 
     def on_sleep(self, values: dict, arrays: dict) -> None:
-        self._engine.sleep()
+        self._engine.sleep(values["keeps_weights"])
 
     def on_wake(self, values: dict, arrays: dict) -> None:
         self._engine.wake(values["part"])
@@ -163,6 +163,9 @@ class Server:
 
     def on_finish_update(self, values: dict, arrays: dict) -> None:
         self._engine.finish_update()
+
+    def on_load_adapter(self, values: dict, arrays: dict) -> None:
+        self._engine.load_adapter(values["name"], values["number"], values["folder"])
 
     def on_read_tensor(self, values: dict, arrays: dict) -> Any:
         parts = self._engine.read_tensor(values["name"])

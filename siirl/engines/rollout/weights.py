@@ -1,6 +1,7 @@
 """Strict weight loading, shared by the rollout engines: every tensor exactly once, of the right shape."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -9,10 +10,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from siirl.data.model_files import check_weight_files, weight_files
+from siirl.engines.train.lora import plain_name
 from siirl.errors import DataError, WeightSyncError
 
 WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> (shape, dtype)."""
+
+
+@dataclass
+class SharedBase:
+    """Of a base that several engines use: whether it has its weights, which never change afterwards."""
+
+    loaded: bool = False
+
 
 FIX = "Build trainer and rollout from the same model.path and override_config."
 
@@ -94,11 +104,15 @@ def check_complete(arrived: set[str], specs: WeightSpecs, engine: str) -> None:
 
 
 def tensor_names(model: PreTrainedModel) -> tuple[WeightSpecs, dict[str, str]]:
-    """(name -> shape and dtype, tied tensors once; further names of tied tensors -> the name used)."""
+    """(name -> shape and dtype, tied tensors once; further names of tied tensors -> the name used).
+
+    Names as exports have them: those of an adapted model without what adapters add to them.
+    """
     specs: WeightSpecs = {}
     aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for own, tensor in model.state_dict(keep_vars=True).items():
+        name = plain_name(own)
         own_name = first_name.setdefault(id(tensor), name)
         if own_name == name:
             specs[name] = (tuple(tensor.shape), tensor.dtype)
