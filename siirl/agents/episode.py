@@ -31,7 +31,7 @@ class Episode:
     episode_id: group_id * samples + sample, the same for all agents. seed: 63 bits, a function of (run seed,
     step, group, sample). task: raw_prompt, data_source, ground_truth, extra_info. messages: the prompt and
     everything said so far. turns: how many turns the agents have spoken. visits: how often each node has run.
-    done: the environment ended it. error: why it was dropped.
+    speaker: the agent whose turn it is. done: the environment ended it. error: why it was dropped.
     """
 
     episode_id: int
@@ -44,6 +44,7 @@ class Episode:
     state: dict[str, Any] = field(default_factory=dict)
     turns: int = 0
     visits: dict[str, int] = field(default_factory=dict)
+    speaker: int | None = None
     done: bool = False
     error: str | None = None
 

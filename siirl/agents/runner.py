@@ -117,6 +117,7 @@ async def _play(game: Game, played: Played) -> None:
 async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
     """One turn of an agent; more, as long as it calls tools."""
     episode = played.episode
+    episode.speaker = stage.agent
     context = played.contexts.setdefault(stage.agent, Context(speaker.renderer, speaker.limits))
     view = _view(episode, stage.agent, context)
     given = not episode.turns and len(view) == len(episode.task["raw_prompt"]) and speaker.tools is None

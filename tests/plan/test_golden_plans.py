@@ -106,6 +106,7 @@ CASES = {
         in_environment("reasoner_actor.yaml", "world", "Doors"), 2, "algorithm.adv_estimator=gae_marft"
     ),
     "self_play_on_2": lambda: compiled(in_environment("self_play.yaml", "game", "Nim"), 2),
+    "debate_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2),
 }
 
 
