@@ -1,5 +1,9 @@
 """Agents on ranks of their own: the same run, whoever's engine answers."""
 
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,24 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     return sum(character.isdigit() for character in solution_str) / 8
 """
 MODELS = ("ROLLOUT", "ACTOR")
+ENDING = """
+import os
+import psutil
+
+turns = 0
+
+def server():
+    for worker in psutil.Process(os.getppid()).children():
+        if worker.environ().get("RANK") == "1":
+            return worker
+
+def post_process(text, episode):
+    global turns
+    turns += 1
+    if turns == 40:
+        ENDING
+    return text
+"""
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +49,27 @@ def other_model(tmp_path_factory):
     )
 
 
-def run_apart(inputs, other_model, folder, world_size, solver, verifier, *more):
-    """The solver and the verifier job, with the models of each on ranks of its own."""
+def apart(inputs, other_model, folder, solver, verifier, *more, ending=""):
+    """Arguments of the solver and verifier job, with the models of each on ranks of its own.
+
+    ending: what the code around the verifier's turns does in the second step.
+    """
     folder.mkdir()
+    process = ""
+    if ending:
+        (folder / "process.py").write_text(ENDING.replace("ENDING", ending))
+        process = f"agent_options: {{process_path: {folder / 'process.py'}}}, "
     (folder / "reward.py").write_text(REWARD)
     lines = []
     for line in (HERE / "solver_verifier.yaml").read_text().replace("MODEL_B", str(other_model)).splitlines():
+        if "{node_id: verifier," in line:
+            line = line.replace("{node_id", "{" + process + "node_id")
         if any(f"node_role: {role}" in line for role in MODELS):
             ranks = solver if "agent_group: 0" in line else verifier
-            line = line.replace("{node_id", f'{{placement: "{ranks}", node_id')
+            line = line.replace("node_id", f'placement: "{ranks}", node_id')
         lines.append(line)
     (folder / "dag.yaml").write_text("\n".join(lines))
-    arguments = overrides(
+    return overrides(
         inputs,
         folder / "out",
         f"dag.workflow_path={folder / 'dag.yaml'}",
@@ -48,13 +79,13 @@ def run_apart(inputs, other_model, folder, world_size, solver, verifier, *more):
         "trainer.val_before_train=false",
         *more,
     )
-    return run_job(world_size, arguments)
 
 
 @pytest.fixture(scope="module")
 def beside(inputs, other_model, tmp_path_factory):
     """Both agents on one rank, each with an engine at hand."""
-    return run_apart(inputs, other_model, tmp_path_factory.mktemp("runs") / "beside", 1, "0", "0")
+    folder = tmp_path_factory.mktemp("runs") / "beside"
+    return run_job(1, apart(inputs, other_model, folder, "0", "0"))
 
 
 @pytest.mark.slow
@@ -66,7 +97,7 @@ def beside(inputs, other_model, tmp_path_factory):
 def test_agents_on_ranks_of_their_own_learn_what_they_learn_side_by_side(
     world_size, solver, verifier, beside, inputs, other_model, tmp_path
 ):
-    finished = run_apart(inputs, other_model, tmp_path / "apart", world_size, solver, verifier)
+    finished = run_job(world_size, apart(inputs, other_model, tmp_path / "apart", solver, verifier))
     for agent in (0, 1):
         assert min(finished.values(f"agent_{agent}/actor/grad_norm")) > 0
         expected = beside.weights(f"agent_{agent}.actor")
@@ -74,3 +105,31 @@ def test_agents_on_ranks_of_their_own_learn_what_they_learn_side_by_side(
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("ending", "cause"),
+    [
+        (
+            'raise ValueError("the user\'s code")',
+            "rank 0 on HOST, in node 'solver', step 2: RolloutError: node 'verifier':",
+        ),
+        ("server().kill()", "rank 1 on HOST, in node 'serve', step 2: killed by SIGKILL"),
+    ],
+    ids=["driver fails", "server dies"],
+)
+def test_a_rank_that_ends_in_an_interaction_ends_the_run_and_is_named(
+    ending, cause, inputs, other_model, tmp_path
+):
+    arguments = apart(inputs, other_model, tmp_path / "apart", "0", "1", ending=ending)
+    done = subprocess.run(
+        [sys.executable, "-m", "siirl.main_dag", *arguments, "trainer.n_gpus_per_node=2"],
+        env=os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 1
+    assert cause.replace("HOST", socket.gethostname()) in done.stderr, done.stderr
