@@ -1,15 +1,18 @@
 """Agents on ranks of their own: the same run, whoever's engine answers."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import Inputs, overrides, run_job
+from job_harness import Finished, Inputs, overrides, run_job, work
 
 HERE = Path(__file__).parent
 REWARD = """
@@ -98,6 +101,11 @@ def test_agents_on_ranks_of_their_own_learn_what_they_learn_side_by_side(
     world_size, solver, verifier, beside, inputs, other_model, tmp_path
 ):
     finished = run_job(world_size, apart(inputs, other_model, tmp_path / "apart", solver, verifier))
+    check_same(finished, beside)
+
+
+def check_same(finished, beside):
+    """Both agents have learnt the same."""
     for agent in (0, 1):
         assert min(finished.values(f"agent_{agent}/actor/grad_norm")) > 0
         expected = beside.weights(f"agent_{agent}.actor")
@@ -105,6 +113,31 @@ def test_agents_on_ranks_of_their_own_learn_what_they_learn_side_by_side(
         assert found.keys() == expected.keys()
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=0)
+
+
+def work_in_shards(rank, world_size, arguments, output):
+    """A worker of a run whose engines are of two ranks each, as with tensor parallelism; HF on every rank."""
+    from siirl.dag import models
+    from siirl.parallel.dims import ParallelDims
+
+    models.ROLLOUT_BACKENDS["hf"] = replace(
+        models.ROLLOUT_BACKENDS["vllm"],
+        dims=lambda cfg, role, world: ParallelDims(world, tp=2, dp_replicate=world // 2),
+        check=lambda *model: None,
+    )
+    work(rank, world_size, arguments, output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("solver", "verifier"), [("0-3", "0-3"), ("0-1", "2-3")], ids=["beside", "apart"])
+def test_agents_whose_engines_are_of_several_ranks_learn_the_same(
+    solver, verifier, beside, inputs, other_model, tmp_path
+):
+    arguments = apart(inputs, other_model, tmp_path / "shards", solver, verifier, "trainer.n_gpus_per_node=4")
+    output = tmp_path / "shards" / "out"
+    run_workers(work_in_shards, 4, arguments, str(output), deadline_s=150)
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    check_same(Finished(output, lines), beside)
 
 
 @pytest.mark.slow
