@@ -32,6 +32,7 @@ def other_model(tmp_path_factory):
     )
 
 
+@pytest.mark.slow  # test_interaction_training.py sees more, but no validation at the end
 def test_two_agents_talk_and_each_trains_on_its_own_tokens(inputs, other_model, tmp_path):
     (tmp_path / "reward.py").write_text(REWARD)
     dag = tmp_path / "dag.yaml"
