@@ -300,7 +300,17 @@ def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:
             "ppo_epochs = 1); or set actor_rollout_ref.actor.recompute_old_log_prob=False"
         )
     if hint:
-        return f"Add {hint}."
+        several = len({other.agent for other in nodes.values()}) > 1
+        group = f", agent_group {key.agent}" if several and hint.startswith("a node") else ""
+        talks = any(
+            other.op.name in ("interaction", "turns") for other in nodes.values() if other.agent == key.agent
+        )
+        shared = (
+            "; or let it depend on the reward of another agent that it talks with, whose scores it then gets"
+            if several and talks and key.name == "score"
+            else ""
+        )
+        return f"Add {hint}{group}{shared}."
     known = [*FIELDS, *(k.name for other in nodes.values() for k in other.writes if k.agent == key.agent)]
     return (
         suggest(key.name, dict.fromkeys(n for n in known if n != key.name)) + " Or add a node that writes it."

@@ -210,6 +210,8 @@ def _stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph:
         if reference is not None:
             check_reference(reference, f"{node}: {name}")
             check_arguments(reference, 1, f"{node}: {name}")
+    if not is_env:
+        _check_tools(node)
     share = None if is_env else shared_policy(node, adapter_bases(nodes.values()))
     return StagePlan(
         node=node.id,
@@ -224,6 +226,22 @@ def _stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph:
         route=route,
         options=_env_options(node) if is_env else _process_options(node, options),
     )
+
+
+def _check_tools(node: ResolvedNode) -> None:
+    """DagError unless the file of its tools and its parser are there; tools are loaded when the run starts."""
+    multi_turn = rollout_cfg(node).multi_turn
+    if not multi_turn.enable:
+        return
+    if ":" in multi_turn.format:
+        check_reference(multi_turn.format, f"{node}: rollout.multi_turn.format")
+        check_arguments(multi_turn.format, 1, f"{node}: rollout.multi_turn.format")
+    path = multi_turn.tool_config_path
+    if path is not None and not Path(path).expanduser().is_file():
+        raise DagError(
+            f"{node}: rollout.multi_turn.tool_config_path = {path!r}: there is no such file. Correct "
+            "the path, or leave it out: then there are no tools."
+        )
 
 
 def _check_keys(node: ResolvedNode, key: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
@@ -300,7 +318,7 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
         raise DagError(f"{node}: env_kwargs = {kwargs!r} is no mapping of arguments. Write {{name: value}}.")
     if path is not None:
         check_reference(path, f"{node}: env_path")
-        check_environment(path, f"{node}: env_path")
+        check_environment(path, f"{node}: env_path", kwargs)
     deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
         raise DagError(f"{node}: deadline_s = {deadline_s!r} is no number of seconds above 0. Correct it.")

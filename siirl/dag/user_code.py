@@ -3,8 +3,12 @@
 import ast
 import functools
 import importlib.util
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from siirl.dag.names import suggest
 from siirl.errors import ConfigError, DagError
 
 
@@ -89,9 +93,38 @@ def check_reference(reference: str, who: str) -> None:
         raise DagError(
             f"{who}: {reference!r} cannot be imported: {error}. Check the path and PYTHONPATH."
         ) from error
-    if tree and name not in (functions := top_functions(tree)) and not may_define(tree, name):
-        defined = ", ".join(functions) or "no function"
-        raise DagError(f"{who}: {where!r} has no {name!r}, it defines {defined}. Name one of its functions.")
+    if tree and (absent := missing_import(tree)):
+        raise DagError(
+            f"{who}: {reference!r} cannot be imported: it imports {absent!r}, and no such module is "
+            "installed. Install it, or check the name and PYTHONPATH."
+        )
+    if tree and name not in top_functions(tree) and not may_define(tree, name):
+        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        names = [node.name for node in tree.body if isinstance(node, kinds)]
+        defined = ", ".join(names) or "no function or class"
+        raise DagError(f"{who}: {where!r} has no {name!r}, it defines {defined}. {suggest(name, names)}")
+
+
+def missing_import(tree: ast.Module) -> str | None:
+    """The first module imported at the top level, outside of `try`, whose package is not installed.
+
+    None also where the code changes sys.path, as only running it tells then.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path":
+            return None
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            modules = [node.module or ""]
+        else:
+            continue
+        for module in modules:
+            package = module.partition(".")[0]
+            if package not in sys.modules and importlib.util.find_spec(package) is None:
+                return module
+    return None
 
 
 def check_arguments(reference: str, count: int, who: str, more: bool = False) -> None:
@@ -115,8 +148,9 @@ def check_arguments(reference: str, count: int, who: str, more: bool = False) ->
         )
 
 
-def check_environment(reference: str, who: str) -> None:
-    """DagError unless a class that its source shows in full has reset(task, seed) and step(actions).
+def check_environment(reference: str, who: str, kwargs: Mapping[str, Any]) -> None:
+    """DagError unless a class that its source shows in full has reset(task, seed) and step(actions), and is
+    made of these arguments.
 
     Gymnasium's reset(*, seed, options) is taken as well. A class with bases or decorators is left to the
     start of the run.
@@ -132,6 +166,7 @@ def check_environment(reference: str, who: str) -> None:
     methods = {
         node.name: node.args for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     }
+    _check_init(methods.get("__init__"), kwargs, f"{who}: {reference!r}")
     for method, wanted in (("reset", "task, seed"), ("step", "actions")):
         if method not in methods:
             raise DagError(f"{who}: {reference!r} has no method {method}. Add {method}(self, {wanted}).")
@@ -146,3 +181,21 @@ def check_environment(reference: str, who: str) -> None:
                 f"{who}: {method}({', '.join(['self', *names])}) of {reference!r} cannot be called as "
                 f"{method}(self, {wanted}). Change its arguments."
             )
+
+
+def _check_init(arguments: ast.arguments | None, kwargs: Mapping[str, Any], who: str) -> None:
+    """DagError unless __init__ takes these keywords, and needs no others."""
+    taken, needed = [], []
+    if arguments is not None:
+        positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
+        keywords = [a.arg for a in arguments.kwonlyargs]
+        taken = [*positional, *keywords]
+        needed = positional[: max(0, len(positional) - len(arguments.defaults))]
+        needed += [name for name, default in zip(keywords, arguments.kw_defaults, strict=True) if not default]
+    missing = [name for name in needed if name not in kwargs]
+    takes_all = arguments is not None and arguments.kwarg is not None
+    unknown = [name for name in kwargs if name not in taken and not takes_all]
+    if missing:
+        raise DagError(f"{who} needs {', '.join(missing)}. Add env_kwargs: {{{missing[0]}: ...}}.")
+    if unknown:
+        raise DagError(f"{who} takes no {unknown[0]!r} of env_kwargs. {suggest(unknown[0], taken)}")

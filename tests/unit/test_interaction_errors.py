@@ -1,7 +1,7 @@
 """Interactions that cannot run, or would never end, are refused before anything starts, with the fix."""
 
 import pytest
-from plan_cases import add_agent, compiled, run_symbolically
+from plan_cases import add_agent, compiled, custom, run_symbolically
 
 from siirl.dag.spec import DagBuilder
 from siirl.errors import DagError, NotSupportedError
@@ -14,6 +14,14 @@ def two(episode, other):
     return None
 
 class Game:
+    def reset(self, task, seed):
+        return ""
+    def step(self, actions):
+        return "", 0.0, True
+
+class Sized:
+    def __init__(self, size, *, color="red"):
+        self.size = size
     def reset(self, task, seed):
         return ""
     def step(self, actions):
@@ -67,6 +75,23 @@ def env(code, name="Game", **config) -> dict:
     return {"config": {"env_path": f"{code}:{name}", **config}}
 
 
+def without(dag: DagBuilder, node_id: str, instead: str) -> DagBuilder:
+    """The DAG without a node; what depended on it depends on another one."""
+    found, spec = DagBuilder("without"), dag.build()
+    for node in spec.nodes:
+        if node.node_id != node_id:
+            above = [instead if name == node_id else name for name in node.dependencies]
+            options = {"agent_group": node.agent_group, "dependencies": above}
+            found.node(node.node_id, node.node_type, node.node_role, **options)
+    return found
+
+
+def with_thief(dag: DagBuilder) -> DagBuilder:
+    custom(dag, "thief", ["reward_1"], ["score"], ["agent_0.score"], agent_group=1)
+    return dag
+
+
+TOOLS = {"rollout.multi_turn.enable": True}
 FLAT = {"rollout.agent.obs_with_env": True}
 
 
@@ -116,7 +141,36 @@ CASES = {
         lambda c: pair(third={"dependencies": ["rollout_0"]}),
         ["'rollout_0' is followed by 'rollout_1' and 'rollout_2'", "route"],
     ),
-    "env name": (lambda c: pair(env=env(c, "Gmae")), ["'game'", "no 'Gmae'"]),
+    "env name": (lambda c: pair(env=env(c, "Gmae")), ["'game'", "no 'Gmae'", "Did you mean 'Game'?"]),
+    "env module": (
+        lambda c: pair(env=env("no_such.module")),
+        ["'game'", "'no_such.module:Game' cannot be imported", "PYTHONPATH"],
+    ),
+    "env import": (
+        lambda c: pair(env=env(c.parent / "needy.py")),
+        ["'game'", "needy.py:Game' cannot be imported: it imports 'no_such_package.part'", "Install it"],
+    ),
+    "env needs": (lambda c: pair(env=env(c, "Sized")), ["Sized' needs size", "env_kwargs: {size: ...}"]),
+    "env takes": (
+        lambda c: pair(env=env(c, "Sized", env_kwargs={"size": 3, "colr": 1})),
+        ["takes no 'colr'", "Did you mean 'color'?"],
+    ),
+    "tool file": (
+        lambda c: pair(second={"config": TOOLS | {"rollout.multi_turn.tool_config_path": "nowhere.yaml"}}),
+        ["'rollout_1'", "tool_config_path = 'nowhere.yaml'", "no such file"],
+    ),
+    "tool format": (
+        lambda c: pair(second={"config": TOOLS | {"rollout.multi_turn.format": "nowhere.py:fn"}}),
+        ["nowhere.py"],
+    ),
+    "no reward": (
+        lambda c: without(pair(), "reward_1", "rollout_1"),
+        ["'advantage_1' reads agent_1.score", "node_role REWARD, agent_group 1", "whose scores it then gets"],
+    ),
+    "two writers": (
+        lambda c: with_thief(pair()),
+        ["'thief' of agent 1 writes agent_0.score", "two agents would share a field"],
+    ),
     "env method": (lambda c: pair(env=env(c, "NoStep")), ["NoStep", "no method step"]),
     "env arity": (lambda c: pair(env=env(c, "BadReset")), ["reset(self, task)", "reset(self, task, seed)"]),
     "env function": (lambda c: pair(env=env(c, "until")), ["is a function, not a class"]),
@@ -158,6 +212,7 @@ def test_an_interaction_that_cannot_work_is_refused(name, tmp_path):
     code = tmp_path / "code.py"
     code.write_text(CODE)
     (tmp_path / "process.py").write_text(PROCESS)
+    (tmp_path / "needy.py").write_text("import no_such_package.part\n" + CODE)
     build, fragments = CASES[name]
     with pytest.raises(DagError) as caught:
         compiled(build(code).build(), 1)
