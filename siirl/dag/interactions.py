@@ -229,7 +229,7 @@ def _stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph:
 
 
 def _check_tools(node: ResolvedNode) -> None:
-    """DagError unless the file of its tools and its parser are there; tools are loaded when the run starts."""
+    """DagError unless the file of its tools and its parser are there; the run loads them."""
     multi_turn = rollout_cfg(node).multi_turn
     if not multi_turn.enable:
         return
