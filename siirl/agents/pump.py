@@ -64,6 +64,7 @@ class Pump:
         self._name, self._deadline_s = name, deadline_s
         self._news = threading.Condition()
         self._asked: list[Any] = []  # since the last round of their loop
+        self._round: asyncio.AbstractEventLoop | None = None
         self._ready: list[Any] = []  # for the thread to submit
         self._waiters: dict[int, Waiter] = {}
         self._num_asked = 0
@@ -79,7 +80,8 @@ class Pump:
             if self._end is not None:
                 raise self._end
             key, self._num_asked = self._num_asked, self._num_asked + 1
-            if not self._asked:
+            if not self._asked or self._round is not loop:
+                self._round = loop
                 loop.call_soon(self._pass_round)
             self._asked.append(self._make_request(key, prompt, params, seed))
             self._waiters[key] = future

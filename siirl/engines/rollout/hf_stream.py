@@ -167,7 +167,7 @@ class RunningBatch:
             if fitting:
                 chosen[row] = max(fitting, key=lambda slot: len(slot.tokens))
                 row.held = len(chosen[row].tokens)
-        self._make_slots(new, len(new) - len(chosen))
+        most = self._make_slots(new, len(new) - len(chosen))
         spare = iter(sorted(set(self._idle) - set(chosen.values()), key=lambda slot: slot.since))
         order = list(range(self.num_slots))
         for row in [*readers.values(), *others]:
@@ -178,11 +178,13 @@ class RunningBatch:
             del self._idle[0]
             self.rows.append(row)
         self._arrange(order)
+        del self._idle[most - len(self.rows) :]
         slot_of = {id(row): slot for slot, row in enumerate(self.rows)}
         return {slot_of[id(row)]: slot_of[id(readers[tuple(row.request.prompt)])] for row in others}
 
-    def _make_slots(self, new: Sequence[Row], num_spare: int) -> None:
-        """Have as many idle slots as rows join, and num_spare that hold nothing, as far as there is room."""
+    def _make_slots(self, new: Sequence[Row], num_spare: int) -> int:
+        """Have an idle slot for each new row, and num_spare empty ones as far as there is room; the most
+        slots that there is room for."""
         longest = max(row.positions for row in [*self.rows, *new])
         least = len(self.rows) + len(new)
         self._most_rows = max(self._most_rows, least)
@@ -192,6 +194,7 @@ class RunningBatch:
         if missing > 0:
             wanted = max(self.num_slots + missing, 3 * self.num_slots // 2)
             self._idle += [Idle() for _ in range(min(wanted, most) - self.num_slots)]
+        return most
 
     def _let_go(self) -> list[Row]:
         """Take the rows that ended out of the batch; their slots keep what they have read."""
