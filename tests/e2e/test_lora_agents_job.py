@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, overrides, run_job
+from safetensors.torch import load_file
+
+from siirl.checkpoint.export import export_hf
 
 HERE = Path(__file__).parent
 MODEL = "actor_rollout_ref.model"
@@ -24,10 +28,11 @@ def run(inputs: Inputs, folder: Path, name: str, share: bool, world: int, *more:
     path.write_text(yaml.safe_dump(dag))
     common = ("data.max_prompt_length=64", "trainer.total_training_steps=2", f"{MODEL}.lora_rank=4")
     out = folder / name
-    return run_job(world, overrides(inputs, out, f"dag.workflow_path={path}", *common, *more), 200)
+    return run_job(world, overrides(inputs, out, f"dag.workflow_path={path}", *common, *more), 400)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(500)
 def test_agents_on_one_base_learn_what_agents_on_copies_of_it_learn(inputs, tmp_path):
     shared = run(inputs, tmp_path, "shared", True, 2)
     apart = run(inputs, tmp_path, "apart", False, 2)
@@ -46,3 +51,35 @@ def test_agents_on_one_base_learn_what_agents_on_copies_of_it_learn(inputs, tmp_
     assert changes["model.embed_tokens.weight"] == 0
     bytes_sent = "weight_sync/bytes"
     assert max(shared.values(bytes_sent)) < 0.3 * max(apart.values(bytes_sent))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_each_adapter_resumes_from_its_own_checkpoint_and_is_exported_from_it(inputs, tmp_path):
+    whole = run(inputs, tmp_path, "whole", True, 1, "trainer.save_freq=1")
+    checkpoints = tmp_path / "whole" / "checkpoints"
+    settings = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoints}/global_step_1")
+    resumed = run(inputs, tmp_path, "resumed", True, 1, *settings)
+    assert [line["step"] for line in resumed.lines] == [2]
+    for agent in (0, 1):
+        name = f"agent_{agent}.actor"
+        expected, found = whole.weights(name), resumed.weights(name)
+        exported = export_hf(checkpoints, tmp_path / name, name)
+        stored = load_file(next(exported.glob("*.safetensors")))
+        for key, tensor in expected.items():
+            assert found[key].equal(tensor), f"agent {agent}: {key} after the resume"
+            assert (stored[key] - tensor).abs().max() < 1e-6, f"agent {agent}: {key} of the checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_one_vllm_engine_plays_the_turns_of_both_agents(tmp_path):
+    inputs = Inputs.make(tmp_path / "inputs")
+    make_tiny_model_dir(inputs.model, init_std=0.2, head_dim=32)  # vLLM's CPU attention has no smaller heads
+    engine = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.max_num_seqs=64")
+    finished = run(inputs, tmp_path, "out", True, 1, *engine, "trainer.deadline_s=240")
+    for agent in (0, 1):
+        assert max(finished.values(f"agent_{agent}/actor/rollout_log_prob_diff")) < 1e-5
+        assert all(norm > 0 for norm in finished.values(f"agent_{agent}/actor/grad_norm"))
+    logs = [path.name for path in (tmp_path / "out" / "logs").glob("vllm_*")]
+    assert logs == ["vllm_agent_0.rollout_rank_0.log"]
