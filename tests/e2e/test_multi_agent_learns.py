@@ -58,7 +58,7 @@ def accuracies(folder: Path, name: str) -> list[float]:
 def test_a_team_learns_to_answer_what_each_of_its_agents_knows_half_of(tmp_path, name):
     run(name, tmp_path)
     team = accuracies(tmp_path / "numbers_0" / name, ACCURACY[name])
-    assert team[0] < 0.3 and team[-1] > 0.8, team
+    assert team[0] < 0.3 and team[-1] > 0.75, team
 
 
 @pytest.mark.slow
