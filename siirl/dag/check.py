@@ -294,23 +294,19 @@ def check_readers(kept: Iterable[ResolvedNode], nodes: Nodes, graph: Graph) -> N
 
 def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:
     hint = _WRITERS.get(key.name)
+    several = len({other.agent for other in nodes.values()}) > 1
+    if hint and several and hint.startswith("a node"):
+        hint += f", agent_group {key.agent}"
     if key.name == "old_log_prob" and not node.cfg.algorithm.use_kl_in_reward:
         hint = (
             f"{hint}; or take one optimizer step on each batch (ppo_mini_batch_size = train_batch_size, "
             "ppo_epochs = 1); or set actor_rollout_ref.actor.recompute_old_log_prob=False"
         )
+    mine = [other.op.name for other in nodes.values() if other.agent == key.agent]
+    if several and key.name == "score" and ("interaction" in mine or "turns" in mine):
+        hint = f"{hint}; or let it depend on the reward of an agent it talks with, whose scores it then gets"
     if hint:
-        several = len({other.agent for other in nodes.values()}) > 1
-        group = f", agent_group {key.agent}" if several and hint.startswith("a node") else ""
-        talks = any(
-            other.op.name in ("interaction", "turns") for other in nodes.values() if other.agent == key.agent
-        )
-        shared = (
-            "; or let it depend on the reward of another agent that it talks with, whose scores it then gets"
-            if several and talks and key.name == "score"
-            else ""
-        )
-        return f"Add {hint}{group}{shared}."
+        return f"Add {hint}."
     known = [*FIELDS, *(k.name for other in nodes.values() for k in other.writes if k.agent == key.agent)]
     return (
         suggest(key.name, dict.fromkeys(n for n in known if n != key.name)) + " Or add a node that writes it."
