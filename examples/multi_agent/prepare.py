@@ -111,6 +111,21 @@ WEIGHTS = 0.06
 """Deviation of random weights: larger than usual, as models of this width then learn in fewer steps."""
 
 
+def write(name: str, out: Path, num_rows: int, seed: int) -> None:
+    """Models of both agents and the data of an example: model_0, model_1, train.parquet, test.parquet."""
+    rng = random.Random(seed)
+    tokenizer = make_tokenizer(WORDS[name])
+    for number in (0, 1):
+        model = make_model(tokenizer, 2 * seed + number, WEIGHTS)
+        model.save_pretrained(out / f"model_{number}")
+        tokenizer.save_pretrained(out / f"model_{number}")
+    make = TASKS[name]
+    train = [task for _ in range(-(-num_rows // len(make(rng)))) for task in make(rng)]
+    rng.shuffle(train)
+    for split, tasks in (("train", train), ("test", make(rng))):
+        pq.write_table(pa.Table.from_pylist(tasks), out / f"{split}.parquet")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=TASKS)
@@ -118,19 +133,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=3200, help="training rows")
     parser.add_argument("--seed", type=int, default=0, help="of the models and the data")
     args = parser.parse_args()
-
-    rng = random.Random(args.seed)
-    tokenizer = make_tokenizer(WORDS[args.name])
-    for number in (0, 1):
-        model = make_model(tokenizer, 2 * args.seed + number, WEIGHTS)
-        model.save_pretrained(args.out / f"model_{number}")
-        tokenizer.save_pretrained(args.out / f"model_{number}")
-    make = TASKS[args.name]
-    train = [task for _ in range(-(-args.rows // len(make(rng)))) for task in make(rng)]
-    rng.shuffle(train)
-    for split, tasks in (("train", train), ("test", make(rng))):
-        pq.write_table(pa.Table.from_pylist(tasks), args.out / f"{split}.parquet")
-    print(f"{args.out}: {len(train)} training tasks")
+    write(args.name, args.out, args.rows, args.seed)
 
 
 if __name__ == "__main__":

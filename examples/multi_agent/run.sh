@@ -20,6 +20,7 @@ case $NAME in
     keys+=(
       algorithm.adv_estimator=gae_marft
       algorithm.lam=0.95
+      actor_rollout_ref.actor.entropy_coeff=0.2 # advantages have deviation 1
       critic.optim.lr=1e-3
       critic.use_dynamic_bsz=True
       critic.model.enable_gradient_checkpointing=False
@@ -36,6 +37,7 @@ case $NAME in
     keys+=(
       algorithm.adv_estimator=grpo
       algorithm.norm_adv_by_std_in_grpo=False
+      actor_rollout_ref.actor.entropy_coeff=0.04
       data.train_batch_size=12
       actor_rollout_ref.rollout.n=10
       actor_rollout_ref.actor.optim.lr=1e-3
@@ -51,6 +53,7 @@ case $NAME in
     keys+=(
       algorithm.adv_estimator=grpo
       algorithm.norm_adv_by_std_in_grpo=False
+      actor_rollout_ref.actor.entropy_coeff=0.15
       data.train_batch_size=8
       actor_rollout_ref.rollout.n=16
       actor_rollout_ref.actor.optim.lr=5e-4
@@ -63,7 +66,7 @@ case $NAME in
     ;;
 esac
 if [[ $RUN == alone ]]; then
-  if [[ -z $answering ]]; then echo "run.sh: $NAME has one agent only" >&2; exit 2; fi
+  if [[ -z $answering ]]; then echo "run.sh: $NAME has one policy: nobody is alone" >&2; exit 2; fi
   keys+=(
     dag.node_config.$answering.rollout.agent.process_path=$HERE/views.py
     dag.node_config.$answering.rollout.agent.pre_process_kwargs.others=False
@@ -80,7 +83,6 @@ exec "$PYTHON" -m siirl.main_dag \
   data.max_response_length=32 \
   actor_rollout_ref.model.path="$OUT/model_0" \
   actor_rollout_ref.model.enable_gradient_checkpointing=False \
-  actor_rollout_ref.actor.entropy_coeff=0.04 \
   actor_rollout_ref.actor.ppo_mini_batch_size='${data.train_batch_size}' \
   actor_rollout_ref.actor.use_dynamic_bsz=True \
   actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32 \

@@ -1,0 +1,112 @@
+"""The examples with a world, a tool or a game: each learns by its script what one of its agents cannot."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from job_harness import run_job
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "multi_agent" / "run.sh"
+ROOMS_ALONE = (1 / 4 + 1 / 16) / 2  # doors that an actor opens who hears nothing
+PRICE_ALONE = 1 / 6  # without the planner any thing may be meant, without the tool any price
+
+
+def run(folder: Path, *arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    environment = {
+        "PYTHON": python,
+        "PYTHONPATH": str(ROOT),
+        "MULTI_AGENT_DIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return subprocess.run(
+        ["bash", str(SCRIPT), *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        timeout=1700,
+        capture_output=True,
+        text=True,
+    )
+
+
+def validated(folder: Path, name: str, metric: str, run_name: str = "team") -> list[float]:
+    done = run(folder, name, *([] if run_name == "team" else [run_name]))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (folder / name / run_name / "metrics.jsonl").read_text().splitlines()
+    return [line[metric] for line in map(json.loads, lines) if metric in line]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_actor_opens_the_doors_that_the_reasoner_sees(tmp_path):
+    opened = validated(tmp_path, "reasoner_actor", "agent_1/val/reasoner_actor/team/mean")
+    assert opened[0] <= ROOMS_ALONE + 1e-6 and max(opened[-2:]) > 0.6, opened
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_planner_and_worker_find_the_price_by_the_tool(tmp_path):
+    right = validated(tmp_path, "planner_worker", "agent_1/val/planner_worker/team/mean")
+    assert right[0] <= PRICE_ALONE + 0.1 and max(right[-2:]) > 0.6, right
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_player_learns_the_right_moves_from_playing_itself(tmp_path):
+    right = validated(tmp_path, "self_play", "agent_0/val/self_play/right/mean")
+    assert right[0] < 0.5 and max(right[-2:]) > 0.8, right
+
+
+TURNS = {"reasoner_actor": (2, 4), "planner_worker": (2, 3), "self_play": (1, 8)}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "planner_worker" else pytest.param(name, marks=pytest.mark.slow) for name in TURNS],
+)
+def test_the_workflow_trains_by_the_keys_of_the_script(name, tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("team_prepare", SCRIPT.with_name("prepare.py"))
+    prepare = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(prepare)
+    prepare.write(name, tmp_path / name, 16, seed=0)
+    small = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=1"]
+    small += ["trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.logger=[]"]
+    words = run(tmp_path, name, *small, python="echo").stdout.split()
+    monkeypatch.chdir(ROOT)
+    finished = run_job(1, words[2:], deadline_s=180)
+    fewest, most = TURNS[name]
+    (turns,) = finished.values("agent_0/interaction/turns")
+    assert fewest <= turns <= most
+    for agent in (0,) if name == "self_play" else (0, 1):
+        assert finished.values(f"agent_{agent}/actor/grad_norm")[0] > 0
+    if name == "reasoner_actor":
+        assert finished.values("agent_1/critic/grad_norm")[0] > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["reasoner"], ["unknown example reasoner", "planner_worker"]),
+        (["self_play", "alone"], ["one policy"]),
+        ([], ["name an example"]),
+    ],
+)
+def test_other_names_are_refused_with_the_known_ones(tmp_path, arguments, words):
+    refused = run(tmp_path, *arguments)
+    assert refused.returncode != 0 and all(word in refused.stderr for word in words), refused.stderr
+
+
+@pytest.mark.parametrize("name, hears", [("reasoner_actor", "actor"), ("planner_worker", "worker")])
+def test_the_script_says_who_is_alone_and_takes_more_keys(tmp_path, name, hears):
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "test.parquet").touch()
+    words = run(tmp_path, name, "alone", "trainer.total_training_steps=2", python="echo").stdout.split()
+    assert f"dag.node_config.{hears}.rollout.agent.pre_process_kwargs.others=False" in words
+    assert words[-1] == "trainer.total_training_steps=2"
+    assert f"dag.workflow_path=dag_templates/{name}.yaml" in words
