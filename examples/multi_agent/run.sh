@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Train an example of several agents on CPU, from scratch: bash examples/multi_agent/run.sh NAME [alone] [key=value ...]
-# NAME: reasoner_actor, planner_worker or self_play. alone: the agent that answers hears nothing from the other one.
+# NAME: reasoner_actor, planner_worker, self_play, solver_verifier or debate. alone: the agent that answers hears nothing from the other one.
 # MULTI_AGENT_DIR (outputs/multi_agent) holds inputs and results, SEED (0) draws models, data and samples.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
 HERE=examples/multi_agent
-NAME=${1:?name an example: reasoner_actor, planner_worker or self_play}
+NAME=${1:?name an example: reasoner_actor, planner_worker, self_play, solver_verifier or debate}
 shift
+case $NAME in solver_verifier | debate) exec bash "$HERE/$NAME.sh" "$@" ;; esac
 RUN=team
 if [[ ${1-} == alone ]]; then RUN=alone; shift; fi
 OUT=${MULTI_AGENT_DIR:-outputs/multi_agent}/$NAME
@@ -53,7 +54,7 @@ case $NAME in
     keys+=(
       algorithm.adv_estimator=grpo
       algorithm.norm_adv_by_std_in_grpo=False
-      actor_rollout_ref.actor.entropy_coeff=0.15
+      actor_rollout_ref.actor.entropy_coeff=0.02
       data.train_batch_size=8
       actor_rollout_ref.rollout.n=16
       actor_rollout_ref.actor.optim.lr=5e-4
@@ -61,7 +62,7 @@ case $NAME in
     )
     ;;
   *)
-    echo "run.sh: unknown example $NAME: name one of reasoner_actor, planner_worker, self_play" >&2
+    echo "run.sh: unknown example $NAME: name one of reasoner_actor, planner_worker, self_play, solver_verifier, debate" >&2
     exit 2
     ;;
 esac
