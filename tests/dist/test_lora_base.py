@@ -86,6 +86,9 @@ def shared_and_apart(rank: int, world: int, path: str) -> dict[str, Any]:
     result = {"shared": train(shared, world), "apart": train(apart, world)}
     again = reference.compute(mine(7, world), ("log_prob",), cases.TEMPERATURE)["log_prob"]
     assert again.equal(start), "the reference changed while adapters were trained"
+    check_offload([*shared.values(), reference])
+    again = reference.compute(mine(7, world), ("log_prob",), cases.TEMPERATURE)["log_prob"]
+    assert again.equal(start), "the base came back otherwise than it went"
     models = {name: engine._model for name, engine in [*shared.items(), ("reference", reference)]}
     base = num_bytes([models["reference"]])
     result["bytes"] = {
@@ -95,6 +98,19 @@ def shared_and_apart(rank: int, world: int, path: str) -> dict[str, Any]:
         "apart": num_bytes([engine._model for engine in apart.values()]),
     }
     return result
+
+
+def check_offload(engines: list[FSDPEngine]) -> None:
+    """The base leaves once nobody needs it, and comes back for the first who does; on CPU as on a GPU."""
+    frozen = engines[0]._base
+    for engine in engines:
+        assert engine._base is frozen and not frozen
+        frozen.offload(engine.name)
+    assert frozen and not any(tensor.untyped_storage().nbytes() for tensor in frozen.tensors())
+    with pytest.raises(AssertionError, match="params are offloaded"):
+        engines[1].export_weights()
+    frozen.onload(engines[-1].name)
+    assert not frozen
 
 
 @pytest.fixture(scope="module")
