@@ -99,7 +99,7 @@ def check_reference(reference: str, who: str) -> None:
             "installed. Install it, or check the name and PYTHONPATH."
         )
     if tree and name not in top_functions(tree) and not may_define(tree, name):
-        kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         names = [node.name for node in tree.body if isinstance(node, kinds)]
         defined = ", ".join(names) or "no function or class"
         raise DagError(f"{who}: {where!r} has no {name!r}, it defines {defined}. {suggest(name, names)}")
