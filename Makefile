@@ -44,7 +44,7 @@ quickstart: .venv/.base  ## make a tiny model and dataset, train it on CPU, expo
 	$(PY) examples/quickstart/prepare.py --out outputs/quickstart
 	bash examples/quickstart/algorithm.sh $(or $(ALGORITHM),grpo) $(QUICKSTART_KEYS)
 
-test: .venv/.dev  ## the test suite (15 minutes at most on 2 cores)
+test: .venv/.dev  ## the test suite (about 16 minutes on 2 cores)
 	$(TEST_ENV) $(PY) -m pytest -m 'not slow and not gpu'
 
 test-all: .venv/.dev  ## the slower tests too

@@ -37,14 +37,14 @@ def main() -> None:
         name, _, metric = text.partition("=")
         parent, metric = Path(name), metric or "reward"
         axes.set(
-            xlabel="training step", ylim=(0, 1), title=f"{parent.name}: {metric}" if number > 1 else None
+            xlabel="training step", ylim=(0, 1.03), title=f"{parent.name}: {metric}" if number > 1 else None
         )
         for folder in sorted(path.parent for path in parent.glob("*/metrics.jsonl")):
             for name, found in rewards(folder, metric).items():
                 axes.plot(list(found), list(found.values()), label=name, marker=".", linewidth=1.2)
                 print(f"| {name} | " + " | ".join(f"{reward:.2f}" for reward in found.values()) + " |")
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize="small")
+        axes.legend(loc="best", fontsize="small")
     panels[0].set_ylabel("validation reward")
     with matplotlib.rc_context({"svg.hashsalt": "siirl", "svg.fonttype": "none"}):
         figure.savefig(args.picture, metadata={"Date": None} if args.picture.suffix == ".svg" else None)
