@@ -139,6 +139,8 @@ def job_keys(args: argparse.Namespace, folder: Path, out: Path) -> list[str]:
         f"{policy}actor.ppo_mini_batch_size={args.prompts // 2}",
         f"{policy}actor.use_dynamic_bsz=True",
         f"{policy}actor.ppo_max_token_len_per_gpu={128 * tokens if args.gpu else 32 * tokens}",
+        f"{rollout}log_prob_use_dynamic_bsz=True",
+        f"{rollout}log_prob_max_token_len_per_gpu={128 * tokens if args.gpu else 32 * tokens}",
         f"{rollout}name={args.engine}",
         f"{rollout}n={args.samples}",
         f"{rollout}ignore_eos=True",
