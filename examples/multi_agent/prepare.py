@@ -1,15 +1,20 @@
-"""Make what the examples train on, from scratch: tiny Qwen3 models, a tokenizer of words, and the tasks."""
+"""Make what the examples train on, from scratch: tiny Qwen3 models, a tokenizer of words, and the tasks.
+
+Run from the root of the repository: python -m examples.multi_agent.prepare TASKS --out FOLDER
+"""
 
 import argparse
 import json
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast
+
+from examples.quickstart.prepare import make_model, make_tokenizer
 
 WANTED = {
     "red fruit": "apple",
@@ -26,40 +31,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(words: list[str]) -> PreTrainedTokenizerFast:
-    """One token for each word; others are <unk>."""
-    vocab = {token: index for index, token in enumerate(["<eos>", "<unk>", *ROLES, *words])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.add_special_tokens(["<eos>"])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<eos>", eos_token="<eos>", unk_token="<unk>", model_max_length=128
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+@dataclass(frozen=True)
+class Tasks:
+    """What there is to do. draw: (training rows, validation rows), about as many training rows as asked for.
 
+    words: of the tokenizer. deviation: of random weights; above 0.02 models of this width learn to read in
+    fewer steps.
+    """
 
-def make_model(
-    tokenizer: PreTrainedTokenizerFast, seed: int, initializer_range: float = 0.02
-) -> Qwen3ForCausalLM:
-    """A Qwen3 of two layers and width 128 with random weights."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-        initializer_range=initializer_range,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=None,
-    )
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(config)
+    words: list[str]
+    draw: Callable[[random.Random, int], tuple[list[dict], list[dict]]]
+    deviation: float = 0.02
 
 
 def call(name: str, **arguments: str) -> str:
@@ -76,6 +58,30 @@ def row(source: str, prompt: str, truth: object, **extra: object) -> dict:
         "reward_model": {"style": "rule", "ground_truth": str(truth)},
         "extra_info": {"source": source, **extra},
     }
+
+
+def numbers(below: int) -> Tasks:
+    """Pairs of numbers below a bound. The prompt has the first; the validation is all pairs."""
+
+    def rows(pairs: list[tuple[int, int]]) -> list[dict]:
+        return [row("numbers", f"larger of {pair[0]} ?", max(pair), numbers=pair) for pair in pairs]
+
+    def draw(rng: random.Random, num_rows: int) -> tuple[list[dict], list[dict]]:
+        pairs = [(first, second) for first in range(below) for second in range(below)]
+        return rows([rng.choice(pairs) for _ in range(num_rows)]), rows(pairs)
+
+    return Tasks(["larger", "of", "?", "first", "second", *map(str, range(below))], draw)
+
+
+def shuffled(make: Callable[[random.Random], list[dict]]) -> Callable:
+    """Training on all that `make` makes, as often as it takes; validation on all of it once."""
+
+    def draw(rng: random.Random, num_rows: int) -> tuple[list[dict], list[dict]]:
+        train = [task for _ in range(-(-num_rows // len(make(rng)))) for task in make(rng)]
+        rng.shuffle(train)
+        return train, make(rng)
+
+    return draw
 
 
 def doors(rng: random.Random) -> list[dict]:
@@ -98,42 +104,42 @@ def nim(rng: random.Random) -> list[dict]:
     return [row("self_play", "play", pile) for pile in (2, 4, 5, 7, 8)]
 
 
-TASKS = {"reasoner_actor": doors, "planner_worker": shop, "self_play": nim}
-WORDS = {
-    "reasoner_actor": ["play", "door", "?", *"0123"],
-    "planner_worker": ["red", "green", "yellow", "fruit", "vegetable", "?", *"012345", *WANTED.values()]
-    + [call("price", item=item) for item in WANTED.values()],
-    "self_play": ["play", "pile", *"12345678"],
+TASKS = {
+    "numbers": numbers(6),
+    "reasoner_actor": Tasks(["play", "door", "?", *"0123"], shuffled(doors), 0.06),
+    "planner_worker": Tasks(
+        ["red", "green", "yellow", "fruit", "vegetable", "?", *"012345", *WANTED.values()]
+        + [call("price", item=item) for item in WANTED.values()],
+        shuffled(shop),
+        0.06,
+    ),
+    "self_play": Tasks(["play", "pile", *"12345678"], shuffled(nim)),
 }
 
 
-WEIGHTS = {"reasoner_actor": 0.06, "planner_worker": 0.06, "self_play": 0.02}
-"""Deviation of random weights: models of this width learn to read in fewer steps if it is above 0.02."""
+def tokenizer_of(tasks: Tasks) -> PreTrainedTokenizerFast:
+    """One token for each word; others are <unk>."""
+    return make_tokenizer(["<unk>", *ROLES, *tasks.words], CHAT_TEMPLATE, max_length=128, unknown="<unk>")
 
 
-def write(name: str, out: Path, num_rows: int, seed: int) -> None:
-    """Models of both agents and the data of an example: model_0, model_1, train.parquet, test.parquet."""
-    rng = random.Random(seed)
-    tokenizer = make_tokenizer(WORDS[name])
+def write(tasks: Tasks, out: Path, num_rows: int, seed: int) -> None:
+    """Models of two agents and data: model_0, model_1, train.parquet, test.parquet."""
+    tokenizer = tokenizer_of(tasks)
     for number in (0, 1):
-        model = make_model(tokenizer, 2 * seed + number, WEIGHTS[name])
-        model.save_pretrained(out / f"model_{number}")
+        make_model(tokenizer, 2 * seed + number, tasks.deviation).save_pretrained(out / f"model_{number}")
         tokenizer.save_pretrained(out / f"model_{number}")
-    make = TASKS[name]
-    train = [task for _ in range(-(-num_rows // len(make(rng)))) for task in make(rng)]
-    rng.shuffle(train)
-    for split, tasks in (("train", train), ("test", make(rng))):
-        pq.write_table(pa.Table.from_pylist(tasks), out / f"{split}.parquet")
+    for split, rows in zip(("train", "test"), tasks.draw(random.Random(seed), num_rows), strict=True):
+        pq.write_table(pa.Table.from_pylist(rows), out / f"{split}.parquet")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=TASKS)
+    parser.add_argument("tasks", choices=TASKS)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rows", type=int, default=3200, help="training rows")
     parser.add_argument("--seed", type=int, default=0, help="of the models and the data")
     args = parser.parse_args()
-    write(args.name, args.out, args.rows, args.seed)
+    write(TASKS[args.tasks], args.out, args.rows, args.seed)
 
 
 if __name__ == "__main__":

@@ -14,29 +14,32 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-SPECIAL = ["<eos>"]
-WORDS = ["user:", "assistant:", "larger", "of", "?"]
-DIGITS = [str(digit) for digit in range(10)]
+WORDS = ["user:", "assistant:", "larger", "of", "?", *"0123456789"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }} {% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer of 16 tokens: one per word and per digit."""
-    vocab = {token: index for index, token in enumerate(SPECIAL + WORDS + DIGITS)}
-    core = Tokenizer(models.WordLevel(vocab))
+def make_tokenizer(
+    words: list[str], chat_template: str, max_length: int, unknown: str | None = None
+) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer: <eos> and a token for each word; all others become `unknown`, one of them."""
+    names = {"unk_token": unknown} if unknown else {}
+    vocab = {token: index for index, token in enumerate(["<eos>", *words])}
+    core = Tokenizer(models.WordLevel(vocab, **names))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.add_special_tokens(SPECIAL)
+    core.add_special_tokens(["<eos>"])
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token="<eos>", eos_token="<eos>", model_max_length=64
+        tokenizer_object=core, pad_token="<eos>", eos_token="<eos>", model_max_length=max_length, **names
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return tokenizer
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int = 0, initializer_range: float = 0.02
+) -> Qwen3ForCausalLM:
     """A Qwen3 of two layers and width 128 with random weights: about 0.3 million parameters."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -48,11 +51,12 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         head_dim=32,
         max_position_embeddings=128,
         tie_word_embeddings=False,
+        initializer_range=initializer_range,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return Qwen3ForCausalLM(config)
 
 
@@ -75,7 +79,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=6400, help="training rows")
     args = parser.parse_args()
 
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(WORDS, CHAT_TEMPLATE, max_length=64)
     model_dir = args.out / "model"
     make_model(tokenizer).save_pretrained(model_dir)
     tokenizer.save_pretrained(model_dir)

@@ -1,6 +1,6 @@
-"""The examples of several agents: each runs by its script, and the team learns what one agent cannot."""
+"""The examples with numbers: each runs by the script, and the team learns what one agent cannot."""
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from job_harness import Finished, run_job
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples" / "multi_agent"
+SCRIPT = ROOT / "examples" / "multi_agent" / "run.sh"
 BOUND = 7 / 12  # the best that can be known of the larger of two numbers below 6 from one of them
 ACCURACY = {
     "solver_verifier": "agent_1/val/numbers/accuracy/mean",
@@ -19,7 +19,7 @@ ACCURACY = {
 }
 
 
-def run(name: str, folder: Path, *arguments: str, python: str = sys.executable, seed: int = 0) -> str:
+def run(folder: Path, *arguments: str, python: str = sys.executable, seed: int = 0) -> str:
     environment = {
         "PYTHON": python,
         "PYTHONPATH": str(ROOT),
@@ -29,7 +29,7 @@ def run(name: str, folder: Path, *arguments: str, python: str = sys.executable, 
         "TOKENIZERS_PARALLELISM": "false",
     }
     done = subprocess.run(
-        ["bash", str(EXAMPLES / f"{name}.sh"), *arguments],
+        ["bash", str(SCRIPT), *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         timeout=870,
@@ -41,10 +41,7 @@ def run(name: str, folder: Path, *arguments: str, python: str = sys.executable, 
 
 
 def load(name: str):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"examples.multi_agent.{name}")
 
 
 def accuracies(folder: Path, name: str) -> list[float]:
@@ -56,7 +53,7 @@ def accuracies(folder: Path, name: str) -> list[float]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ACCURACY)
 def test_a_team_learns_to_answer_what_each_of_its_agents_knows_half_of(tmp_path, name):
-    run(name, tmp_path)
+    run(tmp_path, name)
     team = accuracies(tmp_path / "numbers_0" / name, ACCURACY[name])
     assert team[0] < 0.3 and team[-1] > 0.75, team
 
@@ -64,16 +61,16 @@ def test_a_team_learns_to_answer_what_each_of_its_agents_knows_half_of(tmp_path,
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_agent_alone_gets_no_further_than_half_of_the_question_allows(tmp_path):
-    run("solver_verifier", tmp_path, "alone")
+    run(tmp_path, "solver_verifier", "alone")
     alone = accuracies(tmp_path / "numbers_0" / "alone", "val/numbers/accuracy/mean")
     assert alone[0] < 0.3 < alone[-1] and max(alone) < BOUND + 1e-6, alone
 
 
 def quick(name: str, tmp_path, monkeypatch, *changes: str) -> Finished:
     """An example's job by the keys of its script, made smaller, on one process; numbers below 4."""
-    monkeypatch.syspath_prepend(EXAMPLES)
-    load("solver_verifier").write(tmp_path / "numbers_0", 320, seed=0, numbers=4)
-    words = run(name, tmp_path, *changes, "trainer.logger=[]", python="echo").split()
+    prepare = load("prepare")
+    prepare.write(prepare.numbers(4), tmp_path / "numbers_0", 320, seed=0)
+    words = run(tmp_path, name, *changes, "trainer.logger=[]", python="echo").split()
     assert words[:2] == ["-m", "siirl.main_dag"], words
     monkeypatch.chdir(ROOT)
     return run_job(1, words[2:], deadline_s=180)

@@ -1,6 +1,6 @@
 """The examples with a world, a tool or a game: each learns by its script what one of its agents cannot."""
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -37,7 +37,7 @@ def run(folder: Path, *arguments: str, python: str = sys.executable) -> subproce
 def validated(folder: Path, name: str, metric: str, run_name: str = "team") -> list[float]:
     done = run(folder, name, *([] if run_name == "team" else [run_name]))
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = (folder / name / run_name / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / f"{name}_0" / run_name / "metrics.jsonl").read_text().splitlines()
     return [line[metric] for line in map(json.loads, lines) if metric in line]
 
 
@@ -70,10 +70,8 @@ TURNS = {"reasoner_actor": (2, 4), "planner_worker": (2, 3), "self_play": (1, 8)
     [name if name == "planner_worker" else pytest.param(name, marks=pytest.mark.slow) for name in TURNS],
 )
 def test_the_workflow_trains_by_the_keys_of_the_script(name, tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("team_prepare", SCRIPT.with_name("prepare.py"))
-    prepare = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(prepare)
-    prepare.write(name, tmp_path / name, 16, seed=0)
+    prepare = importlib.import_module("examples.multi_agent.prepare")
+    prepare.write(prepare.TASKS[name], tmp_path / f"{name}_0", 16, seed=0)
     small = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=1"]
     small += ["trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.logger=[]"]
     words = run(tmp_path, name, *small, python="echo").stdout.split()
@@ -103,7 +101,7 @@ def test_other_names_are_refused_with_the_known_ones(tmp_path, arguments, words)
 
 @pytest.mark.parametrize("name, hears", [("reasoner_actor", "actor"), ("planner_worker", "worker")])
 def test_the_script_says_who_is_alone_and_takes_more_keys(tmp_path, name, hears):
-    folder = tmp_path / name
+    folder = tmp_path / f"{name}_0"
     folder.mkdir()
     (folder / "test.parquet").touch()
     words = run(tmp_path, name, "alone", "trainer.total_training_steps=2", python="echo").stdout.split()

@@ -1,7 +1,7 @@
 """What the examples of several agents are made of: games, a tool, what agents see, rewards."""
 
 import asyncio
-import importlib.util
+import importlib
 import random
 from pathlib import Path
 
@@ -17,10 +17,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "multi_agent"
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(f"multi_agent_{name}", FOLDER / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"examples.multi_agent.{name}")
 
 
 def play(name, truth, *moves):
@@ -63,8 +60,8 @@ def test_the_worker_calls_the_tool_by_words_of_its_tokenizer(monkeypatch):
     monkeypatch.chdir(FOLDER)
     prepare = load("prepare")
     use = tool_use(MultiTurnConfig(enable=True, tool_config_path="tools.yaml", max_parallel_calls=2))
-    words = prepare.WORDS["planner_worker"]
-    tokenizer = prepare.make_tokenizer(words)
+    tasks = prepare.TASKS["planner_worker"]
+    tokenizer = prepare.tokenizer_of(tasks)
     task = prepare.shop(random.Random(0))[0]
     episode = Episode(0, 0, 0, 0, {"extra_info": task["extra_info"]})
     for item in prepare.WANTED.values():
@@ -76,7 +73,7 @@ def test_the_worker_calls_the_tool_by_words_of_its_tokenizer(monkeypatch):
     (answer,) = asyncio.run(run_tools([refused], use.toolbox, episode, use.limits))
     assert answer.error == "arguments"
     spoken = {word for message in task["prompt"] for word in message["content"].split()}
-    assert spoken <= set(words) and task["reward_model"]["ground_truth"] in words
+    assert spoken <= set(tasks.words) and task["reward_model"]["ground_truth"] in tasks.words
 
 
 def test_what_an_agent_may_not_see_or_hear_is_kept_from_it():
