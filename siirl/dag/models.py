@@ -41,14 +41,15 @@ class Backend:
     dims: the parallel sizes it gets on so many ranks. groups: the rank tuples that it communicates over, of
     its sizes on its ranks. memory: what a rank holds; the last argument is the rows of a shard. check: what
     must hold beyond the product of the sizes; raises UserError. advice: what works, but badly, a line each.
-    five_sizes: tp, pp, cp, ep and dp are always named. weights: it needs weights. later: why it cannot be
-    used yet.
+    environment: variables that the processes of a model of these sizes need before CUDA starts. five_sizes:
+    tp, pp, cp, ep and dp are always named. weights: it needs weights. later: why it cannot be used yet.
     """
 
     dims: Callable[[Config, ModelRole, int], ParallelDims]
     memory: Callable[[ModelPlan, Config, ModelShape, int], list[MemoryLine]]
     groups: Callable[[ParallelDims, Ranks], Iterable[Ranks]] = lambda dims, ranks: ()
     check: Callable[[Config, ModelRole, ParallelDims, ResolvedNode], None] = lambda *model: None
+    environment: Callable[[ParallelDims], dict[str, str]] = lambda dims: {}
     five_sizes: bool = False
     advice: Callable[[ModelPlan, Config], list[str]] = lambda model, cfg: []
     weights: bool = True
@@ -88,6 +89,13 @@ def _megatron_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
         vpp=section.virtual_pipeline_model_parallel_size or 1,
         dp_replicate=max(1, world // (tp * pp * cp)),
     )
+
+
+def _megatron_environment(dims: ParallelDims) -> dict[str, str]:
+    """Megatron-Core issues messages of tensor and context parallel groups ahead of the matrix products that
+    hide them, and counts on one hardware queue to keep the order (megatron-core 0.16.1,
+    tensor_parallel/layers.py). FSDP2 wants several queues, so that its prefetches overlap."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if max(dims.tp, dims.cp) > 1 else {}
 
 
 def _megatron_model(
@@ -215,6 +223,7 @@ TRAIN_BACKENDS = {
         groups=megatron_groups,
         check=_check_megatron,
         advice=_megatron_advice,
+        environment=_megatron_environment,
         five_sizes=True,
     ),
 }

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from siirl.config import from_dict
+from siirl.dag.models import backend_of
 from siirl.dag.plan import Plan
 from siirl.data.local_models import with_local_models
 from siirl.errors import ConfigError
@@ -100,17 +101,11 @@ def _run(job: Job, place: Place) -> None:
 
 
 def cuda_variables(plan: Plan, rank: int, env: Mapping[str, str]) -> dict[str, str]:
-    """What the models of this rank want CUDA to be told before it starts, less what env says already.
-
-    Megatron-Core issues messages of tensor and context parallel groups ahead of the matrix products that
-    hide them, and counts on one hardware queue to keep the order (megatron-core 0.16.1,
-    tensor_parallel/layers.py). FSDP2 wants several queues, so that its prefetches overlap.
-    """
-    ordered = any(
-        rank in model.ranks and model.backend == "megatron" and max(model.dims.tp, model.dims.cp) > 1
-        for model in plan.models.values()
-    )
-    wanted = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered else {}
+    """What the models of this rank want CUDA to be told before it starts, less what env says already."""
+    wanted: dict[str, str] = {}
+    for model in plan.models.values():
+        if rank in model.ranks:
+            wanted |= backend_of(model).environment(model.dims)
     return {name: value for name, value in wanted.items() if name not in env}
 
 
