@@ -17,7 +17,7 @@ from siirl.dag.plan import ModelPlan
 from siirl.engines.registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, SamplingParams, WaveStream
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.errors import ConfigError, RolloutError, WeightSyncError
+from siirl.errors import ConfigError, EpisodeFailed, RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
 
 ENGINES = ["hf", "vllm"]
@@ -460,18 +460,36 @@ def test_a_stream_of_nothing_answers_at_once(engine):
     assert stream.collect(100.0) == [] and stream.num_pending == 0
 
 
-def test_a_request_that_cannot_run_is_named_and_none_is_added(engine):
+def test_a_request_that_cannot_run_fails_alone(engine):
+    params = SamplingParams(max_tokens=4)
+    good = [Request("first", [5], params, 0), Request("last", [6, 5], params, 1)]
+    expected = generated(engine, good)
+    stream = engine.stream()
+    long, empty = Request("long", [6] * 64, params, 0), Request("empty", [], params, 0)
+    stream.submit([good[0], long])
+    stream.submit([empty])
+    stream.submit([good[1], Request("foreign", [5, 1 << 20], params, 0)])
+    assert stream.num_pending == 5
+    with pytest.raises(RolloutError, match="'empty' is pending already"):
+        stream.submit([empty])
+    answers = dict(collected(stream))
+    assert_same([(key, answers.pop(key)) for key in ("first", "last")], expected)
+    assert {key: (type(failed), failed.kind) for key, failed in answers.items()} == dict.fromkeys(
+        ("long", "empty", "foreign"), (EpisodeFailed, "request")
+    )
+    assert "'long' has 64 tokens" in str(answers["long"]) and "'empty' is empty" in str(answers["empty"])
+    assert "'foreign' has token ids 5 to 1048576" in str(answers["foreign"])
+    assert stream.collect(0.0) == [] and not stream.num_pending
+    stream.submit([long])
+    assert [key for key, _ in collected(stream)] == ["long"]
+
+
+def test_requests_of_one_name_cannot_be_told_apart(engine):
     stream = engine.stream()
     params = SamplingParams(max_tokens=4)
-    good = Request("good", [5], params, 0)
-    for bad, words in (
-        (Request("bad", [6] * 64, params, 0), "'bad' has 64 tokens"),
-        (Request("bad", [], params, 0), "'bad' is empty"),
-        (Request("good", [7], params, 0), "'good' is pending already"),
-    ):
-        with pytest.raises(RolloutError, match=words):
-            stream.submit([good, bad])
-        assert stream.num_pending == 0
+    with pytest.raises(RolloutError, match="'good' is pending already"):
+        stream.submit([Request("good", [5], params, 0), Request("good", [7], params, 0)])
+    assert stream.num_pending == 0
     with pytest.raises(RolloutError, match="'many' asks for n=2"):
         Request("many", [5], SamplingParams(max_tokens=4, n=2), 0)
 

@@ -10,14 +10,15 @@ import pytest
 from siirl.engines.rollout import remote
 from siirl.engines.rollout.base import Completion, Request, RolloutStream, SamplingParams
 from siirl.engines.rollout.remote import RemoteStream, StreamServer
-from siirl.errors import DeadlineError, PeerError, RolloutError
+from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 from siirl.launch.failure import describe_exception
 
 PARAMS = SamplingParams(max_tokens=3, stop_token_ids=(4, 5))
 
 
 class Script(RolloutStream):
-    """Answers prompt [p] with [p + 1], those of large p later; never p = 0; p = 13 is a failure."""
+    """Answers prompt [p] with [p + 1], those of large p later; never p = 0; p = 13 is a failure, p = 12 one
+    of this request."""
 
     def __init__(self):
         self.waiting, self.asked, self.closed, self.frozen_s = [], [], 0, 0.0
@@ -36,7 +37,12 @@ class Script(RolloutStream):
         if any(request.prompt[0] == 13 for request in ready):
             raise RolloutError("engine 'x' cannot read 13")
         self.waiting = [request for request in self.waiting if request not in ready]
-        return [(r.key, Completion([r.prompt[0] + 1, 5], [-0.5, -0.25], "stop", 7)) for r in ready]
+        return [(r.key, self.answer(r.prompt[0])) for r in ready]
+
+    def answer(self, p):
+        if p == 12:
+            return EpisodeFailed("engine 'x' has no answer to 12", kind="request")
+        return Completion([p + 1, 5], [-0.5, -0.25], "stop", 7)
 
     def close(self):
         self.closed += 1
@@ -94,6 +100,19 @@ def test_requests_and_answers_cross_unchanged_whoever_asks():
     assert [(r.prompt, r.params, r.seed) for r in asked] == [
         ([p, 1], PARAMS, (1 << 63) - 1) for p in (2, 7, 9)
     ]
+
+
+def test_a_request_that_fails_alone_reaches_its_asker_as_that():
+    with serving(Script(), [0]) as (address, errors):
+        client = RemoteStream(address, 0, 10.0)
+        ask(client, 12, 3)
+        answers = dict(collected(client))
+        client.close()
+    assert not errors
+    assert answers.pop("key 3").token_ids == [4, 5]
+    (failed,) = answers.values()
+    assert isinstance(failed, EpisodeFailed) and failed.kind == "request"
+    assert str(failed) == "engine 'x' has no answer to 12"
 
 
 def test_each_stream_of_a_rank_belongs_to_one_session_also_if_it_comes_early():

@@ -106,15 +106,16 @@ class RolloutStream(ABC):
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests; returns without waiting for results.
 
-        RolloutError for one that cannot run, a key that is pending already, or an engine without weights:
-        then none of them is added.
+        RolloutError for a key that is pending already, and for an engine without weights: then none of them
+        is added. A request that cannot run is pending too, until `collect` says so.
         """
 
     @abstractmethod
     def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """What has completed, in order of completion; waits up to timeout_s for the first.
 
-        EpisodeFailed: this request has no answer, the others go on. Empty after that time, and at once when
+        EpisodeFailed: this request has no answer (its prompt cannot run, its response is incomplete), the
+        others go on. Empty after that time, and at once when
         nothing is pending. An engine without a process of its own works only inside this call. RolloutError
         when the engine failed, died, or hangs.
         """

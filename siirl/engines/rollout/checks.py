@@ -5,10 +5,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from siirl.engines.rollout.base import Completion, Key, Request, SamplingParams, check_keys
-from siirl.errors import RolloutError
+from siirl.errors import EpisodeFailed, RolloutError
 
 WeightState = Literal["empty", "loading", "ready", "asleep"]
 """Of an engine's weights: never synced; a sync began and did not complete; complete; given back by sleep."""
+
+COMPLETE = {"stop", "length"}
+"""How responses end."""
 
 _NO_WEIGHTS = {
     "empty": "none have arrived yet",
@@ -39,12 +42,22 @@ class CallLimits:
         for index, prompt in enumerate(prompts):
             self.check_prompt(f"prompt {index}", prompt, params)
 
-    def check_requests(self, state: WeightState, requests: Sequence[Request], pending: Iterable[Key]) -> None:
-        """The same for requests of a stream, and for their keys. pending: the keys of those before."""
+    def check_requests(
+        self, state: WeightState, requests: Sequence[Request], pending: Iterable[Key]
+    ) -> dict[Key, EpisodeFailed]:
+        """The requests of a stream whose prompts cannot run, with the reason. pending: keys of those before.
+
+        RolloutError without weights, and for a key that is used twice.
+        """
         self.check_weights(state)
         check_keys(requests, pending)
+        refused: dict[Key, EpisodeFailed] = {}
         for request in requests:
-            self.check_prompt(f"prompt of request {request.key!r}", request.prompt, request.params)
+            try:
+                self.check_prompt(f"prompt of request {request.key!r}", request.prompt, request.params)
+            except RolloutError as error:
+                refused[request.key] = EpisodeFailed(str(error), kind="request")
+        return refused
 
     def check_weights(self, state: WeightState) -> None:
         """RolloutError unless a sync has completed."""
@@ -86,6 +99,6 @@ def check_finite(samples: Iterable[tuple[str, Completion]], dtype: str) -> None:
 
 def check_complete_responses(finish_reasons: Iterable[str], engine: str) -> None:
     """RolloutError for responses that ended in another way than by a stop token or their length."""
-    odd = sorted(set(finish_reasons) - {"stop", "length"})
+    odd = sorted(set(finish_reasons) - COMPLETE)
     if odd:
         raise RolloutError(f"rollout engine {engine!r} ended responses with {', '.join(odd)}: incomplete.")

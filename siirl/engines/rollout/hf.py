@@ -27,7 +27,7 @@ from siirl.engines.rollout.weights import SharedBase, WeightSpecs, checked_weigh
 from siirl.engines.train.frozen_base import use_base
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name, add_lora, plain_name
-from siirl.errors import ConfigError, NotSupportedError
+from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.observe.metrics import Metrics
 from siirl.parallel.process_groups import ProcessGroups
 
@@ -124,10 +124,9 @@ class HFRollout(RolloutEngine):
         positions = self._cache_positions() if self._device.type == "cuda" else NO_LIMIT
         return HFStream(self, self._model, Room(rows, positions, self._rollout.max_num_batched_tokens))
 
-    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> None:
-        """RolloutError unless these requests of a stream can run; wakes the engine for them."""
-        self._limits.check_requests(self._state, requests, pending)
-        self.wake()
+    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
+        """Which requests of a stream cannot run, and why; see CallLimits."""
+        return self._limits.check_requests(self._state, requests, pending)
 
     def count_held(self, tokens: int, prompt_tokens: int) -> None:
         """Keep for drain_metrics how much of the prompts of a stream needed no reading."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,7 +22,8 @@ from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, 
 from siirl.engines.rollout.checks import check_finite
 from siirl.engines.rollout.decode import CHECK_EVERY
 from siirl.engines.rollout.sampling import derive_seed, sample_tokens, uniforms
-from siirl.engines.rollout.slots import GROWTH, SLOT_ATTENTION, Reading, Rows, SlotCache
+from siirl.engines.rollout.slots import GROWTH, SLOT_ATTENTION, Reading, Rows, SlotCache, are_dense
+from siirl.errors import EpisodeFailed
 from siirl.observe.spans import phase
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 62
 SLOTS_PER_ROW = 3
 """Slots, at most, for each row of those that ever ran at once: rows wait while others speak."""
+IDLE_BETWEEN = 0.25
+"""Idle slots between rows, at most, for each row: reading over them costs as much as a row does."""
 
 
 @dataclass(eq=False)
@@ -78,9 +82,11 @@ class Row:
 
 
 @dataclass(eq=False)
-class Idle:
-    """A slot in which no row runs. tokens: what it holds. since: the step at which its row ended."""
+class Slot:
+    """A place in the cache. row: who runs in it. tokens: what it holds of the row that has ended; since: at
+    which step that was."""
 
+    row: Row | None = None
     tokens: list[int] = field(default_factory=list)
     since: int = -1
 
@@ -108,7 +114,8 @@ class Room:
 
 
 class RunningBatch:
-    """Rows that are decoded together, and their cache: row i is in slot i, the idle slots are behind them.
+    """Rows that are decoded together, and their cache. A row stays in its slot until it ends, except that
+    rows move together once there are many idle slots between them.
 
     Everything in it runs under inference_mode.
     """
@@ -119,14 +126,11 @@ class RunningBatch:
 
     def clear(self) -> None:
         """Forget all rows, and what was read."""
-        self.rows: list[Row] = []
-        self._idle: list[Idle] = []
+        self.rows: dict[int, Row] = {}
+        """By slot, in ascending order."""
+        self._slots: list[Slot] = []
         self._cache = SlotCache()
         self._num_steps = self._most_rows = 0
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.rows) + len(self._idle)
 
     def step(self, new: Sequence[Row] = ()) -> list[Row]:
         """Sample the next token of each row, on a GPU several of them; the rows that ended with it.
@@ -135,10 +139,11 @@ class RunningBatch:
         """
         self._num_steps += 1
         copies = self._join(new) if new else {}
+        self._close_ranks()
+        rows = list(self.rows.values())
         most_steps = CHECK_EVERY.get(self._model.device.type, 8)
-        num_steps = min(most_steps, min(row.remaining for row in self.rows))
-        said = [len(row.token_ids) for row in self.rows]
-        table = uniforms([row.seed for row in self.rows], num_steps, said)
+        num_steps = min(most_steps, min(row.remaining for row in rows))
+        table = uniforms([row.seed for row in rows], num_steps, [len(row.token_ids) for row in rows])
         uniform_TB = torch.from_numpy(table).to(self._model.device)
         with phase("prefill", prompts=len(new)) if new else contextlib.nullcontext():
             logits_BV = self._read(copies)
@@ -151,106 +156,129 @@ class RunningBatch:
             log_prob_TB.append(log_prob_B)
         tokens, log_probs = torch.stack(token_TB).tolist(), torch.stack(log_prob_TB).tolist()
         for token_B, log_prob_B in zip(tokens, log_probs, strict=True):
-            for row, token, log_prob in zip(self.rows, token_B, log_prob_B, strict=True):
+            for row, token, log_prob in zip(rows, token_B, log_prob_B, strict=True):
                 row.hear(token, log_prob)
         return self._let_go()
 
-    def _join(self, new: Sequence[Row]) -> dict[int, int]:
-        """Give each new row a slot; the rows whose prompt another row reads, with that row, by slot."""
+    def _join(self, new: Sequence[Row]) -> dict[Row, Row]:
+        """Give each new row a slot; the rows whose prompt another row reads, with that row."""
         readers: dict[tuple[int, ...], Row] = {}
+        copies: dict[Row, Row] = {}
         for row in new:
-            readers.setdefault(tuple(row.request.prompt), row)
-        others = [row for row in new if readers[tuple(row.request.prompt)] is not row]
-        chosen: dict[Row, Idle] = {}
+            reader = readers.setdefault(tuple(row.request.prompt), row)
+            if reader is not row:
+                copies[row] = reader
+        chosen: dict[Row, Slot] = {}
         for row in readers.values():
-            fitting = [s for s in self._idle if s.begins(row.request.prompt) and s not in chosen.values()]
+            taken = set(chosen.values())
+            fitting = [s for s in self._slots if s.begins(row.request.prompt) and s not in taken]
             if fitting:
                 chosen[row] = max(fitting, key=lambda slot: len(slot.tokens))
                 row.held = len(chosen[row].tokens)
-        most = self._make_slots(new, len(new) - len(chosen))
-        spare = iter(sorted(set(self._idle) - set(chosen.values()), key=lambda slot: slot.since))
-        order = list(range(self.num_slots))
-        for row in [*readers.values(), *others]:
-            slot, first = chosen.get(row) or next(spare), len(self.rows)
-            place = self._idle.index(slot)
-            _swap(order, first, first + place)
-            self._idle[place] = self._idle[0]
-            del self._idle[0]
-            self.rows.append(row)
-        self._arrange(order)
-        del self._idle[most - len(self.rows) :]
-        slot_of = {id(row): slot for slot, row in enumerate(self.rows)}
-        return {slot_of[id(row)]: slot_of[id(readers[tuple(row.request.prompt)])] for row in others}
+        self._make_slots(new, chosen)
+        taken = set(chosen.values())
+        idle = [slot for slot in self._slots if slot.row is None and slot not in taken]
+        spare = iter(sorted(idle, key=lambda slot: slot.since))
+        for row in new:
+            slot = chosen.get(row) or next(spare)
+            slot.row, slot.tokens = row, []
+        self._find_rows()
+        return copies
 
-    def _make_slots(self, new: Sequence[Row], num_spare: int) -> int:
-        """Have an idle slot for each new row, and num_spare empty ones as far as there is room; the most
-        slots that there is room for."""
-        longest = max(row.positions for row in [*self.rows, *new])
+    def _make_slots(self, new: Sequence[Row], chosen: dict[Row, Slot]) -> None:
+        """Have a slot for each new row, and empty ones as far as there is room for them; the others of those
+        that hold something are lost, the oldest first. chosen: slots that new rows take over."""
+        longest = max(row.positions for row in [*self.rows.values(), *new])
         least = len(self.rows) + len(new)
         self._most_rows = max(self._most_rows, least)
         fitting = min(self._room.rows, self._room.positions // (longest + GROWTH))
         most = max(least, min(SLOTS_PER_ROW * self._most_rows, fitting))
-        missing = num_spare - sum(not slot.tokens for slot in self._idle)
+        empty = sum(slot.row is None and not slot.tokens for slot in self._slots)
+        missing = len(new) - len(chosen) - empty
         if missing > 0:
-            wanted = max(self.num_slots + missing, 3 * self.num_slots // 2)
-            self._idle += [Idle() for _ in range(min(wanted, most) - self.num_slots)]
-        return most
+            wanted = max(len(self._slots) + missing, 3 * len(self._slots) // 2)
+            self._slots += [Slot() for _ in range(min(wanted, most) - len(self._slots))]
+        if len(self._slots) > most:
+            kept = set(chosen.values())
+            free = [i for i, slot in enumerate(self._slots) if slot.row is None and slot not in kept]
+            lost = set(sorted(free, key=lambda i: self._slots[i].since)[: len(self._slots) - most])
+            behind = [i for i in range(most, len(self._slots)) if i not in lost]
+            self._exchange(list(zip(sorted(lost), behind, strict=False)))
+            del self._slots[most:]
 
     def _let_go(self) -> list[Row]:
         """Take the rows that ended out of the batch; their slots keep what they have read."""
-        ended = [row for row in reversed(self.rows) if row.ended]
-        order = list(range(self.num_slots))
-        for row in ended:
-            place, last = self.rows.index(row), len(self.rows) - 1
-            _swap(order, place, last)
-            self.rows[place] = self.rows[last]
-            self.rows.pop()
-            self._idle.insert(0, Idle([*row.request.prompt, *row.token_ids[:-1]], self._num_steps))
-        self._arrange(order)
-        return ended[::-1]
+        ended = {slot: row for slot, row in self.rows.items() if row.ended}
+        for slot, row in ended.items():
+            tokens = [*row.request.prompt, *row.token_ids[:-1]]
+            self._slots[slot] = Slot(None, tokens, self._num_steps)
+            del self.rows[slot]
+        return list(ended.values())
 
-    def _arrange(self, order: list[int]) -> None:
-        """Move what the slots hold: slot i gets that of slot order[i]."""
-        targets = [slot for slot, source in enumerate(order) if slot != source]
-        if targets:
-            width = max(
-                [row.last_column + 1 for row in self.rows] + [len(slot.tokens) for slot in self._idle]
-            )
-            self._cache.move([order[slot] for slot in targets], targets, width, self.num_slots)
+    def _close_ranks(self) -> None:
+        """Move the rows to the first slots, if too many others are between them."""
+        if are_dense(list(self.rows), IDLE_BETWEEN):
+            return
+        behind = [slot for slot in self.rows if slot >= len(self.rows)]
+        gaps = [slot for slot in range(len(self.rows)) if slot not in self.rows]
+        self._exchange(list(zip(gaps, behind, strict=True)))
+        self._find_rows()
 
-    def _read(self, copies: dict[int, int]) -> Tensor:
-        """Logits after what the rows have not read yet, [B, V]. copies: slots that get others' prompts."""
-        reading = self.rows[: len(self.rows) - len(copies)]
-        num_old = sum(bool(row.token_ids) for row in reading)
+    def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Exchange what pairs of slots hold."""
+        if not pairs:
+            return
+        sources, targets = [], []
+        for one, other in pairs:
+            for source, target in ((one, other), (other, one)):
+                if self._slots[source].row is not None or self._slots[source].tokens:
+                    sources.append(source)
+                    targets.append(target)
+            self._slots[one], self._slots[other] = self._slots[other], self._slots[one]
+        width = max(slot.row.last_column + 1 if slot.row else len(slot.tokens) for slot in self._slots)
+        self._cache.move(sources, targets, width, len(self._slots))
+
+    def _find_rows(self) -> None:
+        self.rows = {i: slot.row for i, slot in enumerate(self._slots) if slot.row is not None}
+
+    def _read(self, copies: dict[Row, Row]) -> Tensor:
+        """Logits after what the rows have not read yet, [B, V]. copies: rows that get others' prompts."""
+        device = self._model.device
+        old = {slot: row for slot, row in self.rows.items() if row.token_ids}
+        joining = {slot: row for slot, row in self.rows.items() if not row.token_ids and row not in copies}
         parts = [
             Rows(
-                start,
-                [len(row.unread) for row in rows],
-                [row.last_column for row in rows],
-                self._model.device,
+                list(rows),
+                [len(r.unread) for r in rows.values()],
+                [r.last_column for r in rows.values()],
+                device,
             )
-            for start, rows in ((0, reading[:num_old]), (num_old, reading[num_old:]))
+            for rows in (old, joining)
             if rows
         ]
-        last_N = torch.tensor([len(row.unread) for row in reading]).cumsum(0) - 1
-        wanted_B = last_N[[copies.get(slot, slot) for slot in range(len(self.rows))]]
+        reading = [*old.values(), *joining.values()]
+        ends = np.cumsum([len(row.unread) for row in reading]) - 1
+        last = dict(zip(reading, ends.tolist(), strict=True))
         tokens = torch.tensor([token for row in reading for token in row.unread])
+        wanted_B = torch.tensor([last[copies.get(row, row)] for row in self.rows.values()])
         logits_BV = self._forward(tokens, parts, wanted_B)
         if copies:
-            width = max(len(self.rows[slot].request.prompt) for slot in copies)
-            self._cache.move(list(copies.values()), list(copies), width, self.num_slots)
+            slot_of = {row: slot for slot, row in self.rows.items()}
+            width = max(len(row.request.prompt) for row in copies)
+            sources, targets = ([slot_of[row] for row in rows] for rows in (copies.values(), copies))
+            self._cache.move(sources, targets, width, len(self._slots))
         return logits_BV
 
     def _read_next(self, token_B: Tensor, step: int) -> Tensor:
         """Logits after one more token of each row; step: how many of its tokens the host has not seen."""
-        last = [row.last_column + step for row in self.rows]
-        rows = Rows(0, [1] * len(last), last, self._model.device)
+        last = [row.last_column + step for row in self.rows.values()]
+        rows = Rows(list(self.rows), [1] * len(last), last, self._model.device)
         return self._forward(token_B, [rows], torch.arange(len(last)))
 
     def _forward(self, token_N: Tensor, parts: list[Rows], wanted_B: Tensor) -> Tensor:
         """Logits [B, V] after the wanted ones of N tokens, which are written to the cache."""
         device = self._model.device
-        reading = self._cache.reading = Reading(parts, self.num_slots, device)
+        reading = self._cache.reading = Reading(parts, len(self._slots), device)
         return self._model(
             input_ids=token_N.to(device)[None],
             position_ids=reading.columns_N[None],
@@ -263,16 +291,17 @@ class RunningBatch:
     def _sample(self, logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
         """The next token of each row, by its own parameters: (token_B, log_prob_B)."""
         alike: dict[tuple[float, int, float], list[int]] = {}
-        for index, row in enumerate(self.rows):
+        rows = list(self.rows.values())
+        for index, row in enumerate(rows):
             params = row.request.params
             alike.setdefault((params.temperature, params.top_k, params.top_p), []).append(index)
         if len(alike) == 1:
-            return sample_tokens(logits_BV, uniform_B, self.rows[0].request.params)
-        token_B = torch.empty(len(self.rows), dtype=torch.int64, device=uniform_B.device)
-        log_prob_B = torch.empty(len(self.rows), device=uniform_B.device)
+            return sample_tokens(logits_BV, uniform_B, rows[0].request.params)
+        token_B = torch.empty(len(rows), dtype=torch.int64, device=uniform_B.device)
+        log_prob_B = torch.empty(len(rows), device=uniform_B.device)
         for indices in alike.values():
             part = torch.tensor(indices, device=uniform_B.device)
-            params: SamplingParams = self.rows[indices[0]].request.params
+            params: SamplingParams = rows[indices[0]].request.params
             token_B[part], log_prob_B[part] = sample_tokens(logits_BV[part], uniform_B[part], params)
         return token_B, log_prob_B
 
@@ -284,6 +313,7 @@ class HFStream(RolloutStream):
         self._engine, self._model, self._room = engine, model, room
         self._batch = RunningBatch(model, room)
         self._waiting: deque[Row] = deque()
+        self._refused: list[tuple[Key, EpisodeFailed]] = []
         self._pending: set[Key] = set()
 
     @property
@@ -292,12 +322,21 @@ class HFStream(RolloutStream):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See RolloutStream; wakes the engine."""
-        self._engine.check_requests(requests, self._pending)
-        self._waiting += [Row(request, derive_seed(request.seed, 0)) for request in requests]
+        refused = self._engine.check_requests(requests, self._pending)
+        if not self._pending:
+            self._engine.wake()
+        self._refused += refused.items()
+        able = [request for request in requests if request.key not in refused]
+        self._waiting += [Row(request, derive_seed(request.seed, 0)) for request in able]
         self._pending |= {request.key for request in requests}
 
-    def collect(self, timeout_s: float) -> list[tuple[Key, Completion]]:
-        """See RolloutStream; decodes until a response is complete, at least one step."""
+    def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
+        """See RolloutStream; decodes until a response is complete, at least one step. RolloutError for
+        log-probs that are not finite: the weights are broken."""
+        if self._refused:
+            refused, self._refused = self._refused, []
+            self._pending -= {key for key, _ in refused}
+            return refused
         deadline_s = time.monotonic() + timeout_s
         with torch.inference_mode(), attention_by(self._model, SLOT_ATTENTION):
             while self._pending:
@@ -311,6 +350,7 @@ class HFStream(RolloutStream):
     def close(self) -> None:
         """See RolloutStream."""
         self._waiting.clear()
+        self._refused.clear()
         self._pending = set()
         self._batch.clear()
 
@@ -324,7 +364,7 @@ class HFStream(RolloutStream):
         if not self._waiting:
             return admitted
         running = self._batch.rows
-        longest = max((row.positions for row in running), default=0)
+        longest = max((row.positions for row in running.values()), default=0)
         prompts: set[tuple[int, ...]] = set()
         while self._waiting:
             row = self._waiting[0]
@@ -362,7 +402,3 @@ def attention_by(model: PreTrainedModel, name: str) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = before
-
-
-def _swap(items: list[int], one: int, other: int) -> None:
-    items[one], items[other] = items[other], items[one]

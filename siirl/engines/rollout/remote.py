@@ -31,7 +31,7 @@ from siirl.engines.rollout.base import (
     check_keys,
 )
 from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.errors import DeadlineError, PeerError, RolloutError
+from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 
 ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0
 TOKEN_BYTES = 32
@@ -282,9 +282,9 @@ class RemoteStream(RolloutStream):
         self._send("submit", arrays, **values)
         self._pending |= {request.key for request in requests}
 
-    def collect(self, timeout_s: float) -> list[tuple[Key, Completion]]:
+    def collect(self, timeout_s: float) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream. PeerError when the server failed or died; DeadlineError when it hangs."""
-        answers: list[tuple[Key, Completion]] = []
+        answers: list[tuple[Key, Completion | EpisodeFailed]] = []
         until_s = time.monotonic() + timeout_s
         while self._pending:
             left_s = 0.0 if answers else min(POLL_S, max(0.0, until_s - time.monotonic()))
@@ -316,7 +316,7 @@ class RemoteStream(RolloutStream):
             self._channel.close()
         self._pending = set()
 
-    def _received(self) -> list[tuple[Key, Completion]]:
+    def _received(self) -> list[tuple[Key, Completion | EpisodeFailed]]:
         try:
             kind, values, arrays = self._channel.receive()
         except ChannelClosed:
@@ -397,19 +397,21 @@ def _params(values: dict[str, Any]) -> SamplingParams:
     return SamplingParams(**values | {"stop_token_ids": tuple(values["stop_token_ids"])})
 
 
-def _packed_answer(key: Key, completion: Completion) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    values = {
-        "key": key,
-        "finish_reason": completion.finish_reason,
-        "weight_version": completion.weight_version,
-    }
+def _packed_answer(
+    key: Key, answer: Completion | EpisodeFailed
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    if isinstance(answer, EpisodeFailed):
+        return {"key": key, "failed": str(answer), "why": answer.kind}, {}
+    values = {"key": key, "finish_reason": answer.finish_reason, "weight_version": answer.weight_version}
     arrays = {
-        "tokens": np.array(completion.token_ids, np.int64),
-        "log_probs": np.array(completion.log_probs, np.float32),
+        "tokens": np.array(answer.token_ids, np.int64),
+        "log_probs": np.array(answer.log_probs, np.float32),
     }
     return values, arrays
 
 
-def _unpacked_answer(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Completion:
+def _unpacked_answer(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Completion | EpisodeFailed:
+    if "failed" in values:
+        return EpisodeFailed(values["failed"], values["why"])
     tokens, log_probs = arrays["tokens"].tolist(), arrays["log_probs"].tolist()
     return Completion(tokens, log_probs, values["finish_reason"], values["weight_version"])

@@ -21,20 +21,35 @@ SLOT_ATTENTION = "siirl_slots"
 """Name under which transformers finds `slot_attention`; it has no mask function, so no mask is built."""
 GROWTH = 256
 """Columns added to a full cache, at least."""
+OTHERS_BETWEEN = 1.0
+"""Slots that attention reads over, at most, for each one that it needs, before it gathers those."""
+
+
+def are_dense(slots: Sequence[int], most: float) -> bool:
+    """Whether there are at most so many others between ascending slots, for each of them."""
+    return slots[-1] - slots[0] + 1 <= (1 + most) * len(slots)
 
 
 class Rows:
-    """Consecutive slots that bring tokens to one forward: the first of them, how many tokens each brings, and
-    the column of each one's last token."""
+    """Slots, in ascending order, that bring tokens to one forward: how many tokens each brings, and the
+    column of each one's last token."""
 
-    def __init__(self, first: int, counts: Sequence[int], last: Sequence[int], device: torch.device) -> None:
-        self.slots = slice(first, first + len(counts))
+    def __init__(
+        self, slots: Sequence[int], counts: Sequence[int], last: Sequence[int], device: torch.device
+    ) -> None:
         self.most, self.width, self.num_tokens = max(counts), max(last) + 1, sum(counts)
+        dense = are_dense(slots, OTHERS_BETWEEN)
+        count_R, last_R = np.array(counts), np.array(last)
+        if dense:
+            place_R = np.array(slots) - slots[0]
+            span = int(place_R[-1]) + 1
+            count_R, last_R = _spread(count_R, place_R, span), _spread(last_R, place_R, span)
+        self._slots = slice(slots[0], slots[-1] + 1) if dense else torch.tensor(slots, device=device)
         back_M = np.arange(self.most - 1, -1, -1)
-        column_RM = np.array(last)[:, None] - back_M
-        real_RM = back_M < np.array(counts)[:, None]
+        column_RM = last_R[:, None] - back_M
+        real_RM = back_M < count_R[:, None]
         self.columns_N = column_RM[real_RM]
-        self.slots_N = np.repeat(np.arange(first, self.slots.stop), counts)
+        self.slots_N = np.repeat(slots, counts)
         self._column_RM = torch.from_numpy(column_RM.clip(min=0)).to(device)
         padded = self.num_tokens < real_RM.size
         self._place_N = torch.from_numpy(np.flatnonzero(real_RM)).to(device) if padded else None
@@ -53,8 +68,8 @@ class Rows:
         # The query heads that share a key-value head become queries of it: keys are read once.
         out = F.scaled_dot_product_attention(
             query_RHMD.reshape(rows, kv_heads, -1, size),
-            keys[self.slots, :, : self.width],
-            values[self.slots, :, : self.width],
+            keys[:, :, : self.width][self._slots],
+            values[:, :, : self.width][self._slots],
             attn_mask=self._mask(heads // kv_heads, window),
             scale=scale,
         )
@@ -157,3 +172,10 @@ def _at_least(buffer: Tensor, num_slots: int, width: int) -> Tensor:
     grown = buffer.new_zeros(num_slots, heads, capacity, size)
     grown[:slots, :, : buffer.shape[2]] = buffer[:num_slots]
     return grown
+
+
+def _spread(value_R: np.ndarray, place_R: np.ndarray, size: int) -> np.ndarray:
+    """Values at their places among so many, the others 0."""
+    spread = np.zeros(size, value_R.dtype)
+    spread[place_R] = value_R
+    return spread

@@ -44,7 +44,7 @@ from siirl.engines.rollout.vllm_version import vllm_version
 from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name, add_lora
-from siirl.errors import NotSupportedError, RolloutError, WeightSyncError
+from siirl.errors import EpisodeFailed, NotSupportedError, RolloutError, WeightSyncError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroups
@@ -162,10 +162,11 @@ class VLLMRollout(RolloutEngine):
             )
         return VLLMStream(self, self._board, self._dtype, self._adapter)
 
-    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> None:
-        """RolloutError unless these requests of a stream can run; wakes the KV cache for them."""
-        self._limits.check_requests(self._state, requests, pending)
+    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
+        """Which requests of a stream cannot run, and why, see CallLimits; wakes the KV cache."""
+        refused = self._limits.check_requests(self._state, requests, pending)
         self._wake_cache()
+        return refused
 
     def count(self, stats: dict[str, float], prompt_tokens: int) -> None:
         """Keep vLLM's statistics for drain_metrics; prompt_tokens: of the responses that they tell of."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream
-from siirl.engines.rollout.checks import check_complete_responses, check_finite
+from siirl.engines.rollout.checks import COMPLETE, check_finite
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.vllm_process import EngineProcess, Reply
-from siirl.errors import ConfigError, RolloutError
+from siirl.errors import ConfigError, EpisodeFailed, RolloutError
 
 if TYPE_CHECKING:
     from siirl.engines.rollout.vllm import VLLMRollout
@@ -110,19 +110,25 @@ class VLLMStream(RolloutStream):
         """adapter: name of the LoRA adapter that its requests are for."""
         self._engine, self._board, self._dtype, self._adapter = engine, board, dtype, adapter
         self._pending: dict[str, Pending] = {}  # under the names that the process knows
+        self._refused: list[tuple[Key, EpisodeFailed]] = []
         self._num_submitted = 0
         self._name = engine.name
         board.open(self._name)
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + len(self._refused)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See RolloutStream; wakes the engine's KV cache. RolloutError also when the process died."""
         if not requests:
             return
-        self._engine.check_requests(requests, (pending.key for pending in self._pending.values()))
+        keys = [*(pending.key for pending in self._pending.values()), *(key for key, _ in self._refused)]
+        refused = self._engine.check_requests(requests, keys)
+        self._refused += refused.items()
+        requests = [request for request in requests if request.key not in refused]
+        if not requests:
+            return
         names = [f"{self._name}_{self._num_submitted + index}" for index in range(len(requests))]
         self._num_submitted += len(requests)
         arrays = {
@@ -136,34 +142,42 @@ class VLLMStream(RolloutStream):
         for name, request in zip(names, requests, strict=True):
             self._pending[name] = Pending(request.key, len(request.prompt))
 
-    def collect(self, timeout_s: float) -> list[tuple[Key, Completion]]:
-        """See RolloutStream."""
-        if not self._pending:
-            return []
+    def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
+        """See RolloutStream. RolloutError for log-probs that are not finite: the weights are broken."""
+        if self._refused or not self._pending:
+            refused, self._refused = self._refused, []
+            return refused
         replies = self._board.listen(self._name, timeout_s)
         return [answer for reply in replies for answer in self._answers(*reply)]
 
     def close(self) -> None:
         """See RolloutStream. RolloutError if the process died."""
-        pending, self._pending = bool(self._pending), {}
+        pending, self._pending, self._refused = bool(self._pending), {}, []
         self._board.close(self._name, pending)
 
-    def _answers(self, values: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[tuple[Key, Completion]]:
-        """The responses that one step of the engine has completed."""
+    def _answers(
+        self, values: dict[str, Any], arrays: dict[str, np.ndarray]
+    ) -> list[tuple[Key, Completion | EpisodeFailed]]:
+        """The responses that one step of the engine has ended."""
         reasons, version = values["finish_reasons"], self._engine.weight_version
-        check_complete_responses(reasons, self._engine.name)
         bounds = np.cumsum(arrays["lengths"])[:-1]
         parts = (np.split(arrays[name], bounds) for name in ("tokens", "log_probs"))
-        answers, prompt_tokens = [], 0
+        completions: list[tuple[Key, Completion]] = []
+        broken: list[tuple[Key, EpisodeFailed]] = []
+        prompt_tokens = 0
         for name, reason, tokens, log_probs in zip(values["names"], reasons, *parts, strict=True):
             pending = self._pending.pop(name, None)
             if pending is None:
                 raise RolloutError(
                     f"rollout engine {self._engine.name!r} answered a request that is not pending."
                 )
-            completion = Completion(tokens.tolist(), log_probs.tolist(), reason, version)
-            answers.append((pending.key, completion))
             prompt_tokens += pending.num_prompt_tokens
-        check_finite(((f"request {key!r}", completion) for key, completion in answers), self._dtype)
+            if reason not in COMPLETE:
+                text = f"rollout engine {self._engine.name!r} ended the response with {reason}: incomplete."
+                broken.append((pending.key, EpisodeFailed(text, kind="request")))
+                continue
+            completion = Completion(tokens.tolist(), log_probs.tolist(), reason, version)
+            completions.append((pending.key, completion))
+        check_finite(((f"request {key!r}", completion) for key, completion in completions), self._dtype)
         self._engine.count(values["stats"], prompt_tokens)
-        return answers
+        return [*completions, *broken]
