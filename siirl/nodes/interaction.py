@@ -220,7 +220,7 @@ def rows_of(
         conversation = episode.conversation()
         for position, speaker in enumerate(speakers):
             context = one.contexts.get(speaker)
-            for number, row in enumerate(row for row in context.rows if any(row.own)) if context else ():
+            for number, row in enumerate(context.rows) if context else ():
                 values = {
                     "row_id": (episode.episode_id * len(speakers) + position) * plan.most_turns + number,
                     "group_id": episode.group_id,

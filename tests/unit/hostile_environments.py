@@ -158,6 +158,20 @@ class Corridor:
         return self.at, 1.0, self.at > 3, {}
 
 
+class Patience:
+    """A Gymnasium-style game that is cut off after `steps`, in the newer five values."""
+
+    def __init__(self, steps: int = 1):
+        self.left = steps
+
+    def reset(self, *, seed=None):
+        return "", {}
+
+    def step(self, action):
+        self.left -= 1
+        return "", 0.5, False, self.left == 0, {}
+
+
 class NoStep:
     def reset(self, task, seed):
         return ""

@@ -117,9 +117,11 @@ def test_gymnasium_environments_are_recognised_by_their_methods():
     begin, results, _ = asyncio.run(episode(make("Guess", letters="xy"), said={4: " y\n"}))
     assert begin.text_for(4) == "5: guess"
     assert (results[0].text_for(4), results[0].reward_for(4), results[0].done) == ("won", 1.0, True)
-    begin, results, _ = asyncio.run(episode(make("Corridor"), steps=2, said={0: "I go 2"}))
+    begin, results, _ = asyncio.run(episode(make("Corridor"), steps=2, said={0: "not 1 but 2"}))
     assert begin.text_for(0) == "0" and [r.text_for(0) for r in results] == ["2", "4"]
     assert [r.done for r in results] == [False, True]
+    _, results, _ = asyncio.run(episode(make("Patience", steps=2), steps=2, said={0: "x"}))
+    assert [r.done for r in results] == [False, True]  # cut off is an end as well
 
 
 @pytest.mark.parametrize("said", ["left", "9", "-1", "9" * 5000])

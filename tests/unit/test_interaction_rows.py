@@ -21,6 +21,7 @@ from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import SamplingParams
 from siirl.errors import RolloutError
 from siirl.nodes.interaction import rows_of
+from siirl.types import FINISH_LENGTH, FINISH_STOP
 
 EOS, USER, ASSISTANT = 1, 4, 5
 LIMITS = Limits(prompt=64, response=64)
@@ -164,6 +165,7 @@ def test_three_agents_in_two_rounds_give_exactly_these_rows(tokenizer):
         assert rows["turn_id"].tolist() == [[agent] * 2 + [-1] * 7 + [agent + 3] * 2] * 2
         assert rows["rollout_log_prob"].tolist() == [[-1, -2] + [0] * 7 + [-1, -2]] * 2
         assert rows["response_length"].tolist() == [11, 11]
+        assert rows["finish_reason"].tolist() == [FINISH_STOP, FINISH_STOP]
     conversation = objects(rows, "conversation")[0]
     assert [(m["agent"], m["turn"], m["content"]) for m in conversation] == [
         (None, None, "q"),
@@ -196,6 +198,7 @@ def test_a_turn_cut_by_length_is_ended_by_tokens_that_are_not_trained_on(tokeniz
     one, two = tokenizer.encode("1")[0], tokenizer.encode("2")[0]
     assert rows["response_ids"][0].tolist() == [one, EOS, USER, one, EOS, ASSISTANT, two]
     assert rows["turn_id"][0].tolist() == [0, -1, -1, -1, -1, -1, 2]
+    assert rows["finish_reason"].tolist() == [FINISH_LENGTH]
 
 
 def test_a_rewritten_context_starts_a_new_row_and_others_read_what_was_post_processed(tokenizer, code):
@@ -230,12 +233,17 @@ def test_a_shared_policy_has_the_rows_of_both_agents_told_apart_by_speaker(token
         config={"rollout.agent.share_instance": 0},
         loop={"max_turns": 2},
     )
-    game = game_of(dag, {0: Script(tokenizer, ("1", "2", "3", "4"))}, tokenizer)
-    rows = rows_of(game.plan, 0, play(game, episodes(1, "qr"), tokenizer), prompts_of(2), 1)
-    assert rows["speaker"].tolist() == [0, 1, 0, 1]
-    assert rows["row_id"].tolist() == [0, 4, 8, 12] and game.plan.most_turns == 4
-    assert rows["episode_id"].tolist() == [0, 0, 1, 1]
-    assert [sorted(set(turns)) for turns in rows["turn_id"].tolist()] == [[-1, 0, 2], [-1, 1, 3]] * 2
+    game = game_of(dag, {0: Script(tokenizer, ("1", "2", "3", "4") * 2)}, tokenizer)
+    rows = rows_of(game.plan, 0, play(game, episodes(2, "qr"), tokenizer), prompts_of(2), 2)
+    assert rows["speaker"].tolist() == [0, 1] * 4
+    assert rows["row_id"].tolist() == [4 * number for number in range(8)] and game.plan.most_turns == 4
+    assert rows["episode_id"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert rows["group_id"].tolist() == [0] * 4 + [1] * 4
+    assert rows["sample_index"].tolist() == [10] * 4 + [11] * 4
+    assert [(x["agent"], x["episode_id"]) for x in objects(rows, "extra_info")] == [
+        (agent, episode) for episode in range(4) for agent in (0, 1)
+    ]
+    assert [sorted(set(turns)) for turns in rows["turn_id"].tolist()] == [[-1, 0, 2], [-1, 1, 3]] * 4
 
 
 def test_until_ends_a_loop_and_a_route_skips_agents(tokenizer, code):

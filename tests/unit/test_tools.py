@@ -10,7 +10,14 @@ import yaml
 
 from siirl.agents.builtin_tools import CalculationError, Calculator, PythonTool, calculate, number_text
 from siirl.agents.tool_files import load_tools
-from siirl.agents.tool_parsers import TOOL_PARSERS, MalformedCall, ToolCall, tool_parser
+from siirl.agents.tool_parsers import (
+    TOOL_PARSERS,
+    MalformedCall,
+    Parsed,
+    ToolCall,
+    register_tool_parser,
+    tool_parser,
+)
 from siirl.agents.tool_schema import argument_errors, check_schema, from_texts, function_schema
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools, truncated
 from siirl.config.rollout import MultiTurnConfig
@@ -92,6 +99,14 @@ def test_the_names_of_parsers_are_those_of_the_configuration():
     assert tool_parser(f"{FILE}:bad").__name__ == "bad"
     with pytest.raises(ConfigError, match="Choose one of hermes"):
         tool_parser("hermse")
+
+
+def test_a_parser_does_not_take_the_name_of_another():
+    hermes = tool_parser("hermes")
+    with pytest.raises(ConfigError, match="'hermes' is registered twice"):
+        register_tool_parser("hermes")(lambda text: Parsed(text))
+    assert tool_parser("hermes") is hermes
+    register_tool_parser("hermes")(hermes)
 
 
 SCHEMA = function_schema(

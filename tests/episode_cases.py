@@ -1,0 +1,96 @@
+"""Episodes without models: a vocabulary of characters, policies that say their lines, stages of a game."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.agents.contexts import ChatRenderer, Limits
+from siirl.agents.episode import Episode
+from siirl.agents.policy import Generated
+from siirl.agents.runner import Game, Played, Speaker, run_all
+from siirl.dag.plan import InteractionPlan, StagePlan
+
+END = 3  # the token that ends a turn
+
+
+class Letters:
+    """A vocabulary of characters; a turn in the template is ROLE:content and END."""
+
+    eos_token_id = END
+    chat_template = "letters"
+    name_or_path = "letters"
+
+    def apply_chat_template(self, conversation, tools=(), **options):
+        names = "".join(f"[{tool['function']['name']}]" for tool in tools)
+        turns = "".join(f"{m['role'][0]}:{m['content']}{chr(END)}" for m in conversation)
+        return f"{names}{turns}a:"
+
+    def encode(self, text, **options):
+        return [ord(char) for char in text]
+
+    def decode(self, token_ids, **options):
+        return "".join(chr(token) for token in token_ids if token != END)
+
+
+def text_of(tokens) -> str:
+    """Tokens of Letters, with a / at the end of turns."""
+    return "".join(map(chr, tokens)).replace(chr(END), "/")
+
+
+class Script:
+    """A policy that says its lines one after another, and keeps what it read before each.
+
+    A line that ends with "..." is cut by length there. seeds, most_tokens: what it was asked with.
+    """
+
+    def __init__(self, *lines):
+        self.lines, self.read, self.seeds, self.most_tokens = list(lines), [], [], []
+
+    async def generate(self, prompt, params, seed):
+        self.read.append(text_of(prompt))
+        self.seeds.append(seed)
+        self.most_tokens.append(params.max_tokens)
+        line = self.lines.pop(0)
+        cut = line.endswith("...")
+        tokens = [ord(char) for char in line.removesuffix("...")] + ([] if cut else [END])
+        return Generated(tokens, [-1.0] * len(tokens), "length" if cut else "stop", 5)
+
+
+@dataclass(frozen=True)
+class Params:
+    max_tokens: int = 1000
+
+
+def stage(node: str, agent: int | None, **options: Any) -> StagePlan:
+    """A node of an agent, or with None of an environment; options: fields of the plan, or of its options."""
+    uses = {name: options.pop(name, True) for name in ("obs_with_env", "rewards_with_env")}
+    return StagePlan(
+        node=node,
+        kind="env" if agent is None else "agent",
+        agent=agent or 0,
+        policy=agent,
+        rows=agent is not None,
+        **{"following": None, "back_to": None, "max_turns": 1, "until": None, "route": None, **options},
+        options=uses if agent is None else {},
+    )
+
+
+def speaker(policy: Any, limits: Limits | None = None, tools: Any = None, **options: Any) -> Speaker:
+    """Whoever speaks with a policy, of Letters and with room for all."""
+    renderer = ChatRenderer(Letters(), {}, tools.toolbox.schemas if tools else ())
+    return Speaker(policy, Params(), renderer, limits or Limits(500, 500), tools=tools, **options)
+
+
+def play(
+    stages: list[StagePlan],
+    speakers: dict[str, Speaker],
+    functions: dict[str, Any] | None = None,
+    make_env: Any = None,
+    num_episodes: int = 1,
+) -> list[Played]:
+    """Play episodes of the task "q", with seeds 100, 101, ..."""
+    policies = tuple(f"agent_{one.agent}.rollout" for one in stages if one.kind == "agent")
+    plan = InteractionPlan(stages[0].node, tuple(stages), policies, 9)
+    task = {"raw_prompt": [{"role": "user", "content": "q"}]}
+    made = [Episode(number, 0, number, 100 + number, task) for number in range(num_episodes)]
+    prompts = [Letters().encode(f"u:q{chr(END)}a:") for _ in made]
+    return run_all(Game(plan, speakers, functions or {}, make_env, 5.0), made, prompts)
