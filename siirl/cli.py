@@ -22,6 +22,7 @@ from siirl.dag.report import report
 from siirl.data.local_models import with_local_configs
 from siirl.data.model_files import check_lengths, check_reward_model
 from siirl.errors import CheckpointError, ConfigError, DataError
+from siirl.launch.preflight import check_tools
 from siirl.observe.trace import merge_trace
 from siirl.rewards.judge import check_judge
 
@@ -53,6 +54,7 @@ def _compiled(args: argparse.Namespace, overrides: list[str]) -> tuple[Plan, dic
             check_lengths(configs[model.node], folder, model.role)
             if model.role == "reward":
                 check_reward_model(configs[model.node], folder)
+    check_tools(plan, configs)
     for name, node in plan.nodes.items():
         if node.op in ("judge_reward", "judge_service"):
             check_judge(configs[name])

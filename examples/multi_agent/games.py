@@ -1,5 +1,7 @@
 """Environments of the examples: a task that needs two, and a game of two. Words are single tokens."""
 
+import random
+
 from siirl.agents.environments import Observation, StepResult
 
 
@@ -27,15 +29,29 @@ class Doors:
         return StepResult({0: f"door {self.doors[0]}"}, rewards, False)
 
 
+OPPONENTS = {
+    "random": lambda pile, rng: rng.randint(1, min(2, pile)),
+    "perfect": lambda pile, rng: pile % 3 or 1,
+}
+"""Scripted players of Nim: what each takes from a pile."""
+
+
 class Nim:
     """Two take 1 or 2 from a pile in turn; who takes the last wins. 1 for the winner, -1 for the other.
 
     Whoever faces a multiple of 3 loses to a player that always leaves one. A move that is no "1" or "2", or
     more than there is, loses at once. info: whether the last move was right, where one was.
+
+    A row with an `opponent` in its extra_info is a game against that scripted player: the policy is player
+    `side`, and what it says on the other side is not heard.
     """
 
     def reset(self, task, seed):
         """The pile is the row's ground truth."""
+        extra = task.get("extra_info") or {}
+        self.scripted = OPPONENTS.get(extra.get("opponent"))
+        self.side = extra.get("side")
+        self.rng = random.Random(seed)
         self.pile = int(task["ground_truth"])
         return Observation({0: f"pile {self.pile}"})
 
@@ -43,6 +59,8 @@ class Nim:
         """One player moves."""
         ((player, said),) = actions.items()
         other = 1 - player
+        if self.scripted and player != self.side:
+            said = str(self.scripted(self.pile, self.rng))
         said = " ".join(said.split()[:1])
         legal = said in ("1", "2") and int(said) <= self.pile
         info = {"right": float(legal and (self.pile - int(said)) % 3 == 0)} if self.pile % 3 else {}

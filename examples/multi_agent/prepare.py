@@ -99,9 +99,16 @@ def shop(rng: random.Random) -> list[dict]:
     return tasks
 
 
-def nim(rng: random.Random) -> list[dict]:
-    """A pile from which the first player can win."""
-    return [row("self_play", "play", pile) for pile in (2, 4, 5, 7, 8)]
+def nim(rng: random.Random, num_rows: int) -> tuple[list[dict], list[dict]]:
+    """Piles from which the first player can win. The validation has games against scripted opponents, too:
+    from each pile that the policy's side can win, ten against one that moves at random."""
+    first, second = (2, 4, 5, 7, 8), (3, 6)
+    train, test = shuffled(lambda rng: [row("self_play", "play", pile) for pile in first])(rng, num_rows)
+    for opponent, times in (("random", 10), ("perfect", 1)):
+        for side, (name, piles) in enumerate({"first": first, "second": second}.items()):
+            source, extra = f"{name}_against_{opponent}", {"opponent": opponent, "side": side}
+            test += [row(source, "play", pile, **extra) for pile in piles for _ in range(times)]
+    return train, test
 
 
 TASKS = {
@@ -113,7 +120,7 @@ TASKS = {
         shuffled(shop),
         0.06,
     ),
-    "self_play": Tasks(["play", "pile", *"12345678"], shuffled(nim)),
+    "self_play": Tasks(["play", "pile", *"12345678"], nim),
 }
 
 

@@ -6,7 +6,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     if "conversation" not in extra_info:
         team = float(solution_str.strip() == ground_truth)
         return {"score": team, "team": team}
-    score = {"reasoner_actor": of_doors, "planner_worker": of_shop, "self_play": of_nim}[data_source]
+    score = {"reasoner_actor": of_doors, "planner_worker": of_shop}.get(data_source, of_nim)
     return score(extra_info["conversation"], extra_info["agent"], ground_truth, extra_info)
 
 
@@ -33,7 +33,13 @@ def of_shop(conversation, agent, ground_truth, extra_info):
 
 
 def of_nim(conversation, agent, ground_truth, extra_info):
-    """The player's own reward; right: the share of right moves of both, where there was one (games.py)."""
+    """The player's own reward; right: the share of right moves of both, where there was one (games.py).
+
+    Against a scripted opponent: whether the policy has won, told by the row of its side.
+    """
+    own = sum(message["reward"] for message in conversation if message["agent"] == agent)
+    if extra_info.get("opponent"):
+        return {"score": own} | ({"won": float(own > 0)} if agent == extra_info["side"] else {})
     moves, pile = [], 0
     for message in conversation:
         words = message["content"].split()
@@ -41,5 +47,4 @@ def of_nim(conversation, agent, ground_truth, extra_info):
             pile = int(words[1])
         elif message["agent"] is not None and pile % 3:
             moves.append(float(words[:1] == [str(pile % 3)]))
-    own = sum(message["reward"] for message in conversation if message["agent"] == agent)
     return {"score": own, "right": sum(moves) / max(len(moves), 1)}

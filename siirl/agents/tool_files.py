@@ -12,6 +12,7 @@ from siirl.agents.tool_schema import check_schema
 from siirl.agents.tools import Tool, Toolbox
 from siirl.config.rollout import MultiTurnConfig
 from siirl.dag.spec import load_object
+from siirl.dag.user_code import check_reference
 from siirl.errors import ConfigError
 
 KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
@@ -22,8 +23,34 @@ def load_tools(multi_turn: MultiTurnConfig) -> Toolbox:
 
     The file lists tools as {builtin, class_name or function; config; tool_schema}; docs/tools.md.
     """
+    tools: dict[str, Tool] = {}
+    for entry, who, folder in _entries(multi_turn):
+        tool = _load_tool(entry, who, folder)
+        name = tool.schema["function"]["name"]
+        if name in tools:
+            raise ConfigError(
+                f"{KEY}={multi_turn.tool_config_path}: two tools are called {name!r}. Rename one in its "
+                "tool_schema."
+            )
+        tools[name] = tool
+    return Toolbox(tools)
+
+
+def check_tool_file(multi_turn: MultiTurnConfig) -> None:
+    """What load_tools would refuse, as far as it shows without running code of the user's."""
+    for entry, who, folder in _entries(multi_turn):
+        _check_entry(entry, who)
+        if entry.get("tool_schema") is not None:
+            check_schema(entry["tool_schema"], who)
+        for source in ("class_name", "function"):
+            if source in entry:
+                check_reference(_reference(entry[source], who, folder), who)
+
+
+def _entries(multi_turn: MultiTurnConfig) -> list[tuple[Any, str, Path]]:
+    """(entry, its name in messages, folder of the file) of each tool of a configuration."""
     if multi_turn.tool_config_path is None:
-        return Toolbox({})
+        return []
     path = Path(multi_turn.tool_config_path).expanduser()
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -32,20 +59,13 @@ def load_tools(multi_turn: MultiTurnConfig) -> Toolbox:
     entries = content.get("tools") if isinstance(content, dict) else content
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{KEY}={path}: it lists no tools. Write tools: [{{builtin: calculator}}, ...].")
-    tools: dict[str, Tool] = {}
-    for number, entry in enumerate(entries, 1):
-        tool = _load_tool(entry, f"{KEY}={path}, tool {number}", path.parent)
-        name = tool.schema["function"]["name"]
-        if name in tools:
-            raise ConfigError(f"{KEY}={path}: two tools are called {name!r}. Rename one in its tool_schema.")
-        tools[name] = tool
-    return Toolbox(tools)
+    return [(entry, f"{KEY}={path}, tool {number}", path.parent) for number, entry in enumerate(entries, 1)]
 
 
 SOURCES = ("builtin", "class_name", "function")
 
 
-def _load_tool(entry: Any, who: str, folder: Path) -> Tool:
+def _check_entry(entry: Any, who: str) -> None:
     if not isinstance(entry, dict) or sum(source in entry for source in SOURCES) != 1:
         raise ConfigError(
             f"{who}: {entry!r} must have one of {', '.join(SOURCES)}. Write e.g. builtin: python."
@@ -54,6 +74,14 @@ def _load_tool(entry: Any, who: str, folder: Path) -> Tool:
     if unknown:
         known = ", ".join((*SOURCES, "config", "tool_schema"))
         raise ConfigError(f"{who}: unknown keys {sorted(unknown)}. Known: {known}.")
+    if "builtin" in entry and entry["builtin"] not in BUILTIN_TOOLS:
+        raise ConfigError(
+            f"{who}: unknown builtin {entry['builtin']!r}. Choose of {', '.join(BUILTIN_TOOLS)}."
+        )
+
+
+def _load_tool(entry: Any, who: str, folder: Path) -> Tool:
+    _check_entry(entry, who)
     config = dict(entry.get("config") or {})
     config.pop("type", None)  # verl's files say `type: native`
     schema = entry.get("tool_schema")
@@ -77,14 +105,14 @@ def _tool_class(entry: dict[str, Any], who: str, folder: Path) -> Any:
         if not inspect.isclass(cls):
             raise ConfigError(f"{who}: {entry['class_name']} is no class. Name one, or write function: ...")
         return cls
-    if entry["builtin"] not in BUILTIN_TOOLS:
-        raise ConfigError(
-            f"{who}: unknown builtin {entry['builtin']!r}. Choose of {', '.join(BUILTIN_TOOLS)}."
-        )
     return BUILTIN_TOOLS[entry["builtin"]]
 
 
 def _object(reference: Any, who: str, folder: Path) -> Any:
+    return load_object(_reference(reference, who, folder), who)
+
+
+def _reference(reference: Any, who: str, folder: Path) -> str:
     """ "file.py:name" (also beside the tool file), "pkg.mod:name", or "pkg.mod.name" as verl writes it."""
     if not isinstance(reference, str):
         raise ConfigError(f"{who}: {reference!r} is no text. Write file.py:name or pkg.mod:name.")
@@ -93,7 +121,7 @@ def _object(reference: Any, who: str, folder: Path) -> Any:
     where, _, name = reference.rpartition(":")
     if where.endswith(".py") and not Path(where).expanduser().is_file() and (folder / where).is_file():
         reference = f"{folder / where}:{name}"
-    return load_object(reference, who)
+    return reference
 
 
 def _made(cls: Callable[..., Any], config: dict[str, Any], who: str) -> Any:

@@ -6,6 +6,8 @@ from siirl.config.resolve import get
 from siirl.config.roles import optimizer_steps
 from siirl.config.root import Config
 
+CRITIC_ESTIMATORS = ("gae", "gae_marft")
+"""Built-in estimators that read the values of a critic."""
 ROW_LOSSES = ("gspo", "gmpo", "geo_mean", "sapo")
 """Policy losses whose papers average over the tokens of a response, and then over responses."""
 
@@ -42,7 +44,7 @@ def _row_by_row(cfg: Config) -> Iterator[str]:
     passes = (
         ("actor_rollout_ref.rollout.log_prob_", "", "the old log-probs", old),
         ("actor_rollout_ref.ref.log_prob_", "", "the reference", reference),
-        ("critic.", "ppo_", "the critic", cfg.algorithm.adv_estimator == "gae"),
+        ("critic.", "ppo_", "the critic", cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS),
     )
     for prefix, infix, what, used in passes:
         size, dynamic = f"{prefix}{infix}micro_batch_size_per_gpu", f"{prefix}use_dynamic_bsz"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from siirl.config.advice import default_warnings, loss_name
+from siirl.config.advice import CRITIC_ESTIMATORS, default_warnings, loss_name
 from siirl.config.common import OptimConfig
 from siirl.config.keys import Key
 from siirl.config.resolve import ALIASES, FOLLOWS, followed_value, get
@@ -96,7 +96,7 @@ def _no_reference(cfg: Config, name: str) -> str:
 
 def _may_use_critic(cfg: Config) -> bool:
     """Whether the estimator uses a critic; an estimator of the user's own may."""
-    return cfg.algorithm.adv_estimator in ("gae", "gae_marft") or ":" in cfg.algorithm.adv_estimator
+    return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS or ":" in cfg.algorithm.adv_estimator
 
 
 def _no_critic(cfg: Config, name: str) -> str:

@@ -104,11 +104,9 @@ def check_kept(nodes: Nodes, pruned: dict[str, str], rollout_only: bool, interac
             frozen = ""
             if any(node.id == stage.node for plan in interactions.values() for stage in plan.stages):
                 frozen = " Or remove its other nodes (reward, ...): the agent is then frozen."
-            raise NotSupportedError(
-                f"not supported yet: {node}: agent {node.agent} has a rollout but no training, so nothing "
-                "gives it "
-                f"weights. Add a node with node_type MODEL_TRAIN, node_role ACTOR, agent_group {node.agent}."
-                f"{frozen}"
+            raise DagError(
+                f"{node}: agent {node.agent} has a rollout but no training, so nothing gives it weights. Add "
+                f"a node with node_type MODEL_TRAIN, node_role ACTOR, agent_group {node.agent}.{frozen}"
             )
 
 

@@ -5,9 +5,10 @@
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from siirl.agents.tool_files import check_tool_file
 from siirl.checkpoint.files import check_writable, given_checkpoint
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.reward_weights import RewardWeights
@@ -44,6 +45,7 @@ def preflight(cfg: Config, plan: Plan) -> None:
             check_packages(node_cfgs[model.node], model.role)
         if model.backend == "vllm":
             vllm_version()
+    check_tools(plan, node_cfgs)
     for name, node in plan.nodes.items():
         check_tokenizer(node_cfgs[name])
         if node.op == "actor_train" and ":" in policy_loss_name(node_cfgs[name]):
@@ -57,11 +59,6 @@ def preflight(cfg: Config, plan: Plan) -> None:
             check_rewards(node_cfgs[name])
         if node.op in ("judge_reward", "judge_service"):
             check_judge(node_cfgs[name])
-        if (
-            node.op in ("interaction", "turns")
-            and node_cfgs[name].actor_rollout_ref.rollout.multi_turn.enable
-        ):
-            check_tools(node_cfgs[name])
         if node.op == "combine_rewards":
             check_weights(node_cfgs[name], [key.name for key in plan.run_of(name).reads])
         if node.op == "replay":
@@ -105,15 +102,12 @@ def check_rewards(cfg: Config) -> None:
         chooser.check(data_sources(cfg))
 
 
-def check_tools(cfg: Config) -> None:
-    """ConfigError unless the file of tools is there."""
-    multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
-    path = multi_turn.tool_config_path
-    if multi_turn.enable and path is not None and not Path(path).expanduser().is_file():
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.multi_turn.tool_config_path={path}: there is no such file. Correct "
-            "the path, or leave it out: then there are no tools."
-        )
+def check_tools(plan: Plan, node_cfgs: Mapping[str, Config]) -> None:
+    """ConfigError or DagError for a file of tools that cannot be used."""
+    for stage in (stage for interaction in plan.interactions.values() for stage in interaction.stages):
+        multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
+        if stage.kind == "agent" and multi_turn.enable:
+            check_tool_file(multi_turn)
 
 
 def check_weights(cfg: Config, reads: Sequence[str]) -> None:

@@ -33,10 +33,7 @@ from siirl.algorithms.turns import NO_TURNS, Turns
 from siirl.dag.spec import load_object
 from siirl.errors import DagError
 from siirl.nodes.context import NodeContext, sum_over_ranks
-from siirl.observe.metrics import Metrics
-
-MOST_TURNS = 16
-"""Turns that have metrics of their own; later ones count together."""
+from siirl.observe.metrics import MOST_TURNS, Metrics
 
 
 def in_interaction(rows: TensorDict) -> bool:

@@ -23,12 +23,11 @@ from siirl.errors import DataError, RolloutError
 from siirl.nodes.context import NodeContext
 from siirl.nodes.rollout import prompt_seed, prompt_tokens, report, sampling_params, stop_token_ids_of
 from siirl.nodes.streams import Policies, Streams
-from siirl.observe.metrics import Metrics
+from siirl.observe.metrics import MOST_TURNS, Metrics
 from siirl.types import FINISH_LENGTH, FINISH_STOP, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
 log = logging.getLogger(__name__)
 UNBOUNDED = 1 << 30  # positions of a context whose tokens only a service counts
-TURNS_REPORTED = 8  # turns of an episode that have metrics of their own
 
 
 @dataclass
@@ -282,8 +281,7 @@ def _report_turns(metrics: Metrics, one: Played) -> None:
     for message in one.episode.messages:
         if message.turn is None:
             continue
-        names = [message.node, *([f"turn_{message.turn}"] if message.turn < TURNS_REPORTED else [])]
-        for name in names:
+        for name in (message.node, f"turn_{min(message.turn, MOST_TURNS)}"):
             metrics.mean(f"interaction/{name}/length", message.info["tokens"])
             metrics.mean(f"interaction/{name}/finished", message.info["finish_reason"] == "stop")
             metrics.mean(f"interaction/{name}/env_reward", message.reward)

@@ -17,8 +17,7 @@ from siirl.config.actor import ActorConfig
 from siirl.dag.ops import old_log_prob_source, policy_loss_name
 from siirl.dag.spec import load_object
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
-from siirl.nodes.credit import MOST_TURNS
-from siirl.observe.metrics import Metrics
+from siirl.observe.metrics import MOST_TURNS, Metrics
 
 BY_TURN = ("ref_kl", "approx_kl", "entropy", "clip_fraction")
 """What is also reported by speaker and by turn, in an interaction."""

@@ -5,6 +5,9 @@ from typing import Literal
 
 Kind = Literal["mean", "sum", "max", "min"]
 
+MOST_TURNS = 16
+"""Turns of an episode that have metrics of their own; later ones count together."""
+
 
 @dataclass
 class Metrics:

@@ -146,6 +146,10 @@ def test_passes_over_one_row_at_a_time_are_named():
         ([tokens, *one_step], []),
         ([tokens, kl, *one_step], ["ref.log_prob_micro_batch_size_per_gpu=1: the reference"]),
         ([tokens, "algorithm.adv_estimator=gae", *one_step], ["Set critic.use_dynamic_bsz=true"]),
+        (
+            [tokens, "algorithm.adv_estimator=gae_marft", *one_step],
+            ["Set critic.use_dynamic_bsz=true"],
+        ),
         ([tokens, "algorithm.adv_estimator=gae", "critic.ppo_micro_batch_size_per_gpu=4", *one_step], []),
         (["algorithm.adv_estimator=gae", kl], []),
     ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from siirl.engines.train.hf_model import (
     torch_dtype,
     use_liger_kernels,
 )
+from siirl.engines.train.language_model import PackedValueModel
 from siirl.engines.train.lora import add_lora
 from siirl.engines.train.optimizer import make_adamw
 from siirl.engines.train.settings import engine_settings
@@ -160,3 +162,9 @@ def test_a_missing_micro_batch_size_is_named(config):
     key = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"
     with pytest.raises(ConfigError, match=key):
         engine_settings(plan_of("ref"), with_overrides(config, {key: None}))
+
+
+def test_what_a_value_model_returns_is_no_view():
+    model = PackedValueModel(SimpleNamespace(score=torch.nn.Linear(4, 1)))
+    value_M = model.head(torch.ones(3, 4), torch.zeros(3), 1.0, ("value",), None)["value"]
+    assert value_M.shape == (3,) and value_M._base is None, "FSDP2 warns of views, and hooks may be lost"

@@ -4,7 +4,7 @@ import pytest
 from plan_cases import add_agent, compiled, custom, run_symbolically
 
 from siirl.dag.spec import DagBuilder
-from siirl.errors import DagError, NotSupportedError
+from siirl.errors import DagError
 
 CODE = """
 def until(episode):
@@ -228,7 +228,7 @@ def test_an_agent_that_is_scored_but_not_trained_is_refused_and_one_without_node
     assert not plan.models["agent_1.actor"].trains and plan.links["agent_1.weights"]
     assert "judge" not in run_symbolically(plan)
     dag.node("reward_judge", "COMPUTE", "REWARD", agent_group=1, dependencies=["judge"])
-    with pytest.raises(NotSupportedError, match=r"'judge'.*node_role ACTOR.*the agent is then frozen"):
+    with pytest.raises(DagError, match=r"'judge'.*node_role ACTOR.*the agent is then frozen"):
         compiled(dag.build(), 2)
 
 

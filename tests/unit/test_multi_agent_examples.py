@@ -56,6 +56,50 @@ def test_who_takes_the_last_wins_and_who_cheats_loses():
         assert only[1:] == ({0: -1.0}, True, {"right": 0.0, "illegal": 1.0})
 
 
+def outcomes(opponent: str, side: int, pile: int, seed: int) -> set[float]:
+    """The policy's rewards over all games of legal moves that it can play against a scripted opponent."""
+    found, unfinished = set(), [()]
+    while unfinished:
+        moves = unfinished.pop()
+        game = load("games").Nim()
+        game.reset({"ground_truth": str(pile), "extra_info": {"opponent": opponent, "side": side}}, seed)
+        player, own, result = 0, iter(moves), None
+        while result is None or not result.done:
+            said = next(own, None) if player == side else "unheard"
+            if said is None:
+                unfinished += [(*moves, str(move)) for move in (1, 2) if move <= game.pile]
+                break
+            result = game.step({player: said})
+            player = 1 - player
+        else:
+            assert "illegal" not in result.info
+            found.add(result.rewards[side])
+    return found
+
+
+def test_a_perfect_opponent_never_loses_a_game_that_it_can_win():
+    for pile in range(1, 13):
+        for side in (0, 1):
+            lost = (side == 0) == (pile % 3 == 0)  # for the policy, if nobody errs
+            assert (outcomes("perfect", side, pile, seed=0) == {-1.0}) == lost, (pile, side)
+            assert 1.0 in set().union(*(outcomes("random", side, pile + 3, seed) for seed in range(20)))
+
+
+def test_the_validation_of_self_play_counts_games_against_scripted_opponents():
+    _, test = load("prepare").TASKS["self_play"].draw(random.Random(0), 10)
+    extras = {task["data_source"]: task["extra_info"] for task in test}
+    assert extras["second_against_perfect"]["side"] == 1 and len(extras) == 5
+    for task in test:
+        if "opponent" in task["extra_info"]:
+            side, pile = task["extra_info"]["side"], int(task["reward_model"]["ground_truth"])
+            assert 1.0 in outcomes("perfect", side, pile, seed=0), "the policy's side can win"
+    turns = [{"agent": agent, "reward": 1 - 2 * agent, "content": "1"} for agent in (0, 1)]
+    for agent, side, won in ((0, 0, 1.0), (1, 1, 0.0), (0, 1, None)):
+        info = {"conversation": turns, "agent": agent, "opponent": "perfect", "side": side}
+        given = load("reward").compute_score("first_against_perfect", "", "4", info)
+        assert given.get("won") == won and given["score"] == 1 - 2 * agent
+
+
 def test_the_worker_calls_the_tool_by_words_of_its_tokenizer(monkeypatch):
     monkeypatch.chdir(FOLDER)
     prepare = load("prepare")

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from siirl.agents.builtin_tools import CalculationError, Calculator, PythonTool, calculate, number_text
-from siirl.agents.tool_files import load_tools
+from siirl.agents.tool_files import check_tool_file, load_tools
 from siirl.agents.tool_parsers import (
     TOOL_PARSERS,
     MalformedCall,
@@ -208,6 +208,10 @@ def test_what_is_no_arithmetic_is_told_so_and_never_run(expression):
     assert Calculator()({"expression": expression}, None).startswith("Error: ")
 
 
+def schema_of(**properties):
+    return {"function": {"name": "t", "parameters": {"type": "object", "properties": properties}}}
+
+
 def toolbox(tmp_path, *entries):
     file = tmp_path / "tools.yaml"
     file.write_text(yaml.safe_dump({"tools": list(entries)}))
@@ -312,6 +316,27 @@ def test_python_runs_in_the_sandbox():
 def test_a_tool_file_that_cannot_be_used_is_refused_in_words(tmp_path, entry, words):
     with pytest.raises((ConfigError, DagError), match=words):
         toolbox(tmp_path, entry)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"builtin": "calculater"}, "tool 1: unknown builtin 'calculater'"),
+        ({"function": f"{FILE}:nobody"}, "has no 'nobody'"),
+        ({"function": "no_such_package.tools.f"}, "cannot be imported"),
+        ({"builtin": "python", "tool_schema": {"type": "function"}}, "is no function"),
+        ({"function": f"{FILE}:add", "tool_schema": schema_of(a={"type": "int"})}, "unknown type 'int'"),
+    ],
+)
+def test_a_tool_file_is_checked_before_any_of_its_code_runs(tmp_path, entry, words):
+    file = tmp_path / "tools.yaml"
+    file.write_text(yaml.safe_dump({"tools": [entry]}))
+    with pytest.raises((ConfigError, DagError), match=words):
+        check_tool_file(MultiTurnConfig(tool_config_path=str(file)))
+    code = tmp_path / "broken.py"
+    code.write_text("def tool(): ...\nraise SystemExit")
+    file.write_text(yaml.safe_dump({"tools": [{"function": "broken.py:tool", "tool_schema": schema_of()}]}))
+    check_tool_file(MultiTurnConfig(tool_config_path=str(file)))
 
 
 def test_tool_files_that_are_missing_empty_or_ambiguous_are_refused(tmp_path):

@@ -9,6 +9,7 @@ from tensordict import TensorDict
 
 from siirl.data.rows import make_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
+from siirl.nodes import advantage
 from siirl.nodes.credit import report_degenerate
 from siirl.nodes.policy_loss import make_loss_fn
 from siirl.nodes.reward import report_rewards
@@ -43,6 +44,31 @@ def test_kl_and_entropy_are_reported_by_speaker_and_by_turn_over_trained_tokens(
     assert values["entropy"] == pytest.approx((0 + 1 + 3 + 4 + 7) / 5)
     without = make_loss_fn(cfg)(outputs, rows.exclude("turn_id", "speaker"), BatchCounts(5, 2, 2))[1]
     assert not any("speaker" in name or "turn" in name for name in without.values())
+
+
+def test_kl_in_the_reward_is_reported_for_each_speaker(monkeypatch):
+    monkeypatch.setattr(advantage, "sum_over_ranks", lambda ctx, totals: totals)
+    cfg = config("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=kl")
+    rows = TensorDict(
+        {
+            "episode_id": torch.arange(3),
+            "speaker": torch.tensor([0, 3, 3]),
+            "turn_id": torch.tensor([[0, 0], [1, -1], [1, 1]]),
+            "score": torch.zeros(3),
+            "response_length": torch.tensor([2, 1, 2]),
+            "response_mask": torch.tensor([[1, 1], [1, 0], [1, 1]]).bool(),
+            "env_reward": torch.zeros(3, 2),
+            "old_log_prob": torch.tensor([[-1.0, -2.0], [-5.0, 7.0], [-2.0, -2.0]]),
+            "ref_log_prob": torch.full((3, 2), -3.0),
+        },
+        batch_size=[3],
+    )
+    ctx = SimpleNamespace(cfg=cfg, metrics=Metrics(), state={}, agent=0, others={})
+    advantage.token_reward(ctx, rows)
+    values = ctx.metrics.values()
+    assert values["speaker_0/kl"] == pytest.approx((2 + 1) / 2)
+    assert values["speaker_3/kl"] == pytest.approx((-2 + 1) / 2), "the mean of its rows, each over its tokens"
+    assert values["reward/kl"] == pytest.approx((1.5 - 2 + 1) / 3)
 
 
 def test_degenerate_groups_are_counted_for_each_speaker_in_them():

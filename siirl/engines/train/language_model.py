@@ -126,7 +126,8 @@ class PackedValueModel(PackedModel):
     ) -> dict[str, Tensor]:
         score = self.hf.score
         value_M1 = linear(hidden_MD.float(), score.weight.float(), score.bias.float())
-        return {self.outputs[0]: value_M1.squeeze(-1)}
+        value_M = value_M1.squeeze(-1).clone()  # FSDP2 hooks what leaves the model, and a view loses the hook
+        return {self.outputs[0]: value_M}
 
 
 class PackedScoreModel(PackedValueModel):
