@@ -215,6 +215,7 @@ def test_a_server_that_hangs_is_named():
 
 def test_a_server_that_is_not_there_is_named():
     server = StreamServer("agent_1.rollout", 5, 1.0)
+    time.sleep(0.1)  # its thread waits for clients
     server.close()
     with pytest.raises(RolloutError, match=r"rank 5 .*'agent_1.rollout', cannot be reached"):
         RemoteStream(server.address, 0, 1.0)

@@ -105,7 +105,9 @@ class StreamServer:
                 session.close()
 
     def close(self) -> None:
-        """Stop listening. Idempotent."""
+        """Stop listening, also where a thread waits for a client already. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _serve(self, session: "Session", expected: set[int]) -> None:
