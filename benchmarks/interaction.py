@@ -1,6 +1,7 @@
 """How much time interactions save when no sample waits for the others at the end of a turn.
 
     python benchmarks/interaction.py [--engines hf vllm] [--out benchmarks/results/interaction_cpu.json]
+    python benchmarks/interaction.py --gpu [--out benchmarks/results/interaction_gpu.json]
 
 Two agents with one policy talk in turn and an environment answers, with the runner, contexts, engines and
 environment threads of a real interaction. "free": each sample goes on as soon as it is ready. "barrier": the
@@ -14,7 +15,7 @@ sample: a sample has one length for all its turns. The longest sample then decid
 
 decode_steps: of the batch at least, with barriers and without, which follow from the lengths alone. cpu_s:
 processor time of this process and the engine's, barrier and free, which other programs on the machine hardly
-change. Goal: 1.5x for lengths by turn.
+change. --gpu: the shape of Qwen3-0.6B in bf16, random weights. Goal: 1.5x for lengths by turn.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from grpo_gpu import COMMON, SHAPES, make_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from fixtures_tiny import make_tiny_model_dir
@@ -90,6 +92,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--engines", nargs="+", default=["hf", "vllm"])
     parser.add_argument("--vary", nargs="+", default=["turn", "sample"])
     parser.add_argument("--samples", type=int, default=32)
@@ -100,9 +103,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {name: getattr(options, name) for name in ("samples", "turns", "shortest")}
-    results |= {"model": MODEL, "cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
+    sizes = COMMON | SHAPES["B"] if options.gpu else MODEL
+    results |= {"model": sizes, "cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
+    if options.gpu:
+        results["device"] = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as folder:
-        make_tiny_model_dir(folder, max_positions=4096, init_std=0.2, **MODEL)
+        if options.gpu:
+            make_model(Path(folder), SHAPES["B"])
+        else:
+            make_tiny_model_dir(folder, max_positions=4096, init_std=0.2, **MODEL)
         for name in options.engines:
             results[name] = compare(name, folder, options)
     results["load_after"] = os.getloadavg()[0]
@@ -114,7 +123,8 @@ def main() -> None:
 
 def compare(name: str, model_dir: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Both ways on one engine: medians of interleaved pairs, by what varies and the environment's delay."""
-    engine, tokenizer = loaded_engine(name, model_dir), AutoTokenizer.from_pretrained(model_dir)
+    engine = loaded_engine(name, model_dir, "cuda" if options.gpu else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
     found = []
     try:
         for vary in options.vary:
@@ -222,20 +232,23 @@ def cpu_seconds(engine: RolloutEngine) -> float:
     return time.process_time() + (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def loaded_engine(name: str, model_dir: str) -> RolloutEngine:
-    cfg = load_config(
-        [
-            f"actor_rollout_ref.rollout.name={name}",
-            f"actor_rollout_ref.model.path={model_dir}",
-            "actor_rollout_ref.rollout.dtype=float32",
-            "actor_rollout_ref.rollout.max_model_len=2048",
-            "actor_rollout_ref.rollout.max_num_seqs=64",
-            f"trainer.output_dir={model_dir}/outputs",
-        ]
-    )
+def loaded_engine(name: str, model_dir: str, device: str = "cpu") -> RolloutEngine:
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    rollout = "actor_rollout_ref.rollout"
+    keys = [
+        f"{rollout}.name={name}",
+        f"actor_rollout_ref.model.path={model_dir}",
+        f"{rollout}.dtype={str(dtype).removeprefix('torch.')}",
+        f"{rollout}.max_model_len={2048 if device == 'cpu' else 8192}",
+        f"{rollout}.max_num_seqs=64",
+        f"trainer.output_dir={model_dir}/outputs",
+    ]
+    if device == "cuda":
+        keys += [f"{rollout}.enforce_eager=False", f"{rollout}.gpu_memory_utilization=0.5"]
+    cfg = load_config(keys)
     plan = ModelPlan("agent_0.rollout", 0, "rollout", name, "lm", False, (0,), ParallelDims(1), "rollout", ())
-    engine = make_rollout_engine(plan, cfg, None, torch.device("cpu"))
-    state = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).state_dict()
+    engine = make_rollout_engine(plan, cfg, None, torch.device(device))
+    state = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device).state_dict()
     engine.load_weights([(key, state[key]) for key in engine.weight_specs()], version=0)
     return engine
 
