@@ -22,7 +22,7 @@ from torch import Tensor
 from siirl.dag.plan import RoutePlan
 from siirl.data.assign import Moves, assign, plan_moves, stays_in_place, tabulate
 from siirl.data.header import ColumnSpec, Header, common_specs
-from siirl.data.rows import object_column, objects
+from siirl.data.rows import object_column, object_element, objects
 from siirl.data.store import Column, FieldStore
 from siirl.errors import DagError, DeadlineError, WorkerError
 from siirl.observe.spans import phase
@@ -271,7 +271,7 @@ def _elements(column: NonTensorData | NonTensorStack) -> list[NonTensorData]:
     if isinstance(column, NonTensorStack):
         return column.tensordicts
     rows = TensorDict({"values": column}, batch_size=column.batch_size)
-    return list(map(NonTensorData, objects(rows, "values")))
+    return list(map(object_element, objects(rows, "values")))
 
 
 def _dump(elements: list[list[NonTensorData]], specs: list[ColumnSpec], positions: np.ndarray) -> bytes:
@@ -299,6 +299,6 @@ def _load(blob: bytes) -> list[list[NonTensorData]]:
     """The columns of `_dump`, row by row."""
     columns = []
     for values, numbers in json.loads(blob):
-        elements = list(map(NonTensorData, values))
+        elements = list(map(object_element, values))
         columns.append([elements[number] for number in numbers])
     return columns

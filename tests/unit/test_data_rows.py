@@ -1,7 +1,8 @@
 import pytest
 import torch
+from tensordict import NonTensorData
 
-from siirl.data.rows import make_rows, object_column, objects, pad_stack, take_rows
+from siirl.data.rows import make_rows, object_column, object_element, objects, pad_stack, take_rows
 from siirl.types import FIELDS
 
 
@@ -68,3 +69,10 @@ def test_columns_of_unequal_length_are_refused():
 def test_object_values_are_not_merged_when_they_are_equal():
     assert object_column(["s", "s"]).tolist() == ["s", "s"]
     assert object_column([[1], [1]]).tolist() == [[1], [1]]
+
+
+def test_an_element_of_an_object_column_is_what_tensordict_itself_would_make():
+    value = {"messages": [{"role": "user", "content": "hello"}]}
+    ours, theirs = object_element(value), NonTensorData(value)
+    assert ours.data is value and ours.batch_size == theirs.batch_size and ours.device == theirs.device
+    assert ours.__dict__["_non_tensordict"] == theirs.__dict__["_non_tensordict"]
