@@ -90,7 +90,7 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> None:
     from siirl.checkpoint.export import export_hf
 
     with _damage_is_the_users():
-        export_hf(Path(args.checkpoint), Path(args.out), args.model)
+        export_hf(Path(args.checkpoint), Path(args.out), args.model, args.base)
     print(f"wrote {args.out}")
 
 
@@ -147,6 +147,9 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("out", help="directory of the model")
     export.add_argument(
         "--model", help="which of its models, e.g. agent_0.actor; not needed for the only one"
+    )
+    export.add_argument(
+        "--base", type=Path, help="model that a LoRA adapter was trained on, if it is elsewhere now"
     )
     export.set_defaults(command=_export)
     convert = commands.add_parser(

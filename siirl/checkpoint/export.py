@@ -6,35 +6,39 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from siirl.checkpoint import files
 from siirl.checkpoint.hf import declared_dtype, save_hf
 from siirl.checkpoint.writer import STATE_FILE
+from siirl.data.model_files import weights_digest
 from siirl.data.stored_tensors import load_tensors, stored_tensors
-from siirl.errors import CheckpointError, ConfigError
+from siirl.data.weight_slices import SafetensorsFolder
+from siirl.errors import CheckpointError, ConfigError, DataError
 
 READ_BYTES = 2 * 10**9
 _PREFIX = "model/"
 
 
-def export_hf(checkpoint: Path, out: Path, model: str | None = None) -> Path:
+def export_hf(checkpoint: Path, out: Path, model: str | None = None, base: Path | None = None) -> Path:
     """Write the weights of one model of a checkpoint, with its config and tokenizer, to `out`; return it.
 
-    model: e.g. "agent_0.actor"; None: the only one. Adapters are merged. The type is the one that the model's
+    model: e.g. "agent_0.actor"; None: the only one. Adapters are merged into the weights that they were
+    trained on, which are read where they were then, or from `base`. The type is the one that the model's
     config.json declares. At most a shard and one read are in memory. CheckpointError if the checkpoint is
     damaged.
     """
     checkpoint = current(Path(checkpoint))
     name = _choose(checkpoint, files.read_manifest(checkpoint)["models"], model)
     files.verify(checkpoint, under=f"{name}/")
-    return export_folder(checkpoint / name, Path(out))
+    return export_folder(checkpoint / name, Path(out), base)
 
 
-def export_folder(folder: Path, out: Path) -> Path:
+def export_folder(folder: Path, out: Path, base: Path | None = None) -> Path:
     """export_hf of a model's folder alone, whose files are not compared with a manifest."""
     if not (folder / "hf" / "config.json").exists():
         raise CheckpointError(f"{folder}/hf has no config.json: a model without it cannot be exported.")
-    save_hf(_weights(folder, declared_dtype(folder / "hf")), str(folder / "hf"), out, rank=0)
+    save_hf(_weights(folder, declared_dtype(folder / "hf"), base), str(folder / "hf"), out, rank=0)
     return out
 
 
@@ -53,12 +57,15 @@ def _choose(checkpoint: Path, names: list[str], wanted: str | None) -> str:
     raise ConfigError(f"{checkpoint} {problem}. Choose one of {', '.join(names)}.")
 
 
-def _weights(folder: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _weights(folder: Path, dtype: torch.dtype | None, base: Path | None) -> Iterator[tuple[str, Tensor]]:
     """Full tensors under HF names, read a few at a time; adapters merged into the weights they belong to."""
     stored = {name: entry for name, entry in stored_tensors(folder).items() if name.startswith(_PREFIX)}
     if not stored:
         raise CheckpointError(f"{folder} holds no weights: it was saved without save_contents 'model'.")
-    alpha = json.loads((folder / STATE_FILE).read_text())["lora_alpha"]
+    about = json.loads((folder / STATE_FILE).read_text())
+    alpha, on_base = about["lora_alpha"], about["state"].get("base")
+    if on_base:
+        yield from _of_base(folder, stored, alpha, dtype, on_base, base)
     batch: list[str] = []
     batch_bytes = 0
     for name in (name for name in stored if ".lora_" not in name):
@@ -71,23 +78,55 @@ def _weights(folder: Path, dtype: torch.dtype | None) -> Iterator[tuple[str, Ten
     yield from _read(folder, batch, stored, alpha, dtype)
 
 
+def _of_base(folder, stored, alpha, dtype, on_base, given: Path | None) -> Iterator[tuple[str, Tensor]]:
+    """The weights that the checkpoint has adapters for but does not hold, from the model directory."""
+    path = given or Path(on_base["path"])
+    try:
+        problem = "" if weights_digest(path) == on_base["digest"] else f"{path} has others."
+    except (DataError, OSError) as error:
+        problem = str(error)
+    if problem:
+        raise CheckpointError(
+            f"{folder} holds an adapter on the weights of {on_base['path']}, which are needed: {problem} "
+            "Name the directory that has them (siirl export --base DIRECTORY)."
+        )
+    adapters = {name: _empty(stored[name]) for name in stored if ".lora_" in name}
+    load_tensors(adapters, folder, None)
+    with SafetensorsFolder(path) as source:
+        for name in on_base["names"]:
+            tensor = source.part(name, 0, source.like(name).shape[0])
+            a, b = (adapters.get(f"{_PREFIX}{other}") for other in _adapter_names(name))
+            yield name, _typed(tensor if a is None else _merged(tensor, a, b, alpha, folder), dtype)
+
+
 def _read(folder, names, stored, alpha, dtype) -> Iterator[tuple[str, Tensor]]:
     adapters = {name: _adapter_names(name) for name in names if _adapter_names(name)[0] in stored}
     wanted = [*names, *(adapter for pair in adapters.values() for adapter in pair)]
-    tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in wanted}
+    tensors = {name: _empty(stored[name]) for name in wanted}
     load_tensors(tensors, folder, None)
     for name in names:
         tensor = tensors[name]
         if name in adapters:
-            a, b = (tensors[adapter].float() for adapter in adapters[name])
-            if alpha is None:
-                raise CheckpointError(f"{folder} has LoRA adapters but no lora_alpha: they cannot be merged.")
-            tensor = torch.addmm(tensor.float(), b, a, alpha=alpha / a.shape[0])
-        hf_name = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
-        yield hf_name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            a, b = (tensors[adapter] for adapter in adapters[name])
+            tensor = _merged(tensor, a, b, alpha, folder)
+        yield name.removeprefix(_PREFIX).replace(".base_layer.", "."), _typed(tensor, dtype)
+
+
+def _empty(entry: TensorStorageMetadata) -> Tensor:
+    return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+
+def _typed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _merged(tensor: Tensor, a: Tensor, b: Tensor, alpha: float | None, folder: Path) -> Tensor:
+    if alpha is None:
+        raise CheckpointError(f"{folder} has LoRA adapters but no lora_alpha: they cannot be merged.")
+    return torch.addmm(tensor.float(), b.float(), a.float(), alpha=alpha / a.shape[0])
 
 
 def _adapter_names(name: str) -> tuple[str, str]:
-    """Names of the adapter pair of "<module>.base_layer.weight"."""
-    module = name.removesuffix(".base_layer.weight")
+    """Names of the adapter pair of "<module>.weight", or "<module>.base_layer.weight"."""
+    module = name.removesuffix(".weight").removesuffix(".base_layer")
     return f"{module}.lora_A.default.weight", f"{module}.lora_B.default.weight"

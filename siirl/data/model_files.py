@@ -1,5 +1,6 @@
 """Checks of Hugging Face model directories without torch or transformers: the launcher runs them too."""
 
+import hashlib
 import json
 import socket
 from pathlib import Path
@@ -16,6 +17,7 @@ INDEX = "model.safetensors.index.json"
 STRETCHED = ("linear", "dynamic", "yarn")  # rope types whose factor multiplies the positions
 SCORE_WEIGHT = "score.weight"
 """Name of the head of models saved as ForSequenceClassification or ForTokenClassification."""
+_DIGEST_PLACES, _DIGEST_BYTES = 256, 4096
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its JSON header
 
 
@@ -66,6 +68,19 @@ def weight_shapes(path: Path) -> dict[str, list[int]]:
     """Name -> shape of every tensor in the weights of a model directory, by the files' headers."""
     headers = (_read_header(path / name) for name in sorted(weight_files(path)))
     return {name: entry["shape"] for header in headers for name, entry in header.items()}
+
+
+def weights_digest(path: Path) -> str:
+    """Tells weights apart without reading them all: SHA-256 of the size of each file and of places in it."""
+    digest = hashlib.sha256()
+    for name in sorted(weight_files(path)):
+        size = (path / name).stat().st_size
+        digest.update(f"{name} {size}\n".encode())
+        with open(path / name, "rb") as file:
+            for place in range(_DIGEST_PLACES):
+                file.seek(size * place // _DIGEST_PLACES)
+                digest.update(file.read(_DIGEST_BYTES))
+    return digest.hexdigest()
 
 
 def check_weight_files(path: Path) -> None:

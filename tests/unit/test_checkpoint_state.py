@@ -3,7 +3,9 @@
 import json
 import pickle
 import random
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from siirl.checkpoint.export import export_hf
 from siirl.checkpoint.hf import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
+from siirl.data.model_files import weights_digest
 from siirl.data.stored_tensors import TensorReader, load_tensors, save_tensors
+from siirl.engines.train.fsdp import FSDPEngine
 from siirl.errors import CheckpointError, ConfigError, DataError
 
 
@@ -253,3 +257,69 @@ def test_an_export_merges_lora_adapters(tmp_path, tiny_model):
     checkpoint = CheckpointManager(tmp_path / "c", 1, None).save(2, saved, {}, {})
     with pytest.raises(CheckpointError, match="no lora_alpha"):
         export_hf(checkpoint, tmp_path / "out2")
+
+
+class AdapterEngine(PlainEngine):
+    """An engine that saves its adapters alone, as the real ones do."""
+
+    def state_dict(self):
+        state, params = super().state_dict(), dict(self.module.named_parameters())
+        names = [name.replace(".base_layer.", ".") for name in params if ".lora_" not in name]
+        adapters = {name: tensor for name, tensor in state["model"].items() if ".lora_" in name}
+        base = {"path": str(self.base), "digest": weights_digest(self.base), "names": names}
+        return state | {"model": adapters, "base": base}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+
+def adapted(path: Path, seed: int) -> AdapterEngine:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    inject_adapter_in_model(lora, model, adapter_name="default")
+    engine = AdapterEngine(model)
+    engine.base = path
+    return engine
+
+
+def test_an_adapter_alone_is_exported_with_the_base_that_it_was_trained_on(tmp_path, tiny_model):
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    engine = adapted(base, seed=0)
+    with torch.no_grad():
+        expected = engine.module(torch.tensor([[6, 7, 8, 9]])).logits
+    saved = {"agent_0.actor": SavedModel(engine, None, str(base), ("model",), lora_alpha=16)}
+    checkpoint = CheckpointManager(tmp_path / "c", 1, None).save(1, saved, {}, {})
+    stored = sum(path.stat().st_size for path in (checkpoint / "agent_0.actor").glob("*.distcp"))
+    assert stored < 0.5 * (base / "model.safetensors").stat().st_size
+    out = export_hf(checkpoint, tmp_path / "out")
+    torch.testing.assert_close(logits(out), expected, atol=1e-5, rtol=1e-5)
+    moved = base.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"holds an adapter on the weights of .*base.*--base DIRECTORY"):
+        export_hf(checkpoint, tmp_path / "out2")
+    assert logits(export_hf(checkpoint, tmp_path / "out2", base=moved)).equal(logits(out))
+    with pytest.raises(CheckpointError, match="has others"):
+        export_hf(checkpoint, tmp_path / "out3", base=out)
+
+
+def test_an_adapter_is_read_from_a_checkpoint_that_holds_its_base_too_and_only_onto_its_own_base(
+    tmp_path, tiny_model
+):
+    old, new = adapted(tiny_model, seed=0), adapted(tiny_model, seed=1)
+    whole = SavedModel(PlainEngine(old.module), None, str(tiny_model), ("model",), ("model",), lora_alpha=16)
+    manager = CheckpointManager(tmp_path, 1, None)
+    checkpoint = manager.save(1, {"agent_0.actor": whole}, {}, {})
+    own = SavedModel(new, None, str(tiny_model), ("model",), ("model",), lora_alpha=16)
+    manager.load(checkpoint, {"agent_0.actor": own})
+    wanted = old.state_dict()["model"]
+    assert new.loaded["model"].keys() == wanted.keys() and wanted
+    assert all(new.loaded["model"][name].equal(wanted[name]) for name in wanted)
+    assert new.loaded["base"] == old.state_dict()["base"]
+
+    here = SimpleNamespace(name="agent_0.actor", _base_weights=new.loaded["base"])
+    FSDPEngine._check_base(here, new.loaded)
+    FSDPEngine._check_base(here, {"version": 3})
+    with pytest.raises(CheckpointError, match=r"agent_0\.actor: its adapter was trained on other weights"):
+        FSDPEngine._check_base(here, {"base": new.loaded["base"] | {"digest": "00"}})

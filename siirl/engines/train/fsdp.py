@@ -1,7 +1,9 @@
 """The FSDP2 strategy: weights, gradients and optimizer state of one model, sharded over its ranks."""
 
+import functools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,11 +13,13 @@ from torch import Tensor, nn
 
 from siirl.config import Config
 from siirl.dag.plan import ModelPlan
+from siirl.data.model_files import weights_digest
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.engines.train.frozen_base import FrozenBase
 from siirl.engines.train.fsdp_model import build_sharded, compute_dtype, fsdp_modules, is_small, mesh_of
 from siirl.engines.train.fsdp_state import (
+    base_names,
     exported,
     exported_adapter,
     load_training_state,
@@ -36,7 +40,7 @@ from siirl.engines.train.packing import (
 )
 from siirl.engines.train.schedules import learning_rate
 from siirl.engines.train.settings import engine_settings
-from siirl.errors import NumericsError
+from siirl.errors import CheckpointError, NumericsError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import note, phase
 from siirl.parallel.process_groups import ProcessGroups
@@ -205,19 +209,40 @@ class FSDPEngine(TrainEngine):
         return exported_adapter(self._model.hf, dtype or self._master_dtype, with_base)
 
     def state_dict(self) -> dict[str, Any]:
-        """See TrainEngine. Tensors are the engine's own DTensors, so reading into them in place is enough."""
+        """See TrainEngine. Tensors are the engine's own DTensors, so reading into them in place is enough.
+
+        With adapters: those alone, and "base", which weights they are on.
+        """
         self._require_on_device("params", "optimizer")
         scheduler = {"total_steps": self._total_steps, "num_skipped": self._num_skipped}
         return training_state(self._model.hf, self._optimizer) | {
             "scheduler": scheduler,
             "version": self.version,
+            **({"base": self._base_weights} if self._base_weights["names"] else {}),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device("params", "optimizer")
+        self._check_base(state)
         load_training_state(self._model.hf, self._optimizer, state)
         self.version = int(state["version"])
         self._num_skipped = int(state["scheduler"]["num_skipped"])
+
+    @functools.cached_property
+    def _base_weights(self) -> dict[str, Any]:
+        """Which weights stay as model.path has them; the digest on the first rank, which has read them."""
+        path, names = Path(self._settings.model.path).expanduser().absolute(), base_names(self._model.hf)
+        digest = weights_digest(path) if names and self.dp_rank == 0 else None
+        return {"path": str(path), "digest": digest, "names": names}
+
+    def _check_base(self, state: dict[str, Any]) -> None:
+        """CheckpointError if adapters are loaded that were trained on other weights than these."""
+        saved, own = state.get("base"), self._base_weights
+        if saved and own["digest"] and saved["digest"] != own["digest"]:
+            raise CheckpointError(
+                f"{self.name}: its adapter was trained on other weights ({saved['path']}) than those of "
+                f"model.path={own['path']}: it means nothing on them. Set model.path to those."
+            )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):

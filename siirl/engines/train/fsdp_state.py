@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
@@ -103,13 +103,26 @@ def _named(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
             yield exported_name, param.detach()
 
 
+def base_names(hf: PreTrainedModel) -> list[str]:
+    """HF names of what a training state leaves out: with adapters, the weights that stay as they are."""
+    stored = _stored(hf)
+    return [plain_name(name) for name, _ in hf.named_parameters() if name not in stored]
+
+
+def _stored(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
+    params = dict(hf.named_parameters())
+    adapted = any(adapter_name(name) for name in params)
+    return {name: param for name, param in params.items() if param.requires_grad or not adapted}
+
+
 def training_state(hf: PreTrainedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """{"model": name -> DTensor, "optimizer": moment.name -> DTensor}: the live tensors. No communication.
 
+    Of a model with adapters it has what trains; the rest are its base's (base_names).
     DTensors carry their global shape, so torch.distributed.checkpoint reads them on any number of ranks. The
     step count of AdamW is the engine's version.
     """
-    params = dict(hf.named_parameters())
+    params = _stored(hf)
     moments = {}
     if optimizer is not None:
         moments = {
