@@ -91,5 +91,10 @@ def _fsdp_params(model: nn.Module) -> Iterator:
     """What FSDP keeps of each parameter; its own classes, which torch does not document."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            for group in module._get_fsdp_state()._fsdp_param_groups:
+            state = module._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                groups = state._fsdp_param_groups
+            else:  # torch up to 2.12: one at most
+                groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+            for group in groups:
                 yield from group.fsdp_params
