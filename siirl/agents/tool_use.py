@@ -7,7 +7,7 @@ from siirl.agents.tool_files import load_tools
 from siirl.agents.tool_parsers import ToolParser, tool_parser
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools
 from siirl.config.rollout import MultiTurnConfig
-from siirl.dag.interactions import assistant_turns
+from siirl.dag.stages import assistant_turns
 
 
 @dataclass(frozen=True)

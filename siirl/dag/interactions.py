@@ -6,28 +6,27 @@ rollouts, after it, hand out the rows of their agents.
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from siirl.config.resolve import get
-from siirl.config.rollout import ASSISTANT_TURNS, MultiTurnConfig
 from siirl.dag.adapters import adapter_bases, check_bases, shared_policy
 from siirl.dag.graph import Graph
-from siirl.dag.names import suggest
 from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
-from siirl.dag.plan import InteractionPlan, StagePlan
+from siirl.dag.plan import InteractionPlan
 from siirl.dag.resolve import ResolvedNode
-from siirl.dag.user_code import check_arguments, check_environment, check_reference
+from siirl.dag.stages import (
+    Nodes,
+    assistant_turns,
+    environment_of,
+    is_conversation,
+    is_member,
+    make_stage,
+    rollout_cfg,
+)
 from siirl.errors import DagError, NotSupportedError
 from siirl.types import FieldKey
 
-Nodes = dict[str, ResolvedNode]
 Interactions = dict[str, InteractionPlan]
 
-LOOP_KEYS = ("to", "max_turns", "until")
-AGENT_KEYS = ("process_path", "pre_process_kwargs", "post_process_kwargs", "route")
-ENV_KEYS = ("env_path", "env_kwargs", "deadline_s", "obs_with_env", "rewards_with_env")
-ENV_DEADLINE_S = 60.0
 READ_BY_REWARDS = ("turn_id",)
 
 
@@ -37,7 +36,7 @@ def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
     found: Interactions = {}
     for members in _connected(nodes, graph):
         interacting = [nodes[node_id] for node_id in members]
-        if len(members) > 1 or _is_conversation(interacting[0]):
+        if len(members) > 1 or is_conversation(interacting[0]):
             plan = _interaction(interacting, nodes, graph)
             _check_sizes(plan, nodes)
             found[plan.entry] = plan
@@ -114,26 +113,11 @@ def silent_nodes(interactions: Interactions) -> set[str]:
     }
 
 
-def rollout_cfg(node: ResolvedNode) -> Any:
-    return node.cfg.actor_rollout_ref.rollout
-
-
-def _is_member(node: ResolvedNode) -> bool:
-    return node.op is ENVIRONMENT or node.op.is_rollout
-
-
-def _is_conversation(node: ResolvedNode) -> bool:
-    """Whether a rollout that is connected to no other is an interaction: it has turns, or code around it."""
-    if not node.op.is_rollout:
-        return False
-    return bool(node.spec.loop or node.spec.agent_options or rollout_cfg(node).multi_turn.enable)
-
-
 def _connected(nodes: Nodes, graph: Graph) -> list[list[str]]:
     """The sets of rollouts and environments that depend on each other directly, in execution order."""
     home: dict[str, list[str]] = {}
     for node_id in graph.order:
-        if not _is_member(nodes[node_id]):
+        if not is_member(nodes[node_id]):
             continue
         joined = [node_id]
         for parent in graph.parents[node_id]:
@@ -154,7 +138,7 @@ def _connected(nodes: Nodes, graph: Graph) -> list[list[str]]:
 def _interaction(members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> InteractionPlan:
     inside = {node.id for node in members}
     entry = _entry(members, graph, inside)
-    stages = tuple(_stage(node, members, nodes, graph) for node in members)
+    stages = tuple(make_stage(node, members, nodes, graph) for node in members)
     _check_sharing(members, adapter_bases(nodes.values()))
     _check_environments(members)
     most_visits = 1 + sum(stage.max_turns - 1 for stage in stages if stage.back_to)
@@ -164,15 +148,6 @@ def _interaction(members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> Int
     )
     policies = dict.fromkeys(f"agent_{stage.policy}.rollout" for stage in speaking)
     return InteractionPlan(entry.id, stages, tuple(policies), most_turns)
-
-
-def assistant_turns(multi_turn: MultiTurnConfig) -> int:
-    """How often an agent speaks at most, until it is another's turn: again after each answer of tools."""
-    if not multi_turn.enable:
-        return 1
-    users = multi_turn.max_user_turns
-    bounds = [multi_turn.max_assistant_turns, None if users is None else users + 1]
-    return min((bound for bound in bounds if bound is not None), default=ASSISTANT_TURNS)
 
 
 def _entry(members: list[ResolvedNode], graph: Graph, inside: set[str]) -> ResolvedNode:
@@ -191,155 +166,10 @@ def _entry(members: list[ResolvedNode], graph: Graph, inside: set[str]) -> Resol
     return entry
 
 
-def _stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> StagePlan:
-    if node.op.name == "replay":
-        raise NotSupportedError(f"not supported yet: {node}: rollout.name=replay in an interaction.")
-    order = [member.id for member in members]
-    is_env = node.op is ENVIRONMENT
-    options = dict(node.spec.agent_options or {})
-    _check_keys(node, "agent_options", options, ("route",) if is_env else AGENT_KEYS)
-    route = options.pop("route", None)
-    children = [child for child in graph.children[node.id] if child in order]
-    if len(children) > 1 and route is None:
-        raise DagError(
-            f"{node} is followed by {' and '.join(map(repr, children))}, and nothing says where an episode "
-            'goes. Add agent_options: {route: "file.py:fn"}, whose fn(episode) returns one of these.'
-        )
-    back_to, max_turns, until = _loop(node, order)
-    for name, reference in (("until", until), ("route", route)):
-        if reference is not None:
-            check_reference(reference, f"{node}: {name}")
-            check_arguments(reference, 1, f"{node}: {name}")
-    if not is_env:
-        _check_tools(node)
-    share = None if is_env else shared_policy(node, adapter_bases(nodes.values()))
-    return StagePlan(
-        node=node.id,
-        kind="env" if is_env else "agent",
-        agent=node.agent,
-        policy=None if is_env else node.agent if share is None else share,
-        rows=not is_env and share is None and not _is_frozen(node, nodes),
-        following=children[0] if len(children) == 1 else None,
-        back_to=back_to,
-        max_turns=max_turns,
-        until=until,
-        route=route,
-        options=_env_options(node) if is_env else _process_options(node, options),
-    )
-
-
-def _check_tools(node: ResolvedNode) -> None:
-    """DagError unless the file of its tools and its parser are there; the run loads them."""
-    multi_turn = rollout_cfg(node).multi_turn
-    if not multi_turn.enable:
-        return
-    if ":" in multi_turn.format:
-        check_reference(multi_turn.format, f"{node}: rollout.multi_turn.format")
-        check_arguments(multi_turn.format, 1, f"{node}: rollout.multi_turn.format")
-    path = multi_turn.tool_config_path
-    if path is not None and not Path(path).expanduser().is_file():
-        raise DagError(
-            f"{node}: rollout.multi_turn.tool_config_path = {path!r}: there is no such file. Correct "
-            "the path, or leave it out: then there are no tools."
-        )
-
-
-def _check_keys(node: ResolvedNode, key: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
-            raise DagError(f"{node}: {key} has the unknown key {name!r}. {suggest(name, known)}")
-
-
-def _loop(node: ResolvedNode, order: list[str]) -> tuple[str | None, int, str | None]:
-    """(where an episode goes back to, most visits of the node, reference of until)."""
-    loop = node.spec.loop
-    if loop is None:
-        return None, 1, None
-    _check_keys(node, "loop", loop, LOOP_KEYS)
-    turns = loop.get("max_turns")
-    if not isinstance(turns, int) or isinstance(turns, bool) or turns < 1:
-        raise DagError(
-            f"{node}: loop.max_turns = {turns!r}: without a whole number of at least 1 an episode might "
-            "never end. Set how often the node may run in one episode, e.g. loop: {max_turns: 4}."
-        )
-    target = loop.get("to", order[0])
-    if target not in order[: order.index(node.id) + 1]:
-        raise DagError(
-            f"{node}: loop.to = {target!r} is no node of its interaction up to it "
-            f"({', '.join(order[: order.index(node.id) + 1])}): a loop goes back. "
-            f"{suggest(str(target), order)}"
-        )
-    return target, turns, loop.get("until")
-
-
-def _process_options(node: ResolvedNode, options: dict[str, Any]) -> dict[str, Any]:
-    """process_path and the arguments of its functions: of agent_options, else of rollout.agent."""
-    agent = rollout_cfg(node).agent
-    path = options.get("process_path", agent.process_path)
-    kwargs = {
-        "pre_process_kwargs": options.get("pre_process_kwargs", agent.pre_process_kwargs),
-        "post_process_kwargs": options.get("post_process_kwargs", agent.post_process_kwargs),
-    }
-    if path is None:
-        if given := [name for name, value in kwargs.items() if value]:
-            raise DagError(f"{node}: {given[0]} are arguments of no function. Set process_path.")
-        return {}
-    found = [name for name in ("pre_process", "post_process") if _defines(path, name, str(node))]
-    if not found:
-        raise DagError(f"{node}: {path} defines neither pre_process nor post_process. Define one of them.")
-    return {"process_path": path, **{f"{name}_kwargs": kwargs[f"{name}_kwargs"] for name in found}}
-
-
-def _defines(path: str, name: str, who: str) -> bool:
-    if path.endswith(".py") and not Path(path).expanduser().is_file():
-        raise DagError(f"{who}: process_path {path!r} cannot be read: there is no such file.")
-    try:
-        check_reference(f"{path}:{name}", who)
-    except DagError as error:
-        if "has no" in str(error):
-            return False
-        raise
-    check_arguments(f"{path}:{name}", 2, f"{who}: process_path", more=True)
-    return True
-
-
-def _env_options(node: ResolvedNode) -> dict[str, Any]:
-    _check_keys(node, "config", node.options, ENV_KEYS)
-    path, kwargs = node.options.get("env_path"), node.options.get("env_kwargs", {})
-    path = path[0] if isinstance(path, list) and len(path) == 1 else path
-    if isinstance(path, list) and len(path) > 1:
-        raise DagError(
-            f"{node}: env_path = {path} names {len(path)} environments: an episode has one. Name one, which "
-            "may hold others."
-        )
-    if path is not None and (not isinstance(path, str) or ":" not in path):
-        raise DagError(f'{node}: env_path = {path!r} names no class. Write env_path: "file.py:Class".')
-    if not isinstance(kwargs, dict):
-        raise DagError(f"{node}: env_kwargs = {kwargs!r} is no mapping of arguments. Write {{name: value}}.")
-    if path is not None:
-        check_reference(path, f"{node}: env_path")
-        check_environment(path, f"{node}: env_path", kwargs)
-    deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
-    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
-        raise DagError(f"{node}: deadline_s = {deadline_s!r} is no number of seconds above 0. Correct it.")
-    uses = {key: node.options.get(key, True) for key in ("obs_with_env", "rewards_with_env")}
-    for key, value in uses.items():
-        if not isinstance(value, bool):
-            raise DagError(f"{node}: {key} = {value!r} is neither true nor false. Correct it.")
-    if path is None:
-        return uses
-    return {"env_path": path, "env_kwargs": kwargs, "deadline_s": float(deadline_s), **uses}
-
-
-def _environment_of(node: ResolvedNode) -> dict[str, Any]:
-    """What says which environment it is: the options, without how the node uses it."""
-    return {key: value for key, value in _env_options(node).items() if not key.endswith("_with_env")}
-
-
 def _check_environments(members: list[ResolvedNode]) -> None:
     """An episode has one environment: of several nodes, one says which, or all say the same."""
     nodes = [node for node in members if node.op is ENVIRONMENT]
-    given = [(node, options) for node in nodes if "env_path" in (options := _environment_of(node))]
+    given = [(node, options) for node in nodes if "env_path" in (options := environment_of(node))]
     if nodes and not given:
         raise DagError(
             f'{nodes[0]} names no environment. Set config: {{env_path: "file.py:Class"}}, or on the command '
@@ -351,11 +181,6 @@ def _check_environments(members: list[ResolvedNode]) -> None:
                 f"{one} and {other} name different environments ({first['env_path']} {first['env_kwargs']}, "
                 f"{second['env_path']} {second['env_kwargs']}): an episode has one. Name it at one of them."
             )
-
-
-def _is_frozen(node: ResolvedNode, nodes: Nodes) -> bool:
-    """Whether the agent is never trained: the DAG has nothing for it but its rollout."""
-    return not any(other.agent == node.agent and not _is_member(other) for other in nodes.values())
 
 
 def _check_sharing(members: list[ResolvedNode], bases: dict[int, int]) -> None:
@@ -395,7 +220,7 @@ def check_agents_of(interactions: Interactions, nodes: Nodes) -> None:
             if stage.kind == "env":
                 continue
             node = nodes[stage.node]
-            own = [other for other in nodes.values() if other.agent == stage.agent and not _is_member(other)]
+            own = [other for other in nodes.values() if other.agent == stage.agent and not is_member(other)]
             if stage.policy != stage.agent and own:
                 raise DagError(
                     f"{own[0]} belongs to agent {stage.agent}, which speaks with the policy of agent "

@@ -8,7 +8,7 @@ from siirl.agents.tool_parsers import tool_parser
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.agents.tools import Toolbox, ToolLimits
 from siirl.config.rollout import MultiTurnConfig
-from siirl.dag.interactions import assistant_turns
+from siirl.dag.stages import assistant_turns
 
 
 def call(expression):
