@@ -22,6 +22,7 @@ ENV_DEADLINE_S = 60.0
 
 
 def make_stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> StagePlan:
+    """The stage of a node; members: the nodes of its interaction, in order. DagError if it cannot be one."""
     if node.op.name == "replay":
         raise NotSupportedError(f"not supported yet: {node}: rollout.name=replay in an interaction.")
     order = [member.id for member in members]
@@ -59,6 +60,7 @@ def make_stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, gr
 
 
 def rollout_cfg(node: ResolvedNode) -> Any:
+    """The rollout group of a node's configuration."""
     return node.cfg.actor_rollout_ref.rollout
 
 
@@ -72,6 +74,7 @@ def assistant_turns(multi_turn: MultiTurnConfig) -> int:
 
 
 def is_member(node: ResolvedNode) -> bool:
+    """Whether a node can be in an interaction."""
     return node.op is ENVIRONMENT or node.op.is_rollout
 
 
