@@ -3,9 +3,11 @@
 import json
 import re
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 from siirl.agents.page import page, write_page
 from siirl.agents.render import MAX_MESSAGE, ShownEpisode, episode_text, split_episodes
+from siirl.dag_worker.report import Report
 from siirl.observe.console import ConsoleSink
 from siirl.observe.sinks import SampleSink
 
@@ -184,3 +186,29 @@ def test_the_console_prints_one_conversation_of_a_validation(capsys):
     console.text(2, "validation", shown)
     out = capsys.readouterr().out
     assert "validation at step 2" in out and out.count("planner (agent 0)") == 1 and "row 5" not in out
+
+
+class OneRank(Report):
+    def _gather(self, mine):
+        return [mine]
+
+
+def test_each_validation_of_an_interaction_has_a_page_of_its_own(tmp_path):
+    written = []
+    trainer = SimpleNamespace(output_dir=str(tmp_path), experiment_name="run")
+    sinks = SimpleNamespace(text=lambda *arguments: written.append(arguments[:2]))
+    report = OneRank(SimpleNamespace(cfg=SimpleNamespace(trainer=trainer)), sinks)
+    rows = [sampled(1, 0.5, 1), sampled(0, -1.0, 0)]
+    for step, kind, given in (
+        (2, "train", rows),
+        (2, "validation", rows),
+        (4, "validation", [{"score": 1.0, "prompt": "of no interaction"}]),
+        (6, "validation", []),
+    ):
+        report.samples(step, kind, given)
+    assert written == [(2, "train"), (2, "validation"), (4, "validation")]
+    (path,) = (tmp_path / "conversations").iterdir()
+    assert path.name == "step_2.html"
+    text = path.read_text()
+    assert "run: validation, step 2" in text
+    assert {"score -1", "score +0.5"} <= set(Reader(text).texts["reward"])

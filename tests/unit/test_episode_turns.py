@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from episode_cases import Script, play, speaker, stage
+from episode_cases import END, Script, play, speaker, stage
 
 from siirl.agents.contexts import Limits
 from siirl.agents.environments import HostedEnvironment
@@ -158,6 +158,22 @@ def test_a_row_ends_as_its_last_turn_does_and_the_conversation_says_how_each_tur
         ("stop", 2, 5),
         ("length", 1, 5),
     ]
+
+
+def test_tokens_that_no_text_gives_back_are_kept_as_they_were_sampled():
+    """An end within a turn is lost in its text; the row and the next prompt have it nonetheless."""
+
+    class Odd(Script):
+        async def generate(self, prompt, params, seed):
+            await super().generate(prompt, params, seed)
+            return Generated([65, END, 66, END], [-1.0, -2.0, -3.0, -4.0], "stop", 5)
+
+    stages, speakers = two([Odd("", ""), Script("2", "4")], back_to="a", max_turns=2)
+    (one,) = play(stages, speakers)
+    assert speakers["a"].policy.read[-1] == "u:q/a:A/B/u:2/a:"
+    (row,) = one.contexts[0].rows
+    assert [token for token, own in zip(row.ids, row.own, strict=True) if own] == [65, END, 66, END] * 2
+    assert [value for value in row.log_probs if value] == [-1.0, -2.0, -3.0, -4.0] * 2
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,14 @@ def sharing(*targets: int | None) -> DagBuilder:
     return dag
 
 
+def sharing_with_model() -> DagBuilder:
+    dag = DagBuilder("sharing")
+    above = add_agent(dag, 0)["rollout"]
+    config = {"rollout.agent.share_instance": 0, "model.path": "elsewhere"}
+    dag.node("rollout_1", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=[above], config=config)
+    return dag
+
+
 def env(code, name="Game", **config) -> dict:
     return {"config": {"env_path": f"{code}:{name}", **config}}
 
@@ -88,6 +96,39 @@ def without(dag: DagBuilder, node_id: str, instead: str) -> DagBuilder:
 
 def with_thief(dag: DagBuilder) -> DagBuilder:
     custom(dag, "thief", ["reward_1"], ["score"], ["agent_0.score"], agent_group=1)
+    return dag
+
+
+def with_environment(dag: DagBuilder, code, above: list[str], name: str) -> DagBuilder:
+    """The DAG with one more environment, which takes a size."""
+    dag.node(name, "ENV_INTERACT", dependencies=above, **env(code, "Sized", env_kwargs={"size": 1}))
+    return dag
+
+
+def after_reward() -> DagBuilder:
+    """Two agents, the second of which waits for the reward of the first."""
+    dag = DagBuilder("after")
+    add_agent(dag, 1, dependencies=[add_agent(dag, 0)["reward"]])
+    return dag
+
+
+def environment_first(code) -> DagBuilder:
+    dag = with_environment(DagBuilder("first"), code, [], "game")
+    add_agent(dag, 1, dependencies=[add_agent(dag, 0, dependencies=["game"])["rollout"]])
+    return dag
+
+
+def looping_reward() -> DagBuilder:
+    dag = DagBuilder("reward")
+    above = dag.node("rollout", "MODEL_INFERENCE", "ROLLOUT")
+    dag.node("reward", "COMPUTE", "REWARD", dependencies=[above], loop={"max_turns": 2})
+    return dag
+
+
+def alone(**options) -> DagBuilder:
+    dag = DagBuilder("alone")
+    add_agent(dag, 0)
+    add_agent(dag, 1, **options)
     return dag
 
 
@@ -200,6 +241,35 @@ CASES = {
     "share chain": (lambda c: sharing(None, 0, 1), ["2 -> 1 -> 0"]),
     "share first": (lambda c: sharing(1, None), ["the first agent", "share_instance = 0"]),
     "share and train": (lambda c: pair(second=share(0)), ["'reward_1' belongs to agent 1", "speaker"]),
+    "share and model": (
+        lambda c: sharing_with_model(),
+        ["'rollout_1' sets actor_rollout_ref.model", "the policy of agent 0", "share_instance"],
+    ),
+    "share alone": (
+        lambda c: alone(**share(0)),
+        ["'rollout_1' has rollout.agent.share_instance", "in no interaction"],
+    ),
+    "loop of a reward": (lambda c: looping_reward(), ["'reward' has loop", "no rollout or environment"]),
+    "arguments of nothing": (
+        lambda c: pair(second={"agent_options": {"post_process_kwargs": {"a": 1}}}),
+        ["'rollout_1'", "post_process_kwargs are arguments of no function", "Set process_path"],
+    ),
+    "two env nodes": (
+        lambda c: with_environment(pair(env=env(c)), c, ["rollout_1"], "sized"),
+        ["'game' and node 'sized' name different environments", "an episode has one"],
+    ),
+    "env first": (
+        lambda c: environment_first(c),
+        ["'game' begins an interaction", "starts with a turn of an agent"],
+    ),
+    "env alone": (
+        lambda c: with_environment(pair(), c, ["reward_1"], "game"),
+        ["'game' is an environment that no rollout acts in"],
+    ),
+    "reward between": (
+        lambda c: after_reward(),
+        ["'rollout_1' depends on node 'rollout_0' through 'reward_0'", "pre_process"],
+    ),
     "two starts": (
         lambda c: two_starts(),
         ["'rollout_0' and node 'rollout_1'", "both begin"],
