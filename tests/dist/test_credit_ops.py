@@ -119,6 +119,10 @@ CASES = {
         GRPO | {f"{CREDIT}.team": 0.5, f"{CREDIT}.turn": 0.0}, (), ("score",),
         by_row(2.5 - 11 / 6, 0.5 - 11 / 6, 2.5 - 11 / 6, 2.5 - 1.5, 0.5 - 1.5),
     ),
+    "a quarter of its own score": (
+        GRPO | {f"{CREDIT}.own": 0.25, f"{CREDIT}.turn": 0.0}, (), (),
+        by_row(0.0, -0.25, 0.25, -0.0625, 0.0625),
+    ),
     "the team's score where there is none of its own": (
         GRPO | {f"{CREDIT}.turn": 0.0}, ("score",), ("score",),
         by_row(3 - 5 / 3, 1 - 5 / 3, 1 - 5 / 3, 2.5, -2.5),
@@ -157,12 +161,15 @@ def function(tmp_path_factory) -> Path:
 MARFT = {"algorithm.adv_estimator": "gae_marft", "algorithm.gamma": 0.9, "algorithm.lam": 0.8}
 
 
-def plain_marft(chains: bool) -> list[list[tuple[float, float]]]:
-    """(advantage, return) of the solver's turns, row by row: plain recursions over hand-written episodes."""
+def plain_marft(chains: bool, turn: float) -> list[list[tuple[float, float]]]:
+    """(advantage, return) of the solver's turns, row by row: plain recursions over hand-written episodes.
+
+    turn: the weight of what the environment gave.
+    """
     turns = {  # number: (value, reward, row); the verifier's rewards count by the team's weight, 0.5
-        0: {0: (0.5, 1.0, 0), 1: (0.7, 0.5 * 3.0, None), 2: (0.25, 1.0, 0)},
-        1: {0: (0.1, 0.0, 1), 1: (0.8, 0.5 * (1.0 + 4.0), None), 2: (0.2, 1.0, 2)},
-        2: {0: (0.3, 0.0, 3), 1: (0.9, 0.5 * 5.0, None), 2: (0.4, 2.0, 3)},
+        0: {0: (0.5, turn, 0), 1: (0.7, 0.5 * 3.0, None), 2: (0.25, 1.0, 0)},
+        1: {0: (0.1, 0.0, 1), 1: (0.8, 0.5 * (1.0 + turn * 4.0), None), 2: (0.2, 1.0, 2)},
+        2: {0: (0.3, 0.0, 3), 1: (0.9, 0.5 * 5.0, None), 2: (0.4, turn * 2.0, 3)},
         3: {0: (0.6, 0.5, 4)},
     }
     rows: list[list[tuple[float, float]]] = [[] for _ in range(5)]
@@ -187,7 +194,7 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
     cases.append((GRPO | {f"{CREDIT}.group_by": group_by}, (), ()))
     want = [case[3] for case in CASES.values()]
     want.append(want[0])
-    chained = (MARFT | {f"{CREDIT}.team": 0.5}, (), ("value", "score"))
+    chained = (MARFT | {f"{CREDIT}.team": 0.5, f"{CREDIT}.turn": 0.25}, (), ("value", "score"))
     alone = (MARFT, (), ())
     white = ({"algorithm.adv_estimator": "grpo", f"{CREDIT}.normalize": "agent"}, (), ())
     found = {world: run_workers(run_cases, world, [*cases, chained, alone, white]) for world in (1, 2)}
@@ -195,8 +202,8 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
         for number, expected in enumerate(want):
             got = whole_batch(ranks, number, "advantage")
             torch.testing.assert_close(got, expected, atol=1e-6, rtol=0, msg=f"{number}: {got}")
-        for number, chains in ((len(want), True), (len(want) + 1, False)):
-            plain = plain_marft(chains)
+        for number, chains, turn in ((len(want), True, 0.25), (len(want) + 1, False, 1.0)):
+            plain = plain_marft(chains, turn)
             returns = by_turn(*[[total for _, total in row] for row in plain])
             torch.testing.assert_close(whole_batch(ranks, number, "return"), returns, atol=1e-6, rtol=0)
             raw = by_turn(*[[one for one, _ in row] for row in plain])

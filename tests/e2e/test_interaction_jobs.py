@@ -56,6 +56,37 @@ def test_two_agents_talk_and_each_trains_on_its_own_tokens(inputs, other_model, 
     assert finished.values("agent_0/interaction/turns") == [2, 2]
 
 
+VERSIONS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    turns = [m for m in extra_info["conversation"] if m["agent"] is not None]
+    versions = {f"version_{m['agent']}": float(m["weight_version"]) for m in turns}
+    return {"score": sum(c.isdigit() for c in solution_str) / 8, **versions}
+"""
+
+
+@pytest.mark.slow
+def test_a_frozen_agent_speaks_with_the_weights_that_it_began_with(inputs, other_model, tmp_path):
+    (tmp_path / "reward.py").write_text(VERSIONS)
+    text = (HERE / "solver_verifier.yaml").read_text().replace("MODEL_B", str(other_model))
+    lines = [
+        line for line in text.splitlines() if "agent_group: 1" not in line or "node_id: verifier" in line
+    ]
+    (tmp_path / "dag.yaml").write_text("\n".join(lines))
+    arguments = overrides(
+        inputs,
+        tmp_path / "out",
+        f"dag.workflow_path={tmp_path / 'dag.yaml'}",
+        f"custom_reward_function.path={tmp_path / 'reward.py'}",
+        "data.max_prompt_length=64",
+        "trainer.total_training_steps=3",
+    )
+    finished = run_job(2, arguments)
+    versions = [finished.values(f"agent_0/reward/arithmetic/version_{agent}/mean") for agent in (0, 1)]
+    assert len(set(versions[0])) == 3 and versions[1] == [versions[0][0]] * 3
+    assert min(finished.values("agent_0/actor/grad_norm")) > 0
+    assert not any(name.startswith("agent_1/") for line in finished.lines for name in line)
+
+
 @pytest.mark.slow
 def test_an_external_agent_answers_through_a_service_and_is_not_trained(inputs, tmp_path):
     dag = tmp_path / "dag.yaml"

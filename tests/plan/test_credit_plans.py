@@ -1,7 +1,9 @@
 """What nodes of an interaction read of each other in the plan, and which reads are refused."""
 
+from dataclasses import replace
+
 import pytest
-from plan_cases import compiled, run_symbolically
+from plan_cases import add_agent, compiled, run_symbolically
 
 from siirl.dag.credit import trains_in
 from siirl.dag.plan import Plan, Run
@@ -162,6 +164,25 @@ def test_credit_without_an_interaction_is_refused():
     dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=["advantage"])
     with pytest.raises(DagError, match=r"algorithm\.credit\.team is set, but the DAG has no interaction"):
         compiled(dag.build(), 2, f"{CREDIT}.team=1.0")
+
+
+def test_scores_of_agents_that_do_not_talk_are_not_joined():
+    dag = DagBuilder("strangers")
+    rewards = [add_agent(dag, agent)["reward"] for agent in (0, 1)]
+    dag.node("advantage", "COMPUTE", "ADVANTAGE", dependencies=rewards, reads=["agent_1.score"])
+    with pytest.raises(DagError, match=r"'advantage' reads agent_1\.score, but agents 0 and 1 make rows"):
+        compiled(dag.build(), 2)
+
+
+def test_agents_of_different_cycles_are_refused():
+    spec = two_agents()
+    key = "rollout.agent.train_cycle"
+    nodes = [
+        replace(node, config={key: 1 + node.agent_group}) if node.node_role == "ROLLOUT" else node
+        for node in spec.nodes
+    ]
+    with pytest.raises(DagError, match=r"train_cycle differs.*'train_0': 1, 'train_1': 2"):
+        compiled(replace(spec, nodes=tuple(nodes)), 2)
 
 
 def test_agents_take_turns_of_some_steps_after_the_critics_warm_up():
