@@ -51,6 +51,7 @@ VERIFIER = {
 }
 GRPO = {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": False}
 CREDIT = "algorithm.credit"
+MODE = "actor_rollout_ref.actor.loss_agg_mode"
 
 
 def rows_of(agent: dict) -> TensorDict:
@@ -91,6 +92,19 @@ def run_cases(rank: int, world: int, cases: list[tuple[dict, tuple, tuple]]) -> 
                 "metrics": ctx.metrics.entries,
             }
         )
+    return found
+
+
+def run_shared(rank: int, world: int, cases: list[dict]) -> list[dict[tuple[int, int], list[float]]]:
+    """config -> (speaker, row_id) -> advantages of its tokens, where both speak with one policy."""
+    found = []
+    for keys in cases:
+        rows = TensorDict.cat([rows_of(SOLVER), rows_of(VERIFIER)])
+        mine = take_rows(rows, rows["group_id"] % world == rank)
+        out = advantage(context(keys, {}), mine)["advantage"]
+        names = zip(mine["speaker"].tolist(), mine["row_id"].tolist(), strict=True)
+        own = [values[mask].tolist() for values, mask in zip(out, mine["response_mask"], strict=True)]
+        found.append(dict(zip(names, own, strict=True)))
     return found
 
 
@@ -141,6 +155,11 @@ CASES = {
         # tokens 4, 2 + 1, 3, 3: of 13 in 4 episodes
         GRPO | {f"{CREDIT}.equal_weight": "episode"}, (), (),
         by_row(2 - MEAN, -MEAN, 2 - MEAN, 0.75, -0.75) * 13 / 4 / torch.tensor([[4], [3], [3], [3], [3.0]]),
+    ),
+    "each episode counts alike in a mean over rows": (
+        # shares 1, 1 + 1, 1, 1: of 5 in 4 episodes
+        GRPO | {f"{CREDIT}.equal_weight": "episode", MODE: "seq-mean-token-mean"}, (), (),
+        by_row(2 - MEAN, -MEAN, 2 - MEAN, 0.75, -0.75) * 5 / 4 / torch.tensor([[1], [2], [2], [1], [1.0]]),
     ),
 }  # fmt: skip
 
@@ -223,6 +242,22 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
     assert values["turn_2/reward"] == pytest.approx((1 + 2 + 2) / 3)
     assert values["turn_0/reward"] == pytest.approx((1 + 0 + 0 + 0.5) / 4)
     assert values["reward/group_degenerate"] == 0
+
+
+def test_agents_of_one_policy_are_compared_and_normalised_each_among_its_own_rows():
+    by_agent = {f"{CREDIT}.group_by": ["task", "agent"]}
+    cases = [GRPO, GRPO | by_agent, GRPO | by_agent | {f"{CREDIT}.normalize": "agent"}]
+    parts = run_workers(run_shared, 2, cases)
+    together, apart, white = ({**one, **other} for one, other in zip(*parts, strict=True))
+    # outcomes in task 0: 2, 0, 2 of agent 0, 3 and 5 of agent 1
+    assert [together[0, 0][0], together[1, 0][0]] == pytest.approx([2 - 12 / 5, 3 - 12 / 5])
+    assert [apart[0, row][0] for row in (0, 2, 3, 4, 6)] == pytest.approx(
+        [2 - MEAN, -MEAN, 2 - MEAN, 0.75, -0.75]
+    )
+    assert [apart[1, 0][0], apart[1, 2][0]] == pytest.approx([-1.0, 1.0])
+    for speaker in (0, 1):
+        values = torch.tensor([value for (who, _), row in white.items() if who == speaker for value in row])
+        assert values.mean().abs() < 1e-6 and (values.std() - 1).abs() < 1e-6
 
 
 def refused(rank: int, world: int, keys: dict) -> str:

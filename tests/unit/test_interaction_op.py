@@ -127,7 +127,7 @@ class Played:
             plan.interactions["rollout_0"], self.cfgs, tokenizers, engines, OneRank(policies)
         )
 
-    def step(self, prompts="qr", step=1, validate=False, round=0):
+    def step(self, prompts="qr", step=1, validate=False, round=0, agents=(0, 1)):
         rows = make_rows(
             {
                 "group_id": [5 + 4 * index for index in range(len(prompts))],
@@ -142,7 +142,8 @@ class Played:
         )
         metrics = Metrics()
         found = []
-        for agent, op in ((0, interaction), (1, turns)):
+        for agent in agents:
+            op = turns if agent else interaction
             ctx = SimpleNamespace(
                 node_id=f"rollout_{agent}", agent=agent, cfg=self.cfgs[f"rollout_{agent}"], step=step,
                 validate=validate, round=round, metrics=metrics if agent == 0 else Metrics(),
@@ -279,6 +280,17 @@ def test_an_agent_whose_engine_has_a_vocabulary_of_its_own_reads_and_has_room_by
     policies = Says("one"), Says("two")
     Played(pair(), policies, *room(8, 40), vocabulary=Upper()).step("q")
     assert {one.read for one in policies[1].asked} == {"U:Q/U:ONE/A:"}  # 12 tokens
+
+
+def test_an_agent_that_shares_a_policy_speaks_with_its_owners_and_its_rows_are_the_owners():
+    dag = DagBuilder("debate")
+    above = add_agent(dag, 0)["rollout"]
+    shares = {"rollout.agent.share_instance": 0}
+    dag.node("rollout_1", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=[above], config=shares)
+    policy = Says("one")
+    (rows,), _ = Played(dag, (policy,)).step("q", agents=(0,))
+    assert rows["speaker"].tolist() == [0, 1, 0, 1]
+    assert sorted(one.read for one in policy.asked) == ["u:q/a:"] * 2 + ["u:q/u:one/a:"] * 2
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused():
