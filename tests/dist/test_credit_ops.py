@@ -95,16 +95,22 @@ def run_cases(rank: int, world: int, cases: list[tuple[dict, tuple, tuple]]) -> 
     return found
 
 
-def run_shared(rank: int, world: int, cases: list[dict]) -> list[dict[tuple[int, int], list[float]]]:
-    """config -> (speaker, row_id) -> advantages of its tokens, where both speak with one policy."""
+def run_shared(rank: int, world: int, cases: list[dict]) -> list[tuple[dict, dict]]:
+    """config -> ((speaker, row_id) -> advantages of its tokens, metrics), where both speak with one policy.
+
+    The KL from the reference is 0.5 at each token of agent 0, and 2 at those of agent 1.
+    """
     found = []
     for keys in cases:
         rows = TensorDict.cat([rows_of(SOLVER), rows_of(VERIFIER)])
+        rows["old_log_prob"] = rows["rollout_log_prob"] = torch.zeros(len(rows), WIDTH)
+        rows["ref_log_prob"] = -0.5 * (1 + 3 * rows["speaker"])[:, None].expand(-1, WIDTH)
         mine = take_rows(rows, rows["group_id"] % world == rank)
-        out = advantage(context(keys, {}), mine)["advantage"]
+        ctx = context(keys, {})
+        out = advantage(ctx, mine)["advantage"]
         names = zip(mine["speaker"].tolist(), mine["row_id"].tolist(), strict=True)
         own = [values[mask].tolist() for values, mask in zip(out, mine["response_mask"], strict=True)]
-        found.append(dict(zip(names, own, strict=True)))
+        found.append((dict(zip(names, own, strict=True)), ctx.metrics.entries))
     return found
 
 
@@ -241,14 +247,23 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
     assert values["turn_2/length"] == pytest.approx(5 / 3)
     assert values["turn_2/reward"] == pytest.approx((1 + 2 + 2) / 3)
     assert values["turn_0/reward"] == pytest.approx((1 + 0 + 0 + 0.5) / 4)
-    assert values["reward/group_degenerate"] == 0
+    assert values["reward/group_degenerate"] == values["speaker_0/group_degenerate"] == 0
+    metrics, by_turn_case = Metrics(), list(CASES).index("by task and turn, each turn's own reward")
+    for rank in found[2]:
+        metrics.merge(Metrics(rank[by_turn_case]["metrics"]))
+    values = metrics.values()
+    assert (values["turn_0/group_degenerate"], values["turn_2/group_degenerate"]) == (0, 1)
 
 
 def test_agents_of_one_policy_are_compared_and_normalised_each_among_its_own_rows():
     by_agent = {f"{CREDIT}.group_by": ["task", "agent"]}
     cases = [GRPO, GRPO | by_agent, GRPO | by_agent | {f"{CREDIT}.normalize": "agent"}]
-    parts = run_workers(run_shared, 2, cases)
-    together, apart, white = ({**one, **other} for one, other in zip(*parts, strict=True))
+    parts = run_workers(run_shared, 2, [*cases, GRPO | {"algorithm.use_kl_in_reward": True}])
+    together, apart, white, _ = ({**one[0], **other[0]} for one, other in zip(*parts, strict=True))
+    metrics = Metrics(parts[0][3][1])
+    metrics.merge(Metrics(parts[1][3][1]))
+    kl = {name: value for name, value in metrics.values().items() if name.endswith("/kl")}
+    assert kl == pytest.approx({"reward/kl": 8.5 / 8, "speaker_0/kl": 0.5, "speaker_1/kl": 2.0})
     # outcomes in task 0: 2, 0, 2 of agent 0, 3 and 5 of agent 1
     assert [together[0, 0][0], together[1, 0][0]] == pytest.approx([2 - 12 / 5, 3 - 12 / 5])
     assert [apart[0, row][0] for row in (0, 2, 3, 4, 6)] == pytest.approx(

@@ -53,6 +53,12 @@ def test_agents_with_an_actor_and_lora_share_the_base_and_keep_their_policies():
     assert {f"train_{agent}" for agent in range(3)} < ran.keys()
 
 
+def test_an_engine_has_room_for_the_rank_of_each_adapter_on_its_base():
+    plan = compiled(agents({}, on(0, **{"model.lora_rank": 2})).build(), 1, LORA)
+    own = plan.models["agent_0.rollout"].adapters
+    assert own["agent_1.rollout"] == 2 and own["agent_0.rollout"] == int(LORA.partition("=")[2]) != 2
+
+
 def with_references(dag: DagBuilder) -> DagSpec:
     """The DAG with a reference for each agent, above its trainer."""
     for agent in range(3):

@@ -95,6 +95,7 @@ def test_the_page_holds_each_turn_with_its_agent_and_reward():
     ]
     assert reader.texts["text"][3] == "\n\nfour"  # HTML drops the first of two line breaks
     assert reader.texts["reward"][:4] == ["-0.25", "+1", "env -0.25", "env +1"]
+    assert reader.texts["name"][:4] == ["user", "planner (agent 0)", "tool calculator", "worker (agent 1)"]
     assert reader.texts["error"] == ["tool errors: unknown"] * 2
     grounds = [attributes["style"] for tag, attributes in reader.tags if attributes.get("class") == "reward"]
     assert (
@@ -165,6 +166,15 @@ def test_sampled_rows_of_an_episode_become_one_conversation_with_scores_where_ro
         "    | four",
         "  ground truth: 4; agent 1: right 0.25",
     ]
+
+
+def test_the_score_of_each_row_stands_at_the_turn_that_ends_it():
+    rows = [sampled(0, score, turn) for turn, score in ((0, 1.0), (2, 3.0))]
+    for row in rows:
+        row["episode"]["conversation"].append(message("again", 0, "planner", 2))
+    _, (episode_of,) = split_episodes(rows)
+    assert [one.get("score") for one in episode_of.messages if one["agent"] == 0] == [1.0, 3.0]
+    assert episode_of.rewards == {0: 2.0}
 
 
 def test_the_text_file_has_each_conversation_once_and_the_lines_its_messages(tmp_path):

@@ -63,9 +63,9 @@ async def ask_all(policy, asks):
 def test_each_coroutine_gets_its_own_answer_from_one_thread():
     stream = Script()
     with pump_of(stream) as policy:
-        answers = asyncio.run(ask_all(policy, [(10, 5), (20, 1), (30, 3)]))
+        answers = asyncio.run(ask_all(policy, [(10, 5), (20, 1), (30, 3), (40, 3)]))  # two come together
     assert [(a.token_ids, a.log_probs, a.finish_reason, a.weight_version) for a in answers] == [
-        ([p + 1], [-0.5], "stop", 3) for p in (10, 20, 30)
+        ([p + 1], [-0.5], "stop", 3) for p in (10, 20, 30, 40)
     ]
     assert len(stream.threads) == 1 and threading.get_ident() not in stream.threads
     assert stream.closed == 1
