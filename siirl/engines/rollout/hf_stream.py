@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NO_LIMIT = 1 << 62
 SLOTS_PER_ROW = 3
 """Slots, at most, for each row of those that ever ran at once: rows wait while others speak."""
-IDLE_BETWEEN = 0.25
+IDLE_BETWEEN = 0.5
 """Idle slots between rows, at most, for each row: reading over them costs as much as a row does."""
 
 

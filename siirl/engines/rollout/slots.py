@@ -70,21 +70,23 @@ class Rows:
             query_RHMD.reshape(rows, kv_heads, -1, size),
             keys[:, :, : self.width][self._slots],
             values[:, :, : self.width][self._slots],
-            attn_mask=self._mask(heads // kv_heads, window),
+            attn_mask=self._mask(heads // kv_heads, window, query_HND.dtype),
             scale=scale,
         )
         out_NHD = out.reshape(rows, heads, self.most, size).transpose(1, 2).flatten(0, 1)
         return out_NHD if self._place_N is None else out_NHD.index_select(0, self._place_N)
 
-    def _mask(self, group: int, window: int | None) -> Tensor:
-        """Which columns a query sees, [R, 1, G * M, S]. Places without a token see something, for no NaN."""
+    def _mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """0 for the columns that a query sees, else minus infinity, [R, 1, G * M, S]; made once for all
+        layers. Places without a token see something, for no NaN."""
         if window not in self._masks:
             query_RM1 = self._column_RM[:, :, None]
             column_S = torch.arange(self.width, device=query_RM1.device)
-            seen_RMS = column_S <= query_RM1
+            unseen_RMS = column_S > query_RM1
             if window is not None:
-                seen_RMS &= column_S > query_RM1 - window
-            self._masks[window] = seen_RMS.repeat(1, group, 1)[:, None]
+                unseen_RMS |= column_S <= query_RM1 - window
+            mask_RMS = torch.zeros_like(unseen_RMS, dtype=dtype).masked_fill_(unseen_RMS, float("-inf"))
+            self._masks[window] = mask_RMS.repeat(1, group, 1)[:, None]
         return self._masks[window]
 
 
