@@ -312,6 +312,15 @@ def test_the_flat_keys_of_an_environment_say_what_agents_get_of_it(tokenizer, co
     assert any(m.content == "go" for m in one.episode.messages) == shows
 
 
+def test_where_an_episode_goes_is_decided_when_the_environment_of_the_flat_keys_has_answered(tokenizer, code):
+    config = {"rollout.agent.env_path": [f"{code}:Counter"], "rollout.agent.obs_with_env": True}
+    dag = chain(3, agent_0={"config": config, "agent_options": {"route": f"{code}:to_last"}})
+    scripts = {0: Script(tokenizer, ("1",)), 2: Script(tokenizer, ("2",))}
+    make = load_environment(f"{code}:Counter", "test")
+    (one,) = play(game_of(dag, scripts | {1: scripts[0]}, tokenizer, make_env=make), episodes(1), tokenizer)
+    assert one.episode.visits == {"rollout_0": 1, "rollout_0_env": 1, "rollout_2": 1}
+
+
 def test_an_environment_that_raises_costs_its_episode_alone(tokenizer, code):
     make = load_environment(f"{code}:Counter", "test")
     scripts = {0: Script(tokenizer, ("3",)), 1: Script(tokenizer, ("9",))}
