@@ -130,7 +130,7 @@ class Played:
     def step(self, prompts="qr", step=1, validate=False, round=0, agents=(0, 1)):
         rows = make_rows(
             {
-                "group_id": [5 + 4 * index for index in range(len(prompts))],
+                "group_id": [6 - 2 * index for index in range(len(prompts))],
                 "sample_index": [50 + index for index in range(len(prompts))],
                 "prompt_ids": [[*map(ord, f"u:{text}"), END, *map(ord, "a:")] for text in prompts],
                 "prompt_length": [6] * len(prompts),
@@ -158,8 +158,8 @@ def test_each_prompt_has_its_samples_with_seeds_of_their_own_and_validations_oth
     played = Played(pair(), policies)
     rows, values = played.step()
     for agent, of_agent in enumerate(rows):
-        assert of_agent["group_id"].tolist() == [5, 5, 9, 9]
-        assert of_agent["episode_id"].tolist() == [10, 11, 18, 19]
+        assert of_agent["group_id"].tolist() == [6, 6, 4, 4]
+        assert of_agent["episode_id"].tolist() == [12, 13, 8, 9]
         assert of_agent["sample_index"].tolist() == [50, 50, 51, 51]
         assert of_agent["speaker"].tolist() == [agent] * 4
         assert objects(of_agent, "ground_truth") == ["q", "q", "r", "r"]
@@ -173,15 +173,15 @@ def test_each_prompt_has_its_samples_with_seeds_of_their_own_and_validations_oth
 
     first = seeds()
     assert len(set(first)) == 8
-    for again in ({"step": 2}, {"validate": True, "prompts": "q"}, {"round": 2}, {}):
+    for again in ({"step": 2}, {"validate": True}, {"round": 2}, {}):
         for policy in policies:
             policy.asked.clear()
         rows, values = played.step(**again)
         assert set(seeds()).isdisjoint(first) == bool(again), again
         if "validate" in again:
-            assert rows[1]["episode_id"].tolist() == [15, 16, 17]
+            assert rows[1]["episode_id"].tolist() == [18, 19, 20, 12, 13, 14]
             assert policies[0].asked[0].params.temperature == 0.5
-            assert values["val/interaction/episodes"] == 3 and "interaction/episodes" not in values
+            assert values["val/interaction/episodes"] == 6 and "interaction/episodes" not in values
 
 
 def test_each_agent_has_the_code_and_the_limits_of_its_own_node(tmp_path):
@@ -226,10 +226,10 @@ def test_failed_episodes_are_counted_and_dropped_unless_all_of_them_fail(caplog)
     played = Played(pair(), (Says("one"), Says("two", fails="r")))
     with caplog.at_level("WARNING"):
         rows, values = played.step()
-    assert [of_agent["episode_id"].tolist() for of_agent in rows] == [[10, 11], [10, 11]]
+    assert [of_agent["episode_id"].tolist() for of_agent in rows] == [[12, 13], [12, 13]]
     assert values["interaction/failed"] == 0.5 and values["interaction/failed/endpoint"] == 2
     assert values["interaction/episodes"] == 4 and values["interaction/rollout_0/turns"] == 1
-    assert "'rollout_0': 2 of 4 episodes failed, the first (task 9): cannot say r" in caplog.text
+    assert "'rollout_0': 2 of 4 episodes failed, the first (task 4): cannot say r" in caplog.text
     with pytest.raises(RolloutError, match=r"'rollout_0': 2 of 2 .*cannot say r.*Nothing is left"):
         played.step("r")
 
