@@ -136,8 +136,8 @@ class SlotCache(Cache):
             source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
             layer.keys = _at_least(layer.keys, num_slots, width)
             layer.values = _at_least(layer.values, num_slots, width)
-            for buffer in (layer.keys, layer.values):
-                buffer[target, :, :width] = buffer[source, :, :width]
+            for buffer in (layer.keys[:, :, :width], layer.values[:, :, :width]):
+                buffer.index_copy_(0, target, buffer.index_select(0, source))
 
 
 def slot_attention(
