@@ -52,10 +52,8 @@ class Metrics:
         old_kind, old_total, old_weight = self.entries[name]
         if old_kind != kind:
             raise ValueError(f"metric {name!r} is a {old_kind} and a {kind}: use one name for one kind")
-        joined = {
-            "mean": old_total + total,
-            "sum": old_total + total,
-            "max": max(old_total, total),
-            "min": min(old_total, total),
-        }
-        self.entries[name] = (kind, joined[kind], old_weight + weight)
+        if kind in ("mean", "sum"):
+            joined = old_total + total
+        else:
+            joined = max(old_total, total) if kind == "max" else min(old_total, total)
+        self.entries[name] = (kind, joined, old_weight + weight)
