@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from siirl.agents.policy import Generated, Vocabulary
 from siirl.errors import EpisodeFailed
 
@@ -59,7 +61,8 @@ class ChatRenderer:
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What was said, special tokens left out."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        array = np.array(token_ids, np.int64)  # of a list, transformers would look at each token first
+        return self.tokenizer.decode(array, skip_special_tokens=True)
 
     def shortened(self, content: str, num_tokens: int) -> str:
         """A text without its last num_tokens tokens."""
