@@ -73,7 +73,9 @@ class Row:
         params = self.request.params
         self.token_ids.append(token)
         self.log_probs.append(log_prob)
-        self.ended = not self.remaining or (token in params.stop_token_ids and not params.ignore_eos)
+        self.ended = len(self.token_ids) >= params.max_tokens or (
+            not params.ignore_eos and token in params.stop_token_ids
+        )
 
     def completion(self, weight_version: int) -> Completion:
         params = self.request.params
@@ -129,6 +131,8 @@ class RunningBatch:
         self.rows: dict[int, Row] = {}
         """By slot, in ascending order."""
         self._slots: list[Slot] = []
+        self._said_B: Tensor | None = None  # the last token of each row, unless other rows run since
+        self._alike: list[tuple[SamplingParams, list[int]]] = []  # rows by how they are sampled
         self._cache = SlotCache()
         self._num_steps = self._most_rows = 0
 
@@ -146,7 +150,7 @@ class RunningBatch:
         table = uniforms([row.seed for row in rows], num_steps, [len(row.token_ids) for row in rows])
         uniform_TB = torch.from_numpy(table).to(self._model.device)
         with phase("prefill", prompts=len(new)) if new else contextlib.nullcontext():
-            logits_BV = self._read(copies)
+            logits_BV = self._read(copies) if self._said_B is None else self._read_next(self._said_B, 0)
         token_TB, log_prob_TB = [], []
         for step in range(num_steps):
             if step:
@@ -158,6 +162,7 @@ class RunningBatch:
         for token_B, log_prob_B in zip(tokens, log_probs, strict=True):
             for row, token, log_prob in zip(rows, token_B, log_prob_B, strict=True):
                 row.hear(token, log_prob)
+        self._said_B = token_TB[-1]
         return self._let_go()
 
     def _join(self, new: Sequence[Row]) -> dict[Row, Row]:
@@ -191,6 +196,7 @@ class RunningBatch:
         longest = max(row.positions for row in [*self.rows.values(), *new])
         least = len(self.rows) + len(new)
         self._most_rows = max(self._most_rows, least)
+        self._cache.longest = max(self._cache.longest, longest)
         fitting = min(self._room.rows, self._room.positions // (longest + GROWTH))
         most = max(least, min(SLOTS_PER_ROW * self._most_rows, fitting))
         empty = sum(slot.row is None and not slot.tokens for slot in self._slots)
@@ -212,7 +218,8 @@ class RunningBatch:
         for slot, row in ended.items():
             tokens = [*row.request.prompt, *row.token_ids[:-1]]
             self._slots[slot] = Slot(None, tokens, self._num_steps)
-            del self.rows[slot]
+        if ended:
+            self._find_rows()
         return list(ended.values())
 
     def _close_ranks(self) -> None:
@@ -239,7 +246,15 @@ class RunningBatch:
         self._cache.move(sources, targets, width, len(self._slots))
 
     def _find_rows(self) -> None:
+        """Other rows run from now on, or in other slots."""
         self.rows = {i: slot.row for i, slot in enumerate(self._slots) if slot.row is not None}
+        self._said_B = None
+        alike: dict[tuple[float, int, float], list[int]] = {}
+        for index, row in enumerate(self.rows.values()):
+            params = row.request.params
+            alike.setdefault((params.temperature, params.top_k, params.top_p), []).append(index)
+        rows = list(self.rows.values())
+        self._alike = [(rows[indices[0]].request.params, indices) for indices in alike.values()]
 
     def _read(self, copies: dict[Row, Row]) -> Tensor:
         """Logits after what the rows have not read yet, [B, V]. copies: rows that get others' prompts."""
@@ -290,18 +305,12 @@ class RunningBatch:
 
     def _sample(self, logits_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
         """The next token of each row, by its own parameters: (token_B, log_prob_B)."""
-        alike: dict[tuple[float, int, float], list[int]] = {}
-        rows = list(self.rows.values())
-        for index, row in enumerate(rows):
-            params = row.request.params
-            alike.setdefault((params.temperature, params.top_k, params.top_p), []).append(index)
-        if len(alike) == 1:
-            return sample_tokens(logits_BV, uniform_B, rows[0].request.params)
-        token_B = torch.empty(len(rows), dtype=torch.int64, device=uniform_B.device)
-        log_prob_B = torch.empty(len(rows), device=uniform_B.device)
-        for indices in alike.values():
+        if len(self._alike) == 1:
+            return sample_tokens(logits_BV, uniform_B, self._alike[0][0])
+        token_B = torch.empty(len(uniform_B), dtype=torch.int64, device=uniform_B.device)
+        log_prob_B = torch.empty(len(uniform_B), device=uniform_B.device)
+        for params, indices in self._alike:
             part = torch.tensor(indices, device=uniform_B.device)
-            params: SamplingParams = rows[indices[0]].request.params
             token_B[part], log_prob_B[part] = sample_tokens(logits_BV[part], uniform_B[part], params)
         return token_B, log_prob_B
 

@@ -115,27 +115,30 @@ class SlotLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
             empty = key_states.new_zeros(0, key_states.shape[1], 0, key_states.shape[3])
             self.keys, self.values = empty, empty
-        self.keys = _at_least(self.keys, reading.num_slots, reading.width)
-        self.values = _at_least(self.values, reading.num_slots, reading.width)
+        longest = self._cache.longest
+        self.keys = _at_least(self.keys, reading.num_slots, reading.width, longest)
+        self.values = _at_least(self.values, reading.num_slots, reading.width, longest)
         self.keys[reading.slots_N, :, reading.columns_N] = key_states[0].transpose(0, 1)
         self.values[reading.slots_N, :, reading.columns_N] = value_states[0].transpose(0, 1)
         return self.keys, self.values
 
 
 class SlotCache(Cache):
-    """The cache of a running batch. reading: where the tokens of the forward that runs now belong."""
+    """The cache of a running batch. reading: where the tokens of the forward that runs now belong. longest:
+    how many columns the rows may need that are known so far."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
         self.reading: Reading | None = None
+        self.longest = 0
 
     def move(self, sources: Sequence[int], targets: Sequence[int], width: int, num_slots: int) -> None:
         """Copy the first `width` columns of slots to other slots, of num_slots in all, as if all at once."""
         for layer in self.layers:
             device = layer.keys.device
             source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-            layer.keys = _at_least(layer.keys, num_slots, width)
-            layer.values = _at_least(layer.values, num_slots, width)
+            layer.keys = _at_least(layer.keys, num_slots, width, self.longest)
+            layer.values = _at_least(layer.values, num_slots, width, self.longest)
             for buffer in (layer.keys[:, :, :width], layer.values[:, :, :width]):
                 buffer.index_copy_(0, target, buffer.index_select(0, source))
 
@@ -158,19 +161,21 @@ def slot_attention(
         part_HND = query[0, :, start : start + rows.num_tokens]
         outs.append(rows.attend(part_HND, key, value, scaling, sliding_window))
         start += rows.num_tokens
-    return torch.cat(outs).unsqueeze(0), None
+    return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0), None
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)
 
 
-def _at_least(buffer: Tensor, num_slots: int, width: int) -> Tensor:
+def _at_least(buffer: Tensor, num_slots: int, width: int, longest: int) -> Tensor:
     """The buffer, larger if it has too few slots or columns; new ones are zero, as NaN in a column would be
-    seen through any mask."""
+    seen through any mask. An empty one gets no more columns than the `longest` row is known to need."""
     slots, heads, capacity, size = buffer.shape
     if slots >= num_slots and capacity >= width:
         return buffer
-    capacity = capacity if capacity >= width else max(width + GROWTH, 3 * width // 2)
+    if capacity < width:
+        roomy = max(width + GROWTH, 3 * width // 2)
+        capacity = roomy if capacity else max(width, min(roomy, longest))
     grown = buffer.new_zeros(num_slots, heads, capacity, size)
     grown[:slots, :, : buffer.shape[2]] = buffer[:num_slots]
     return grown
