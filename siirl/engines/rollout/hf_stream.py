@@ -92,6 +92,11 @@ class Slot:
     tokens: list[int] = field(default_factory=list)
     since: int = -1
 
+    @property
+    def num_held(self) -> int:
+        """How many columns of it have been written, at most."""
+        return self.row.last_column + 1 if self.row else len(self.tokens)
+
     def begins(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt goes on from what it holds."""
         count = len(self.tokens)
@@ -233,17 +238,11 @@ class RunningBatch:
 
     def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Exchange what pairs of slots hold."""
-        if not pairs:
-            return
-        sources, targets = [], []
+        slots = self._slots
+        held = [(one, slots[one].num_held, other, slots[other].num_held) for one, other in pairs]
+        self._cache.exchange(held, len(slots))
         for one, other in pairs:
-            for source, target in ((one, other), (other, one)):
-                if self._slots[source].row is not None or self._slots[source].tokens:
-                    sources.append(source)
-                    targets.append(target)
-            self._slots[one], self._slots[other] = self._slots[other], self._slots[one]
-        width = max(slot.row.last_column + 1 if slot.row else len(slot.tokens) for slot in self._slots)
-        self._cache.move(sources, targets, width, len(self._slots))
+            slots[one], slots[other] = slots[other], slots[one]
 
     def _find_rows(self) -> None:
         """Other rows run from now on, or in other slots."""
@@ -281,7 +280,7 @@ class RunningBatch:
             slot_of = {row: slot for slot, row in self.rows.items()}
             width = max(len(row.request.prompt) for row in copies)
             sources, targets = ([slot_of[row] for row in rows] for rows in (copies.values(), copies))
-            self._cache.move(sources, targets, width, len(self._slots))
+            self._cache.copy(sources, targets, width)
         return logits_BV
 
     def _read_next(self, token_B: Tensor, step: int) -> Tensor:

@@ -132,15 +132,26 @@ class SlotCache(Cache):
         self.reading: Reading | None = None
         self.longest = 0
 
-    def move(self, sources: Sequence[int], targets: Sequence[int], width: int, num_slots: int) -> None:
-        """Copy the first `width` columns of slots to other slots, of num_slots in all, as if all at once."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
+        """Copy the first `width` columns of slots to other slots."""
         for layer in self.layers:
             device = layer.keys.device
             source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-            layer.keys = _at_least(layer.keys, num_slots, width, self.longest)
-            layer.values = _at_least(layer.values, num_slots, width, self.longest)
             for buffer in (layer.keys[:, :, :width], layer.values[:, :, :width]):
                 buffer.index_copy_(0, target, buffer.index_select(0, source))
+
+    def exchange(self, pairs: Sequence[tuple[int, int, int, int]], num_slots: int) -> None:
+        """Exchange what pairs of slots hold, of num_slots in all. pairs: slot, columns of it that count,
+        the other slot, columns of that."""
+        width = max((max(pair[1], pair[3]) for pair in pairs), default=0)
+        for layer in self.layers:
+            layer.keys = _at_least(layer.keys, num_slots, width, self.longest)
+            layer.values = _at_least(layer.values, num_slots, width, self.longest)
+            for buffer in (layer.keys, layer.values):
+                for one, num_one, other, num_other in pairs:
+                    kept = buffer[one, :, :num_one].clone()
+                    buffer[one, :, :num_other] = buffer[other, :, :num_other]
+                    buffer[other, :, :num_one] = kept
 
 
 def slot_attention(
