@@ -51,6 +51,9 @@ from siirl.engines.rollout.base import Request, RolloutEngine, SamplingParams
 from siirl.parallel.dims import ParallelDims
 
 AGENTS = 2
+MOST_TOKENS = 8192
+READ_TOKENS = 32
+"""Of a turn besides the response, at most. An episode that does not fit leaves the others at a barrier."""
 MODEL = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "layers": 2, "mlp": 128}
 Lengths = list[list[int]]  # of the response in [sample][turn]
 
@@ -111,7 +114,7 @@ def main() -> None:
         if options.gpu:
             make_model(Path(folder), SHAPES["B"])
         else:
-            make_tiny_model_dir(folder, max_positions=4096, init_std=0.2, **MODEL)
+            make_tiny_model_dir(folder, max_positions=MOST_TOKENS, init_std=0.2, **MODEL)
         for name in options.engines:
             results[name] = compare(name, folder, options)
     results["load_after"] = os.getloadavg()[0]
@@ -153,6 +156,11 @@ def drawn(vary: str, options: argparse.Namespace) -> Lengths:
                 round(options.shortest * factors[turn if vary == "turn" else 0])
                 for turn in range(options.turns)
             ]
+        )
+    longest = max(sum(row) + READ_TOKENS * len(row) for row in rows)
+    if longest > MOST_TOKENS:
+        raise SystemExit(
+            f"an episode may need {longest} tokens, {MOST_TOKENS} fit: lower --turns or --shortest"
         )
     return rows
 
@@ -239,7 +247,7 @@ def loaded_engine(name: str, model_dir: str, device: str = "cpu") -> RolloutEngi
         f"{rollout}.name={name}",
         f"actor_rollout_ref.model.path={model_dir}",
         f"{rollout}.dtype={str(dtype).removeprefix('torch.')}",
-        f"{rollout}.max_model_len={2048 if device == 'cpu' else 8192}",
+        f"{rollout}.max_model_len={MOST_TOKENS}",
         f"{rollout}.max_num_seqs=64",
         f"trainer.output_dir={model_dir}/outputs",
     ]
