@@ -304,10 +304,10 @@ class DAGWorker:
         return with_overrides(self.cfg, self.plan.nodes[name].overrides)
 
     def _tokenizer(self, cfg: Config) -> PreTrainedTokenizerBase:
-        path = cfg.actor_rollout_ref.model.path
-        if path not in self._tokenizers:
-            self._tokenizers[path] = load_tokenizer(cfg)
-        return self._tokenizers[path]
+        source = cfg.data.tokenizer or cfg.actor_rollout_ref.model.path
+        if source not in self._tokenizers:
+            self._tokenizers[source] = load_tokenizer(cfg)
+        return self._tokenizers[source]
 
     def _build_interaction(self, entry: str) -> Interaction:
         plan = self.plan.interactions[entry]
