@@ -15,7 +15,11 @@ sample: a sample has one length for all its turns. The longest sample then decid
 
 decode_steps: of the batch at least, with barriers and without, which follow from the lengths alone. cpu_s:
 processor time of this process and the engine's, barrier and free, which other programs on the machine hardly
-change. --gpu: the shape of Qwen3-0.6B in bf16, random weights. Goal: 1.5x for lengths by turn.
+change. Each repeat draws lengths of its own, and numbers are medians of them.
+
+On a CPU the model is narrow and has --layers layers, as many as Qwen3-0.6B by default: a step's cost of each
+layer then has about the share that it has in real models. --gpu: the shapes of Qwen3 (--size) in bf16, random
+weights. Goal: 1.5x for lengths by turn.
 """
 
 import argparse
@@ -54,7 +58,14 @@ AGENTS = 2
 MOST_TOKENS = 8192
 READ_TOKENS = 32
 """Of a turn besides the response, at most. An episode that does not fit leaves the others at a barrier."""
-MODEL = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "layers": 2, "mlp": 128}
+MODEL = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "mlp": 128}
+SIZES = {
+    "0.6B": COMMON | SHAPES["B"],
+    "1.7B": COMMON | SHAPES["A"],
+    "8B": COMMON
+    | {"num_hidden_layers": 36, "num_attention_heads": 32, "tie_word_embeddings": False}
+    | {"hidden_size": 4096, "intermediate_size": 12288},
+}
 Lengths = list[list[int]]  # of the response in [sample][turn]
 
 
@@ -96,6 +107,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--size", choices=SIZES, default="0.6B", help="with --gpu")
+    parser.add_argument("--layers", type=int, default=28, help="without --gpu")
     parser.add_argument("--engines", nargs="+", default=["hf", "vllm"])
     parser.add_argument("--vary", nargs="+", default=["turn", "sample"])
     parser.add_argument("--samples", type=int, default=32)
@@ -106,15 +119,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     results: dict[str, Any] = {name: getattr(options, name) for name in ("samples", "turns", "shortest")}
-    sizes = COMMON | SHAPES["B"] if options.gpu else MODEL
+    sizes = SIZES[options.size] if options.gpu else MODEL | {"layers": options.layers}
     results |= {"model": sizes, "cores": len(os.sched_getaffinity(0)), "load_before": os.getloadavg()[0]}
     if options.gpu:
         results["device"] = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as folder:
         if options.gpu:
-            make_model(Path(folder), SHAPES["B"])
+            make_model(Path(folder), sizes)
         else:
-            make_tiny_model_dir(folder, max_positions=MOST_TOKENS, init_std=0.2, **MODEL)
+            make_tiny_model_dir(folder, max_positions=MOST_TOKENS, init_std=0.2, **sizes)
         for name in options.engines:
             results[name] = compare(name, folder, options)
     results["load_after"] = os.getloadavg()[0]
@@ -131,23 +144,23 @@ def compare(name: str, model_dir: str, options: argparse.Namespace) -> list[dict
     found = []
     try:
         for vary in options.vary:
-            lengths = drawn(vary, options)
-            play(engine, tokenizer, [row[:2] for row in lengths], 0.0, barrier=False)  # warm
+            draws = [drawn(vary, options, repeat) for repeat in range(options.repeats)]
+            play(engine, tokenizer, [row[:2] for row in draws[0]], 0.0, barrier=False)  # warm
             for delay_s in options.delays:
                 pairs = [
                     [play(engine, tokenizer, lengths, delay_s, barrier) for barrier in (True, False)]
-                    for _ in range(options.repeats)
+                    for lengths in draws
                 ]
-                found.append(summary(vary, delay_s, lengths, pairs))
+                found.append(summary(vary, delay_s, draws, pairs))
                 print(name, found[-1], file=sys.stderr, flush=True)
     finally:
         engine.close()
     return found
 
 
-def drawn(vary: str, options: argparse.Namespace) -> Lengths:
+def drawn(vary: str, options: argparse.Namespace, seed: int) -> Lengths:
     """Lengths between the shortest and 10 times as many tokens."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     rows = []
     for _ in range(options.samples):
         factors = [10 ** rng.random() for _ in range(options.turns)]
@@ -166,23 +179,24 @@ def drawn(vary: str, options: argparse.Namespace) -> Lengths:
 
 
 def summary(
-    vary: str, delay_s: float, lengths: Lengths, pairs: list[list[tuple[float, float]]]
+    vary: str, delay_s: float, draws: list[Lengths], pairs: list[list[tuple[float, float]]]
 ) -> dict[str, Any]:
-    """Medians of (wall, processor) seconds of pairs (barrier, free)."""
+    """Medians of (wall, processor) seconds of pairs (barrier, free), one for each draw of lengths."""
     (barrier_s, barrier_cpu_s), (free_s, free_cpu_s) = (
         [statistics.median(values) for values in zip(*runs, strict=True)] for runs in zip(*pairs, strict=True)
     )
-    steps = sum(map(max, zip(*lengths, strict=True))), max(map(sum, lengths))
+    steps = [(sum(map(max, zip(*rows, strict=True))), max(map(sum, rows))) for rows in draws]
+    num_tokens = statistics.mean(sum(map(sum, rows)) for rows in draws)
     return {
         "vary": vary,
         "environment_s": delay_s,
         "decode_steps": steps,
-        "decode_steps_ratio": round(steps[0] / steps[1], 2),
+        "decode_steps_ratio": round(statistics.median(barrier / free for barrier, free in steps), 2),
         "barrier_s": round(barrier_s, 2),
         "free_s": round(free_s, 2),
         "speedup": round(statistics.median(barrier[0] / free[0] for barrier, free in pairs), 2),
         "cpu_s": [round(barrier_cpu_s, 2), round(free_cpu_s, 2)],
-        "tokens_per_s": round(sum(map(sum, lengths)) / free_s),
+        "tokens_per_s": round(num_tokens / free_s),
         "runs": [[round(seconds, 2) for seconds, _ in pair] for pair in pairs],
     }
 

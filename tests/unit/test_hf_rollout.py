@@ -318,12 +318,14 @@ def test_top_p_keeps_at_least_the_likeliest_token():
 def test_slots_exchange_what_they_hold_whatever_their_lengths():
     cache = slots.SlotCache()
     layer = slots.SlotLayer(cache)
-    layer.keys = torch.arange(4 * 5.0).view(4, 1, 5, 1).clone()
-    layer.values = layer.keys + 100
+    before = torch.arange(4 * 5.0).view(4, 1, 5, 1)
+    layer.lazy_initialization(before, before)
+    layer.make_room(num_slots=4, width=5)
+    layer.both.copy_(torch.stack([before, before + 100]))
     cache.layers.append(layer)
-    before = layer.keys.clone()
-    cache.exchange([(0, 2, 3, 4), (1, 5, 2, 0)], num_slots=4)
+    cache.exchange([(0, 3, 4), (1, 2, 5)], num_slots=4)
     for held, added in ((layer.keys, 0), (layer.values, 100)):
         assert torch.equal(held[0, :, :4], before[3, :, :4] + added)
-        assert torch.equal(held[3, :, :2], before[0, :, :2] + added)
-        assert torch.equal(held[2], before[1] + added)
+        assert torch.equal(held[3, :, :4], before[0, :, :4] + added)
+        assert torch.equal(held[2, :, :5], before[1] + added)
+        assert torch.equal(held[1, :, :5], before[2] + added)

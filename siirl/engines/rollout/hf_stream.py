@@ -238,8 +238,10 @@ class RunningBatch:
 
     def _exchange(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Exchange what pairs of slots hold."""
+        if not pairs:
+            return
         slots = self._slots
-        held = [(one, slots[one].num_held, other, slots[other].num_held) for one, other in pairs]
+        held = [(one, other, max(slots[one].num_held, slots[other].num_held)) for one, other in pairs]
         self._cache.exchange(held, len(slots))
         for one, other in pairs:
             slots[one], slots[other] = slots[other], slots[one]

@@ -101,11 +101,20 @@ class Reading:
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer, [slots, K, capacity, D]."""
+    """Keys and values of one layer, [slots, K, capacity, D] each: halves of one buffer."""
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
         self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Called by the first update, or one that a reset came before."""
+        super().lazy_initialization(key_states, value_states)
+        self._hold(key_states.new_zeros(2, 0, key_states.shape[1], 0, key_states.shape[3]))
+
+    def _hold(self, both: Tensor) -> None:
+        self.both = both
+        self.keys, self.values = both
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write new tokens, [1, K, N, D], where the cache's reading has them; keys, values of all slots."""
@@ -113,14 +122,23 @@ class SlotLayer(DynamicLayer):
         assert reading is not None
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            empty = key_states.new_zeros(0, key_states.shape[1], 0, key_states.shape[3])
-            self.keys, self.values = empty, empty
-        longest = self._cache.longest
-        self.keys = _at_least(self.keys, reading.num_slots, reading.width, longest)
-        self.values = _at_least(self.values, reading.num_slots, reading.width, longest)
+        self.make_room(reading.num_slots, reading.width)
         self.keys[reading.slots_N, :, reading.columns_N] = key_states[0].transpose(0, 1)
         self.values[reading.slots_N, :, reading.columns_N] = value_states[0].transpose(0, 1)
         return self.keys, self.values
+
+    def make_room(self, num_slots: int, width: int) -> None:
+        """Have so many slots and columns at least; new ones are zero, as NaN in a column would be seen
+        through any mask. At first no more columns than the longest row is known to need."""
+        _, slots, heads, capacity, size = self.both.shape
+        if slots >= num_slots and capacity >= width:
+            return
+        if capacity < width:
+            roomy = max(width + GROWTH, 3 * width // 2)
+            capacity = roomy if capacity else max(width, min(roomy, self._cache.longest))
+        grown = self.both.new_zeros(2, num_slots, heads, capacity, size)
+        grown[:, :slots, :, : self.both.shape[3]] = self.both[:, :num_slots]
+        self._hold(grown)
 
 
 class SlotCache(Cache):
@@ -135,23 +153,19 @@ class SlotCache(Cache):
     def copy(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
         """Copy the first `width` columns of slots to other slots."""
         for layer in self.layers:
-            device = layer.keys.device
-            source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-            for buffer in (layer.keys[:, :, :width], layer.values[:, :, :width]):
-                buffer.index_copy_(0, target, buffer.index_select(0, source))
+            held = layer.both[:, :, :, :width]
+            source, target = (torch.tensor(slots, device=held.device) for slots in (sources, targets))
+            held.index_copy_(1, target, held.index_select(1, source))
 
-    def exchange(self, pairs: Sequence[tuple[int, int, int, int]], num_slots: int) -> None:
-        """Exchange what pairs of slots hold, of num_slots in all. pairs: slot, columns of it that count,
-        the other slot, columns of that."""
-        width = max((max(pair[1], pair[3]) for pair in pairs), default=0)
+    def exchange(self, pairs: Sequence[tuple[int, int, int]], num_slots: int) -> None:
+        """Exchange what pairs of num_slots slots hold: one slot, the other, how many columns count."""
         for layer in self.layers:
-            layer.keys = _at_least(layer.keys, num_slots, width, self.longest)
-            layer.values = _at_least(layer.values, num_slots, width, self.longest)
-            for buffer in (layer.keys, layer.values):
-                for one, num_one, other, num_other in pairs:
-                    kept = buffer[one, :, :num_one].clone()
-                    buffer[one, :, :num_other] = buffer[other, :, :num_other]
-                    buffer[other, :, :num_one] = kept
+            layer.make_room(num_slots, max(width for _, _, width in pairs))
+            for one, other, width in pairs:
+                this, that = layer.both[:, one, :, :width], layer.both[:, other, :, :width]
+                kept = this.clone()
+                this.copy_(that)
+                that.copy_(kept)
 
 
 def slot_attention(
@@ -176,20 +190,6 @@ def slot_attention(
 
 
 AttentionInterface.register(SLOT_ATTENTION, slot_attention)
-
-
-def _at_least(buffer: Tensor, num_slots: int, width: int, longest: int) -> Tensor:
-    """The buffer, larger if it has too few slots or columns; new ones are zero, as NaN in a column would be
-    seen through any mask. An empty one gets no more columns than the `longest` row is known to need."""
-    slots, heads, capacity, size = buffer.shape
-    if slots >= num_slots and capacity >= width:
-        return buffer
-    if capacity < width:
-        roomy = max(width + GROWTH, 3 * width // 2)
-        capacity = roomy if capacity else max(width, min(roomy, longest))
-    grown = buffer.new_zeros(num_slots, heads, capacity, size)
-    grown[:slots, :, : buffer.shape[2]] = buffer[:num_slots]
-    return grown
 
 
 def _spread(value_R: np.ndarray, place_R: np.ndarray, size: int) -> np.ndarray:
