@@ -39,7 +39,7 @@ def test_an_error_of_the_engine_names_it_and_the_request(process):
         "prompt_lengths": np.array([1]),
         "seeds": np.array([0]),
     }
-    process.send("submit", request, names=["0"], params=[{"max_tokens": 1}], adapter=None)
+    process.send("submit", request, names=["0"], params=[{"max_tokens": 1}])
     with pytest.raises(RolloutError, match=r"'agent_0.rollout', stream: AttributeError"):
         process.listen(60.0)
     assert process.listen(0.0) == []

@@ -5,10 +5,8 @@
 FD: the inherited socket. The first message, "start", brings vLLM's arguments; each later one is answered by
 "done", or by "error". "submit" alone has no such answer: its requests join those that run, and those that a
 step has completed are told by a "finished", whatever else the worker sends (or by a "stream_error", which
-ends them all). A step that also reads prompts takes longer for all rows (on a GPU it does not run as one CUDA
-graph), so requests join in groups, after a wait that is short against a response. While it generates, the
-process says "alive" about every second, from the thread that runs the engine: an engine that hangs falls
-silent.
+ends them all). While it generates, the process says "alive" about every second, from the thread that runs the
+engine: an engine that hangs falls silent.
 """
 
 import argparse
@@ -32,8 +30,6 @@ from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.errors import UserError
 
 ALIVE_EVERY_S = 1.0
-JOINS_PER_RESPONSE = 16
-"""In how many steps, of those that a mean response takes, requests may join those that run."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -47,10 +43,7 @@ class Server:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._engine: Any = None
-        self._waiting: list[tuple] = []  # requests of the stream: arguments of the engine's `add`
-        self._running: set[str] = set()
-        self._steps_since_join = 0
-        self._mean_tokens = 0.0  # of the stream's responses, the last ones most
+        self._running: set[str] = set()  # requests of the stream
         self._spoken_s = time.monotonic()
         self._inbox: queue.Queue[Message | None] = queue.Queue()
 
@@ -59,7 +52,7 @@ class Server:
         # A reader of its own: the worker can always send, also while it does not read what we send.
         threading.Thread(target=self._read, daemon=True).start()
         while True:
-            while (self._waiting or self._running) and self._inbox.empty():
+            while self._running and self._inbox.empty():
                 self._guarded("stream_error", self._advance)
             message = self._inbox.get()
             if message is None or message[0] == "stop":
@@ -97,36 +90,23 @@ class Server:
             )
 
     def _submit(self, values: dict, arrays: dict) -> None:
-        """Let requests wait to join. Arrays as in on_generate; a seed for each of values["names"]."""
+        """Let requests join those that run. Arrays as in on_generate; a seed for each of values["names"]."""
         bounds = np.cumsum(arrays["prompt_lengths"])[:-1]
         prompts = np.split(arrays["prompts"], bounds)
         for name, prompt, params, seed in zip(
             values["names"], prompts, values["params"], arrays["seeds"].tolist(), strict=True
         ):
-            self._waiting.append((name, prompt.tolist(), SamplingParams(**params), seed, values["adapter"]))
-
-    def _join(self) -> None:
-        """Let the requests that wait run, if it is time."""
-        between = self._mean_tokens // JOINS_PER_RESPONSE
-        if not self._waiting or (self._running and self._steps_since_join < between):
-            return
-        waiting, self._waiting, self._steps_since_join = self._waiting, [], 0
-        for name, *arguments in waiting:
-            self._engine.add(name, *arguments)
+            self._engine.add(name, prompt.tolist(), SamplingParams(**params), seed, values["adapter"])
             self._running.add(name)
 
     def _advance(self) -> None:
         """One step of the engine for the stream's requests."""
-        self._join()
         finished = self._engine.step()
-        self._steps_since_join += 1
-        for response in finished:
-            self._mean_tokens += (len(response.token_ids) - self._mean_tokens) / JOINS_PER_RESPONSE
         names = [response.request_id.split("-")[0] for response in finished]
         self._running.difference_update(names)
         if finished:
             values, arrays = _responses(finished)
-            if not self._running and not self._waiting:
+            if not self._running:
                 values["stats"] |= self._engine.stats()
             self._channel.send("finished", arrays, names=names, **values)
         self._say_alive(f"{len(self._running)} requests are running")
@@ -141,7 +121,6 @@ class Server:
         if self._running:
             self._engine.abort(sorted(self._running))
         self._running.clear()
-        self._waiting.clear()
 
     def on_start(self, values: dict, arrays: dict) -> Any:
         from siirl.engines.rollout.vllm_native import NativeEngine
