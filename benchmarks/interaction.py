@@ -56,6 +56,8 @@ from siirl.parallel.dims import ParallelDims
 
 AGENTS = 2
 MOST_TOKENS = 8192
+MAX_ROWS = {"cpu": 64, "cuda": 256}
+"""On a GPU, vLLM captures CUDA graphs of up to twice as many tokens: rows and the prompts that join them."""
 READ_TOKENS = 32
 """Of a turn besides the response, at most. An episode that does not fit leaves the others at a barrier."""
 MODEL = {"hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "mlp": 128}
@@ -262,7 +264,7 @@ def loaded_engine(name: str, model_dir: str, device: str = "cpu") -> RolloutEngi
         f"actor_rollout_ref.model.path={model_dir}",
         f"{rollout}.dtype={str(dtype).removeprefix('torch.')}",
         f"{rollout}.max_model_len={MOST_TOKENS}",
-        f"{rollout}.max_num_seqs=64",
+        f"{rollout}.max_num_seqs={MAX_ROWS[device]}",
         f"trainer.output_dir={model_dir}/outputs",
     ]
     if device == "cuda":
