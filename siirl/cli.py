@@ -87,10 +87,14 @@ def _run(argv: list[str]) -> int:
 
 
 def _export(args: argparse.Namespace, overrides: list[str]) -> None:
-    from siirl.checkpoint.export import export_hf
+    from siirl.checkpoint.export import export_adapter, export_hf
 
+    checkpoint, out = Path(args.checkpoint), Path(args.out)
     with _damage_is_the_users():
-        export_hf(Path(args.checkpoint), Path(args.out), args.model, args.base)
+        if args.adapter:
+            export_adapter(checkpoint, out, args.model)
+        else:
+            export_hf(checkpoint, out, args.model, args.base)
     print(f"wrote {args.out}")
 
 
@@ -151,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--base", type=Path, help="model that a LoRA adapter was trained on, if it is elsewhere now"
     )
+    export.add_argument("--adapter", action="store_true", help="its LoRA adapter alone, as peft stores it")
     export.set_defaults(command=_export)
     convert = commands.add_parser(
         "convert", help="turn a Hugging Face model into a distributed checkpoint, or back"

@@ -1,6 +1,8 @@
 """A checkpoint as a Hugging Face model directory, in one process, without the ranks that saved it."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from siirl.checkpoint import files
 from siirl.checkpoint.hf import declared_dtype, save_hf
 from siirl.checkpoint.writer import STATE_FILE
+from siirl.data.adapter_files import write_adapter
 from siirl.data.model_files import weights_digest
 from siirl.data.stored_tensors import load_tensors, stored_tensors
 from siirl.data.weight_slices import SafetensorsFolder
@@ -18,6 +21,38 @@ from siirl.errors import CheckpointError, ConfigError, DataError
 
 READ_BYTES = 2 * 10**9
 _PREFIX = "model/"
+
+
+def export_adapter(checkpoint: Path, out: Path, model: str | None = None) -> Path:
+    """Write the LoRA adapter of one model of a checkpoint alone, as peft stores it, to `out`; return it.
+
+    The base is neither read nor needed. `out` appears complete, by a rename. ConfigError if the model has no
+    adapter or trains more than that, or `out` exists; CheckpointError if the checkpoint is damaged.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists already. Remove it, or choose another directory.")
+    folder = _verified(checkpoint, model)
+    stored = {name: entry for name, entry in stored_tensors(folder).items() if name.startswith(_PREFIX)}
+    about = json.loads((folder / STATE_FILE).read_text())
+    on_base = about["state"].get("base")
+    adapters = {name: _empty(entry) for name, entry in stored.items() if ".lora_" in name}
+    if not adapters:
+        raise ConfigError(f"{folder} has no LoRA adapter. Leave out --adapter.")
+    others = stored.keys() - adapters.keys()
+    if on_base and others:
+        raise ConfigError(
+            f"{folder} trains {', '.join(sorted(others)[:3])} besides its adapter, which has no place for "
+            "them. Leave out --adapter."
+        )
+    load_tensors(adapters, folder, None)
+    plain = {name.removeprefix(_PREFIX).replace(".default.", "."): x for name, x in adapters.items()}
+    rank = next(len(tensor) for name, tensor in plain.items() if ".lora_A." in name)
+    aside = out.with_name(out.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    write_adapter(aside, plain, rank, about["lora_alpha"], on_base and on_base["path"])
+    os.replace(aside, out)
+    return out
 
 
 def export_hf(checkpoint: Path, out: Path, model: str | None = None, base: Path | None = None) -> Path:
@@ -28,10 +63,7 @@ def export_hf(checkpoint: Path, out: Path, model: str | None = None, base: Path 
     config.json declares. At most a shard and one read are in memory. CheckpointError if the checkpoint is
     damaged.
     """
-    checkpoint = current(Path(checkpoint))
-    name = _choose(checkpoint, files.read_manifest(checkpoint)["models"], model)
-    files.verify(checkpoint, under=f"{name}/")
-    return export_folder(checkpoint / name, Path(out), base)
+    return export_folder(_verified(checkpoint, model), Path(out), base)
 
 
 def export_folder(folder: Path, out: Path, base: Path | None = None) -> Path:
@@ -46,6 +78,14 @@ def current(path: Path) -> Path:
     """`path` itself if it is a checkpoint; the current one if it is a folder of checkpoints."""
     step = files.current_step(path)
     return path if step is None else files.step_folder(path, step)
+
+
+def _verified(checkpoint: Path, model: str | None) -> Path:
+    """The folder of a checkpoint's model, after its files were compared with the manifest."""
+    checkpoint = current(Path(checkpoint))
+    name = _choose(checkpoint, files.read_manifest(checkpoint)["models"], model)
+    files.verify(checkpoint, under=f"{name}/")
+    return checkpoint / name
 
 
 def _choose(checkpoint: Path, names: list[str], wanted: str | None) -> str:

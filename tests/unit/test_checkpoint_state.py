@@ -6,6 +6,7 @@ import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from fixtures_tiny import make_tiny_model_dir
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from siirl import cli
 from siirl.checkpoint import tree
-from siirl.checkpoint.export import export_hf
+from siirl.checkpoint.export import export_adapter, export_hf
 from siirl.checkpoint.hf import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
@@ -260,14 +262,16 @@ def test_an_export_merges_lora_adapters(tmp_path, tiny_model):
 
 
 class AdapterEngine(PlainEngine):
-    """An engine that saves its adapters alone, as the real ones do."""
+    """An engine that saves its adapters alone, as the real ones do. extra: what trains besides."""
+
+    extra: ClassVar[dict[str, torch.Tensor]] = {}
 
     def state_dict(self):
         state, params = super().state_dict(), dict(self.module.named_parameters())
         names = [name.replace(".base_layer.", ".") for name in params if ".lora_" not in name]
         adapters = {name: tensor for name, tensor in state["model"].items() if ".lora_" in name}
         base = {"path": str(self.base), "digest": weights_digest(self.base), "names": names}
-        return state | {"model": adapters, "base": base}
+        return state | {"model": adapters | self.extra, "base": base}
 
     def load_state_dict(self, state):
         self.loaded = state
@@ -302,6 +306,43 @@ def test_an_adapter_alone_is_exported_with_the_base_that_it_was_trained_on(tmp_p
     assert logits(export_hf(checkpoint, tmp_path / "out2", base=moved)).equal(logits(out))
     with pytest.raises(CheckpointError, match="has others"):
         export_hf(checkpoint, tmp_path / "out3", base=out)
+
+
+def test_an_adapter_is_exported_alone_as_peft_reads_it_without_its_base(tmp_path, tiny_model, capsys):
+    from peft import AutoPeftModelForCausalLM
+
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    engine = adapted(base, seed=0)
+    with torch.no_grad():
+        expected = engine.module(torch.tensor([[6, 7, 8, 9]])).logits
+    saved = {"agent_0.actor": SavedModel(engine, None, str(base), ("model",), lora_alpha=16)}
+    checkpoint = CheckpointManager(tmp_path / "c", 1, None).save(1, saved, {}, {})
+    moved, out = base.rename(tmp_path / "moved"), tmp_path / "adapter"
+    assert cli.main(["export", "--adapter", str(checkpoint), str(out)]) == 0
+    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    moved.rename(base)
+    with torch.no_grad():
+        found = AutoPeftModelForCausalLM.from_pretrained(out)(torch.tensor([[6, 7, 8, 9]])).logits
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+    capsys.readouterr()
+    assert cli.main(["export", "--adapter", str(checkpoint), str(out)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+def test_what_is_not_an_adapter_alone_is_not_exported_as_one(tmp_path, tiny_model):
+    plain = PlainEngine(AutoModelForCausalLM.from_pretrained(tiny_model))
+    critic = adapted(tiny_model, seed=0)
+    critic.extra = {"score.weight": torch.ones(1, 3)}
+    saved = {
+        "agent_0.actor": SavedModel(plain, None, str(tiny_model), ("model",)),
+        "agent_0.critic": SavedModel(critic, None, str(tiny_model), ("model",), lora_alpha=16),
+    }
+    checkpoint = CheckpointManager(tmp_path / "c", 1, None).save(1, saved, {}, {})
+    with pytest.raises(ConfigError, match=r"has no LoRA adapter. Leave out --adapter"):
+        export_adapter(checkpoint, tmp_path / "out", "agent_0.actor")
+    with pytest.raises(ConfigError, match=r"trains model/score.weight besides its adapter"):
+        export_adapter(checkpoint, tmp_path / "out", "agent_0.critic")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_is_read_from_a_checkpoint_that_holds_its_base_too_and_only_onto_its_own_base(

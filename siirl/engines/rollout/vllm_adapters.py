@@ -1,16 +1,15 @@
 """Several adapters in one vLLM engine: what its users share, and how an adapter gets into it."""
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from siirl.config import Config
+from siirl.data.adapter_files import write_adapter
 from siirl.engines.rollout.vllm_process import EngineProcess
 from siirl.engines.rollout.weights import WeightSpecs
 from siirl.engines.train.lora import adapter_name
@@ -68,17 +67,7 @@ def load_adapter(
 ) -> None:
     """Have the engine take an adapter, by way of a folder in memory that is gone afterwards."""
     model = cfg.actor_rollout_ref.model
-    modules = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in adapter})
-    about = {
-        "peft_type": "LORA",
-        "r": model.lora_rank,
-        "lora_alpha": model.lora_alpha,
-        "target_modules": modules,
-        "bias": "none",
-    }
     place = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="siirl-adapter-", dir=place) as folder:
-        tensors = {f"base_model.model.{key}": tensor for key, tensor in adapter.items()}
-        save_file(tensors, Path(folder) / "adapter_model.safetensors")
-        (Path(folder) / "adapter_config.json").write_text(json.dumps(about))
+        write_adapter(Path(folder), adapter, model.lora_rank, model.lora_alpha)
         process.ask("load_adapter", name=name, number=number, folder=folder)
