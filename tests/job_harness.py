@@ -1,6 +1,9 @@
 """Runs the main job on gloo processes, in a folder of its own: what the end-to-end tests share."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +12,7 @@ from typing import Any
 from dist_harness import run_workers
 from fixtures_tiny import make_arithmetic_parquet, make_tiny_model_dir
 
+ROOT = Path(__file__).parents[1]
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """A reward that varies between random responses: the share of digits, and a bonus for the right one."""
@@ -78,6 +82,11 @@ class Finished:
     output: Path
     lines: list[dict[str, Any]]
 
+    @classmethod
+    def read(cls, output: Path) -> "Finished":
+        """The run in a folder."""
+        return cls(output, [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()])
+
     def values(self, name: str) -> list[float]:
         """The metric over the steps that have it."""
         return [line[name] for line in self.lines if name in line]
@@ -102,8 +111,34 @@ def run_job(
         next(text for text in arguments if text.startswith("trainer.output_dir=")).partition("=")[2]
     )
     run_workers(run or work, world_size, arguments, str(output), deadline_s=deadline_s)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return Finished(output, lines)
+    return Finished.read(output)
+
+
+def run_example(
+    folder: Path, *arguments: str, python: str = sys.executable, fails: bool = False, timeout_s: float = 870
+) -> str:
+    """Run examples/multi_agent/run.sh, whose files go below `folder`; what it prints.
+
+    python: the program that it calls; "echo" prints the command lines. fails: it must, and its errors are
+    returned.
+    """
+    environment = {
+        "PYTHON": python,
+        "PYTHONPATH": str(ROOT),
+        "MULTI_AGENT_DIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    done = subprocess.run(
+        ["bash", str(ROOT / "examples" / "multi_agent" / "run.sh"), *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        timeout=timeout_s,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return done.stderr if fails else done.stdout
 
 
 def work(rank: int, world_size: int, arguments: list[str], output: str) -> None:

@@ -1,17 +1,10 @@
 """The examples with numbers: each runs by the script, and the team learns what one agent cannot."""
 
 import importlib
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from job_harness import Finished, run_job
+from job_harness import ROOT, Finished, run_example, run_job
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "multi_agent" / "run.sh"
 BOUND = 7 / 12  # the best that can be known of the larger of two numbers below 6 from one of them
 ACCURACY = {
     "solver_verifier": "agent_1/val/numbers/accuracy/mean",
@@ -19,50 +12,24 @@ ACCURACY = {
 }
 
 
-def run(folder: Path, *arguments: str, python: str = sys.executable, seed: int = 0) -> str:
-    environment = {
-        "PYTHON": python,
-        "PYTHONPATH": str(ROOT),
-        "MULTI_AGENT_DIR": str(folder),
-        "SEED": str(seed),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    done = subprocess.run(
-        ["bash", str(SCRIPT), *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        timeout=870,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def load(name: str):
     return importlib.import_module(f"examples.multi_agent.{name}")
-
-
-def accuracies(folder: Path, name: str) -> list[float]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line[name] for line in lines if name in line]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ACCURACY)
 def test_a_team_learns_to_answer_what_each_of_its_agents_knows_half_of(tmp_path, name):
-    run(tmp_path, name)
-    team = accuracies(tmp_path / "numbers_0" / name, ACCURACY[name])
+    run_example(tmp_path, name)
+    team = Finished.read(tmp_path / "numbers_0" / name).values(ACCURACY[name])
     assert team[0] < 0.3 and team[-1] > 0.75, team
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_one_agent_alone_gets_no_further_than_half_of_the_question_allows(tmp_path):
-    run(tmp_path, "solver_verifier", "alone")
-    alone = accuracies(tmp_path / "numbers_0" / "alone", "val/numbers/accuracy/mean")
+    run_example(tmp_path, "solver_verifier", "alone")
+    alone = Finished.read(tmp_path / "numbers_0" / "alone").values("val/numbers/accuracy/mean")
     assert alone[0] < 0.3 < alone[-1] and max(alone) < BOUND + 1e-6, alone
 
 
@@ -70,7 +37,7 @@ def quick(name: str, tmp_path, monkeypatch, *changes: str) -> Finished:
     """An example's job by the keys of its script, made smaller, on one process; numbers below 4."""
     prepare = load("prepare")
     prepare.write(prepare.numbers(4), tmp_path / "numbers_0", 320, seed=0)
-    words = run(tmp_path, name, *changes, "trainer.logger=[]", python="echo").split()
+    words = run_example(tmp_path, name, *changes, "trainer.logger=[]", python="echo").split()
     assert words[:2] == ["-m", "siirl.main_dag"], words
     monkeypatch.chdir(ROOT)
     return run_job(1, words[2:], deadline_s=180)

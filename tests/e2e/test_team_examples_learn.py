@@ -1,44 +1,18 @@
 """The examples with a world, a tool or a game: each learns by its script what one of its agents cannot."""
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from job_harness import run_job
+from job_harness import ROOT, Finished, run_example, run_job
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "multi_agent" / "run.sh"
 ROOMS_ALONE = (1 / 4 + 1 / 16) / 2  # doors that an actor opens who hears nothing
 PRICE_ALONE = 1 / 6  # without the planner any thing may be meant, without the tool any price
 
 
-def run(folder: Path, *arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    environment = {
-        "PYTHON": python,
-        "PYTHONPATH": str(ROOT),
-        "MULTI_AGENT_DIR": str(folder),
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    return subprocess.run(
-        ["bash", str(SCRIPT), *arguments],
-        cwd=ROOT,
-        env=os.environ | environment,
-        timeout=1700,
-        capture_output=True,
-        text=True,
-    )
-
-
-def validated(folder: Path, name: str, metric: str, run_name: str = "team") -> list[float]:
-    done = run(folder, name, *([] if run_name == "team" else [run_name]))
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = (folder / f"{name}_0" / run_name / "metrics.jsonl").read_text().splitlines()
-    return [line[metric] for line in map(json.loads, lines) if metric in line]
+def validated(folder: Path, name: str, metric: str) -> list[float]:
+    run_example(folder, name, timeout_s=1700)
+    return Finished.read(folder / f"{name}_0" / "team").values(metric)
 
 
 @pytest.mark.slow
@@ -74,7 +48,7 @@ def test_the_workflow_trains_by_the_keys_of_the_script(name, tmp_path, monkeypat
     prepare.write(prepare.TASKS[name], tmp_path / f"{name}_0", 16, seed=0)
     small = ["data.train_batch_size=4", "actor_rollout_ref.rollout.n=4", "trainer.total_training_steps=1"]
     small += ["trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.logger=[]"]
-    words = run(tmp_path, name, *small, python="echo").stdout.split()
+    words = run_example(tmp_path, name, *small, python="echo").split()
     monkeypatch.chdir(ROOT)
     finished = run_job(1, words[2:], deadline_s=180)
     fewest, most = TURNS[name]
@@ -95,8 +69,8 @@ def test_the_workflow_trains_by_the_keys_of_the_script(name, tmp_path, monkeypat
     ],
 )
 def test_other_names_are_refused_with_the_known_ones(tmp_path, arguments, words):
-    refused = run(tmp_path, *arguments)
-    assert refused.returncode != 0 and all(word in refused.stderr for word in words), refused.stderr
+    refused = run_example(tmp_path, *arguments, fails=True)
+    assert all(word in refused for word in words), refused
 
 
 @pytest.mark.parametrize("name, hears", [("reasoner_actor", "actor"), ("planner_worker", "worker")])
@@ -104,7 +78,7 @@ def test_the_script_says_who_is_alone_and_takes_more_keys(tmp_path, name, hears)
     folder = tmp_path / f"{name}_0"
     folder.mkdir()
     (folder / "test.parquet").touch()
-    words = run(tmp_path, name, "alone", "trainer.total_training_steps=2", python="echo").stdout.split()
+    words = run_example(tmp_path, name, "alone", "trainer.total_training_steps=2", python="echo").split()
     assert f"dag.node_config.{hears}.rollout.agent.pre_process_kwargs.others=False" in words
     assert words[-1] == "trainer.total_training_steps=2"
     assert f"dag.workflow_path=dag_templates/{name}.yaml" in words
