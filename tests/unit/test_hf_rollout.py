@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config
 
 from siirl.config import load_config
 from siirl.dag.plan import ModelPlan
@@ -92,6 +92,18 @@ def streamed(engine, params=SAMPLED, at_first=2):
         stream.submit(waiting[:1])
         waiting = waiting[1:]
     return [answers[index].token_ids for index in range(len(PROMPTS))]
+
+
+def test_a_model_whose_values_are_narrower_than_its_keys_streams_what_it_generates(tmp_path):
+    sizes = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    sizes |= {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "v_head_dim": 12}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    config = DeepseekV2Config(**sizes, **heads, **experts, vocab_size=VOCAB, initializer_range=0.3)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    alone = [prompt[0] for prompt in tokens(loaded(tmp_path))]
+    assert streamed(loaded(tmp_path)) == alone
 
 
 @pytest.mark.parametrize(

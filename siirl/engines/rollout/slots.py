@@ -4,7 +4,7 @@ Each row has a slot, from its first column on; column c holds the keys and value
 forward reads any number of new tokens of each row, packed one behind the other: rows that decode bring one,
 rows that join bring what their slot does not hold yet of their prompt.
 Shapes: N new tokens, R rows, M new tokens of a row at most, S columns, H query heads, K key-value heads,
-G = H / K, D head size.
+G = H / K, D head size (of values, it may be another one than of queries and keys).
 """
 
 from collections.abc import Sequence
@@ -73,7 +73,7 @@ class Rows:
             attn_mask=self._mask(heads // kv_heads, window, query_HND.dtype),
             scale=scale,
         )
-        out_NHD = out.reshape(rows, heads, self.most, size).transpose(1, 2).flatten(0, 1)
+        out_NHD = out.reshape(rows, heads, self.most, -1).transpose(1, 2).flatten(0, 1)
         return out_NHD if self._place_N is None else out_NHD.index_select(0, self._place_N)
 
     def _mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -101,7 +101,8 @@ class Reading:
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer, [slots, K, capacity, D] each: halves of one buffer."""
+    """Keys and values of one layer, [slots, K, capacity, D] each: halves of one buffer, whose heads have the
+    larger size of both."""
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
@@ -110,11 +111,12 @@ class SlotLayer(DynamicLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Called by the first update, or one that a reset came before."""
         super().lazy_initialization(key_states, value_states)
-        self._hold(key_states.new_zeros(2, 0, key_states.shape[1], 0, key_states.shape[3]))
+        self._sizes = key_states.shape[3], value_states.shape[3]
+        self._hold(key_states.new_zeros(2, 0, key_states.shape[1], 0, max(self._sizes)))
 
     def _hold(self, both: Tensor) -> None:
         self.both = both
-        self.keys, self.values = both
+        self.keys, self.values = (part[..., :size] for part, size in zip(both, self._sizes, strict=True))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Write new tokens, [1, K, N, D], where the cache's reading has them; keys, values of all slots."""
