@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
-from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config, Gemma2Config, GptOssConfig
 
 from siirl.config import load_config
 from siirl.dag.plan import ModelPlan
@@ -92,6 +92,20 @@ def streamed(engine, params=SAMPLED, at_first=2):
         stream.submit(waiting[:1])
         waiting = waiting[1:]
     return [answers[index].token_ids for index in range(len(PROMPTS))]
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "words"),
+    [
+        (Gemma2Config, {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"),
+        (GptOssConfig, {"num_local_experts": 2, "num_experts_per_tok": 1}, "GptOssForCausalLM"),
+    ],
+)
+def test_attention_that_would_be_computed_without_a_part_of_it_is_refused(tmp_path, family, extra, words):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    family(**sizes, **extra, num_key_value_heads=2, head_dim=16, vocab_size=VOCAB).save_pretrained(tmp_path)
+    with pytest.raises(NotSupportedError, match=f"without plain softmax attention: .*{words}"):
+        build(tmp_path)
 
 
 def test_a_model_whose_values_are_narrower_than_its_keys_streams_what_it_generates(tmp_path):

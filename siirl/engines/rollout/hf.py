@@ -232,7 +232,7 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
     """The model of `model_cfg` on `device`, for inference, its weights uninitialised memory.
 
     dtype: "auto" (what config.json says, else float32), "float32", "bfloat16" or "float16". DataError
-    without a config.json; NotSupportedError for layers that are not attention.
+    without a config.json; NotSupportedError for layers that are not plain softmax attention.
     """
     config = load_hf_config(model_cfg)
     others = set(getattr(config, "layer_types", None) or ()) - CACHED_LAYERS
@@ -241,16 +241,31 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
             f"not supported yet: rollout 'hf' for layers of type {', '.join(sorted(others))} "
             f"({model_cfg.path}). Use a model of {' and '.join(sorted(CACHED_LAYERS))} layers."
         )
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        raise _unplain(model_cfg, f"attn_logit_softcapping={softcap}")
     torch_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device(device), no_init_weights():
-        model = AutoModelForCausalLM.from_config(
-            config,
-            dtype=torch_dtype,
-            attn_implementation="sdpa",
-            trust_remote_code=model_cfg.trust_remote_code,
-        )
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch_dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=model_cfg.trust_remote_code,
+            )
+        except ValueError as error:
+            if "attention implementation" not in str(error):
+                raise
+            raise _unplain(model_cfg, str(error)) from error
     model.tie_weights()
     return model.eval().requires_grad_(False)
+
+
+def _unplain(model_cfg: ModelConfig, what: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"not supported yet: rollout 'hf' for {model_cfg.path}, a model without plain softmax attention: "
+        f"{what}. Use rollout.name=vllm, or another model."
+    )
 
 
 def _cache_bytes_per_token(model: PreTrainedModel) -> int:
