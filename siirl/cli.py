@@ -92,7 +92,7 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> None:
     checkpoint, out = Path(args.checkpoint), Path(args.out)
     with _damage_is_the_users():
         if args.adapter:
-            export_adapter(checkpoint, out, args.model)
+            export_adapter(checkpoint, out, args.model, args.base)
         else:
             export_hf(checkpoint, out, args.model, args.base)
     print(f"wrote {args.out}")

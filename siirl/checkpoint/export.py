@@ -23,11 +23,12 @@ READ_BYTES = 2 * 10**9
 _PREFIX = "model/"
 
 
-def export_adapter(checkpoint: Path, out: Path, model: str | None = None) -> Path:
+def export_adapter(checkpoint: Path, out: Path, model: str | None = None, base: Path | None = None) -> Path:
     """Write the LoRA adapter of one model of a checkpoint alone, as peft stores it, to `out`; return it.
 
-    The base is neither read nor needed. `out` appears complete, by a rename. ConfigError if the model has no
-    adapter or trains more than that, or `out` exists; CheckpointError if the checkpoint is damaged.
+    base: what it names as its base, instead of where that was; neither is read. `out` appears complete, by a
+    rename. ConfigError if the model has no adapter or trains more than that, or `out` exists;
+    CheckpointError if the checkpoint is damaged.
     """
     if out.exists():
         raise ConfigError(f"{out} exists already. Remove it, or choose another directory.")
@@ -44,13 +45,16 @@ def export_adapter(checkpoint: Path, out: Path, model: str | None = None) -> Pat
             f"{folder} trains {', '.join(sorted(others)[:3])} besides its adapter, which has no place for "
             "them. Leave out --adapter."
         )
+    if about["lora_alpha"] is None:
+        raise CheckpointError(f"{folder} has LoRA adapters but no lora_alpha: their scale is not known.")
     load_tensors(adapters, folder, None)
     plain = {name.removeprefix(_PREFIX).replace(".default.", "."): x for name, x in adapters.items()}
     rank = next(len(tensor) for name, tensor in plain.items() if ".lora_A." in name)
     aside = out.with_name(out.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    write_adapter(aside, plain, rank, about["lora_alpha"], on_base and on_base["path"])
+    trained_on = str(base) if base else on_base and on_base["path"]
+    write_adapter(aside, plain, rank, about["lora_alpha"], trained_on)
     os.replace(aside, out)
     return out
 

@@ -6,9 +6,10 @@ import pytest
 import yaml
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, overrides, run_job
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 
-from siirl.checkpoint.export import export_hf
+from siirl.checkpoint.export import export_adapter, export_hf
 
 HERE = Path(__file__).parent
 MODEL = "actor_rollout_ref.model"
@@ -69,6 +70,9 @@ def test_each_adapter_resumes_from_its_own_checkpoint_and_is_exported_from_it(in
         for key, tensor in expected.items():
             assert found[key].equal(tensor), f"agent {agent}: {key} after the resume"
             assert (stored[key] - tensor).abs().max() < 1e-6, f"agent {agent}: {key} of the checkpoint"
+        alone = export_adapter(checkpoints, tmp_path / f"adapter_{agent}", name)
+        merged = AutoPeftModelForCausalLM.from_pretrained(alone).merge_and_unload().state_dict()
+        assert all((merged[key] - tensor).abs().max() < 1e-6 for key, tensor in stored.items())
 
 
 @pytest.mark.slow

@@ -289,13 +289,18 @@ def adapted(path: Path, seed: int) -> AdapterEngine:
     return engine
 
 
-def test_an_adapter_alone_is_exported_with_the_base_that_it_was_trained_on(tmp_path, tiny_model):
+def saved_adapter(tmp_path: Path, tiny_model: Path) -> tuple[Path, Path, torch.Tensor]:
+    """A base of its own, a checkpoint of an adapter on it, and the logits of both."""
     base = shutil.copytree(tiny_model, tmp_path / "base")
     engine = adapted(base, seed=0)
     with torch.no_grad():
         expected = engine.module(torch.tensor([[6, 7, 8, 9]])).logits
     saved = {"agent_0.actor": SavedModel(engine, None, str(base), ("model",), lora_alpha=16)}
-    checkpoint = CheckpointManager(tmp_path / "c", 1, None).save(1, saved, {}, {})
+    return base, CheckpointManager(tmp_path / "c", 1, None).save(1, saved, {}, {}), expected
+
+
+def test_an_adapter_alone_is_exported_with_the_base_that_it_was_trained_on(tmp_path, tiny_model):
+    base, checkpoint, expected = saved_adapter(tmp_path, tiny_model)
     stored = sum(path.stat().st_size for path in (checkpoint / "agent_0.actor").glob("*.distcp"))
     assert stored < 0.5 * (base / "model.safetensors").stat().st_size
     out = export_hf(checkpoint, tmp_path / "out")
@@ -311,12 +316,7 @@ def test_an_adapter_alone_is_exported_with_the_base_that_it_was_trained_on(tmp_p
 def test_an_adapter_is_exported_alone_as_peft_reads_it_without_its_base(tmp_path, tiny_model, capsys):
     from peft import AutoPeftModelForCausalLM
 
-    base = shutil.copytree(tiny_model, tmp_path / "base")
-    engine = adapted(base, seed=0)
-    with torch.no_grad():
-        expected = engine.module(torch.tensor([[6, 7, 8, 9]])).logits
-    saved = {"agent_0.actor": SavedModel(engine, None, str(base), ("model",), lora_alpha=16)}
-    checkpoint = CheckpointManager(tmp_path / "c", 1, None).save(1, saved, {}, {})
+    base, checkpoint, expected = saved_adapter(tmp_path, tiny_model)
     moved, out = base.rename(tmp_path / "moved"), tmp_path / "adapter"
     assert cli.main(["export", "--adapter", str(checkpoint), str(out)]) == 0
     assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
@@ -327,6 +327,12 @@ def test_an_adapter_is_exported_alone_as_peft_reads_it_without_its_base(tmp_path
     capsys.readouterr()
     assert cli.main(["export", "--adapter", str(checkpoint), str(out)]) == 2
     assert "exists already" in capsys.readouterr().err
+    other = export_adapter(checkpoint, tmp_path / "other", base=Path("hub/name"))
+    assert json.loads((other / "adapter_config.json").read_text())["base_model_name_or_path"] == "hub/name"
+    unscaled = {"agent_0.actor": SavedModel(adapted(base, seed=0), None, str(base), ("model",))}
+    checkpoint = CheckpointManager(tmp_path / "c", 1, None).save(2, unscaled, {}, {})
+    with pytest.raises(CheckpointError, match="no lora_alpha"):
+        export_adapter(checkpoint, tmp_path / "out2")
 
 
 def test_what_is_not_an_adapter_alone_is_not_exported_as_one(tmp_path, tiny_model):

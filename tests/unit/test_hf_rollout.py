@@ -108,9 +108,10 @@ def test_attention_that_would_be_computed_without_a_part_of_it_is_refused(tmp_pa
         build(tmp_path)
 
 
-def test_a_model_whose_values_are_narrower_than_its_keys_streams_what_it_generates(tmp_path):
-    sizes = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
-    sizes |= {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "v_head_dim": 12}
+@pytest.mark.parametrize("latent", [4, 12])  # what is cached as keys; as values: 8
+def test_a_model_whose_keys_and_values_have_different_sizes_streams_what_it_generates(tmp_path, latent):
+    sizes = {"kv_lora_rank": latent, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    sizes |= {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "v_head_dim": 10}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     config = DeepseekV2Config(**sizes, **heads, **experts, vocab_size=VOCAB, initializer_range=0.3)
