@@ -226,7 +226,11 @@ class RolloutConfig:
     )
     log_prob_use_dynamic_bsz: bool = key(False, "fill those micro-batches up to a token budget")
     disable_log_stats: bool = key(True, "no statistics of the engine among the metrics", when="name=vllm")
-    enable_chunked_prefill: bool = key(True, "prefill in chunks", when="name=vllm")
+    enable_chunked_prefill: bool = key(
+        True,
+        "read a prompt in several steps where it does not fit in one; on a CPU never (vLLM's seeds)",
+        when="name=vllm",
+    )
     trust_remote_code: bool = key(
         True, "run Python code of the model", ignored="model.trust_remote_code decides"
     )

@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
+from sampling_reference import drawn_tokens, next_token_log_probs, truncated
 from transformers import AutoModelForCausalLM
 
 from siirl.config import load_config
@@ -93,12 +94,6 @@ def flat(completions):
     return [sample for prompt in completions for sample in prompt]
 
 
-def next_token_log_probs(model, prompt, temperature=1.0):
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt])).logits[0, -1].double()
-    return (logits / temperature).log_softmax(-1)
-
-
 def response_log_probs(model, prompt, response, temperature=1.0):
     """Log-probs of the response tokens by one plain forward of the whole row."""
     with torch.no_grad():
@@ -139,6 +134,14 @@ def test_a_prompt_does_not_depend_on_its_batch_or_order(engine):
     assert tokens(alone) == tokens(together)
     for one, other in zip(flat(alone), flat(together), strict=True):
         assert one.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
+def test_prompts_may_hold_more_tokens_than_one_step_reads(engine):
+    """The last prompt that fits the default max_num_batched_tokens (8,192) would be cut in two."""
+    prompts = [[(7 * row + position) % 20 + 2 for position in range(49)] for row in range(170)]
+    params = SamplingParams(max_tokens=2)
+    together = tokens(engine.generate(prompts, params, range(170)))
+    assert together[160:] == tokens(engine.generate(prompts[160:], params, range(160, 170)))
 
 
 @pytest.mark.parametrize("name", START_FAST)
@@ -186,21 +189,6 @@ def test_greedy_equals_transformers_generate(engine, reference):
         torch.testing.assert_close(torch.tensor(sample.log_probs), log_probs, atol=1e-5, rtol=0)
 
 
-def truncated(log_probs, top_k, top_p):
-    """Exact probabilities after top-k, then top-p: a reference that goes token by token."""
-    probs = log_probs.exp().tolist()
-    ranked = sorted(range(len(probs)), key=lambda token: -probs[token])
-    ranked = ranked[:top_k] if top_k > 0 else ranked
-    total, mass, kept = sum(probs[token] for token in ranked), 0.0, []
-    for token in ranked:
-        kept.append(token)
-        mass += probs[token] / total
-        if mass >= top_p:
-            break
-    total = sum(probs[token] for token in kept)
-    return {token: probs[token] / total for token in kept}
-
-
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [(1.0, -1, 1.0), (0.6, -1, 1.0), (1.0, 5, 1.0), (1.0, -1, 0.8), (1.5, 9, 0.7)],
@@ -217,6 +205,16 @@ def test_samples_follow_the_exact_distribution(engine, reference, temperature, t
     assert freedom > 1 and chi_square < limit, (
         f"chi-square {chi_square:.1f} with {freedom} degrees of freedom"
     )
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, -1), (0.7, 6)])
+def test_a_seed_draws_the_same_tokens_in_every_engine(engine, reference, temperature, top_k):
+    """The number of each position is that of `uniforms`: on the CPU, engines differ by rounding alone."""
+    params = SamplingParams(max_tokens=5, n=2, temperature=temperature, top_k=top_k)
+    for row, samples in enumerate(engine.generate(PROMPTS, params, range(5))):
+        for number, sample in enumerate(samples):
+            seed = derive_seed(row, number)
+            assert sample.token_ids == drawn_tokens(reference, PROMPTS[row], seed, 5, temperature, top_k)
 
 
 def test_positions_of_a_response_are_independent(engine):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
@@ -308,38 +307,6 @@ def test_what_cannot_run_is_refused(tmp_path, family, overrides, error, words):
     AutoConfig.for_model(family).save_pretrained(tmp_path)
     with pytest.raises(error, match=words):
         build(tmp_path, *(override.format(tmp=tmp_path) for override in overrides))
-
-
-def test_uniforms_are_uniform_and_independent_of_the_other_rows():
-    table = sampling.uniforms([3, 4, (1 << 63) - 1], 20_000)
-    assert table.shape == (20_000, 3)
-    np.testing.assert_array_equal(sampling.uniforms([4], 5)[:, 0], table[:5, 1])
-    counts = np.stack([np.histogram(column, 50, (0, 1))[0] for column in table.T])
-    chi_square = ((counts - 400) ** 2 / 400).sum(1)
-    assert (chi_square < 49 + 4.5 * np.sqrt(98)).all()
-    assert np.abs(np.corrcoef(table.T) - np.eye(3)).max() < 0.03
-    assert abs(np.corrcoef(table[:-1, 0], table[1:, 0])[0, 1]) < 0.03
-    assert table.min() > 0 and table.max() < 1
-
-
-def test_seeds_of_samples_of_neighbouring_prompts_do_not_collide():
-    seeds = {sampling.derive_seed(prompt, sample) for prompt in range(200) for sample in range(50)}
-    assert len(seeds) == 10_000
-
-
-def test_a_token_without_probability_is_never_drawn():
-    logits = torch.full((4, 6), -torch.inf)
-    logits[:, 2] = 0.0
-    uniform = torch.tensor([2.0**-33, 0.3, 0.9, 1 - 2.0**-33], dtype=torch.float64)
-    token, log_prob = sampling.sample_tokens(logits, uniform, SamplingParams(max_tokens=1))
-    assert token.tolist() == [2] * 4 and log_prob.tolist() == [0.0] * 4
-
-
-def test_top_p_keeps_at_least_the_likeliest_token():
-    logits = torch.tensor([[0.0, 3.0, 1.0]]).repeat(50, 1)
-    uniform = torch.linspace(0.01, 0.99, 50, dtype=torch.float64)
-    token, _ = sampling.sample_tokens(logits, uniform, SamplingParams(max_tokens=1, top_p=1e-6))
-    assert set(token.tolist()) == {1}
 
 
 def test_slots_exchange_what_they_hold_whatever_their_lengths():

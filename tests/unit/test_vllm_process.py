@@ -166,7 +166,7 @@ def test_keys_become_arguments_of_the_engine(tmp_path):
 
 def test_on_the_cpu_there_is_neither_sleep_nor_a_share_of_device_memory(tmp_path):
     got = arguments(tmp_path, "cpu", f"{ROLLOUT}.enforce_eager=False")
-    assert got["enforce_eager"] is True
+    assert got["enforce_eager"] is True and got["enable_chunked_prefill"] is False
     assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(got)
     assert got["kv_cache_memory_bytes"] >= 64 << 20
 

@@ -14,7 +14,9 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _MAX_LOGITS = 1 << 26
-"""Logits sampled at once, as fp32 and fp64 temporaries: bounds memory at 1,024 rows of a 150k vocabulary."""
+"""Logits sampled at once, as fp32 temporaries: bounds memory at 1,024 rows of a 150k vocabulary."""
+_BLOCK = 1024
+"""Tokens whose weights `invert` adds before it accumulates them."""
 
 
 def derive_seed(seed: int, sample: int) -> int:
@@ -77,13 +79,42 @@ def _sample(logits_BV: Tensor, uniform_B: Tensor, params: SamplingParams) -> tup
         prob_BV = log_prob_BV.exp()
         if params.top_k > 0 or params.top_p < 1:
             prob_BV = prob_BV.masked_fill(logits_BV < _threshold(logits_BV, params), 0.0)
-        cumulative_BV = prob_BV.cumsum(-1, dtype=torch.float64)
-        target_B = uniform_B * cumulative_BV[:, -1]
-        # NaN logits would give an index past the vocabulary, which a device reports far from here.
-        token_B = torch.searchsorted(cumulative_BV, target_B[:, None], right=True)[:, 0].clamp_(
-            max=logits_BV.shape[1] - 1
-        )
+        token_B = invert(prob_BV, uniform_B)
     return token_B, log_prob_BV.gather(-1, token_B[:, None])[:, 0]
+
+
+def invert(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The token of each row, int64, at which the cumulative distribution passes uniform_B (float64, (0, 1)).
+
+    weight_BV: float32, at least 0, of any sum above 0; a token of weight 0 is never drawn. A large vocabulary
+    is added up in blocks first, and only the block that holds the token is accumulated: one pass over the
+    weights. No communication.
+    """
+    vocab = weight_BV.shape[1]
+    if vocab <= 8 * _BLOCK:
+        return _pass(weight_BV, uniform_B * weight_BV.sum(-1, dtype=torch.float64))[0]
+    whole = vocab // _BLOCK * _BLOCK
+    block_BN = weight_BV[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
+    if whole < vocab:
+        block_BN = torch.cat([block_BN, weight_BV[:, whole:].sum(-1, keepdim=True)], dim=1)
+    block_B, rest_B = _pass(block_BN, uniform_B * block_BN.sum(-1, dtype=torch.float64))
+    token_BK = block_B[:, None] * _BLOCK + torch.arange(_BLOCK, device=weight_BV.device)
+    inner_BK = weight_BV.gather(1, token_BK.clamp(max=vocab - 1)).masked_fill(token_BK >= vocab, 0.0)
+    return (block_B * _BLOCK + _pass(inner_BK, rest_B)[0]).clamp_(max=vocab - 1)
+
+
+def _pass(weight_BK: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(The first place whose cumulative weight is above the target, the target less the weight before it).
+
+    Rounding never leads past the last weight above 0.
+    """
+    cumulative_BK = weight_BK.cumsum(-1, dtype=torch.float64)
+    below_B = torch.nextafter(cumulative_BK[:, -1], torch.zeros_like(target_B))
+    place_B1 = torch.searchsorted(cumulative_BK, torch.minimum(target_B, below_B)[:, None], right=True)
+    # NaN weights would give a place past the last, which a device reports far from here.
+    place_B1.clamp_(max=weight_BK.shape[1] - 1)
+    before_B1 = cumulative_BK.gather(1, place_B1) - weight_BK.gather(1, place_B1)
+    return place_B1[:, 0], (target_B - before_B1[:, 0]).clamp_(min=0)
 
 
 def _threshold(logits_BV: Tensor, params: SamplingParams) -> Tensor:

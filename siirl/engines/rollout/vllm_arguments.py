@@ -17,6 +17,7 @@ def engine_arguments(
     """Arguments of vLLM's EngineArgs. rollout.engine_kwargs.vllm goes last and wins."""
     rollout, model = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.model
     max_len = max_model_len(cfg, hf_config)
+    # After a part of a prompt, vLLM turns a row's generator back; those of the CPU cannot be turned back.
     chunked = rollout.enable_chunked_prefill and device.type != "cpu"
     arguments = {
         "model": model_dir,
@@ -27,7 +28,7 @@ def engine_arguments(
         "max_model_len": max_len,
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": max(rollout.max_num_batched_tokens, 0 if chunked else max_len),
-        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_chunked_prefill": chunked,
         "enable_prefix_caching": True,
         "enforce_eager": rollout.enforce_eager or device.type == "cpu",
         "disable_log_stats": rollout.disable_log_stats,

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -24,9 +25,11 @@ from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from siirl.dag.names import suggest
 from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.sampling import invert, uniforms
 from siirl.engines.rollout.shared_buffer import open_buffer
 from siirl.errors import ConfigError
 
@@ -250,7 +253,7 @@ class WorkerExtension:
         """Have the sampler return log-probs at the temperature, before top-k and top-p."""
         sampler = self.model_runner.sampler
         if hasattr(sampler, "topk_topp_sampler"):
-            sampler.topk_topp_sampler = _UntruncatedLogProbs(sampler.topk_topp_sampler)
+            sampler.topk_topp_sampler = _SeededSampler()
         else:
             sampler.sample = _untruncated_sample(sampler)
 
@@ -286,19 +289,41 @@ class WorkerExtension:
         return tensor.flatten().tolist(), list(tensor.shape)
 
 
-class _UntruncatedLogProbs(torch.nn.Module):
-    """Sampler of vLLM's first model runner, whose log-probs would be those after top-k and top-p."""
+class _SeededSampler(torch.nn.Module):
+    """Sampler of vLLM's first model runner in place of its own, which launches kernels for each seed.
 
-    def __init__(self, inner: torch.nn.Module) -> None:
+    Rows with a seed draw what the HF engine would, all at once. Log-probs are those before top-k and top-p.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.inner = inner
+        self._num_draws: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
 
-    def forward(self, logits: Tensor, generators: dict, k: Tensor | None, p: Tensor | None) -> tuple:
-        if k is None and p is None:
-            return self.inner(logits, generators, k, p)
+    def forward(
+        self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(Tokens int64 [B], log-probs [B, V]). generators: by row; others are greedy, or vLLM warms up."""
         log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        sampled, _ = self.inner(logits, generators, k, p)
-        return sampled, log_probs
+        seeds, positions = [0] * len(logits), [0] * len(logits)
+        for row, generator in generators.items():
+            seeds[row], positions[row] = generator.initial_seed(), self._position(generator)
+        uniform = torch.from_numpy(uniforms(seeds, 1, positions)[0]).to(logits.device)
+        if k is None and p is None:
+            return invert(log_probs.exp(), uniform), log_probs
+        return invert(apply_top_k_top_p(logits, k, p).softmax(-1, torch.float32), uniform), log_probs
+
+    def _position(self, generator: torch.Generator) -> int:
+        """How many numbers a generator has given; counts one more.
+
+        vLLM takes 4 off the offset of a generator of a GPU whose draw it throws away.
+        """
+        if generator.device.type == "cuda":
+            offset = generator.get_offset()
+            generator.set_offset(offset + 4)
+            return offset // 4
+        count = self._num_draws.get(generator, 0)
+        self._num_draws[generator] = count + 1
+        return count
 
 
 def _untruncated_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor]]:

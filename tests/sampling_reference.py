@@ -1,0 +1,40 @@
+"""What rollout engines should draw: plain forwards of the whole row, float64, token by token."""
+
+import itertools
+
+import torch
+
+from siirl.engines.rollout.sampling import uniforms
+
+
+def next_token_log_probs(model, prompt, temperature=1.0):
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt], device=model.device)).logits[0, -1].double()
+    return (logits / temperature).log_softmax(-1)
+
+
+def truncated(log_probs, top_k, top_p):
+    """Exact probabilities after top-k, then top-p: a reference that goes token by token."""
+    probs = log_probs.exp().tolist()
+    ranked = sorted(range(len(probs)), key=lambda token: -probs[token])
+    ranked = ranked[:top_k] if top_k > 0 else ranked
+    total, mass, kept = sum(probs[token] for token in ranked), 0.0, []
+    for token in ranked:
+        kept.append(token)
+        mass += probs[token] / total
+        if mass >= top_p:
+            break
+    total = sum(probs[token] for token in kept)
+    return {token: probs[token] / total for token in kept}
+
+
+def drawn_tokens(model, prompt, seed, max_tokens, temperature=1.0, top_k=-1):
+    """The response that a seed gives: at each position the first token whose cumulative probability is above
+    the number of that position."""
+    said = []
+    for (uniform,) in uniforms([seed], max_tokens):
+        probs = truncated(next_token_log_probs(model, prompt + said, temperature), top_k, 1.0)
+        tokens = sorted(probs)
+        below = itertools.accumulate(probs[token] for token in tokens)
+        said.append(next(token for token, total in zip(tokens, below, strict=True) if total > uniform))
+    return said
