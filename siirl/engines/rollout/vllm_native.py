@@ -307,7 +307,8 @@ class _SeededSampler(torch.nn.Module):
         seeds, positions = [0] * len(logits), [0] * len(logits)
         for row, generator in generators.items():
             seeds[row], positions[row] = generator.initial_seed(), self._position(generator)
-        uniform = torch.from_numpy(uniforms(seeds, 1, positions)[0]).to(logits.device)
+        # A copy that waits would hold the host here until the forward pass is done.
+        uniform = torch.from_numpy(uniforms(seeds, 1, positions)[0]).to(logits.device, non_blocking=True)
         if k is None and p is None:
             return invert(log_probs.exp(), uniform), log_probs
         return invert(apply_top_k_top_p(logits, k, p).softmax(-1, torch.float32), uniform), log_probs
