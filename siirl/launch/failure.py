@@ -17,9 +17,9 @@ from pathlib import Path
 
 from siirl.errors import DeadlineError, UserError
 from siirl.launch.job import Job
+from siirl.observe.logs import last_lines
 from siirl.observe.position import Position, read_position
 
-TAIL_LINES = 20
 _PEER_LOSS_TYPES = {
     "DistBackendError",
     "DistNetworkError",
@@ -162,17 +162,6 @@ def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int) -
     if others:
         lines.append("  failed afterwards: " + "; ".join(others))
     return "\n".join(lines)
-
-
-def last_lines(path: Path, offset: int = 0, count: int = TAIL_LINES) -> list[str]:
-    """The last lines of a log, nothing before byte `offset` (where this run began)."""
-    try:
-        with path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(offset, size - 65536))
-            return log.read().decode(errors="replace").splitlines()[-count:]
-    except OSError:
-        return []
 
 
 def death_of(job: Job, rank: int, returncode: int, oom_kills: int) -> Death:

@@ -18,6 +18,7 @@ QUIET = (
     "torch.distributed",
     "tensorboard",
 )
+TAIL_BYTES, TAIL_LINES, TAIL_COLUMNS = 1 << 18, 20, 400
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -59,3 +60,15 @@ def setup_logging(rank: int, log_dir: Path) -> None:
     logging.captureWarnings(True)
     for noisy in QUIET:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
+
+
+def last_lines(path: Path, offset: int = 0) -> list[str]:
+    """The last lines of a log, nothing before byte `offset` (where this run began); long ones are cut."""
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(offset, size - TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+    except OSError:
+        return []
+    return [line if len(line) <= TAIL_COLUMNS else f"{line[:TAIL_COLUMNS]} ..." for line in lines]

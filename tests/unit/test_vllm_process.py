@@ -45,6 +45,14 @@ def test_an_error_of_the_engine_names_it_and_the_request(process):
     assert process.listen(0.0) == []
 
 
+def test_an_error_shows_what_was_logged_without_lines_of_pages(process, tmp_path):
+    with (tmp_path / "logs" / "vllm.log").open("a") as log:
+        log.write("the cause\nstate: " + 50_000 * "x" + "\n")
+    with pytest.raises(RolloutError, match=r"\| the cause\n  \| state: x{393} \.\.\.") as caught:
+        process.ask("sleep")
+    assert len(str(caught.value)) < 10_000
+
+
 def test_a_killed_engine_is_named_with_its_signal(process):
     with pytest.raises(RolloutError):
         process.ask("sleep")  # it runs

@@ -14,6 +14,7 @@ import numpy as np
 
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.errors import ConfigError, RolloutError
+from siirl.observe.logs import last_lines
 
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -30,7 +31,6 @@ LAUNCHER_VARIABLES = (
 """Environment of our torch.distributed, which vLLM's must not see, and what Megatron wants of CUDA."""
 POLL_S = 0.5
 STOP_GRACE_S = 3.0
-TAIL_BYTES, TAIL_LINES = 1 << 14, 15
 
 Reply = tuple[dict[str, Any], dict[str, np.ndarray]]
 
@@ -168,13 +168,6 @@ class EngineProcess:
 
     def _tail(self) -> str:
         """The last lines that the process wrote."""
-        try:
-            with self._log_path.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                log.seek(max(self._log_offset, size - TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
-        except OSError:
-            return ""
-        return (
-            "".join(f"\n  | {line}" for line in [f"last lines of {self._log_path}:", *lines]) if lines else ""
-        )
+        lines = last_lines(self._log_path, self._log_offset)
+        where = f"last lines of {self._log_path}:"
+        return "".join(f"\n  | {line}" for line in [where, *lines]) if lines else ""
