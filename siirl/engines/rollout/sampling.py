@@ -92,29 +92,29 @@ def invert(weight_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """
     vocab = weight_BV.shape[1]
     if vocab <= 8 * _BLOCK:
-        return _pass(weight_BV, uniform_B * weight_BV.sum(-1, dtype=torch.float64))[0]
+        return _pass(weight_BV, uniform_B)[0]
     whole = vocab // _BLOCK * _BLOCK
     block_BN = weight_BV[:, :whole].unflatten(1, (-1, _BLOCK)).sum(-1)
     if whole < vocab:
         block_BN = torch.cat([block_BN, weight_BV[:, whole:].sum(-1, keepdim=True)], dim=1)
-    block_B, rest_B = _pass(block_BN, uniform_B * block_BN.sum(-1, dtype=torch.float64))
+    block_B, within_B = _pass(block_BN, uniform_B)
     token_BK = block_B[:, None] * _BLOCK + torch.arange(_BLOCK, device=weight_BV.device)
     inner_BK = weight_BV.gather(1, token_BK.clamp(max=vocab - 1)).masked_fill(token_BK >= vocab, 0.0)
-    return (block_B * _BLOCK + _pass(inner_BK, rest_B)[0]).clamp_(max=vocab - 1)
+    return (block_B * _BLOCK + _pass(inner_BK, within_B)[0]).clamp_(max=vocab - 1)
 
 
-def _pass(weight_BK: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
-    """(The first place whose cumulative weight is above the target, the target less the weight before it).
+def _pass(weight_BK: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(The place where the cumulative weight passes uniform_B of the total, how far into that weight it is).
 
-    Rounding never leads past the last weight above 0.
+    The latter is a number of [0, 1], uniform as well. Rounding never leads past the last weight above 0.
     """
     cumulative_BK = weight_BK.cumsum(-1, dtype=torch.float64)
-    below_B = torch.nextafter(cumulative_BK[:, -1], torch.zeros_like(target_B))
-    place_B1 = torch.searchsorted(cumulative_BK, torch.minimum(target_B, below_B)[:, None], right=True)
+    target_B1 = (uniform_B.clamp(max=1 - 2.0**-52) * cumulative_BK[:, -1])[:, None]
     # NaN weights would give a place past the last, which a device reports far from here.
-    place_B1.clamp_(max=weight_BK.shape[1] - 1)
-    before_B1 = cumulative_BK.gather(1, place_B1) - weight_BK.gather(1, place_B1)
-    return place_B1[:, 0], (target_B - before_B1[:, 0]).clamp_(min=0)
+    place_B1 = torch.searchsorted(cumulative_BK, target_B1, right=True).clamp_(max=weight_BK.shape[1] - 1)
+    left_B1 = cumulative_BK.gather(1, place_B1) - target_B1
+    within_B1 = 1 - left_B1 / weight_BK.gather(1, place_B1)
+    return place_B1[:, 0], within_B1[:, 0].clamp_(min=0)
 
 
 def _threshold(logits_BV: Tensor, params: SamplingParams) -> Tensor:
