@@ -29,7 +29,8 @@ class Episode:
     """What user functions (until, route, pre- and post-processing, tools) get; `state` is theirs to write.
 
     episode_id: group_id * samples + sample, the same for all agents. seed: 63 bits, a function of (run seed,
-    step, group, sample). task: raw_prompt, data_source, ground_truth, extra_info. messages: the prompt and
+    step, group, sample). env_seed: that of its environment, by default the same, in validation whatever the
+    step. task: raw_prompt, data_source, ground_truth, extra_info. messages: the prompt and
     everything said so far. turns: how many turns the agents have spoken. visits: how often each node has run.
     speaker: the agent whose turn it is. done: the environment ended it. error: why it was dropped.
     """
@@ -47,6 +48,7 @@ class Episode:
     speaker: int | None = None
     done: bool = False
     error: str | None = None
+    env_seed: int | None = None
 
     def last_turn(self, agent: int | None = None) -> Message | None:
         """The last message that an agent (or this one) spoke."""

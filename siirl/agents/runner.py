@@ -97,7 +97,8 @@ async def _play(game: Game, played: Played) -> None:
     episode = played.episode
     if game.make_env is not None:
         episode.env = game.make_env()
-        seen = await reset_env(episode.env, episode.task, episode.seed, game.env_deadline_s)
+        seed = episode.seed if episode.env_seed is None else episode.env_seed
+        seen = await reset_env(episode.env, episode.task, seed, game.env_deadline_s)
         acted_in = [stage for stage in game.plan.stages if stage.kind == "env"]
         shown = seen.texts if any(stage.options["obs_with_env"] for stage in acted_in) else ""
         _observe(episode, shown, seen.info, acted_in[0].node, set(_agents(game)))

@@ -143,6 +143,12 @@ class AgentConfig:
         (),
         "environment that the agent acts in after each turn, [file.py:Class]: an ENV_INTERACT node in short",
     )
+    env_seed: str = key(
+        "sample",
+        "whether each episode draws an instance of its own, or all of a prompt the same",
+        choices=("sample", "prompt"),
+        when="env_path",
+    )
     obs_with_env: bool = key(False, "agents read what it shows", when="env_path")
     rewards_with_env: bool = key(False, "its rewards count for the turns", when="env_path")
     share_instance: int | None = key(

@@ -61,6 +61,7 @@ def _acts(node: ResolvedNode) -> bool:
 def _environment(node: NodeSpec, node_id: str, agent: AgentConfig, route: Any) -> NodeSpec:
     config = {
         "env_path": list(agent.env_path),
+        "env_seed": agent.env_seed,
         "obs_with_env": agent.obs_with_env,
         "rewards_with_env": agent.rewards_with_env,
     }

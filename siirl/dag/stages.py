@@ -17,7 +17,8 @@ Nodes = dict[str, ResolvedNode]
 
 LOOP_KEYS = ("to", "max_turns", "until")
 AGENT_KEYS = ("process_path", "pre_process_kwargs", "post_process_kwargs", "route")
-ENV_KEYS = ("env_path", "env_kwargs", "deadline_s", "obs_with_env", "rewards_with_env")
+ENV_SEEDS = ("sample", "prompt")
+ENV_KEYS = ("env_path", "env_kwargs", "env_seed", "deadline_s", "obs_with_env", "rewards_with_env")
 ENV_DEADLINE_S = 60.0
 
 
@@ -184,13 +185,25 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
     deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
         raise DagError(f"{node}: deadline_s = {deadline_s!r} is no number of seconds above 0. Correct it.")
+    seed = node.options.get("env_seed", "sample")
+    if seed not in ENV_SEEDS:
+        raise DagError(
+            f"{node}: env_seed = {seed!r} is neither 'sample' (each episode draws an instance of its own) "
+            "nor 'prompt' (all episodes of a prompt play the same one). Set one of them."
+        )
     uses = {key: node.options.get(key, True) for key in ("obs_with_env", "rewards_with_env")}
     for key, value in uses.items():
         if not isinstance(value, bool):
             raise DagError(f"{node}: {key} = {value!r} is neither true nor false. Correct it.")
     if path is None:
         return uses
-    return {"env_path": path, "env_kwargs": kwargs, "deadline_s": float(deadline_s), **uses}
+    return {
+        "env_path": path,
+        "env_kwargs": kwargs,
+        "env_seed": seed,
+        "deadline_s": float(deadline_s),
+        **uses,
+    }
 
 
 def environment_of(node: ResolvedNode) -> dict[str, Any]:

@@ -21,7 +21,14 @@ from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError
 from siirl.nodes.context import NodeContext
-from siirl.nodes.rollout import prompt_seed, prompt_tokens, report, sampling_params, stop_token_ids_of
+from siirl.nodes.rollout import (
+    prompt_seed,
+    prompt_tokens,
+    report,
+    sampling_params,
+    seed_of,
+    stop_token_ids_of,
+)
 from siirl.nodes.streams import Policies, Streams
 from siirl.observe.metrics import MOST_TURNS, Metrics
 from siirl.types import FINISH_LENGTH, FINISH_STOP, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
@@ -142,6 +149,7 @@ def _samples(ctx: NodeContext) -> int:
 
 def _episodes(ctx: NodeContext, rows: TensorDict, n: int) -> list[Episode]:
     """n episodes of each prompt, those of a prompt in a row."""
+    one_per_prompt = any(stage.options.get("env_seed") == "prompt" for stage in _shared(ctx).plan.stages)
     names = ("raw_prompt", "data_source", "ground_truth", "extra_info")
     tasks = zip(*(objects(rows, name) for name in names), strict=True)
     episodes = []
@@ -149,7 +157,11 @@ def _episodes(ctx: NodeContext, rows: TensorDict, n: int) -> list[Episode]:
         for sample in range(n):
             episode_id = group_id * n + sample
             task = dict(zip(names, values, strict=True))
-            episodes.append(Episode(episode_id, group_id, sample, prompt_seed(ctx, episode_id), task))
+            episode = Episode(episode_id, group_id, sample, prompt_seed(ctx, episode_id), task)
+            if one_per_prompt or ctx.validate:
+                drawn = f"env/{group_id}" if one_per_prompt else f"env/{group_id}/{sample}"
+                episode.env_seed = seed_of(ctx, drawn, fixed=ctx.validate)
+            episodes.append(episode)
     return episodes
 
 

@@ -76,9 +76,15 @@ def stop_token_ids_of(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
 
 def prompt_seed(ctx: NodeContext, group_id: int) -> int:
     """A 63-bit seed of (run seed, agent, step, split, prompt): the same on any number of ranks."""
+    return seed_of(ctx, str(group_id))
+
+
+def seed_of(ctx: NodeContext, drawn: str, fixed: bool = False) -> int:
+    """A 63-bit seed of (run seed, agent, step, split, what is drawn); fixed: the same in every step."""
     run_seed = (ctx.cfg.trainer.seed, ctx.cfg.actor_rollout_ref.rollout.seed)
     again = f"/{ctx.round}" if ctx.round > 1 else ""
-    text = f"{run_seed}/{ctx.agent}/{ctx.step}/{ctx.validate}/{group_id}{again}"
+    step = "every step" if fixed else ctx.step
+    text = f"{run_seed}/{ctx.agent}/{step}/{ctx.validate}/{drawn}{again}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -222,6 +222,7 @@ CASES = {
         ["names 2 environments", "an episode has one"],
     ),
     "env switch": (lambda c: pair(env=env(c, obs_with_env="no")), ["obs_with_env = 'no'", "true nor false"]),
+    "env seed": (lambda c: pair(env=env(c, env_seed="row")), ["env_seed = 'row'", "'sample'", "'prompt'"]),
     "flat env unused": (
         lambda c: pair(second={"config": {"rollout.agent.env_path": [f"{c}:Game"]}}),
         ["'rollout_1'", "neither obs_with_env nor rewards_with_env"],

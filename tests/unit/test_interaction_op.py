@@ -39,6 +39,10 @@ class Game:
     def step(self, actions):
         time.sleep(self.nap_s)
         return StepResult("", {0: 0.5}, True)
+
+class Dealer(Game):
+    def reset(self, task, seed):
+        return f"card {seed}"
 """
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -220,6 +224,33 @@ def test_an_environment_has_the_arguments_and_the_deadline_of_its_node(tmp_path)
     env["config"] |= {"env_kwargs": {"first": "go", "nap_s": 5}, "deadline_s": 0.1}
     with pytest.raises(RolloutError, match=r"4 of 4 episodes failed.*step: no answer within 0\.1 s"):
         Played(pair(env=env), policies).step()
+
+
+@pytest.mark.parametrize(
+    ("env_seed", "in_training", "in_validation"), [("sample", 4, 6), ("prompt", 2, 2), (None, 4, 6)]
+)
+def test_environments_draw_by_sample_or_by_prompt_and_validations_draw_the_same_again(
+    tmp_path, env_seed, in_training, in_validation
+):
+    code = tmp_path / "code.py"
+    code.write_text(CODE)
+    env = {"config": {"env_path": f"{code}:Dealer", "env_kwargs": {"first": ""}}}
+    env["config"] |= {"env_seed": env_seed} if env_seed else {}
+    policies = Says("one"), Says("two")
+    played = Played(pair(env=env), policies)
+
+    def cards(**which):
+        """What the first agent was shown, of which prompt."""
+        policies[0].asked.clear()
+        played.step(**which)
+        return {one.read for one in policies[0].asked}
+
+    first, second = cards(step=1), cards(step=2)
+    assert len(first) == len(second) == in_training and first.isdisjoint(second)
+    assert len({text.split("card ")[1] for text in first}) == in_training, "two prompts have one seed"
+    validated = cards(step=1, validate=True)
+    assert len(validated) == in_validation and validated.isdisjoint(first)
+    assert cards(step=9, validate=True) == validated
 
 
 def test_failed_episodes_are_counted_and_dropped_unless_all_of_them_fail(caplog):
