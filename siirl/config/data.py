@@ -81,7 +81,7 @@ class DataConfig:
     )
     train_on_prompt: bool = key(False, "train on prompt tokens", later=SFT)
     mask_history: bool = key(False, "train on the last turn only", later=SFT)
-    tool_format: str | None = key(None, "format of tool calls", later="tools and multi-turn rollouts")
+    tool_format: str | None = key(None, "format of tool calls", ignored="rollout.multi_turn.format decides")
     tokenized_path: str | None = key(None, "directory of tokenised data", later=SFT)
     dataset_cache_dir: str = key("/tmp/.cache/siirl/rlhf", "cache of prepared datasets", ignored=ON_THE_FLY)
     filter_overlong_prompt: bool = key(False, "older name of filter_overlong_prompts")
@@ -102,7 +102,9 @@ class DataConfig:
     buffer_size: int = key(16384, "shuffle buffer of a stream", later=STREAMING)
     cutoff_len: int = key(2048, "longest row of supervised data", later=SFT)
     reward_fn_key: str = key("data_source", "column that selects the reward function")
-    multi_agent: bool = key(False, "prompts of several agents", later="multi-agent interaction")
+    multi_agent: bool = key(
+        False, "prompts of several agents", ignored="the DAG's rollout nodes say which agents there are"
+    )
     auto_repeat: bool = key(False, "repeat a dataset that is smaller than a batch", later="repeated datasets")
     num_loader_workers: int = key(
         8, "processes of the loader", ignored="each rank tokenises its own rows in its own process"
