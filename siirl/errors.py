@@ -49,6 +49,10 @@ class RolloutError(SiirlError, RuntimeError):
     """A rollout engine failed, hung past its deadline, or broke its contract."""
 
 
+class UserCodeError(RolloutError, UserError):
+    """What the user wrote for episodes (an environment, a route, ...) raised, or failed all of them."""
+
+
 class PeerError(RolloutError):
     """Another rank failed or went away in the middle of an interaction; the cause is to be found there."""
 

@@ -21,7 +21,7 @@ MOST_KNOWN = 512
 
 
 class ContextFull(Exception):
-    """A message does not fit any more, and episodes end there."""
+    """A message does not fit any more, and episodes end there. Its text continues "what NODE reads"."""
 
 
 @dataclass(frozen=True)
@@ -196,9 +196,16 @@ class Context:
             last = shown[-1]
             content = self._renderer.shortened(last["content"], excess)
             if self._limits.long_context == "end" or content == last["content"]:
-                raise ContextFull(f"{len(tokens)} tokens, where {self._limits.prompt} fit")
+                raise ContextFull(self._too_long(len(tokens), messages))
             shown = [*shown[:-1], {**last, "content": content}]
             tokens = self._renderer.start(shown)
         self.num_truncated += shown is not messages
         self.rows.append(Row(shown, tokens))
         self._shown = list(messages)
+
+    def _too_long(self, num_tokens: int, messages: Chat) -> str:
+        """What is too long for what, by the keys of the configuration."""
+        why = f"({num_tokens} tokens) does not fit data.max_prompt_length={self._limits.prompt}"
+        if self.rows and messages[: len(self._shown)] == self._shown:
+            why += f", and what is new in it not the rest of data.max_response_length={self._limits.response}"
+        return why

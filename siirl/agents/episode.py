@@ -32,7 +32,8 @@ class Episode:
     step, group, sample). env_seed: that of its environment, by default the same, in validation whatever the
     step. task: raw_prompt, data_source, ground_truth, extra_info. messages: the prompt and
     everything said so far. turns: how many turns the agents have spoken. visits: how often each node has run.
-    speaker: the agent whose turn it is. done: the environment ended it. error: why it was dropped.
+    speaker: the agent whose turn it is. done: the environment ended it. ended: why it was over, in words;
+    empty if it went to its last node. error: why it was dropped.
     """
 
     episode_id: int
@@ -47,6 +48,7 @@ class Episode:
     visits: dict[str, int] = field(default_factory=dict)
     speaker: int | None = None
     done: bool = False
+    ended: str = ""
     error: str | None = None
     env_seed: int | None = None
 

@@ -14,6 +14,7 @@ from siirl.agents.render import (
     details_of,
     errors_of,
     has_env_rewards,
+    notes_of,
     reward_text,
     rewards_of,
     shown_text,
@@ -156,12 +157,12 @@ def _episode(place: int, episode: ShownEpisode, strongest: float) -> str:
     )
     with_env = has_env_rewards(episode)
     messages = "\n".join(_message(message, strongest, with_env) for message in episode.messages)
-    note = f'\n<p class="note">{_safe(episode.note)}</p>' if episode.note else ""
+    notes = "".join(f'\n<p class="note">{_safe(note)}</p>' for note in notes_of(episode))
     turns = f"{episode.turns} turn{'' if episode.turns == 1 else 's'}"
     return (
         f'<details open data-place="{place}" data-reward="{episode.mean_reward:.6g}"{data}>\n'
         f'<summary>{_safe(episode.title)}{chips}<span class="chip">{turns}</span></summary>\n'
-        f"{messages}{note}\n</details>"
+        f"{messages}{notes}\n</details>"
     )
 
 

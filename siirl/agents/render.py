@@ -12,13 +12,15 @@ class ShownEpisode:
     """One episode to be shown.
 
     messages: as in the `conversation` column. rewards: what each agent got in all, by agent number. title:
-    which episode it is. note: a line below it, such as the ground truth, or why the episode failed.
+    which episode it is. note: a line below it, such as the ground truth. ended: why it was over before its
+    last node, if it was.
     """
 
     title: str
     messages: Sequence[Mapping[str, Any]]
     rewards: Mapping[int, float] = field(default_factory=dict)
     note: str = ""
+    ended: str = ""
 
     @property
     def turns(self) -> int:
@@ -32,7 +34,9 @@ class ShownEpisode:
 
 
 EPISODE = "episode"
-"""Key of a sampled row of an interaction: its agent, episode_id, conversation, and last turn, or None."""
+"""Key of a sampled row of an interaction: its agent, episode_id, conversation, why that ended, and the last
+turn in the row, or None.
+"""
 
 SAMPLE = ("node", "data_source", "sample_index", "score", "prompt", "response", "ground_truth", EPISODE)
 """Keys that every sampled row has; what it has besides is what its reward function returned."""
@@ -52,12 +56,13 @@ def split_episodes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, An
         else:
             shown.append(dict(row))
     episodes = [_shown(group) for group in of_episode.values()]
-    for (source, index, _), episode in zip(of_episode, episodes, strict=True):
+    for (source, index, number), episode in zip(of_episode, episodes, strict=True):
         shown.append(
             {
                 "data_source": source,
                 "sample_index": index,
                 "rewards": {f"agent {agent}": reward for agent, reward in episode.rewards.items()},
+                EPISODE: {"episode_id": number, "ended": episode.ended},
                 "messages": list(episode.messages),
                 "conversation": episode_text(episode),
             }
@@ -82,6 +87,7 @@ def _shown(rows: Sequence[Mapping[str, Any]]) -> ShownEpisode:
         messages,
         {agent: sum(values) / len(values) for agent, values in scores.items()},
         "; ".join(notes),
+        rows[0][EPISODE].get("ended", ""),
     )
 
 
@@ -120,10 +126,14 @@ def errors_of(message: Mapping[str, Any]) -> str:
 
 
 def rewards_of(message: Mapping[str, Any], with_env: bool) -> list[tuple[str, float]]:
-    """What a turn got, by its source: the environment, and the score of the row that it ends."""
+    """What a turn got, by its source: the environment, if that named it, and the score of the row it ends.
+
+    with_env: whether the environment's are shown; see has_env_rewards.
+    """
     if message.get("turn") is None:
         return []
-    found = [("env", message.get("reward") or 0.0)] if with_env else []
+    named = with_env and (message.get("rewarded") or message.get("reward"))
+    found = [("env", message.get("reward") or 0.0)] if named else []
     return [*found, ("score", message["score"])] if message.get("score") is not None else found
 
 
@@ -164,7 +174,13 @@ def episode_text(episode: ShownEpisode, width: int = 0) -> str:
         text = shown_text(message.get("content", ""))
         text = f"{text[:width]}..." if width and len(text) > width else text
         lines += [f"    | {line}" for line in text.split("\n")]
-    return "\n".join([*lines, f"  {episode.note}"] if episode.note else lines)
+    return "\n".join([*lines, *(f"  {note}" for note in notes_of(episode))])
+
+
+def notes_of(episode: ShownEpisode) -> list[str]:
+    """The lines below an episode: why it ended, if that is to be said, and its note."""
+    ended = [f"ended: {episode.ended}"] if episode.ended else []
+    return [*ended, *([episode.note] if episode.note else [])]
 
 
 def _listed(value: Any) -> str:

@@ -15,8 +15,9 @@ from siirl.agents.environments import HostedEnvironment, StepResult, Texts, rese
 from siirl.agents.episode import Episode, Message
 from siirl.agents.policy import Policy
 from siirl.agents.tool_use import ToolUse
+from siirl.agents.user_thread import where_raised
 from siirl.dag.plan import InteractionPlan, StagePlan
-from siirl.errors import EpisodeFailed, RolloutError
+from siirl.errors import EpisodeFailed, UserCodeError
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,17 @@ class Game:
 
 @dataclass
 class Played:
-    """An episode that is over. contexts: agent -> what it read and said. kind: why it failed, if it did."""
+    """An episode that is over. contexts: agent -> what it read and said. kind: why it failed, if it did.
+
+    node: where it was last.
+    """
 
     episode: Episode
     contexts: dict[int, Context]
     prompt_ids: list[int] | None = None
     kind: str | None = None
     full: bool = False  # a context was full, which ended the episode
+    node: str = ""
 
 
 def run_all(game: Game, episodes: Sequence[Episode], prompts: Sequence[list[int]]) -> list[Played]:
@@ -85,8 +90,8 @@ async def run_episode(game: Game, episode: Episode, prompt_ids: list[int] | None
         await _play(game, played)
     except EpisodeFailed as error:
         episode.error, played.kind = str(error), error.kind
-    except ContextFull:
-        played.full = True
+    except ContextFull as error:
+        played.full, episode.ended = True, f"what {played.node} reads {error}"
     finally:
         if episode.env is not None:
             await episode.env.close()
@@ -96,23 +101,25 @@ async def run_episode(game: Game, episode: Episode, prompt_ids: list[int] | None
 async def _play(game: Game, played: Played) -> None:
     episode = played.episode
     if game.make_env is not None:
-        episode.env = game.make_env()
+        acted_in = [stage for stage in game.plan.stages if stage.kind == "env"]
+        episode.env, played.node = game.make_env(), acted_in[0].node
         seed = episode.seed if episode.env_seed is None else episode.env_seed
         seen = await reset_env(episode.env, episode.task, seed, game.env_deadline_s)
-        acted_in = [stage for stage in game.plan.stages if stage.kind == "env"]
         shown = seen.texts if any(stage.options["obs_with_env"] for stage in acted_in) else ""
         _observe(episode, shown, seen.info, acted_in[0].node, set(_agents(game)))
     stages = {stage.node: stage for stage in game.plan.stages}
     node, acted = game.plan.entry, 0
     while node is not None and not episode.done:
-        stage = stages[node]
+        stage, played.node = stages[node], node
         episode.visits[node] = episode.visits.get(node, 0) + 1
         if stage.kind == "env":
             acted = await _act(game, stage, played, acted)
         else:
             await _speak(game.speakers[node], stage, played)
-        if not episode.done:
-            node = _next(game, stage, episode)
+        if episode.done:
+            episode.ended = f"{node} said done"
+        elif (node := _next(game, stage, episode)) is not None:
+            episode.ended = ""
 
 
 async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
@@ -126,7 +133,7 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
     if speaker.pre_process is not None:
         view, known = _called("pre_process", stage, speaker.pre_process, view, episode), None
         if not _is_chat(view):
-            raise RolloutError(
+            raise UserCodeError(
                 f"node {stage.node!r}: pre_process gave {view!r:.200}, no list of messages with role and "
                 "content. Return the messages that the agent shall see."
             )
@@ -157,7 +164,7 @@ async def _turn(
     if speaker.post_process is not None:
         text = _called("post_process", stage, speaker.post_process, text, episode)
         if not isinstance(text, str):
-            raise RolloutError(f"node {stage.node!r}: post_process gave {text!r:.200}, which is no text.")
+            raise UserCodeError(f"node {stage.node!r}: post_process gave {text!r:.200}, which is no text.")
     info = {"weight_version": generated.weight_version, "finish_reason": generated.finish_reason}
     info["tokens"] = len(generated.token_ids)
     message = Message("assistant", text, stage.agent, stage.node, turn, info=info)
@@ -177,6 +184,7 @@ async def _act(game: Game, stage: StagePlan, played: Played, acted: int) -> int:
         last = episode.last_turn(agent)
         if last is not None and last.turn is not None:
             last.reward += value
+            last.info["rewarded"] = True
             played.contexts[agent].reward(last.turn, value)
     shown = result.observations if stage.options["obs_with_env"] else ""
     _observe(episode, shown, result.info, stage.node, set(_agents(game)))
@@ -201,23 +209,28 @@ def _agents(game: Game) -> list[int]:
 
 
 def _next(game: Game, stage: StagePlan, episode: Episode) -> str | None:
-    """Where an episode goes after a stage; None: it ends."""
+    """Where an episode goes after a stage; None: it ends, as episode.ended says."""
     again = stage.back_to is not None and episode.visits[stage.node] < stage.max_turns
-    if again and stage.until is not None:
-        again = not _called("until", stage, game.functions[stage.until], episode)
+    if stage.back_to is not None and not again:
+        episode.ended = f"{stage.node} has run loop.max_turns={stage.max_turns} times"
+    if again and stage.until is not None and _called("until", stage, game.functions[stage.until], episode):
+        again, episode.ended = False, f"{stage.until} is true"
     if stage.route is None:
         return stage.back_to if again else stage.following
     order = [other.node for other in game.plan.stages]
     target = _called("route", stage, game.functions[stage.route], episode)
     if target is not None and target not in order:
-        raise RolloutError(
+        raise UserCodeError(
             f"node {stage.node!r}: route {stage.route} gave {target!r}, which is no node of its interaction "
             f"({', '.join(order)}). Return one of these, or None to end the episode."
         )
-    if target is None or order.index(target) > order.index(stage.node):
+    if target is None:
+        episode.ended = f"{stage.route} gave None"
+        return None
+    if order.index(target) > order.index(stage.node):
         return target
     if stage.back_to is None:
-        raise RolloutError(
+        raise UserCodeError(
             f"node {stage.node!r}: route {stage.route} gave {target!r}, which comes before it: without a "
             "bound the episode might never end. Give the node loop: {max_turns: N}."
         )
@@ -231,9 +244,9 @@ def _called(name: str, stage: StagePlan, function: Callable[..., Any], *argument
     except EpisodeFailed:
         raise
     except Exception as error:  # the edge to user code
-        raise RolloutError(
-            f"node {stage.node!r}: {name} raised {type(error).__name__}: {error}. Correct it; to drop an "
-            "episode on purpose, raise siirl.errors.EpisodeFailed."
+        raise UserCodeError(
+            f"node {stage.node!r}: {name} raised {where_raised(error)}. Correct it; to drop an episode on "
+            "purpose, raise siirl.errors.EpisodeFailed."
         ) from error
 
 

@@ -4,6 +4,7 @@ Whatever a model writes wrongly, and whatever goes wrong in a tool, becomes a te
 """
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,7 @@ from siirl.agents.tool_schema import argument_errors, from_texts
 from siirl.agents.user_thread import Hung, Raised, UserThread
 from siirl.config.rollout import MultiTurnConfig
 
+log = logging.getLogger(__name__)
 UNKNOWN, MALFORMED, ARGUMENTS, RAISED, HUNG, TOO_MANY = (
     "unknown",
     "malformed",
@@ -76,6 +78,7 @@ class Toolbox:
         self._idle: list[UserThread] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._places: dict[str, asyncio.Semaphore] = {}
+        self._told: set[str] = set()
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
@@ -104,6 +107,18 @@ class Toolbox:
         finally:
             if not thread.abandoned:
                 self._idle.append(thread)
+
+    def tell(self, name: str, what: str, arguments: dict[str, Any]) -> None:
+        """Log what went wrong in a tool, once in a run: later ones are counted only."""
+        if name not in self._told:
+            self._told.add(name)
+            log.warning(
+                "tool %r, called with %.200r, %s\nThe model reads an error (interaction/tool_errors). "
+                "This is said once for each tool.",
+                name,
+                arguments,
+                what,
+            )
 
     def close(self) -> None:
         """End the threads."""
@@ -144,8 +159,10 @@ async def _respond(
     try:
         answer = await toolbox.call(call.name, arguments, episode, limits.deadline_s)
     except Hung as error:
+        toolbox.tell(call.name, f"gave {error}", arguments)
         return _error(HUNG, call.name, f"{call.name} gave {error}.", limits)
     except Raised as error:
+        toolbox.tell(call.name, f"raised {error.trace}", arguments)
         return _error(RAISED, call.name, f"{call.name} failed: {error}", limits)
     text = truncated(answer, limits.max_length, limits.side)
     return ToolResponse(text, call.name, None, text != answer)

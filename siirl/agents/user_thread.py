@@ -14,11 +14,13 @@ import selectors
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from siirl.errors import SiirlError
 
 Check = Callable[[Any], Any]
+MOST_FRAMES, HERE = 3, str(Path(__file__).parent)
 Call = tuple[concurrent.futures.Future, Callable[[], Any], Check]
 
 
@@ -27,7 +29,15 @@ class Hung(Exception):
 
 
 class Raised(Exception):
-    """User code has raised: what, and in which line."""
+    """User code has raised: what, and in which line. trace: what, and its own last lines that led there."""
+
+    def __init__(self, error: BaseException):
+        super().__init__(where_raised(error))
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if not frame.filename.startswith(HERE)][-MOST_FRAMES:]
+        shown = theirs or frames[-1:]
+        lines = [f"{frame.filename}, line {frame.lineno}, in {frame.name}: {frame.line}" for frame in shown]
+        self.trace = "\n  ".join([_what(error), *lines])
 
 
 class Abandoned(BaseException):
@@ -106,7 +116,7 @@ class UserThread:
         except SiirlError as error:
             answer = functools.partial(future.set_exception, error)
         except BaseException as error:  # the edge to user code: SystemExit, too, belongs to its caller alone
-            answer = functools.partial(future.set_exception, Raised(_where(error)))
+            answer = functools.partial(future.set_exception, Raised(error))
         else:
             answer = functools.partial(future.set_result, result)
         if not self.abandoned:
@@ -125,8 +135,12 @@ async def _awaited(awaitable: Any) -> Any:
     return await awaitable
 
 
-def _where(error: BaseException) -> str:
+def where_raised(error: BaseException) -> str:
     """The error in one line, with the line of the code that raised it."""
-    what = traceback.format_exception_only(error)[-1].strip()
+    what = _what(error)
     frames = traceback.extract_tb(error.__traceback__)
     return f"{what} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else what
+
+
+def _what(error: BaseException) -> str:
+    return traceback.format_exception_only(error)[-1].strip()

@@ -19,7 +19,7 @@ from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.dag.spec import load_object
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine
-from siirl.errors import DataError, RolloutError
+from siirl.errors import DataError, RolloutError, UserCodeError
 from siirl.nodes.context import NodeContext
 from siirl.nodes.rollout import (
     prompt_seed,
@@ -41,6 +41,7 @@ UNBOUNDED = 1 << 30  # positions of a context whose tokens only a service counts
 class Interaction:
     """One interaction on this rank: what its ops share. rows: agent -> its rows, from one Run to the next.
 
+    told: whether the log has said that episodes ended because a context was full.
     cfgs and tokenizers: of each agent's node; a shared policy has the tokenizer of its owner. engines: name
     of the rollout model -> engine, of those on this rank.
     """
@@ -55,6 +56,7 @@ class Interaction:
     env_deadline_s: float
     tools: dict[str, ToolUse]
     rows: dict[int, TensorDict] = field(default_factory=dict)
+    told: bool = False
 
 
 def build_interaction(
@@ -110,7 +112,7 @@ def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """Play n episodes of each prompt; the rows of this agent, those of the others are kept for `turns`.
 
     Communicates only with the engines of policies on other ranks. RolloutError if every episode of this rank
-    fails, or user code raises; as Streams.open does, too.
+    fails, or user code raises (then a UserCodeError); as Streams.open does, too.
     """
     shared = _shared(ctx)
     n = _samples(ctx)
@@ -118,7 +120,8 @@ def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
     with shared.streams.open() as policies:
         played = run_all(_game(ctx, shared, policies), episodes, prompts)
-    finished = _finished(ctx, played)
+    finished = _finished(ctx, played, rows)
+    _warn_of_full_contexts(ctx, shared, finished)
     report_episodes(ctx, shared.plan, played, finished)
     for engine in shared.engines.values():
         ctx.metrics.merge(engine.drain_metrics())
@@ -200,17 +203,45 @@ def _speaker(stage: StagePlan, shared: Interaction, policies: Policies, validate
     )
 
 
-def _finished(ctx: NodeContext, played: list[Played]) -> list[Played]:
+def _finished(ctx: NodeContext, played: list[Played], rows: TensorDict) -> list[Played]:
     """The episodes that did not fail."""
     failed = [one for one in played if one.kind is not None]
     if failed:
-        first = failed[0].episode
-        count = f"{len(failed)} of {len(played)} episodes failed"
-        text = f"{count}, the first (task {first.group_id}): {first.error}"
+        first, node = failed[0].episode, failed[0].node
+        task = rows["group_id"].tolist().index(first.group_id)
+        which = f"{first.task['data_source']}, row {int(rows['sample_index'][task])}"
+        count = f"{len(failed)} of {len(played)} episodes failed in {_when(ctx)}"
+        text = f"{count}, the first ({which}) at node {node!r}: {first.error}"
         if len(failed) == len(played):
-            raise RolloutError(f"node {ctx.node_id!r}: {text}. Nothing is left to train on.")
-        log.warning("node %r: %s", ctx.node_id, text)
+            users = str(failed[0].kind).startswith("env")
+            left = f"Nothing is left to {'score' if ctx.validate else 'train on'}."
+            raise (UserCodeError if users else RolloutError)(f"{text}. {left}")
+        log.warning("%s", text)
     return [one for one in played if one.kind is None]
+
+
+def _when(ctx: NodeContext) -> str:
+    """The step or validation, in words."""
+    if not ctx.validate:
+        return f"step {ctx.step}"
+    return f"the validation after step {ctx.step}" if ctx.step else "the validation before training"
+
+
+def _warn_of_full_contexts(ctx: NodeContext, shared: Interaction, finished: list[Played]) -> None:
+    """Say it once in a run, on this rank: what is cut off looks like any other episode."""
+    full = [one for one in finished if one.full]
+    if not full or shared.told:
+        return
+    shared.told = True
+    log.warning(
+        "%d of %d episodes in %s ended because a context was full, the first: %s. Raise it, or set "
+        "actor_rollout_ref.rollout.agent.long_context=truncate. This is said once; interaction/context_full "
+        "counts them.",
+        len(full),
+        len(finished),
+        _when(ctx),
+        full[0].episode.ended,
+    )
 
 
 def rows_of(
@@ -246,6 +277,7 @@ def rows_of(
                         "agent": speaker,
                         "episode_id": episode.episode_id,
                         "conversation": conversation,
+                        "ended": episode.ended,
                     },
                     "response_ids": row.ids,
                     "response_length": len(row.ids),
@@ -282,7 +314,9 @@ def report_episodes(
         _report_turns(metrics, one)
         for stage in plan.stages:
             if stage.kind == "agent":
-                metrics.mean(f"interaction/{stage.node}/turns", one.episode.visits.get(stage.node, 0))
+                spoken = [message for message in one.episode.messages if message.turn is not None]
+                count = sum(message.node == stage.node for message in spoken)
+                metrics.mean(f"interaction/{stage.node}/turns", count)
         for agent, context in one.contexts.items():
             metrics.mean(f"interaction/agent_{agent}/rows", len(context.rows))
             metrics.mean(f"interaction/agent_{agent}/cut_messages", context.num_truncated)

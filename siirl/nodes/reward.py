@@ -157,9 +157,9 @@ def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
         info: dict[str, Any] = scored["reward_info"][index] or {}
         episode = {}
         if extra is not None:
-            names = ("agent", "episode_id", "conversation")
+            names = ("agent", "episode_id", "conversation", "ended")
             turn = int(rows["turn_id"][index].max()) if "turn_id" in rows.keys() else None
-            episode = {EPISODE: {**{name: extra[name] for name in names}, "turn": turn}}
+            episode = {EPISODE: {**{name: extra.get(name, "") for name in names}, "turn": turn}}
         ctx.samples.append(
             {
                 **episode,
@@ -176,7 +176,7 @@ def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
 
 
 def _episodes(rows: TensorDict) -> list[dict[str, Any] | None]:
-    """extra_info of the rows that are of an interaction: agent, episode_id, conversation; None for others."""
+    """extra_info of the rows of interactions (agent, episode_id, conversation, ended); None for others."""
     extras = objects(rows, "extra_info") if "extra_info" in rows.keys() else [None] * len(rows)
     return [x if isinstance(x, dict) and "conversation" in x else None for x in extras]
 

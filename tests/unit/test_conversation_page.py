@@ -168,6 +168,28 @@ def test_sampled_rows_of_an_episode_become_one_conversation_with_scores_where_ro
     ]
 
 
+def test_why_an_episode_ended_is_in_the_text_the_page_and_the_lines():
+    rows = [sampled(1, 0.5, 1), sampled(0, -1.0, 0)]
+    for row in rows:
+        row["episode"]["ended"] = "what worker reads (31 tokens) does not fit"
+    (shown,), (one,) = split_episodes(rows)
+    line = "ended: what worker reads (31 tokens) does not fit"
+    assert shown["conversation"].split("\n")[-2:] == [f"  {line}", "  ground truth: 4"]
+    assert shown["episode"] == {"episode_id": 8, "ended": line.removeprefix("ended: ")}
+    assert Reader(page([one], "run")).texts["note"] == [line, "ground truth: 4"]
+
+
+def test_a_reward_of_the_environment_stands_at_the_turns_that_it_named_and_at_no_other():
+    messages = [
+        message("a", 0, "x", 0),
+        message("b", 1, "y", 1, 0.0, rewarded=True),
+        message("c", 0, "x", 2, 1.0),
+    ]
+    text = episode_text(ShownEpisode("e", messages))
+    heads = [line.strip() for line in text.split("\n") if "agent" in line]
+    assert heads == ["0. x (agent 0)", "1. y (agent 1)  env 0", "2. x (agent 0)  env +1"]
+
+
 def test_the_score_of_each_row_stands_at_the_turn_that_ends_it():
     rows = [sampled(0, score, turn) for turn, score in ((0, 1.0), (2, 3.0))]
     for row in rows:

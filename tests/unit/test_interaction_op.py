@@ -11,7 +11,7 @@ from siirl.agents.policy import Generated
 from siirl.config import with_overrides
 from siirl.dag.spec import DagBuilder
 from siirl.data.rows import make_rows, objects
-from siirl.errors import DataError, EpisodeFailed, RolloutError
+from siirl.errors import DataError, EpisodeFailed, RolloutError, UserError
 from siirl.nodes.interaction import build_interaction, interaction, turns
 from siirl.observe.metrics import Metrics
 
@@ -260,20 +260,43 @@ def test_failed_episodes_are_counted_and_dropped_unless_all_of_them_fail(caplog)
     assert [of_agent["episode_id"].tolist() for of_agent in rows] == [[12, 13], [12, 13]]
     assert values["interaction/failed"] == 0.5 and values["interaction/failed/endpoint"] == 2
     assert values["interaction/episodes"] == 4 and values["interaction/rollout_0/turns"] == 1
-    assert "'rollout_0': 2 of 4 episodes failed, the first (task 4): cannot say r" in caplog.text
-    with pytest.raises(RolloutError, match=r"'rollout_0': 2 of 2 .*cannot say r.*Nothing is left"):
+    text = "2 of 4 episodes failed in step 1, the first (s, row 51) at node 'rollout_1': cannot say r"
+    assert text in caplog.text
+    with pytest.raises(RolloutError, match=r"2 of 2 .*'rollout_1': cannot say r\. Nothing is left"):
         played.step("r")
 
 
+@pytest.mark.parametrize(
+    ("step", "when"), [(0, "the validation before training"), (3, "the validation after step 3")]
+)
+def test_an_environment_that_fails_every_episode_is_the_users_error_and_named(tmp_path, step, when):
+    code = tmp_path / "code.py"
+    code.write_text(CODE.replace("return self.first", 'return self.first[task["floor"]]'))
+    env = {"config": {"env_path": f"{code}:Game", "env_kwargs": {"first": "go"}}}
+    played = Played(pair(env=env), (Says("one"), Says("two")))
+    with pytest.raises(UserError) as caught:
+        played.step(validate=True, step=step)
+    assert str(caught.value) == (
+        f"6 of 6 episodes failed in {when}, the first (s, row 50) at node 'game': Game.reset raised "
+        f"KeyError: 'floor' ({code}, line 20). Nothing is left to score."
+    )
+
+
 @pytest.mark.parametrize("policy", ["end", "truncate"])
-def test_what_does_not_fit_ends_the_episode_or_is_cut_as_the_node_says_and_is_counted(policy):
+def test_what_does_not_fit_ends_the_episode_or_is_cut_as_the_node_says_and_is_counted(policy, caplog):
     keys = (f"{ROLLOUT}.agent.long_context={policy}", *room(12, 40))
-    rows, values = Played(pair(), (Says("a long sentence"), Says("two")), *keys).step()
+    played = Played(pair(), (Says("a long sentence"), Says("two")), *keys)
+    rows, values = played.step()
     cut = policy == "truncate"
     assert [len(of_agent) for of_agent in rows] == [4, 4 if cut else 0]
     assert values["interaction/context_full"] == float(not cut) and values["interaction/failed"] == 0
     assert values["interaction/agent_1/cut_messages"] == float(cut)
-    assert values["interaction/agent_1/rows"] == float(cut)
+    assert values["interaction/agent_1/rows"] == values["interaction/rollout_1/turns"] == float(cut)
+    why = "" if cut else "what rollout_1 reads (24 tokens) does not fit data.max_prompt_length=12"
+    assert {extra["ended"] for extra in objects(rows[0], "extra_info")} == {why}
+    assert played.step()[1]["interaction/context_full"] == float(not cut)
+    said = [record.getMessage() for record in caplog.records]  # in the first of two steps
+    assert ["4 of 4 episodes in step 1" in text and why in text for text in said] == ([] if cut else [True])
 
 
 def test_what_is_reported_of_turns_agents_and_their_length():

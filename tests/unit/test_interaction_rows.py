@@ -176,6 +176,7 @@ def test_three_agents_in_two_rounds_give_exactly_these_rows(tokenizer):
         "agent": 2,
         "episode_id": 1,
         "conversation": objects(rows, "conversation")[1],
+        "ended": "rollout_2 has run loop.max_turns=2 times",
     }
 
 

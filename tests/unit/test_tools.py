@@ -261,6 +261,23 @@ def test_calls_are_answered_in_order_and_errors_in_words(tmp_path):
     box.close()
 
 
+def test_the_log_says_once_in_which_line_a_tool_raised(tmp_path, caplog):
+    wrong = user_tool("add", {"x": NUMBER})  # its schema does not fit
+    box = toolbox(tmp_path, BAD, wrong)
+    for _ in range(2):
+        run(box, [ToolCall("bad", {"how": "raise"}), ToolCall("add", {"x": 1})], max_calls=2)
+    unfit, raised = sorted(record.getMessage() for record in caplog.records)
+    assert raised.startswith("tool 'bad', called with {'how': 'raise'}, raised KeyError: 'nothing there'\n")
+    assert 'tool_functions.py, line 19, in bad: raise KeyError("nothing there")' in raised
+    assert "siirl" not in raised and "unexpected keyword argument 'x'" in unfit
+    run(box, [ToolCall("bad", {"how": "raise"})])
+    slow = toolbox(tmp_path, SLOW)
+    run(slow, [ToolCall("slow", {"seconds": 9})], deadline_s=0.1)
+    assert len(caplog.records) == 3 and "gave no answer within 0.1 s" in caplog.records[-1].getMessage()
+    box.close()
+    slow.close()
+
+
 def test_calls_of_a_turn_run_at_once_and_a_blocking_one_delays_none(tmp_path):
     box = toolbox(tmp_path, SLOW, BAD)
     start = time.monotonic()
