@@ -9,15 +9,31 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+from jinja2 import TemplateError
 
 from siirl.agents.policy import Generated, Vocabulary
-from siirl.errors import EpisodeFailed
+from siirl.errors import DataError, EpisodeFailed
 
 Chat = list[dict[str, Any]]
 
 STAND_IN = "STANDINFORTHETURN"
 """Stands for the model's own turn in templates; no letter of it is changed by trimming or escaping."""
 MOST_KNOWN = 512
+
+
+def alternating(messages: Chat) -> Chat:
+    """The conversation for a template that knows users and assistants only, in turn (Gemma, Mistral).
+
+    What others say is the user's; neighbours of one role become one message, a blank line between them.
+    """
+    plain: Chat = []
+    for message in messages:
+        role = "assistant" if message["role"] == "assistant" else "user"
+        if plain and plain[-1]["role"] == role:
+            plain[-1]["content"] += f"\n\n{message['content']}"
+        else:
+            plain.append({"role": role, "content": message["content"]})
+    return plain
 
 
 class ContextFull(Exception):
@@ -88,6 +104,21 @@ class ChatRenderer:
         return self._tokens(text[text.index(STAND_IN) + len(STAND_IN) :])
 
     def _text(self, messages: Chat) -> str:
+        try:
+            return self._templated(messages)
+        except TemplateError:
+            plain = alternating(messages)
+        try:
+            return self._templated(plain)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in plain)
+            name = getattr(self.tokenizer, "name_or_path", "") or "a tokenizer"
+            raise DataError(
+                f"the chat template of {name} refuses a conversation of the roles {roles}: {error}. Have "
+                "the agent's pre_process give it one that it takes, or give the tokenizer another template."
+            ) from error
+
+    def _templated(self, messages: Chat) -> str:
         return self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **self._options
         )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from siirl.config import Config
@@ -52,7 +53,7 @@ def encode_prompts(
     Chat messages go through the tokenizer's chat template, with the generation prompt added;
     template_kwargs are handed to it (e.g. enable_thinking). A plain string is a text to continue: no
     template is applied to it, and the tokenizer adds the special tokens that it adds to any text. DataError
-    for messages without a template.
+    for messages without a template, or that it refuses.
     """
     chats = [index for index, prompt in enumerate(prompts) if not isinstance(prompt, str)]
     if chats and not tokenizer.chat_template:
@@ -64,9 +65,17 @@ def encode_prompts(
     ids: list[list[int]] = [[] for _ in prompts]
     texts = [index for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
     if chats:
-        rendered = tokenizer.apply_chat_template(
-            [prompts[i] for i in chats], tokenize=False, add_generation_prompt=True, **template_kwargs
-        )
+        try:
+            rendered = tokenizer.apply_chat_template(
+                [prompts[i] for i in chats], tokenize=False, add_generation_prompt=True, **template_kwargs
+            )
+        except TemplateError as error:
+            kinds = {tuple(message["role"] for message in prompts[i]) for i in chats}
+            roles = "; ".join(", ".join(kind) for kind in sorted(kinds)[:5])
+            raise DataError(
+                f"the chat template of {tokenizer.name_or_path} refuses a prompt: {error}. The prompts have "
+                f"the roles {roles}. Write them with roles that it takes, or give the tokenizer another one."
+            ) from error
         # the template has written the special tokens itself
         _place(ids, chats, tokenizer(rendered, add_special_tokens=False)["input_ids"])
     if texts:

@@ -1,0 +1,106 @@
+"""Conversations of several agents under chat templates that take users and assistants in turn only."""
+
+import pytest
+from fixtures_tiny import make_tiny_tokenizer
+from transformers import AutoTokenizer
+
+from siirl.agents.contexts import ChatRenderer, Context, Limits
+from siirl.agents.policy import Generated
+from siirl.data.chat import encode_prompts
+from siirl.errors import DataError
+
+STRICT = """{%- for message in messages -%}
+{%- if message.role not in ("user", "assistant") -%}
+{{ raise_exception("no role " + message.role) }}
+{%- endif -%}
+{%- if (message.role == "user") != (loop.index0 % 2 == 0) -%}
+{{ raise_exception("roles must alternate") }}
+{%- endif -%}
+{{ "u" if message.role == "user" else "a" }}={{ message.content }};
+{%- endfor -%}
+{%- if add_generation_prompt -%}a={%- endif -%}"""
+REFUSES_ALL = '{{ raise_exception("nothing pleases me") }}'
+SYSTEM, ASKED, SOLVED = (
+    {"role": role, "content": text} for role, text in (("system", "s"), ("user", "q"), ("user", "3"))
+)
+
+
+class Text:
+    """A vocabulary of characters with a real chat template."""
+
+    name_or_path = "strict-model"
+
+    def __init__(self, tokenizer):
+        self.apply_chat_template = tokenizer.apply_chat_template
+
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) for letter in text]
+
+    def decode(self, token_ids, skip_special_tokens):
+        return "".join(map(chr, token_ids))
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    return AutoTokenizer.from_pretrained(make_tiny_tokenizer(tmp_path / "tokenizer"))
+
+
+@pytest.fixture
+def renderer(tokenizer):
+    def made(template):
+        tokenizer.chat_template = template or tokenizer.chat_template
+        return ChatRenderer(Text(tokenizer), {})
+
+    return made
+
+
+def said(tokens):
+    return "".join(map(chr, tokens))
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([ASKED], "u=q;a="),
+        ([ASKED, SOLVED], "u=q\n\n3;a="),
+        ([SYSTEM, ASKED], "u=s\n\nq;a="),
+        ([ASKED, {"role": "assistant", "content": "1"}, {"role": "tool", "content": "2"}], "u=q;a=1;u=2;a="),
+        (
+            [ASKED, {"role": "assistant", "content": "1"}, {"role": "assistant", "content": "2"}],
+            "u=q;a=1\n\n2;a=",
+        ),
+    ],
+)
+def test_what_a_template_does_not_take_becomes_users_and_assistants_in_turn(renderer, messages, expected):
+    before = [dict(message) for message in messages]
+    assert said(renderer(STRICT).start(messages)) == expected
+    assert messages == before
+
+
+def test_a_row_grows_by_several_messages_at_once(renderer):
+    context = Context(renderer(STRICT), Limits(100, 100))
+    context.begin([ASKED, SOLVED])
+    context.speak(Generated([ord("y")], [0.0], "length", 0), 0)
+    mine = {"role": "assistant", "content": "y"}
+    tokens, _ = context.begin([ASKED, SOLVED, mine, SOLVED, ASKED])
+    assert len(context.rows) == 1 and said(tokens) == "u=q\n\n3;a=y;u=3\n\nq;a="
+
+
+def test_a_template_that_takes_a_conversation_gets_it_as_it_is(renderer):
+    free = renderer(None)
+    parts = [said(free.start([message])).split(message["content"])[0] for message in (SYSTEM, ASKED)]
+    text = said(free.start([SYSTEM, ASKED, SOLVED]))
+    assert text.startswith(parts[0]) and text.count(parts[1]) == 2 and "\n\n3" not in text
+
+
+def test_a_template_that_refuses_all_is_named_with_what_it_says(renderer):
+    with pytest.raises(
+        DataError, match=r"strict-model refuses .* roles user: nothing pleases me.*pre_process"
+    ):
+        renderer(REFUSES_ALL).start([ASKED, SOLVED])
+
+
+def test_a_dataset_whose_prompts_the_template_refuses_is_refused_with_their_roles(tokenizer):
+    tokenizer.chat_template = STRICT
+    with pytest.raises(DataError, match=r"refuses a prompt: no role system.* roles system, user\. "):
+        encode_prompts(tokenizer, [[SYSTEM, ASKED]], {})
