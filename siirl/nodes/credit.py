@@ -99,10 +99,20 @@ def _team_weight(ctx: NodeContext, rows: TensorDict) -> float:
     return 1.0 if shares and not team else team
 
 
+def _group_keys(ctx: NodeContext) -> tuple[str, ...]:
+    """algorithm.credit.group_by, which means nothing to an estimator that compares no groups."""
+    compares = "group_id" in ADVANTAGES.get(_estimator(ctx)).needs
+    return ctx.cfg.algorithm.credit.group_by if compares else ("task",)
+
+
 def _by_turn(ctx: NodeContext) -> bool:
     """Whether rewards are looked at turn by turn."""
-    algorithm = ctx.cfg.algorithm
-    return "turn" in algorithm.credit.group_by or algorithm.adv_estimator == "gae_marft"
+    return "turn" in _group_keys(ctx) or ctx.cfg.algorithm.adv_estimator == "gae_marft"
+
+
+def _estimator(ctx: NodeContext) -> str:
+    who = "algorithm.adv_estimator"
+    return ADVANTAGES.resolve(ctx.cfg.algorithm.adv_estimator, partial(load_object, who=who))
 
 
 class Estimated(NamedTuple):
@@ -118,12 +128,11 @@ def estimate(ctx: NodeContext, rows: TensorDict, fields: Mapping[str, Tensor], o
 
     Communicates over ctx.group where sums over the batch are needed.
     """
-    algorithm, all_sum = ctx.cfg.algorithm, partial(sum_over_ranks, ctx)
-    name = ADVANTAGES.resolve(algorithm.adv_estimator, partial(load_object, who="algorithm.adv_estimator"))
+    all_sum, name = partial(sum_over_ranks, ctx), _estimator(ctx)
     fields, cut = dict(fields), None
-    if "group_id" in ADVANTAGES.get(name).needs and "turn" in algorithm.credit.group_by:
+    if "turn" in _group_keys(ctx):
         where = (rows["turn_id"], rows["episode_id"], rows["speaker"])
-        cut = turn_rows(fields["reward"], *where, algorithm.credit.turn_gamma)
+        cut = turn_rows(fields["reward"], *where, ctx.cfg.algorithm.credit.turn_gamma)
         fields = {key: value[cut.turns.row_U] for key, value in fields.items()}
         fields |= {"reward": cut.reward_UT, "response_mask": cut.mask_UT, "score": cut.reward_UT.sum(-1)}
     fields |= {"group_id": group_ids(ctx, rows, cut), "other_turns": other_turns(ctx, rows)}
@@ -141,12 +150,12 @@ def estimate(ctx: NodeContext, rows: TensorDict, fields: Mapping[str, Tensor], o
 
 
 def group_ids(ctx: NodeContext, rows: TensorDict, cut: TurnRows | None) -> Tensor:
-    """The group of each unit by algorithm.credit.group_by, int64 [U]; units: rows, or turns where it cuts.
+    """The group of each unit by _group_keys, int64 [U]; units: rows, or turns where it cuts.
 
     A function of the user's gets {"task", "agent", "episode", with turns "turn"}: int64 [U], and returns
     int64 [U]. DagError if it returns anything else.
     """
-    names = ctx.cfg.algorithm.credit.group_by
+    names = _group_keys(ctx)
     keys = {"task": rows["group_id"], "agent": rows["speaker"], "episode": rows["episode_id"]}
     if cut is not None:
         keys = {name: value[cut.turns.row_U] for name, value in keys.items()} | {"turn": cut.turns.number_U}

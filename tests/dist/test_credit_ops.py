@@ -222,8 +222,17 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
     chained = (MARFT | {f"{CREDIT}.team": 0.5, f"{CREDIT}.turn": 0.25}, (), ("value", "score"))
     alone = (MARFT, (), ())
     white = ({"algorithm.adv_estimator": "grpo", f"{CREDIT}.normalize": "agent"}, (), ())
-    found = {world: run_workers(run_cases, world, [*cases, chained, alone, white]) for world in (1, 2)}
+    ungrouped = [
+        ({"algorithm.adv_estimator": name} | groups, (), ())
+        for name in ("gae", "gae_marft", "reinforce_plus_plus")
+        for groups in ({}, {f"{CREDIT}.group_by": ["task", "agent", "turn"]})
+    ]
+    every = [*cases, chained, alone, white, *ungrouped]
+    found = {world: run_workers(run_cases, world, every) for world in (1, 2)}
     for ranks in found.values():
+        for rank in ranks:  # what estimators compare that compare no groups means nothing to them
+            for number in range(len(every) - len(ungrouped), len(every), 2):
+                assert rank[number] == rank[number + 1], every[number]
         for number, expected in enumerate(want):
             got = whole_batch(ranks, number, "advantage")
             torch.testing.assert_close(got, expected, atol=1e-6, rtol=0, msg=f"{number}: {got}")
