@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from siirl.dag.spec import load_object
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import NodeContext, sum_over_ranks
 from siirl.nodes.rollout import (
     prompt_seed,
     prompt_tokens,
@@ -111,8 +112,9 @@ def build_interaction(
 def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """Play n episodes of each prompt; the rows of this agent, those of the others are kept for `turns`.
 
-    Communicates only with the engines of policies on other ranks. RolloutError if every episode of this rank
-    fails, or user code raises (then a UserCodeError); as Streams.open does, too.
+    Communicates with the engines of policies on other ranks, and over ctx.group, the ranks that play.
+    RolloutError if every episode of all these ranks fails, or user code raises (then a UserCodeError); as
+    Streams.open does, too. A rank whose own episodes all fail goes on without rows.
     """
     shared = _shared(ctx)
     n = _samples(ctx)
@@ -204,15 +206,19 @@ def _speaker(stage: StagePlan, shared: Interaction, policies: Policies, validate
 
 
 def _finished(ctx: NodeContext, played: list[Played], rows: TensorDict) -> list[Played]:
-    """The episodes that did not fail."""
+    """The episodes that did not fail. Collective over ctx.group: 16 bytes."""
     failed = [one for one in played if one.kind is not None]
+    all_failed, all_played = sum_over_ranks(
+        ctx, torch.tensor([len(failed), len(played)], dtype=torch.float64)
+    )
     if failed:
         first, node = failed[0].episode, failed[0].node
         task = rows["group_id"].tolist().index(first.group_id)
         which = f"{first.task['data_source']}, row {int(rows['sample_index'][task])}"
-        count = f"{len(failed)} of {len(played)} episodes failed in {_when(ctx)}"
+        here = " of this rank" if all_played > len(played) else ""
+        count = f"{len(failed)} of {len(played)} episodes{here} failed in {_when(ctx)}"
         text = f"{count}, the first ({which}) at node {node!r}: {first.error}"
-        if len(failed) == len(played):
+        if all_failed == all_played:
             users = str(failed[0].kind).startswith("env")
             left = f"Nothing is left to {'score' if ctx.validate else 'train on'}."
             raise (UserCodeError if users else RolloutError)(f"{text}. {left}")

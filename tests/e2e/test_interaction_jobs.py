@@ -109,3 +109,36 @@ def test_an_external_agent_answers_through_a_service_and_is_not_trained(inputs, 
         )
     assert finished.values("agent_0/interaction/turns") == [2, 2]
     assert all(asked["messages"][-1]["role"] == "user" for asked in service.messages)
+
+
+HALF = """
+import torch.distributed as dist
+
+from siirl.agents.environments import StepResult
+
+
+class Half:
+    def reset(self, task, seed):
+        if dist.get_rank() == 1:
+            raise OSError("no more licences")
+        return ""
+
+    def step(self, actions):
+        return StepResult("", sum(letter.isdigit() for letter in actions[0]) / 8, True)
+"""
+
+
+def test_a_rank_whose_episodes_all_fail_goes_on_without_rows(inputs, tmp_path):
+    (tmp_path / "half.py").write_text(HALF)
+    agent = "actor_rollout_ref.rollout.agent"
+    arguments = overrides(
+        inputs,
+        tmp_path / "out",
+        f"{agent}.env_path=[{tmp_path / 'half.py'}:Half]",
+        f"{agent}.rewards_with_env=true",
+        "trainer.total_training_steps=2",
+    )
+    finished = run_job(2, arguments)
+    assert finished.values("interaction/failed") == [0.5, 0.5]
+    assert finished.values("val/interaction/failed") == [0.5]
+    assert min(finished.values("actor/grad_norm")) > 0

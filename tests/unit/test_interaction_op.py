@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch
 from episode_cases import END, Letters, text_of
 from plan_cases import add_agent, compiled, config
 
@@ -14,6 +15,17 @@ from siirl.data.rows import make_rows, objects
 from siirl.errors import DataError, EpisodeFailed, RolloutError, UserError
 from siirl.nodes.interaction import build_interaction, interaction, turns
 from siirl.observe.metrics import Metrics
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch):
+    """Episodes that failed, and that were played, on other ranks; a test may change them."""
+    counts = [0.0, 0.0]
+    monkeypatch.setattr(
+        "siirl.nodes.interaction.sum_over_ranks", lambda ctx, totals: totals + torch.tensor(counts)
+    )
+    return counts
+
 
 CODE = """
 import time
@@ -253,7 +265,7 @@ def test_environments_draw_by_sample_or_by_prompt_and_validations_draw_the_same_
     assert cards(step=9, validate=True) == validated
 
 
-def test_failed_episodes_are_counted_and_dropped_unless_all_of_them_fail(caplog):
+def test_failed_episodes_are_counted_and_dropped_unless_all_of_them_fail(caplog, elsewhere):
     played = Played(pair(), (Says("one"), Says("two", fails="r")))
     with caplog.at_level("WARNING"):
         rows, values = played.step()
@@ -263,6 +275,14 @@ def test_failed_episodes_are_counted_and_dropped_unless_all_of_them_fail(caplog)
     text = "2 of 4 episodes failed in step 1, the first (s, row 51) at node 'rollout_1': cannot say r"
     assert text in caplog.text
     with pytest.raises(RolloutError, match=r"2 of 2 .*'rollout_1': cannot say r\. Nothing is left"):
+        played.step("r")
+    elsewhere[:] = 1, 3
+    with caplog.at_level("WARNING"):
+        rows, values = played.step("r")
+    assert [len(of_agent) for of_agent in rows] == [0, 0] and values["interaction/failed"] == 1
+    assert "2 of 2 episodes of this rank failed" in caplog.text
+    elsewhere[:] = 3, 3
+    with pytest.raises(RolloutError, match="2 of 2 episodes of this rank failed"):
         played.step("r")
 
 
