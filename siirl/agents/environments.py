@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from siirl.agents.gym_adapter import GymEnvironment, is_gym_class
-from siirl.agents.user_thread import Hung, Raised, UserThread
+from siirl.agents.user_thread import Hung, Places, Raised, UserThread
 from siirl.dag.spec import load_object
 from siirl.errors import DagError, EpisodeFailed
 
@@ -88,11 +88,15 @@ class Environment(Protocol):
 
 
 class HostedEnvironment:
-    """One environment in its thread. Made without running user code: the class is called by `reset`."""
+    """One environment in its thread. Made without running user code: the class is called by `reset`.
 
-    def __init__(self, make: Callable[[], Any], name: str):
+    places: bounds how many environments run at once; a deadline begins when there is a place.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str, places: Places):
         self.name = name
         self._make = make
+        self._places = places
         self._env: Any = None
         self._thread = UserThread(f"env-{name}")
 
@@ -117,7 +121,8 @@ class HostedEnvironment:
         close = getattr(self._env, "close", None)
         try:
             if close is not None:
-                await self._thread.call(deadline_s, close)
+                async with self._places.place():
+                    await self._thread.call(deadline_s, close)
         except Hung as error:
             return f"{self.name}.close: {error}"
         except Raised as error:
@@ -130,7 +135,8 @@ class HostedEnvironment:
         self, method: str, deadline_s: float, function: Callable[[], Any], check: Callable[[str, Any], Any]
     ) -> Any:
         try:
-            return await self._thread.call(deadline_s, function, functools.partial(check, method))
+            async with self._places.place():
+                return await self._thread.call(deadline_s, function, functools.partial(check, method))
         except Hung as error:
             raise EpisodeFailed(f"{self.name}.{method}: {error}", HUNG) from None
         except Raised as error:
@@ -189,12 +195,13 @@ class HostedEnvironment:
 
 
 def load_environment(
-    reference: str, who: str, env_kwargs: Mapping[str, Any] | None = None
+    reference: str, who: str, env_kwargs: Mapping[str, Any] | None = None, max_concurrent: int = 0
 ) -> Callable[[], HostedEnvironment]:
     """What makes an environment for each episode, of the class "file.py:Class" or "pkg.mod:Class".
 
-    env_kwargs: arguments of the class. DagError if there is no such class, it does not take env_kwargs, or
-    has neither reset(task, seed) and step(actions) nor Gymnasium's methods. who: begins the message.
+    env_kwargs: arguments of the class. max_concurrent: environments that run at once, 0 for any number.
+    DagError if there is no such class, it does not take env_kwargs, or has neither reset(task, seed) and
+    step(actions) nor Gymnasium's methods. who: begins the message.
     """
     kwargs = dict(env_kwargs or {})
     if ":" not in reference:
@@ -210,10 +217,10 @@ def load_environment(
             f"{who}: the environment {reference!r} cannot be used: {'; '.join(problems)}. Give it "
             "reset(self, task, seed) and step(self, actions), or those of Gymnasium."
         )
-    name = cls.__name__
+    name, places = cls.__name__, Places(max_concurrent)
     if is_gym_class(cls):
-        return lambda: HostedEnvironment(lambda: GymEnvironment(cls(**kwargs)), name)
-    return lambda: HostedEnvironment(lambda: cls(**kwargs), name)
+        return lambda: HostedEnvironment(lambda: GymEnvironment(cls(**kwargs)), name, places)
+    return lambda: HostedEnvironment(lambda: cls(**kwargs), name, places)
 
 
 async def reset_env(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from siirl.agents.tool_parsers import MalformedCall, ToolCall
 from siirl.agents.tool_schema import argument_errors, from_texts
-from siirl.agents.user_thread import Hung, Raised, UserThread
+from siirl.agents.user_thread import Hung, Places, Raised, UserThread
 from siirl.config.rollout import MultiTurnConfig
 
 log = logging.getLogger(__name__)
@@ -76,8 +76,7 @@ class Toolbox:
     def __init__(self, tools: Mapping[str, Tool]):
         self.tools = dict(tools)
         self._idle: list[UserThread] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._places: dict[str, asyncio.Semaphore] = {}
+        self._places = {name: Places(getattr(tool, "max_concurrent", 0)) for name, tool in tools.items()}
         self._told: set[str] = set()
 
     @property
@@ -87,26 +86,13 @@ class Toolbox:
 
     async def call(self, name: str, arguments: dict[str, Any], episode: Any, deadline_s: float) -> str:
         """The answer of a tool whose arguments have been checked. Raised or Hung if there is none."""
-        place = self._place(name)
-        if place is None:
-            return await self._call(name, arguments, episode, deadline_s)
-        async with place:  # waiting for a place does not count as hanging
-            return await self._call(name, arguments, episode, deadline_s)
-
-    def _place(self, name: str) -> asyncio.Semaphore | None:
-        """What bounds the calls of this tool at once. Each event loop, of a step, has its own."""
-        if self._loop is not asyncio.get_running_loop():
-            self._loop, self._places = asyncio.get_running_loop(), {}
-        limit = getattr(self.tools[name], "max_concurrent", 0)
-        return self._places.setdefault(name, asyncio.Semaphore(limit)) if limit else None
-
-    async def _call(self, name: str, arguments: dict[str, Any], episode: Any, deadline_s: float) -> str:
-        thread = self._idle.pop() if self._idle else UserThread("tool")
-        try:
-            return await thread.call(deadline_s, lambda: self.tools[name](arguments, episode), str)
-        finally:
-            if not thread.abandoned:
-                self._idle.append(thread)
+        async with self._places[name].place():
+            thread = self._idle.pop() if self._idle else UserThread("tool")
+            try:
+                return await thread.call(deadline_s, lambda: self.tools[name](arguments, episode), str)
+            finally:
+                if not thread.abandoned:
+                    self._idle.append(thread)
 
     def tell(self, name: str, what: str, arguments: dict[str, Any]) -> None:
         """Log what went wrong in a tool, once in a run: later ones are counted only."""

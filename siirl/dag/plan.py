@@ -113,8 +113,8 @@ class StagePlan:
     whether rows of it are made; those of an agent that shares a policy are among the owner's. An episode goes
     back to `back_to` unless `until` says so or the node has run max_turns times; then to `following`; None:
     it ends. route: a function that chooses the node instead. options: process_path, pre_process_kwargs and
-    post_process_kwargs of an agent; of an environment env_path, env_kwargs, env_seed, and whether its
-    observations and rewards are used (obs_with_env, rewards_with_env).
+    post_process_kwargs of an agent; of an environment env_path, env_kwargs, env_seed, deadline_s,
+    max_concurrent, and whether its observations and rewards are used (obs_with_env, rewards_with_env).
     """
 
     node: str

@@ -18,8 +18,12 @@ Nodes = dict[str, ResolvedNode]
 LOOP_KEYS = ("to", "max_turns", "until")
 AGENT_KEYS = ("process_path", "pre_process_kwargs", "post_process_kwargs", "route")
 ENV_SEEDS = ("sample", "prompt")
-ENV_KEYS = ("env_path", "env_kwargs", "env_seed", "deadline_s", "obs_with_env", "rewards_with_env")
+ENV_KEYS = (
+    *("env_path", "env_kwargs", "env_seed", "deadline_s", "max_concurrent"),
+    *("obs_with_env", "rewards_with_env"),
+)
 ENV_DEADLINE_S = 60.0
+ENV_MAX_CONCURRENT = 64
 
 
 def make_stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> StagePlan:
@@ -185,6 +189,12 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
     deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
         raise DagError(f"{node}: deadline_s = {deadline_s!r} is no number of seconds above 0. Correct it.")
+    places = node.options.get("max_concurrent", ENV_MAX_CONCURRENT)
+    if isinstance(places, bool) or not isinstance(places, int) or places < 1:
+        raise DagError(
+            f"{node}: max_concurrent = {places!r} is no whole number of at least 1: so many environments run "
+            "at once on each rank. Correct it."
+        )
     seed = node.options.get("env_seed", "sample")
     if seed not in ENV_SEEDS:
         raise DagError(
@@ -202,6 +212,7 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
         "env_kwargs": kwargs,
         "env_seed": seed,
         "deadline_s": float(deadline_s),
+        "max_concurrent": places,
         **uses,
     }
 

@@ -85,7 +85,8 @@ def build_interaction(
                     function, **stage.options[f"{name}_kwargs"]
                 )
         if stage.options.get("env_path"):
-            make_env = load_environment(stage.options["env_path"], who, stage.options["env_kwargs"])
+            places = stage.options["max_concurrent"]
+            make_env = load_environment(stage.options["env_path"], who, stage.options["env_kwargs"], places)
             deadline_s = stage.options["deadline_s"]
         if stage.kind == "agent" and not tokenizers[stage.node].chat_template:
             raise DataError(

@@ -47,6 +47,47 @@ class Plain:
         return "again", 1, False
 
 
+class Crowd:
+    """Knows how many of them were in a method at once."""
+
+    running = most = 0
+    lock = threading.Lock()
+
+    def reset(self, task, seed):
+        self.act()
+        return ""
+
+    def step(self, actions):
+        self.act()
+        return "", 0.0, True, {"most": type(self).most}
+
+    def close(self):
+        self.act()
+
+    def act(self):
+        cls = type(self)
+        with cls.lock:
+            cls.running += 1
+            cls.most = max(cls.most, cls.running)
+        time.sleep(0.02)
+        with cls.lock:
+            cls.running -= 1
+
+
+class Waits:
+    """Its step waits for an event."""
+
+    def __init__(self, event):
+        self.event = event
+
+    def reset(self, task, seed):
+        return ""
+
+    def step(self, actions):
+        self.event.wait()
+        return "", 0.0, True
+
+
 class FailsIn:
     """Raises, exits, blocks, hangs, spins or swallows everything, in one of its methods."""
 

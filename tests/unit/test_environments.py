@@ -1,6 +1,7 @@
 """Environments of user code: what they are given and give, and that a hostile one costs its episode only."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -103,6 +104,36 @@ def test_hanging_environments_do_not_delay_the_others():
     took, failures = asyncio.run(all_of_them())
     assert took < 2.0  # the good ones were done before the deadline of the hostile ones
     assert [failure.kind for failure in failures] == [HUNG] * 6
+
+
+def test_at_most_max_concurrent_environments_run_at_once_in_any_method():
+    make_one = load_environment(f"{FILE}:Crowd", "node 'game'", max_concurrent=3)
+
+    async def crowd():
+        return await asyncio.gather(*(episode(make_one(), deadline_s=60.0) for _ in range(12)))
+
+    for _ in range(2):  # each step has an event loop of its own
+        played = asyncio.run(crowd())
+        assert max(result.info["most"] for _, (result,), _ in played) == 3
+        assert {problem for _, _, problem in played} == {None}
+
+
+def test_a_deadline_begins_when_there_is_a_place():
+    leave = threading.Event()
+    make_one = load_environment(f"{FILE}:Waits", "node 'game'", {"event": leave}, max_concurrent=1)
+
+    async def second_waits_for_first():
+        first, second = make_one(), make_one()
+        for env in (first, second):
+            await reset_env(env, TASK, 0, 60.0)
+        steps = [asyncio.create_task(step_env(first, {}, 60.0))]
+        await asyncio.sleep(0)
+        steps.append(asyncio.create_task(step_env(second, {}, 1.0)))
+        await asyncio.wait(steps, timeout=1.3)
+        leave.set()
+        return await asyncio.gather(*steps)
+
+    assert all(result.done for result in asyncio.run(second_waits_for_first()))
 
 
 def test_code_that_spins_is_ended():

@@ -235,6 +235,7 @@ CASES = {
         lambda c: pair(second={"config": FLAT | {"rollout.agent.env_path": ["nowhere.py:Game"]}}),
         ["'rollout_1_env'", "'nowhere.py:Game' cannot be imported"],
     ),
+    "env places": (lambda c: pair(env=env(c, max_concurrent=0)), ["max_concurrent = 0", "at least 1"]),
     "env deadline": (lambda c: pair(env=env(c, deadline_s=0)), ["deadline_s = 0"]),
     "share unknown": (lambda c: sharing(None, 7), ["share_instance = 7", "not in its interaction"]),
     "share itself": (lambda c: sharing(None, 1), ["share_instance = 1", "1 -> 1"]),

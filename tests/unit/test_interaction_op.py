@@ -52,6 +52,15 @@ class Game:
         time.sleep(self.nap_s)
         return StepResult("", {0: 0.5}, True)
 
+class Alone(Game):
+    others = 0
+
+    def step(self, actions):
+        Alone.others += 1
+        time.sleep(0.05)
+        Alone.others -= 1
+        return StepResult("", {0: float(Alone.others)}, True)
+
 class Dealer(Game):
     def reset(self, task, seed):
         return f"card {seed}"
@@ -236,6 +245,14 @@ def test_an_environment_has_the_arguments_and_the_deadline_of_its_node(tmp_path)
     env["config"] |= {"env_kwargs": {"first": "go", "nap_s": 5}, "deadline_s": 0.1}
     with pytest.raises(RolloutError, match=r"4 of 4 episodes failed.*step: no answer within 0\.1 s"):
         Played(pair(env=env), policies).step()
+
+
+def test_as_many_environments_run_at_once_as_their_node_says(tmp_path):
+    code = tmp_path / "code.py"
+    code.write_text(CODE)
+    env = {"config": {"env_path": f"{code}:Alone", "env_kwargs": {"first": ""}, "max_concurrent": 1}}
+    rows, _ = Played(pair(env=env), (Says("one"), Says("two"))).step()
+    assert rows[0]["env_reward"].sum(-1).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize(
