@@ -78,7 +78,7 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
     if args.draw:
         from siirl.dag.draw import draw
 
-        _write(Path(args.draw), lambda path: draw(plan, path))
+        _write(Path(args.draw), lambda path: draw(plan, path, configs))
 
 
 def _run(argv: list[str]) -> int:

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from siirl.dag.credit_words import Configs, credit_words, tool_words, turn_words
 from siirl.dag.emit import ROUTING
 from siirl.dag.plan import LinkPlan, Plan, Reshard, Run, StagePlan
 from siirl.dag.report import node_ranks, sizes
@@ -55,8 +56,11 @@ class _Canvas:
     top: float
 
 
-def draw(plan: Plan, path: Path) -> None:
-    """Write the picture as SVG or PNG, by the file's ending. Needs matplotlib, no display."""
+def draw(plan: Plan, path: Path, configs: Configs) -> None:
+    """Write the picture as SVG or PNG, by the file's ending. Needs matplotlib, no display.
+
+    configs: the resolved configuration of each kept node; nodes without one are drawn without its details.
+    """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"--draw {path}: the ending says the format. End it with {' or '.join(FORMATS)}.")
     import matplotlib
@@ -84,11 +88,14 @@ def draw(plan: Plan, path: Path) -> None:
     for stage, track in _loops(plan, canvas.lanes):
         _draw_loop(axes, stage, track, canvas)
     for parent, child in edges:
-        routed = parent in stages and child in stages and stages[parent].route is not None
-        label = f"if {_short(stages[parent].route)}" if routed else _label(plan, parent, child)
-        _draw_edge(axes, _way(parent, child, _columns(plan), canvas), label, dashed=routed)
+        way = _way(parent, child, _columns(plan), canvas)
+        if parent in stages and child in stages and stages[parent].route is not None:
+            label = f"{_cut(_short(stages[parent].route))}:\n{_cut(child)}"
+            _draw_edge(axes, way, label, dashed=True, clear=_before_weights(plan, way[-1], canvas))
+        else:
+            _draw_edge(axes, way, _label(plan, parent, child))
     for node in plan.nodes:
-        _draw_node(axes, plan, node, canvas.centers[node])
+        _draw_node(axes, plan, node, canvas.centers[node], configs)
     for line, (node, why) in enumerate(plan.pruned.items()):
         axes.text(
             _MARGIN, -0.12 - _NOTE * line, f"left out: {node} ({why})", size=8, color=_FAINT, va="center"
@@ -225,6 +232,16 @@ def _short(reference: str | None) -> str:
     return (reference or "").rpartition(":")[2]
 
 
+def _cut(text: str, most: int = 13) -> str:
+    return text if len(text) <= most else f"{text[: most - 2]}.."
+
+
+def _before_weights(plan: Plan, end: Point, canvas: _Canvas) -> float:
+    """How far before an arrow's end the weights that go into nodes of its column leave room."""
+    into = [_weights_side(plan, link, track, canvas) for link, track in _tracks(plan, canvas.lanes)]
+    return max((end[0] - side for side in into if 0 < end[0] - side < _GAP_X), default=0.2) + 0.06
+
+
 def _way(parent: str, child: str, columns: dict[str, int], canvas: _Canvas) -> list[Point]:
     """The points that an arrow passes: out of the parent's right side, into the child's left side."""
     (x, y), (end_x, end_y) = canvas.centers[parent], canvas.centers[child]
@@ -296,7 +313,7 @@ def _draw_lane(axes: Any, lane: _Lane, width: float) -> None:
     axes.text(_MARGIN + 0.55, lane.top - 0.2, text, size=9.5, color=_FAINT, va="center", weight="bold")
 
 
-def _draw_node(axes: Any, plan: Plan, name: str, center: Point) -> None:
+def _draw_node(axes: Any, plan: Plan, name: str, center: Point, configs: Configs) -> None:
     from matplotlib.patches import FancyBboxPatch, Rectangle
 
     node, (x, y) = plan.nodes[name], center
@@ -310,7 +327,7 @@ def _draw_node(axes: Any, plan: Plan, name: str, center: Point) -> None:
     stripe = Rectangle(corner, 0.1, _BOX_H, fc=color, ec="none", zorder=4)
     axes.add_patch(stripe)
     stripe.set_clip_path(outline)
-    detail = _detail(plan, name)
+    detail = _detail(plan, name, configs)
     lines = (
         (name, 9.5, _INK, 0.22),
         (f"{node.op}, agent {node.agent}", 8, _FAINT, -0.01),
@@ -321,17 +338,20 @@ def _draw_node(axes: Any, plan: Plan, name: str, center: Point) -> None:
         axes.text(x + 0.04, y + shift, shown, size=size, color=ink, ha="center", va="center", zorder=5)
 
 
-def _detail(plan: Plan, name: str) -> str:
-    """The last line of a node's box: what it runs on."""
+def _detail(plan: Plan, name: str, configs: Configs) -> str:
+    """The last line of a node's box: what it runs on, tools, when it trains, or whose rewards it adds up."""
     node, stage = plan.nodes[name], _stages(plan).get(name)
     model = plan.models.get(node.model or "")
-    if model:
-        return f"{model.backend}, {sizes(model)}"
     if stage is not None and stage.kind == "env":
         return _short(stage.options.get("env_path")) or "the same environment"
-    if stage is not None and stage.policy != stage.agent:
-        return f"with the policy of agent {stage.policy}"
-    return _short(node.executable) or "no model"
+    tools = tool_words(name, configs).partition(",")[0] if stage is not None else ""
+    if model:
+        runs_on = f"{model.backend}, {sizes(model)}"
+    elif stage is not None and stage.policy != stage.agent:
+        runs_on = f"with the policy of agent {stage.policy}"
+    else:
+        runs_on = credit_words(plan, name, configs) or _short(node.executable) or "no model"
+    return "; ".join(filter(None, (runs_on, tools, turn_words(plan, name, configs))))
 
 
 def _draw_loop(axes: Any, stage: StagePlan, track: int, canvas: _Canvas) -> None:
@@ -361,8 +381,12 @@ def _draw_loop(axes: Any, stage: StagePlan, track: int, canvas: _Canvas) -> None
     axes.text((out + back) / 2, high, text, size=8, color=color, ha="center", va="center", bbox=box, zorder=3)
 
 
-def _draw_edge(axes: Any, points: list[Point], label: str, dashed: bool = False) -> None:
-    """A curve that leaves and enters horizontally. dashed: taken by some episodes."""
+def _draw_edge(
+    axes: Any, points: list[Point], label: str, dashed: bool = False, clear: float | None = None
+) -> None:
+    """A curve that leaves and enters horizontally. dashed: taken by some episodes. clear: how far before the
+    curve's end the label ends.
+    """
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.path import Path as Curve
 
@@ -382,10 +406,17 @@ def _draw_edge(axes: Any, points: list[Point], label: str, dashed: bool = False)
             x + (next_x - x) * (0.5 + 4 * (along - 0.5) ** 3 + (along - 0.5) / 2),
             y + (next_y - y) * rise,
         )
+        side = "center"
+        if clear is not None:
+            place, side = (next_x - clear, place[1]), "right"
         box = {"boxstyle": "round,pad=0.12", "fc": _LANE_COLOR, "ec": "none", "alpha": 0.9}
-        axes.text(
-            *place, label, size=7, color=_INK, bbox=box, ha="center", va="center", linespacing=1.05, zorder=6
-        )
+        style = {"size": 7, "color": _INK, "bbox": box, "linespacing": 1.05, "zorder": 6}
+        axes.text(*place, label, ha=side, va="center", **style)
+
+
+def _weights_side(plan: Plan, link: LinkPlan, track: int, canvas: _Canvas) -> float:
+    """Where the arrow of a link goes up, left of the rollout that it ends at."""
+    return canvas.centers[plan.models[link.target].node][0] - _BOX_W / 2 - 0.28 - 0.1 * track
 
 
 def _draw_weights(axes: Any, plan: Plan, link: LinkPlan, track: int, canvas: _Canvas) -> None:
@@ -396,7 +427,7 @@ def _draw_weights(axes: Any, plan: Plan, link: LinkPlan, track: int, canvas: _Ca
     source, target = plan.models[link.source], plan.models[link.target]
     (x, y), (end_x, end_y) = canvas.centers[source.node], canvas.centers[target.node]
     low = _lane_of(canvas.lanes, source.ranks).bottom + _TRACK * (track + 0.55)
-    side = end_x - _BOX_W / 2 - 0.28 - 0.1 * track
+    side = _weights_side(plan, link, track, canvas)
     points = [
         (x, y - _BOX_H / 2),
         (x, low),

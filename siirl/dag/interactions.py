@@ -11,7 +11,7 @@ from siirl.config.resolve import get
 from siirl.dag.adapters import adapter_bases, check_bases, shared_policy
 from siirl.dag.graph import Graph
 from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
-from siirl.dag.plan import InteractionPlan
+from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.dag.stages import (
     Nodes,
@@ -141,13 +141,25 @@ def _interaction(members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> Int
     stages = tuple(make_stage(node, members, nodes, graph) for node in members)
     _check_sharing(members, adapter_bases(nodes.values()))
     _check_environments(members)
-    most_visits = 1 + sum(stage.max_turns - 1 for stage in stages if stage.back_to)
     speaking = [stage for stage in stages if stage.kind == "agent"]
-    most_turns = sum(
-        most_visits * assistant_turns(rollout_cfg(nodes[stage.node]).multi_turn) for stage in speaking
-    )
     policies = dict.fromkeys(f"agent_{stage.policy}.rollout" for stage in speaking)
-    return InteractionPlan(entry.id, stages, tuple(policies), most_turns)
+    return InteractionPlan(entry.id, stages, tuple(policies), _most_turns(stages, nodes))
+
+
+def _most_turns(stages: tuple[StagePlan, ...], nodes: Nodes) -> int:
+    """The turns of the longest way through the stages: from the first, then from where loops go back to."""
+    longest: dict[str, int] = {}
+    for position in reversed(range(len(stages))):
+        stage = stages[position]
+        after = [s.node for s in stages[position + 1 :] if stage.route or s.node == stage.following]
+        own = 0 if stage.kind == "env" else assistant_turns(rollout_cfg(nodes[stage.node]).multi_turn)
+        longest[stage.node] = own + max((longest[node] for node in after), default=0)
+    total = longest[stages[0].node]
+    for position, stage in enumerate(stages):
+        if stage.back_to is not None:
+            before = [s.node for s in stages[: position + 1] if stage.route or s.node == stage.back_to]
+            total += (stage.max_turns - 1) * max(longest[node] for node in before)
+    return total
 
 
 def _entry(members: list[ResolvedNode], graph: Graph, inside: set[str]) -> ResolvedNode:

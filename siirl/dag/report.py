@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from siirl.config import Config
 from siirl.config.roles import generated_prompts, optimizer_steps, role_group, trained_group
 from siirl.dag.awake import awake_shares, shares_text
+from siirl.dag.credit_words import Configs, credit_rows, speakers_of, tool_words, training_turns
 from siirl.dag.emit import ROUTING
 from siirl.dag.megatron_layers import split_layers
 from siirl.dag.memory import MemoryLine, micro_batch_tokens, read_shape
@@ -37,7 +38,8 @@ def report(plan: Plan, configs: dict[str, Config]) -> str:
     """The whole report; configs: the resolved configuration of each kept node."""
     sections = [
         ("nodes by rank", _nodes_by_rank(plan)),
-        ("conversations", conversations(plan)),
+        ("conversations", conversations(plan, configs)),
+        ("credit", _credit(plan, configs)),
         ("models", _models(plan)),
         ("batches", _batches(plan, configs)),
         ("a step", _instructions(plan)),
@@ -109,14 +111,15 @@ def node_ranks(plan: Plan) -> dict[str, Ranks]:
     return {node: (played | ran)[node] for node in plan.nodes}
 
 
-def conversations(plan: Plan) -> list[str]:
-    """For each interaction a table of its nodes, who acts there, and where an episode goes then."""
+def conversations(plan: Plan, configs: Configs) -> list[str]:
+    """For each interaction a table of its nodes: who acts there, by what, and where an episode goes then."""
     lines = []
     for talk in plan.interactions.values():
-        rows = [["", "node", "who", "by", "then"]]
+        rows = [["", "node", "who", "by", "tools", "then"]]
         for position, stage in enumerate(talk.stages, 1):
             who = "environment" if stage.kind == "env" else f"agent {stage.agent}"
-            rows.append([str(position), stage.node, who, acts_by(stage), goes_to(stage)])
+            tools = "" if stage.kind == "env" else tool_words(stage.node, configs)
+            rows.append([str(position), stage.node, who, acts_by(stage), tools, goes_to(stage)])
         lines += table(rows)
         lines.append(f"an episode has at most {_count(talk.most_turns, 'turn')}")
         lines += _played(plan, talk)
@@ -141,6 +144,12 @@ def goes_to(stage: StagePlan) -> str:
         return end
     until = f" until {stage.until} is true or" if stage.until else " until"
     return f"back to {stage.back_to}{until} it has run {stage.max_turns} times; then {end}"
+
+
+def _credit(plan: Plan, configs: Configs) -> list[str]:
+    """Whose rewards count for whom, and who trains when."""
+    rows = credit_rows(plan, configs)
+    return (table(rows) if len(rows) > 1 else []) + training_turns(plan, configs)
 
 
 def _asked(plan: Plan, interaction: InteractionPlan, policy: str) -> dict[int, Ranks]:
@@ -252,25 +261,37 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
         if entry := next((x.entry for x in plan.interactions.values() if model.name in x.policies), None):
             shards, verb = len(plan.run_of(entry).ranks), "played"
         refilled = "" if not cfg.algorithm.filter_groups.enable else f" in rounds of {generated} prompts"
+        amount = f"{prompts * n} {'episodes' if entry else 'sequences'}"
         lines.append(
-            f"agent {model.agent}: {prompts} prompts x {n} responses = {prompts * n} sequences a "
-            f"step{refilled}, {verb} by {_count(shards, 'shard')} of {_share(generated, shards)} prompts"
+            f"agent {model.agent}: {prompts} prompts x {n} responses = {amount} a step{refilled}, {verb} by "
+            f"{_count(shards, 'shard')} of {_share(generated, shards)} prompts"
         )
-        for trainer in (m for m in plan.models.values() if m.agent == model.agent and m.trains):
-            training = _training(trainer, configs[trainer.node], prompts, n)
+        speakers = speakers_of(plan, model.agent)
+        trainers = [m for m in plan.models.values() if m.agent == model.agent and m.trains]
+        if trainers and speakers:
+            agents = ", ".join(map(str, speakers))
+            who = "each episode in which it" if len(speakers) == 1 else f"each of agents {agents} that"
+            where, most = "" if len(speakers) == 1 else " in an episode", prompts * n * len(speakers)
+            why = "more where a context is full or rewritten"
+            lines.append(f"  a row for {who} speaks{where}: at most {most}, {why}")
+        for trainer in trainers:
+            training = _training(trainer, configs[trainer.node], prompts, n, len(speakers))
             lines += [f"  {trainer.role}:", *(f"    {line}" for line in training)]
     return lines
 
 
-def _training(trainer: ModelPlan, cfg: Config, prompts: int, n: int) -> list[str]:
+def _training(trainer: ModelPlan, cfg: Config, prompts: int, n: int, num_speakers: int) -> list[str]:
+    """num_speakers: of the policy, in an interaction, where rows are bounded and not known; else 0."""
     group = trained_group(cfg, trainer.role)
     mini, shards = group.ppo_mini_batch_size, trainer.dims.dp
-    rows = mini * n
+    rows = mini * n * max(num_speakers, 1)
+    bound, noun = ("up to ", "row") if num_speakers else ("", "sequence")
     epochs = f" x {group.ppo_epochs} epochs" if group.ppo_epochs > 1 else ""
     lines = [
-        f"{_count(prompts // mini, 'mini-batch', 'es')} of {mini} prompts = {rows} sequences{epochs} "
+        f"{_count(prompts // mini, 'mini-batch', 'es')} of {mini} prompts = {bound}{rows} {noun}s{epochs} "
         f"-> {_count(optimizer_steps(cfg, trainer.role), 'optimizer step')}",
-        f"a mini-batch is {_share(rows, shards)} sequences on each of {_count(shards, 'data-parallel rank')}",
+        f"a mini-batch is {bound}{_share(rows, shards)} {noun}s on each of "
+        f"{_count(shards, 'data-parallel rank')}",
     ]
     per_rank = -(-rows // shards)
     if group.use_dynamic_bsz:
@@ -280,7 +301,7 @@ def _training(trainer: ModelPlan, cfg: Config, prompts: int, n: int) -> list[str
     else:
         micro = group.ppo_micro_batch_size_per_gpu
         count = _count(-(-per_rank // micro), "micro-batch", "es")
-        lines.append(f"-> {count} of {_count(micro, 'sequence')} on each rank")
+        lines.append(f"-> {bound}{count} of {_count(micro, noun)} on each rank")
     return lines
 
 
