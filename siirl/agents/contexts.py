@@ -61,7 +61,9 @@ class ChatRenderer:
     ) -> None:
         self.tokenizer = tokenizer
         self._options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
+        self._name = getattr(tokenizer, "name_or_path", "") or "a tokenizer"
         self._known: dict[Any, list[int]] = {}
+        self._taken: dict[str, bool] = {}
 
     def start(self, messages: Chat) -> list[int]:
         """The tokens of a conversation, up to where the agent's turn begins."""
@@ -101,9 +103,15 @@ class ChatRenderer:
             return self._tokens(self._text(messages))
         before = [{"role": "user", "content": "..."}, {"role": "assistant", "content": STAND_IN}]
         text = self._text([*before, *messages])
+        if STAND_IN not in text:
+            raise DataError(
+                f"the chat template of {self._name} leaves out what an assistant has said as plain text: an "
+                "agent cannot go on after its turn. Give the tokenizer another template."
+            )
         return self._tokens(text[text.index(STAND_IN) + len(STAND_IN) :])
 
     def _text(self, messages: Chat) -> str:
+        messages = [one if self._takes(one["role"]) else {**one, "role": "user"} for one in messages]
         try:
             return self._templated(messages)
         except TemplateError:
@@ -112,11 +120,26 @@ class ChatRenderer:
             return self._templated(plain)
         except TemplateError as error:
             roles = ", ".join(message["role"] for message in plain)
-            name = getattr(self.tokenizer, "name_or_path", "") or "a tokenizer"
             raise DataError(
-                f"the chat template of {name} refuses a conversation of the roles {roles}: {error}. Have "
-                "the agent's pre_process give it one that it takes, or give the tokenizer another template."
+                f"the chat template of {self._name} refuses a conversation of the roles {roles}: {error}. "
+                "Have the agent's pre_process give it one that it takes, or give the tokenizer another one."
             ) from error
+
+    def _takes(self, role: str) -> bool:
+        """Whether what a message of this role says is in the text: some templates leave it out or refuse."""
+        if role in ("user", "assistant"):
+            return True
+        if role not in self._taken:
+            asked, said, probe = (
+                {"role": one, "content": text}
+                for one, text in (("user", "..."), ("assistant", "..."), (role, STAND_IN))
+            )
+            try:
+                text = self._templated([probe, asked] if role == "system" else [asked, said, probe])
+            except TemplateError:
+                text = ""
+            self._taken[role] = STAND_IN in text
+        return self._taken[role]
 
     def _templated(self, messages: Chat) -> str:
         return self.tokenizer.apply_chat_template(

@@ -19,6 +19,10 @@ STRICT = """{%- for message in messages -%}
 {{ "u" if message.role == "user" else "a" }}={{ message.content }};
 {%- endfor -%}
 {%- if add_generation_prompt -%}a={%- endif -%}"""
+FORGETS = """{%- for message in messages if message.role in ("user", "assistant") -%}
+{{ message.role[0] }}={{ message.content }};
+{%- endfor -%}
+{%- if add_generation_prompt -%}a={%- endif -%}"""
 REFUSES_ALL = '{{ raise_exception("nothing pleases me") }}'
 SYSTEM, ASKED, SOLVED = (
     {"role": role, "content": text} for role, text in (("system", "s"), ("user", "q"), ("user", "3"))
@@ -77,6 +81,12 @@ def test_what_a_template_does_not_take_becomes_users_and_assistants_in_turn(rend
     assert messages == before
 
 
+def test_what_a_template_leaves_out_silently_is_the_users(renderer):
+    """Phi's and Gemma's forget the answers of tools."""
+    answered = [ASKED, {"role": "assistant", "content": "1"}, {"role": "tool", "content": "2"}]
+    assert said(renderer(FORGETS).start([SYSTEM, *answered])) == "u=s;u=q;a=1;u=2;a="
+
+
 def test_a_row_grows_by_several_messages_at_once(renderer):
     context = Context(renderer(STRICT), Limits(100, 100))
     context.begin([ASKED, SOLVED])
@@ -98,6 +108,11 @@ def test_a_template_that_refuses_all_is_named_with_what_it_says(renderer):
         DataError, match=r"strict-model refuses .* roles user: nothing pleases me.*pre_process"
     ):
         renderer(REFUSES_ALL).start([ASKED, SOLVED])
+
+
+def test_a_template_that_leaves_out_the_agents_own_turns_is_refused(renderer):
+    with pytest.raises(DataError, match="strict-model leaves out what an assistant has said"):
+        renderer(FORGETS.replace(', "assistant"', ",")).follow([ASKED], None)
 
 
 def test_a_dataset_whose_prompts_the_template_refuses_is_refused_with_their_roles(tokenizer):
