@@ -22,9 +22,8 @@ from siirl.dag.report import report
 from siirl.data.local_models import with_local_configs
 from siirl.data.model_files import check_lengths, check_reward_model
 from siirl.errors import CheckpointError, ConfigError, DataError
-from siirl.launch.preflight import check_tools
+from siirl.launch.preflight import check_code, check_inputs, check_resumed
 from siirl.observe.trace import merge_trace
-from siirl.rewards.judge import check_judge
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,12 +37,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return outcome.code
 
 
-def _compiled(args: argparse.Namespace, overrides: list[str]) -> tuple[Plan, dict[str, Config]]:
-    """The plan of a command line, and the configuration of each kept node. Warnings go to stderr."""
+def _compiled(
+    args: argparse.Namespace, overrides: list[str], elsewhere: bool = True
+) -> tuple[Plan, dict[str, Config]]:
+    """The plan of a command line, and the configuration of each kept node. Warnings go to stderr.
+
+    elsewhere: data and models may be on other machines, and are not looked for here.
+    """
     cfg = load_config(overrides, args.config_name)
     check_config(cfg)
     plan, configs = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
     warnings = [*effect_warnings(cfg, configs.values()), *plan_advice(plan.models.values(), configs)]
+    given = dict(configs)
     for model in plan.models.values():
         try:
             configs[model.node] = with_local_configs(configs[model.node], (model.role,))
@@ -54,17 +59,17 @@ def _compiled(args: argparse.Namespace, overrides: list[str]) -> tuple[Plan, dic
             check_lengths(configs[model.node], folder, model.role)
             if model.role == "reward":
                 check_reward_model(configs[model.node], folder)
-    check_tools(plan, configs)
-    for name, node in plan.nodes.items():
-        if node.op in ("judge_reward", "judge_service"):
-            check_judge(configs[name])
+    check_code(plan, configs)
+    if not elsewhere:
+        check_inputs(plan, given)
+        check_resumed(cfg)
     for line in dict.fromkeys(warnings):
         print(f"warning: {line}", file=sys.stderr)
     return plan, configs
 
 
 def _check(args: argparse.Namespace, overrides: list[str]) -> None:
-    plan, _ = _compiled(args, overrides)
+    plan, _ = _compiled(args, overrides, args.elsewhere)
     print(f"ok: DAG {plan.dag_id!r}, {len(plan.nodes)} nodes on {plan.world_size} ranks")
     for node, why in plan.pruned.items():
         print(f"left out: {node}: {why}")
@@ -142,6 +147,12 @@ def _parser() -> argparse.ArgumentParser:
         sub = commands.add_parser(name, help=help_text, description=help_text)
         add_config_arguments(sub)
         sub.set_defaults(command=command)
+        if name == "check":
+            sub.add_argument(
+                "--elsewhere",
+                action="store_true",
+                help="data and models are on other machines: do not look for them here",
+            )
         if name == "plan":
             sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")
             sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")

@@ -45,7 +45,7 @@ launch() {
     trainer.output_dir="$OUTPUT_DIR"
   )
   if [[ ${DRY_RUN:-0} == 1 ]]; then
-    exec "$PYTHON" -m siirl.cli check "${settings[@]}" "$@"
+    exec "$PYTHON" -m siirl.cli check --elsewhere "${settings[@]}" "$@"
   elif ((NNODES == 1)); then
     exec "$PYTHON" -m siirl.main_dag "${settings[@]}" "$@"
   elif ((NODE_RANK == 0)); then

@@ -201,20 +201,18 @@ def load_environment(
 
     env_kwargs: arguments of the class. max_concurrent: environments that run at once, 0 for any number.
     DagError if there is no such class, it does not take env_kwargs, or has neither reset(task, seed) and
-    step(actions) nor Gymnasium's methods. who: begins the message.
+    step(actions) nor Gymnasium's methods. who: the key that names it.
     """
     kwargs = dict(env_kwargs or {})
-    if ":" not in reference:
-        raise DagError(f"{who}: env_path {reference!r} names no class. Write file.py:Class or pkg.mod:Class.")
-    cls = load_object(reference, who)
+    cls = load_object(reference, who, "class")
     if not inspect.isclass(cls):
         raise DagError(
-            f"{who}: {reference!r} is {_shown(cls)}, not a class. Name a class with reset and step."
+            f"{who} = {reference!r} is {_shown(cls)}, not a class. Name a class with reset and step."
         )
     problems = _problems(cls, kwargs)
     if problems:
         raise DagError(
-            f"{who}: the environment {reference!r} cannot be used: {'; '.join(problems)}. Give it "
+            f"{who} = {reference!r} cannot be used: {'; '.join(problems)}. Give it "
             "reset(self, task, seed) and step(self, actions), or those of Gymnasium."
         )
     name, places = cls.__name__, Places(max_concurrent)

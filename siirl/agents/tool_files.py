@@ -1,5 +1,6 @@
 """The tools of a rollout node, read from the YAML file that multi_turn.tool_config_path names."""
 
+import ast
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -11,43 +12,106 @@ from siirl.agents.builtin_tools import BUILTIN_TOOLS
 from siirl.agents.tool_schema import check_schema
 from siirl.agents.tools import Tool, Toolbox
 from siirl.config.rollout import MultiTurnConfig
+from siirl.dag.signatures import Call, misfits, needed_names, signature_of
 from siirl.dag.spec import load_object
-from siirl.dag.user_code import check_reference
+from siirl.dag.user_code import (
+    check_call,
+    check_init,
+    check_loaded,
+    check_reference,
+    methods_of,
+    split_reference,
+)
 from siirl.errors import ConfigError
 
-KEY = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+KEY = "rollout.multi_turn.tool_config_path"
 
 
-def load_tools(multi_turn: MultiTurnConfig) -> Toolbox:
+def load_tools(multi_turn: MultiTurnConfig, who: str) -> Toolbox:
     """The tools of a configuration: those of its tool file. ConfigError or DagError if one cannot be used.
 
-    The file lists tools as {builtin, class_name or function; config; tool_schema}; docs/tools.md.
+    The file lists tools as {builtin, class_name or function; config; tool_schema}; docs/tools.md. who: the
+    node that names the file, for messages.
     """
     tools: dict[str, Tool] = {}
-    for entry, who, folder in _entries(multi_turn):
-        tool = _load_tool(entry, who, folder)
-        name = tool.schema["function"]["name"]
-        if name in tools:
-            raise ConfigError(
-                f"{KEY}={multi_turn.tool_config_path}: two tools are called {name!r}. Rename one in its "
-                "tool_schema."
-            )
-        tools[name] = tool
+    names: set[str] = set()
+    for entry, where, folder in _entries(multi_turn, who):
+        tool = _load_tool(entry, where, folder)
+        _check_name(tool.schema, names, where)
+        tools[tool.schema["function"]["name"]] = tool
     return Toolbox(tools)
 
 
-def check_tool_file(multi_turn: MultiTurnConfig) -> None:
+def check_tool_file(multi_turn: MultiTurnConfig, who: str) -> None:
     """What load_tools would refuse, as far as it shows without running code of the user's."""
-    for entry, who, folder in _entries(multi_turn):
-        _check_entry(entry, who)
-        if entry.get("tool_schema") is not None:
-            check_schema(entry["tool_schema"], who)
-        for source in ("class_name", "function"):
-            if source in entry:
-                check_reference(_reference(entry[source], who, folder), who)
+    names: set[str] = set()
+    for entry, where, folder in _entries(multi_turn, who):
+        _check_entry(entry, where)
+        schema = entry.get("tool_schema")
+        if schema is not None:
+            check_schema(schema, where)
+            _check_name(schema, names, where)
+        _check_source(entry, where, folder)
 
 
-def _entries(multi_turn: MultiTurnConfig) -> list[tuple[Any, str, Path]]:
+def _check_source(entry: dict[str, Any], who: str, folder: Path) -> None:
+    """DagError or ConfigError unless the code of a tool, by its source, takes its config and its calls."""
+    config = _config(entry)
+    if "builtin" in entry:
+        check_loaded(BUILTIN_TOOLS[entry["builtin"]], who, Call(keywords=tuple(config), more="config"))
+    elif "function" in entry:
+        reference = _reference(entry["function"], who, folder, "function")
+        function = check_reference(reference, f"{who}: function")
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            where = f"{who}: {function.name}{signature_of(function)} of {reference!r}"
+            _check_arguments(signature_of(function), config, entry.get("tool_schema"), where)
+    else:
+        reference = _reference(entry["class_name"], who, folder, "class")
+        cls, where = check_reference(reference, f"{who}: class_name", kind="class"), f"{who}: {reference!r}"
+        if not isinstance(cls, ast.ClassDef) or cls.bases:
+            return
+        methods = methods_of(cls)
+        check_init(methods.get("__init__"), config, where, "config")
+        if "__call__" not in methods:
+            raise ConfigError(f"{where} cannot be called. Give it __call__(self, arguments, episode).")
+        check_call(methods["__call__"], where, CALL, bound=True)
+
+
+def _check_arguments(
+    signature: inspect.Signature, config: dict[str, Any], schema: dict[str, Any] | None, who: str
+) -> None:
+    """ConfigError unless a function can be called with what the schema allows, and its config."""
+    if schema is None:
+        raise ConfigError(f"{who}: it has no schema. Give it a tool_schema, which says what it takes.")
+    parameters = schema["function"].get("parameters") or {}
+    properties, required = parameters.get("properties") or {}, parameters.get("required") or ()
+    given = [*properties, *config, *(["episode"] if "episode" in signature.parameters else [])]
+    twice = sorted({name for name in given if given.count(name) > 1})
+    problems = [f"{name} is given twice, by the schema, config or siirl (episode)" for name in twice]
+    problems += misfits(signature, Call(keywords=tuple(dict.fromkeys(given))))
+    problems += [
+        f"{name} has no default, and the schema does not require it"
+        for name in needed_names(signature)
+        if name in properties and name not in required
+    ]
+    if problems:
+        named = f"the arguments of its tool_schema ({', '.join(properties) or 'none'})"
+        more = f" and config ({', '.join(config)})" if config else ""
+        raise ConfigError(
+            f"{who} cannot be called with {named}{more}: {'; '.join(problems)}. Change the function, or the "
+            "tool file."
+        )
+
+
+def _check_name(schema: dict[str, Any], names: set[str], who: str) -> None:
+    """ConfigError if another tool has the name of this one, which is added to `names`."""
+    name = schema["function"]["name"]
+    if name in names:
+        raise ConfigError(f"{who}: two tools are called {name!r}. Rename one in its tool_schema.")
+    names.add(name)
+
+
+def _entries(multi_turn: MultiTurnConfig, who: str) -> list[tuple[Any, str, Path]]:
     """(entry, its name in messages, folder of the file) of each tool of a configuration."""
     if multi_turn.tool_config_path is None:
         return []
@@ -55,14 +119,20 @@ def _entries(multi_turn: MultiTurnConfig) -> list[tuple[Any, str, Path]]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{KEY}={path}: it cannot be read as YAML: {error}. Correct it.") from error
+        raise ConfigError(f"{who}: {KEY}={path}: it cannot be read as YAML: {error}. Correct it.") from error
     entries = content.get("tools") if isinstance(content, dict) else content
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{KEY}={path}: it lists no tools. Write tools: [{{builtin: calculator}}, ...].")
-    return [(entry, f"{KEY}={path}, tool {number}", path.parent) for number, entry in enumerate(entries, 1)]
+        raise ConfigError(
+            f"{who}: {KEY}={path}: it lists no tools. Write tools: [{{builtin: calculator}}, ...]."
+        )
+    return [
+        (entry, f"{who}: {KEY}={path}, tool {number}", path.parent) for number, entry in enumerate(entries, 1)
+    ]
 
 
 SOURCES = ("builtin", "class_name", "function")
+CALL = Call(("arguments", "episode"), awaits=True)
+"""How an object of a class is called as a tool."""
 
 
 def _check_entry(entry: Any, who: str) -> None:
@@ -78,15 +148,28 @@ def _check_entry(entry: Any, who: str) -> None:
         raise ConfigError(
             f"{who}: unknown builtin {entry['builtin']!r}. Choose of {', '.join(BUILTIN_TOOLS)}."
         )
+    if not isinstance(entry.get("config") or {}, dict):
+        raise ConfigError(
+            f"{who}: config = {entry['config']!r} is no mapping of arguments. Write config: {{name: value}}."
+        )
+
+
+def _config(entry: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a tool that its file gives; verl's files say `type: native` among them."""
+    return {name: value for name, value in (entry.get("config") or {}).items() if name != "type"}
 
 
 def _load_tool(entry: Any, who: str, folder: Path) -> Tool:
     _check_entry(entry, who)
-    config = dict(entry.get("config") or {})
-    config.pop("type", None)  # verl's files say `type: native`
-    schema = entry.get("tool_schema")
+    config, schema = _config(entry), entry.get("tool_schema")
     if "function" in entry:
-        tool: Any = FunctionTool(_object(entry["function"], who, folder), config, schema)
+        function = _object(entry["function"], who, folder, "function")
+        if inspect.isfunction(function):
+            where = f"{who}: {function.__name__}{inspect.signature(function)}"
+            if schema is not None:
+                check_schema(schema, who)
+            _check_arguments(inspect.signature(function), config, schema, where)
+        tool: Any = FunctionTool(function, config, schema)
     else:
         tool = _made(_tool_class(entry, who, folder), config, who)
         if schema is not None:
@@ -101,42 +184,32 @@ def _load_tool(entry: Any, who: str, folder: Path) -> Tool:
 
 def _tool_class(entry: dict[str, Any], who: str, folder: Path) -> Any:
     if "class_name" in entry:
-        cls = _object(entry["class_name"], who, folder)
+        cls = _object(entry["class_name"], who, folder, "class")
         if not inspect.isclass(cls):
             raise ConfigError(f"{who}: {entry['class_name']} is no class. Name one, or write function: ...")
         return cls
     return BUILTIN_TOOLS[entry["builtin"]]
 
 
-def _object(reference: Any, who: str, folder: Path) -> Any:
-    return load_object(_reference(reference, who, folder), who)
+def _object(reference: Any, who: str, folder: Path, kind: str) -> Any:
+    key = "class_name" if kind == "class" else kind
+    return load_object(_reference(reference, who, folder, kind), f"{who}: {key}", kind)
 
 
-def _reference(reference: Any, who: str, folder: Path) -> str:
+def _reference(reference: Any, who: str, folder: Path, kind: str) -> str:
     """ "file.py:name" (also beside the tool file), "pkg.mod:name", or "pkg.mod.name" as verl writes it."""
-    if not isinstance(reference, str):
-        raise ConfigError(f"{who}: {reference!r} is no text. Write file.py:name or pkg.mod:name.")
-    if ":" not in reference:
+    if isinstance(reference, str) and ":" not in reference:
         reference = ":".join(reference.rsplit(".", 1))
-    where, _, name = reference.rpartition(":")
+    where, name = split_reference(reference, f"{who}: {'class_name' if kind == 'class' else kind}", kind)
     if where.endswith(".py") and not Path(where).expanduser().is_file() and (folder / where).is_file():
         reference = f"{folder / where}:{name}"
     return reference
 
 
 def _made(cls: Callable[..., Any], config: dict[str, Any], who: str) -> Any:
-    try:
-        inspect.signature(cls).bind(**config)
-    except TypeError as error:
-        raise ConfigError(f"{who}: its config {config} does not fit {cls}: {error}. Correct it.") from error
+    check_loaded(cls, who, Call(keywords=tuple(config), more="config"))
     tool = cls(**config)
-    try:
-        inspect.signature(tool).bind({}, None)
-    except TypeError as error:
-        raise ConfigError(
-            f"{who}: {cls.__name__} cannot be called as tool(arguments, episode): {error}. Give it "
-            "__call__(self, arguments, episode)."
-        ) from error
+    check_loaded(tool, who, CALL)
     return tool
 
 

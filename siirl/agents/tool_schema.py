@@ -46,9 +46,11 @@ def check_schema(schema: Any, who: str) -> None:
 
 
 def _check_types(schema: dict[str, Any], where: str) -> None:
-    for kind in _kinds(schema):
-        if kind not in TYPES:
+    kinds = schema.get("type", [])
+    for kind in kinds if isinstance(kinds, list) else [kinds]:
+        if not isinstance(kind, str) or kind not in TYPES:
             raise ConfigError(f"{where}: unknown type {kind!r}. Choose of {', '.join(TYPES)}.")
+    _check_bounds(schema, where)
     properties = schema.get("properties") or {}
     if not isinstance(properties, dict):
         raise ConfigError(f"{where}: properties = {properties!r} is no mapping of names to schemas.")
@@ -59,6 +61,25 @@ def _check_types(schema: dict[str, Any], where: str) -> None:
                 f"{where}: the schema of {name!r} is {value!r}, no mapping. Write {{type: ...}}."
             )
         _check_types(value, f"{where}: {name}")
+
+
+def _check_bounds(schema: dict[str, Any], where: str) -> None:
+    """ConfigError for bounds that no value can be held against."""
+    for name in ("minimum", "maximum"):
+        bound = schema.get(name, 0)
+        if isinstance(bound, bool) or not isinstance(bound, int | float):
+            raise ConfigError(f"{where}: {name} = {bound!r} is no number. Correct it.")
+    for name in ("enum", "required"):
+        if not isinstance(schema.get(name) or [], list):
+            raise ConfigError(f"{where}: {name} = {schema[name]!r} is no list. Write {name}: [a, b].")
+    kinds = _kinds(schema)
+    for value in schema.get("enum") or []:
+        if kinds and not any(_is(value, kind) for kind in kinds):
+            raise ConfigError(
+                f"{where}: enum has {_shown(value)}, which is no {' or '.join(kinds)}: no call could use it. "
+                "Write it so (YAML reads 1 as a number, "
+                '"1" as text), or change the type.'
+            )
 
 
 def argument_errors(arguments: dict[str, Any], schema: dict[str, Any]) -> list[str]:

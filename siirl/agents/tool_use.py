@@ -43,12 +43,12 @@ class ToolUse:
         ]
 
 
-def tool_use(multi_turn: MultiTurnConfig) -> ToolUse | None:
-    """What rollout.multi_turn says; None unless enabled. ConfigError or DagError for a bad tool file."""
+def tool_use(multi_turn: MultiTurnConfig, who: str) -> ToolUse | None:
+    """What rollout.multi_turn of a node says; None unless enabled. ConfigError or DagError for a bad file."""
     if not multi_turn.enable:
         return None
     return ToolUse(
-        load_tools(multi_turn),
+        load_tools(multi_turn, who),
         tool_parser(multi_turn.format),
         ToolLimits.of(multi_turn),
         assistant_turns(multi_turn) - 1,

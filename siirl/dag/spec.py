@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from siirl.dag.names import suggest
+from siirl.dag.user_code import import_problem, split_reference
 from siirl.errors import DagError
 
 NODE_TYPES = (
@@ -171,9 +172,12 @@ _KINDS = (
 )
 
 
-def load_object(reference: str, who: str) -> Any:
-    """The object that "pkg.mod:name" or "path/file.py:name" names. DagError if it cannot be imported."""
-    where, _, name = reference.rpartition(":")
+def load_object(reference: str, who: str, kind: str = "function") -> Any:
+    """The object that "pkg.mod:name" or "path/file.py:name" names. DagError if it cannot be imported.
+
+    who: the key that names it. kind: "function" or "class", for messages.
+    """
+    where, name = split_reference(reference, who, kind)
     try:
         module = (
             _module_of_file(Path(where).expanduser())
@@ -182,11 +186,11 @@ def load_object(reference: str, who: str) -> Any:
         )
         return getattr(module, name)
     except (ImportError, OSError, SyntaxError) as error:
-        raise DagError(
-            f"{who}: {reference!r} cannot be imported: {error}. Check the path and PYTHONPATH."
-        ) from error
+        raise DagError(f"{who} = {reference!r}: {import_problem(where, error)}") from error
     except AttributeError:
-        raise DagError(f"{who}: {where!r} has no {name!r}. Name a function that it defines.") from None
+        raise DagError(
+            f"{who} = {reference!r}: {where!r} has no {name!r}. Name a {kind} that it defines."
+        ) from None
 
 
 def _module_of_file(path: Path) -> ModuleType:

@@ -1,5 +1,6 @@
 """The nodes of an interaction, one by one: what each says of its turns, checked, as a stage. Pure."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ from siirl.dag.names import suggest
 from siirl.dag.ops import ENVIRONMENT
 from siirl.dag.plan import StagePlan
 from siirl.dag.resolve import ResolvedNode
-from siirl.dag.user_code import check_arguments, check_environment, check_reference
+from siirl.dag.signatures import Call
+from siirl.dag.user_code import (
+    check_environment,
+    check_reference,
+    import_problem,
+    may_define,
+    source_of,
+    top_functions,
+)
 from siirl.errors import DagError, NotSupportedError
 
 Nodes = dict[str, ResolvedNode]
@@ -24,6 +33,8 @@ ENV_KEYS = (
 )
 ENV_DEADLINE_S = 60.0
 ENV_MAX_CONCURRENT = 64
+PROCESS = {"pre_process": ("messages", "episode"), "post_process": ("text", "episode")}
+"""Functions around a turn, and what they are called with."""
 
 
 def make_stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> StagePlan:
@@ -44,8 +55,7 @@ def make_stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, gr
     back_to, max_turns, until = _loop(node, order)
     for name, reference in (("until", until), ("route", route)):
         if reference is not None:
-            check_reference(reference, f"{node}: {name}")
-            check_arguments(reference, 1, f"{node}: {name}")
+            check_reference(reference, f"{node}: {name}", Call(("episode",)))
     if not is_env:
         _check_tools(node)
     share = None if is_env else shared_policy(node, adapter_bases(nodes.values()))
@@ -101,8 +111,7 @@ def _check_tools(node: ResolvedNode) -> None:
     if not multi_turn.enable:
         return
     if ":" in multi_turn.format:
-        check_reference(multi_turn.format, f"{node}: rollout.multi_turn.format")
-        check_arguments(multi_turn.format, 1, f"{node}: rollout.multi_turn.format")
+        check_reference(multi_turn.format, f"{node}: rollout.multi_turn.format", Call(("text",)))
     path = multi_turn.tool_config_path
     if path is not None and not Path(path).expanduser().is_file():
         raise DagError(
@@ -147,27 +156,42 @@ def _process_options(node: ResolvedNode, options: dict[str, Any]) -> dict[str, A
         "pre_process_kwargs": options.get("pre_process_kwargs", agent.pre_process_kwargs),
         "post_process_kwargs": options.get("post_process_kwargs", agent.post_process_kwargs),
     }
+    for name, value in kwargs.items():
+        if not isinstance(value, dict):
+            raise DagError(f"{node}: {name} = {value!r} is no mapping of arguments. Write {{name: value}}.")
+        if path is None and value:
+            raise DagError(f"{node}: {name} are arguments of no function. Set process_path.")
     if path is None:
-        if given := [name for name, value in kwargs.items() if value]:
-            raise DagError(f"{node}: {given[0]} are arguments of no function. Set process_path.")
         return {}
-    found = [name for name in ("pre_process", "post_process") if _defines(path, name, str(node))]
-    if not found:
-        raise DagError(f"{node}: {path} defines neither pre_process nor post_process. Define one of them.")
+    found = _process_functions(path, f"{node}: process_path = {path!r}")
+    for name in PROCESS:
+        key = f"{name}_kwargs"
+        if name in found:
+            check_reference(f"{path}:{name}", f"{node}: {name}", process_call(name, kwargs[key]))
+        elif kwargs[key]:
+            raise DagError(f"{node}: {key} are arguments of no function: {path} has no {name}. Add it.")
     return {"process_path": path, **{f"{name}_kwargs": kwargs[f"{name}_kwargs"] for name in found}}
 
 
-def _defines(path: str, name: str, who: str) -> bool:
-    if path.endswith(".py") and not Path(path).expanduser().is_file():
-        raise DagError(f"{who}: process_path {path!r} cannot be read: there is no such file.")
+def process_call(name: str, kwargs: Mapping[str, Any]) -> Call:
+    """How pre_process or post_process is called."""
+    return Call(PROCESS[name], tuple(map(str, kwargs)), f"{name}_kwargs")
+
+
+def _process_functions(path: Any, who: str) -> list[str]:
+    """Which functions around a turn the file or module has. DagError if it has none."""
+    if not isinstance(path, str):
+        raise DagError(f"{who} is no text. Write the path of a file.py, or a module pkg.mod.")
     try:
-        check_reference(f"{path}:{name}", who)
-    except DagError as error:
-        if "has no" in str(error):
-            return False
-        raise
-    check_arguments(f"{path}:{name}", 2, f"{who}: process_path", more=True)
-    return True
+        tree = source_of(path)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise DagError(f"{who}: {import_problem(path, error)}") from error
+    found = list(PROCESS)
+    if tree is not None:
+        found = [name for name in PROCESS if name in top_functions(tree) or may_define(tree, name)]
+    if not found:
+        raise DagError(f"{who}: it defines neither pre_process nor post_process. Define one of them.")
+    return found
 
 
 def _env_options(node: ResolvedNode) -> dict[str, Any]:
@@ -179,12 +203,9 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
             f"{node}: env_path = {path} names {len(path)} environments: an episode has one. Name one, which "
             "may hold others."
         )
-    if path is not None and (not isinstance(path, str) or ":" not in path):
-        raise DagError(f'{node}: env_path = {path!r} names no class. Write env_path: "file.py:Class".')
     if not isinstance(kwargs, dict):
         raise DagError(f"{node}: env_kwargs = {kwargs!r} is no mapping of arguments. Write {{name: value}}.")
     if path is not None:
-        check_reference(path, f"{node}: env_path")
         check_environment(path, f"{node}: env_path", kwargs)
     deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:

@@ -3,13 +3,20 @@
 import ast
 import functools
 import importlib.util
+import inspect
+import re
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from siirl.dag.names import suggest
+from siirl.dag.signatures import Call, Function, misfits, needed_names, signature_of
 from siirl.errors import ConfigError, DagError
+
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_WRITE = {"function": "file.py:fn or pkg.mod:fn", "class": "file.py:Class or pkg.mod:Class"}
 
 
 def module_source(module: str) -> Path | None:
@@ -22,16 +29,41 @@ def module_source(module: str) -> Path | None:
     except (ImportError, ValueError):  # a parent that is missing or fails; a module without a spec
         spec = None
     if spec is None:
-        raise ModuleNotFoundError(f"no module {module!r} can be imported")
+        raise ModuleNotFoundError("there is no such module")
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
 def parse_source(source: Path) -> ast.Module:
     """The syntax tree of a file. SyntaxError or OSError if it cannot be read as Python."""
     try:
-        return ast.parse(source.read_text(encoding="utf-8"), str(source))
+        tree = ast.parse(source.read_text(encoding="utf-8"), str(source))
+        with warnings.catch_warnings(action="ignore"):
+            compile(tree, str(source), "exec")  # finds what the grammar does not: two arguments of one name
     except ValueError as error:  # not UTF-8, or a null byte
         raise SyntaxError(str(error)) from error
+    return tree
+
+
+def import_problem(where: str, error: ImportError | OSError | SyntaxError) -> str:
+    """Why a file or module cannot be used, and the fix, as two sentences."""
+    if isinstance(error, SyntaxError):
+        line = f", line {error.lineno}" if error.lineno else ""
+        code = f" ({error.text.strip()})" if error.text else ""
+        return f"{error.filename or where}{line} is no Python: {error.msg}{code}. Correct it."
+    if isinstance(error, FileNotFoundError):
+        place = "" if Path(where).is_absolute() else f" in {Path.cwd()}"
+        return f"there is no file {where!r}{place}. Correct the path."
+    return f"{where!r} cannot be imported: {error}. Check the path and PYTHONPATH."
+
+
+def split_reference(reference: Any, who: str, kind: str = "function") -> tuple[str, str]:
+    """(file or module, name) of "file.py:name" or "pkg.mod:name". DagError if it is no such text."""
+    if not isinstance(reference, str):
+        raise DagError(f"{who} = {reference!r} is no text. Write {_WRITE[kind]}.")
+    where, _, name = reference.rpartition(":")
+    if not where or not _NAME.fullmatch(name):
+        raise DagError(f"{who} = {reference!r} names no {kind}. Write {_WRITE[kind]}.")
+    return where, name
 
 
 def top_functions(tree: ast.Module) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -47,10 +79,9 @@ def declared_needs(reference: str, decorator: str, key: str) -> tuple[str, ...]:
     """
     where, _, name = reference.rpartition(":")
     try:
-        source = Path(where).expanduser() if where.endswith(".py") else module_source(where)
-        tree = parse_source(source) if source else ast.Module([], [])
+        tree = source_of(where) or ast.Module([], [])
     except (ImportError, OSError, SyntaxError) as error:
-        raise ConfigError(f"{key}={reference}: it cannot be read: {error}. Check the path.") from error
+        raise ConfigError(f"{key}={reference}: {import_problem(where, error)}") from error
     function = top_functions(tree).get(name)
     for call in function.decorator_list if function else ():
         if not isinstance(call, ast.Call) or ast.unparse(call.func).rpartition(".")[2] != decorator:
@@ -83,26 +114,89 @@ def may_define(tree: ast.Module, name: str) -> bool:
     return False
 
 
-def check_reference(reference: str, who: str) -> None:
-    """DagError unless "pkg.mod:fn" or "file.py:fn" names a function that is there, by its source text."""
-    where, _, name = reference.rpartition(":")
+def source_of(where: str) -> ast.Module | None:
+    """The syntax tree of "file.py" or "pkg.mod"; None for a module without Python source.
+
+    ImportError, OSError or SyntaxError if it cannot be read.
+    """
+    source = Path(where).expanduser() if where.endswith(".py") else module_source(where)
+    return parse_source(source) if source else None
+
+
+def check_reference(
+    reference: Any, who: str, call: Call | None = None, kind: str = "function"
+) -> ast.stmt | None:
+    """DagError unless "pkg.mod:fn" or "file.py:fn" names what is there, and it can be called so.
+
+    Looks at source text only. kind: "function" or "class". Returns the definition, or None where the source
+    does not show it in full: it is imported, assigned or decorated, and is checked when it is loaded.
+    """
+    where, name = split_reference(reference, who, kind)
     try:
-        source = Path(where).expanduser() if where.endswith(".py") else module_source(where)
-        tree = parse_source(source) if source else None
+        tree = source_of(where)
     except (ImportError, OSError, SyntaxError) as error:
-        raise DagError(
-            f"{who}: {reference!r} cannot be imported: {error}. Check the path and PYTHONPATH."
-        ) from error
+        raise DagError(f"{who} = {reference!r}: {import_problem(where, error)}") from error
     if tree and (absent := missing_import(tree)):
         raise DagError(
-            f"{who}: {reference!r} cannot be imported: it imports {absent!r}, and no such module is "
+            f"{who} = {reference!r} cannot be imported: it imports {absent!r}, and no such module is "
             "installed. Install it, or check the name and PYTHONPATH."
         )
-    if tree and name not in top_functions(tree) and not may_define(tree, name):
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-        names = [node.name for node in tree.body if isinstance(node, kinds)]
-        defined = ", ".join(names) or "no function or class"
-        raise DagError(f"{who}: {where!r} has no {name!r}, it defines {defined}. {suggest(name, names)}")
+    if tree is None:
+        return None
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    if name not in found and not may_define(tree, name):
+        defined = ", ".join(found) or "no function or class"
+        raise DagError(
+            f"{who} = {reference!r}: {where!r} has no {name!r}, it defines {defined}. {suggest(name, found)}"
+        )
+    node = found.get(name)
+    if node is None or node.decorator_list:
+        return None
+    if isinstance(node, ast.ClassDef) != (kind == "class"):
+        actual = "class" if isinstance(node, ast.ClassDef) else "function"
+        raise DagError(f"{who} = {reference!r} is a {actual}, not a {kind}. Write {_WRITE[kind]}.")
+    if call is not None and not isinstance(node, ast.ClassDef):
+        check_call(node, f"{who} = {reference!r}", call)
+    return node
+
+
+def check_call(function: Function, who: str, call: Call, bound: bool = False) -> None:
+    """DagError unless a definition can be called so; the message shows both signatures."""
+    signature, name = signature_of(function, bound), function.name
+    shown = signature_of(function)
+    problems = misfits(signature, call)
+    if problems:
+        _refuse(f"{who}: {name}{shown} (line {function.lineno})", name, call, problems, bound)
+    if isinstance(function, ast.AsyncFunctionDef) and not call.awaits:
+        raise DagError(f"{who}: {name}{shown} is a coroutine, and nobody awaits it. Drop `async`.")
+
+
+def check_loaded(function: Any, who: str, call: Call) -> None:
+    """DagError unless a loaded function can be called so. What is written in C tells when it is called."""
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        return
+    except TypeError:
+        raise DagError(f"{who}: {function!r} cannot be called. Write def {call.written('fn')}.") from None
+    if problems := misfits(signature, call):
+        _refuse(f"{who}: {name}{signature}", name, call, problems)
+    if inspect.iscoroutinefunction(function) and not call.awaits:
+        raise DagError(f"{who}: {name}{signature} is a coroutine, and nobody awaits it. Drop `async`.")
+
+
+def _refuse(shown: str, name: str, call: Call, problems: list[str], bound: bool = False) -> NoReturn:
+    wanted = call.written(name).replace("(", "(self, ", 1) if bound else call.written(name)
+    fix = "Change its arguments."
+    if call.more and not call.values:
+        fix = f"Correct {call.more}."
+    elif call.more and (call.keywords or "it needs" in str(problems)):
+        fix = f"Change its arguments, or {call.more}."
+    raise DagError(
+        f"{shown} cannot be called as {wanted.replace('(self, )', '(self)')}: {'; '.join(problems)}. {fix}"
+    )
 
 
 def missing_import(tree: ast.Module) -> str | None:
@@ -127,75 +221,42 @@ def missing_import(tree: ast.Module) -> str | None:
     return None
 
 
-def check_arguments(reference: str, count: int, who: str, more: bool = False) -> None:
-    """DagError unless the function of a reference, if its source shows it, can be called with `count` values.
-
-    more: further arguments are given by keyword, so that it may need more than these.
-    """
-    where, _, name = reference.rpartition(":")
-    source = Path(where).expanduser() if where.endswith(".py") else module_source(where)
-    function = top_functions(parse_source(source)).get(name) if source else None
-    if function is None or function.decorator_list:
-        return
-    arguments = [*function.args.posonlyargs, *function.args.args]
-    most = float("inf") if function.args.vararg else len(arguments)
-    least = len(arguments) - len(function.args.defaults)
-    if count > most or (count < least and not more):
-        named = ", ".join(argument.arg for argument in arguments)
-        raise DagError(
-            f"{who}: {name}({named}) of {where!r} is called with {count} argument{'s' * (count > 1)}: its "
-            "number of arguments does not fit. Change its signature."
-        )
-
-
-def check_environment(reference: str, who: str, kwargs: Mapping[str, Any]) -> None:
+def check_environment(reference: Any, who: str, kwargs: Mapping[str, Any]) -> None:
     """DagError unless a class that its source shows in full has reset(task, seed) and step(actions), and is
     made of these arguments.
 
     Gymnasium's reset(*, seed, options) is taken as well. A class with bases or decorators is left to the
     start of the run.
     """
-    where, _, name = reference.rpartition(":")
-    source = Path(where).expanduser() if where.endswith(".py") else module_source(where)
-    body = parse_source(source).body if source else []
-    cls = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
-    if cls is None and any(isinstance(node, ast.FunctionDef) and node.name == name for node in body):
-        raise DagError(f"{who}: {reference!r} is a function, not a class. Name a class with reset and step.")
-    if cls is None or cls.bases or cls.decorator_list:
+    cls = check_reference(reference, who, kind="class")
+    if not isinstance(cls, ast.ClassDef) or cls.bases:
         return
-    methods = {
-        node.name: node.args for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    _check_init(methods.get("__init__"), kwargs, f"{who}: {reference!r}")
-    for method, wanted in (("reset", "task, seed"), ("step", "actions")):
+    who = f"{who} = {reference!r}"
+    methods = methods_of(cls)
+    check_init(methods.get("__init__"), kwargs, who, "env_kwargs")
+    for method, values in (("reset", ("task", "seed")), ("step", ("actions",))):
         if method not in methods:
-            raise DagError(f"{who}: {reference!r} has no method {method}. Add {method}(self, {wanted}).")
-        arguments = methods[method]
-        names = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
-        count, keywords = len(wanted.split(", ")), [a.arg for a in arguments.kwonlyargs]
-        least = len(names) - len(arguments.defaults)
-        fits = least <= count and (count <= len(names) or arguments.vararg)
-        is_gym = method == "reset" and "seed" in (*names, *keywords) and "task" not in names
-        if not fits and not is_gym:
-            raise DagError(
-                f"{who}: {method}({', '.join(['self', *names])}) of {reference!r} cannot be called as "
-                f"{method}(self, {wanted}). Change its arguments."
-            )
+            raise DagError(f"{who} has no method {method}. Add {method}(self, {', '.join(values)}).")
+        if method == "reset" and is_gym_reset(signature_of(methods[method], bound=True)):
+            continue
+        check_call(methods[method], who, Call(values, awaits=True), bound=True)
 
 
-def _check_init(arguments: ast.arguments | None, kwargs: Mapping[str, Any], who: str) -> None:
-    """DagError unless __init__ takes these keywords, and needs no others."""
-    taken, needed = [], []
-    if arguments is not None:
-        positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)][1:]
-        keywords = [a.arg for a in arguments.kwonlyargs]
-        taken = [*positional, *keywords]
-        needed = positional[: max(0, len(positional) - len(arguments.defaults))]
-        needed += [name for name, default in zip(keywords, arguments.kw_defaults, strict=True) if not default]
-    missing = [name for name in needed if name not in kwargs]
-    takes_all = arguments is not None and arguments.kwarg is not None
-    unknown = [name for name in kwargs if name not in taken and not takes_all]
+def is_gym_reset(signature: inspect.Signature) -> bool:
+    """Whether a method reset, without self, is Gymnasium's: it takes `seed` but no `task`."""
+    return "seed" in signature.parameters and "task" not in signature.parameters
+
+
+def methods_of(cls: ast.ClassDef) -> dict[str, Function]:
+    """The methods that a class defines, by name."""
+    return {node.name: node for node in cls.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def check_init(init: Function | None, kwargs: Mapping[str, Any], who: str, key: str) -> None:
+    """DagError unless __init__ takes these keywords, which `key` gives, and needs no others."""
+    signature = signature_of(init, bound=True) if init else inspect.Signature()
+    missing = [name for name in needed_names(signature) if name not in kwargs]
     if missing:
-        raise DagError(f"{who} needs {', '.join(missing)}. Add env_kwargs: {{{missing[0]}: ...}}.")
-    if unknown:
-        raise DagError(f"{who} takes no {unknown[0]!r} of env_kwargs. {suggest(unknown[0], taken)}")
+        raise DagError(f"{who} needs {', '.join(missing)}. Add {key}: {{{missing[0]}: ...}}.")
+    if problems := misfits(signature, Call(keywords=tuple(kwargs))):
+        raise DagError(f"{who} cannot be made of {key}: {'; '.join(problems)}. Correct {key}.")

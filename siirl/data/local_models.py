@@ -76,7 +76,7 @@ def _local_node(cfg: Config, plan: Plan, node: NodePlan, find: Find) -> NodePlan
     node_cfg = with_overrides(cfg, node.overrides)
     local = dict(_local_paths(node_cfg, roles, find))
     tokenizer = node_cfg.data.tokenizer
-    if tokenizer and _on_hub(tokenizer):
+    if tokenizer and on_hub(tokenizer):
         repo = _repo(node_cfg.actor_rollout_ref.model, tokenizer)
         local["data.tokenizer"] = str(find(replace(repo, revision="main"), TOKENIZER_PATTERNS))
     return replace(node, overrides=node.overrides | local) if local else node
@@ -86,7 +86,7 @@ def _local_paths(cfg: Config, roles: Sequence[str], find: Find) -> Iterator[tupl
     """(key, local directory) of each role's model that is named as on a hub."""
     for role in roles:
         model = role_model(cfg, role)
-        if _on_hub(model.path):
+        if on_hub(model.path):
             yield f"{model_key(role)}.path", str(find(_repo(model, model.path), MODEL_PATTERNS))
 
 
@@ -94,7 +94,8 @@ def _repo(model: ModelConfig, name: str) -> HubRepo:
     return HubRepo(name, "model", model.model_revision, model.cache_dir, model.hf_hub_token)
 
 
-def _on_hub(path: str) -> bool:
+def on_hub(path: str) -> bool:
+    """Whether a model is named as on a hub, and there is no directory of that name."""
     return is_hub_id(path) and not Path(path).is_dir()
 
 

@@ -16,9 +16,10 @@ from siirl.config.roles import ROLE_GROUPS, model_key, normalizes_weights, role_
 from siirl.dag.arguments import user_errors
 from siirl.dag.ops import policy_loss_name, score_names
 from siirl.dag.plan import Plan
+from siirl.dag.signatures import Call
 from siirl.dag.user_code import check_reference
 from siirl.data.inspect import data_sources, inspect_data
-from siirl.data.local_models import with_local_models
+from siirl.data.local_models import on_hub, with_local_models
 from siirl.data.model_files import check_model_files, check_tokenizer
 from siirl.data.recorded import check_recorded
 from siirl.engines.rollout.vllm_version import vllm_version
@@ -35,39 +36,67 @@ def preflight(cfg: Config, plan: Plan) -> None:
     Runs nothing of the user's and needs no torch; reads metadata, and the data sources of the prompts.
     Models that are named as on a hub are downloaded first.
     """
+    check_code(plan, {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()})
     plan = with_local_models(cfg, plan)
-    node_cfgs = {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}
-    for loader in plan.loaders.values():
-        inspect_data(node_cfgs[loader.node])
-    for model in plan.models.values():
-        check_model_files(node_cfgs[model.node], model.role)
-        if model.role != "rollout":
-            check_packages(node_cfgs[model.node], model.role)
-        if model.backend == "vllm":
-            vllm_version()
-    check_tools(plan, node_cfgs)
-    for name, node in plan.nodes.items():
-        check_tokenizer(node_cfgs[name])
-        if node.op == "actor_train" and ":" in policy_loss_name(node_cfgs[name]):
-            check_reference(policy_loss_name(node_cfgs[name]), f"node {name!r}: policy_loss.loss_mode")
-        for function in node_cfgs[name].algorithm.credit.group_by if node.op == "advantage" else ():
-            if ":" in function:
-                check_reference(function, f"node {name!r}: algorithm.credit.group_by")
-        if node.executable is not None:
-            check_reference(node.executable, f"node {name!r}")
-        if node.op in ("function_reward", "baseline_reward"):
-            check_rewards(node_cfgs[name])
-        if node.op in ("judge_reward", "judge_service"):
-            check_judge(node_cfgs[name])
-        if node.op == "combine_rewards":
-            check_weights(node_cfgs[name], [key.name for key in plan.run_of(name).reads])
-        if node.op == "replay":
-            check_recorded(node_cfgs[name], node.agent)
+    check_inputs(plan, {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()})
     check_writable(Path(cfg.trainer.output_dir).expanduser(), "trainer.output_dir")
     if cfg.trainer.dump_rollouts_dir:
         check_writable(Path(cfg.trainer.dump_rollouts_dir).expanduser(), "trainer.dump_rollouts_dir")
     if cfg.trainer.save_freq > 0:
         check_writable(Path(cfg.trainer.default_local_dir).expanduser())
+    check_resumed(cfg)
+
+
+def check_code(plan: Plan, node_cfgs: Mapping[str, Config]) -> None:
+    """UserError for code of the user's that cannot be called as it will be, by its source text.
+
+    node_cfgs: the configuration of each node. The same on every machine that has the code.
+    """
+    check_tools(plan, node_cfgs)
+    for name, node in plan.nodes.items():
+        cfg = node_cfgs[name]
+        if node.op == "actor_train" and ":" in policy_loss_name(cfg):
+            check_reference(policy_loss_name(cfg), f"node {name!r}: policy_loss.loss_mode")
+        for function in cfg.algorithm.credit.group_by if node.op == "advantage" else ():
+            if ":" in function:
+                check_reference(function, f"node {name!r}: algorithm.credit.group_by", Call(("keys",)))
+        if node.executable is not None:
+            check_reference(node.executable, f"node {name!r}: executable_ref", Call(("context", "rows")))
+        if node.op in ("function_reward", "baseline_reward"):
+            check_user_function(cfg)
+            RewardChooser(cfg)
+        if node.op in ("judge_reward", "judge_service"):
+            check_judge(cfg)
+
+
+def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config]) -> None:
+    """UserError for data, models and packages that a run on this machine lacks.
+
+    Reads metadata, and the data sources of the prompts. A model that is named as on a hub is left out.
+    """
+    for loader in plan.loaders.values():
+        inspect_data(node_cfgs[loader.node])
+    for model in plan.models.values():
+        if not on_hub(role_model(node_cfgs[model.node], model.role).path):
+            check_model_files(node_cfgs[model.node], model.role)
+        if model.role != "rollout":
+            check_packages(node_cfgs[model.node], model.role)
+        if model.backend == "vllm":
+            vllm_version()
+    for name, node in plan.nodes.items():
+        cfg = node_cfgs[name]
+        if not on_hub(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path):
+            check_tokenizer(cfg)
+        if node.op in ("function_reward", "baseline_reward"):
+            check_data_sources(cfg)
+        if node.op == "combine_rewards":
+            check_weights(cfg, [key.name for key in plan.run_of(name).reads])
+        if node.op == "replay":
+            check_recorded(cfg, node.agent)
+
+
+def check_resumed(cfg: Config) -> None:
+    """CheckpointError unless the checkpoint that the run is told to resume from is there."""
     if cfg.trainer.resume_mode == "resume_path":
         given_checkpoint(cfg.trainer.resume_from_path)
 
@@ -94,9 +123,8 @@ def check_packages(cfg: Config, role: str) -> None:
             )
 
 
-def check_rewards(cfg: Config) -> None:
-    """ConfigError unless there is a reward function for every data source, or the user's can be called."""
-    check_user_function(cfg)
+def check_data_sources(cfg: Config) -> None:
+    """ConfigError unless there is a reward function for every data source."""
     chooser = RewardChooser(cfg)
     if not chooser.custom:
         chooser.check(data_sources(cfg))
@@ -107,7 +135,7 @@ def check_tools(plan: Plan, node_cfgs: Mapping[str, Config]) -> None:
     for stage in (stage for interaction in plan.interactions.values() for stage in interaction.stages):
         multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
         if stage.kind == "agent" and multi_turn.enable:
-            check_tool_file(multi_turn)
+            check_tool_file(multi_turn, f"node {stage.node!r}")
 
 
 def check_weights(cfg: Config, reads: Sequence[str]) -> None:

@@ -17,7 +17,10 @@ from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.config import Config
 from siirl.dag.plan import InteractionPlan, StagePlan
+from siirl.dag.signatures import Call
 from siirl.dag.spec import load_object
+from siirl.dag.stages import process_call
+from siirl.dag.user_code import check_loaded
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
@@ -76,17 +79,20 @@ def build_interaction(
             tokenizers = tokenizers | {stage.node: engine.vocabulary}
     for stage in plan.stages:
         who = f"node {stage.node!r}"
-        for reference in filter(None, (stage.until, stage.route)):
-            functions[reference] = load_object(reference, who)
+        for key, reference in (("until", stage.until), ("route", stage.route)):
+            if reference is not None:
+                functions[reference] = load_object(reference, f"{who}: {key}")
+                check_loaded(functions[reference], f"{who}: {key} = {reference!r}", Call(("episode",)))
         for name in ("pre_process", "post_process"):
             if f"{name}_kwargs" in stage.options:
-                function = load_object(f"{stage.options['process_path']}:{name}", who)
-                functions[f"{stage.node}.{name}"] = functools.partial(
-                    function, **stage.options[f"{name}_kwargs"]
-                )
+                function = load_object(f"{stage.options['process_path']}:{name}", f"{who}: {name}")
+                kwargs = stage.options[f"{name}_kwargs"]
+                check_loaded(function, f"{who}: {name}", process_call(name, kwargs))
+                functions[f"{stage.node}.{name}"] = functools.partial(function, **kwargs)
         if stage.options.get("env_path"):
+            path, kwargs = stage.options["env_path"], stage.options["env_kwargs"]
             places = stage.options["max_concurrent"]
-            make_env = load_environment(stage.options["env_path"], who, stage.options["env_kwargs"], places)
+            make_env = load_environment(path, f"{who}: env_path", kwargs, places)
             deadline_s = stage.options["deadline_s"]
         if stage.kind == "agent" and not tokenizers[stage.node].chat_template:
             raise DataError(
@@ -105,7 +111,7 @@ def build_interaction(
         {
             node: use
             for node, cfg in cfgs.items()
-            if (use := tool_use(cfg.actor_rollout_ref.rollout.multi_turn))
+            if (use := tool_use(cfg.actor_rollout_ref.rollout.multi_turn, f"node {node!r}"))
         },
     )
 

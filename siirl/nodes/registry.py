@@ -50,5 +50,5 @@ def find_op(node: NodePlan) -> Op:
     """The function of a node: a built-in op, or the user's "pkg.mod:fn" or "file.py:fn" (else DagError)."""
     if node.executable is None:
         return OPS[node.op]
-    function = load_object(node.executable, f"node {node.name!r}")
+    function = load_object(node.executable, f"node {node.name!r}: executable_ref")
     return filter_op(function) if node.op == "filter" else custom_op(function)

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
-from siirl.dag.user_code import may_define, module_source, parse_source, top_functions
+from siirl.dag.signatures import Call, Function, misfits, signature_of
+from siirl.dag.user_code import import_problem, may_define, module_source, parse_source, top_functions
 from siirl.errors import ConfigError
 from siirl.rewards.registry import BATCH_ARGUMENTS, SAMPLE_ARGUMENTS, ScoreFn
 
@@ -36,7 +37,7 @@ def check_user_function(cfg: Config) -> None:
         tree = parse_source(source)
     except (SyntaxError, OSError) as error:
         raise ConfigError(
-            f"custom_reward_function.path: {source} cannot be read as Python: {error}. Correct it."
+            f"custom_reward_function.path={user.path}: {import_problem(user.path, error)}"
         ) from error
     functions = top_functions(tree)
     if user.name in functions:
@@ -101,29 +102,12 @@ def _source(path: str) -> Path | None:
         ) from None
 
 
-def _check_arguments(
-    function: ast.FunctionDef | ast.AsyncFunctionDef,
-    reward_kwargs: Mapping[str, Any],
-    where: str,
-    batch: bool,
-) -> None:
+def _check_arguments(function: Function, reward_kwargs: Mapping[str, Any], where: str, batch: bool) -> None:
     call, given_by_us = (BATCH_CALL, BATCH_ARGUMENTS) if batch else (CALL, SAMPLE_ARGUMENTS)
     if isinstance(function, ast.AsyncFunctionDef):
         raise ConfigError(f"{where} is a coroutine: reward functions are plain functions. Drop `async`.")
-    arguments = function.args
-    optional = arguments.args[len(arguments.args) - len(arguments.defaults) :]
-    named = {argument.arg for argument in (*arguments.args, *arguments.kwonlyargs)}
-    required = named - {argument.arg for argument in optional}
-    required -= {
-        argument.arg
-        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        if default is not None
-    }
-    given = {*given_by_us, *reward_kwargs}
-    problems = [f"{argument.arg} is positional-only" for argument in arguments.posonlyargs]
-    problems += [f"it needs {name}, which is not given" for name in sorted(required - given)]
-    if arguments.kwarg is None:
-        problems += [f"it does not take {name}" for name in sorted(given - named)]
+    given = tuple(dict.fromkeys([*given_by_us, *reward_kwargs]))
+    problems = misfits(signature_of(function), Call(keywords=given))
     if problems:
         raise ConfigError(
             f"{where} (line {function.lineno}) cannot be called as {call}: {'; '.join(problems)}. "

@@ -12,6 +12,7 @@ from siirl.cli import main
 from siirl.dag.plan import Plan
 
 GOOD = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=8"]
+CHECK = ["check", "--elsewhere"]
 TINY = {
     "model_type": "qwen3",
     "hidden_size": 64,
@@ -26,7 +27,7 @@ TINY = {
 
 
 def test_check_says_ok_and_what_is_left_out(capsys):
-    assert main(["check", *GOOD]) == 0
+    assert main([*CHECK, *GOOD]) == 0
     out = capsys.readouterr().out
     assert "ok: DAG 'grpo'" in out
     assert "left out: reference_log_prob" in out
@@ -35,13 +36,19 @@ def test_check_says_ok_and_what_is_left_out(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["check", *GOOD, "trainer.nodes=2"], "trainer.nnodes"),
+        ([*CHECK, *GOOD, "trainer.nodes=2"], "trainer.nnodes"),
         (
-            ["check", *GOOD, "dag.workflow_path=/no/such.yaml"],
+            [*CHECK, *GOOD, "dag.workflow_path=/no/such.yaml"],
             "DagError: DAG file '/no/such.yaml' cannot be read",
         ),
-        (["check", *GOOD, "dag.custom_pipeline_fn=/no/such.py:f"], "no such file"),
-        (["check", *GOOD, "dag.workflow_path=a", "dag.custom_pipeline_fn=b:c"], "one workflow"),
+        (
+            [*CHECK, *GOOD, "dag.custom_pipeline_fn=/no/such.py:f"],
+            "there is no file '/no/such.py'",
+        ),
+        (
+            [*CHECK, *GOOD, "dag.workflow_path=a", "dag.custom_pipeline_fn=b:c"],
+            "one workflow",
+        ),
         (
             ["plan", *GOOD, "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"],
             "PlacementError",
@@ -58,9 +65,25 @@ def test_a_user_error_is_one_message_and_exit_code_2(arguments, message, capsys,
     assert "Traceback" not in err
 
 
+def test_check_refuses_what_a_run_would_refuse_before_it_starts(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "reward.py").write_text("def compute_score(solution_str): ...\n")
+    here = [*GOOD, f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=/no/trian.parquet"]
+    wrong = f"custom_reward_function.path={tmp_path}/reward.py"
+    for arguments, message in (
+        (["check", *here], "/no/trian.parquet does not exist"),
+        ([*CHECK, *here], ""),
+        (["plan", *here], ""),
+        ([*CHECK, *here, wrong], "it does not take data_source"),
+        (["plan", *here, wrong], "it does not take data_source"),
+    ):
+        assert main(arguments) == (2 if message else 0)
+        assert message in capsys.readouterr().err
+
+
 def test_hydra_full_error_shows_the_traceback(capsys, monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    assert main(["check", *GOOD, "trainer.nodes=2"]) == 2
+    assert main([*CHECK, *GOOD, "trainer.nodes=2"]) == 2
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -100,7 +123,7 @@ def test_plan_needs_no_model_but_says_that_the_estimate_is_left_out(capsys):
 
 
 def test_keys_without_effect_are_warned_about(capsys):
-    assert main(["check", *GOOD, "trainer.should_log=true"]) == 0
+    assert main([*CHECK, *GOOD, "trainer.should_log=true"]) == 0
     assert "warning: trainer.should_log" in capsys.readouterr().err
 
 
@@ -110,7 +133,11 @@ def test_check_starts_quickly_and_without_torch():
     before = os.times().children_user
     start = time.monotonic()
     run = subprocess.run(
-        [sys.executable, "-c", code, "check", *GOOD], env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, *CHECK, *GOOD],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert run.returncode == 0, run.stderr
     seconds = min(time.monotonic() - start, os.times().children_user - before)

@@ -130,7 +130,7 @@ def test_functions_are_loaded_from_modules_and_from_files(tmp_path):
     assert load_object("math:sqrt", "node 'a'")(4) == 2
     for reference, fragment in (
         (f"{file}:triple", "has no 'triple'"),
-        (f"{tmp_path}/none.py:f", "no such file"),
+        (f"{tmp_path}/none.py:f", "there is no file"),
         ("no_such_package.mod:f", "cannot be imported"),
     ):
         with pytest.raises(DagError, match=fragment):

@@ -169,7 +169,7 @@ def test_a_gymnasium_environment_takes_one_action():
 @pytest.mark.parametrize(
     "reference, kwargs, words",
     [
-        ("nowhere.py:Plain", {}, "cannot be imported"),
+        ("nowhere.py:Plain", {}, "there is no file 'nowhere.py'"),
         ("no_such_package.games:Plain", {}, "cannot be imported"),
         (f"{FILE}:Nobody", {}, "has no 'Nobody'"),
         (f"{FILE}:function", {}, "not a class"),

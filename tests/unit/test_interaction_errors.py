@@ -160,19 +160,22 @@ CASES = {
     ),
     "until arity": (
         lambda c: pair(second={"loop": {"max_turns": 2, "until": f"{c}:two"}}),
-        ["two(episode, other)", "called with 1 argument"],
+        ["two(episode, other)", "cannot be called as two(episode)", "needs other"],
     ),
     "no file": (
         lambda c: pair(second={"agent_options": {"route": "nowhere.py:fn"}}),
-        ["route", "nowhere.py", "cannot be imported"],
+        ["route = 'nowhere.py:fn'", "there is no file 'nowhere.py' in /"],
     ),
     "process file": (
         lambda c: pair(second={"agent_options": {"process_path": "nowhere.py"}}),
-        ["process_path 'nowhere.py'", "no such file"],
+        ["process_path = 'nowhere.py'", "there is no file"],
     ),
     "process arity": (
         lambda c: pair(second={"agent_options": {"process_path": str(c.parent / "process.py")}}),
-        ["pre_process(messages)", "called with 2 arguments"],
+        [
+            "pre_process(messages)",
+            "cannot be called as pre_process(messages, episode): it takes 1 value, not 2",
+        ],
     ),
     "process functions": (
         lambda c: pair(second={"agent_options": {"process_path": str(c)}}),
@@ -185,7 +188,7 @@ CASES = {
     "env name": (lambda c: pair(env=env(c, "Gmae")), ["'game'", "no 'Gmae'", "Did you mean 'Game'?"]),
     "env module": (
         lambda c: pair(env=env("no_such.module")),
-        ["'game'", "'no_such.module:Game' cannot be imported", "PYTHONPATH"],
+        ["'game'", "'no_such.module' cannot be imported: there is no such module", "PYTHONPATH"],
     ),
     "env import": (
         lambda c: pair(env=env(c.parent / "needy.py")),
@@ -194,7 +197,7 @@ CASES = {
     "env needs": (lambda c: pair(env=env(c, "Sized")), ["Sized' needs size", "env_kwargs: {size: ...}"]),
     "env takes": (
         lambda c: pair(env=env(c, "Sized", env_kwargs={"size": 3, "colr": 1})),
-        ["takes no 'colr'", "Did you mean 'color'?"],
+        ["cannot be made of env_kwargs: it does not take colr (did you mean 'color'?)"],
     ),
     "tool file": (
         lambda c: pair(second={"config": TOOLS | {"rollout.multi_turn.tool_config_path": "nowhere.yaml"}}),
@@ -233,7 +236,7 @@ CASES = {
     ),
     "flat env class": (
         lambda c: pair(second={"config": FLAT | {"rollout.agent.env_path": ["nowhere.py:Game"]}}),
-        ["'rollout_1_env'", "'nowhere.py:Game' cannot be imported"],
+        ["'rollout_1_env'", "env_path = 'nowhere.py:Game': there is no file"],
     ),
     "env places": (lambda c: pair(env=env(c, max_concurrent=0)), ["max_concurrent = 0", "at least 1"]),
     "env deadline": (lambda c: pair(env=env(c, deadline_s=0)), ["deadline_s = 0"]),

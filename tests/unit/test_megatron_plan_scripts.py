@@ -52,13 +52,13 @@ def settings_of(script: str, home: Path, model: Path, nodes: int, arguments: str
         script, home, MODEL_PATH=str(model), PET_NNODES=str(nodes), N_GPUS_PER_NODE="8", arguments=arguments
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("-m\nsiirl.cli\ncheck\n")
-    return done.stdout.splitlines()[3:]
+    assert done.stdout.startswith("-m\nsiirl.cli\ncheck\n--elsewhere\n")
+    return done.stdout.splitlines()[4:]
 
 
 def check(settings: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What `siirl check` says on stderr of settings that it accepts."""
-    code = main(["check", *settings])
+    code = main(["check", "--elsewhere", *settings])
     output = capsys.readouterr()
     assert code == 0, output.err
     return output.err

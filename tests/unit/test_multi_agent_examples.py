@@ -103,7 +103,9 @@ def test_the_validation_of_self_play_counts_games_against_scripted_opponents():
 def test_the_worker_calls_the_tool_by_words_of_its_tokenizer(monkeypatch):
     monkeypatch.chdir(FOLDER)
     prepare = load("prepare")
-    use = tool_use(MultiTurnConfig(enable=True, tool_config_path="tools.yaml", max_parallel_calls=2))
+    use = tool_use(
+        MultiTurnConfig(enable=True, tool_config_path="tools.yaml", max_parallel_calls=2), "node 'n'"
+    )
     tasks = prepare.TASKS["planner_worker"]
     tokenizer = prepare.tokenizer_of(tasks)
     task = prepare.shop(random.Random(0))[0]

@@ -58,7 +58,7 @@ def test_an_installed_wheel_finds_its_templates(tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-m", "siirl.cli", "check", *SETTINGS],
+        [sys.executable, "-m", "siirl.cli", "check", "--elsewhere", *SETTINGS],
         cwd=tmp_path,
         env={**env, "PYTHONPATH": str(tmp_path / "site")},
         capture_output=True,

@@ -62,6 +62,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(policy, tmp_path, own, capsys)
         check_model_files(config(policy, reward, *more), "reward")
     arguments = [
         "check",
+        "--elsewhere",
         f"actor_rollout_ref.model.path={policy}",
         "actor_rollout_ref.rollout.n=2",
         "data.max_prompt_length=32",

@@ -47,7 +47,7 @@ def test_a_module_on_the_path_is_accepted_by_name(tmp_path, monkeypatch):
 REFUSED = {
     "other_name": ("def compute_scores(**given): ...", "Did you mean 'compute_scores'"),
     "nothing": ("x = 1", "defines no function"),
-    "syntax": ("def compute_score(:", "cannot be read as Python"),
+    "syntax": ("def compute_score(:", "my_reward.py, line 1 is no Python"),
     "missing": ("def compute_score(solution_str, ground_truth): ...", "it does not take data_source"),
     "needs_more": ("def compute_score(tokenizer, **given): ...", "it needs tokenizer, which is not given"),
     "positional": ("def compute_score(data_source, /, **given): ...", "data_source is positional-only"),

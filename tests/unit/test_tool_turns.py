@@ -82,7 +82,10 @@ def test_answers_extend_what_a_pre_processing_function_has_rewritten():
 )  # fmt: skip
 def test_bounds_of_turns_and_there_always_is_one(bounds, turns):
     assert assistant_turns(MultiTurnConfig(enable=True, **bounds)) == turns
-    assert assistant_turns(MultiTurnConfig(**bounds)) == 1 and tool_use(MultiTurnConfig(**bounds)) is None
+    assert (
+        assistant_turns(MultiTurnConfig(**bounds)) == 1
+        and tool_use(MultiTurnConfig(**bounds), "node 'n'") is None
+    )
 
 
 def test_the_configuration_bounds_calls_answers_and_rounds():
@@ -92,6 +95,6 @@ def test_the_configuration_bounds_calls_answers_and_rounds():
         "tool_response_truncate_side": "left",
         "tool_timeout_s": 2.5,
     }
-    use = tool_use(MultiTurnConfig(enable=True, max_assistant_turns=4, format="json", **keys))
+    use = tool_use(MultiTurnConfig(enable=True, max_assistant_turns=4, format="json", **keys), "node 'n'")
     assert use is not None and use.limits == ToolLimits(3, 7, "left", 2.5)
     assert use.most_rounds == 3 and use.parse is tool_parser("json")  # after the first of four turns

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from pathlib import Path
 
@@ -215,7 +216,7 @@ def schema_of(**properties):
 def toolbox(tmp_path, *entries):
     file = tmp_path / "tools.yaml"
     file.write_text(yaml.safe_dump({"tools": list(entries)}))
-    return load_tools(MultiTurnConfig(tool_config_path=str(file)))
+    return load_tools(MultiTurnConfig(tool_config_path=str(file)), "node 'n'")
 
 
 def user_tool(name, properties, **config):
@@ -322,12 +323,12 @@ def test_python_runs_in_the_sandbox():
         ({"builtin": "calculator", "function": "a.py:f"}, "must have one of builtin"),
         ({"builtin": "calculater"}, "unknown builtin 'calculater'"),
         ({"builtin": "calculator", "confg": {}}, r"unknown keys \['confg'\]"),
-        ({"builtin": "python", "config": {"seconds": 3}}, "does not fit"),
+        ({"builtin": "python", "config": {"seconds": 3}}, "it does not take seconds.*Correct config"),
         ({"function": f"{FILE}:nobody"}, "has no 'nobody'"),
         ({"function": f"{FILE}:add"}, "it has no schema"),
         ({"function": "no_such_package.tools.f"}, "cannot be imported"),
         ({"class_name": f"{FILE}:add"}, "is no class"),
-        ({"class_name": f"{FILE}:NoTool"}, "cannot be called as tool"),
+        ({"class_name": f"{FILE}:NoTool"}, r"NoTool\(arguments, episode\): it takes no values, not 2"),
     ],
 )
 def test_a_tool_file_that_cannot_be_used_is_refused_in_words(tmp_path, entry, words):
@@ -349,18 +350,79 @@ def test_a_tool_file_is_checked_before_any_of_its_code_runs(tmp_path, entry, wor
     file = tmp_path / "tools.yaml"
     file.write_text(yaml.safe_dump({"tools": [entry]}))
     with pytest.raises((ConfigError, DagError), match=words):
-        check_tool_file(MultiTurnConfig(tool_config_path=str(file)))
+        check_tool_file(MultiTurnConfig(tool_config_path=str(file)), "node 'n'")
     code = tmp_path / "broken.py"
     code.write_text("def tool(): ...\nraise SystemExit")
     file.write_text(yaml.safe_dump({"tools": [{"function": "broken.py:tool", "tool_schema": schema_of()}]}))
-    check_tool_file(MultiTurnConfig(tool_config_path=str(file)))
+    check_tool_file(MultiTurnConfig(tool_config_path=str(file)), "node 'n'")
+
+
+def function(source: str, properties: dict, required=None, **more) -> tuple[str, dict]:
+    """The source of a tool, and its entry in a tool file."""
+    schema = function_schema("t", "", properties, list(properties) if required is None else required)
+    return f"def t{source}: ...\n", {"function": "code.py:t", "tool_schema": schema} | more
+
+
+def of_class(source: str, **config) -> tuple[str, dict]:
+    return f"class T:\n{source}", {"class_name": "code.py:T", "tool_schema": schema_of(), "config": config}
+
+
+CALLED = "    def __call__(self, arguments, episode): ...\n"
+TEXT = {"type": "string"}
+FITTING = [
+    function("(at, episode)", {"at": TEXT}),
+    function("(at, limit=3, **more)", {"at": TEXT, "limit": NUMBER}, ["at"], config={"index": "x"}),
+    function("(at)", {"at": TEXT | {"enum": ["0", "1"]}}, config={"type": "native"}),
+    of_class("    async def __call__(self, arguments, episode): ...\n"),
+    of_class("    def __init__(self, size=1): ...\n" + CALLED, size=2),
+]
+UNFIT = [
+    (function("(place, episode)", {"at": TEXT}), r"t\(place, episode\) of '.*code.py:t' cannot be "
+     r"called with the arguments of its tool_schema \(at\): it needs place, which is not given"),
+    (function("(at, limit)", {"at": TEXT, "limit": NUMBER}, ["at"]), "limit has no default, and the schema"),
+    (function("(at)", {"at": TEXT}, config={"index": 1}), r"and config \(index\): it does not take index"),
+    (function("(at)", {"at": TEXT}, config={"at": 1}), "at is given twice"),
+    (function("(at)", {"at": TEXT}, config=[1]), r"config = \[1\] is no mapping of arguments"),
+    (function("(at)", {"at": TEXT | {"enum": 5}}), "at: enum = 5 is no list"),
+    (function("(at)", {"at": TEXT | {"enum": [0, 1]}}), "enum has 0, which is no string: no call"),
+    (function("(at)", {"at": {"type": 5}}), "unknown type 5"),
+    (function("(at)", {"at": NUMBER | {"minimum": "0"}}), "minimum = '0' is no number"),
+    (function("(at)", {"at": TEXT}, "at"), "required = 'at' is no list"),
+    (function("(at)", {"at": TEXT}, tool_schema=None), "it has no schema"),
+    (of_class("    def __call__(self, arguments): ...\n"), r"__call__\(self, arguments, episode\): it takes"),
+    (of_class("    size = 1\n"), r"Give it __call__\(self, arguments, episode\)"),
+    (of_class(CALLED, size=2), "cannot be made of config: it does not take size"),
+    (of_class("    def __init__(self, size): ...\n" + CALLED), r"needs size. Add config: {size: ...}"),
+    (("def T(): ...\n", of_class("")[1]), "code.py:T' is a function, not a class"),
+    (("", {"builtin": "python", "config": {"seconds": 3}}), "it does not take seconds"),
+]  # fmt: skip
+
+
+def tool_file(folder, source: str, entry: dict) -> MultiTurnConfig:
+    (folder / "code.py").write_text("x = 1\nif x:\n    raise SystemExit('it was run')\n" + source)
+    (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": [entry]}))
+    return MultiTurnConfig(tool_config_path=str(folder / "tools.yaml"))
+
+
+@pytest.mark.parametrize(("source", "entry"), FITTING)
+def test_a_tool_that_takes_what_its_schema_and_config_say_passes_the_check(tmp_path, source, entry):
+    check_tool_file(tool_file(tmp_path, source, entry), "node 'scout'")
+
+
+@pytest.mark.parametrize(("tool", "words"), UNFIT)
+def test_a_tool_that_could_not_be_called_is_refused_with_its_node_and_file(tmp_path, tool, words):
+    with pytest.raises((ConfigError, DagError), match=words) as caught:
+        check_tool_file(tool_file(tmp_path, *tool), "node 'scout'")
+    assert re.match(
+        "node 'scout': rollout.multi_turn.tool_config_path=.*tools.yaml, tool 1: ", str(caught.value)
+    )
 
 
 def test_tool_files_that_are_missing_empty_or_ambiguous_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read as YAML"):
-        load_tools(MultiTurnConfig(tool_config_path=str(tmp_path / "none.yaml")))
+        load_tools(MultiTurnConfig(tool_config_path=str(tmp_path / "none.yaml")), "node 'n'")
     with pytest.raises(ConfigError, match="lists no tools"):
         toolbox(tmp_path)
     with pytest.raises(ConfigError, match="two tools are called 'calculator'"):
         toolbox(tmp_path, {"builtin": "calculator"}, {"builtin": "calculator"})
-    assert load_tools(MultiTurnConfig()).schemas == []
+    assert load_tools(MultiTurnConfig(), "node 'n'").schemas == []
