@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from siirl.agents.builtin_tools import CalculationError, Calculator, PythonTool, calculate, number_text
-from siirl.agents.tool_files import check_tool_file, load_tools
+from siirl.agents.tool_files import FunctionTool, check_tool_file, load_tools
 from siirl.agents.tool_parsers import (
     TOOL_PARSERS,
     MalformedCall,
@@ -263,10 +263,12 @@ def test_calls_are_answered_in_order_and_errors_in_words(tmp_path):
 
 
 def test_the_log_says_once_in_which_line_a_tool_raised(tmp_path, caplog):
-    wrong = user_tool("add", {"x": NUMBER})  # its schema does not fit
-    box = toolbox(tmp_path, BAD, wrong)
+    schema = function_schema("add", "", {"x": NUMBER}, ["x"])
+    wrong = FunctionTool(lambda a: a, {}, schema)  # a tool file like this is refused
+    box, other = toolbox(tmp_path, BAD), Toolbox({"add": wrong})
     for _ in range(2):
-        run(box, [ToolCall("bad", {"how": "raise"}), ToolCall("add", {"x": 1})], max_calls=2)
+        run(box, [ToolCall("bad", {"how": "raise"})])
+        run(other, [ToolCall("add", {"x": 1})])
     unfit, raised = sorted(record.getMessage() for record in caplog.records)
     assert raised.startswith("tool 'bad', called with {'how': 'raise'}, raised KeyError: 'nothing there'\n")
     assert 'tool_functions.py, line 19, in bad: raise KeyError("nothing there")' in raised
@@ -275,8 +277,8 @@ def test_the_log_says_once_in_which_line_a_tool_raised(tmp_path, caplog):
     slow = toolbox(tmp_path, SLOW)
     run(slow, [ToolCall("slow", {"seconds": 9})], deadline_s=0.1)
     assert len(caplog.records) == 3 and "gave no answer within 0.1 s" in caplog.records[-1].getMessage()
-    box.close()
-    slow.close()
+    for used in (box, other, slow):
+        used.close()
 
 
 def test_calls_of_a_turn_run_at_once_and_a_blocking_one_delays_none(tmp_path):
