@@ -28,7 +28,7 @@ def advantage_stats(advantage_BT: Tensor, mask_BT: Tensor) -> Metrics:
 
 
 def group_stats(score_B: Tensor, group_id_B: Tensor) -> Metrics:
-    """group_degenerate: share of groups whose scores are all equal; score_max and score_min over rows.
+    """group_degenerate: share of groups whose scores are all equal.
 
     All rows of a group must be on this rank; ranks that hold other groups add up.
     """
@@ -37,6 +37,13 @@ def group_stats(score_B: Tensor, group_id_B: Tensor) -> Metrics:
     varied_G = torch.zeros_like(groups.count_G, dtype=torch.bool)
     varied_G[groups.index_B] = is_varied(score_B, group_id_B)
     metrics.mean("group_degenerate", (~varied_G).sum().item(), len(varied_G))
+    return metrics
+
+
+def score_stats(score_B: Tensor) -> Metrics:
+    """score: the mean over rows; score_max and score_min."""
+    metrics = Metrics()
+    metrics.mean("score", score_B.sum().item(), len(score_B))
     if len(score_B):
         metrics.max("score_max", score_B.max().item())
         metrics.min("score_min", score_B.min().item())

@@ -9,7 +9,7 @@ from torch import Tensor
 from siirl.algorithms.advantages import ADVANTAGES, compute_advantage
 from siirl.algorithms.kl import kl_controller, kl_in_reward
 from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
-from siirl.algorithms.stats import advantage_stats, group_stats, length_stats
+from siirl.algorithms.stats import advantage_stats, group_stats, length_stats, score_stats
 from siirl.dag.ops import old_log_prob_source
 from siirl.dag.spec import load_object
 from siirl.nodes.context import NodeContext, sum_over_ranks
@@ -106,5 +106,5 @@ def _report(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor, found: Estima
     ctx.metrics.merge(advantage_stats(found.advantages.advantage_BT, rows["response_mask"]), "advantage/")
     score_B = rows["score"] if "score" in rows.keys() else outcome(ctx, rows)
     ctx.metrics.merge(length_stats(rows["response_length"], score_B), "reward/")
-    ctx.metrics.mean("reward/score", float(score_B.sum()), len(rows))
+    ctx.metrics.merge(score_stats(score_B), "reward/")
     ctx.metrics.mean("reward/shaped", float(reward_BT.sum()), len(rows))

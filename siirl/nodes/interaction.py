@@ -144,7 +144,7 @@ def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
 def turns(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """The rows of an agent in the episodes that have been played. No communication."""
     out = _shared(ctx).rows.pop(ctx.agent)
-    report(ctx, out)
+    report(ctx, out, full_at=ctx.cfg.actor_rollout_ref.rollout.response_length)
     return out
 
 

@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.agents.render import EPISODE
-from siirl.algorithms.stats import group_stats
+from siirl.algorithms.stats import group_stats, score_stats
 from siirl.dag.ops import INFO
 from siirl.data.rows import objects, renamed
 from siirl.errors import RewardError
@@ -141,7 +141,7 @@ def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) ->
 def report_groups(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
     """The scores, and those of the samples of each prompt, which the advantage op reports in training."""
     ctx.metrics.merge(group_stats(scored["score"], rows["sample_index"]), "reward/")
-    ctx.metrics.mean("reward/score", float(scored["score"].sum()), len(rows))
+    ctx.metrics.merge(score_stats(scored["score"]), "reward/")
 
 
 def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:

@@ -111,10 +111,14 @@ def padded(lists: list[list], width: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(rows, dtype=dtype).view(len(lists), width)
 
 
-def report(ctx: NodeContext, out: TensorDict) -> None:
-    """Lengths and truncation of the responses, and the tokens of prompts and responses together."""
+def report(ctx: NodeContext, out: TensorDict, full_at: int = 0) -> None:
+    """Lengths and truncation of the responses, and the tokens of prompts and responses together.
+
+    full_at: shorter responses are not truncated: what ended them was another bound.
+    """
     lengths = out["response_length"].tolist()
-    truncated = int((out["finish_reason"] == FINISH_LENGTH).sum())
+    cut = (out["finish_reason"] == FINISH_LENGTH) & (out["response_length"] >= full_at)
+    truncated = int(cut.sum())
     ctx.metrics.mean("rollout/response_length", sum(lengths), len(lengths))
     ctx.metrics.mean("rollout/truncated", truncated, len(lengths))
     ctx.metrics.sum("rollout/tokens", sum(lengths))

@@ -257,10 +257,17 @@ def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(f
     assert values["turn_2/reward"] == pytest.approx((1 + 2 + 2) / 3)
     assert values["turn_0/reward"] == pytest.approx((1 + 0 + 0 + 0.5) / 4)
     assert values["reward/group_degenerate"] == values["speaker_0/group_degenerate"] == 0
-    metrics, by_turn_case = Metrics(), list(CASES).index("by task and turn, each turn's own reward")
-    for rank in found[2]:
-        metrics.merge(Metrics(rank[by_turn_case]["metrics"]))
-    values = metrics.values()
+
+    def values_of(name: str) -> dict[str, float]:
+        joined = Metrics()
+        for rank in found[2]:
+            joined.merge(Metrics(rank[list(CASES).index(name)]["metrics"]))
+        return joined.values()
+
+    values = values_of("half of the team's score, no environment")  # outcomes: 2.5, 0.5, 2.5 | 2.5, 0.5
+    assert values["reward/score"] == pytest.approx(0.7) and values["reward/shaped"] == pytest.approx(1.7)
+    assert (values["reward/score_max"], values["reward/score_min"]) == (2, 0), "of the scores themselves"
+    values = values_of("by task and turn, each turn's own reward")
     assert (values["turn_0/group_degenerate"], values["turn_2/group_degenerate"]) == (0, 1)
 
 

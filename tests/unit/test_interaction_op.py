@@ -92,16 +92,16 @@ SMALL = (
 class Says:
     """A policy that says its text to each prompt; what it was asked is in `asked`."""
 
-    def __init__(self, text, fails=()):
-        self.text, self.fails, self.asked = text, fails, []
+    def __init__(self, text, fails=(), cut=None):
+        self.text, self.fails, self.cut, self.asked = text, fails, cut, []
 
     async def generate(self, prompt, params, seed):
         self.asked.append(SimpleNamespace(read=text_of(prompt), params=params, seed=seed))
         for word in self.fails:
             if word in text_of(prompt):
                 raise EpisodeFailed(f"cannot say {word}", "endpoint")
-        tokens = [*map(ord, self.text), END]
-        return Generated(tokens, [-1.0] * len(tokens), "stop", 4)
+        tokens = [*map(ord, self.text), END][: self.cut]
+        return Generated(tokens, [-1.0] * len(tokens), "stop" if self.cut is None else "length", 4)
 
 
 class OneRank:
@@ -165,16 +165,17 @@ class Played:
                 "extra_info": [None] * len(prompts),
             }
         )
-        metrics = Metrics()
+        metrics, others = Metrics(), Metrics()
         found = []
         for agent in agents:
             op = turns if agent else interaction
             ctx = SimpleNamespace(
                 node_id=f"rollout_{agent}", agent=agent, cfg=self.cfgs[f"rollout_{agent}"], step=step,
-                validate=validate, round=round, metrics=metrics if agent == 0 else Metrics(),
+                validate=validate, round=round, metrics=metrics if agent == 0 else others,
                 interaction=self.shared,
             )  # fmt: skip
             found.append(op(ctx, rows))
+        metrics.merge(others, "agent_1/")
         return found, metrics.values()
 
 
@@ -351,6 +352,17 @@ def test_what_is_reported_of_turns_agents_and_their_length():
     assert values["interaction/turns"] == values["interaction/turns_max"] == 4
     assert values["interaction/rollout_1/turns"] == 2 and values["interaction/agent_1/rows"] == 1
     assert values["interaction/turn_3/finished"] == 1 and values["interaction/env_done"] == 0
+
+
+def test_rows_are_truncated_where_the_response_is_full_not_where_a_turn_is_cut():
+    def truncated(length, limit):
+        played = Played(pair(), (Says("one"), Says("two", cut=limit)), *room(60, length))
+        metrics = played.step("q")[1]
+        return metrics["agent_1/rollout/truncated"], metrics["interaction/rollout_1/finished"]
+
+    assert truncated(40, None) == (0, 1)
+    assert truncated(40, 2) == (0, 0)
+    assert truncated(2, 2) == (1, 0)
 
 
 def test_calls_of_tools_and_what_went_wrong_with_them_are_counted_at_their_node():
