@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.data.numbering import number_anew
 from siirl.data.rows import DTYPES, make_rows, object_column, objects, take_rows
 from siirl.types import FIELDS
 
@@ -39,14 +40,13 @@ class RowBuffer:
     def take(self, chosen: Tensor) -> TensorDict:
         """Remove and return the rows of the groups whose ORDER is in `chosen` (ascending), numbered anew.
 
-        group_id becomes the place of the group in `chosen`, row_id follows (group_id, old row_id).
+        group_id becomes the place of the group in `chosen`; row_id and episode_id follow (group_id, old id).
         """
         assert self.rows is not None, "no round was collected on this rank"
         wanted_B = torch.isin(self.rows[ORDER], chosen)
         out, self.rows = take_rows(self.rows, wanted_B), take_rows(self.rows, ~wanted_B)
         group_B = torch.searchsorted(chosen, out[ORDER].contiguous())
-        size = int(group_B.unique(return_counts=True)[1].max()) if len(out) else 1
-        out["row_id"] = group_B * size + _place_in_group(group_B, out["row_id"])
+        number_anew(out, group_B)
         out["group_id"] = group_B
         return out.exclude(ORDER)
 
@@ -72,19 +72,6 @@ class RowBuffer:
         orders = rows[ORDER].unique()
         first, last = (len(orders) * s // num_shards for s in (shard, shard + 1))
         self.rows = take_rows(rows, torch.isin(rows[ORDER], orders[first:last]))
-
-
-def _place_in_group(group_B: Tensor, row_id_B: Tensor) -> Tensor:
-    """0, 1, ... for the rows of each group, by row_id."""
-    order = torch.tensor(
-        sorted(range(len(group_B)), key=lambda row: (int(group_B[row]), int(row_id_B[row]))),
-        dtype=torch.int64,
-    )
-    sorted_B = group_B[order]
-    first = torch.searchsorted(sorted_B, sorted_B)
-    place_B = torch.empty_like(group_B)
-    place_B[order] = torch.arange(len(order)) - first
-    return place_B
 
 
 def _rows_of(state: dict[str, Any]) -> TensorDict:

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.resampling import resampling_weights
+from siirl.data.numbering import number_anew
 from siirl.data.rows import take_rows
 from siirl.errors import DagError
 from siirl.nodes.context import NodeContext, Op
@@ -35,26 +36,31 @@ def filter_op(plugin: Callable[[NodeContext, TensorDict], Tensor]) -> Op:
 def pf_ppo(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     """As many rows as there were, drawn with replacement by their scores; each draw is a row of its own.
 
-    The draw depends on (seed, step) and all rows, not on where they lie. Collective over ctx.group: 12 bytes
-    a row. Source: "Policy Filtration for RLHF" (2024), section 4.
+    Of an interaction whole episodes are drawn, by the mean score of their rows; each draw is an episode of
+    its own. The draw depends on (seed, step) and all rows, not on where they lie. Collective over ctx.group:
+    12 bytes a row. Source: "Policy Filtration for RLHF" (2024), section 4.
     """
-    ids, scores = _all_rows(rows["row_id"], rows["score"], ctx.group)
+    unit_B = rows["episode_id"] if "episode_id" in rows.keys() else rows["row_id"]
+    mine: dict[int, list[int]] = {}
+    for index, unit in enumerate(unit_B.tolist()):
+        mine.setdefault(unit, []).append(index)
+    ids, scores = _all_units(
+        {unit: float(rows["score"][at].double().mean()) for unit, at in mine.items()}, ctx.group
+    )
     options = {str(name): value for name, value in ctx.cfg.algorithm.pf_ppo.items()}
     weights = resampling_weights(scores, **options)
     generator = torch.Generator().manual_seed(ctx.cfg.trainer.seed * 1_000_003 + ctx.step)
     drawn = ids[torch.multinomial(weights, len(ids), replacement=True, generator=generator)].sort().values
     ctx.metrics.mean("resampling/distinct", len(drawn.unique()) / max(len(ids), 1))
-    position = {int(row_id): place for place, row_id in enumerate(rows["row_id"].tolist())}
-    mine = [(place, position[row_id]) for place, row_id in enumerate(drawn.tolist()) if row_id in position]
-    out = take_rows(rows, [index for _, index in mine])
-    out["row_id"] = torch.tensor([place for place, _ in mine], dtype=torch.int64)
+    taken = [(draw, at) for draw, unit in enumerate(drawn.tolist()) for at in mine.get(unit, ())]
+    out = take_rows(rows, [at for _, at in taken])
+    number_anew(out, torch.tensor([draw for draw, _ in taken], dtype=torch.int64))
     return out
 
 
-def _all_rows(row_id_B: Tensor, score_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """(row ids ascending, their scores) of all rows of the group; rows that several ranks hold count once."""
+def _all_units(mine: dict[int, float], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """(ids ascending, their scores) of all ranks of the group; what several ranks hold counts once."""
     parts: list[list[tuple[int, float]]] = [[] for _ in range(dist.get_world_size(group))]
-    mine = list(zip(row_id_B.tolist(), score_B.tolist(), strict=True))
-    dist.all_gather_object(parts, mine, group=group)
+    dist.all_gather_object(parts, list(mine.items()), group=group)
     pairs = sorted(dict(pair for part in parts for pair in part).items())
-    return torch.tensor([row for row, _ in pairs]), torch.tensor([score for _, score in pairs]).double()
+    return torch.tensor([unit for unit, _ in pairs]), torch.tensor([score for _, score in pairs]).double()

@@ -14,6 +14,7 @@ from siirl.config import Config, load_config, with_overrides
 from siirl.data.rows import take_rows
 from siirl.errors import DagError
 from siirl.nodes.advantage import advantage
+from siirl.nodes.filter import pf_ppo
 from siirl.nodes.mini_batches import mini_batches
 from siirl.observe.metrics import Metrics
 
@@ -301,6 +302,27 @@ def test_a_group_function_that_returns_no_groups_is_refused(function):
     keys = GRPO | {f"{CREDIT}.group_by": [f"{function}:wrong"]}
     (message,) = run_workers(refused, 1, keys)
     assert "wrong of algorithm.credit.group_by returned [0] for 5 units. Return an int64 tensor" in message
+
+
+def resampled(rank: int, world: int) -> list[tuple[int, int, int]]:
+    """(row_id, episode_id, row_id before) of the rows that PF-PPO draws of the solver's."""
+    rows = rows_of(SOLVER)
+    rows["old"] = rows["row_id"]
+    ctx = context({"algorithm.use_pf_ppo": True}, {})
+    ctx.step = 2
+    out = pf_ppo(ctx, take_rows(rows, rows["group_id"] % world == rank))
+    assert ctx.metrics.values()["resampling/distinct"] < 1
+    return list(zip(*(out[name].tolist() for name in ("row_id", "episode_id", "old")), strict=True))
+
+
+def test_each_draw_of_pf_ppo_is_an_episode_of_its_own_with_all_its_rows():
+    drawn = sorted(row for rank in run_workers(resampled, 2) for row in rank)
+    assert len({row_id for row_id, _, _ in drawn}) == len(drawn)
+    episodes: dict[int, list[int]] = {}
+    for _, episode, old in drawn:
+        episodes.setdefault(episode, []).append(old)
+    assert len(episodes) == 4 and all(rows in ([0], [2, 3], [4], [6]) for rows in episodes.values())
+    assert [2, 3] in episodes.values()
 
 
 EPISODES = ([0, 0, 0, 1, 2, 4, 4, 6], [0, 2, 2, 4, 6, 6, 6], [3, 3, 3], [])
