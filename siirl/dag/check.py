@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from siirl.config import Config
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import normalizes_weights
+from siirl.dag.credit import joins_rows
 from siirl.dag.graph import Graph
 from siirl.dag.interactions import Interactions
 from siirl.dag.names import suggest
@@ -193,12 +194,26 @@ def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> None:
         )
 
 
-def check_sampling(kept: Iterable[ResolvedNode]) -> None:
-    """DagError if dynamic sampling is asked for, and no node of the agent does it."""
-    kept = list(kept)
-    sampling = {node.agent for node in kept if node.op.repeats}
-    for node in kept:
-        if node.op.is_rollout and node.cfg.algorithm.filter_groups.enable and node.agent not in sampling:
+def check_sampling(kept: Nodes, interactions: Interactions) -> None:
+    """DagError if dynamic sampling is asked for, and no node of the agent does it.
+
+    Agents without rows need none. NotSupportedError in an interaction of which several agents have rows.
+    """
+    sampling = {node.agent for node in kept.values() if node.op.repeats}
+    asking = [n for n in kept.values() if n.op.is_rollout and n.cfg.algorithm.filter_groups.enable]
+    stages = {stage.node: stage for plan in interactions.values() for stage in plan.stages}
+    for plan in interactions.values():
+        talking = [stage for stage in plan.stages if stage.rows]
+        asked = [s for s in talking if s.agent in sampling or any(n.id == s.node for n in asking)]
+        if len(talking) > 1 and asked:
+            raise NotSupportedError(
+                f"not supported yet: algorithm.filter_groups.enable=true for {kept[asked[0].node]}: "
+                f"agents {' and '.join(str(stage.agent) for stage in talking)} of its interaction are "
+                "trained, and the groups that one of them drops may be those that another one keeps. Set "
+                "algorithm.filter_groups.enable=false, and remove it from the configurations of nodes."
+            )
+    for node in asking:
+        if node.agent not in sampling and (node.id not in stages or stages[node.id].rows):
             raise DagError(
                 f"algorithm.filter_groups.enable=true, but no node filters the groups of {node}. Add a node "
                 "with node_type COMPUTE, node_role POSTPROCESS_SAMPLING below its reward, as in "
@@ -206,16 +221,28 @@ def check_sampling(kept: Iterable[ResolvedNode]) -> None:
             )
 
 
-def check_resampling(kept: Iterable[ResolvedNode]) -> None:
-    """DagError if PF-PPO is asked for, and no node of the agent resamples."""
-    kept = list(kept)
-    resampling = {node.agent for node in kept if node.op.name == "pf_ppo"}
-    for node in kept:
-        if node.op.is_rollout and node.cfg.algorithm.use_pf_ppo and node.agent not in resampling:
+def check_resampling(kept: Nodes, graph: Graph, interactions: Interactions) -> None:
+    """DagError if PF-PPO is asked for, and no node of the agent resamples; or if its draws are joined.
+
+    Agents without rows of their own need none.
+    """
+    resampling = {node.agent: node for node in kept.values() if node.op.name == "pf_ppo"}
+    rowless = {stage.node for plan in interactions.values() for stage in plan.stages if not stage.rows}
+    above = graph.ancestors()
+    for node in kept.values():
+        sampler = resampling.get(node.agent)
+        asks = node.op.is_rollout and node.cfg.algorithm.use_pf_ppo and node.id not in rowless
+        if asks and sampler is None:
             raise DagError(
                 f"algorithm.use_pf_ppo=true, but no node resamples the rows of {node}. Add a node with "
                 "node_type COMPUTE, node_role POSTPROCESS_SAMPLING above the training, as in "
                 "dag_templates/ppo.yaml, or set algorithm.use_pf_ppo=false."
+            )
+        others = [key for key in node.reads if joins_rows(node, key, kept)]
+        if sampler is not None and others and sampler.id in above[node.id]:
+            raise DagError(
+                f"{node} reads {others[0]} by episode, below {sampler}, of which each draw is an episode of "
+                f"its own. Let {sampler.id!r} depend on {node.id!r} instead."
             )
 
 

@@ -100,8 +100,8 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     graph = full_graph.without(set(pruned))
     kept = {node_id: nodes[node_id] for node_id in graph.order}
     check_critics(kept, graph)
-    check_sampling(kept.values())
-    check_resampling(kept.values())
+    check_sampling(kept, interactions)
+    check_resampling(kept, graph, interactions)
     check_reward_models(nodes.values(), cfg)
     check_reward_weights(nodes.values(), cfg)
     check_readers(kept.values(), nodes, full_graph)
