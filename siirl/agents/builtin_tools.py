@@ -4,12 +4,11 @@ import ast
 import math
 import operator
 import os
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from siirl.agents.tool_schema import function_schema
-from siirl.sandbox.box import Box
+from siirl.sandbox.box import Boxes, Job
 from siirl.sandbox.limits import MIB, Limits, Result
 
 Number = int | float
@@ -127,7 +126,7 @@ class PythonTool:
     """Runs a program in the sandbox (docs/sandbox.md) and gives what it prints; each call starts anew.
 
     time_s, memory_mb: limits of one program. max_concurrent: programs at once on this rank; 0: as many as
-    there are cores. Each call that runs has a sandbox of its own, kept for the next.
+    there are cores. There are no more sandboxes than that, each kept for the next program.
     """
 
     def __init__(self, time_s: float = 5.0, memory_mb: int = 512, max_concurrent: int = 0):
@@ -139,13 +138,15 @@ class PythonTool:
         )
         self.max_concurrent = max_concurrent or os.cpu_count() or 1
         self._limits = Limits(time_s=time_s, memory_bytes=memory_mb * MIB)
-        self._boxes = threading.local()
+        self._boxes = Boxes(self.max_concurrent)
 
     def __call__(self, arguments: dict[str, Any], episode: Any) -> str:
         """What the program prints, and how it failed. SandboxError if the sandbox itself does not work."""
-        if not hasattr(self._boxes, "box"):
-            self._boxes.box = Box()  # ends with the thread that it was started in
-        return _report(self._boxes.box.run(arguments["code"], limits=self._limits), self._limits)
+        return _report(self._boxes.submit(Job(arguments["code"]), self._limits).result(), self._limits)
+
+    def close(self) -> None:
+        """End its sandboxes, as the end of the process does."""
+        self._boxes.close()
 
 
 def _report(result: Result, limits: Limits) -> str:

@@ -1,11 +1,11 @@
-"""Runs untrusted Python: `run_code` a single program, `Box` one after another, `run_batch` many in parallel.
+"""Runs untrusted Python: `run_code` a single program, `Box` one after another, `Boxes` several at once.
 
 The caller's process never runs a program and shares no memory with it. It talks to a launcher process
 (launcher.py), which shuts itself in and forks a confined child for each run; see isolation.py for what holds.
 """
 
+import atexit
 import os
-import queue
 import selectors
 import shutil
 import signal
@@ -13,9 +13,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -60,19 +61,48 @@ def run_code(
 
 def run_batch(jobs: Sequence[Job], num_workers: int, limits: Limits | None = None) -> list[Result]:
     """Run jobs in up to num_workers sandboxes at once; results in the order of the jobs."""
-    boxes: queue.SimpleQueue[Box] = queue.SimpleQueue()
-    with ExitStack() as stack, ThreadPoolExecutor(num_workers, thread_name_prefix="sandbox") as pool:
-        for _ in range(num_workers):
-            boxes.put(stack.enter_context(Box()))
+    with Boxes(num_workers) as boxes:
+        running = [boxes.submit(job, limits) for job in jobs]
+        return [one.result() for one in running]
 
-        def run(job: Job) -> Result:
-            box = boxes.get()
-            try:
-                return box.run(job.code, job.stdin, job.files, limits)
-            finally:
-                boxes.put(box)
 
-        return list(pool.map(run, jobs))
+class Boxes:
+    """Up to `most` sandboxes, each started when it is first needed and kept, for callers in any thread.
+
+    A box has a thread of its own, since it ends with the thread that started it. Use them as a context, or
+    close them; they are closed at the end of the process, too.
+    """
+
+    def __init__(self, most: int):
+        self._threads = ThreadPoolExecutor(most, thread_name_prefix="sandbox")
+        self._own = threading.local()
+        self._started: list[Box] = []
+        self._starting = threading.Lock()
+        atexit.register(self.close)
+
+    def __enter__(self) -> "Boxes":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def submit(self, job: Job, limits: Limits | None = None) -> Future[Result]:
+        """Run a program as soon as a sandbox is free. The future raises what Box.run does."""
+        return self._threads.submit(self._run, job, limits)
+
+    def close(self) -> None:
+        """End the sandboxes; waits for the programs that run, those that wait are cancelled."""
+        atexit.unregister(self.close)
+        self._threads.shutdown(cancel_futures=True)
+        while self._started:
+            self._started.pop().close()
+
+    def _run(self, job: Job, limits: Limits | None) -> Result:
+        if not hasattr(self._own, "box"):
+            with self._starting:  # the first one finds out which isolation works
+                self._own.box = Box()
+                self._started.append(self._own.box)
+        return self._own.box.run(job.code, job.stdin, job.files, limits)
 
 
 class Box:
@@ -119,10 +149,14 @@ class Box:
         self._control.settimeout(limits.time_s + PATIENCE_S)
         try:
             frames.send(self._control, request)
-            return self._follow(limits)
+            result = self._follow(limits)
         except (OSError, EOFError) as error:
             self.close()
             raise SandboxError(f"the sandbox ended in the middle of a run: {error!r}") from error
+        if self._mode == "process":  # the others' files are in memory, and renewed
+            for name in os.listdir(self._stage):
+                _remove(os.path.join(self._stage, name))
+        return result
 
     def close(self) -> None:
         """End the launcher and all that it started, and remove what is left of their files."""
@@ -139,13 +173,7 @@ class Box:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         process.stderr.close()
-        try:
-            shutil.rmtree(self._stage)
-        except FileNotFoundError:
-            return
-        except (OSError, RecursionError):  # nested too deep, or folders made unreadable
-            subprocess.run(["chmod", "-R", "u+rwX", self._stage], stderr=subprocess.DEVNULL, check=False)
-            subprocess.run(["rm", "-rf", self._stage], stderr=subprocess.DEVNULL, check=False)
+        _remove(self._stage)
 
     def _start(self) -> None:
         self._stage = tempfile.mkdtemp(prefix="siirl_box_")
@@ -239,6 +267,17 @@ def _take(pipe: Any, text: bytearray, room: int) -> int:
         return 0
     text += part[: max(0, room)]
     return len(part)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder, whatever a program has made of it."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        return
+    except (OSError, RecursionError):  # nested too deep, or folders made unreadable
+        subprocess.run(["chmod", "-R", "u+rwX", folder], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["rm", "-rf", folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def _check_name(name: str) -> None:

@@ -115,6 +115,7 @@ def test_nothing_is_left_in_the_temporary_folder(mode, tmp_path, monkeypatch):
     with Box(mode) as box:
         for name in ("deep folders", "unreadable folders", "huge file"):
             box.run(sandbox_cases.HOSTILE[name].code)
+            assert [path for stage in tmp_path.iterdir() for path in stage.iterdir()] == []
     assert list(tmp_path.iterdir()) == []
 
 

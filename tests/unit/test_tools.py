@@ -3,9 +3,12 @@
 import asyncio
 import json
 import re
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -23,6 +26,8 @@ from siirl.agents.tool_schema import argument_errors, check_schema, from_texts, 
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools, truncated
 from siirl.config.rollout import MultiTurnConfig
 from siirl.errors import ConfigError, DagError
+from siirl.sandbox.box import Box
+from siirl.sandbox.isolation import isolation
 
 FILE = Path(__file__).with_name("tool_functions.py")
 HERE = "<tool_call>"
@@ -305,6 +310,25 @@ def test_long_responses_are_cut_on_the_side_that_is_configured(side, text):
     assert truncated("abcdefghijklmnopqrstuvwxyz", 4, side) == text
     assert truncated("abcd", 4, side) == "abcd"
     assert truncated("abcdef", 1, "middle") == "...(truncated)..."
+
+
+def test_python_has_no_more_sandboxes_than_programs_at_once_whatever_threads_call_it(monkeypatch):
+    isolation()  # tries boxes of its own, once in a process
+    boxes, start = [], Box._start
+    monkeypatch.setattr(Box, "_start", lambda box: (boxes.append(box), start(box)))
+    python = PythonTool(max_concurrent=2)
+    at_once = threading.Barrier(6)
+
+    def call(number):
+        at_once.wait(60)  # each in a thread of its own
+        return python({"code": f"print({number})"}, None)
+
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(call, range(6))) == [f"{number}\n" for number in range(6)]
+    assert 1 <= len(boxes) <= 2
+    launchers = [psutil.Process(box._process.pid) for box in boxes]
+    python.close()
+    assert not any(launcher.is_running() for launcher in launchers)
 
 
 def test_python_runs_in_the_sandbox():
