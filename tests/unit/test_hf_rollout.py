@@ -1,9 +1,11 @@
 """What is particular to the HF engine: passes, prefill blocks, the cache, dtypes, architectures."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config, Gemma2Config, GptOssConfig
 
@@ -124,6 +126,9 @@ def test_a_model_whose_keys_and_values_have_different_sizes_streams_what_it_gene
     ("module", "name", "value"),
     [
         (slots, "GROWTH", 1),
+        (slots, "CHEAP", 0),
+        (slots, "MOST_SEEN", 40),
+        (slots, "OTHERS_BETWEEN", 0.0),
         (hf_stream, "SLOTS_PER_ROW", 1),
         (hf_stream, "CHECK_EVERY", {"cpu": 5}),
     ],
@@ -148,6 +153,41 @@ def test_prompts_join_as_many_as_prefill_tokens_allow(model_dir, expected, monke
     steps = stream_steps(engine, monkeypatch)
     assert streamed(engine, at_first=5) == [samples[0] for samples in expected]
     assert steps[0] == (1, 1, 3) and steps[1][0] == 3, "3 tokens, then 7 and 1; 3 of a prompt that runs"
+    assert max(tokens - rows for rows, _, tokens in steps) < 8, "11 tokens are read in two forwards"
+
+
+MIXED = [
+    [2 + i * i % 19 for i in range(400)],
+    *([2 + (7 * row + i) % 20 for i in range(20)] for row in range(16)),
+]
+
+
+def join_together(engine):
+    """Have MIXED join a stream together, for one token each; it must be what `generate` says."""
+    params = SamplingParams(max_tokens=1)
+    alone = engine.generate(MIXED, params, range(len(MIXED)))
+    stream = engine.stream()
+    stream.submit([Request(i, prompt, params, i) for i, prompt in enumerate(MIXED)])
+    said = dict(stream.collect(0.0))
+    assert len(said) == len(MIXED)
+    for index, (expected,) in enumerate(alone):
+        assert said[index].token_ids == expected.token_ids
+        assert said[index].log_probs == pytest.approx(expected.log_probs, abs=1e-5)
+
+
+def test_a_long_prompt_that_joins_with_short_ones_costs_them_nothing(model_dir, monkeypatch):
+    masks = mask_sizes(monkeypatch)
+    join_together(loaded(model_dir))
+    assert max(masks) <= 1 << 21, "all rows padded to the longest: 17 * 400 * 400 for each of 2 heads"
+
+
+@pytest.mark.parametrize("bound", [20_000, 3_000])
+def test_no_mask_is_larger_than_what_is_seen_at_once(model_dir, monkeypatch, bound):
+    monkeypatch.setattr(slots, "MOST_SEEN", bound, raising=False)
+    monkeypatch.setattr(slots, "CHEAP", 0, raising=False)
+    masks = mask_sizes(monkeypatch)
+    join_together(loaded(model_dir))
+    assert bound // 2 < max(masks) <= bound
 
 
 def test_a_stream_reads_equal_prompts_once_and_ended_rows_leave(model_dir, monkeypatch):
@@ -206,6 +246,18 @@ def finish(stream, requests):
     return {key: completion.token_ids for key, completion in answers.items()}
 
 
+def mask_sizes(monkeypatch):
+    """Elements of each mask that rows of a stream attend with from now on."""
+    sizes = []
+
+    def counted(*args, attn_mask, **kwargs):
+        sizes.append(attn_mask.numel())
+        return F.scaled_dot_product_attention(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(slots, "F", SimpleNamespace(scaled_dot_product_attention=counted))
+    return sizes
+
+
 def stream_steps(engine, monkeypatch):
     """[rows, slots, tokens] of each forward of a stream from now on."""
     steps = []
@@ -251,7 +303,7 @@ def test_prompts_are_read_once_and_ended_rows_leave(model_dir, monkeypatch):
         ("mixtral", {"num_local_experts": 4, "sliding_window": None}),
     ],
 )
-def test_greedy_equals_transformers_on_other_architectures(tmp_path, family, options):
+def test_greedy_equals_transformers_on_other_architectures(tmp_path, monkeypatch, family, options):
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCAB,
@@ -275,6 +327,8 @@ def test_greedy_equals_transformers_on_other_architectures(tmp_path, family, opt
         full = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
         assert response == full[0, len(prompt) :].tolist()
     assert streamed(engine, GREEDY) == [response for (response,) in tokens(engine, GREEDY)]
+    monkeypatch.setattr(slots, "MOST_SEEN", 40)
+    assert streamed(engine, GREEDY, at_first=5) == [response for (response,) in tokens(engine, GREEDY)]
 
 
 @pytest.mark.parametrize(

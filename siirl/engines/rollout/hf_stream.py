@@ -22,7 +22,7 @@ from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, 
 from siirl.engines.rollout.checks import check_finite
 from siirl.engines.rollout.decode import CHECK_EVERY
 from siirl.engines.rollout.sampling import derive_seed, sample_tokens, uniforms
-from siirl.engines.rollout.slots import GROWTH, SLOT_ATTENTION, Reading, Rows, SlotCache, are_dense
+from siirl.engines.rollout.slots import GROWTH, SLOT_ATTENTION, Reading, Rows, SlotCache, alike, are_dense
 from siirl.errors import EpisodeFailed
 from siirl.observe.spans import phase
 
@@ -38,11 +38,13 @@ IDLE_BETWEEN = 0.5
 
 @dataclass(eq=False)
 class Row:
-    """A request that runs: what it has said so far. held: tokens of its prompt that its slot had."""
+    """A request that runs: what it has said so far. held: tokens of its prompt that its slot had; read: that
+    its slot has."""
 
     request: Request
     seed: int
     held: int = 0
+    read: int = 0
     ended: bool = False
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -59,7 +61,7 @@ class Row:
     @property
     def unread(self) -> Sequence[int]:
         """The tokens that its slot does not hold yet."""
-        return self.token_ids[-1:] or self.request.prompt[self.held :]
+        return self.token_ids[-1:] or self.request.prompt[self.read :]
 
     @property
     def last_column(self) -> int:
@@ -109,7 +111,7 @@ class Slot:
 class Room:
     """What a batch may hold: rows, and positions of all rows together (rows times the longest).
 
-    prefill_tokens: of the prompts that join at once; a single one may be longer.
+    prefill_tokens: of the prompts that join at once; a longer one is read in several forwards.
     """
 
     rows: int
@@ -184,7 +186,7 @@ class RunningBatch:
             fitting = [s for s in self._slots if s.begins(row.request.prompt) and s not in taken]
             if fitting:
                 chosen[row] = max(fitting, key=lambda slot: len(slot.tokens))
-                row.held = len(chosen[row].tokens)
+                row.held = row.read = len(chosen[row].tokens)
         self._make_slots(new, chosen)
         taken = set(chosen.values())
         idle = [slot for slot in self._slots if slot.row is None and slot not in taken]
@@ -259,20 +261,15 @@ class RunningBatch:
 
     def _read(self, copies: dict[Row, Row]) -> Tensor:
         """Logits after what the rows have not read yet, [B, V]. copies: rows that get others' prompts."""
-        device = self._model.device
         old = {slot: row for slot, row in self.rows.items() if row.token_ids}
         joining = {slot: row for slot, row in self.rows.items() if not row.token_ids and row not in copies}
-        parts = [
-            Rows(
-                list(rows),
-                [len(r.unread) for r in rows.values()],
-                [r.last_column for r in rows.values()],
-                device,
-            )
-            for rows in (old, joining)
-            if rows
-        ]
-        reading = [*old.values(), *joining.values()]
+        for slot, row in joining.items():
+            self._read_ahead(slot, row)
+        items = list(joining.items())
+        groups = alike([len(r.unread) for _, r in items], [r.last_column + 1 for _, r in items])
+        together = [rows for rows in (old, *(dict(items[i] for i in group) for group in groups)) if rows]
+        parts = [self._rows(rows) for rows in together]
+        reading = [row for rows in together for row in rows.values()]
         ends = np.cumsum([len(row.unread) for row in reading]) - 1
         last = dict(zip(reading, ends.tolist(), strict=True))
         tokens = torch.tensor([token for row in reading for token in row.unread])
@@ -284,6 +281,19 @@ class RunningBatch:
             sources, targets = ([slot_of[row] for row in rows] for rows in (copies.values(), copies))
             self._cache.copy(sources, targets, width)
         return logits_BV
+
+    def _read_ahead(self, slot: int, row: Row) -> None:
+        """Read a prompt that is longer than one forward's tokens, but for the last ones."""
+        count = self._room.prefill_tokens
+        while len(row.unread) > count:
+            rows = Rows([slot], [count], [row.read + count - 1], self._model.device)
+            self._forward(torch.tensor(row.unread[:count]), [rows], torch.tensor([count - 1]))
+            row.read += count
+
+    def _rows(self, rows: dict[int, Row]) -> Rows:
+        """What rows have not read yet."""
+        counts, last = [len(r.unread) for r in rows.values()], [r.last_column for r in rows.values()]
+        return Rows(list(rows), counts, last, self._model.device)
 
     def _read_next(self, token_B: Tensor, step: int) -> Tensor:
         """Logits after one more token of each row; step: how many of its tokens the host has not seen."""

@@ -22,7 +22,31 @@ SLOT_ATTENTION = "siirl_slots"
 GROWTH = 256
 """Columns added to a full cache, at least."""
 OTHERS_BETWEEN = 1.0
-"""Slots that attention reads over, at most, for each one that it needs, before it gathers those."""
+"""Slots that attention reads over, at most, for each one that it needs, before it gathers those: of rows that
+bring one token. Reading over costs as much as the tokens that a row brings."""
+MOST_SEEN = 1 << 26
+"""Elements of a mask, at most: tokens that need a larger one attend one part after the other."""
+ALIKE = 4
+"""How many times the pairs of its own a row may be padded to, at most, beside longer rows."""
+CHEAP = 1 << 20
+"""Pairs of a token and a column that rows may be padded to whatever their lengths: less than another call."""
+
+
+def alike(counts: Sequence[int], widths: Sequence[int]) -> list[list[int]]:
+    """Indices of rows that are best read side by side, ascending in each group: those of a group are padded
+    to the most tokens (of counts) and columns (of widths) among them."""
+    groups: list[list[int]] = []
+    most = width = 0
+    for index in sorted(range(len(counts)), key=lambda i: counts[i] * widths[i], reverse=True):
+        count, own = counts[index], counts[index] * widths[index]
+        padded = max(most, count) * max(width, widths[index])
+        if groups and (padded <= ALIKE * own or padded * (len(groups[-1]) + 1) <= CHEAP):
+            groups[-1].append(index)
+            most, width = max(most, count), max(width, widths[index])
+        else:
+            groups.append([index])
+            most, width = count, widths[index]
+    return [sorted(group) for group in groups]
 
 
 def are_dense(slots: Sequence[int], most: float) -> bool:
@@ -38,7 +62,7 @@ class Rows:
         self, slots: Sequence[int], counts: Sequence[int], last: Sequence[int], device: torch.device
     ) -> None:
         self.most, self.width, self.num_tokens = max(counts), max(last) + 1, sum(counts)
-        dense = are_dense(slots, OTHERS_BETWEEN)
+        dense = are_dense(slots, OTHERS_BETWEEN / self.most)
         count_R, last_R = np.array(counts), np.array(last)
         if dense:
             place_R = np.array(slots) - slots[0]
@@ -65,29 +89,43 @@ class Rows:
             padded = query_HND.new_zeros(heads, rows * self.most, size)
             query_HND = padded.index_copy_(1, self._place_N, query_HND)
         query_RHMD = query_HND.reshape(heads, rows, self.most, size).transpose(0, 1)
-        # The query heads that share a key-value head become queries of it: keys are read once.
-        out = F.scaled_dot_product_attention(
-            query_RHMD.reshape(rows, kv_heads, -1, size),
-            keys[:, :, : self.width][self._slots],
-            values[:, :, : self.width][self._slots],
-            attn_mask=self._mask(heads // kv_heads, window, query_HND.dtype),
-            scale=scale,
-        )
-        out_NHD = out.reshape(rows, heads, self.most, -1).transpose(1, 2).flatten(0, 1)
+        keys, values = keys[:, :, : self.width][self._slots], values[:, :, : self.width][self._slots]
+        outs = []
+        for start, stop in self._parts(heads // kv_heads):
+            width = self.width - self.most + stop  # what the last of these tokens sees
+            # The query heads that share a key-value head become queries of it: keys are read once.
+            out = F.scaled_dot_product_attention(
+                query_RHMD[:, :, start:stop].reshape(rows, kv_heads, -1, size),
+                keys[:, :, :width],
+                values[:, :, :width],
+                attn_mask=self._mask(heads // kv_heads, window, query_HND.dtype, start, stop),
+                scale=scale,
+            )
+            outs.append(out.reshape(rows, heads, stop - start, -1))
+        out_RHMD = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+        out_NHD = out_RHMD.transpose(1, 2).flatten(0, 1)
         return out_NHD if self._place_N is None else out_NHD.index_select(0, self._place_N)
 
-    def _mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """0 for the columns that a query sees, else minus infinity, [R, 1, G * M, S]; made once for all
-        layers. Places without a token see something, for no NaN."""
-        if window not in self._masks:
-            query_RM1 = self._column_RM[:, :, None]
-            column_S = torch.arange(self.width, device=query_RM1.device)
-            unseen_RMS = column_S > query_RM1
-            if window is not None:
-                unseen_RMS |= column_S <= query_RM1 - window
-            mask_RMS = torch.zeros_like(unseen_RMS, dtype=dtype).masked_fill_(unseen_RMS, float("-inf"))
-            self._masks[window] = mask_RMS.repeat(1, group, 1)[:, None]
-        return self._masks[window]
+    def _parts(self, group: int) -> list[tuple[int, int]]:
+        """[start, stop) of the places that attend at once, so that no mask is too large."""
+        length = max(MOST_SEEN // (len(self._column_RM) * group * self.width), 1)
+        return [(start, min(start + length, self.most)) for start in range(0, self.most, length)]
+
+    def _mask(self, group: int, window: int | None, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """0 for the columns that a query sees, else minus infinity: [R, 1, G * (stop - start), S]. One of all
+        places is made once for all layers. Places without a token see something, for no NaN."""
+        if window in self._masks:
+            return self._masks[window]
+        query_RM1 = self._column_RM[:, start:stop, None]
+        column_S = torch.arange(self.width - self.most + stop, device=query_RM1.device)
+        unseen_RMS = column_S > query_RM1
+        if window is not None:
+            unseen_RMS |= column_S <= query_RM1 - window
+        mask_RMS = torch.zeros_like(unseen_RMS, dtype=dtype).masked_fill_(unseen_RMS, float("-inf"))
+        mask = mask_RMS.repeat(1, group, 1)[:, None]
+        if stop - start == self.most:
+            self._masks[window] = mask
+        return mask
 
 
 class Reading:
