@@ -47,9 +47,10 @@ class Report:
             rows, episodes = split_episodes(rows)
             self._sinks.text(step, kind, rows)
             if episodes and kind == "validation":
-                trainer = self._worker.cfg.trainer
-                path = Path(trainer.output_dir).expanduser() / PAGES / f"step_{step}.html"
-                write_page(path, episodes, f"{trainer.experiment_name}: {kind}, step {step}")
+                cfg = self._worker.cfg
+                path = Path(cfg.trainer.output_dir).expanduser() / PAGES / f"step_{step}.html"
+                title = run_title(cfg, self._worker.plan.dag_id)
+                write_page(path, episodes, f"{title}: {kind}, step {step}")
 
     def close(self) -> None:
         if self._sinks is not None:
@@ -81,8 +82,14 @@ class Report:
         return rates if share is None else rates | {"perf/mfu": share}
 
 
+def run_title(cfg: Config, dag_id: str) -> str:
+    """What pages and pictures call the run: its experiment, or the DAG where nobody has named one."""
+    return cfg.trainer.experiment_name if "trainer.experiment_name" in cfg.explicit else dag_id
+
+
 def closing_report(
     cfg: Config,
+    dag_id: str,
     output_dir: Path,
     checkpoint: Path | None,
     exported: list[Path],
@@ -91,7 +98,7 @@ def closing_report(
 ) -> str:
     """The closing summary; draws the reward curve that it names."""
     metrics_file = output_dir / METRICS_FILE
-    curve = reward_curve_png(metrics_file, output_dir / "reward_curve.png", cfg.trainer.experiment_name)
+    curve = reward_curve_png(metrics_file, output_dir / "reward_curve.png", run_title(cfg, dag_id))
     pages = sorted((output_dir / PAGES).glob("step_*.html"), key=lambda page: int(page.stem[len("step_") :]))
     places = {
         "TensorBoard": tensorboard_dir(output_dir) if "tensorboard" in cfg.trainer.logger else None,

@@ -93,7 +93,8 @@ class Training:
         trace = finish_trace(self.cfg, self.worker.rank, self.output_dir)
         if self.worker.rank == 0:
             total_s = time.perf_counter() - start_s
-            print(closing_report(self.cfg, self.output_dir, self.last_checkpoint, exported, trace, total_s))
+            dag_id, saved = self.worker.plan.dag_id, self.last_checkpoint
+            print(closing_report(self.cfg, dag_id, self.output_dir, saved, exported, trace, total_s))
 
     def train_step(self) -> Metrics:
         """One step of the plan; metrics of this rank, times included."""

@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_AGENT = re.compile(r"^agent_\d+/")
+_AGENT = re.compile(r"^agent_(\d+)/")
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,33 @@ COLUMNS = (
 
 
 def matches(column: Column, values: Mapping[str, float]) -> dict[str, float]:
-    """The metrics that fill the column: its first name that occurs, alone or under agents' prefixes."""
+    """The metrics that fill the column: its first name that occurs, alone or under agents (in order)."""
     for name in column.names:
         found = {key: value for key, value in values.items() if _AGENT.sub("", key) == name}
         if found:
-            return found
+            return dict(sorted(found.items(), key=lambda item: _agent(item[0])))
     return {}
 
 
-def cell(column: Column, values: Mapping[str, float]) -> str:
-    """The text of a cell; several agents' values are joined by a bar; a dash where the step has none."""
-    return "|".join(number(value, column.digits) for value in matches(column, values).values()) or "-"
+def agents_of(column: Column, values: Mapping[str, float]) -> tuple[int, ...]:
+    """The agents whose metrics fill the column; none if it is filled by one of no agent."""
+    return tuple(agent for name in matches(column, values) if (agent := _agent(name)) >= 0)
+
+
+def cell(column: Column, values: Mapping[str, float], agents: Sequence[int] = ()) -> str:
+    """The text of a cell: the values of several agents joined by a bar; a dash where the step has none.
+
+    agents: all that there are; those of which this step has no value have a dash among the others.
+    """
+    found = {_agent(name): number(value, column.digits) for name, value in matches(column, values).items()}
+    if found and -1 not in found:
+        found = {agent: found.get(agent, "-") for agent in sorted({*found, *agents})}
+    return "|".join(found.values()) or "-"
+
+
+def _agent(name: str) -> int:
+    found = _AGENT.match(name)
+    return int(found[1]) if found else -1
 
 
 def number(value: float, digits: int | None) -> str:

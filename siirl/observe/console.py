@@ -16,9 +16,9 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from siirl.observe.columns import COLUMNS, Column, cell, matches, number
+from siirl.observe.columns import COLUMNS, Column, agents_of, cell, matches, number
 
-HEADER_EVERY = 20
+HEADER_EVERY, LEAST_WIDTH = 20, 7
 MOST_LINES, MOST_WIDTH = 24, 120  # of a conversation
 
 
@@ -30,7 +30,8 @@ class ConsoleSink:
 
     def __init__(self, total_steps: int, first_step: int = 0):
         self._console = Console(file=sys.stdout, highlight=False)
-        self._columns: tuple[Column, ...] = ()
+        self._columns: dict[str, tuple[Column, int]] = {}  # header -> column, and its width
+        self._legend = ""
         self._rows = 0
         self._seen: dict[str, float] = {}
         self._node_times: deque[dict[str, float]] = deque(maxlen=HEADER_EVERY)
@@ -52,18 +53,20 @@ class ConsoleSink:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._seen.update(values)
-        columns = tuple(column for column in COLUMNS if column.always or matches(column, self._seen))
+        found = {column: matches(column, self._seen) for column in COLUMNS}
+        agents = sorted({agent for column in COLUMNS for agent in agents_of(column, self._seen)})
+        columns = {
+            column.header: (column, _width(column, len(agents) if agents_of(column, self._seen) else 1))
+            for column in COLUMNS
+            if column.always or found[column]
+        }
         if columns != self._columns or self._rows % HEADER_EVERY == 0:
             self._columns = columns
             self._print_node_times()
-            self._print(
-                "  ".join(f"{name:>{_width(name)}}" for name in ("step", *(c.header for c in columns))),
-                "bold",
-            )
+            self._print_legend(agents)
+            self._print_row("step", list(columns), "bold")
             self._rows = 0
-        cells = [str(step), *(cell(column, values) for column in columns)]
-        names = ("step", *(column.header for column in columns))
-        self._print("  ".join(f"{text:>{_width(name)}}" for name, text in zip(names, cells, strict=True)), "")
+        self._print_row(str(step), [cell(column, values, agents) for column, _ in columns.values()], "")
         self._rows += 1
         times = {name.removeprefix("time/"): s for name, s in values.items() if name.startswith("time/")}
         self._node_times.append({name: s for name, s in times.items() if "/" not in name})
@@ -87,6 +90,21 @@ class ConsoleSink:
             self._print_node_times()
         if self._progress is not None:
             self._progress.stop()
+
+    def _print_row(self, first: str, cells: Sequence[str], style: str) -> None:
+        widths = (width for _, width in self._columns.values())
+        texts = (f"{text:>{width}}" for text, width in zip(cells, widths, strict=True))
+        self._print("  ".join([f"{first:>{LEAST_WIDTH}}", *texts]), style)
+
+    def _print_legend(self, agents: Sequence[int]) -> None:
+        """Which number of a cell is whose, and what a length is; once, and again if agents are added."""
+        parts = [f"a|b: agents {'|'.join(map(str, agents))}"] if len(agents) > 1 else []
+        if any(name.endswith("interaction/turns") for name in self._seen):
+            parts.append("length: tokens of an agent's row, its turns and what it read between them")
+        legend = "; ".join(parts)
+        if legend and legend != self._legend:
+            self._legend = legend
+            self._print(f"      {legend}", "dim")
 
     def _print_node_times(self) -> None:
         """Mean time per node over the steps since the last header, and the share that is the engine's own."""
@@ -114,5 +132,5 @@ class ConsoleSink:
             print(line, flush=True)
 
 
-def _width(name: str) -> int:
-    return max(7, len(name))
+def _width(column: Column, num_agents: int) -> int:
+    return max(LEAST_WIDTH, len(column.header), 6 * num_agents - 1)

@@ -37,9 +37,10 @@ def of_column(series: Series, column: Column) -> Series:
 
 
 def reward_curve_png(metrics_jsonl: Path, out_png: Path, title: str = "reward") -> Path:
-    """Draw training reward (with its moving mean) and validation reward over steps; return out_png."""
+    """Draw training reward (of many steps with its moving mean) and validation reward; return out_png."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     series = read_series(metrics_jsonl)
     training, validation = of_column(series, REWARD), of_column(series, VALIDATION_REWARD)
@@ -48,14 +49,12 @@ def reward_curve_png(metrics_jsonl: Path, out_png: Path, title: str = "reward") 
     axes = figure.add_subplot()
     for index, (name, points) in enumerate(training.items()):
         colour = TRAIN_COLOURS[index % len(TRAIN_COLOURS)]
-        axes.plot(list(points), list(points.values()), color=colour, linewidth=0.8, alpha=0.55)
-        axes.plot(
-            list(points),
-            _moving_mean(list(points.values())),
-            color=colour,
-            linewidth=1.6,
-            label=_label(name, "training", training),
-        )
+        window, label = smoothing_window(len(points)), _label(name, "training", training)
+        if window > 1:
+            axes.plot(list(points), list(points.values()), color=colour, linewidth=0.8, alpha=0.55)
+            label += f", mean of {window} steps (thin: each)"
+        means = _moving_mean(list(points.values()), window)
+        axes.plot(list(points), means, color=colour, linewidth=1.6, label=label)
     for index, (name, points) in enumerate(validation.items()):
         colour = VALIDATION_COLOURS[index % len(VALIDATION_COLOURS)]
         label = _label(name, "validation", validation)
@@ -78,6 +77,7 @@ def reward_curve_png(metrics_jsonl: Path, out_png: Path, title: str = "reward") 
             va="center",
         )
     axes.set_title(title, loc="left", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward")
     axes.grid(alpha=0.25)
@@ -90,7 +90,12 @@ def reward_curve_png(metrics_jsonl: Path, out_png: Path, title: str = "reward") 
     return out_png
 
 
-def _moving_mean(values: list[float], window: int = 9) -> list[float]:
+def smoothing_window(num_steps: int) -> int:
+    """Over how many steps the mean is taken, an odd number: 9, or about a third of a short run."""
+    return min(9, max(1, num_steps // 3 - (num_steps // 3 + 1) % 2))
+
+
+def _moving_mean(values: list[float], window: int) -> list[float]:
     """Centred moving mean; shorter windows at both ends."""
     half = window // 2
     slices = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]

@@ -5,6 +5,8 @@ import re
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
+import pytest
+
 from siirl.agents.page import page, write_page
 from siirl.agents.render import MAX_MESSAGE, ShownEpisode, episode_text, split_episodes
 from siirl.dag_worker.report import Report
@@ -225,11 +227,13 @@ class OneRank(Report):
         return [mine]
 
 
-def test_each_validation_of_an_interaction_has_a_page_of_its_own(tmp_path):
+@pytest.mark.parametrize("named", [True, False])
+def test_each_validation_of_an_interaction_has_a_page_named_as_the_run_or_else_its_dag(tmp_path, named):
     written = []
     trainer = SimpleNamespace(output_dir=str(tmp_path), experiment_name="run")
     sinks = SimpleNamespace(text=lambda *arguments: written.append(arguments[:2]))
-    report = OneRank(SimpleNamespace(cfg=SimpleNamespace(trainer=trainer)), sinks)
+    cfg = SimpleNamespace(trainer=trainer, explicit=("trainer.experiment_name",) if named else ())
+    report = OneRank(SimpleNamespace(cfg=cfg, plan=SimpleNamespace(dag_id="sums")), sinks)
     rows = [sampled(1, 0.5, 1), sampled(0, -1.0, 0)]
     for step, kind, given in (
         (2, "train", rows),
@@ -242,5 +246,5 @@ def test_each_validation_of_an_interaction_has_a_page_of_its_own(tmp_path):
     (path,) = (tmp_path / "conversations").iterdir()
     assert path.name == "step_2.html"
     text = path.read_text()
-    assert "run: validation, step 2" in text
+    assert f"<h1>{'run' if named else 'sums'}: validation, step 2</h1>" in text
     assert {"score -1", "score +0.5"} <= set(Reader(text).texts["reward"])

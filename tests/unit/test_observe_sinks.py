@@ -78,6 +78,24 @@ def test_each_agent_has_its_own_number_in_a_cell():
     values = {"agent_0/reward/score": 0.5, "agent_1/reward/score": 0.25, "val/reward/score": 9.0}
     assert cell(REWARD, values) == "0.500|0.250"
     assert cell(REWARD, {"other": 1.0}) == "-"
+    assert cell(REWARD, {"agent_1/reward/score": 0.25}, (0, 1)) == "-|0.250"
+    assert cell(REWARD, {"other": 1.0}, (0, 1)) == "-"
+    assert cell(REWARD, {"reward/score": 1.0}, (0, 1)) == "1.000"
+    many = {f"agent_{agent}/reward/score": float(agent) for agent in (10, 2)}
+    assert cell(REWARD, many) == "2.000|10.000"
+
+
+def test_the_console_says_whose_numbers_are_in_a_cell_also_where_agents_train_by_turns(capsys):
+    sink = ConsoleSink(9)
+    both = {f"agent_{agent}/reward/score": 0.5 for agent in (0, 1)} | {"agent_0/interaction/turns": 3.0}
+    for step in (1, 2, 3):
+        sink.log(step, both | {f"agent_{step % 2}/actor/grad_norm": float(step)})
+    first, header, *rows = capsys.readouterr().out.splitlines()
+    assert "a|b: agents 0|1; length: tokens of an agent's row" in first
+    assert header.split() == ["step", "reward", "val", "length", "grad", "step", "s"]
+    assert rows[0].split() == ["1", "0.500|0.500", "-", "-", "-|1.000", "-"]
+    assert [row.split()[4] for row in rows] == ["-|1.000", "2.000|-", "-|3.000"]
+    assert {len(row) for row in rows} == {len(header)}
 
 
 @pytest.mark.parametrize(
@@ -160,6 +178,27 @@ def test_the_reward_curve_is_a_picture_with_both_curves(tmp_path):
     empty = imread(reward_curve_png(tmp_path / "empty.jsonl", tmp_path / "empty.png"))
     assert full.shape == empty.shape and full.shape[1] > 1000
     assert abs(full - empty).sum() > 1000
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "legend"),
+    [
+        (3, "training"),
+        (12, "training, mean of 3 steps (thin: each)"),
+        (60, "training, mean of 9 steps (thin: each)"),
+    ],
+)
+def test_a_short_run_is_not_smoothed_and_the_legend_says_what_is(tmp_path, num_steps, legend):
+    import matplotlib
+
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    for step in range(num_steps):
+        sink.log(step, {"reward/score": step % 2})
+    sink.close()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        picture = reward_curve_png(tmp_path / "metrics.jsonl", tmp_path / "curve.svg", "hunt")
+    text = picture.read_text()
+    assert f">{legend}<" in text and ">hunt<" in text
 
 
 def test_the_summary_names_rewards_and_places(tmp_path):
