@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from siirl.config import Config, load_config
-from siirl.config.checks import check_config, effect_warnings
+from siirl.config.checks import check_config
 from siirl.config.roles import role_model
+from siirl.dag.advice import plan_notes, plan_warnings
 from siirl.dag.arguments import add_config_arguments, parse_settings, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
-from siirl.dag.models import plan_advice
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
 from siirl.data.local_models import with_local_configs
@@ -47,7 +47,7 @@ def _compiled(
     cfg = load_config(overrides, args.config_name)
     check_config(cfg)
     plan, configs = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
-    warnings = [*effect_warnings(cfg, configs.values()), *plan_advice(plan.models.values(), configs)]
+    warnings = plan_warnings(cfg, plan, configs)
     given = dict(configs)
     for model in plan.models.values():
         try:
@@ -73,11 +73,13 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
     print(f"ok: DAG {plan.dag_id!r}, {len(plan.nodes)} nodes on {plan.world_size} ranks")
     for node, why in plan.pruned.items():
         print(f"left out: {node}: {why}")
+    for note in plan_notes(plan):
+        print(f"note: {note}.")
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
     plan, configs = _compiled(args, overrides)
-    print_text(report(plan, configs).rstrip("\n"))
+    print_text("\n".join([report(plan, configs).rstrip("\n"), *(f"note: {n}." for n in plan_notes(plan))]))
     if args.json:
         _write(Path(args.json), lambda path: path.write_text(plan.to_json(), encoding="utf-8"))
     if args.draw:

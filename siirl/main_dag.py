@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 from siirl.config import Config, load_config, to_dict
-from siirl.config.checks import check_config, effect_warnings
+from siirl.config.checks import check_config
 from siirl.config.tree import print_config
+from siirl.dag.advice import plan_warnings
 from siirl.dag.arguments import parse_arguments, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
-from siirl.dag.models import plan_advice
 from siirl.dag.report import batch_arithmetic, model_setup
 from siirl.data.local_models import token_to_environment
 from siirl.launch.choose import choose_launcher
@@ -48,10 +48,7 @@ def run(cfg: Config) -> int:
     output_dir = Path(cfg.trainer.output_dir).expanduser().absolute()
     if is_first_process():
         setup_logging(0, output_dir / "logs")
-        for warning in (
-            *effect_warnings(cfg, node_cfgs.values()),
-            *plan_advice(plan.models.values(), node_cfgs),
-        ):
+        for warning in plan_warnings(cfg, plan, node_cfgs):
             log.warning(warning)
     if launcher != "ray" and is_first_on_machine():  # Ray: on the machines that it chooses
         preflight(cfg, plan)

@@ -241,7 +241,15 @@ def _problems(cls: type, kwargs: Mapping[str, Any]) -> list[str]:
     methods = {name: getattr(cls, name, None) for name in ("reset", "step")}
     missing = [name for name, method in methods.items() if not callable(method)]
     problems += [f"it has no method {name}" for name in missing]
-    if missing or is_gym_class(cls):
+    if missing:
+        return problems
+    if is_gym_class(cls):
+        coroutines = [name for name, method in methods.items() if inspect.iscoroutinefunction(method)]
+        if coroutines:
+            shown = f"reset{_signature(methods['reset'])}"
+            problems.append(
+                f"{shown} lacks task, and so is taken for Gymnasium's, whose {coroutines[0]} is no coroutine"
+            )
         return problems
     for name, arguments in (("reset", ("task", 0)), ("step", ({},))):
         if not _takes(methods[name], None, *arguments):

@@ -61,14 +61,22 @@ def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
         default = followed_value(cfg, name) if name in FOLLOWS else key.default
         if name in ALIASES or get(cfg, name) == default:
             continue
-        unmet = _unmet(cfg, key)
-        if not all(_unmet(other, key) for other in others):
-            unmet = ""
-        absent = next(filter(None, (why(cfg, name) for why in ABSENT)), "")
-        reason = key.rule.ignored or unmet or absent
+        reason = why_no_effect(cfg, name, others)
         if reason:
             warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
     return [*warnings, *default_warnings(cfg)]
+
+
+def why_no_effect(cfg: Config, name: str, others: Iterable[Config] = ()) -> str:
+    """Why a key changes nothing under a configuration, or an empty string.
+
+    others: configurations of nodes; if the key's condition holds in one of them, the key may act there.
+    """
+    key = all_keys()[name]
+    unmet = _unmet(cfg, key)
+    if not all(_unmet(other, key) for other in others):
+        unmet = ""
+    return key.rule.ignored or unmet or next(filter(None, (why(cfg, name) for why in ABSENT)), "")
 
 
 def _unmet(cfg: Config, key: Key) -> str:

@@ -6,9 +6,11 @@ The rows of an agent are those of an interaction where its rollout writes episod
 from dataclasses import replace
 
 from siirl.config.checks import GROUP_BASELINES
+from siirl.dag.adapters import adapter_bases, shared_policy
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
 from siirl.dag.resolve import ResolvedNode
+from siirl.dag.stages import is_member
 from siirl.errors import DagError
 from siirl.types import FieldKey, Layout
 
@@ -44,7 +46,7 @@ def with_credit(nodes: Nodes, graph: Graph) -> Nodes:
 
 def _with_reads(node: ResolvedNode, nodes: Nodes, graph: Graph, agents: set[int]) -> ResolvedNode:
     if node.op.name == "advantage":
-        _check_advantage(node, agents)
+        _check_advantage(node, nodes, agents)
     if node.agent not in agents:
         return node
     own: tuple[str, ...] = ()
@@ -87,6 +89,8 @@ def _advantage_reads(
             f"{node} reads scores of other agents, but algorithm.credit.team, their weight, is 0. Set it, or "
             "remove the reads."
         )
+    elif node.cfg.algorithm.credit.team and not of_others:
+        _check_team(node, nodes, scored & agents)
     for key in of_others:
         more = [*EPISODE[:2], *JOINED[key.name]]
         reads += [key, *(FieldKey(key.agent, name) for name in more)]
@@ -101,7 +105,64 @@ def _has_environment(nodes: Nodes) -> bool:
     )
 
 
-def _check_advantage(node: ResolvedNode, agents: set[int]) -> None:
+def _check_team(node: ResolvedNode, nodes: Nodes, scored: set[int]) -> None:
+    """DagError if credit.team, as set at the node or for the whole run, counts for nobody."""
+    advantages = [other for other in nodes.values() if other.op.name == "advantage"]
+    of_node = "algorithm.credit.team" in node.overrides
+    if any(_has_team(other, scored, nodes) for other in ([node] if of_node else advantages)):
+        return
+    others = [f"agent_{agent}.score" for agent in sorted(scored - {node.agent})]
+    fix = f"Add reads: [{others[0]}]" if others else "Give another agent a reward"
+    raise DagError(
+        f"{node}: algorithm.credit.team = {node.cfg.algorithm.credit.team:g} has nobody to count: the node "
+        f"reads no score of another agent, and agent {node.agent} alone speaks with its policy. {fix}, or "
+        "remove credit.team."
+    )
+
+
+def _has_team(node: ResolvedNode, scored: set[int], nodes: Nodes) -> bool:
+    """Whether an advantage node gets scores of others: it reads them, has none, or its policy is shared."""
+    reads = any(key.agent != node.agent for key in node.reads)
+    return reads or node.agent not in scored or _speakers(node.agent, nodes) > 1
+
+
+def _speakers(policy: int, nodes: Nodes) -> int:
+    """How many agents speak with the policy of an agent, itself included."""
+    return 1 + sum(owner == policy for owner in _borrowed(nodes).values())
+
+
+def _borrowed(nodes: Nodes) -> dict[int, int]:
+    """Agent -> the agent whose whole policy it speaks with."""
+    bases = adapter_bases(nodes.values())
+    rollouts = [node for node in nodes.values() if node.op.is_rollout]
+    return {node.agent: owner for node in rollouts if (owner := shared_policy(node, bases)) is not None}
+
+
+def _why_no_rows(agent: int, reader: int, nodes: Nodes) -> str:
+    """Why an agent has no scores that belong to rows of the reader's episodes, and what to do."""
+    known = sorted({node.agent for node in nodes.values()})
+    if agent not in known:
+        return f"there is no agent {agent}: there are {', '.join(map(str, known))}. Correct the number."
+    owner = _borrowed(nodes).get(agent)
+    if owner == reader:
+        return (
+            f"agent {agent} speaks with agent {owner}'s policy: its scores are among agent {owner}'s, and "
+            "credit.team counts them. Remove it from reads."
+        )
+    if owner is not None:
+        return (
+            f"agent {agent} speaks with agent {owner}'s policy: its scores are among agent {owner}'s. "
+            f"Read agent_{owner}.score."
+        )
+    if not any(node.agent == agent and not is_member(node) for node in nodes.values()):
+        return f"agent {agent} is frozen: no rows of it are made, and none are scored. Remove it from reads."
+    return (
+        f"agents {reader} and {agent} make rows in no interaction: nothing says which rows belong together. "
+        "Connect their rollout nodes."
+    )
+
+
+def _check_advantage(node: ResolvedNode, nodes: Nodes, agents: set[int]) -> None:
     """DagError for reads of other agents that mean nothing, and for group keys that are not known."""
     credit, joined = node.cfg.algorithm.credit, [key for key in node.reads if key.agent != node.agent]
     for name in node.spec.reads or ():
@@ -112,10 +173,7 @@ def _check_advantage(node: ResolvedNode, agents: set[int]) -> None:
             )
     for key in joined:
         if not {key.agent, node.agent} <= agents:
-            raise DagError(
-                f"{node} reads {key}, but agents {node.agent} and {key.agent} make rows in no interaction: "
-                "nothing says which rows belong together. Connect their rollout nodes."
-            )
+            raise DagError(f"{node} reads {key}, but {_why_no_rows(key.agent, node.agent, nodes)}")
         if key.name == "score" and not node.cfg.algorithm.share_reward_in_agent:
             raise DagError(
                 f"{node} reads {key}, but algorithm.share_reward_in_agent is False: agents see no score but "

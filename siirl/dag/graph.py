@@ -2,8 +2,8 @@
 
 import heapq
 from dataclasses import dataclass
+from difflib import get_close_matches
 
-from siirl.dag.names import suggest
 from siirl.dag.spec import DagSpec
 from siirl.errors import DagError
 
@@ -48,9 +48,16 @@ def build_graph(dag: DagSpec) -> Graph:
         for dependency in node.dependencies:
             if dependency not in known:
                 raise DagError(
-                    f"{node} depends on {dependency!r}, which is no node. {suggest(dependency, ids)}"
+                    f"{node} depends on {dependency!r}, but the DAG has no such node. "
+                    f"{_likely(dependency, ids)}Add the node, or remove it from the dependencies."
                 )
     return _graph(ids, {node.node_id: node.dependencies for node in dag.nodes})
+
+
+def _likely(name: str, ids: list[str]) -> str:
+    """What a dependency was meant to be, if it is nearly an id; more often its node was removed."""
+    close = get_close_matches(name, ids, n=1, cutoff=0.85)
+    return f"Did you mean {close[0]!r}? " if close else ""
 
 
 def _graph(declared: list[str], parents: dict[str, tuple[str, ...]]) -> Graph:

@@ -70,7 +70,9 @@ def make_stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, gr
         max_turns=max_turns,
         until=until,
         route=route,
-        options=_env_options(node) if is_env else _process_options(node, options),
+        options=_env_options(node, _speaking_in_turn(members, graph))
+        if is_env
+        else _process_options(node, options),
     )
 
 
@@ -194,7 +196,15 @@ def _process_functions(path: Any, who: str) -> list[str]:
     return found
 
 
-def _env_options(node: ResolvedNode) -> dict[str, Any]:
+def _speaking_in_turn(members: list[ResolvedNode], graph: Graph) -> tuple[str, ...]:
+    """Two rollouts of an interaction of which one follows the other without an environment between them."""
+    rollouts = {node.id for node in members if node.op is not ENVIRONMENT}
+    pairs = ((node.id, child) for node in members for child in graph.children[node.id])
+    return next((pair for pair in pairs if rollouts.issuperset(pair)), ())
+
+
+def _env_options(node: ResolvedNode, several: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What the node says of its environment. several: nodes that speak before it steps, if that is known."""
     _check_keys(node, "config", node.options, ENV_KEYS)
     path, kwargs = node.options.get("env_path"), node.options.get("env_kwargs", {})
     path = path[0] if isinstance(path, list) and len(path) == 1 else path
@@ -206,7 +216,7 @@ def _env_options(node: ResolvedNode) -> dict[str, Any]:
     if not isinstance(kwargs, dict):
         raise DagError(f"{node}: env_kwargs = {kwargs!r} is no mapping of arguments. Write {{name: value}}.")
     if path is not None:
-        check_environment(path, f"{node}: env_path", kwargs)
+        check_environment(path, f"{node}: env_path", kwargs, several)
     deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
     if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
         raise DagError(f"{node}: deadline_s = {deadline_s!r} is no number of seconds above 0. Correct it.")

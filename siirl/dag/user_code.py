@@ -221,12 +221,14 @@ def missing_import(tree: ast.Module) -> str | None:
     return None
 
 
-def check_environment(reference: Any, who: str, kwargs: Mapping[str, Any]) -> None:
+def check_environment(
+    reference: Any, who: str, kwargs: Mapping[str, Any], several: tuple[str, ...] = ()
+) -> None:
     """DagError unless a class that its source shows in full has reset(task, seed) and step(actions), and is
     made of these arguments.
 
-    Gymnasium's reset(*, seed, options) is taken as well. A class with bases or decorators is left to the
-    start of the run.
+    Gymnasium's reset(*, seed, options) is taken as well, unless several nodes speak before it steps. A class
+    with bases or decorators is left to the start of the run.
     """
     cls = check_reference(reference, who, kind="class")
     if not isinstance(cls, ast.ClassDef) or cls.bases:
@@ -238,8 +240,23 @@ def check_environment(reference: Any, who: str, kwargs: Mapping[str, Any]) -> No
         if method not in methods:
             raise DagError(f"{who} has no method {method}. Add {method}(self, {', '.join(values)}).")
         if method == "reset" and is_gym_reset(signature_of(methods[method], bound=True)):
+            _check_gym(methods[method], who, several)
             continue
         check_call(methods[method], who, Call(values, awaits=True), bound=True)
+
+
+def _check_gym(reset: Function, who: str, several: tuple[str, ...]) -> None:
+    """DagError for a reset that lacks `task` and cannot be meant as Gymnasium's."""
+    why = ""
+    if isinstance(reset, ast.AsyncFunctionDef):
+        why = "whose methods are no coroutines"
+    elif several:
+        why = f"which takes the action of one agent, but {' and '.join(map(repr, several))} speak in turn"
+    if why:
+        raise DagError(
+            f"{who}: reset{signature_of(reset)} (line {reset.lineno}) lacks task, and so is taken for "
+            f"Gymnasium's, {why}. Write reset(self, task, seed) and step(self, actions)."
+        )
 
 
 def is_gym_reset(signature: inspect.Signature) -> bool:

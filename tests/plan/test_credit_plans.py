@@ -55,6 +55,14 @@ def two_agents(
     return dag.build()
 
 
+def test_the_policy_of_two_speakers_has_a_team_without_reads():
+    dag = DagBuilder("shared")
+    first = add_agent(dag, 0)["rollout"]
+    share = {"rollout.agent.share_instance": 0}
+    dag.node("second", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=[first], config=share)
+    assert compiled(dag.build(), 1, f"{CREDIT}.team=0.5").nodes["advantage_0"]
+
+
 def joins(plan: Plan, node: str) -> list[str]:
     run = next(ins for ins in plan.instructions if isinstance(ins, Run) and ins.node == node)
     assert all(plan.layouts[layout].ranks == plan.layouts[run.source].ranks for _, layout in run.joins)

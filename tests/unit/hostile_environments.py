@@ -228,3 +228,11 @@ class WrongArity:
 
 def function():
     return Plain()
+
+
+class LacksTask:
+    async def reset(self, seed):
+        return ""
+
+    async def step(self, actions):
+        return "", 0.0, True

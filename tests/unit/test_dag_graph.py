@@ -44,7 +44,8 @@ def test_a_cycle_is_printed_node_by_node_in_the_direction_of_the_rows(dependenci
 
 def test_an_unknown_dependency_names_node_and_closest_match():
     with pytest.raises(
-        DagError, match=r"node 'b' depends on 'rolout', which is no node\. Did you mean 'rollout'\?"
+        DagError,
+        match=r"node 'b' depends on 'rolout', but the DAG has no such node\. Did you mean 'rollout'\?",
     ):
         graph_of(rollout="", b="rolout")
 

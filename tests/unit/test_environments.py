@@ -175,6 +175,7 @@ def test_a_gymnasium_environment_takes_one_action():
         (f"{FILE}:function", {}, "not a class"),
         (str(FILE), {}, "names no class"),
         (f"{FILE}:NoStep", {}, "it has no method step"),
+        (f"{FILE}:LacksTask", {}, r"reset\(self, seed\) lacks task, .*whose reset is no coroutine"),
         (
             f"{FILE}:WrongArity",
             {},

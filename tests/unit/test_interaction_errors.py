@@ -27,6 +27,18 @@ class Sized:
     def step(self, actions):
         return "", 0.0, True
 
+class Lacks:
+    def reset(self, seed):
+        return ""
+    def step(self, action):
+        return "", 0.0, True
+
+class LacksAwaited:
+    async def reset(self, seed):
+        return ""
+    async def step(self, actions):
+        return "", 0.0, True
+
 class NoStep:
     def reset(self, task, seed):
         return ""
@@ -36,6 +48,12 @@ class BadReset:
         return ""
     def step(self, actions):
         return "", 0.0, True
+"""
+AROUND = """
+def pre_process(messages, episode):
+    return messages
+def post_process(text, episode):
+    return text
 """
 PROCESS = """
 def pre_process(messages):
@@ -99,9 +117,10 @@ def with_thief(dag: DagBuilder) -> DagBuilder:
     return dag
 
 
-def with_environment(dag: DagBuilder, code, above: list[str], name: str) -> DagBuilder:
-    """The DAG with one more environment, which takes a size."""
-    dag.node(name, "ENV_INTERACT", dependencies=above, **env(code, "Sized", env_kwargs={"size": 1}))
+def with_environment(dag: DagBuilder, code, above: list[str], name: str, cls: str = "Sized") -> DagBuilder:
+    """The DAG with one more environment, by default one which takes a size."""
+    kwargs = {"size": 1} if cls == "Sized" else {}
+    dag.node(name, "ENV_INTERACT", dependencies=above, **env(code, cls, env_kwargs=kwargs))
     return dag
 
 
@@ -133,6 +152,27 @@ def alone(**options) -> DagBuilder:
 
 
 TOOLS = {"rollout.multi_turn.enable": True}
+
+
+def process(code, **options) -> dict:
+    return {"agent_options": {"process_path": str(code.parent / "around.py"), **options}}
+
+
+def advantage(dag: DagBuilder, agent: int, config: dict, reads: list[str] | None = None) -> DagBuilder:
+    """The DAG with another advantage node of an agent, below all rewards, that reads scores of others."""
+    rewards = [node.node_id for node in dag.build().nodes if node.node_role == "REWARD"]
+    more = {"agent_group": agent, "dependencies": rewards, "config": config, "reads": reads}
+    dag.node(f"credit_{agent}", "COMPUTE", "ADVANTAGE", **more)
+    return dag
+
+
+def frozen() -> DagBuilder:
+    dag = DagBuilder("frozen")
+    first = add_agent(dag, 0)["rollout"]
+    dag.node("judge", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=[first])
+    return dag
+
+
 FLAT = {"rollout.agent.obs_with_env": True}
 
 
@@ -217,6 +257,14 @@ CASES = {
     ),
     "env method": (lambda c: pair(env=env(c, "NoStep")), ["NoStep", "no method step"]),
     "env arity": (lambda c: pair(env=env(c, "BadReset")), ["reset(self, task)", "reset(self, task, seed)"]),
+    "gym of two": (
+        lambda c: with_environment(pair(), c, ["rollout_1"], "game", "Lacks"),
+        ["reset(self, seed) (line", "lacks task", "one agent, but 'rollout_0' and 'rollout_1' speak in turn"],
+    ),
+    "gym that is awaited": (
+        lambda c: pair(env=env(c, "LacksAwaited")),
+        ["lacks task", "whose methods are no coroutines. Write reset(self, task, seed)"],
+    ),
     "env function": (lambda c: pair(env=env(c, "until")), ["is a function, not a class"]),
     "no env": (lambda c: pair(env={}), ["'game' names no environment", "env_path"]),
     "env key": (lambda c: pair(env=env(c, env_kwarg={})), ["'env_kwarg'", "env_kwargs"]),
@@ -275,6 +323,46 @@ CASES = {
         lambda c: after_reward(),
         ["'rollout_1' depends on node 'rollout_0' through 'reward_0'", "pre_process"],
     ),
+    "team of one": (
+        lambda c: advantage(pair(), 0, {"credit.team": 0.5}),
+        ["'credit_0': algorithm.credit.team = 0.5 has nobody to count", "Add reads: [agent_1.score]"],
+    ),
+    "read of a sharer": (
+        lambda c: advantage(sharing(None, None, 1), 0, {"credit.team": 0.5}, ["agent_2.score"]),
+        ["'credit_0' reads agent_2.score, but agent 2 speaks with agent 1's policy", "Read agent_1.score."],
+    ),
+    "read of one's own": (
+        lambda c: advantage(sharing(None, 0), 0, {"credit.team": 0.5}, ["agent_1.score"]),
+        ["agent 1 speaks with agent 0's policy", "credit.team counts them. Remove it from reads"],
+    ),
+    "read of nobody": (
+        lambda c: advantage(pair(), 0, {"credit.team": 0.5}, ["agent_7.score"]),
+        ["'credit_0' reads agent_7.score, but there is no agent 7: there are 0, 1."],
+    ),
+    "read of a frozen one": (
+        lambda c: advantage(frozen(), 0, {"credit.team": 0.5}, ["agent_1.score"]),
+        ["agent 1 is frozen: no rows of it are made"],
+    ),
+    "removed reward": (
+        lambda c: pair(third={"dependencies": ["reward_worker"]}),
+        ["'rollout_2' depends on 'reward_worker', but the DAG has no such node. Add the node"],
+    ),
+    "pre_process_kwargs": (
+        lambda c: pair(second=process(c, pre_process_kwargs={"rolle": "x"})),
+        ["(messages, episode, rolle=...): it does not take rolle", "or pre_process_kwargs"],
+    ),
+    "post_process_kwargs": (
+        lambda c: pair(second=process(c, post_process_kwargs={"a": 1})),
+        ["post_process(text, episode, a=...): it does not take a", "or post_process_kwargs"],
+    ),
+    "kwargs that are a list": (
+        lambda c: pair(second=process(c, pre_process_kwargs=[1])),
+        ["'rollout_1': pre_process_kwargs = [1] is no mapping of arguments"],
+    ),
+    "process_path that is a list": (
+        lambda c: pair(second={"agent_options": {"process_path": [str(c)]}}),
+        ["'rollout_1': process_path = ['", "is no text. Write the path of a file.py"],
+    ),
     "two starts": (
         lambda c: two_starts(),
         ["'rollout_0' and node 'rollout_1'", "both begin"],
@@ -287,6 +375,7 @@ def test_an_interaction_that_cannot_work_is_refused(name, tmp_path):
     code = tmp_path / "code.py"
     code.write_text(CODE)
     (tmp_path / "process.py").write_text(PROCESS)
+    (tmp_path / "around.py").write_text(AROUND)
     (tmp_path / "needy.py").write_text("import no_such_package.part\n" + CODE)
     build, fragments = CASES[name]
     with pytest.raises(DagError) as caught:
