@@ -52,8 +52,8 @@ def test_notes_say_whose_reward_an_agent_gets_and_who_is_never_trained(name):
 WARNINGS = [
     (pair(config={TOOLS: "tools.yaml"}), (), [f"node 'second': actor_rollout_ref.{TOOLS}=tools.yaml has no "
      "effect: actor_rollout_ref.rollout.multi_turn.enable is false."]),
-    (pair({}, GROUPS), (PLAIN,), ["node 'credit': "
-     "algorithm.credit.group_by=[task,agent] has no effect: algorithm.adv_estimator is reinforce_plus_plus."]),
+    (pair({}, GROUPS), (PLAIN,), ["node 'credit': algorithm.credit.group_by=[task,agent] has "
+     "no effect: algorithm.adv_estimator is reinforce_plus_plus."]),
     (pair({}, GROUPS), (), []),
     (pair(config={"rollout.temperature": 0.5}), (), []),
 ]  # fmt: skip
