@@ -6,7 +6,8 @@ estimator declares an `AcrossRanks` step, and `compute_advantage` lets the calle
 
 `response_mask` marks the tokens that the policy produced; tokens between them (tool output) are not steps of
 the policy: discounting skips them, and a reward given at one of them counts for the policy's last token
-before it.
+before it. The built-in estimators that compare groups also take the turns of rows as rows with one place,
+whose mask is the number of tokens that it stands for.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ class AcrossRanks(NamedTuple):
     """A last step that needs the whole batch. Totals are float64 vectors that add up over ranks.
 
     sums(advantage_BT, mask_BT) -> totals of this rank; apply(advantage_BT, mask_BT, totals of all ranks) ->
-    advantage_BT.
+    advantage_BT. The mask is the field response_mask.
     """
 
     sums: Callable[[Tensor, Tensor], Tensor]
@@ -95,14 +96,15 @@ def compute_advantage(
         step = step(options)
     if step is None:
         return result
-    mask_BT = fields["response_mask"].bool()
+    mask_BT = fields["response_mask"]
     totals = all_sum(step.sums(result.advantage_BT, mask_BT))
     return Advantages(step.apply(result.advantage_BT, mask_BT, totals), result.return_BT)
 
 
 def _moments(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    kept = advantage_BT[mask_BT].double()
-    return torch.stack([kept.new_tensor(float(kept.numel())), kept.sum(), (kept**2).sum()])
+    inside_BT = mask_BT.bool()
+    kept, count = advantage_BT[inside_BT].double(), mask_BT[inside_BT].double()
+    return torch.stack([count.sum(), (count * kept).sum(), (count * kept**2).sum()])
 
 
 def _whiten(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
@@ -110,10 +112,11 @@ def _whiten(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
     mean = total / count.clamp(min=1)
     variance = (total_sq - count * mean**2).clamp(min=0) / (count - 1).clamp(min=1)
     white_BT = (advantage_BT.double() - mean) * torch.rsqrt(variance + 1e-8)
-    return torch.where(mask_BT, white_BT, 0).to(advantage_BT.dtype)
+    return torch.where(mask_BT.bool(), white_BT, 0).to(advantage_BT.dtype)
 
 
 def _row_counts(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    mask_BT = mask_BT.bool()
     trained_B = mask_BT.any(-1)
     with_signal_B = ((advantage_BT != 0) & mask_BT).any(-1)
     return torch.stack([trained_B.sum(), with_signal_B.sum()]).double()

@@ -1,8 +1,8 @@
 """Credit in episodes of several agents: whose reward counts for whom, compared with what, and how much.
 
 Legend: B rows on this rank, T response tokens, U units that are compared with each other (rows, or turns of
-rows), M rows of any agents of the same episodes, S speakers. All rows of an episode are on this rank. Nothing
-here communicates: sums that add up over ranks are handed out, and taken in added up.
+rows), L places of a turn, M rows of any agents of the same episodes, S speakers. All rows of an episode are
+on this rank. Nothing here communicates: sums that add up over ranks are handed out, and taken in added up.
 """
 
 from typing import NamedTuple
@@ -68,36 +68,54 @@ def rows_of_episode(episode_B: Tensor, speaker_B: Tensor) -> Tensor:
 
 
 class TurnRows(NamedTuple):
-    """The turns of rows as rows of their own, [U, T]: what an estimator for outcomes is given by turn."""
+    """The turns of rows as rows of their own: what an estimator for outcomes is given by turn.
+
+    reward_UL: the outcome at the last place of the turn. mask_UL: [U, 1], the number of tokens, or [U, T].
+    """
 
     turns: Turns
-    reward_UT: Tensor
-    mask_UT: Tensor
+    reward_UL: Tensor
+    mask_UL: Tensor
 
-    def whole(self, value_UT: Tensor) -> Tensor:
-        """Values of tokens of turns as those of the rows, [B, T]; zero outside turns."""
-        value_BT = value_UT.new_zeros(self.turns.token_BT.shape)
-        inside_BT = self.turns.token_BT >= 0
-        place_BT = torch.arange(inside_BT.shape[1]).expand_as(inside_BT)
-        value_BT[inside_BT] = value_UT[self.turns.token_BT[inside_BT], place_BT[inside_BT]]
+    def whole(self, value_UL: Tensor) -> Tensor:
+        """Values of places of turns as those of the rows' tokens, [B, T]; zero outside turns."""
+        token_N, place_N = _places(self.turns, value_UL.shape[1])
+        value_BT = value_UL.new_zeros(self.turns.token_BT.shape)
+        value_BT[self.turns.token_BT >= 0] = value_UL[token_N, place_N]
         return value_BT
 
 
 def turn_rows(
-    reward_BT: Tensor, turn_BT: Tensor, episode_B: Tensor, speaker_B: Tensor, gamma: float
+    reward_BT: Tensor,
+    turn_BT: Tensor,
+    episode_B: Tensor,
+    speaker_B: Tensor,
+    gamma: float,
+    by_token: bool = False,
 ) -> TurnRows:
     """Each turn as a row of its own, whose outcome is its reward and those of the speaker's later turns.
 
-    gamma discounts by the speaker's turns: 1 is the reward to go, 0 the turn's own. The outcome stands at the
-    last token of the turn. A turn's own reward: see Turns.sum.
+    gamma discounts by the speaker's turns: 1 is the reward to go, 0 the turn's own. A turn's own reward: see
+    Turns.sum. A turn is one place, which stands for all its tokens; by_token: the places of its tokens in
+    their row, which needs memory for turns x T.
     """
-    turns = Turns.of(turn_BT)
+    turns, width = Turns.of(turn_BT), turn_BT.shape[1] if by_token else 1
     chain_U = joint_key(episode_B[turns.row_U], speaker_B[turns.row_U])
     outcome_U = Chains.of(chain_U, turns.number_U).to_go(turns.sum(reward_BT), gamma)
-    mask_UT = turns.token_BT[turns.row_U] == torch.arange(len(turns))[:, None]
-    last_UT = mask_UT & (mask_UT.flip(-1).cumsum(-1).flip(-1) == 1)
-    reward_UT = torch.where(last_UT, outcome_U[:, None], 0).to(reward_BT.dtype)
-    return TurnRows(turns, reward_UT, mask_UT)
+    token_N, place_N = _places(turns, width)
+    mask_UL = torch.zeros(len(turns), width, dtype=torch.bool if by_token else torch.int64)
+    mask_UL.index_put_((token_N, place_N), torch.ones((), dtype=mask_UL.dtype), accumulate=not by_token)
+    last_U = torch.zeros(len(turns), dtype=torch.int64).scatter_reduce_(0, token_N, place_N, "amax")
+    reward_UL = reward_BT.new_zeros(mask_UL.shape)
+    reward_UL[torch.arange(len(turns)), last_U] = outcome_U.to(reward_BT.dtype)
+    return TurnRows(turns, reward_UL, mask_UL)
+
+
+def _places(turns: Turns, width: int) -> tuple[Tensor, Tensor]:
+    """The turn of each token that is in one, and its place there: where it is in the row, if width is T."""
+    inside_BT = turns.token_BT >= 0
+    place_T = torch.arange(inside_BT.shape[1]).clamp(max=width - 1)
+    return turns.token_BT[inside_BT], place_T.expand_as(inside_BT)[inside_BT]
 
 
 def speaker_moments(advantage_BT: Tensor, mask_BT: Tensor, speaker_B: Tensor, num_speakers: int) -> Tensor:

@@ -30,6 +30,7 @@ from siirl.algorithms.credit import (
 from siirl.algorithms.groups import is_varied
 from siirl.algorithms.rewards import score_to_token_reward
 from siirl.algorithms.turns import NO_TURNS, Turns
+from siirl.config.checks import GROUP_BASELINES
 from siirl.dag.spec import load_object
 from siirl.errors import DagError
 from siirl.nodes.context import NodeContext, sum_over_ranks
@@ -126,15 +127,18 @@ class Estimated(NamedTuple):
 def estimate(ctx: NodeContext, rows: TensorDict, fields: Mapping[str, Tensor], options: dict) -> Estimated:
     """Run the estimator on rows of an interaction, then normalise by agent and weigh, as configured.
 
+    Where turns are compared, the built-in estimators get one number for each; those of users get its tokens.
     Communicates over ctx.group where sums over the batch are needed.
     """
     all_sum, name = partial(sum_over_ranks, ctx), _estimator(ctx)
     fields, cut = dict(fields), None
     if "turn" in _group_keys(ctx):
         where = (rows["turn_id"], rows["episode_id"], rows["speaker"])
-        cut = turn_rows(fields["reward"], *where, ctx.cfg.algorithm.credit.turn_gamma)
-        fields = {key: value[cut.turns.row_U] for key, value in fields.items()}
-        fields |= {"reward": cut.reward_UT, "response_mask": cut.mask_UT, "score": cut.reward_UT.sum(-1)}
+        gamma, by_token = ctx.cfg.algorithm.credit.turn_gamma, name not in GROUP_BASELINES
+        cut = turn_rows(fields["reward"], *where, gamma, by_token)
+        made = {"reward": cut.reward_UL, "response_mask": cut.mask_UL, "score": cut.reward_UL.sum(-1)}
+        needed = fields.keys() & set(ADVANTAGES.get(name).needs) - made.keys()
+        fields = {key: fields[key][cut.turns.row_U] for key in needed} | made
     fields |= {"group_id": group_ids(ctx, rows, cut), "other_turns": other_turns(ctx, rows)}
     result = compute_advantage(name, fields, options, all_sum)
     outcome_U = fields["reward"].sum(-1)

@@ -1,7 +1,11 @@
 """Credit in episodes of several agents, against cases computed by hand and plain recursions, in float64."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from tensordict import TensorDict
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from siirl.algorithms.advantages import compute_advantage
 from siirl.algorithms.aggregate import AGGREGATIONS, aggregate_loss
@@ -17,7 +21,11 @@ from siirl.algorithms.credit import (
     whiten_speakers,
 )
 from siirl.algorithms.turns import NO_TURNS, Chains, Turns, gae_marft
+from siirl.config import load_config, with_overrides
+from siirl.config.checks import GROUP_BASELINES
 from siirl.errors import ConfigError
+from siirl.nodes.credit import estimate
+from siirl.observe.metrics import Metrics
 
 X = -1
 TURN = torch.tensor(  # two episodes; speaker 0 has two rows in the first, speaker 1 one row in each
@@ -87,19 +95,111 @@ def test_groups_are_by_any_subset_of_keys():
     assert joint_key(task[:0], agent[:0]).shape == (0,)
 
 
-def test_turns_are_rows_with_the_reward_to_go_of_their_speaker():
+@pytest.mark.parametrize("by_token", [False, True])
+def test_turns_are_rows_with_the_reward_to_go_of_their_speaker(by_token):
     reward = torch.zeros(4, 5, dtype=torch.float64)
     reward[0, 1], reward[0, 3], reward[1, 2], reward[2, 3], reward[3, 4] = 1.0, 2.0, 4.0, 8.0, 16.0
-    cut = turn_rows(reward, TURN, EPISODE, SPEAKER, gamma=0.5)
-    close(cut.reward_UT.sum(-1), f64(1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 4, 0.5 * 8, 8, 0.5 * 16, 16))
-    assert cut.mask_UT.sum(-1).tolist() == [2, 1, 3, 1, 2, 1, 3]
-    assert cut.reward_UT[0].nonzero().tolist() == [[1]] and cut.reward_UT[5].nonzero().tolist() == [[0]]
-    now = turn_rows(reward, TURN, EPISODE, SPEAKER, gamma=0.0)
-    close(now.reward_UT.sum(-1), f64(1, 2, 4, 0, 8, 0, 16))
-    number = torch.arange(1.0, 8.0)[:, None] * cut.mask_UT
+    cut = turn_rows(reward, TURN, EPISODE, SPEAKER, 0.5, by_token)
+    close(cut.reward_UL.sum(-1), f64(1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 4, 0.5 * 8, 8, 0.5 * 16, 16))
+    assert cut.mask_UL.sum(-1).tolist() == [2, 1, 3, 1, 2, 1, 3]
+    if by_token:
+        assert cut.reward_UL[0].nonzero().tolist() == [[1]] and cut.reward_UL[5].nonzero().tolist() == [[0]]
+        assert cut.mask_UL.dtype == torch.bool and cut.mask_UL[1].tolist() == [
+            False,
+            False,
+            False,
+            True,
+            False,
+        ]
+    now = turn_rows(reward, TURN, EPISODE, SPEAKER, 0.0, by_token)
+    close(now.reward_UL.sum(-1), f64(1, 2, 4, 0, 8, 0, 16))
+    number = torch.arange(1.0, 8.0)[:, None] * cut.mask_UL.bool()
     want = [[1, 1, 0, 2, 0], [3, 3, 3, 0, 0], [4, 0, 5, 5, 0], [6, 0, 7, 7, 7]]
     assert cut.whole(number).tolist() == want
-    assert turn_rows(reward[:0], TURN[:0], EPISODE[:0], SPEAKER[:0], 1.0).whole(reward[:0]).shape == (0, 5)
+    empty = turn_rows(reward[:0], TURN[:0], EPISODE[:0], SPEAKER[:0], 1.0, by_token)
+    assert empty.whole(empty.reward_UL).shape == (0, 5)
+
+
+def random_turns(num_rows, width, most_turns, seed):
+    """turn_BT of rows with up to most_turns turns, and what lies between them; fp32 rewards."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = torch.rand(num_rows, most_turns - 1, generator=generator).mul(width).long()
+    turn = (torch.arange(width)[None, :, None] >= cuts[:, None, :]).sum(-1)
+    outside = torch.rand(num_rows, width, generator=generator) < 0.2
+    return turn.masked_fill(outside, X), torch.randn(num_rows, width, generator=generator)
+
+
+@pytest.mark.parametrize("name", GROUP_BASELINES)
+@pytest.mark.parametrize("option", [True, False])
+def test_one_number_for_a_turn_gives_what_its_tokens_give(name, option):
+    options = {
+        "norm_adv_by_std_in_grpo": option,
+        "weight_factor_in_cpgd": "STD_weight" if option else "clip_filter_like_weight",
+    }
+    for seed in range(4):
+        turn, reward = random_turns(12, 30, 5, seed)
+        reward[:3] = 0.0
+        episode, speaker = torch.arange(12) // 2, torch.arange(12) % 2
+        found = []
+        for by_token in (True, False):
+            cut = turn_rows(reward.double(), turn, episode, speaker, 0.9, by_token)
+            group = joint_key(episode[cut.turns.row_U] // 3, cut.turns.number_U)
+            fields = {"reward": cut.reward_UL, "response_mask": cut.mask_UL, "group_id": group}
+            found.append(cut.whole(compute_advantage(name, fields, options).advantage_BT))
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
+        assert found[0].count_nonzero() > 30
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of values in a tensor that any operation makes."""
+
+    values = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for made in out if isinstance(out, tuple) else (out,):
+            if isinstance(made, torch.Tensor):
+                self.values = max(self.values, made.numel())
+        return out
+
+
+def estimated(turn, reward, overrides, options):
+    """What the advantage node makes of rows of one speaker, two of a task, where turns are compared."""
+    ids, zero = torch.arange(len(turn)), torch.zeros(len(turn), dtype=torch.int64)
+    columns = {"episode_id": ids, "group_id": ids // 2, "speaker": zero, "turn_id": turn, "reward": reward}
+    columns |= {"response_mask": turn >= 0, "env_reward": reward, "rollout_log_prob": reward}
+    overrides = overrides | {"algorithm.credit.group_by": ["task", "turn"]}
+    ctx = SimpleNamespace(cfg=with_overrides(load_config([]), overrides), metrics=Metrics(), others={})
+    return estimate(ctx, TensorDict(columns, [len(turn)]), columns, options)
+
+
+def test_comparing_turns_takes_memory_for_the_tokens_not_for_turns_times_tokens():
+    turn = torch.arange(64).repeat_interleave(4).expand(16, -1).contiguous()
+    reward = torch.randn(turn.shape, generator=torch.Generator().manual_seed(0))
+    with Largest() as largest:
+        found = estimated(
+            turn, reward, {"algorithm.adv_estimator": "grpo"}, {"norm_adv_by_std_in_grpo": True}
+        )
+    assert found.advantages.advantage_BT.shape == turn.shape and len(found.outcome_U) == 16 * 64
+    assert largest.values <= 2 * turn.numel()
+
+
+OWN = """
+from siirl.algorithms.advantages import Advantages, register_advantage
+
+@register_advantage("own_by_turn", needs=("reward", "response_mask", "group_id", "rollout_log_prob"))
+def own_by_turn(reward_BT, response_mask_BT, group_id_B, rollout_log_prob_BT):
+    return Advantages((reward_BT.sum(-1, keepdim=True) + rollout_log_prob_BT) * response_mask_BT)
+"""
+
+
+def test_an_estimator_of_the_users_gets_the_tokens_of_each_turn(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    turn = torch.tensor([[0, 0, X, 1], [0, X, 1, 1]])
+    reward = torch.tensor([[1.0, 2.0, 4.0, 8.0], [16.0, 32.0, 64.0, 128.0]])
+    found = estimated(turn, reward, {"algorithm.adv_estimator": f"{tmp_path}/own.py:own_by_turn"}, {})
+    want = f64([15 + 1, 15 + 2, 0, 8 + 8], [240 + 16, 0, 192 + 64, 192 + 128]).float()
+    assert found.advantages.advantage_BT.tolist() == want.tolist()
 
 
 def test_grpo_by_turn_compares_each_turn_with_the_same_turn_of_other_samples():
@@ -109,8 +209,8 @@ def test_grpo_by_turn_compares_each_turn_with_the_same_turn_of_other_samples():
     reward[0, 1], reward[0, 3], reward[1, 3] = 1.0, 5.0, 5.0
     cut = turn_rows(reward, turn, torch.tensor([0, 1]), torch.tensor([0, 0]), gamma=0.0)
     fields = {
-        "reward": cut.reward_UT,
-        "response_mask": cut.mask_UT,
+        "reward": cut.reward_UL,
+        "response_mask": cut.mask_UL,
         "group_id": joint_key(cut.turns.number_U),
     }
     got = compute_advantage("grpo", fields, {"norm_adv_by_std_in_grpo": False}).advantage_BT

@@ -97,7 +97,7 @@ def test_episodes_of_different_rounds_steps_and_ranks_stay_apart():
     for rows, want, sizes in zip(steps, to_go, num_rows, strict=True):
         ids = rows["episode_id"]
         cut = turn_rows(rows["env_reward"], rows["turn_id"], ids, rows["speaker"], gamma=1.0)
-        assert cut.reward_UT.sum(-1).tolist() == want
+        assert cut.reward_UL.sum(-1).tolist() == want
         assert rows_of_episode(ids, rows["speaker"]).tolist() == sizes
         assert [info["episode_id"] for info in objects(rows, "extra_info")] == ids.tolist()
         assert len(rows["row_id"].unique()) == len(rows)
