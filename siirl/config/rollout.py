@@ -194,7 +194,8 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = key(
         0.5,
-        "share of device memory for the rollout (hf: of the free memory, for the KV cache of one pass)",
+        "share of device memory for the rollout (hf: of the free memory, for the KV cache of one pass; "
+        "engines of one conversation divide it)",
         low=0,
     )
     ignore_eos: bool = key(False, "never stop before response_length")

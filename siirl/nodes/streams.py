@@ -93,6 +93,10 @@ class Streams:
         return Pump(connect if served else self._engines[name].stream, Request, name, self._deadline_s)
 
     def _serving(self) -> list["Service"]:
+        """Start to serve other drivers."""
+        mine = [self._engines[name] for name in self._plan.policies if name in self._engines]
+        for engine in mine:
+            engine.num_open_streams = sum(type(other) is type(engine) for other in mine)
         return [
             Service(server, self._engines[name], self._plan.clients(name, self._rank))
             for name, server in self._servers.items()

@@ -1,6 +1,9 @@
 """What is particular to the HF engine: passes, prefill blocks, the cache, dtypes, architectures."""
 
 import dataclasses
+import gc
+import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,11 +13,12 @@ from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV2Config, Gemma2Config, GptOssConfig
 
 from siirl.config import load_config
-from siirl.dag.plan import ModelPlan
-from siirl.engines.rollout import decode, hf_stream, kv_cache, sampling, slots
+from siirl.dag.plan import InteractionPlan, ModelPlan
+from siirl.engines.rollout import decode, hf, hf_stream, kv_cache, sampling, slots
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.hf import HFRollout
 from siirl.errors import ConfigError, DataError, NotSupportedError
+from siirl.nodes.streams import Streams
 from siirl.parallel.dims import ParallelDims
 
 VOCAB = 24
@@ -235,6 +239,70 @@ def test_idle_slots_are_used_again(model_dir):
     for number in range(12):
         finish(stream, [Request(number, [5, 6 + number], SamplingParams(max_tokens=5), number)])
     assert len(stream._batch._slots) <= 3, "a stream that never ends does not grow"
+
+
+def test_a_cache_never_takes_more_than_there_is_room_for(model_dir, monkeypatch):
+    engine, room = loaded(model_dir), hf_stream.Room(rows=10, positions=100)
+    held = []
+    keep = slots.SlotLayer._hold
+    monkeypatch.setattr(slots.SlotLayer, "_hold", lambda layer, both: held.append(both) or keep(layer, both))
+    engine._stream = stream = hf_stream.HFStream(engine, engine._model, room)
+    few, some = SamplingParams(max_tokens=4), SamplingParams(max_tokens=20)
+    context = [*PROMPTS[0]]
+    for turn, (params, prompts) in enumerate(
+        [(some, [PROMPTS[4]]), (few, PROMPTS), (some, PROMPTS[:3]), (few, [[5]] * 9), (some, PROMPTS[3:])]
+    ):
+        asked = [Request(i, prompt, params, i) for i, prompt in enumerate([context, *prompts])]
+        said = finish(stream, asked)
+        for request in asked:
+            ((alone,),) = engine.generate([request.prompt], request.params, [request.seed])
+            assert said[request.key] == alone.token_ids, f"turn {turn}"
+        context += [*said[0][:3], 7]
+    assert max(both.shape[1] * both.shape[3] for both in held) <= 100
+    assert len(held) > 8, "it grew and shrank"
+
+
+def test_a_stream_that_is_closed_gives_its_memory_back_at_once(model_dir):
+    engine = loaded(model_dir)
+    stream = engine.stream()
+    gc.collect()
+    gc.disable()
+    try:
+        finish(stream, [Request(0, PROMPTS[0], SamplingParams(max_tokens=3), 0)])
+        buffers = [weakref.ref(layer.both) for layer in stream._batch._cache.layers]
+        assert len(buffers) == 2 and all(buffer() is not None for buffer in buffers)
+        stream.close()
+        assert all(buffer() is None for buffer in buffers)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("agents", "others", "positions"), [(1, 0, 300), (1, 1, 300), (2, 0, 150), (3, 1, 100)]
+)
+def test_engines_of_a_conversation_share_what_its_weights_leave_free(
+    model_dir, monkeypatch, agents, others, positions
+):
+    """600 positions are free once the engine is awake; the default takes half of them."""
+    engines = {f"agent_{number}": build(model_dir) for number in range(agents)}
+    names = [*engines, *(f"other_{number}" for number in range(others))]
+    for name in names[agents:]:
+        engines[name] = SimpleNamespace(stream=engines["agent_0"].new_stream)
+    engines["agent_9"] = build(model_dir)  # of another conversation
+    per_token, awake = hf._cache_bytes_per_token(engines["agent_0"]._model), threading.local()
+    monkeypatch.setattr(hf.HFRollout, "wake", lambda engine: setattr(awake, "now", True))
+
+    def free_bytes(device):
+        return (600 if getattr(awake, "now", False) else 10_000) * per_token, 1 << 40
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", free_bytes)
+    for name in names[:agents]:
+        engines[name]._device = torch.device("cuda")
+    plan = InteractionPlan("rollout_0", (), tuple(names), 4)
+    with Streams(plan, 0, engines, None, 10.0).open():
+        pass
+    found = [engines[name]._stream._room.positions for name in names[:agents]]
+    assert found == [positions] * agents
 
 
 def finish(stream, requests):

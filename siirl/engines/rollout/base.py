@@ -141,6 +141,8 @@ class RolloutEngine(ABC):
     vocabulary: Any = (
         None  # how text becomes tokens, where that is not the tokenizer's part; see agents.Vocabulary
     )
+    num_open_streams: int = 1
+    """Streams of engines of its kind that are open at once on its device, its own too: they share memory."""
     _stream: RolloutStream | None = None
 
     @property

@@ -21,8 +21,9 @@ from siirl.engines.rollout.base import (
 )
 from siirl.engines.rollout.checks import CallLimits, WeightState, check_finite
 from siirl.engines.rollout.decode import Samples, decode
-from siirl.engines.rollout.hf_stream import NO_LIMIT, HFStream, Room, can_stream
+from siirl.engines.rollout.hf_stream import HFStream, Room, can_stream
 from siirl.engines.rollout.sampling import derive_seed
+from siirl.engines.rollout.slots import NO_LIMIT
 from siirl.engines.rollout.weights import SharedBase, WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.frozen_base import use_base
 from siirl.engines.train.hf_model import load_hf_config
@@ -115,13 +116,17 @@ class HFRollout(RolloutEngine):
         return [[found[call, sample] for sample in range(params.n)] for call in range(len(prompts))]
 
     def new_stream(self) -> RolloutStream:
-        """See RolloutEngine: a batch that requests join and leave between two steps, if the model can."""
+        """See RolloutEngine: a batch that requests join and leave between two steps, if the model can. Wakes
+        the engine, whose weights take memory before its cache does."""
         if not can_stream(self._model):
             return super().new_stream()
         rows = self._rollout.max_num_seqs
         if self._rollout.micro_batch_size is not None:
             rows = min(rows, self._rollout.micro_batch_size * self._rollout.n)
-        positions = self._cache_positions() if self._device.type == "cuda" else NO_LIMIT
+        self.wake()
+        positions = NO_LIMIT
+        if self._device.type == "cuda":
+            positions = self._cache_positions() // self.num_open_streams
         return HFStream(self, self._model, Room(rows, positions, self._rollout.max_num_batched_tokens))
 
     def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:

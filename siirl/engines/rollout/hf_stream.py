@@ -22,14 +22,22 @@ from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, 
 from siirl.engines.rollout.checks import check_finite
 from siirl.engines.rollout.decode import CHECK_EVERY
 from siirl.engines.rollout.sampling import derive_seed, sample_tokens, uniforms
-from siirl.engines.rollout.slots import GROWTH, SLOT_ATTENTION, Reading, Rows, SlotCache, alike, are_dense
+from siirl.engines.rollout.slots import (
+    GROWTH,
+    NO_LIMIT,
+    SLOT_ATTENTION,
+    Reading,
+    Rows,
+    SlotCache,
+    alike,
+    are_dense,
+)
 from siirl.errors import EpisodeFailed
 from siirl.observe.spans import phase
 
 if TYPE_CHECKING:
     from siirl.engines.rollout.hf import HFRollout
 
-NO_LIMIT = 1 << 62
 SLOTS_PER_ROW = 3
 """Slots, at most, for each row of those that ever ran at once: rows wait while others speak."""
 IDLE_BETWEEN = 0.5
@@ -131,6 +139,7 @@ class RunningBatch:
 
     def __init__(self, model: PreTrainedModel, room: Room) -> None:
         self._model, self._room = model, room
+        self._cache = SlotCache()
         self.clear()
 
     def clear(self) -> None:
@@ -140,6 +149,7 @@ class RunningBatch:
         self._slots: list[Slot] = []
         self._said_B: Tensor | None = None  # the last token of each row, unless other rows run since
         self._alike: list[tuple[SamplingParams, list[int]]] = []  # rows by how they are sampled
+        self._cache.release()
         self._cache = SlotCache()
         self._num_steps = self._most_rows = 0
 
@@ -218,6 +228,10 @@ class RunningBatch:
             behind = [i for i in range(most, len(self._slots)) if i not in lost]
             self._exchange(list(zip(sorted(lost), behind, strict=False)))
             del self._slots[most:]
+        self._cache.room = max(longest, self._room.positions // len(self._slots))
+        for slot in self._slots:
+            if len(slot.tokens) > self._cache.room:
+                slot.tokens = []
 
     def _let_go(self) -> list[Row]:
         """Take the rows that ended out of the batch; their slots keep what they have read."""

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 SLOT_ATTENTION = "siirl_slots"
 """Name under which transformers finds `slot_attention`; it has no mask function, so no mask is built."""
+NO_LIMIT = 1 << 62
 GROWTH = 256
 """Columns added to a full cache, at least."""
 OTHERS_BETWEEN = 1.0
@@ -169,26 +170,36 @@ class SlotLayer(DynamicLayer):
 
     def make_room(self, num_slots: int, width: int) -> None:
         """Have so many slots and columns at least; new ones are zero, as NaN in a column would be seen
-        through any mask. At first no more columns than the longest row is known to need."""
+        through any mask. At first no more columns than the longest row is known to need, and never more than
+        there is room for: columns behind that are lost when slots are added."""
         _, slots, heads, capacity, size = self.both.shape
         if slots >= num_slots and capacity >= width:
             return
         if capacity < width:
             roomy = max(width + GROWTH, 3 * width // 2)
             capacity = roomy if capacity else max(width, min(roomy, self._cache.longest))
+        capacity = max(width, min(capacity, self._cache.room))
         grown = self.both.new_zeros(2, num_slots, heads, capacity, size)
-        grown[:, :slots, :, : self.both.shape[3]] = self.both[:, :num_slots]
+        kept = min(capacity, self.both.shape[3])
+        grown[:, :slots, :, :kept] = self.both[:, :num_slots, :, :kept]
         self._hold(grown)
 
 
 class SlotCache(Cache):
     """The cache of a running batch. reading: where the tokens of the forward that runs now belong. longest:
-    how many columns the rows may need that are known so far."""
+    how many columns the rows may need that are known so far. room: for how many columns of each slot there is
+    memory."""
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=partial(SlotLayer, self))
         self.reading: Reading | None = None
         self.longest = 0
+        self.room = NO_LIMIT
+
+    def release(self) -> None:
+        """Give the memory back now: layers and cache refer to each other."""
+        self.layers.clear()
+        self.reading = None
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], width: int) -> None:
         """Copy the first `width` columns of slots to other slots."""
