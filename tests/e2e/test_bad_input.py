@@ -240,14 +240,14 @@ CASES = {
         lambda f: [f.reward(SCORE.format("prompt, response"))],
         ["compute_score of ", "cannot be called as", "it needs prompt, which is not given"],
     ),
-    "reward that is no Python": (lambda f: [f.reward("def (")], ["my_reward.py cannot be read as Python"]),
+    "reward that is no Python": (lambda f: [f.reward("def (")], ["my_reward.py, line 1 is no Python"]),
     "custom node of a missing module": (
         lambda f: [f.custom_node("no_such.module:fn")],
-        ["'mine'", "'no_such.module:fn' cannot be imported", "PYTHONPATH"],
+        ["'mine'", "'no_such.module' cannot be imported: there is no such module", "PYTHONPATH"],
     ),
     "custom node of a missing file": (
         lambda f: [f.custom_node("/no/such/file.py:fn")],
-        ["'mine'", "/no/such/file.py", "Check the path"],
+        ["'mine'", "there is no file '/no/such/file.py'", "Correct the path"],
     ),
     "custom node of a missing function": (
         lambda f: [f.custom_node(f"{f.write('ops.py', 'def other(): pass')}:fn")],
