@@ -87,3 +87,51 @@ def test_a_reward_that_never_varies_ends_the_run_with_the_numbers(inputs, tmp_pa
         run_job(2, overrides(inputs, tmp_path / "out", *DAPO, *more))
     for words in ("after 3 rounds of 5 prompts only 0 prompts", "needs 8", "max_num_gen_batches"):
         assert words in str(caught.value)
+
+
+GAME = """
+class Game:
+    def reset(self, task, seed):
+        return ""
+
+    def step(self, actions):
+        letters = sum(letter.isalpha() for letter in actions[0])
+        return "again", letters / 8, letters % 2 == 0
+
+
+def pre_process(messages, episode):
+    \"\"\"Each turn is asked alone, and so is a row of its own.\"\"\"
+    return [{"role": "user", "content": str(len(messages))}]
+"""
+GAME_DAG = """
+dag_id: game
+nodes:
+  - {node_id: player, node_type: MODEL_INFERENCE, node_role: ROLLOUT, dependencies: [],
+     agent_options: {process_path: CODE}}
+  - {node_id: game, node_type: ENV_INTERACT, dependencies: [player], loop: {max_turns: 3},
+     config: {env_path: "CODE:Game"}}
+  - {node_id: reward, node_type: COMPUTE, node_role: REWARD, dependencies: [game]}
+  - {node_id: sampling, node_type: COMPUTE, node_role: POSTPROCESS_SAMPLING, dependencies: [reward]}
+  - {node_id: advantage, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [sampling]}
+  - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantage]}
+"""
+
+
+@pytest.mark.slow
+def test_episodes_of_several_rows_are_sampled_in_rounds_on_any_number_of_ranks(inputs, tmp_path):
+    """Episodes of one to three turns, a row each: groups have different numbers of rows."""
+    (tmp_path / "game.py").write_text(GAME)
+    (tmp_path / "game.yaml").write_text(GAME_DAG.replace("CODE", str(tmp_path / "game.py")))
+    more = (
+        *DAPO,
+        f"dag.workflow_path={tmp_path / 'game.yaml'}",
+        "data.max_prompt_length=64",
+        "algorithm.credit.group_by=[task,turn]",
+        "algorithm.credit.equal_weight=episode",
+        "actor_rollout_ref.actor.recompute_old_log_prob=False",
+    )
+    one, two = (run_job(n, overrides(inputs, tmp_path / f"out_{n}", *more)) for n in (1, 2))
+    assert max(one.values("sampling/rounds")) > 1
+    assert 1.2 < one.values("interaction/agent_0/rows")[0] < 2.9
+    for name in (*COMPARED, "turn_1/reward", "turn_2/advantage"):
+        assert one.values(name) == pytest.approx(two.values(name), abs=1e-4), name
