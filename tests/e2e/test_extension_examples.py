@@ -43,7 +43,7 @@ def test_an_example_trains(inputs, tmp_path, name):
     [
         ("def other(): pass", "has no function 'mine' below @register_advantage"),
         ("@register_advantage('mine', needs=FIELDS)\ndef mine(): pass", "written out"),
-        ("def mine(:", "cannot be read"),
+        ("def mine(:", "is no Python"),
     ],
 )
 def test_an_estimator_without_declared_needs_is_refused(tmp_path, text, words):
