@@ -90,13 +90,13 @@ class Environment(Protocol):
 class HostedEnvironment:
     """One environment in its thread. Made without running user code: the class is called by `reset`.
 
-    places: bounds how many environments run at once; a deadline begins when there is a place.
+    places: bounds how many environments run at once, None: any number; a deadline begins with a place.
     """
 
-    def __init__(self, make: Callable[[], Any], name: str, places: Places):
+    def __init__(self, make: Callable[[], Any], name: str, places: Places | None = None):
         self.name = name
         self._make = make
-        self._places = places
+        self._places = places or Places()
         self._env: Any = None
         self._thread = UserThread(f"env-{name}")
 
