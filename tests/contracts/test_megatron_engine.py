@@ -48,6 +48,7 @@ FEW = [
     scenario("pp2, tp2, sequence parallel", 4, overrides=[SEQUENCE_PARALLEL], pp=2, tp=2),
     scenario("cp2", 2, overrides=TOKEN_BUDGET, cp=2),
     scenario("experts, tp2, ep2", 2, "mixtral", overrides=[SEQUENCE_PARALLEL], tp=2, ep=2),
+    scenario("experts, tp2", 2, "qwen3_moe", overrides=[SEQUENCE_PARALLEL], tp=2),
 ]
 SLOW = [
     scenario("tp2", 2, "qwen3_tied", tp=2),

@@ -113,7 +113,7 @@ class LocalParams:
             for name, param in stage.named_parameters():
                 full = _global_name(stage, name, first_expert)
                 self.by_name[full] = (param, known[full])
-                _declare_cut(param, known[full])
+                _declare(param, known[full])
 
     def place(self, entry: Entry) -> tuple[int, int]:
         """(place, size) of this rank on the axis that cuts the entry."""
@@ -123,8 +123,14 @@ class LocalParams:
         return iter(self.by_name.values())
 
 
-def _declare_cut(param: nn.Parameter, entry: Entry) -> None:
-    """Say which parameters are cut, for gradient norms: Megatron does so only where it draws the weights."""
+def _declare(param: nn.Parameter, entry: Entry) -> None:
+    """Say which parameters are cut, for gradient norms, and which are of experts, for their reduction.
+
+    Megatron says the first only where it draws weights, and the second (allreduce=False) only with ep > 1.
+    But copies of an expert lie on other ranks than those of a dense weight wherever etp is not tp: with ep 1
+    and etp 1 on every tensor-parallel rank, each of which has the tokens of its part of the sequence.
+    """
+    param.allreduce = entry.expert is None
     if entry.cut != "whole" and not hasattr(param, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(param, True, 1 if entry.cut == "columns" else 0, 1)
 
