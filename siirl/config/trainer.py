@@ -30,6 +30,7 @@ class TrainerConfig:
         "auto",
         "auto: go on from the last checkpoint in default_local_dir, if any",
         choices=("auto", "disable", "resume_path"),
+        synonyms={"off": "disable"},
     )
     resume_from_path: bool | str = key(
         False, "checkpoint to resume from: .../global_step_N", when="resume_mode=resume_path"

@@ -60,6 +60,9 @@ def type_name(annotation: Any) -> str:
 
 def convert(key: Key, value: Any) -> Any:
     """The typed value of `key`; ConfigError if type or range are wrong. Names are for `check_available`."""
+    switch = {True: "on", False: "off"}.get(value) if isinstance(value, bool) else None
+    if switch in key.rule.synonyms:  # YAML reads an unquoted on or off as true or false
+        value = switch
     try:
         typed = _cast(key.type, value)
     except TypeError:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from siirl.errors import UserError
 
@@ -50,9 +51,13 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--config-name",
+        "-cn",
         default=DEFAULT_CONFIG,
         metavar="NAME",
         help=f"preset, or a YAML file [{DEFAULT_CONFIG}]",
+    )
+    parser.add_argument(
+        "--config-path", "-cp", metavar="FOLDER", help="folder of the YAML file that --config-name names"
     )
 
 
@@ -64,6 +69,9 @@ def parse_settings(
     options = [item for item in rest if item.startswith("-")]
     if options or (rest and not hasattr(args, "overrides")):
         parser.error(f"unknown argument {(options or rest)[0]!r}")
+    if getattr(args, "config_path", None) is not None:
+        suffix = "" if args.config_name.endswith((".yaml", ".yml")) else ".yaml"
+        args.config_name = str(Path(args.config_path) / f"{args.config_name}{suffix}")
     return args, [*getattr(args, "overrides", []), *rest]
 
 

@@ -24,6 +24,7 @@ from siirl.dag.emit import Sections
 from siirl.dag.environments import with_environments
 from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
+from siirl.dag.idle_nodes import without_idle
 from siirl.dag.interactions import (
     check_agents_of,
     find_interactions,
@@ -85,6 +86,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     """
     dag = with_filters(dag)
     build_graph(dag)
+    dag, idle = without_idle(dag)
     nodes = resolve_nodes(dag, cfg)
     dag = with_environments(dag, nodes)
     full_graph, nodes = build_graph(dag), resolve_nodes(dag, cfg)
@@ -136,7 +138,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
         dag_id=dag.dag_id,
         world_size=world_size,
         nodes={node.id: _node_plan(node, whole_graph, turns.get(node.id, {})) for node in kept.values()},
-        pruned=pruned,
+        pruned=idle | pruned,
         models=models,
         layouts=table.by_id,
         routes=sections.routes,

@@ -19,6 +19,7 @@ def with_environments(dag: DagSpec, nodes: Mapping[str, ResolvedNode]) -> DagSpe
     episode goes is decided when the environment has answered.
     """
     acting = {node.node_id: f"{node.node_id}_env" for node in dag.nodes if _acts(nodes[node.node_id])}
+    _check_uses(nodes, acting)
     changed: list[NodeSpec] = []
     for node in dag.nodes:
         below = tuple(acting.get(name, name) for name in node.dependencies)
@@ -49,13 +50,27 @@ def _acts(node: ResolvedNode) -> bool:
             "rewards_with_env is true: the agent would get nothing from it. Set rollout.agent.obs_with_env "
             "or rollout.agent.rewards_with_env to true, or remove env_path."
         )
-    own = [key for key in used if f"actor_rollout_ref.rollout.agent.{key}" in node.overrides]
-    if own and not agent.env_path:
-        raise DagError(
-            f"{node}: rollout.agent.{own[0]} = True without rollout.agent.env_path: there is no environment. "
-            "Set env_path: [file.py:Class]."
-        )
     return bool(agent.env_path)
+
+
+def _check_uses(nodes: Mapping[str, ResolvedNode], acting: Mapping[str, str]) -> None:
+    """DagError for a rollout without env_path that asks for what no other agent's environment gives."""
+    for node in nodes.values():
+        if not node.op.is_rollout or node.id in acting:
+            continue
+        for key in USES:
+            own = node.overrides.get(f"actor_rollout_ref.rollout.agent.{key}") is True
+            deaf = [name for name in acting if not getattr(_agent(nodes[name]), key)]
+            if own and not acting:
+                raise DagError(
+                    f"{node}: rollout.agent.{key} = True without rollout.agent.env_path: there is no "
+                    "environment. Set env_path: [file.py:Class]."
+                )
+            if own and deaf:
+                raise DagError(
+                    f"{node}: rollout.agent.{key} = True, but {deaf[0]!r}, which names the environment, "
+                    f"leaves it false: an environment answers all agents of a conversation. Set {key} there."
+                )
 
 
 def _environment(node: NodeSpec, node_id: str, agent: AgentConfig, route: Any) -> NodeSpec:

@@ -290,12 +290,6 @@ _TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
     "POSTPROCESS_SAMPLING": (("COMPUTE",), lambda node: DYNAMIC_SAMPLING),
     "CRITIC": (("MODEL_TRAIN",), lambda node: VALUES if node.only_forward_compute else CRITIC_TRAIN),
 }
-_LATER_TYPES = {
-    "DATA_LOAD": "DATA_LOAD nodes; prompts are loaded for whichever node reads them, so drop the node",
-    "PUT_TO_BUFFER": "buffers; rows move to the nodes that read them by themselves, so drop the node",
-    "GET_FROM_BUFFER": "buffers; rows move to the nodes that read them by themselves, so drop the node",
-    "BARRIER_SYNC": "barriers in the DAG; a node already waits for all its dependencies, so drop the node",
-}
 
 
 def op_under(node: NodeSpec, cfg: Config) -> OpSpec:
@@ -319,8 +313,6 @@ def reward_kind(cfg: Config) -> OpSpec:
 
 def op_of(node: NodeSpec) -> OpSpec:
     """The op that a node stands for; DagError or NotSupportedError if it means nothing or is not built."""
-    if node.node_type in _LATER_TYPES:
-        raise NotSupportedError(f"not supported yet: {node}: {_LATER_TYPES[node.node_type]}.")
     if node.node_type == "ENV_INTERACT" and node.node_role == "DEFAULT":
         return ENVIRONMENT
     types, choose = _TABLE.get(node.node_role, (("COMPUTE", "CUSTOM"), None))

@@ -34,6 +34,7 @@ NODE_ROLES = (
     "ACTOR",
     "CRITIC",
     "POSTPROCESS_SAMPLING",
+    "DATA_REBALANCE",
 )
 
 _NODE_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
@@ -158,7 +159,37 @@ def node_spec(entry: dict[str, Any]) -> NodeSpec:
             values[key] = _plain(values[key], key, who)
     if "executable_ref" in values:
         values["executable_ref"] = _reference(values["executable_ref"], who)
-    return NodeSpec(**values)
+    return NodeSpec(**_options_in_config(values, who))
+
+
+OPTIONS_IN_CONFIG = {
+    "ROLLOUT": ("env_path", "env_seed", "obs_with_env", "rewards_with_env", "train_cycle", "share_instance"),
+    "ACTOR": ("train_cycle",),
+    "CRITIC": ("share_instance",),
+}
+"""Keys of rollout.agent (critic.share_instance) that agent_options may hold, too, as in siiRL."""
+
+
+def _options_in_config(values: dict[str, Any], who: str) -> dict[str, Any]:
+    """The entry of a node with those keys of its agent_options in its config. DagError if both differ."""
+    role, options = str(values.get("node_role")), values.get("agent_options", {})
+    moved = {key: value for key, value in options.items() if key in OPTIONS_IN_CONFIG.get(role, ())}
+    if not moved:
+        return values
+    group = "critic" if role == "CRITIC" else "actor_rollout_ref.rollout.agent"
+    config = dict(values.get("config", {}))
+    for key, value in moved.items():
+        absolute = f"{group}.{key}"
+        relative = absolute.partition(".")[2]
+        for name in (absolute, relative):
+            if config.get(name, value) != value:
+                raise DagError(
+                    f"{who}: agent_options.{key} = {value!r} contradicts config {name!r} = {config[name]!r}. "
+                    "Set one of them."
+                )
+        config = {name: item for name, item in config.items() if name != relative} | {absolute: value}
+    left = {key: value for key, value in options.items() if key not in moved}
+    return {**values, "config": config, "agent_options": left or None}
 
 
 _KINDS = (

@@ -142,3 +142,19 @@ def test_check_starts_quickly_and_without_torch():
     assert run.returncode == 0, run.stderr
     seconds = min(time.monotonic() - start, os.times().children_user - before)
     assert seconds < 3, "CPU seconds, so that other work on the machine does not count"
+
+
+def test_config_path_and_config_name_are_hydras(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text(
+        "hydra:\n  searchpath: [file://elsewhere]\ndefaults: [ppo_dag_trainer, _self_]\n"
+        "trainer:\n  total_epochs: 7\n"
+    )
+    for arguments in (
+        [f"--config-path={tmp_path}", "--config-name=mine"],
+        ["--config-path", str(tmp_path), "--config-name", "mine.yaml"],
+        ["-cp", str(tmp_path), "-cn", "mine"],
+    ):
+        assert main(["run", "--cfg", "job", *arguments]) == 0
+        assert "total_epochs: 7\n" in capsys.readouterr().out
+    assert main([*CHECK, f"--config-path={tmp_path}", "--config-name=your"]) == 2
+    assert f"{tmp_path}/your.yaml does not exist" in capsys.readouterr().err

@@ -358,3 +358,13 @@ def test_workers_read_a_configuration_without_hydra_or_torch():
         env=os.environ | {"PYTHONPATH": str(root)},
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_off_is_siirls_word_for_not_resuming(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("defaults: [ppo_dag_trainer, _self_]\ntrainer:\n  resume_mode: off\n")
+    assert load_config(["trainer.resume_mode=off"]).trainer.resume_mode == "disable"
+    assert load_config(config_name=str(file)).trainer.resume_mode == "disable"
+    file.write_text("defaults: [ppo_dag_trainer, _self_]\ntrainer:\n  resume_mode: on\n")
+    with pytest.raises(ConfigError, match=r"resume_mode=true: expected text"):
+        load_config(config_name=str(file))

@@ -1,0 +1,55 @@
+"""Nodes that move rows or wait, and compute nothing: the plan does that by itself, so they are left out."""
+
+from dataclasses import replace
+
+from siirl.dag.spec import DagSpec, NodeSpec, dag_spec
+from siirl.errors import DagError
+
+ROWS_MOVE = "rows move by themselves to the ranks of the nodes that read them"
+IDLE_TYPES = {
+    "DATA_LOAD": "prompts are loaded for whichever node reads them",
+    "PUT_TO_BUFFER": ROWS_MOVE,
+    "GET_FROM_BUFFER": ROWS_MOVE,
+    "BARRIER_SYNC": "a node already waits for all its dependencies",
+}
+IDLE_ROLES = {
+    "DATA_REBALANCE": "rows are dealt out evenly before each node that computes on them; "
+    "trainer.balance_batch=true weighs them by their cost"
+}
+
+
+def without_idle(dag: DagSpec) -> tuple[DagSpec, dict[str, str]]:
+    """(the DAG without nodes that compute nothing, node id -> why each of them is not needed).
+
+    What depended on such a node depends on its dependencies. The DAG has no cycle. DagError for one that
+    brings code of its own.
+    """
+    idle = {node.node_id: why for node in dag.nodes if (why := _why_idle(node))}
+    if not idle:
+        return dag, {}
+    nodes = {node.node_id: node for node in dag.nodes}
+    kept = [
+        replace(node, dependencies=_above(node, nodes, idle))
+        for node in dag.nodes
+        if node.node_id not in idle
+    ]
+    return dag_spec(dag.dag_id, kept, dag.description), idle
+
+
+def _why_idle(node: NodeSpec) -> str:
+    why = IDLE_TYPES.get(node.node_type) or IDLE_ROLES.get(node.node_role, "")
+    if why and node.executable_ref:
+        kind = node.node_type if node.node_type in IDLE_TYPES else node.node_role
+        raise DagError(
+            f"{node}: {kind} with executable_ref {node.executable_ref!r}: such a node is left out ({why}), "
+            "and its code would never run. Set node_type: CUSTOM, or remove executable_ref."
+        )
+    return why
+
+
+def _above(node: NodeSpec, nodes: dict[str, NodeSpec], idle: dict[str, str]) -> tuple[str, ...]:
+    """The dependencies of a node, those of idle nodes in their place."""
+    found: dict[str, None] = {}
+    for name in node.dependencies:
+        found.update(dict.fromkeys(_above(nodes[name], nodes, idle) if name in idle else (name,)))
+    return tuple(found)
