@@ -32,6 +32,7 @@ PRELOAD = (
     "tensordict",
     "transformers.models.qwen3.modeling_qwen3",
     "siirl.dag_worker.training",
+    "siirl.main_dag",
 )
 PRELOAD_ON_CPU = ("siirl.engines.train.megatron.engine",)
 """Where there is CUDA, importing it might initialise CUDA, which forks do not survive."""
@@ -44,13 +45,14 @@ class WorkerFailure(RuntimeError):
 
 
 def run_workers(
-    fn: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = 60, backend: str = "gloo"
+    fn: Callable[..., Any], world_size: int, *args: Any, deadline_s: float = 60, backend: str | None = "gloo"
 ) -> list[Any]:
     """Call fn(rank, world_size, *args) in world_size processes of one process group; return their results.
 
     fn must be importable (a module-level function); args and results must be picklable. Each worker has one
     thread, the environment of the caller, and the default process group initialised. With NCCL in `backend`,
-    rank r uses CUDA device r. WorkerFailure, with tracebacks, if a worker raises, dies or is late.
+    rank r uses CUDA device r. backend None: no process group, but the environment of a process that torchrun
+    has started. WorkerFailure, with tracebacks, if a worker raises, dies or is late.
     """
     store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=deadline_s), wait_for_workers=False)
     job = {
@@ -197,10 +199,14 @@ def _prepare(rank: int, job: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(job["environ"])
     os.environ.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
+    if job["backend"] is None:
+        os.environ.update(_torchrun_variables(rank, job))
     os.chdir(job["cwd"])
     sys.path[:] = job["path"]
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    if job["backend"] is None:
+        return
     if "nccl" in job["backend"]:
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -210,3 +216,16 @@ def _prepare(rank: int, job: dict[str, Any]) -> None:
         world_size=job["world_size"],
         timeout=timedelta(seconds=job["deadline_s"]),
     )
+
+
+def _torchrun_variables(rank: int, job: dict[str, Any]) -> dict[str, str]:
+    """What torchrun tells the processes that it starts on one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job["world_size"]),
+        "LOCAL_WORLD_SIZE": str(job["world_size"]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(job["port"]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store runs in the process that called run_workers
+    }

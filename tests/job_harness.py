@@ -102,15 +102,16 @@ class Finished:
 def run_job(
     world_size: int, arguments: list[str], deadline_s: float = 100, run: Callable[..., None] | None = None
 ) -> Finished:
-    """Run the main job's workers to the end; arguments as on the command line, the world size is added.
+    """Run the main job to its end as torchrun does, checks included; arguments as on the command line, the
+    world size is added.
 
-    run: what each worker does, with the arguments of `work`, which it calls.
+    run: what each worker does, with the arguments of `work`, which it calls. WorkerFailure if it ends badly.
     """
     arguments = [*arguments, f"trainer.n_gpus_per_node={world_size}"]
     output = Path(
         next(text for text in arguments if text.startswith("trainer.output_dir=")).partition("=")[2]
     )
-    run_workers(run or work, world_size, arguments, str(output), deadline_s=deadline_s)
+    run_workers(run or work, world_size, arguments, str(output), deadline_s=deadline_s, backend=None)
     return Finished.read(output)
 
 
@@ -142,15 +143,16 @@ def run_example(
 
 
 def work(rank: int, world_size: int, arguments: list[str], output: str) -> None:
-    """One worker: compose, compile, run; what siirl.launch.worker does without a launcher."""
-    import torch
+    """One worker: the command `torchrun -m siirl.main_dag ARGUMENTS` in this process, checks included.
 
+    A failing worker raises here, where it would end its process.
+    """
+    from siirl import main_dag
     from siirl.config import load_config
-    from siirl.dag.compile import compile_plan, load_dag
-    from siirl.dag_worker.training import run_worker
-    from siirl.launch.job import Job
+    from siirl.launch import worker
 
-    cfg = load_config(arguments)
-    plan, _ = compile_plan(load_dag(cfg), cfg, world_size)
-    job = Job({}, plan.to_json(), output, world_size, world_size)
-    run_worker(cfg, plan, rank, world_size, torch.device("cpu"), job)
+    def exit_now(code: int) -> None:
+        raise RuntimeError(f"the worker ends with exit code {code}")
+
+    worker._exit_now = exit_now
+    assert main_dag.run(load_config(arguments)) == 0

@@ -22,9 +22,12 @@ ROLE_GROUPS = {
 OWN_MODELS = ("critic", "reward", "judge")
 """Roles that load a model of their own, not the policy's."""
 
+SAMPLERS = ("rollout", "judge")
+"""Roles whose model generates in a rollout engine. All others run in a training engine."""
+
 
 def role_group(cfg: Config, role: str) -> ActorConfig | RefConfig | CriticConfig | RewardModelConfig:
-    """The settings of a model of that role, its batches, sharding and checkpoints; not of a rollout."""
+    """The settings of a model of that role, its batches, sharding and checkpoints; not of SAMPLERS."""
     actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
     return {"actor": actor, "ref": ref, "critic": cfg.critic, "reward": cfg.reward_model}[role]
 

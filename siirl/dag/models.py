@@ -9,7 +9,7 @@ from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.critic import CriticConfig
 from siirl.config.reward import RewardModelConfig
-from siirl.config.roles import ROLE_GROUPS, judge_config, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, SAMPLERS, judge_config, role_group, role_model
 from siirl.dag.adapters import with_bases
 from siirl.dag.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.dag.megatron_memory import MegatronMemory, megatron_lines
@@ -239,7 +239,7 @@ ROLLOUT_BACKENDS = {
 
 def backend_of(model: ModelPlan) -> Backend:
     """What the compiler knows of the backend that a model runs on."""
-    return (ROLLOUT_BACKENDS if model.role in ("rollout", "judge") else TRAIN_BACKENDS)[model.backend]
+    return (ROLLOUT_BACKENDS if model.role in SAMPLERS else TRAIN_BACKENDS)[model.backend]
 
 
 def plan_models(kept: Iterable[ResolvedNode], world_size: int) -> dict[str, ModelPlan]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
-from siirl.config.roles import judge_config
+from siirl.config.roles import SAMPLERS, judge_config
 from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
 from siirl.data.buffer import RowBuffer
 from siirl.data.chat import load_tokenizer
@@ -88,7 +88,7 @@ class DAGWorker:
         self.rollout_engines: dict[str, RolloutEngine] = {}
         for name, model in plan.models.items():
             if rank in model.ranks:
-                samples = model.role in ("rollout", "judge")
+                samples = model.role in SAMPLERS
                 make = make_rollout_engine if samples else make_train_engine
                 engines = self.rollout_engines if samples else self.train_engines
                 node_cfg = self.node_cfg(model.node)

@@ -8,7 +8,7 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.config.common import ModelConfig
-from siirl.config.roles import ROLE_GROUPS, model_key, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, SAMPLERS, model_key, role_group, role_model
 from siirl.errors import ConfigError, DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -130,8 +130,8 @@ def check_model_files(cfg: Config, role: str) -> None:
 
 def _check_weights(cfg: Config, path: Path, role: str) -> None:
     """DataError unless a model has weights where it reads them from; tensors are not read."""
-    group = role_group(cfg, role)
-    if group.strategy != "megatron" or not group.megatron.use_dist_checkpointing:
+    group = None if role in SAMPLERS else role_group(cfg, role)
+    if group is None or group.strategy != "megatron" or not group.megatron.use_dist_checkpointing:
         check_weight_files(path)
         return
     stored = Path(group.megatron.dist_checkpointing_path).expanduser()

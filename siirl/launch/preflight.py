@@ -12,7 +12,7 @@ from siirl.agents.tool_files import check_tool_file
 from siirl.checkpoint.files import check_writable, given_checkpoint
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.reward_weights import RewardWeights
-from siirl.config.roles import ROLE_GROUPS, model_key, normalizes_weights, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, SAMPLERS, model_key, normalizes_weights, role_group, role_model
 from siirl.dag.arguments import user_errors
 from siirl.dag.ops import policy_loss_name, score_names
 from siirl.dag.plan import Plan
@@ -79,7 +79,7 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config]) -> None:
     for model in plan.models.values():
         if not on_hub(role_model(node_cfgs[model.node], model.role).path):
             check_model_files(node_cfgs[model.node], model.role)
-        if model.role != "rollout":
+        if model.role not in SAMPLERS:
             check_packages(node_cfgs[model.node], model.role)
         if model.backend == "vllm":
             vllm_version()

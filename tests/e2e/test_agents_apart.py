@@ -1,6 +1,5 @@
 """Agents on ranks of their own: the same run, whoever's engine answers."""
 
-import json
 import os
 import socket
 import subprocess
@@ -10,9 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import Finished, Inputs, overrides, run_job, work
+from job_harness import Inputs, overrides, run_job, work
 
 HERE = Path(__file__).parent
 REWARD = """
@@ -133,11 +131,8 @@ def work_in_shards(rank, world_size, arguments, output):
 def test_agents_whose_engines_are_of_several_ranks_learn_the_same(
     solver, verifier, beside, inputs, other_model, tmp_path
 ):
-    arguments = apart(inputs, other_model, tmp_path / "shards", solver, verifier, "trainer.n_gpus_per_node=4")
-    output = tmp_path / "shards" / "out"
-    run_workers(work_in_shards, 4, arguments, str(output), deadline_s=150)
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    check_same(Finished(output, lines), beside)
+    arguments = apart(inputs, other_model, tmp_path / "shards", solver, verifier)
+    check_same(run_job(4, arguments, deadline_s=150, run=work_in_shards), beside)
 
 
 @pytest.mark.slow
