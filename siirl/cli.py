@@ -17,11 +17,13 @@ from siirl.config.roles import role_model
 from siirl.dag.advice import plan_notes, plan_warnings
 from siirl.dag.arguments import add_config_arguments, parse_settings, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
+from siirl.dag.memory_words import memory_warnings
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
 from siirl.data.local_models import with_local_configs
 from siirl.data.model_files import check_lengths, check_reward_model
 from siirl.errors import CheckpointError, ConfigError, DataError
+from siirl.launch.devices import device_memory_gib
 from siirl.launch.preflight import check_code, check_inputs, check_resumed
 from siirl.observe.trace import merge_trace
 
@@ -59,6 +61,7 @@ def _compiled(
             check_lengths(configs[model.node], folder, model.role)
             if model.role == "reward":
                 check_reward_model(configs[model.node], folder)
+    warnings += memory_warnings(plan, configs, device_memory_gib())
     check_code(plan, configs)
     if not elsewhere:
         check_inputs(plan, given)
@@ -79,7 +82,14 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
     plan, configs = _compiled(args, overrides)
-    print_text("\n".join([report(plan, configs).rstrip("\n"), *(f"note: {n}." for n in plan_notes(plan))]))
+    print_text(
+        "\n".join(
+            [
+                report(plan, configs, device_memory_gib()).rstrip("\n"),
+                *(f"note: {n}." for n in plan_notes(plan)),
+            ]
+        )
+    )
     if args.json:
         _write(Path(args.json), lambda path: path.write_text(plan.to_json(), encoding="utf-8"))
     if args.draw:

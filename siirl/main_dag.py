@@ -10,10 +10,11 @@ from siirl.config.tree import print_config
 from siirl.dag.advice import plan_warnings
 from siirl.dag.arguments import parse_arguments, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
+from siirl.dag.memory_words import memory_warnings
 from siirl.dag.report import batch_arithmetic, model_setup
 from siirl.data.local_models import token_to_environment
 from siirl.launch.choose import choose_launcher
-from siirl.launch.devices import check_gpus
+from siirl.launch.devices import check_gpus, device_memory_gib
 from siirl.launch.job import Job
 from siirl.launch.local import run_local
 from siirl.launch.preflight import preflight
@@ -48,7 +49,8 @@ def run(cfg: Config) -> int:
     output_dir = Path(cfg.trainer.output_dir).expanduser().absolute()
     if is_first_process():
         setup_logging(0, output_dir / "logs")
-        for warning in plan_warnings(cfg, plan, node_cfgs):
+        too_much = memory_warnings(plan, node_cfgs, device_memory_gib())
+        for warning in [*plan_warnings(cfg, plan, node_cfgs), *too_much]:
             log.warning(warning)
     if launcher != "ray" and is_first_on_machine():  # Ray: on the machines that it chooses
         preflight(cfg, plan)

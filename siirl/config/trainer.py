@@ -25,6 +25,11 @@ class TrainerConfig:
     log_val_generations: int = key(0, "validation responses that are logged as text", low=0)
     nnodes: int = key(1, "machines", low=1)
     n_gpus_per_node: int = key(8, "devices (on CPU: processes) of each machine", low=1)
+    device_memory_gib: float | None = key(
+        None,
+        "memory of a device, for the estimate of `siirl plan`; null: that of the GPUs here, else 80",
+        low=1,
+    )
     save_freq: int = key(-1, "steps between checkpoints; -1: none", low=-1)
     resume_mode: str = key(
         "auto",

@@ -1,19 +1,28 @@
 """The memory estimate of a Megatron model on its busiest rank. docs/scaling.md works two cases by hand.
 
 Counted: weights, the gradient buffer, optimizer states (main weights and two moments), activations of the
-micro-batches in flight. Not counted: communication buffers, logits, the allocator's slack, CUDA context.
+micro-batches in flight, the log-prob head. Not counted: communication buffers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from siirl.config.common import MegatronConfig
 from siirl.dag.megatron_layers import split_layers
-from siirl.dag.memory import ACTIVATIONS_PER_LAYER, BYTES, MemoryLine, ModelShape
+from siirl.dag.memory import (
+    BYTES,
+    COMPUTING,
+    MemoryLine,
+    ModelShape,
+    forward_values,
+    kept_values,
+    mlp_values,
+    offloadable,
+)
 from siirl.dag.plan import ModelPlan
 
-_UNSPLIT = 5  # of ACTIVATIONS_PER_LAYER: what tensor parallelism alone leaves whole (norms, residuals)
+_UNSPLIT = 4  # times hidden size: what tensor parallelism alone leaves whole (norms, residuals)
 _DTYPES = {"fp32": 4, "bf16": 2}
 
 
@@ -21,13 +30,16 @@ _DTYPES = {"fp32": 4, "bf16": 2}
 class MegatronMemory:
     """What the estimate reads of the configuration. recompute: the engine recomputes whole layers by default.
 
-    tokens: of one micro-batch of a data-parallel shard, before context parallelism cuts it.
+    train_tokens, forward_tokens: of one micro-batch of a data-parallel shard, before context parallelism
+    cuts it. head: what the last stage's log-prob head takes.
     """
 
     section: MegatronConfig
     optimizer_options: Mapping[str, Any]
     recompute: bool
-    tokens: int
+    train_tokens: int
+    forward_tokens: int
+    head: Sequence[MemoryLine]
 
 
 def megatron_lines(model: ModelPlan, shape: ModelShape, settings: MegatronMemory) -> list[MemoryLine]:
@@ -35,7 +47,8 @@ def megatron_lines(model: ModelPlan, shape: ModelShape, settings: MegatronMemory
     options, dims = settings.section.override_transformer_config, model.dims
     chunks = split_layers(shape.layers, dims.pp, dims.vpp, options)
     stages = [_stage_lines(model, shape, settings, stage, counts) for stage, counts in enumerate(chunks)]
-    return max(stages, key=lambda lines: sum(line.num_bytes for line in lines))
+    doing = "update" if model.trains else "forward"
+    return max(stages, key=lambda lines: sum(line.on_device(doing, 0) for line in lines))
 
 
 def rank_params(model: ModelPlan, shape: ModelShape, stage: int, layers: int) -> tuple[int, int]:
@@ -75,19 +88,22 @@ def _stage_lines(
     section, dims, name = settings.section, model.dims, model.name
     dense, experts = rank_params(model, shape, stage, sum(chunks))
     width = BYTES[section.param_dtype]
-    lines = [MemoryLine(name, "parameters", (dense + experts) * width, section.param_offload)]
+    lines = [offloadable(name, "parameters", (dense + experts) * width, section.param_offload, COMPUTING)]
     if model.trains:
         reduced = 4 if section.override_ddp_config.get("grad_reduce_in_fp32", True) else width
-        lines.append(MemoryLine(name, "gradients", (dense + experts) * reduced, section.grad_offload))
+        buffer = (dense + experts) * reduced
+        lines.append(offloadable(name, "gradients", buffer, section.grad_offload, ("update",)))
         lines += _optimizer_lines(model, settings, dense, experts)
-    tokens = -(-settings.tokens // dims.cp)
-    values = _activations(shape, section, dims.tp, settings.recompute, _in_flight(model, stage, chunks))
-    lines.append(MemoryLine(name, "activations", int(tokens * values) * width))
-    return lines
-
-
-def _in_flight(model: ModelPlan, stage: int, chunks: tuple[int, ...]) -> int:
-    return layers_in_flight(model.dims.pp, model.dims.vpp, stage, chunks) if model.trains else 0
+        tokens = -(-settings.train_tokens // dims.cp)
+        in_flight = layers_in_flight(dims.pp, dims.vpp, stage, chunks)
+        values = _activations(shape, section, dims.tp, settings.recompute, in_flight)
+        lines.append(MemoryLine(name, "activations", int(tokens * values) * width, ("update",)))
+    tokens = -(-settings.forward_tokens // dims.cp)
+    split = dims.tp if section.sequence_parallel else 1
+    whole = _UNSPLIT * shape.hidden
+    values = whole / split + (forward_values(shape, fused=True) - whole) / dims.tp
+    lines.append(MemoryLine(name, "activations", int(tokens * values) * width, ("forward",)))
+    return [*lines, *(settings.head if stage == dims.pp - 1 else ())]
 
 
 def _optimizer_lines(
@@ -103,9 +119,10 @@ def _optimizer_lines(
     total = (dense + experts) * (each + 4 * (section.param_dtype != "float32"))
     share = options.get("optimizer_offload_fraction", 1.0) if options.get("optimizer_cpu_offload") else 0.0
     on_host = int(total * share)
-    lines = [MemoryLine(model.name, "optimizer", total - on_host, section.optimizer_offload)]
+    away = section.optimizer_offload
+    lines = [offloadable(model.name, "optimizer", total - on_host, away, ("update",))]
     if on_host:
-        lines.append(MemoryLine(model.name, "optimizer on the host", on_host, host=True))
+        lines.append(MemoryLine(model.name, "optimizer on the host", on_host, (), host=True))
     return lines
 
 
@@ -115,8 +132,8 @@ def _activations(
     """Values per token: what the layers in flight keep, and the layer that computes in full."""
     options = section.override_transformer_config
     split = tp if section.sequence_parallel else 1
-    mlp = _mlp_values(shape) / tp
-    attention = _UNSPLIT * shape.hidden / split + (ACTIVATIONS_PER_LAYER - _UNSPLIT) * shape.hidden / tp
+    whole, mlp = _UNSPLIT * shape.hidden, mlp_values(shape, 3) / tp
+    attention = whole / split + (kept_values(shape, fused=True) - whole) / tp - mlp
     layer, layer_input = attention + mlp, shape.hidden / split
     granularity = options.get("recompute_granularity", "full" if recompute else None)
     if granularity == "full":
@@ -124,10 +141,3 @@ def _activations(
     if granularity == "selective" and {"mlp", "moe"} & set(options.get("recompute_modules") or ()):
         return in_flight * attention + layer
     return in_flight * layer or layer
-
-
-def _mlp_values(shape: ModelShape) -> int:
-    """Values that the MLP of a layer keeps of a token: three of its width; each chosen expert gets a copy."""
-    if not shape.experts:
-        return 3 * shape.intermediate
-    return shape.top_k * (3 * shape.expert_width + 2 * shape.hidden) + 3 * shape.shared_width

@@ -1,15 +1,14 @@
-"""A rough memory estimate per rank, from the model's config.json: how many parameters, what each engine
-keeps of them.
+"""What each model keeps on a rank, and when: an estimate from the model's config.json.
 
-Counted: parameters, gradients, AdamW's two moments, the unsharded copy of the layer that computes,
-activations of one micro-batch, the rollout's weights and KV cache. Not counted: the allocator's slack,
-communication buffers, CUDA context. Expect the truth within some tens of percent.
+Counted: parameters, gradients, AdamW's two moments, gathered weights, activations of one micro-batch, the
+log-prob head, the rollout's weights and KV cache. memory_phases.py adds up what is there at once. The
+benchmarks' peaks on H200s are within 15% of it (tests/unit/test_memory_phases.py).
 """
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from siirl.config import Config
 from siirl.config.common import ModelConfig
@@ -17,9 +16,28 @@ from siirl.config.roles import mini_batch_prompts, role_group, role_model
 from siirl.dag.ops import uses_full_kl
 from siirl.dag.plan import ModelPlan
 
+SMALL_MODEL_BYTES = 2 << 30
+"""Up to so many bytes of fp32 weights a model stays gathered under FSDP2 in a mini-batch."""
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
-ACTIVATIONS_PER_LAYER = 16  # values of width hidden_size that a layer keeps for its backward pass
+GIB = 2**30
+LOGITS_CHUNK = 1 << 28
+"""Logits that a log-prob head holds at once (CHUNK_ELEMENTS of the engines)."""
+KEPT_LOGITS_BYTES = 2 * GIB
+"""Up to so many the head keeps all logits of a micro-batch (KEEP_LOGITS_BYTES of the engines)."""
+ENGINE_GRAPHS_BYTES = 9 * GIB
+"""What a vLLM engine has beside its share, asleep too: CUDA graphs and workspace; 5.5 to 12 GiB measured."""
+ENGINE_CONTEXT_BYTES = 2 * GIB
+"""The same of an engine without CUDA graphs (enforce_eager)."""
+ENGINE_PARTS = ("share of the device", "graphs and context")
+"""What a vLLM engine has on a device: not tensors of a trainer's allocator."""
+
+Activity = Literal["idle", "forward", "update", "generate"]
+"""What a model does while a node runs: nothing, a pass without gradient, a mini-batch, a rollout."""
+
+ALWAYS: tuple[Activity, ...] = ("idle", "forward", "update", "generate")
+COMPUTING: tuple[Activity, ...] = ("forward", "update")
 
 
 @dataclass(frozen=True)
@@ -54,12 +72,25 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """Bytes of one kind on one rank. host: they wait in host memory between phases (offload)."""
+    """Memory of one kind that a model has on the device of one rank during some of its activities.
+
+    share: of the device, besides num_bytes. host: in the other activities it waits in host memory.
+    """
 
     model: str
     what: str
     num_bytes: int
+    during: tuple[Activity, ...] = ALWAYS
     host: bool = False
+    share: float = 0.0
+
+    def on_device(self, activity: Activity, device_bytes: int) -> int:
+        """Bytes on a device of this size while the model does this."""
+        return (self.num_bytes + int(self.share * device_bytes)) * (activity in self.during)
+
+    def on_host(self, activity: Activity) -> int:
+        """Bytes in host memory while the model does this."""
+        return self.num_bytes * (self.host and activity not in self.during)
 
 
 def read_shape(cfg: Config, role: str) -> ModelShape | str:
@@ -157,22 +188,92 @@ def _mlp_params(raw: dict[str, Any], layer: int) -> int:
 
 
 def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
-    """What one rank holds of a model under FSDP2."""
-    fsdp = role_group(cfg, model.role).fsdp_config
+    """What one rank holds of a model under FSDP2.
+
+    One shard, and a model that stays gathered (SMALL_MODEL_BYTES of the engine), gather all layers; others
+    two at a time. Embedding and head stay gathered in a mini-batch.
+    """
+    fsdp, name = role_group(cfg, model.role).fsdp_config, model.name
     master, compute = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.param_dtype]
-    shards = model.dims.dp_shard * model.dims.tp * model.dims.pp
+    shards = model.dims.dp_shard
     adapter = adapter_params(role_model(cfg, model.role), shape) if model.trains else 0
-    own = (shape.params if model.base in (None, model.name) else 0) + adapter
-    lines = [MemoryLine(model.name, "parameters", -(-own // shards) * master, fsdp.param_offload)]
+    own = (shape.params if model.base in (None, name) else 0) + adapter
+    lines = [offloadable(name, "parameters", -(-own // shards) * master, fsdp.param_offload, COMPUTING)]
     if model.trains:
         trained = -(-(adapter or shape.params) // shards)
-        lines.append(MemoryLine(model.name, "gradients", trained * master))
-        lines.append(MemoryLine(model.name, "optimizer", 2 * trained * master, fsdp.optimizer_offload))
-    gathered = 2 * shape.layer_params + shape.embedding_params
-    lines.append(MemoryLine(model.name, "gathered layers", gathered * compute))
-    tokens = micro_batch_tokens(model, cfg)
-    lines.append(MemoryLine(model.name, "activations", _activations(model, cfg, shape, tokens) * compute))
+        moments = offloadable(name, "optimizer", 2 * trained * master, fsdp.optimizer_offload, ("update",))
+        lines += [MemoryLine(name, "gradients", trained * master, ("update",)), moments]
+    whole = shards == 1 or 4 * shape.params <= SMALL_MODEL_BYTES
+    gathered = shape.params if whole else 2 * shape.layer_params + shape.embedding_params
+    lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
+    fused = role_model(cfg, model.role).use_liger
+    kept = kept_values(shape, fused) * shape.layers
+    if role_model(cfg, model.role).enable_gradient_checkpointing:
+        kept = shape.layers * shape.hidden + kept_values(shape, fused)
+    lines += activation_lines(model, cfg, shape, kept, forward_values(shape, fused), compute)
+    if model.head == "lm":
+        lines += head_lines(model, cfg, shape.vocabulary, shape.hidden, compute)
     return lines + full_kl_lines(model, cfg, shape, rows_per_shard, compute)
+
+
+def offloadable(
+    model: str, what: str, num_bytes: int, offload: bool, during: tuple[Activity, ...]
+) -> MemoryLine:
+    """Memory that is on the device always or, offloaded, during some activities."""
+    return MemoryLine(model, what, num_bytes, during if offload else ALWAYS, host=offload)
+
+
+def activation_lines(
+    model: ModelPlan, cfg: Config, shape: ModelShape, kept: float, passing: float, width: int
+) -> list[MemoryLine]:
+    """Activations of a micro-batch: `kept` values a token for backward, `passing` without gradient."""
+    line = MemoryLine
+    tokens = micro_batch_tokens(model, cfg, trains=False)
+    lines = [line(model.name, "activations", int(tokens * passing) * width, ("forward",))]
+    if model.trains:
+        tokens = micro_batch_tokens(model, cfg, trains=True)
+        lines.append(line(model.name, "activations", int(tokens * kept) * width, ("update",)))
+    return lines
+
+
+def head_lines(model: ModelPlan, cfg: Config, vocabulary: int, hidden: int, width: int) -> list[MemoryLine]:
+    """The log-prob head of so many words on a rank: logits, whole where they are few, else a chunk of them;
+    in a mini-batch its weight's gradient too, in fp32 and twice in the compute type."""
+    forward = min(LOGITS_CHUNK, micro_batch_tokens(model, cfg, trains=False) * vocabulary)
+    lines = [MemoryLine(model.name, "log-prob head", forward * width, ("forward",))]
+    if model.trains:
+        logits = micro_batch_tokens(model, cfg, trains=True) * vocabulary
+        kept = logits if logits * width <= KEPT_LOGITS_BYTES else min(LOGITS_CHUNK, logits)
+        update = kept * width + vocabulary * hidden * (4 + 2 * width)
+        lines.append(MemoryLine(model.name, "log-prob head", update, ("update",)))
+    return lines
+
+
+def kept_values(shape: ModelShape, fused: bool) -> int:
+    """Values per token that a layer keeps for its backward pass, of the compute type's width.
+
+    Fused kernels (Liger, Megatron-Core's): two norms keep input and output (4 h); norms of query and key
+    their input (q + k); attention its inputs and output (2 q + 2 k); the MLP gate, up and their product.
+    Without, each norm keeps a copy in fp32 and the normalised input, and the activation its output.
+    """
+    q_width = shape.kv_width // shape.kv_heads * shape.heads
+    qk_norm = (q_width + shape.kv_width) * shape.family.startswith("qwen3")
+    attention = 2 * q_width + 2 * shape.kv_width
+    if fused:
+        return 4 * shape.hidden + qk_norm + attention + mlp_values(shape, 3)
+    return 8 * shape.hidden + 3 * qk_norm + attention + mlp_values(shape, 4)
+
+
+def forward_values(shape: ModelShape, fused: bool) -> int:
+    """Values per token at the fullest point of a pass without gradient, inside an MLP."""
+    return 4 * shape.hidden + mlp_values(shape, 3 if fused else 4)
+
+
+def mlp_values(shape: ModelShape, widths: int) -> int:
+    """Values that the MLP of a layer has of a token, so many of its width; each chosen expert gets a copy."""
+    if not shape.experts:
+        return widths * shape.intermediate
+    return shape.top_k * (widths * shape.expert_width + 2 * shape.hidden) + widths * shape.shared_width
 
 
 def full_kl_lines(
@@ -187,8 +288,8 @@ def full_kl_lines(
         return []
     tokens = rows_per_shard * cfg.actor_rollout_ref.rollout.response_length
     if model.role == "ref":
-        return [MemoryLine(model.name, "hidden states", tokens * shape.hidden * width, host=True)]
-    tokens = min(tokens, micro_batch_tokens(model, cfg))
+        return [MemoryLine(model.name, "hidden states", tokens * shape.hidden * width, (), host=True)]
+    tokens = min(tokens, micro_batch_tokens(model, cfg, trains=True))
     words = -(-shape.vocabulary // model.dims.tp)
     return [MemoryLine(model.name, "hidden states", (words + tokens) * shape.hidden * width)]
 
@@ -201,25 +302,30 @@ def adapter_params(model: ModelConfig, shape: ModelShape) -> int:
     return model.lora_rank * shape.layers * sum(map(sum, widths))
 
 
-def micro_batch_tokens(model: ModelPlan, cfg: Config) -> int:
-    """The most tokens of one micro-batch on a rank."""
+def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:
+    """The most tokens of a micro-batch on a rank: whole rows of the longest kind, at least one.
+
+    trains: in a mini-batch, not in a pass without gradient.
+    """
     policy = cfg.actor_rollout_ref
     row = policy.rollout.prompt_length + policy.rollout.response_length
     if model.role == "critic":
-        dynamic = cfg.critic.use_dynamic_bsz
-        budget, rows = cfg.critic.ppo_max_token_len_per_gpu, cfg.critic.ppo_micro_batch_size_per_gpu
+        group, dynamic = cfg.critic, cfg.critic.use_dynamic_bsz
+        budget = group.ppo_max_token_len_per_gpu if trains else group.forward_max_token_len_per_gpu
+        rows = group.ppo_micro_batch_size_per_gpu
     elif model.role == "reward":
         group = cfg.reward_model
         row = group.max_length or row
         dynamic, budget = group.use_dynamic_bsz, group.forward_max_token_len_per_gpu
         rows = group.micro_batch_size_per_gpu
-    elif model.trains:
+    elif trains:
         dynamic = policy.actor.use_dynamic_bsz
         budget, rows = policy.actor.ppo_max_token_len_per_gpu, policy.actor.ppo_micro_batch_size_per_gpu
     else:
-        dynamic = policy.ref.log_prob_use_dynamic_bsz
-        budget, rows = policy.ref.log_prob_max_token_len_per_gpu, policy.ref.log_prob_micro_batch_size_per_gpu
-    return max(budget, row) if dynamic else rows * row
+        group = policy.rollout if model.role == "actor" else policy.ref
+        dynamic = group.log_prob_use_dynamic_bsz
+        budget, rows = group.log_prob_max_token_len_per_gpu, group.log_prob_micro_batch_size_per_gpu
+    return (max(budget // row, 1) if dynamic else rows) * row
 
 
 def micro_batches(model: ModelPlan, cfg: Config) -> int:
@@ -227,31 +333,52 @@ def micro_batches(model: ModelPlan, cfg: Config) -> int:
     rollout = cfg.actor_rollout_ref.rollout
     row = rollout.prompt_length + rollout.response_length
     rows = -(-mini_batch_prompts(cfg, model.role) * rollout.n // model.dims.dp)
-    return -(-rows * row // micro_batch_tokens(model, cfg))
+    return -(-rows * row // micro_batch_tokens(model, cfg, trains=True))
 
 
-def _activations(model: ModelPlan, cfg: Config, shape: ModelShape, tokens: int) -> int:
-    """Values kept for a micro-batch: each layer's input, and one layer (or all of them) in full."""
-    layer = ACTIVATIONS_PER_LAYER * shape.hidden + 3 * shape.intermediate
-    if not model.trains:
-        return tokens * layer
-    if role_model(cfg, model.role).enable_gradient_checkpointing:
-        return tokens * (shape.layers * shape.hidden + layer)
-    return tokens * shape.layers * layer
-
-
-def rollout_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
-    """What one rank holds of a rollout engine's model. rows_per_shard: rows of a whole batch."""
+def hf_rollout_lines(
+    model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int
+) -> list[MemoryLine]:
+    """What one rank holds of a transformers model that samples. rows_per_shard: rows of a whole batch."""
     rollout = cfg.actor_rollout_ref.rollout
-    width = BYTES[rollout.dtype]
+    weights, cache = _engine_bytes(model, cfg, shape, rows_per_shard)
+    return [
+        offloadable(model.name, "weights", weights, rollout.free_cache_engine, ("generate",)),
+        MemoryLine(model.name, "KV cache", cache, ("generate",)),
+    ]
+
+
+def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """What one rank holds of a vLLM engine: on a GPU its share of the device, of which weights are a part.
+
+    On a CPU weights, and the KV cache of all rows that run at once.
+    """
+    rollout = cfg.actor_rollout_ref.rollout
+    weights, cache = _engine_bytes(model, cfg, shape, rows_per_shard)
+    if cfg.trainer.device == "cpu":
+        return [
+            MemoryLine(model.name, "weights", weights),
+            MemoryLine(model.name, "KV cache", cache),
+        ]
+    if model.base not in (None, model.name):
+        return []  # one engine, and its cache, for all adapters
+    share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
+    beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
+    return [
+        MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=float(share)),
+        MemoryLine(model.name, ENGINE_PARTS[1], beside),
+    ]
+
+
+def _engine_bytes(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> tuple[int, int]:
+    """Weights, and the KV cache of a batch's rows as far as they run at once; adapters have no cache."""
+    rollout = cfg.actor_rollout_ref.rollout
+    width, tp = BYTES[rollout.dtype], model.dims.tp
     at_once = min(rows_per_shard, rollout.max_num_seqs)
     cache = 2 * shape.layers * shape.kv_width * at_once * (rollout.prompt_length + rollout.response_length)
     if model.backend == "vllm" and model.base not in (None, model.name):
-        cache = 0  # one engine, and its cache, for all adapters
-    tp = model.dims.tp
+        cache = 0
     adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
     params = (shape.params if model.base in (None, model.name) else 0) + adapter
-    return [
-        MemoryLine(model.name, "weights", -(-params // tp) * width),
-        MemoryLine(model.name, "KV cache", -(-cache // tp) * width),
-    ]
+    return -(-params // tp) * width, -(-cache // tp) * width

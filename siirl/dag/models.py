@@ -19,10 +19,12 @@ from siirl.dag.memory import (
     ModelShape,
     fsdp_lines,
     full_kl_lines,
+    head_lines,
+    hf_rollout_lines,
     micro_batch_tokens,
     micro_batches,
     read_shape,
-    rollout_lines,
+    vllm_lines,
 )
 from siirl.dag.names import suggest
 from siirl.dag.ops import FROZEN_TURNS, ModelRole
@@ -153,13 +155,16 @@ def _megatron_advice(model: ModelPlan, cfg: Config) -> list[str]:
 
 def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
     group = role_group(cfg, model.role)
+    width, words = BYTES[group.megatron.param_dtype], -(-shape.vocabulary // model.dims.tp)
     settings = MegatronMemory(
         section=group.megatron,
         optimizer_options=_optimizer_options(group),
         recompute=role_model(cfg, model.role).enable_gradient_checkpointing,
-        tokens=micro_batch_tokens(model, cfg),
+        train_tokens=micro_batch_tokens(model, cfg, trains=True) if model.trains else 0,
+        forward_tokens=micro_batch_tokens(model, cfg, trains=False),
+        head=head_lines(model, cfg, words, shape.hidden, width) if model.head == "lm" else (),
     )
-    full_kl = full_kl_lines(model, cfg, shape, rows, BYTES[group.megatron.param_dtype])
+    full_kl = full_kl_lines(model, cfg, shape, rows, width)
     return megatron_lines(model, shape, settings) + full_kl
 
 
@@ -228,12 +233,10 @@ TRAIN_BACKENDS = {
     ),
 }
 ROLLOUT_BACKENDS = {
-    "hf": Backend(_replicas, rollout_lines),
-    "vllm": Backend(_tensor_parallel_replicas, rollout_lines, groups=_along("tp"), check=_check_vllm),
+    "hf": Backend(_replicas, hf_rollout_lines),
+    "vllm": Backend(_tensor_parallel_replicas, vllm_lines, groups=_along("tp"), check=_check_vllm),
     "openai": Backend(_replicas, lambda *model: [], check=_check_openai, weights=False),
-    "sglang": Backend(
-        _tensor_parallel_replicas, rollout_lines, groups=_along("tp"), later="the sglang rollout"
-    ),
+    "sglang": Backend(_tensor_parallel_replicas, vllm_lines, groups=_along("tp"), later="the sglang rollout"),
 }
 
 

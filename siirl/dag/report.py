@@ -1,7 +1,6 @@
 """`siirl plan` as text: who runs where, which rows move, batch arithmetic, memory, and what is left out."""
 
 import itertools
-import math
 from collections.abc import Sequence
 
 from siirl.config import Config
@@ -10,7 +9,8 @@ from siirl.dag.awake import awake_shares, shares_text
 from siirl.dag.credit_words import Configs, credit_rows, speakers_of, tool_words, training_turns
 from siirl.dag.emit import ROUTING
 from siirl.dag.megatron_layers import split_layers
-from siirl.dag.memory import MemoryLine, micro_batch_tokens, read_shape
+from siirl.dag.memory import micro_batch_tokens, read_shape
+from siirl.dag.memory_words import memory_table
 from siirl.dag.models import backend_of
 from siirl.dag.plan import (
     Collect,
@@ -27,6 +27,7 @@ from siirl.dag.plan import (
     SyncWeights,
     Until,
 )
+from siirl.dag.text_table import table
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.types import Layout
 
@@ -34,8 +35,11 @@ _MOST_GROUPS = 16
 _MOST_LINES = 64  # lines of coordinates of a model
 
 
-def report(plan: Plan, configs: dict[str, Config]) -> str:
-    """The whole report; configs: the resolved configuration of each kept node."""
+def report(plan: Plan, configs: dict[str, Config], device_gib: float | None = None) -> str:
+    """The whole report; configs: the resolved configuration of each kept node.
+
+    device_gib: what a device has, if trainer.device_memory_gib does not say.
+    """
     sections = [
         ("nodes by rank", _nodes_by_rank(plan)),
         ("conversations", conversations(plan, configs)),
@@ -44,7 +48,7 @@ def report(plan: Plan, configs: dict[str, Config]) -> str:
         ("batches", _batches(plan, configs)),
         ("a step", _instructions(plan)),
         ("process groups", _groups(plan)),
-        ("memory per rank (rough)", _memory(plan, configs)),
+        ("memory per rank (estimate)", [*memory_table(plan, configs, device_gib), *_awake(plan, configs)]),
         ("left out", [f"{node}: {why}" for node, why in plan.pruned.items()]),
     ]
     head = f"plan of DAG {plan.dag_id!r} on {_count(plan.world_size, 'rank')}"
@@ -295,7 +299,7 @@ def _training(trainer: ModelPlan, cfg: Config, prompts: int, n: int, num_speaker
     ]
     per_rank = -(-rows // shards)
     if group.use_dynamic_bsz:
-        most = -(-per_rank * _row_tokens(cfg) // micro_batch_tokens(trainer, cfg))
+        most = -(-per_rank * _row_tokens(cfg) // micro_batch_tokens(trainer, cfg, trains=True))
         budget = group.ppo_max_token_len_per_gpu
         lines.append(f"-> micro-batches of up to {budget} tokens: at most about {most} on each rank")
     else:
@@ -367,24 +371,6 @@ def _groups(plan: Plan) -> list[str]:
     return lines + ([f"and {more} more"] if more else [])
 
 
-def _memory(plan: Plan, configs: dict[str, Config]) -> list[str]:
-    """A table of bytes by model and kind, for the busiest rank, or why there is none."""
-    lines: dict[str, list[MemoryLine]] = {}
-    for model in plan.models.values():
-        cfg = configs[model.node]
-        shape = read_shape(cfg, model.role)
-        if isinstance(shape, str):
-            return [f"left out: {shape}", *_awake(plan, configs)]
-        rows = engine_rows(plan, model, configs)
-        lines[model.name] = backend_of(model).memory(model, cfg, shape, rows)
-    output = [["model", *(_KINDS), "sum"]]
-    for name, entries in lines.items():
-        amounts = {entry.what: _gib(entry.num_bytes) + (" (host)" if entry.host else "") for entry in entries}
-        total = sum(entry.num_bytes for entry in entries if not entry.host)
-        output.append([name, *(amounts.get(kind, "") for kind in _KINDS), _gib(total)])
-    return table(output) + _totals(plan, lines) + _awake(plan, configs)
-
-
 def _awake(plan: Plan, configs: dict[str, Config]) -> list[str]:
     """What engines that are awake at once take of their devices."""
     return [
@@ -393,56 +379,6 @@ def _awake(plan: Plan, configs: dict[str, Config]) -> list[str]:
         for entry, talk in plan.interactions.items()
         for ranks, shares in awake_shares(talk, plan.models, configs).items()
     ]
-
-
-def engine_rows(plan: Plan, model: ModelPlan, configs: dict[str, Config]) -> int:
-    """Responses of a batch on a shard; in an interaction, the most episodes that one engine answers."""
-    interaction = next((x for x in plan.interactions.values() if model.name in x.policies), None)
-    cfg = configs[interaction.entry if interaction else model.node]
-    rows = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
-    if interaction is None:
-        return -(-rows // model.dims.dp)
-    drivers = plan.run_of(interaction.entry).ranks
-    loads = dict.fromkeys(model.ranks, 0.0)
-    for driver in drivers:
-        heads = interaction.heads(model.name, driver)
-        for head in heads:
-            loads[head] += rows / len(drivers) / len(heads)
-    return math.ceil(max(loads.values()))
-
-
-_KINDS = (
-    "parameters",
-    "weights",
-    "gradients",
-    "optimizer",
-    "optimizer on the host",
-    "gathered layers",
-    "activations",
-    "KV cache",
-    "hidden states",
-)
-
-
-def _totals(plan: Plan, lines: dict[str, list[MemoryLine]]) -> list[str]:
-    """Sums over the models that share ranks."""
-    by_models: dict[tuple[str, ...], list[int]] = {}
-    for rank in range(plan.world_size):
-        here = tuple(model.name for model in plan.models.values() if rank in set(model.ranks))
-        by_models.setdefault(here, []).append(rank)
-    totals = []
-    for names, ranks in by_models.items():
-        device = sum(entry.num_bytes for name in names for entry in lines[name] if not entry.host)
-        host = sum(entry.num_bytes for name in names for entry in lines[name] if entry.host)
-        offloaded = f", and {_gib(host)} in host memory" if host else ""
-        totals.append(f"ranks {format_ranks(ranks)}: about {_gib(device)} each{offloaded}")
-    return totals
-
-
-def _gib(num_bytes: int) -> str:
-    if num_bytes < 2**30 // 10:
-        return f"{num_bytes / 2**20:.1f} MiB"
-    return f"{num_bytes / 2**30:.1f} GiB"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -455,13 +391,3 @@ def _asks(ranks: Sequence[int]) -> str:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
-
-
-def table(rows: list[list[str]]) -> list[str]:
-    """Rows of cells as aligned lines; columns that are empty throughout are left out."""
-    columns = [index for index in range(len(rows[0])) if any(row[index] for row in rows[1:])]
-    widths = [max(len(row[index]) for row in rows) for index in columns]
-    return [
-        "  ".join(row[index].ljust(width) for index, width in zip(columns, widths, strict=True)).rstrip()
-        for row in rows
-    ]

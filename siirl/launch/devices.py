@@ -1,7 +1,8 @@
-"""How many GPUs this machine offers, without torch: a run that cannot start is refused before its workers."""
+"""The GPUs that this machine offers, without torch: a run that cannot start is refused before its workers."""
 
 import os
 import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -37,3 +38,15 @@ def count_gpus(env: Mapping[str, str], dev: Path) -> int | None:
     if any((dev / name).exists() for name in OTHER_DRIVERS):
         return None
     return sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in dev.iterdir())
+
+
+def device_memory_gib(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> float | None:
+    """Memory of the smallest NVIDIA GPU here, in GiB; None without one, or where its driver does not tell."""
+    if not count_gpus(env, dev):
+        return None
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()
+        return min(map(float, told)) / 1024
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None

@@ -4,8 +4,9 @@ import pytest
 from plan_cases import add_agent, compiled, config, run_symbolically
 
 from siirl.dag.compile import compile_plan
+from siirl.dag.memory_phases import engine_rows
 from siirl.dag.plan import Plan, Serve, SyncWeights
-from siirl.dag.report import engine_rows, report
+from siirl.dag.report import report
 from siirl.dag.spec import DagBuilder
 from siirl.errors import PlacementError
 

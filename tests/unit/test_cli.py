@@ -105,7 +105,7 @@ def test_plan_prints_and_writes_everything(capsys, tmp_path):
         "1024 prompts x 8 responses = 8192 sequences",
         "4 mini-batches of 256 prompts = 2048 sequences -> 4 optimizer steps",
         "256 micro-batches of 1 sequence on each rank",
-        "ranks 0-7: about",
+        "fits 80 GiB: yes, ",
         "reference_log_prob: nothing reads ref_log_prob: no KL is used",
     ):
         assert expected in out
