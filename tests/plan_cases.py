@@ -72,11 +72,12 @@ def run_symbolically(plan: Plan, section: str = "instructions") -> dict[str, tup
     """Run a plan on every rank without data: node -> its ranks. AssertionError where a worker would fail.
 
     Checks that every column is there when it is read, that it is dropped exactly once and none is left, that
-    the transport's columns are in the source of every reshard, that every rank that runs a node knows by then
-    that all its dependencies have run, and that every group that communicates exists.
+    the transport's columns are in the source of every reshard and row ids in a target that has columns, that
+    every rank that runs a node knows by then that all its dependencies have run on all of their ranks, and
+    that every group that communicates exists. plan_rows.Interpreter follows the rows.
     """
     store: dict[int, set[tuple[FieldKey, str]]] = {rank: set() for rank in range(plan.world_size)}
-    knows: dict[int, set[str]] = {rank: set() for rank in range(plan.world_size)}
+    knows: dict[int, set[tuple[str, int]]] = {rank: set() for rank in range(plan.world_size)}
     ran: dict[str, tuple[int, ...]] = {}
     for ins in getattr(plan, section):
         assert ins.ranks == tuple(sorted(set(ins.ranks))), f"ranks of {ins}"
@@ -93,13 +94,17 @@ def run_symbolically(plan: Plan, section: str = "instructions") -> dict[str, tup
                 for rank in ranks:
                     missing = [str(key) for key in reads if (key, source) not in store[rank]]
                     assert not missing, f"{node} on rank {rank} misses {missing}"
-                    early = [parent for parent in plan.nodes[node].dependencies if parent not in knows[rank]]
-                    assert not [p for p in early if p in _nodes(plan, section)], (
-                        f"{node} starts before {early}"
-                    )
+                    early = [
+                        (parent, other)
+                        for parent in plan.nodes[node].dependencies
+                        for other in ran.get(parent, ())
+                        if rank not in ran[parent] and (parent, other) not in knows[rank]
+                    ]
+                    assert not early, f"{node} starts before {early}"
+                    assert not set(plan.nodes[node].dependencies) & _nodes(plan, section) - ran.keys()
                 _arrive(store, ranks, writes, target)
                 for rank in ranks:
-                    knows[rank].add(node)
+                    knows[rank].add((node, rank))
                 assert node not in ran, f"{node} runs twice"
                 ran[node] = ranks
             case Serve(node, ranks):
@@ -112,6 +117,7 @@ def run_symbolically(plan: Plan, section: str = "instructions") -> dict[str, tup
                     missing = [key for key in reads if (key, source) not in store[rank]]
                     assert not missing, f"{node} on rank {rank} misses {missing}"
             case Until(_, ranks):
+                _meet(knows, ranks)
                 assert store == before, "what a round makes is freed within it"
             case SyncWeights(link, ranks):
                 assert ranks == plan.links[link].ranks
@@ -146,24 +152,17 @@ def _exchange(plan, store, knows, keys, route_name, ranks) -> None:
     for rank in source.ranks:
         for key in {*keys, *columns}:
             assert (key, route.source) in store[rank], f"{key} is not in {route.source} on rank {rank}"
-    _arrive(store, target.ranks, keys, route.target)
     for rank in target.ranks:
-        for key in columns:
-            assert (key, route.target) in store[rank] or _was_carried(plan, key, route.target)
+        there = {key.name for key, layout in store[rank] if layout == route.target}
+        assert not there or "row_id" in there, f"{route_name}: {there} are there without row_id"
+    _arrive(store, target.ranks, keys, route.target)
+    _meet(knows, ranks)
+
+
+def _meet(knows, ranks) -> None:
     everything = set().union(*(knows[rank] for rank in ranks))
     for rank in ranks:
         knows[rank] |= everything
-
-
-def _was_carried(plan: Plan, key: FieldKey, layout: str) -> bool:
-    """The column came into the layout before, and was freed since."""
-    for section in (plan.instructions, plan.validation):
-        for ins in section:
-            if isinstance(ins, Reshard) and plan.routes[ins.route].target == layout and key in ins.keys:
-                return True
-            if isinstance(ins, Run) and ins.target == layout and key in ins.writes:
-                return True
-    return False
 
 
 def moves(plan: Plan, section: str = "instructions") -> Counter[str]:

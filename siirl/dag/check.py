@@ -246,27 +246,6 @@ def check_resampling(kept: Nodes, graph: Graph, interactions: Interactions) -> N
             )
 
 
-def check_rounds(kept: Nodes, graph: Graph, depths: dict[str, int]) -> None:
-    """Nodes above one that repeats run several times a step: none of them trains, none is read past it."""
-    ancestors = graph.ancestors()
-    for node in kept.values():
-        if not node.op.repeats:
-            continue
-        for other_id in ancestors[node.id]:
-            if kept[other_id].op.side_effect or kept[other_id].op.repeats:
-                raise DagError(
-                    f"{kept[other_id]} is above {node}, which repeats what is above it until its batch is "
-                    "full: it would run several times in a step. Let it depend on that node instead."
-                )
-        for other in kept.values():
-            beside = other.id not in ancestors[node.id] and other is not node
-            if beside and other.agent == node.agent and depths[other.id] <= depths[node.id]:
-                raise DagError(
-                    f"{other} works on rows that {node} samples again until its batch is full: it would see "
-                    f"the last round only. Add {node.id!r} to the dependencies of {other.id!r}."
-                )
-
-
 def check_writers(nodes: Nodes) -> dict[FieldKey, str]:
     """The one writer of each field. DagError for a field written twice, or written over the loader's."""
     writers: dict[FieldKey, str] = {}

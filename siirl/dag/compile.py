@@ -13,7 +13,6 @@ from siirl.dag.check import (
     check_resampling,
     check_reward_models,
     check_reward_weights,
-    check_rounds,
     check_sampling,
     check_writers,
     is_reward,
@@ -37,6 +36,7 @@ from siirl.dag.node_config import with_node_config
 from siirl.dag.ops import uses_critic
 from siirl.dag.plan import Instruction, LinkPlan, ModelPlan, NodePlan, Plan, Repeat, RoutePlan
 from siirl.dag.resolve import ResolvedNode, check_node_config, resolve_nodes
+from siirl.dag.rounds import check_rounds
 from siirl.dag.serving import heads_of, place_interactions, serving_ranks
 from siirl.dag.spec import DagSpec, load_object
 from siirl.dag.yaml_file import load_dag_file
@@ -124,7 +124,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
     }
     places = place_nodes(kept, graph, models, agents, table, world_size, drivers)
     emitted = {node_id: kept[node_id] for node_id in graph.order}
-    check_rounds(emitted, graph, {node_id: place.depth for node_id, place in places.items()})
+    check_rounds(emitted, graph, places)
     serving = {entry: serving_ranks(plan, models) for entry, plan in interactions.items()}
     sections = Sections(kept, table, links, interactions, serving)
     instructions = sections.emit(graph, places)

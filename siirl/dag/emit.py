@@ -6,13 +6,16 @@ than that of their writer are carried through the nodes that change the rows in 
 
 A node that repeats is preceded by a region, Repeat to Until, of all nodes above it: its Collect stands at the
 end of the region, its Run after it.
+
+A layout has one order of rows: that of the row ids that came first. Columns that come later are laid by them,
+so they stay as long as a Reshard into the layout follows.
 """
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from siirl.dag.credit import joins_rows
+from siirl.dag.finished import Finished
 from siirl.dag.graph import Graph
 from siirl.dag.interactions import Interactions
 from siirl.dag.layouts import LayoutTable, Nodes, Place, union
@@ -46,6 +49,7 @@ def routing(level: str) -> tuple[str, ...]:
 
 
 Joins = tuple[tuple[FieldKey, str], ...]
+Touched = tuple[list[tuple[FieldKey, str]], list[tuple[FieldKey, str]]]
 
 _DECLARED = {name: position for position, name in enumerate(FIELDS)}
 
@@ -64,7 +68,6 @@ class Sections:
     serving: dict[str, Ranks]
     routes: dict[str, RoutePlan] = field(default_factory=dict)
     loaders: dict[str, LoaderPlan] = field(default_factory=dict)
-    _unions: dict[tuple[str, str], Ranks] = field(default_factory=dict)
 
     def emit(self, graph: Graph, places: dict[str, Place]) -> tuple[Instruction, ...]:
         """The instructions that run the nodes of `graph`, in its order, regions in one piece."""
@@ -110,7 +113,8 @@ class _Section:
         self.graph = graph
         self.instructions: list[Instruction] = []
         self.homes: dict[tuple[FieldKey, str], list[str]] = {}
-        self.known_to: dict[str, int] = {}  # node -> bit set of ranks
+        self.finished = Finished(layout.ranks for layout in shared.table.by_id.values())
+        self.until: dict[str, str] = {}  # node of a region that has ended -> the node that repeated it
         nodes = [shared.nodes[node_id] for node_id in graph.order]
         self.carried = {node.id: self._carried(node, nodes) for node in nodes if _takes_rows(node)}
         self.loaded = self._loaded(nodes)
@@ -127,6 +131,8 @@ class _Section:
         everyone = tuple(sorted({rank for ins in self.instructions[start:] for rank in ins.ranks}))
         self.instructions.insert(start, Repeat(node.id, everyone))
         self.instructions.append(Until(node.id, everyone))
+        self.finished.met(everyone)  # they agree that there is no further round
+        self.until |= {other.id: node.id for other in inside}
         self._run(node, (), ())
 
     def add(self, node: ResolvedNode) -> None:
@@ -141,8 +147,8 @@ class _Section:
             return (), ()
         level, carried = self.shared.level(place.source), self.carried.get(node.id, ())
         joined = [key for key in node.reads if joins_rows(node, key, self.shared.nodes)]
-        reads = _ordered({*node.reads, *carried}.difference(joined))
         columns = [FieldKey(place.data_agent, name) for name in routing(level)]
+        reads = _ordered({*node.reads, *carried}.difference(joined) or columns[:1])
         self._bring(node, _ordered({*reads, *columns}), place.source, level)
         joins = self._join(node, _ordered(joined), self.shared.table.by_id[place.source])
         self._wait_for_parents(node, place.source)
@@ -171,7 +177,7 @@ class _Section:
         writes = _ordered({*node.writes, *self.carried.get(node.id, ())})
         self.instructions.append(Run(node.id, reads, writes, place.source, place.target, ranks, joins))
         self._arrive(writes, place.target, self.shared.level(place.target))
-        self.known_to[node.id] = _bits(ranks)
+        self.finished.ran(node.id, ranks)
 
     def _carried(self, changer: ResolvedNode, nodes: list[ResolvedNode]) -> tuple[FieldKey, ...]:
         """Fields from above a node that changes the rows, which it hands on because one below reads them."""
@@ -246,16 +252,16 @@ class _Section:
         route = self.shared.route(source, target)
         self.instructions.append(Reshard(keys, route.name, route.ranks))
         self._arrive(keys, target, level)
-        everyone = _bits(route.ranks)
-        for node_id, ranks in self.known_to.items():
-            if ranks & everyone:
-                self.known_to[node_id] = ranks | everyone
+        self.finished.met(route.ranks)
 
     def _wait_for_parents(self, node: ResolvedNode, source: str) -> None:
-        """A node waits for a parent on other ranks even if it reads nothing of it: an exchange without it."""
+        """A node waits for a parent on other ranks even if it reads nothing of it: an exchange without it.
+
+        The rows of a region are gone after it; whoever repeated it knows that it has ended.
+        """
         layout = self.shared.table.by_id[source]
-        for parent in self.graph.parents[node.id]:
-            if not _bits(layout.ranks) & ~self.known_to[parent]:
+        for parent in dict.fromkeys(self.until.get(name, name) for name in self.graph.parents[node.id]):
+            if self.finished.is_known(parent, layout.ranks):
                 continue
             place = self.places[parent]
             level = self.shared.level(place.target)
@@ -282,11 +288,12 @@ class _Section:
 
 
 def with_frees(instructions: list[Instruction], shared: Sections) -> tuple[Instruction, ...]:
-    """The instructions, with columns dropped after the last instruction that makes or reads them."""
+    """The instructions, with columns dropped after the last instruction that makes, reads or follows them."""
+    touched = [_touched(instruction, shared) for instruction in instructions]
+    _follow_orders(instructions, touched)
     needed: set[tuple[FieldKey, str]] = set()
     backwards: list[Instruction] = []
-    for instruction in reversed(instructions):
-        used, made = _touched(instruction, shared)
+    for instruction, (used, made) in zip(reversed(instructions), reversed(touched), strict=True):
         dead: dict[str, list[FieldKey]] = {}
         for key, layout_id in dict.fromkeys([*used, *made]):
             if (key, layout_id) not in needed:
@@ -299,9 +306,18 @@ def with_frees(instructions: list[Instruction], shared: Sections) -> tuple[Instr
     return tuple(reversed(backwards))
 
 
-def _touched(
-    instruction: Instruction, shared: Sections
-) -> tuple[list[tuple[FieldKey, str]], list[tuple[FieldKey, str]]]:
+def _follow_orders(instructions: list[Instruction], touched: list[Touched]) -> None:
+    """Add to what each Reshard uses the row ids that its target has had before, which new columns follow."""
+    orders: dict[str, list[tuple[FieldKey, str]]] = {}
+    for instruction, (used, made) in zip(instructions, touched, strict=True):
+        if isinstance(instruction, Reshard):
+            used += orders.get(made[0][1], ())
+        for key, layout_id in made:
+            if key.name == "row_id":
+                orders.setdefault(layout_id, []).append((key, layout_id))
+
+
+def _touched(instruction: Instruction, shared: Sections) -> Touched:
     """(columns that an instruction reads, columns that it makes)."""
     match instruction:
         case Load(_, keys, layout):
@@ -328,12 +344,3 @@ def _takes_rows(node: ResolvedNode) -> bool:
 def _ordered(keys: Iterable[FieldKey]) -> tuple[FieldKey, ...]:
     """Keys by agent, then as FIELDS declares them, others last by name."""
     return tuple(sorted(keys, key=lambda key: (key.agent, _DECLARED.get(key.name, len(_DECLARED)), key.name)))
-
-
-@functools.lru_cache
-def _bits(ranks: Ranks) -> int:
-    """Ranks as a bit set."""
-    flags = bytearray(max(ranks) // 8 + 1)
-    for rank in ranks:
-        flags[rank // 8] |= 1 << rank % 8
-    return int.from_bytes(flags, "little")

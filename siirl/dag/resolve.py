@@ -1,5 +1,6 @@
 """Each node's configuration: the run's, with the overrides of the node applied."""
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -112,9 +113,14 @@ def _resolve(
 
 def _refuse_secrets(node: NodeSpec, cfg: Config, node_cfg: Config) -> None:
     """A plan is printed and stored: what it holds is no secret any more."""
-    for name in all_keys():
-        if name.endswith(SECRET_KEYS) and get(cfg, name) != get(node_cfg, name):
+    for name in _secret_keys():
+        if get(cfg, name) != get(node_cfg, name):
             raise DagError(f"{node}: {name} must not be in a DAG. Set it on the command line, or HF_TOKEN.")
+
+
+@functools.cache
+def _secret_keys() -> tuple[str, ...]:
+    return tuple(name for name in all_keys() if name.endswith(SECRET_KEYS))
 
 
 def check_node_config(node: ResolvedNode) -> None:

@@ -92,6 +92,10 @@ class FieldStore:
             raise DagError(self._explain_missing(key, layout_id))
         return column
 
+    def fields(self, layout_id: str) -> list[FieldKey]:
+        """The fields that are in the layout, finished or not."""
+        return [key for key, layout in self._columns if layout == layout_id]
+
     def num_rows(self, layout_id: str) -> int | None:
         """Rows of this rank in the layout; None while it has no (finished) column there."""
         return self._num_rows.get(layout_id)

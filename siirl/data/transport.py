@@ -53,13 +53,14 @@ class Transport:
         """Copy columns from layout route.source to layout route.target in the stores of the route's ranks.
 
         Collective over route.ranks, the union of both layouts' ranks; all pass the same keys. Rows stay
-        where the target layout already has them. Into an empty layout they go by target.split, in ascending
-        row_id on each shard; row_id and group_id (or the lengths) of keys[0].agent must then be in the
-        source layout. Ranks of one target shard get the same rows. Columns of unequal width are padded as
-        FIELDS declares (other fields: right, zero). If rows move, columns from a GPU land on the transport's
-        device, others on the CPU, and object values of other ranks have gone through JSON. If none does,
-        columns are shared as they are. DagError if the ranks' rows contradict each other; DeadlineError
-        after the groups' timeout.
+        where the target layout already has them, by the row_id there of keys[0].agent, else of an agent whose
+        rows pair up with its own. Into an empty layout they go by target.split, in ascending row_id on each
+        shard; row_id and group_id (or the lengths) of keys[0].agent must then be in the source layout. Ranks
+        of one target shard get the same rows. Columns of unequal width are padded as FIELDS declares (other
+        fields: right, zero). If rows move, columns from a GPU land on the transport's device, others on the
+        CPU, and object values of other ranks have gone through JSON. If none does, columns are shared as they
+        are. DagError if the ranks' rows contradict each other; DeadlineError after the groups' timeout;
+        AssertionError for columns in the target without a row_id, beside which rows would be dealt anew.
         """
         columns = [store.column(key, route.source) for key in keys] if self._rank in source.ranks else []
         headers = self._gather_headers(self._header(store, keys, columns, route, source, target), keys, route)
@@ -97,7 +98,6 @@ class Transport:
             return store.column(FieldKey(agent, name), layout_id).cpu().numpy()
 
         row_id = weight = np.empty(0, dtype=np.int64)
-        held = None
         if self._rank in source.ranks:
             row_id = numbers("row_id", route.source)
             if target.split == "group":
@@ -107,8 +107,7 @@ class Transport:
                 known = [name for name in names if (FieldKey(agent, name), route.source) in store]
                 lengths = [numbers(name, route.source) for name in known]
                 weight = sum(lengths) if lengths else np.full(len(row_id), -1)
-        if self._rank in target.ranks and (FieldKey(agent, "row_id"), route.target) in store:
-            held = numbers("row_id", route.target)
+        held = _order(store, agent, route) if self._rank in target.ranks else None
         specs = tuple(ColumnSpec.of(key.name, column) for key, column in zip(keys, columns, strict=False))
         return Header(row_id, weight, held, specs)
 
@@ -242,6 +241,21 @@ class Transport:
                 late = f"{where} waited {self._groups.timeout_s:g} s for the {what} of {others}: {error}"
                 raise DeadlineError(late) from error
             raise WorkerError(f"{where} lost {others} while exchanging {what}: {error}") from error
+
+
+def _order(store: FieldStore, agent: int, route: RoutePlan) -> np.ndarray | None:
+    """The row ids that this rank has in the target of a route, which rows that come follow; None if empty."""
+    there = store.fields(route.target)
+    orders = [key for key in there if key.name == "row_id"]
+    assert orders or not there, (
+        f"route {route.name}: layout {route.target!r} holds {', '.join(map(str, there))} without row_id: "
+        "rows that come would be dealt anew, and columns of one row be those of different rows. A plan keeps "
+        "the row_id of a layout until the last reshard into it, so this is a bug of siirl."
+    )
+    if not orders:
+        return None
+    own = FieldKey(agent, "row_id")
+    return store.column(own if own in orders else orders[0], route.target).cpu().numpy()
 
 
 def _to_bytes(column: Tensor, spec: ColumnSpec) -> Tensor:

@@ -273,6 +273,30 @@ def test_rows_go_where_the_target_layout_already_has_them():
         assert "already holds 5 rows, others than the 6" in message
 
 
+def reshard_into_columns_of_unknown_rows(rank: int, world_size: int, others: list[list[int]]) -> str | list:
+    """The target holds scores, their row_id gone; then those of another agent, whose row_id is there."""
+    store = FieldStore(10)
+    rows = simple_rows(3 * rank, 3, score=torch.arange(3.0) + 3 * rank)
+    store.put(rows, 0, "source", rows.keys())
+    theirs = {"row_id": others[rank], "score": [float(row_id) for row_id in others[rank]]}
+    store.put(make_rows(theirs), 1, "target", ["score"])
+    message = ""
+    try:
+        transport().exchange(store, [FieldKey(0, "score")], route_of(TWO, TWO), TWO, TWO)
+    except AssertionError as error:
+        message = str(error)
+    store.put(make_rows(theirs), 1, "target", ["row_id"])
+    transport().exchange(store, [FieldKey(0, "score")], route_of(TWO, TWO), TWO, TWO)
+    return [message, store.view([FieldKey(0, "score")], "target")["score"].tolist()]
+
+
+def test_rows_are_never_dealt_anew_beside_columns_of_their_layout():
+    others = [[5, 1, 2], [0, 4, 3]]
+    for rank, (message, scores) in enumerate(run_workers(reshard_into_columns_of_unknown_rows, 2, others)):
+        assert "route there: layout 'target' holds agent_1.score without row_id" in message
+        assert scores == others[rank], "rows of two agents that pair up follow one order"
+
+
 def wait_for_a_late_rank(rank: int, world_size: int) -> str:
     short = transport(1.0)
     if rank == 1:
