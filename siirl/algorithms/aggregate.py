@@ -39,7 +39,7 @@ def aggregate_loss(
     unknown mode.
     """
     mask_BT = mask_BT.bool()
-    loss_BT = torch.where(mask_BT, loss_BT, 0)
+    loss_BT = trained_only(loss_BT, mask_BT)
     rows = max(num_rows, 1.0)
     match mode:
         case "token-mean":
@@ -55,5 +55,12 @@ def aggregate_loss(
 
 def masked_row_mean(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """Mean over the trained tokens of each row, shape [B]; 0 for a row without any."""
-    mask_BT = mask_BT.bool()
-    return torch.where(mask_BT, value_BT, 0).sum(-1) / mask_BT.sum(-1).clamp(min=1)
+    return trained_only(value_BT, mask_BT).sum(-1) / mask_BT.sum(-1).clamp(min=1)
+
+
+def trained_only(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The value at trained tokens; 0, and no gradient, at all others, whatever stands there (inf, NaN).
+
+    Taken of what goes into a formula, not of what comes out: 0 times the slope of a formula at inf is NaN.
+    """
+    return torch.where(mask_BT.bool(), value_BT, 0)

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from siirl.algorithms.aggregate import trained_only
 from siirl.errors import ConfigError
 
 MAX_LOG_RATIO = 20.0  # exp of it is finite in fp32, bf16 and fp16 accumulations alike
@@ -33,17 +34,18 @@ def kl_k2(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
 
 
 def kl_k3(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
-    """Per-token k3 estimate: non-negative and unbiased. Exact: overflows where the log ratio passes 88 in
-    fp32."""
-    log_ratio_BT = ref_log_prob_BT - log_prob_BT
-    return torch.expm1(log_ratio_BT) - log_ratio_BT
+    """Per-token k3 estimate as siiRL and verl train with it: log ratio within 20 nats, estimate at most 10.
 
-
-def low_var_kl(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
-    """k3 bounded as the field trains with it: log ratio within 20 nats, estimate at most 10; no gradient
-    beyond."""
+    No gradient beyond the bounds; within them unbiased and non-negative.
+    """
     log_ratio_BT = (ref_log_prob_BT - log_prob_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (torch.expm1(log_ratio_BT) - log_ratio_BT).clamp(max=10.0)
+
+
+def kl_k3_exact(log_prob_BT: Tensor, ref_log_prob_BT: Tensor) -> Tensor:
+    """Per-token k3 estimate without bounds: overflows where the log ratio passes 88 nats in fp32."""
+    log_ratio_BT = ref_log_prob_BT - log_prob_BT
+    return torch.expm1(log_ratio_BT) - log_ratio_BT
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -53,7 +55,8 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse": kl_k2,
     "k2": kl_k2,
     "k3": kl_k3,
-    "low_var_kl": low_var_kl,
+    "low_var_kl": kl_k3,
+    "k3_exact": kl_k3_exact,
 }
 
 
@@ -96,8 +99,8 @@ def kl_in_reward(
     kl_BT is zero where the mask is. Source: "Fine-Tuning Language Models from Human Preferences" (2019),
     equation 2.
     """
-    kl_BT = kl_estimate(kl_penalty, log_prob_BT.detach(), ref_log_prob_BT)
-    kl_BT = torch.where(mask_BT.bool(), kl_BT, 0)
+    log_prob_BT = trained_only(log_prob_BT.detach(), mask_BT)
+    kl_BT = kl_estimate(kl_penalty, log_prob_BT, trained_only(ref_log_prob_BT, mask_BT))
     return reward_BT - kl_coef * kl_BT, kl_BT
 
 

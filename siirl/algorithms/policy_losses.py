@@ -3,8 +3,10 @@
 Legend: B rows of a micro-batch, T response tokens. Each is a pure function of (log_prob_BT, old_log_prob_BT,
 advantage_BT, mask_BT) and keyword-only options; it returns the loss of every token, to be aggregated by
 `aggregate_loss`. Only log_prob_BT carries gradient. With one optimizer step per rollout batch the caller may
-pass log_prob_BT.detach() as the old one. Sequence-level losses give each token of a row the row's value.
-Nothing communicates, and no token depends on another row, so any split of the rows gives the same loss.
+pass log_prob_BT.detach() as the old one. Losses of the whole row give each token the row's ratio as its value
+and the token's own log-prob as its gradient, so that weights of tokens (advantages, rollout correction) act
+on those tokens. Where the mask is False anything may stand, inf and NaN too: it counts as 0. Nothing
+communicates, and no token depends on another row, so any split of the rows gives the same loss.
 """
 
 import math
@@ -15,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from siirl.algorithms.aggregate import TokenLoss, masked_row_mean
+from siirl.algorithms.aggregate import TokenLoss, masked_row_mean, trained_only
 from siirl.algorithms.kl import MAX_LOG_RATIO
 from siirl.algorithms.registry import Registry, option_names, pick_options
 
@@ -62,11 +64,23 @@ def compute_policy_loss(
     """Run a named policy loss; it takes of `options` what it declares. ConfigError for an unknown name."""
     spec = POLICY_LOSSES.get(name)
     picked = pick_options(name, spec.fn, options)
-    return spec.fn(log_prob_BT, old_log_prob_BT, advantage_BT, mask_BT.bool(), **picked)
+    columns = (trained_only(x_BT, mask_BT) for x_BT in (log_prob_BT, old_log_prob_BT, advantage_BT))
+    return spec.fn(*columns, mask_BT.bool(), **picked)
 
 
 def _log_ratio(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
     return (log_prob_BT - old_log_prob_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _row_ratio(log_ratio_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """The geometric mean of the ratios of each row, at each of its tokens, without gradient."""
+    mean_B = masked_row_mean(log_ratio_BT.detach(), mask_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return mean_B.exp()[:, None].expand_as(log_ratio_BT)
+
+
+def _by_token(ratio_BT: Tensor, log_BT: Tensor) -> Tensor:
+    """ratio_BT as value, ratio_BT times the gradient of log_BT as gradient."""
+    return ratio_BT * (log_BT - log_BT.detach()).exp()
 
 
 def _stats(log_ratio_BT: Tensor, **columns_BT: Tensor) -> dict[str, Tensor]:
@@ -134,16 +148,17 @@ def gspo(
 ) -> TokenLoss:
     """Clipped objective of the row's length-normalised likelihood ratio (the geometric mean over its tokens).
 
-    Typical bounds are about 3e-4 and 4e-4. Source: "Group Sequence Policy Optimization" (2025), equations 5
-    and 7.
+    The token form: each token has the row's ratio s as value and s times the gradient of its own log-prob, so
+    that advantages may differ within a row; where they do not, it is the form of the row. Typical bounds are
+    about 3e-4 and 4e-4. Source: "Group Sequence Policy Optimization" (2025), equations 5, 7 and 13 to 15.
     """
-    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
-    sequence_BT = masked_row_mean(log_ratio_BT, mask_BT)[:, None].expand_as(log_ratio_BT)
-    ratio_BT = sequence_BT.exp()
+    log_ratio_BT = log_prob_BT - old_log_prob_BT
+    sequence_BT = _row_ratio(log_ratio_BT, mask_BT)
+    ratio_BT = _by_token(sequence_BT, log_prob_BT)
     plain_BT = -advantage_BT * ratio_BT
     clipped_BT = -advantage_BT * ratio_BT.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    clips = _clips(clipped_BT > plain_BT, sequence_BT)
-    stats = _stats(log_ratio_BT, **clips, sequence_ratio=ratio_BT)
+    clips = _clips(clipped_BT > plain_BT, sequence_BT.log())
+    stats = _stats(_log_ratio(log_prob_BT, old_log_prob_BT), **clips, sequence_ratio=sequence_BT)
     return TokenLoss(torch.maximum(plain_BT, clipped_BT), stats)
 
 
@@ -160,18 +175,19 @@ def gmpo(
     """Geometric mean over a row of token ratios, each clipped against the sign of the advantage, times the
     advantage.
 
-    The bounds are in log space: clip_ratio_low = clip_ratio_high = 0.4 is the paper's (e^-0.4, e^0.4).
-    Source: "Geometric-Mean Policy Optimization" (2025), equation 4.
+    The advantage is that of the row: the mean over its tokens, as published. Each token has the gradient of
+    its own ratio. The bounds are in log space: clip_ratio_low = clip_ratio_high = 0.4 is the paper's (e^-0.4,
+    e^0.4). Source: "Geometric-Mean Policy Optimization" (2025), equation 4.
     """
-    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    log_ratio_BT = log_prob_BT - old_log_prob_BT
     bounded_BT = log_ratio_BT.clamp(-clip_ratio_low, clip_ratio_high)
     sign_BT = advantage_BT.sign()
     kept_BT = sign_BT * torch.minimum(sign_BT * log_ratio_BT, sign_BT * bounded_BT)
-    ratio_B = masked_row_mean(kept_BT, mask_BT).exp()
-    advantage_B = masked_row_mean(advantage_BT, mask_BT)
-    loss_BT = (-advantage_B * ratio_B)[:, None].expand_as(log_ratio_BT)
+    ratio_BT = _by_token(_row_ratio(kept_BT, mask_BT), kept_BT)
+    loss_BT = -masked_row_mean(advantage_BT, mask_BT)[:, None] * ratio_BT
     cut_BT = (sign_BT != 0) & (sign_BT * bounded_BT < sign_BT * log_ratio_BT)
-    return TokenLoss(loss_BT, _stats(log_ratio_BT, **_clips(cut_BT, log_ratio_BT)))
+    bounded_log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    return TokenLoss(loss_BT, _stats(bounded_log_ratio_BT, **_clips(cut_BT, log_ratio_BT)))
 
 
 @register_policy_loss("cispo")
@@ -292,12 +308,28 @@ def kl_cov(
     return TokenLoss(-advantage_BT * log_ratio_BT.exp() + penalty_BT, _stats(log_ratio_BT, picked=picked_BT))
 
 
-def _outside_trust_region(
-    divergence_BT: Tensor, log_ratio_BT: Tensor, advantage_BT: Tensor, clip_divergence: float
-) -> Tensor:
-    """Tokens too far from the old policy that the advantage would move further away, bool [B, T]."""
-    moves_away_BT = log_ratio_BT.detach() * advantage_BT > 0
-    return moves_away_BT & (divergence_BT > clip_divergence)
+def _in_trust_region(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    divergence_BT: Tensor,
+    bounds: tuple[float, float],
+    ratio_cap: float,
+) -> TokenLoss:
+    """-min(r, ratio_cap) A log pi, without gradient of the weight and 0 outside the region.
+
+    A token is outside if it is further from the old policy than its bound, and A would move it further away.
+    bounds: of tokens that became less likely, and of those that became more likely.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT.detach(), old_log_prob_BT)
+    rises_BT, falls_BT = (log_ratio_BT > 0) & (advantage_BT > 0), (log_ratio_BT < 0) & (advantage_BT < 0)
+    low, high = bounds
+    cut_BT = (falls_BT & (divergence_BT > low)) | (rises_BT & (divergence_BT > high))
+    ratio_BT = log_ratio_BT.exp()
+    weight_BT = torch.where(cut_BT, 0, ratio_BT.clamp(max=ratio_cap))
+    clips = _clips(cut_BT, log_ratio_BT) | {"clip_fraction_lower": ~cut_BT & (ratio_BT > ratio_cap)}
+    stats = _stats(log_ratio_BT, **clips, divergence=divergence_BT)
+    return TokenLoss(-weight_BT * advantage_BT * log_prob_BT, stats)
 
 
 @register_policy_loss("dppo_tv")
@@ -307,21 +339,20 @@ def dppo_tv(
     advantage_BT: Tensor,
     mask_BT: Tensor,
     *,
-    clip_divergence: float,
+    clip_divergence_low: float,
+    clip_divergence_high: float,
+    ratio_cap: float,
 ) -> TokenLoss:
-    """-r A, without gradient for tokens outside a trust region of total variation.
+    """REINFORCE with a capped importance weight, without tokens outside a trust region of total variation.
 
     The divergence is that between (sampled token, all others) under both policies: |pi - pi_old| of the
-    token; a ratio bound cuts rare tokens too early and frequent ones too late. Source: DPPO, "Rethinking
-    the Trust Region in LLM Reinforcement Learning" (2026), the binary approximation.
+    token; a ratio bound cuts rare tokens too early and frequent ones too late. clip_fraction_lower: tokens
+    whose ratio the cap cuts. Source: DPPO, "Rethinking the Trust Region in LLM Reinforcement Learning"
+    (2026), the binary approximation; section 5.4 for the cap.
     """
-    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
     divergence_BT = (log_prob_BT.detach().exp() - old_log_prob_BT.exp()).abs()
-    cut_BT = _outside_trust_region(divergence_BT, log_ratio_BT, advantage_BT, clip_divergence)
-    ratio_BT = log_ratio_BT.exp()
-    loss_BT = -advantage_BT * torch.where(cut_BT, ratio_BT.detach(), ratio_BT)
-    clips = _clips(cut_BT, log_ratio_BT)
-    return TokenLoss(loss_BT, _stats(log_ratio_BT, **clips, divergence=divergence_BT))
+    bounds = (clip_divergence_low, clip_divergence_high)
+    return _in_trust_region(log_prob_BT, old_log_prob_BT, advantage_BT, divergence_BT, bounds, ratio_cap)
 
 
 @register_policy_loss("dppo_kl")
@@ -331,19 +362,18 @@ def dppo_kl(
     advantage_BT: Tensor,
     mask_BT: Tensor,
     *,
-    clip_divergence: float,
+    clip_divergence_low: float,
+    clip_divergence_high: float,
+    ratio_cap: float,
 ) -> TokenLoss:
-    """-r A, without gradient for tokens outside a trust region of KL(old || policy), in nats.
+    """The same with a trust region of KL(old || policy), in nats.
 
     The divergence is that between (sampled token, all others) under both policies. Source: as dppo_tv.
     """
-    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    log_ratio_BT = _log_ratio(log_prob_BT.detach(), old_log_prob_BT)
     old_BT, new_BT = old_log_prob_BT.double().exp(), log_prob_BT.detach().double().exp()
     rest_BT = (1 - old_BT).clamp(min=0)
     others_BT = torch.xlogy(rest_BT, rest_BT / (1 - new_BT).clamp(min=1e-12))
-    divergence_BT = (others_BT - old_BT * log_ratio_BT.detach()).to(log_prob_BT.dtype)
-    cut_BT = _outside_trust_region(divergence_BT, log_ratio_BT, advantage_BT, clip_divergence)
-    ratio_BT = log_ratio_BT.exp()
-    loss_BT = -advantage_BT * torch.where(cut_BT, ratio_BT.detach(), ratio_BT)
-    clips = _clips(cut_BT, log_ratio_BT)
-    return TokenLoss(loss_BT, _stats(log_ratio_BT, **clips, divergence=divergence_BT))
+    divergence_BT = (others_BT - old_BT * log_ratio_BT).to(log_prob_BT.dtype)
+    bounds = (clip_divergence_low, clip_divergence_high)
+    return _in_trust_region(log_prob_BT, old_log_prob_BT, advantage_BT, divergence_BT, bounds, ratio_cap)

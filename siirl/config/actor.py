@@ -16,8 +16,9 @@ from siirl.config.keys import group, key
 EMBODIED = "embodied agents"
 ULYSSES = "Ulysses sequence parallelism"
 PROFILER = "the profiler"
-KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_exact")
 STRATEGIES = ("fsdp", "megatron")
+DPPO = "loss_mode=dppo_tv|dppo_kl"
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 REMOVED_MICRO_BATCH = "a size over all ranks depends on their number; set {} (rows on each rank)"
 UNUSED_COMPILE = "the fsdp engine does not use torch.compile"
@@ -57,9 +58,10 @@ class PolicyLossConfig:
     ppo_kl_coef: float = key(0.1, "weight of the kl_cov penalty", when="loss_mode=kl_cov", low=0)
     tau_pos: float = key(1.0, "temperature of sapo's gate for positive advantages", when="loss_mode=sapo")
     tau_neg: float = key(1.05, "temperature of sapo's gate for the others", when="loss_mode=sapo")
-    clip_divergence: float = key(
-        0.15, "trust region of dppo_tv and dppo_kl", when="loss_mode=dppo_tv|dppo_kl", low=0
-    )
+    clip_divergence: float = key(0.15, "trust region of dppo_tv and dppo_kl", when=DPPO, low=0)
+    clip_divergence_low: float = key(None, "that of tokens that become less likely", when=DPPO, low=0)
+    clip_divergence_high: float = key(None, "that of tokens that become more likely", when=DPPO, low=0)
+    ratio_cap: float = key(20.0, "greatest weight of a token in dppo_tv and dppo_kl", when=DPPO, low=1)
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ class ActorConfig:
     kl_loss_coef: float = key(0.001, "its weight", when="use_kl_loss")
     kl_loss_type: str = key(
         "low_var_kl",
-        "its estimator: kl = k1, mse = k2, low_var_kl = k3, abs; full: exact, over the whole vocabulary; a "
-        "trailing + takes the gradient of k2",
+        "its estimator: kl = k1, mse = k2, low_var_kl = k3, abs; k3_exact: k3 without its bounds; full: over "
+        "the whole vocabulary; a trailing + takes the gradient of k2",
         when="use_kl_loss",
         choices=(*KL_TYPES, "full", *(name + "+" for name in (*KL_TYPES, "full"))),
     )

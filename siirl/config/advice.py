@@ -11,10 +11,16 @@ CRITIC_ESTIMATORS = ("gae", "gae_marft")
 ROW_LOSSES = ("gspo", "gmpo", "geo_mean", "sapo")
 """Policy losses whose papers average over the tokens of a response, and then over responses."""
 
+ROW_ADVANTAGES = ("gmpo", "geo_mean")
+"""Policy losses that take one advantage for a row: the mean over its tokens."""
+REWARD_TO_GO = ("reinforce_plus_plus", "remax")
+"""Built-in estimators without a critic that give a token the rewards after it."""
+
 
 def default_warnings(cfg: Config) -> Iterator[str]:
     """One line for each such default."""
     yield from _unlike_its_paper(cfg)
+    yield from _averaged_advantages(cfg)
     yield from _row_by_row(cfg)
 
 
@@ -31,6 +37,28 @@ def _unlike_its_paper(cfg: Config) -> Iterator[str]:
         yield (
             f"{mode}={default} is the default, but the paper of policy_loss.loss_mode={loss} averages over "
             f"each response first. Set {mode}=seq-mean-token-mean (or {default})."
+        )
+
+
+def _averaged_advantages(cfg: Config) -> Iterator[str]:
+    """Advantages that differ within a row, under a loss that takes their mean."""
+    loss = loss_name(cfg)
+    if loss not in ROW_ADVANTAGES:
+        return
+    algorithm = cfg.algorithm
+    estimator, credit = algorithm.adv_estimator, algorithm.credit
+    causes = [f"adv_estimator={estimator}"] if estimator in CRITIC_ESTIMATORS else []
+    if estimator in REWARD_TO_GO:
+        causes += ["use_kl_in_reward=true"] if algorithm.use_kl_in_reward else []
+        if estimator == "reinforce_plus_plus" and algorithm.gamma != 1:
+            causes.append(f"gamma={algorithm.gamma:g}")
+    causes += [f"credit.group_by=[{','.join(credit.group_by)}]"] if "turn" in credit.group_by else []
+    causes += ["credit.equal_weight=turn"] if credit.equal_weight == "turn" else []
+    if causes:
+        yield (
+            f"policy_loss.loss_mode={loss} takes the mean of a row's advantages, as its paper has one for a "
+            f"row, but algorithm.{causes[0]} gives the tokens of a row different ones: the differences are "
+            "lost. Set policy_loss.loss_mode=gspo, whose ratio is that of the row as well and keeps them."
         )
 
 

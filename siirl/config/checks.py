@@ -21,6 +21,14 @@ LOSS_KEYS = {
     "policy_drift_coeff": ("cpgd",),
 }
 """Keys of the actor that only some policy losses take, and which."""
+DPPO_LOSSES = ("dppo_tv", "dppo_kl")
+DPPO_KEYS = {
+    "clip_ratio": "clip_divergence",
+    "clip_ratio_low": "clip_divergence_low",
+    "clip_ratio_high": "clip_divergence_high",
+    "clip_ratio_c": "ratio_cap",
+}
+"""Keys of the actor that verl's DPPO reads, and the keys of policy_loss that say the same here."""
 
 
 def check_config(cfg: Config) -> None:
@@ -264,6 +272,13 @@ def _loss(cfg: Config) -> Iterator[str]:
             f"actor_rollout_ref.actor.use_cpgd_loss=true and policy_loss.loss_mode={mode}: the first is "
             "short for policy_loss.loss_mode=cpgd. Set one of them."
         )
+    for name, key in DPPO_KEYS.items() if mode in DPPO_LOSSES else ():
+        if f"actor_rollout_ref.actor.{name}" in cfg.explicit:
+            yield (
+                f"actor_rollout_ref.actor.{name}={getattr(actor, name):g} with policy_loss.loss_mode={mode}: "
+                "its bounds are divergences, not ratios, and have keys of their own. Set "
+                f"actor_rollout_ref.actor.policy_loss.{key} instead."
+            )
     if actor.clip_ratio_c <= 1:
         yield (
             f"actor_rollout_ref.actor.clip_ratio_c={actor.clip_ratio_c:g}: the dual clip bounds ratios above "

@@ -96,6 +96,8 @@ FOLLOWS: dict[str, str] = {
     f"{POLICY}.actor.data_loader_seed": "${trainer.seed}",
     f"{POLICY}.actor.clip_ratio_low": f"${{{POLICY}.actor.clip_ratio}}",
     f"{POLICY}.actor.clip_ratio_high": f"${{{POLICY}.actor.clip_ratio}}",
+    f"{POLICY}.actor.policy_loss.clip_divergence_low": f"${{{POLICY}.actor.policy_loss.clip_divergence}}",
+    f"{POLICY}.actor.policy_loss.clip_divergence_high": f"${{{POLICY}.actor.policy_loss.clip_divergence}}",
     f"{POLICY}.ref.strategy": f"${{{POLICY}.actor.strategy}}",
     "critic.model.path": f"${{{POLICY}.model.path}}",
     "critic.ppo_mini_batch_size": f"${{{POLICY}.actor.ppo_mini_batch_size}}",

@@ -1,10 +1,9 @@
 """The critic's ops: values of the responses, and the update that moves them towards the returns."""
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.algorithms.aggregate import aggregate_loss
+from siirl.algorithms.aggregate import aggregate_loss, trained_only
 from siirl.algorithms.stats import explained_variance, explained_variance_sums
 from siirl.algorithms.value_loss import clipped_value_loss
 from siirl.config.critic import CriticConfig
@@ -39,9 +38,8 @@ def make_value_loss_fn(critic: CriticConfig) -> LossFn:
 
     def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
         mask_BT = rows["response_mask"]
-        token = clipped_value_loss(
-            outputs.value_BT, rows["value"], rows["return_"], cliprange_value=critic.cliprange_value
-        )
+        columns = (trained_only(x, mask_BT) for x in (outputs.value_BT, rows["value"], rows["return_"]))
+        token = clipped_value_loss(*columns, cliprange_value=critic.cliprange_value)
         share = aggregate_loss(
             token.loss_BT,
             mask_BT,
@@ -53,7 +51,7 @@ def make_value_loss_fn(critic: CriticConfig) -> LossFn:
         metrics = Metrics()
         for name, value_BT in token.stats.items():
             metrics.mean(name, float(value_BT[mask_BT].sum()), float(mask_BT.sum()))
-        metrics.mean("return", float(torch.where(mask_BT, rows["return_"], 0).sum()), float(mask_BT.sum()))
+        metrics.mean("return", float(rows["return_"][mask_BT].sum()), float(mask_BT.sum()))
         weight = float(mask_BT.any(-1).sum()) / max(counts.num_rows, 1.0)
         metrics.mean("value_loss", float(share.detach()), weight)
         return share, metrics

@@ -1,6 +1,6 @@
 """The actor's loss, as the configuration composes it of the functions in siirl/algorithms."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -8,12 +8,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.algorithms.aggregate import aggregate_loss
+from siirl.algorithms.aggregate import aggregate_loss, trained_only
 from siirl.algorithms.kl import kl_estimate, straight_through
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rollout_correction import Correction, correction_stats, correction_weights
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
+from siirl.config.roles import optimizer_steps
 from siirl.dag.ops import old_log_prob_source, policy_loss_name
 from siirl.dag.spec import load_object
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
@@ -22,6 +23,7 @@ from siirl.observe.metrics import MOST_TURNS, Metrics
 BY_TURN = ("ref_kl", "approx_kl", "entropy", "clip_fraction")
 """What is also reported by speaker and by turn, in an interaction."""
 
+LOG_PROB_FIELDS = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
 OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "current": None}
 
 
@@ -33,24 +35,28 @@ def make_loss_fn(cfg: Config) -> LossFn:
     options = policy_loss_options(cfg)
     correction = rollout_correction(actor)
     old_field = OLD_LOG_PROB_FIELDS[old_log_prob_source(cfg)]
+    one_step = optimizer_steps(cfg) == 1
 
     def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
-        mask_BT, log_prob_BT = rows["response_mask"], outputs.log_prob_BT
-        old_BT = log_prob_BT.detach() if old_field is None else rows[old_field]
+        mask_BT = rows["response_mask"]
+        outputs = _of_trained(outputs, mask_BT)
+        column = {name: trained_only(rows[name], mask_BT) for name in LOG_PROB_FIELDS if name in rows.keys()}
+        log_prob_BT = outputs.log_prob_BT
+        old_BT = log_prob_BT.detach() if old_field is None else column[old_field]
         picked = {"picked_BT": rows["picked"]} if "picked" in rows.keys() else {}
         policy = compute_policy_loss(name, log_prob_BT, old_BT, rows["advantage"], mask_BT, options | picked)
         metrics = Metrics()
         terms = {"pg_loss": policy.loss_BT}
         stats = policy.stats | {"entropy": outputs.entropy_BT.detach()}
         if correction.is_used:
-            log_ratio_BT = old_BT - rows["rollout_log_prob"]
+            log_ratio_BT = old_BT - column["rollout_log_prob"]
             weight_BT = correction_weights(log_ratio_BT, mask_BT, correction)
             terms["pg_loss"] = policy.loss_BT * weight_BT
             metrics.merge(correction_stats(log_ratio_BT, weight_BT, mask_BT), "rollout_correction/")
         if actor.entropy_coeff:
             terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
         if actor.use_kl_loss:
-            kl_BT = _kl(actor.kl_loss_type, outputs, rows["ref_log_prob"])
+            kl_BT = _kl(actor.kl_loss_type, outputs, column["ref_log_prob"])
             terms["kl_loss"] = actor.kl_loss_coef * kl_BT
             stats["ref_kl"] = kl_BT.detach()
         shares = _shares(terms, mask_BT, actor.loss_agg_mode, counts)
@@ -58,11 +64,19 @@ def make_loss_fn(cfg: Config) -> LossFn:
         _report(metrics, stats, {**shares, "loss": loss}, mask_BT, counts)
         if "turn_id" in rows.keys():
             _report_turns(metrics, stats, rows)
-        if "rollout_log_prob" in rows.keys():
-            _report_rollout_difference(metrics, (old_BT - rows["rollout_log_prob"])[mask_BT])
+        if "rollout_log_prob" in column and (one_step or old_field == "old_log_prob"):
+            ours_BT = log_prob_BT.detach() if one_step else old_BT
+            _report_rollout_difference(metrics, (ours_BT - column["rollout_log_prob"])[mask_BT])
         return loss, metrics
 
     return loss_fn
+
+
+def _of_trained(outputs: TokenOutputs, mask_BT: Tensor) -> TokenOutputs:
+    """The outputs at trained tokens, 0 elsewhere."""
+    found = {item.name: getattr(outputs, item.name) for item in fields(outputs)}
+    kept = {name: trained_only(value_BT, mask_BT) for name, value_BT in found.items() if value_BT is not None}
+    return replace(outputs, **kept)
 
 
 def _kl(name: str, outputs: TokenOutputs, ref_log_prob_BT: Tensor) -> Tensor:
@@ -100,7 +114,9 @@ def policy_loss_options(cfg: Config) -> dict[str, Any]:
         "policy_drift_coeff": actor.policy_drift_coeff,
         "tau_pos": policy_loss.tau_pos,
         "tau_neg": policy_loss.tau_neg,
-        "clip_divergence": policy_loss.clip_divergence,
+        "clip_divergence_low": policy_loss.clip_divergence_low,
+        "clip_divergence_high": policy_loss.clip_divergence_high,
+        "ratio_cap": policy_loss.ratio_cap,
         "clip_cov_ratio": policy_loss.clip_cov_ratio,
         "clip_cov_lb": policy_loss.clip_cov_lb,
         "clip_cov_ub": policy_loss.clip_cov_ub,
@@ -149,7 +165,11 @@ def _report_turns(metrics: Metrics, stats: dict[str, Tensor], rows: TensorDict) 
 
 
 def _report_rollout_difference(metrics: Metrics, difference_N: Tensor) -> None:
-    """Distance of the trainer's log-probs from the rollout engine's under the same weights, in nats."""
+    """Distance of the trainer's log-probs from the rollout engine's under the same weights, in nats.
+
+    Where the trainer computes none before the step (recompute_old_log_prob=False) those of the step itself
+    are, if the batch gets one; with several steps the weights differ, and there is nothing to report.
+    """
     metrics.mean("rollout_log_prob_diff", float(difference_N.abs().sum()), len(difference_N))
     if len(difference_N):
         metrics.max("rollout_log_prob_diff_max", float(difference_N.abs().max()))

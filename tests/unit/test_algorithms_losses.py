@@ -20,7 +20,9 @@ OPTIONS = {
     "tau_pos": 1.0,
     "tau_neg": 1.25,  # exact in fp32, in which TRL holds it
     "policy_drift_coeff": 0.4,
-    "clip_divergence": 0.1,
+    "clip_divergence_low": 0.1,
+    "clip_divergence_high": 0.07,
+    "ratio_cap": 1.9,
     "ppo_kl_coef": 0.7,
 }
 B, T = 8, 7
@@ -75,8 +77,10 @@ def scalar_loss(name: str, lp: Tensor, old: float, adv: float, picked: bool) -> 
     p, q = math.exp(lp.item()), math.exp(old)
     kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
     divergence = abs(p - q) if name == "dppo_tv" else kl
-    away = (adv > 0 and p > q) or (adv < 0 and p < q)
-    return -adv * (r.item() if away and divergence > OPTIONS["clip_divergence"] else r)
+    outside = (adv > 0 and p > q and divergence > OPTIONS["clip_divergence_high"]) or (
+        adv < 0 and p < q and divergence > OPTIONS["clip_divergence_low"]
+    )
+    return -adv * lp * (0.0 if outside else min(r.item(), OPTIONS["ratio_cap"]))
 
 
 def row_loss(name: str, lp: Tensor, old: Tensor, adv: Tensor) -> Tensor:
@@ -148,6 +152,90 @@ def test_a_sequence_loss_equals_its_paper_in_value_and_gradient(name, seed):
     loss, grad = ours(name, b, POLICY_LOSSES.get(name).paper_mode)
     torch.testing.assert_close(loss, want.detach(), **CLOSE)
     torch.testing.assert_close(grad, torch.autograd.grad(want, log_prob)[0], **CLOSE)
+
+
+def with_token_credit(seed: int) -> dict[str, Tensor]:
+    """The batch with advantages that differ from token to token."""
+    b, generator = batch(seed), torch.Generator().manual_seed(seed + 100)
+    return b | {"advantage": torch.randn(B, T, generator=generator, dtype=torch.float64)}
+
+
+def gspo_token(lp: Tensor, old: Tensor, adv: Tensor, weight: Tensor) -> Tensor:
+    """The loss of a row by the GSPO paper's equations 13 and 14; weight: a further factor of each token."""
+    low, high = OPTIONS["clip_ratio_low"], OPTIONS["clip_ratio_high"]
+    row = torch.exp((lp - old).mean()).item()
+    terms = []
+    for t in range(len(lp)):
+        s = row * torch.exp(lp[t]) / torch.exp(lp[t]).item()
+        held = min(max(s, 1 - low), 1 + high)
+        terms.append(-min(s * adv[t], held * adv[t]) * weight[t])
+    return sum(terms) / len(terms)
+
+
+def gmpo_token(lp: Tensor, old: Tensor, adv: Tensor, weight: Tensor) -> Tensor:
+    """GMPO's gradient written out: each token's own, times the row's ratio and mean advantage."""
+    low, high = OPTIONS["clip_ratio_low"], OPTIONS["clip_ratio_high"]
+    kept = []
+    for t in range(len(lp)):
+        d, sign = lp[t] - old[t], float(adv[t].sign())
+        kept.append(sign * min(sign * d, sign * min(max(d, -low), high)))
+    kept = [torch.as_tensor(x, dtype=torch.float64) for x in kept]
+    ratio = math.exp(sum(x.item() for x in kept) / len(kept))
+    terms = [ratio * weight[t] * (1 + kept[t] - kept[t].item()) for t in range(len(lp))]
+    return -adv.mean() * sum(terms) / len(terms)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_a_sequence_loss_keeps_the_weight_of_each_token(name, seed):
+    """Advantages by token (GSPO), and weights by token, as rollout correction has them (both)."""
+    b = with_token_credit(seed)
+    weight = torch.rand(B, T, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    log_prob = b["log_prob"].clone().requires_grad_()
+    row = {"gspo": gspo_token, "gmpo": gmpo_token}[name]
+    keep = [m for m in b["mask"] if m.any()]
+    columns = [
+        [x[m] for x, m in zip(col[b["mask"].any(-1)], keep, strict=True)]
+        for col in (log_prob, b["old"], b["advantage"], weight)
+    ]
+    want = sum(row(*cells) for cells in zip(*columns, strict=True)) / len(keep)
+    want_grad = torch.autograd.grad(want, log_prob)[0]
+    leaf = b["log_prob"].clone().requires_grad_()
+    token = compute_policy_loss(name, leaf, b["old"], b["advantage"], b["mask"], OPTIONS)
+    loss = aggregate_loss(token.loss_BT * weight, b["mask"], "seq-mean-token-mean", 1.0, len(keep), 32)
+    torch.testing.assert_close(loss, want, **CLOSE)
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], want_grad, **CLOSE)
+
+
+def test_gspo_does_not_spread_the_credit_of_a_token_over_its_row():
+    log_prob = torch.full((1, 4), -1.0, dtype=torch.float64, requires_grad=True)
+    advantage = torch.tensor([[1.0, -1.0, 0.5, 0.0]], dtype=torch.float64)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    token = compute_policy_loss("gspo", log_prob, log_prob.detach(), advantage, mask, OPTIONS)
+    grad = torch.autograd.grad(token.loss_BT.sum(), log_prob)[0]
+    torch.testing.assert_close(grad, -advantage, **CLOSE)
+
+
+def verl_dppo(b: dict[str, Tensor], divergence: Tensor, low: float, high: float, cap: float) -> Tensor:
+    """verl's gradient of DPPO: -A min(r, cap) inside the region, by its bounds on what A moves away from."""
+    p, q = b["log_prob"].exp(), b["old"].exp()
+    inside = torch.where(b["advantage"] > 0, (divergence <= high) | (p <= q), (divergence <= low) | (p >= q))
+    weight = (p / q).clamp(max=cap) * inside * b["mask"]
+    return -b["advantage"] * weight / b["mask"].sum()
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize(("low", "high", "cap"), [(0.1, 0.1, 20.0), (0.02, 0.3, 20.0), (0.3, 0.02, 1.2)])
+def test_dppo_has_the_gradient_of_verls_within_its_bounds_and_cap(name, low, high, cap):
+    b = batch(4)
+    b["old"][0, 0], b["log_prob"][0, 0], b["advantage"][0] = -14.0, -1.2, -0.7  # a ratio of 362,217
+    b["mask"][0, 0] = True
+    p, q = b["log_prob"].exp(), b["old"].exp()
+    kl = q * (b["old"] - b["log_prob"]) + (1 - q) * torch.log((1 - q) / (1 - p))
+    want = verl_dppo(b, (p - q).abs() if name == "dppo_tv" else kl, low, high, cap)
+    _, grad = ours(name, b, clip_divergence_low=low, clip_divergence_high=high, ratio_cap=cap)
+    torch.testing.assert_close(grad, want, **CLOSE)
+    assert grad[0, 0] == pytest.approx(0.7 * cap / int(b["mask"].sum()))
 
 
 def trl_loss(b: dict[str, Tensor], loss_type: str, **settings) -> tuple[Tensor, Tensor]:
@@ -239,7 +327,7 @@ def test_clip_statistics_count_the_tokens_that_lose_their_gradient():
     grad = torch.autograd.grad(token.loss_BT.sum(), log_prob)[0]
     cut = (token.stats["clip_fraction"] + token.stats["clip_fraction_lower"]) > 0
     assert token.stats["clip_fraction"].sum() > 0 and token.stats["clip_fraction_lower"].sum() > 0
-    assert torch.equal(cut, (grad == 0) & (b["advantage"] != 0))
+    assert torch.equal(cut, (grad == 0) & (b["advantage"] != 0) & b["mask"])
     assert not any(stat.requires_grad for stat in token.stats.values())
 
 

@@ -4,14 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from plan_cases import compiled, config, template_plan
 
 from siirl.algorithms import turns
-from siirl.algorithms.advantages import ADVANTAGES
+from siirl.algorithms.advantages import ADVANTAGES, compute_advantage
 from siirl.algorithms.aggregate import AGGREGATIONS
 from siirl.algorithms.kl import KL_ESTIMATORS
 from siirl.algorithms.policy_losses import POLICY_LOSSES
-from siirl.config import load_config, with_overrides
+from siirl.config import effect_warnings, load_config, with_overrides
 from siirl.config.actor import AGGREGATIONS as CONFIGURED_AGGREGATIONS
 from siirl.config.advice import ROW_LOSSES
 from siirl.config.checks import GROUP_BASELINES, LOSS_KEYS, check_config
@@ -113,6 +114,51 @@ def test_old_log_probs_are_computed_where_a_loss_needs_them(name):
     """With one optimizer step a batch only the losses that pick tokens before it need the pass."""
     plan = compiled(load_dag_file(TEMPLATES / "grpo.yaml"), 2, f"{LOSS}={name}")
     assert ("actor_old_log_prob" in plan.nodes) == (name in PICKING_LOSSES)
+
+
+def rewards_at_the_end() -> dict[str, torch.Tensor]:
+    """What estimators read: rows of one turn, each with a reward at its last token."""
+    rows, width = 6, 4
+    mask = torch.ones(rows, width, dtype=torch.bool)
+    return {
+        "reward": torch.nn.functional.pad(torch.tensor([[1.0], [0], [0.5], [1], [0], [0]]), (width - 1, 0)),
+        "response_mask": mask,
+        "group_id": torch.arange(rows) // 3,
+        "value": torch.linspace(0, 1, rows * width).view(rows, width) ** 2,
+        "baseline_score": torch.zeros(rows),
+        "turn_id": torch.arange(width).div(2, rounding_mode="floor").expand(rows, width),
+        "episode_id": torch.arange(rows),
+        "other_turns": turns.NO_TURNS,
+    }
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_gmpo_is_told_of_where_the_advantages_of_a_row_differ(name, gamma):
+    """And only there: what the check says of an estimator is what the estimator does."""
+    options = {"norm_adv_by_std_in_grpo": True, "gamma": gamma, "lam": 0.9}
+    options["weight_factor_in_cpgd"] = "STD_weight"
+    found = compute_advantage(name, rewards_at_the_end(), options).advantage_BT
+    differ = bool((found != found[:, :1]).any())
+    for loss in POLICY_LOSSES.names():
+        cfg = config(f"{LOSS}={loss}", f"{ADVANTAGE}={name}", f"algorithm.gamma={gamma}")
+        said = [line for line in effect_warnings(cfg) if "mean of a row's advantages" in line]
+        assert len(said) == (differ and loss in ("gmpo", "geo_mean")), (loss, said)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "keys"),
+    [
+        ("reinforce_plus_plus", ["algorithm.use_kl_in_reward=true"]),
+        ("remax", ["algorithm.use_kl_in_reward=true"]),
+        ("grpo", ["algorithm.credit.group_by=[task,turn]"]),
+        ("grpo", ["algorithm.credit.equal_weight=turn"]),
+    ],
+)
+def test_gmpo_is_told_of_credit_by_token_and_turn(estimator, keys):
+    keys = [f"{ADVANTAGE}={estimator}", f"{LOSS}=gmpo", *keys]
+    assert any("mean of a row's advantages" in line for line in effect_warnings(config(*keys)))
+    assert not any("mean of a row's" in line for line in effect_warnings(config(*keys, f"{LOSS}=gspo")))
 
 
 @pytest.mark.parametrize("kl", [None, "k3", "full", "full+"])

@@ -47,7 +47,9 @@ OPTIONS = {
     "tau_pos": 1.0,
     "tau_neg": 1.1,
     "policy_drift_coeff": 0.1,
-    "clip_divergence": 0.05,
+    "clip_divergence_low": 0.05,
+    "clip_divergence_high": 0.08,
+    "ratio_cap": 1.5,
     "ppo_kl_coef": 0.3,
 }
 
@@ -66,7 +68,7 @@ def exact_kl(p: Tensor, q: Tensor) -> Tensor:
     return (p * (p.log() - q.log())).sum(-1)
 
 
-@pytest.mark.parametrize("name", ["k1", "k3", "kl"])
+@pytest.mark.parametrize("name", ["k1", "k3", "k3_exact", "kl"])
 def test_k1_and_k3_have_the_kl_as_their_expectation(name):
     policy, reference = two_policies()
     estimates = kl_estimate(name, policy.log_softmax(-1), reference.log_softmax(-1))
@@ -74,7 +76,9 @@ def test_k1_and_k3_have_the_kl_as_their_expectation(name):
     torch.testing.assert_close(expectation, exact_kl(policy, reference), **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["kl+", "k1+", "abs+", "mse+", "k2+", "k3+", "low_var_kl+", "k2"])
+@pytest.mark.parametrize(
+    "name", ["kl+", "k1+", "abs+", "mse+", "k2+", "k3+", "k3_exact+", "low_var_kl+", "k2"]
+)
 def test_the_straight_through_gradient_is_that_of_the_kl_in_expectation(name):
     policy, reference = two_policies()
     estimates = kl_estimate(name, policy.log_softmax(-1), reference.log_softmax(-1))
@@ -91,10 +95,10 @@ def test_a_kl_estimate_follows_its_formula(name):
         "kl": lambda d: d,
         "abs": abs,
         "mse": lambda d: d * d / 2,
-        "k3": lambda d: math.exp(-d) - 1 + d,
-        "low_var_kl": lambda d: min(math.exp(-max(-20.0, min(20.0, d))) - 1 + max(-20.0, min(20.0, d)), 10.0),
+        "k3": lambda d: min(math.exp(-max(-20.0, min(20.0, d))) - 1 + max(-20.0, min(20.0, d)), 10.0),
+        "k3_exact": lambda d: math.exp(-d) - 1 + d,
     }
-    formula = formulas[{"k1": "kl", "k2": "mse"}.get(name, name)]
+    formula = formulas[{"k1": "kl", "k2": "mse", "low_var_kl": "k3"}.get(name, name)]
     for difference in (-30.0, -3.0, -1e-3, 0.0, 0.5, 4.0, 40.0):
         ref = torch.tensor([-2.0], dtype=torch.float64)
         got = kl_estimate(name, ref + difference, ref)
@@ -105,11 +109,16 @@ def test_the_configuration_offers_the_estimators_that_exist():
     assert set(KL_TYPES) == set(KL_ESTIMATORS)
 
 
-def test_low_var_kl_is_finite_where_k3_is_not():
+@pytest.mark.parametrize("name", ["k3", "low_var_kl"])
+def test_k3_is_bounded_as_scripts_of_siirl_and_verl_expect_it(name):
     far = torch.tensor([-200.0], requires_grad=True)
-    kl = kl_estimate("low_var_kl", far, torch.zeros(1))
+    kl = kl_estimate(name, far, torch.zeros(1))
     assert kl.item() == 10.0 and torch.autograd.grad(kl.sum(), far)[0].item() == 0.0
-    assert kl_estimate("k3", far, torch.zeros(1)).isinf()
+    in_reward, _ = kl_in_reward(
+        torch.zeros(1, 1), far[None], torch.zeros(1, 1), torch.ones(1, 1), kl_penalty=name, kl_coef=0.1
+    )
+    assert in_reward.item() == pytest.approx(-1.0)
+    assert kl_estimate("k3_exact", far, torch.zeros(1)).isinf()
 
 
 def both_logits(seed: int = 0) -> tuple[Tensor, ...]:

@@ -24,6 +24,30 @@ def configured(overrides: list[str]) -> Config:
     return with_overrides(good(), {name: yaml.safe_load(value) for name, _, value in pairs})
 
 
+VERL_DPPO = {
+    "clip_ratio": "clip_divergence",
+    "clip_ratio_low": "clip_divergence_low",
+    "clip_ratio_high": "clip_divergence_high",
+    "clip_ratio_c": "ratio_cap",
+}
+
+
+@pytest.mark.parametrize("loss", ["dppo_tv", "dppo_kl"])
+def test_the_keys_that_verls_dppo_reads_are_refused_with_ours_by_name(loss):
+    mode = f"{ACTOR}.policy_loss.loss_mode={loss}"
+    theirs = [f"{ACTOR}.{name}=0.3" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")]
+    with pytest.raises(ConfigError) as refused:
+        check_config(configured([mode, *theirs, f"{ACTOR}.clip_ratio_c=20"]))
+    for name, key in VERL_DPPO.items():
+        assert f"{ACTOR}.{name}=" in str(refused.value) and f"policy_loss.{key} instead" in str(refused.value)
+    prefix = f"{ACTOR}.policy_loss"
+    cfg = configured([mode, f"{prefix}.clip_divergence=0.3", f"{prefix}.clip_divergence_high=0.4"])
+    check_config(cfg)
+    assert effect_warnings(cfg) == []
+    picked = cfg.actor_rollout_ref.actor.policy_loss
+    assert (picked.clip_divergence_low, picked.clip_divergence_high, picked.ratio_cap) == (0.3, 0.4, 20.0)
+
+
 def test_a_sound_configuration_passes_without_warnings():
     cfg = good()
     check_config(cfg)
