@@ -1,4 +1,4 @@
-"""The console script: siirl check | plan | run | export | convert | trace.
+"""The console script: siirl check | plan | run | migrate | export | convert | trace.
 
 A user error is one message and exit code 2. check and plan need neither torch nor devices; run, export and
 convert import what they need when they are called.
@@ -6,9 +6,11 @@ convert import what they need when they are called.
 
 import argparse
 import importlib
+import io
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 from siirl.config import Config, load_config
@@ -22,10 +24,16 @@ from siirl.dag.plan import Plan
 from siirl.dag.report import report
 from siirl.data.local_models import with_local_configs
 from siirl.data.model_files import check_lengths, check_reward_model
-from siirl.errors import CheckpointError, ConfigError, DataError
+from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.launch.devices import device_memory_gib
 from siirl.launch.preflight import check_code, check_inputs, check_resumed
+from siirl.migrate.files import read_source, translate_source
+from siirl.migrate.page import page
+from siirl.migrate.translate import ORIGINS
 from siirl.observe.trace import merge_trace
+
+VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
+"""A variable of a script on the command line of `siirl migrate`: settings have small letters and dots."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["run"]:
             return _run(argv[1:])
         args, overrides = parse_settings(_parser(), argv)
-        args.command(args, overrides)
+        outcome.code = args.command(args, overrides) or 0
     return outcome.code
 
 
@@ -101,6 +109,30 @@ def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
 def _run(argv: list[str]) -> int:
     """The main job, which lies above this file: found by name when it is asked for."""
     return importlib.import_module("siirl.main_dag").main(argv)
+
+
+def _migrate(args: argparse.Namespace, overrides: list[str]) -> int:
+    """Prints the command; 1 if something of the script cannot be had, or the command is not accepted."""
+    variables = [item.partition("=") for item in overrides if VARIABLE.match(item)]
+    settings = [item for item in overrides if not VARIABLE.match(item)]
+    path = Path(args.file)
+    source = read_source(path, {name: value for name, _, value in variables}, settings)
+    translation = translate_source(source)
+    command = [*translation.options, *(f"{item.name}={item.value}" for item in translation.written())]
+    warnings, outcome = io.StringIO(), ["`siirl check --elsewhere` accepts the command."]
+    accepted = True
+    try:
+        checked, rest = parse_settings(_parser(), ["check", "--elsewhere", *command])
+        with redirect_stderr(warnings):
+            _compiled(checked, rest)
+    except UserError as error:
+        accepted, outcome = (
+            False,
+            ["`siirl check --elsewhere` refuses the command:", *str(error).splitlines()],
+        )
+    title = f"siirl's command for {path.name} ({ORIGINS[source.origin]})"
+    print_text(page(title, translation, source.open, [*outcome, *warnings.getvalue().splitlines()]))
+    return 0 if accepted and not translation.of("impossible") else 1
 
 
 def _export(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -169,6 +201,14 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")
             sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")
     commands.add_parser("run", help="train: the same as python -m siirl.main_dag", add_help=False)
+    migrate = commands.add_parser(
+        "migrate", help="turn a launch script or YAML file of siiRL or verl into a command of siirl"
+    )
+    migrate.add_argument("file", help="a script, which is read and never run, or a YAML file of keys")
+    migrate.add_argument(
+        "overrides", nargs="*", metavar="NAME=value", help="variables of the script, and further settings"
+    )
+    migrate.set_defaults(command=_migrate)
     export = commands.add_parser("export", help="turn a checkpoint into a Hugging Face model")
     export.add_argument("checkpoint", help="directory of a checkpoint: .../global_step_N")
     export.add_argument("out", help="directory of the model")

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+from siirl.config.foreign import foreign, foreign_hint
 from siirl.config.resolve import ALIASES, FOLLOWS, expand_aliases, followed_value, get
 from siirl.config.root import Config, all_groups, all_keys
 from siirl.config.values import SECRET_KEYS, check_available, closest, convert, plain
@@ -98,8 +99,12 @@ def split_name(name: str) -> tuple[str, str]:
     for end in range(len(parts) - 1, 0, -1):
         head = ".".join(parts[:end])
         if head in keys and keys[head].is_map:
+            moved = foreign(name)
+            if moved is not None and (moved[1] or moved[0].harmless):
+                raise ConfigError(f"{name} would have no effect.{foreign_hint(name)}")
             return head, ".".join(parts[end:])
-    raise ConfigError(f"unknown key {name!r}: no key or map of this name exists.{closest(name, keys)}")
+    hint = foreign_hint(name) or closest(name, keys)
+    raise ConfigError(f"unknown key {name!r}: no key or map of this name exists.{hint}")
 
 
 def _flatten(updates: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], set[str]]:

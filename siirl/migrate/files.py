@@ -1,0 +1,122 @@
+"""A launch script or a YAML file of siiRL or verl, read and translated."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from siirl.errors import ConfigError
+from siirl.migrate.script import read_script
+from siirl.migrate.shell_words import UNKNOWN
+from siirl.migrate.translate import MEGATRON_NAMES, Translation, translate
+
+FILL_IN = "FILL_IN"
+PLACEHOLDER = re.compile(r"(?<!\$)\{[A-Za-z][\w ]*\}")
+INTERPOLATION = re.compile(r"\$\{(?:oc\.select:)?([\w.]+)(?:,([^}]*))?\}")
+SCALARS = {True: "true", False: "false", None: "null"}
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a file asks for: its origin, the arguments of its command, and what it leaves open.
+
+    open: text -> the settings that hold it: places to fill in, or variables that nobody set.
+    """
+
+    origin: str
+    arguments: tuple[str, ...]
+    open: Mapping[str, tuple[str, ...]]
+
+
+def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -> Source:
+    """The settings of a script (anything but .yaml and .yml) or of a YAML file of keys.
+
+    given: environment variables of the script. settings: what is put behind it. ConfigError if it cannot be
+    read or holds no settings.
+    """
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Name a launch script or a YAML file.") from None
+    if path.suffix in (".yaml", ".yml"):
+        return _from_yaml(path, text, settings)
+    launch = read_script(text, given, settings)
+    left: dict[str, list[str]] = {}
+    arguments = []
+    for argument in launch.arguments:
+        name = argument.partition("=")[0].lstrip("+")
+        for found in UNKNOWN.finditer(argument):
+            left.setdefault(launch.variables.unknown[int(found[1])], []).append(name)
+        argument = UNKNOWN.sub(FILL_IN, argument)
+        for found in PLACEHOLDER.finditer(argument):
+            left.setdefault(found[0], []).append(name)
+        arguments.append(argument)
+    return Source(launch.origin, tuple(arguments), {text: tuple(names) for text, names in left.items()})
+
+
+def translate_source(source: Source) -> Translation:
+    """The settings of a source for siirl."""
+    return translate(source.origin, source.arguments)
+
+
+def _from_yaml(path: Path, text: str, settings: Sequence[str]) -> Source:
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{path} holds no mapping of keys. Name a launch script, or a YAML file of settings."
+        )
+    if "nodes" in tree:
+        raise ConfigError(
+            f"{path} is a workflow: set dag.workflow_path={path}. `siirl check dag.workflow_path={path} "
+            "key=value ...` says whether it works with your settings, and which nodes are left out."
+        )
+    defaults = [str(item) for item in tree.pop("defaults", []) or []]
+    tree.pop("hydra", None)
+    leaves = dict(_leaves(tree, ""))
+    resolved = {name: _resolved(value, leaves, 0) for name, value in leaves.items()}
+    origin = "siirl" if "dag" in tree or "ppo_dag_trainer" in defaults or "ray_init" in tree else "verl"
+    named = next((name for name in defaults if name in MEGATRON_NAMES), None)
+    options = [f"--config-name={named}"] if named else []
+    arguments = [
+        f"{name}={_text(value)}" for name, value in resolved.items() if not name.endswith("_target_")
+    ]
+    return Source(origin, (*options, *arguments, *settings), {})
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _resolved(value: Any, leaves: Mapping[str, Any], depth: int) -> Any:
+    """The value with ${key} of the same file put in; what is not there stays."""
+    if not isinstance(value, str) or depth > 20:
+        return value
+    whole = INTERPOLATION.fullmatch(value)
+    if whole and whole[1] in leaves:
+        return _resolved(leaves[whole[1]], leaves, depth + 1)
+    if whole and whole[2] is not None:
+        return yaml.safe_load(whole[2])
+
+    def put_in(found: re.Match[str]) -> str:
+        inner = leaves.get(found[1])
+        return found[0] if inner is None else _text(_resolved(inner, leaves, depth + 1))
+
+    return INTERPOLATION.sub(put_in, value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return SCALARS[value]
+    if isinstance(value, list):
+        return "[" + ",".join(_text(item) for item in value) + "]"
+    return "{}" if value == {} else str(value)

@@ -1,0 +1,250 @@
+"""The settings that a launch script hands to siiRL, verl or siirl, found by reading it as bash would."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from siirl.errors import ConfigError
+from siirl.migrate.shell_syntax import (
+    ASSIGNMENT,
+    Array,
+    Case,
+    Chain,
+    Command,
+    Function,
+    Group,
+    If,
+    Loop,
+    Statement,
+    parse,
+)
+from siirl.migrate.shell_words import UNKNOWN, Variables, expand, expand_text
+
+MODULES = {
+    "siirl.main_dag": "siirl",
+    "siirl.client.main_dag": "siirl",
+    "verl.trainer.main_ppo": "verl",
+    "verl.trainer.main_ppo_sync": "verl",
+}
+"""What is run -> whose settings those are."""
+DECLARING = ("export", "local", "declare", "readonly", "typeset")
+LENGTH_LIMIT = 2_000_000
+DEPTH_LIMIT = 30
+
+
+@dataclass(frozen=True)
+class Launch:
+    """origin: siirl or verl. arguments: all that follows the module. variables: as they are at that place."""
+
+    origin: str
+    arguments: tuple[str, ...]
+    variables: Variables
+
+
+def read_script(text: str, given: Mapping[str, str], settings: Sequence[str] = ()) -> Launch:
+    """The last training command that the script would run, its arguments expanded.
+
+    given: environment variables. settings: what the user would write behind the script's name. Conditions are
+    followed where they are known; one that is not counts as true, unless its branch ends the script. A script
+    whose functions are never called is read as if each were. ConfigError if there is no training command.
+    """
+    if len(text) > LENGTH_LIMIT:
+        raise ConfigError(
+            f"the script has {len(text)} characters: launch scripts are shorter. Check the file."
+        )
+    reader = _Reader(Variables({"HOME": "~", **given}, list(settings)))
+    reader.run(parse(text))
+    if reader.launch is None:
+        for body in list(reader.functions.values()):
+            reader.stopped = False
+            reader.run(body)
+    if reader.launch is None:
+        known = ", ".join(MODULES)
+        why = f" It ends before: {reader.ended}." if reader.ended else ""
+        raise ConfigError(f"no training command was found (a module of {known}).{why} Is it a launch script?")
+    return reader.launch
+
+
+class _Reader:
+    """Walks statements in the order in which bash would run them."""
+
+    def __init__(self, variables: Variables) -> None:
+        self.variables = variables
+        self.functions: dict[str, tuple[Statement, ...]] = {}
+        self.launch: Launch | None = None
+        self.stopped = False
+        self.ended = ""
+        self.depth = 0
+
+    def run(self, statements: Sequence[Statement]) -> None:
+        for statement in statements:
+            if self.stopped:
+                return
+            self.status(statement)
+
+    def status(self, statement: Statement) -> bool | None:
+        """Run one statement; True or False where its outcome is known."""
+        match statement:
+            case Command():
+                return self._command(statement)
+            case Chain():
+                return self._chain(statement)
+            case If():
+                self._if(statement)
+            case Case():
+                self._case(statement)
+            case Function():
+                self.functions[statement.name] = statement.body
+            case Group():
+                self.run(statement.body)
+            case Loop():
+                pass
+        return None
+
+    def _chain(self, chain: Chain) -> bool | None:
+        outcome: bool | None = True
+        for joint, statement in chain.items:
+            if (
+                self.stopped
+                or (joint == "&&" and outcome is False)
+                or (joint == "||" and outcome is not False)
+            ):
+                continue
+            if outcome is None and _ends(statement):
+                continue
+            outcome = self.status(statement)
+        return outcome
+
+    def _if(self, statement: If) -> None:
+        for condition, body in statement.branches:
+            outcome: bool | None = True
+            for part in condition:
+                outcome = self.status(part)
+            if outcome is None:
+                outcome = not any(map(_ends, body))
+            if outcome:
+                return self.run(body)
+        return self.run(statement.otherwise)
+
+    def _case(self, statement: Case) -> None:
+        word = expand_text(statement.word, self.variables)
+        unknown = bool(UNKNOWN.search(word))
+        for patterns, body in statement.branches:
+            taken = any(_matches(word, expand_text(pattern, self.variables)) for pattern in patterns)
+            if taken or (unknown and not any(map(_ends, body))):
+                return self.run(body)
+        return None
+
+    def _command(self, command: Command) -> bool | None:
+        words: list[str] = []
+        for part in command.parts:
+            if isinstance(part, Array):
+                self._array(part)
+                continue
+            found = ASSIGNMENT.fullmatch(part) if not words or words[0] in DECLARING else None
+            if found:
+                self._assign(found[1], bool(found[2]), found[3])
+            else:
+                words.extend(expand(part, self.variables))
+        return self._execute(words)
+
+    def _array(self, array: Array) -> None:
+        items = [item for word in array.words for item in expand(word, self.variables)]
+        before = self.variables.values.get(array.name, [])
+        if array.append:
+            items = [*(before if isinstance(before, list) else [before]), *items]
+        self.variables.values[array.name] = items
+
+    def _assign(self, name: str, append: bool, word: str) -> None:
+        value = expand_text(word, self.variables)
+        before = self.variables.values.get(name, "")
+        if append and isinstance(before, list):
+            self.variables.values[name] = [*before, value]
+        else:
+            self.variables.values[name] = f"{before}{value}" if append else value
+
+    def _execute(self, words: list[str]) -> bool | None:
+        if not words or words[0] in DECLARING:
+            return True
+        name = words[0]
+        origin = next((MODULES[word] for word in words if word in MODULES), None)
+        if name == "eval":
+            return self._nested(parse(" ".join(words[1:])))
+        if name in ("[", "[[", "test"):
+            return _test([word for word in words[1:] if word not in ("]", "]]")])
+        if name == "!":
+            outcome = self._execute(words[1:])
+            return None if outcome is None else not outcome
+        if name in ("exit", "return", "exec") and origin is None:
+            self.stopped, self.ended = True, " ".join(words)
+            return True
+        if name == "shift":
+            del self.variables.arguments[: int(words[1]) if words[1:] and words[1].isdigit() else 1]
+        elif name == "unset":
+            for word in words[1:]:
+                self.variables.values.pop(word, None)
+        elif name in self.functions:
+            outer, self.variables.arguments = self.variables.arguments, words[1:]
+            self._nested(self.functions[name])
+            self.variables.arguments = outer
+            self.stopped = self.stopped and not self.ended.startswith("return")
+        elif origin is not None:
+            place = next(place for place, word in enumerate(words) if word in MODULES)
+            self.launch = Launch(origin, tuple(words[place + 1 :]), self.variables)
+        return True if name in (":", "true", "echo", "set", "shift", "unset") else None
+
+    def _nested(self, statements: Sequence[Statement]) -> None:
+        if self.depth < DEPTH_LIMIT:
+            self.depth += 1
+            self.run(statements)
+            self.depth -= 1
+
+
+def _ends(statement: Statement) -> bool:
+    """Whether a statement ends the script, as far as its own words say."""
+    if isinstance(statement, Command):
+        return bool(statement.parts) and statement.parts[0] in ("exit", "return")
+    if isinstance(statement, Chain):
+        return any(_ends(item) for _, item in statement.items)
+    return isinstance(statement, Group) and any(map(_ends, statement.body))
+
+
+def _matches(word: str, pattern: str) -> bool:
+    parts = re.split(r"(\*|\?)", pattern)
+    regular = "".join({"*": ".*", "?": "."}.get(part, re.escape(part)) for part in parts)
+    return re.fullmatch(regular, word, re.DOTALL) is not None
+
+
+NUMERIC = {
+    "-eq": lambda a, b: a == b,
+    "-ne": lambda a, b: a != b,
+    "-gt": lambda a, b: a > b,
+    "-ge": lambda a, b: a >= b,
+    "-lt": lambda a, b: a < b,
+    "-le": lambda a, b: a <= b,
+}
+
+
+def _test(words: list[str]) -> bool | None:
+    """The outcome of [ words ], or None if it depends on more than text that is known."""
+    if any(UNKNOWN.search(word) for word in words):
+        return None
+    if words[:1] == ["!"]:
+        outcome = _test(words[1:])
+        return None if outcome is None else not outcome
+    match words:
+        case [("-n" | "-z") as sign, *rest] if len(rest) < 2:
+            return bool(rest and rest[0]) == (sign == "-n")
+        case [text]:
+            return bool(text)
+        case [left, ("=" | "=="), right]:
+            return _matches(left, right)
+        case [left, "!=", right]:
+            return not _matches(left, right)
+        case [left, sign, right] if sign in NUMERIC and _is_whole(left) and _is_whole(right):
+            return NUMERIC[sign](int(left), int(right))
+    return None
+
+
+def _is_whole(text: str) -> bool:
+    return re.fullmatch(r"-?\d+", text.strip()) is not None

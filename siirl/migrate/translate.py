@@ -1,0 +1,337 @@
+"""From the settings of siiRL or verl to those of siirl: each one kept, changed, dropped, or impossible."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from siirl.config.foreign import OTHER_DEFAULTS, POLICY, ROLLOUT, foreign
+from siirl.config.keys import Key
+from siirl.config.load import OVERRIDE
+from siirl.config.resolve import ALIASES, FOLLOWS
+from siirl.config.root import all_groups, all_keys
+from siirl.config.tree import split_name
+from siirl.config.values import check_available, closest, convert, plain, show
+from siirl.errors import ConfigError, NotSupportedError, UserError
+from siirl.migrate.correction import GROUP, translate_correction
+
+Kind = Literal["kept", "changed", "added", "dropped", "impossible"]
+MEGATRON_NAMES = ("ppo_megatron_trainer", "megatron_ppo_dag_trainer")
+PRESET_NAMES = ("ppo_trainer", "ppo_dag_trainer", *MEGATRON_NAMES)
+EMBODIED_NAMES = ("embodied_grpo_trainer", "embodied_srpo_trainer")
+STRATEGIES = {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
+GLOBAL_SIZES = {
+    f"{POLICY}.actor.ppo_micro_batch_size": f"{POLICY}.actor.ppo_micro_batch_size_per_gpu",
+    f"{POLICY}.ref.log_prob_micro_batch_size": f"{POLICY}.ref.log_prob_micro_batch_size_per_gpu",
+    f"{ROLLOUT}.log_prob_micro_batch_size": f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
+    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
+}
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of the result: what is written (name, value as text), and why it is so.
+
+    there: how the script had it, "" for one that is added. A dropped or impossible one has no name.
+    """
+
+    kind: Kind
+    name: str
+    value: str
+    there: str = ""
+    why: str = ""
+
+
+@dataclass
+class Translation:
+    """settings in the order of the script; options: --config-path and --config-name that are kept."""
+
+    settings: list[Setting] = field(default_factory=list)
+    options: list[str] = field(default_factory=list)
+
+    def add(self, kind: Kind, there: str = "", why: str = "", name: str = "", value: str = "") -> None:
+        self.settings.append(Setting(kind, name, value, there, why))
+
+    def of(self, *kinds: Kind) -> list[Setting]:
+        return [setting for setting in self.settings if setting.kind in kinds]
+
+    def written(self) -> list[Setting]:
+        """What the command has, each name once: the last of equal names, as on a command line."""
+        last = {setting.name: setting for setting in self.of("kept", "changed", "added")}
+        return [setting for setting in self.of("kept", "changed", "added") if last[setting.name] is setting]
+
+
+def translate(origin: str, arguments: Sequence[str]) -> Translation:
+    """The settings of a command line of `origin` (siirl or verl), for siirl."""
+    result = Translation()
+    given = list(_settings(_options(arguments, result), result))
+    values = {name: value for _, name, value in given}
+    for sign, name, value in given:
+        if not name.startswith(GROUP):
+            _translate_one(sign, name, value, result)
+    for kind, there, why, name, value in translate_correction(values):
+        result.add(kind, there, why, name, value)
+    _sizes_over_ranks(result)
+    _one_machine(result)
+    _without_effect_there(result)
+    _asked_by_a_function(values, result)
+    _add_defaults(origin, result)
+    return result
+
+
+def _options(arguments: Sequence[str], result: Translation) -> list[str]:
+    """The arguments without hydra's options, which become settings or stay."""
+    left, options, waiting = [], {}, ""
+    names = {"-cn": "--config-name", "-cp": "--config-path", "-cd": "--config-dir"}
+    for argument in arguments:
+        if waiting:
+            options[waiting], waiting = argument, ""
+            continue
+        head, equals, tail = argument.partition("=")
+        head = names.get(head, head)
+        if head in ("--config-name", "--config-path", "--config-dir"):
+            options[head] = tail
+            waiting = "" if equals else head
+        elif argument.startswith("-"):
+            result.add("dropped", argument, "an option of hydra, or of the program around it")
+        else:
+            left.append(argument)
+    name = options.get("--config-name", "").removesuffix(".yaml")
+    if name in MEGATRON_NAMES:
+        _strategies("megatron", f"--config-name={name}", result)
+    elif name in EMBODIED_NAMES:
+        result.add("impossible", f"--config-name={name}", "embodied agents")
+    elif name and name not in PRESET_NAMES:
+        result.options = [
+            f"{option}={value}" for option, value in options.items() if option != "--config-dir"
+        ]
+    return left
+
+
+def _strategies(strategy: str, there: str, result: Translation) -> None:
+    for place, name in enumerate((f"{POLICY}.actor.strategy", "critic.strategy")):
+        result.add("changed", there if not place else "", "the strategy of each model", name, strategy)
+
+
+def _settings(arguments: Sequence[str], result: Translation) -> Iterator[tuple[str, str, str | None]]:
+    """(sign, name, text or None) of each setting."""
+    for argument in arguments:
+        found = OVERRIDE.fullmatch(argument.strip())
+        if found is None or not found["name"] or (found["value"] is None and found["sign"] != "~"):
+            result.add("dropped", argument, "not a setting: key=value")
+            continue
+        yield found["sign"], found["name"].strip(), found["value"]
+
+
+def _translate_one(sign: str, name: str, value: str | None, result: Translation) -> None:
+    there = f"{sign}{name}" + ("" if value is None else f"={value}")
+    if sign == "~" or value is None:
+        result.add("dropped", there, "a key that is taken out has siirl's default")
+        return
+    known = foreign(name)
+    if name == "model_engine":
+        strategy = STRATEGIES.get(value)
+        if strategy is None:
+            result.add(
+                "impossible", there, f"the engines are {' and '.join(sorted(set(STRATEGIES.values())))}"
+            )
+        elif strategy != "fsdp":
+            _strategies(strategy, there, result)
+        else:
+            result.add("dropped", there, "fsdp is the default")
+        return
+    if known is not None:
+        entry, here = known
+        if here:
+            _keep(here, value, there, entry.why, result)
+        elif entry.harmless or _plain_text(value) in entry.asks_nothing:
+            result.add("dropped", there, entry.why)
+        else:
+            result.add("impossible", there, entry.why)
+        return
+    if name in GLOBAL_SIZES:
+        result.add("changed", there, name=name, value=value)
+        return
+    if name in all_groups():
+        result.add("impossible", there, f"{name} is a group of keys: set the keys below it")
+        return
+    _keep(name, value, there, "", result)
+
+
+def _keep(name: str, value: str, there: str, why: str, result: Translation) -> None:
+    """Add a setting under a name of siirl's, if it can be had and does something."""
+    try:
+        key_name, path = split_name(name)
+    except ConfigError as error:
+        message = str(error)
+        near = closest(name, all_keys()) if message.endswith("exists.") else ""
+        result.add("impossible", there, f"there is no such key{near}")
+        return
+    key = all_keys()[key_name]
+    switch = {"true": "on", "false": "off"}.get(value.lower(), "")
+    if switch in key.rule.synonyms:  # YAML reads an unquoted on or off as true or false
+        value = switch
+    reason = "" if path else _unavailable(key, value)
+    if reason:
+        result.add("impossible", there, reason)
+    elif key.rule.ignored:
+        result.add("dropped", there, key.rule.ignored)
+    elif not path and key.rule.later:
+        result.add("dropped", there, f"the default; another value would need {key.rule.later}")
+    else:
+        moved = there.lstrip("+") != f"{name}={value}"
+        result.add("changed" if moved else "kept", there, why, name, value)
+
+
+def _unavailable(key: Key, value: str) -> str:
+    """Why a value cannot be had, or an empty string."""
+    if "${" in value:
+        return ""
+    try:
+        check_available(key, convert(key, typed(key, value)))
+    except NotSupportedError as error:
+        return str(error).removeprefix("not supported yet: ").partition(": ")[2] or str(error)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def typed(key: Key, text: str) -> Any:
+    """The value that a text on a command line means for a key."""
+    text = text.strip()
+    quoted = len(text) > 1 and text[0] in "'\"" and text[0] == text[-1]
+    if quoted:
+        return text[1:-1]
+    if text.startswith("[") and text.endswith("]"):
+        items = [_unquoted(item.strip()) for item in text[1:-1].split(",") if item.strip()]
+        return [_scalar(item) if not key.takes_text else item for item in items]
+    if text.startswith("{") and key.is_map:
+        return {}
+    if key.takes_text and text.lower() not in ("null", "true", "false"):
+        return text
+    if key.takes_text and text.lower() in ("true", "false") and bool not in _options_of(key):
+        return text
+    return _scalar(text)
+
+
+def _options_of(key: Key) -> tuple[Any, ...]:
+    return getattr(key.type, "__args__", (key.type,))
+
+
+def _scalar(text: str) -> Any:
+    word = {"true": True, "false": False, "null": None}.get(text.lower(), text)
+    if word is not text or not NUMBER.fullmatch(text):
+        return word
+    return int(text) if re.fullmatch(r"[-+]?\d+", text) else float(text)
+
+
+def _unquoted(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] in "'\"" and text[0] == text[-1] else text
+
+
+def _plain_text(value: str) -> str:
+    return _unquoted(value.strip()).lower()
+
+
+def _value(result: Translation, name: str) -> Any:
+    """What a key will be: as written, else its default."""
+    for setting in result.written():
+        if setting.name == name:
+            return typed(all_keys()[name], setting.value)
+    if name in FOLLOWS and FOLLOWS[name].startswith("${") and FOLLOWS[name].endswith("}"):
+        return _value(result, FOLLOWS[name][2:-1])
+    return plain(all_keys()[name].default)
+
+
+def _sizes_over_ranks(result: Translation) -> None:
+    """Micro-batch sizes over all ranks become those of each rank."""
+    gpus, nodes = (_value(result, f"trainer.{name}") for name in ("n_gpus_per_node", "nnodes"))
+    for place, setting in enumerate(result.settings):
+        here = GLOBAL_SIZES.get(setting.name)
+        if here is None:
+            continue
+        rows = _scalar(setting.value)
+        whole = type(rows) is int and type(gpus) is int and type(nodes) is int
+        if rows is None:
+            result.settings[place] = Setting("dropped", "", "", setting.there, f"null; {here} decides")
+        elif not whole:
+            result.settings[place] = Setting("impossible", "", "", setting.there, f"set {here}")
+        else:
+            ranks = gpus * nodes
+            size = max(1, rows // ranks)
+            why = f"{rows} rows over {ranks} ranks are {size} on each"
+            result.settings[place] = Setting("changed", here, str(size), setting.there, why)
+
+
+def _one_machine(result: Translation) -> None:
+    """A rollout engine lies on the GPUs of one machine."""
+    name = f"{ROLLOUT}.tensor_model_parallel_size"
+    size, gpus = _value(result, name), _value(result, "trainer.n_gpus_per_node")
+    if type(size) is not int or type(gpus) is not int or size <= gpus:
+        return
+    why = (
+        f"the GPUs of one engine are on one machine, which has {gpus}; each then holds {size / gpus:g} times "
+        "the weights"
+    )
+    for place, setting in enumerate(result.settings):
+        if setting.name == name:
+            result.settings[place] = replace(setting, kind="changed", value=str(gpus), why=why)
+
+
+def _without_effect_there(result: Translation) -> None:
+    """Values that change nothing in siiRL and verl, and are refused here."""
+    for place, setting in enumerate(result.settings):
+        megatron = setting.name.removesuffix(".sequence_parallel")
+        split = megatron != setting.name and _plain_text(setting.value) == "true"
+        if split and _value(result, f"{megatron}.tensor_model_parallel_size") == 1:
+            why = "there is nothing to split over one tensor parallel rank"
+            result.settings[place] = replace(setting, kind="changed", value="false", why=why)
+        if setting.name == f"{POLICY}.actor.clip_ratio_low":
+            low = _scalar(setting.value)
+            if type(low) in (int, float) and low > 1:
+                why = "a ratio is never below 0: 1 is no lower bound at all"
+                result.settings[place] = replace(setting, kind="changed", value="1", why=why)
+
+
+def _asked_by_a_function(values: Mapping[str, str | None], result: Translation) -> None:
+    """A reward function beside a served reward model asks that model in words, over verl's own client."""
+    asked = any(name.endswith("custom_reward_function.path") and value for name, value in values.items())
+    for place, setting in enumerate(result.settings):
+        name = setting.there.partition("=")[0]
+        if asked and setting.kind == "dropped" and name.endswith("reward_model.rollout.name"):
+            why = (
+                "a reward function that asks a model: let the model grade, as a judge (reward_model.judge.*)"
+            )
+            result.settings[place] = replace(setting, kind="impossible", why=why)
+
+
+def _add_defaults(origin: str, result: Translation) -> None:
+    """Keys that the script leaves to a default which is another here."""
+    written = {
+        name for setting in result.written() for name in (setting.name, *ALIASES.get(setting.name, ()))
+    }
+    for name, other in OTHER_DEFAULTS.items():
+        there = getattr(other, origin)
+        if there is None or name in written or not _acts(other.when, result):
+            continue
+        ours = _value(result, name)
+        followed = isinstance(there, str) and there.startswith("${")
+        value = _value(result, there[2:-1]) if followed else there
+        if value == ours:
+            continue
+        key = all_keys()[name]
+        follows = f", which follows {there[2:-1]}" if followed else ""
+        why = f"{ORIGINS[origin]}'s default{follows}; siirl's is {show(key, ours)}: {other.changes}"
+        result.add("added", "", why, name, show(key, value))
+
+
+ORIGINS: Mapping[str, str] = {"siirl": "siiRL", "verl": "verl"}
+
+
+def _acts(when: str, result: Translation) -> bool:
+    if not when:
+        return True
+    name, _, values = when.partition("=")
+    return show(all_keys()[name], _value(result, name)) in values.split("|")
