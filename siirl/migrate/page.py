@@ -3,10 +3,17 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from siirl.migrate.translate import Translation
+from siirl.migrate.translate import Kind, Translation
 
 WIDTH = 44
-HEADINGS = {
+KINDS: dict[Kind, str] = {
+    "kept": "kept",
+    "changed": "changed",
+    "added": "added",
+    "dropped": "left out",
+    "impossible": "cannot be had",
+}
+HEADINGS: dict[Kind, str] = {
     "impossible": "cannot be had (the command below does without)",
     "dropped": "left out",
 }
@@ -16,16 +23,7 @@ def page(
     title: str, translation: Translation, left: Mapping[str, tuple[str, ...]], outcome: Sequence[str]
 ) -> str:
     """The whole text; running it in bash starts the run. outcome: what `siirl check` said, line by line."""
-    counts = ", ".join(
-        f"{len(translation.of(kind))} {word}"
-        for kind, word in (
-            ("kept", "kept"),
-            ("changed", "changed"),
-            ("added", "added"),
-            ("dropped", "left out"),
-            ("impossible", "cannot be had"),
-        )
-    )
+    counts = ", ".join(f"{len(translation.of(kind))} {word}" for kind, word in KINDS.items())
     lines = ["#!/usr/bin/env bash", f"# {title}: {counts}."]
     for kind, heading in HEADINGS.items():
         found = translation.of(kind)

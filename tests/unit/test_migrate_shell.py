@@ -215,7 +215,7 @@ DRAWN = {
 }
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_command_for_a_random_script_of_siirl_has_its_configuration(seed, tmp_path):
     draw = random.Random(seed)
     drawn = draw.sample(sorted(DRAWN), 12)
