@@ -208,6 +208,7 @@ DYNAMIC = "micro-batches: speed and memory"
 GAE = "algorithm.adv_estimator=gae|gae_marft"
 MEGATRON = f"{POLICY}.actor.strategy=megatron"
 VLLM = f"{ROLLOUT}.name=vllm"
+DPPO = f"{POLICY}.actor.policy_loss.loss_mode=dppo_tv|dppo_kl"
 
 OTHER_DEFAULTS: dict[str, OtherDefault] = {
     "critic.optim.lr": OtherDefault("how fast the critic learns", verl=1e-5, siirl=1e-5, when=GAE),
@@ -228,6 +229,15 @@ OTHER_DEFAULTS: dict[str, OtherDefault] = {
     f"{POLICY}.ref.log_prob_max_token_len_per_gpu": OtherDefault(
         DYNAMIC, verl=FOLLOW_BUDGET, siirl=FOLLOW_BUDGET
     ),
+    f"{POLICY}.actor.clip_ratio_low": OtherDefault(
+        "clip_ratio alone changes nothing there", verl=0.2, siirl=0.2
+    ),
+    f"{POLICY}.actor.clip_ratio_high": OtherDefault(
+        "clip_ratio alone changes nothing there", verl=0.2, siirl=0.2
+    ),
+    f"{POLICY}.actor.policy_loss.clip_divergence_low": OtherDefault("trust region", verl=0.2, when=DPPO),
+    f"{POLICY}.actor.policy_loss.clip_divergence_high": OtherDefault("trust region", verl=0.2, when=DPPO),
+    f"{POLICY}.actor.policy_loss.ratio_cap": OtherDefault("greatest weight of a token", verl=3.0, when=DPPO),
     "algorithm.filter_groups.max_num_gen_batches": OtherDefault(
         "rounds of dynamic sampling; 0: no limit", verl=0, when="algorithm.filter_groups.enable=true"
     ),

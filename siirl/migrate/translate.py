@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from siirl.config.checks import DPPO_KEYS, DPPO_LOSSES
 from siirl.config.foreign import OTHER_DEFAULTS, POLICY, ROLLOUT, foreign
 from siirl.config.keys import Key
 from siirl.config.load import OVERRIDE
@@ -77,6 +78,7 @@ def translate(origin: str, arguments: Sequence[str]) -> Translation:
     _one_machine(result)
     _without_effect_there(result)
     _asked_by_a_function(values, result)
+    _bounds_of_dppo(result)
     _add_defaults(origin, result)
     return result
 
@@ -305,6 +307,19 @@ def _asked_by_a_function(values: Mapping[str, str | None], result: Translation) 
                 "a reward function that asks a model: let the model grade, as a judge (reward_model.judge.*)"
             )
             result.settings[place] = replace(setting, kind="impossible", why=why)
+
+
+def _bounds_of_dppo(result: Translation) -> None:
+    """verl's DPPO takes its bounds from the keys of the ratio clip."""
+    if _value(result, f"{POLICY}.actor.policy_loss.loss_mode") not in DPPO_LOSSES:
+        return
+    names = {
+        f"{POLICY}.actor.{there}": f"{POLICY}.actor.policy_loss.{here}" for there, here in DPPO_KEYS.items()
+    }
+    for place, setting in enumerate(result.settings):
+        if setting.name in names:
+            why = "the bounds of DPPO are no ratios, and have keys of their own"
+            result.settings[place] = replace(setting, kind="changed", name=names[setting.name], why=why)
 
 
 def _add_defaults(origin: str, result: Translation) -> None:
