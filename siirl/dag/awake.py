@@ -1,9 +1,11 @@
 """Rollout engines that are awake at once on a device: the policies of a conversation. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from siirl.config import Config
+from siirl.config import Config, with_overrides
 from siirl.dag.plan import InteractionPlan, ModelPlan
+from siirl.dag.resolve import ResolvedNode
 from siirl.errors import PlacementError
 from siirl.parallel.placement import Ranks, format_ranks
 
@@ -11,6 +13,41 @@ MOST_OF_A_DEVICE = 0.95
 """What engines can have of a device; the rest is for CUDA contexts and the workers."""
 
 Shares = dict[str, float]
+_SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
+
+
+def with_shares(
+    interactions: Mapping[str, InteractionPlan],
+    models: Mapping[str, ModelPlan],
+    nodes: Mapping[str, ResolvedNode],
+) -> dict[str, ResolvedNode]:
+    """The nodes, where engines that are awake together divide what is left of a device if nobody set a share.
+
+    What somebody set stays. The new shares are overrides of the nodes that the engines are built from.
+    """
+    configs = {node_id: node.cfg for node_id, node in nodes.items()}
+    lowered: Shares = {}
+    for talk in interactions.values():
+        for shares in awake_shares(talk, models, configs).values():
+            free = [name for name in shares if not _is_set(configs[models[name].node])]
+            taken = sum(share for name, share in shares.items() if name not in free)
+            for name in free:
+                fits = int(100 * (MOST_OF_A_DEVICE - taken) / len(free) + 1e-6) / 100
+                if 0 < fits < lowered.get(name, shares[name]):
+                    lowered[name] = fits
+    changed = dict(nodes)
+    for name, share in lowered.items():
+        node = nodes[models[name].node]
+        cfg = with_overrides(node.cfg, {_SHARE: share})
+        changed[node.id] = replace(node, cfg=cfg, overrides=node.overrides | {_SHARE: share})
+    return changed
+
+
+def _is_set(cfg: Config) -> bool:
+    """Whether somebody set the share of the device that a rollout engine takes."""
+    return (
+        _SHARE in cfg.explicit or "gpu_memory_utilization" in cfg.actor_rollout_ref.rollout.engine_kwargs.vllm
+    )
 
 
 def awake_shares(
@@ -55,7 +92,7 @@ def check_awake(
                 f"while node {entry!r} plays its episodes, the engines on ranks {format_ranks(ranks)} are "
                 f"awake together and take {shares_text(shares)} of the device "
                 f"(rollout.gpu_memory_utilization): at most {MOST_OF_A_DEVICE} fits. Set "
-                f"actor_rollout_ref.rollout.gpu_memory_utilization={fits}, or a share for each in the config "
+                f"{_SHARE}={fits}, or a share for each in the config "
                 "of its rollout node; or place the agents on ranks of their own; or let them share a policy "
                 "(rollout.agent.share_instance)."
             )

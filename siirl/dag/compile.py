@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from siirl.config import Config
-from siirl.dag.awake import check_awake
+from siirl.dag.awake import check_awake, with_shares
 from siirl.dag.check import (
     check_agents,
     check_critics,
@@ -112,6 +112,7 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
         check_node_config(node)
     models = plan_models(kept.values(), world_size)
     interactions, models = place_interactions(interactions, models, kept)
+    kept = with_shares(interactions, models, kept)
     check_awake(interactions, models, {node_id: node.cfg for node_id, node in kept.items()})
     links = plan_links(models, kept)
     agents = agent_rows(kept, interactions)

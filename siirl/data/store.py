@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 
 from siirl.errors import DagError, DeadlineError
 from siirl.observe.spans import phase
@@ -142,6 +142,14 @@ class FieldStore:
             raise DeadlineError(f"waited {self._deadline_s:g} s for {waited_for} in {layout_id!r}") from None
 
     def _keep(self, rows: TensorDict, keys: tuple[FieldKey, ...], layout_id: str) -> None:
+        if not isinstance(rows, TensorDictBase) or len(rows.batch_size) != 1:
+            given = type(rows).__name__
+            if isinstance(rows, TensorDictBase):
+                given = f"batch size {list(rows.batch_size)}"
+            raise DagError(
+                f"rows for layout {layout_id!r} are a TensorDict with one batch dimension, not {given}: an "
+                "op returns TensorDict({field: column}, batch_size=rows.batch_size)."
+            )
         present = set(rows.keys())
         if missing := [str(key) for key in keys if key.name not in present]:
             raise DagError(

@@ -40,17 +40,43 @@ def test_the_batch_is_full_of_groups_that_vary(one_rank):
     assert one_rank.values("reward/score") == [0.5] * 3
 
 
-def apart(folder) -> str:
-    """The template with rollout and training on ranks of their own, and the filter across both."""
+CHECK = '''
+import torch
+
+
+def same_rows(ctx, rows):
+    """Log-probs of rollout and trainer, from two layouts, are those of the same rows."""
+    mask = rows["response_mask"].bool()
+    torch.testing.assert_close(rows["old_log_prob"][mask], rows["rollout_log_prob"][mask], atol=1e-3, rtol=0)
+    ctx.metrics.sum("checked/rows", len(rows))
+    return rows.select()
+'''
+CHECK_NODE = """
+  - node_id: check
+    node_type: COMPUTE
+    dependencies: [calculate_advantages, actor_old_log_prob]
+    executable_ref: FILE:same_rows
+    reads: [response_mask, rollout_log_prob, old_log_prob]
+    writes: []
+"""
+
+
+def checked(folder, placed_apart: bool) -> str:
+    """The template with a node declared last that looks whether columns of one row belong together.
+
+    placed_apart: rollout and training on ranks of their own, and the filter across both.
+    """
     from siirl.dag.compile import TEMPLATES
 
     text = (TEMPLATES / "dapo.yaml").read_text()
-    text = text.replace("node_role: ROLLOUT,", "node_role: ROLLOUT, placement: '0',")
-    text = text.replace("node_role: ACTOR,", "node_role: ACTOR, placement: '1',")
-    text = text.replace("node_role: ACTOR\n", "node_role: ACTOR\n    placement: '1'\n")
-    text = text.replace("POSTPROCESS_SAMPLING\n", "POSTPROCESS_SAMPLING\n    placement: '0-1'\n")
-    path = folder / "apart.yaml"
-    path.write_text(text)
+    if placed_apart:
+        text = text.replace("node_role: ROLLOUT,", "node_role: ROLLOUT, placement: '0',")
+        text = text.replace("node_role: ACTOR,", "node_role: ACTOR, placement: '1',")
+        text = text.replace("node_role: ACTOR\n", "node_role: ACTOR\n    placement: '1'\n")
+        text = text.replace("POSTPROCESS_SAMPLING\n", "POSTPROCESS_SAMPLING\n    placement: '0-1'\n")
+    (folder / "check.py").write_text(CHECK)
+    path = folder / "checked.yaml"
+    path.write_text(text + CHECK_NODE.replace("FILE", str(folder / "check.py")))
     return f"dag.workflow_path={path}"
 
 
@@ -59,8 +85,8 @@ def apart(folder) -> str:
     [pytest.param(False, marks=pytest.mark.slow, id="shared ranks"), pytest.param(True, id="apart")],
 )
 def test_dynamic_sampling_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, placed_apart):
-    more = [apart(tmp_path)] if placed_apart else []
-    two = run_job(2, overrides(inputs, tmp_path, *DAPO, *more))
+    two = run_job(2, overrides(inputs, tmp_path / "out", *DAPO, checked(tmp_path, placed_apart)))
+    assert two.values("checked/rows") == [16] * 3
     for name in COMPARED:
         assert len(two.values(name)) == 3, name
         assert two.values(name) == pytest.approx(one_rank.values(name), rel=1e-3, abs=1e-4), name

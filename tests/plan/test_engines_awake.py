@@ -3,6 +3,7 @@
 import pytest
 from plan_cases import add_agent, compiled, config, template_plan
 
+from siirl.config import with_overrides
 from siirl.dag.awake import awake_shares, shares_text
 from siirl.dag.compile import compile_plan
 from siirl.dag.memory import fsdp_lines, model_shape
@@ -25,7 +26,7 @@ def talk(first=None, second=None, apart=False) -> DagBuilder:
 @pytest.mark.parametrize(
     ("dag", "overrides", "sum_of"),
     [
-        (talk(), (), "0.5 (agent_0.rollout) + 0.5 (agent_1.rollout) = 1 "),
+        (talk(), (f"{SHARE}=0.5",), "0.5 (agent_0.rollout) + 0.5 (agent_1.rollout) = 1 "),
         (talk({"rollout.gpu_memory_utilization": 0.8}), (f"{SHARE}=0.2",), "= 1 "),
         (talk({"rollout.engine_kwargs.vllm": {"gpu_memory_utilization": 0.6}}), (f"{SHARE}=0.4",), "= 1 "),
     ],
@@ -55,6 +56,22 @@ def test_engines_that_do_not_fit_together_are_refused_with_the_shares_and_the_fi
 )
 def test_engines_that_fit_or_take_turns_are_planned(dag, overrides):
     compiled(dag.build(), 2, *VLLM, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shares"),
+    [
+        (None, None, [0.47, 0.47]),
+        ({"rollout.gpu_memory_utilization": 0.6}, None, [0.6, 0.35]),
+        (None, {"rollout.engine_kwargs.vllm": {"gpu_memory_utilization": 0.3}}, [0.5, 0.3]),
+    ],
+)
+def test_engines_divide_a_device_where_nobody_set_a_share(first, second, shares):
+    plan, configs = compile_plan(talk(first, second).build(), config(*VLLM), 2)
+    assert list(awake_shares(plan.interactions["rollout_0"], plan.models, configs)[0, 1].values()) == shares
+    for node, share in zip(("rollout_0", "rollout_1"), shares, strict=True):
+        own = with_overrides(config(*VLLM), plan.nodes[node].overrides).actor_rollout_ref.rollout
+        assert own.engine_kwargs.vllm.get("gpu_memory_utilization", own.gpu_memory_utilization) == share
 
 
 def test_the_plan_names_the_share_of_each_engine_that_is_awake():

@@ -4,6 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from siirl.data.assign import split_costs, split_groups
 from siirl.data.rows import make_rows, objects
@@ -66,6 +67,9 @@ def test_missing_repeated_and_uneven_columns_are_refused_by_name():
         store.put(make_rows({"value": [[1.0]] * 3}), 1, "a", ["value"])
     with pytest.raises(DagError, match=r"lack agent_1.score; they hold \['value'\]"):
         store.put(make_rows({"value": [[1.0]] * 2}), 1, "a", ["score"])
+    for rows, given in (({}, "dict"), (None, "NoneType"), (TensorDict({}), r"batch size \[\]")):
+        with pytest.raises(DagError, match=f"are a TensorDict with one batch dimension, not {given}: an"):
+            store.put(rows, 1, "a", [])
 
 
 def test_a_field_of_another_agent_is_named_in_full():

@@ -1,0 +1,69 @@
+"""Every workflow that comes with siirl compiles on 1, 2, 8 and 16 ranks with the keys that it asks for."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+from plan_cases import run_symbolically
+from plan_rows import Interpreter
+
+from siirl.config import Config, load_config, with_overrides
+from siirl.dag.compile import TEMPLATES, compile_plan, load_dag
+
+ROOT = Path(__file__).parents[2]
+GAMES = "examples/multi_agent/games.py"
+GROUPS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
+REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/reward")
+ASKS_FOR = {
+    "dapo": (*GROUPS, "algorithm.filter_groups.enable=true"),
+    "debate": GROUPS,
+    "grpo": GROUPS,
+    "grpo_reward_model": (*GROUPS, *REWARD_MODEL),
+    "planner_worker": GROUPS,
+    "ppo": (),
+    "ppo_reward_model": REWARD_MODEL,
+    "reasoner_actor": (
+        "algorithm.adv_estimator=gae_marft",
+        f"dag.node_config.world.env_path={GAMES}:Doors",
+    ),
+    "remax": ("algorithm.adv_estimator=remax",),
+    "self_play": (*GROUPS, f"dag.node_config.game.env_path={GAMES}:Nim"),
+    "solver_verifier": GROUPS,
+    "dag.py:with_bonus": ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS),
+}
+"""What a workflow cannot be run without: algorithm, samples to compare, reward model, environment."""
+
+
+def shipped() -> dict[str, str]:
+    """Name -> the key that chooses it: templates, and DAG files and functions among the examples."""
+    files = [*TEMPLATES.glob("*.yaml"), *ROOT.glob("examples/**/*.yaml")]
+    found = {path.stem: f"dag.workflow_path={path}" for path in files if "node_id:" in path.read_text()}
+    for path in ROOT.glob("examples/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.returns and ast.unparse(node.returns) == "DagSpec":
+                name = f"{path.name}:{node.name}"
+                found[name] = f"dag.custom_pipeline_fn={path}:{node.name}"
+    return dict(sorted(found.items()))
+
+
+@pytest.fixture(scope="module")
+def defaults() -> Config:
+    return load_config([])
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_a_shipped_workflow_compiles_on_any_number_of_ranks(name, defaults, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    for world_size in (1, 2, 8, 16):
+        cluster = (
+            f"trainer.n_gpus_per_node={min(world_size, 8)}",
+            f"trainer.nnodes={max(1, world_size // 8)}",
+        )
+        pairs = (key.split("=", 1) for key in (shipped()[name], *ASKS_FOR[name], *cluster))
+        cfg = with_overrides(defaults, {key: yaml.safe_load(value) for key, value in pairs})
+        plan, configs = compile_plan(load_dag(cfg), cfg, world_size)
+        for section in ("instructions", "validation"):
+            run_symbolically(plan, section)
+        if world_size == 2:
+            Interpreter(plan, configs).step("validation")
