@@ -273,7 +273,11 @@ def train_steps(engine: TrainEngine, scenario: Scenario, steps: range) -> list[M
 
 def run_scenario(scenario: Scenario, path: Path | str) -> Outcome:
     """Train as the scenario says; the outcome is whole on every rank."""
-    engine, _ = build_engine(scenario, path)
+    return train(build_engine(scenario, path)[0], scenario)
+
+
+def train(engine: TrainEngine, scenario: Scenario) -> Outcome:
+    """Outputs before the first of NUM_STEPS steps, gradients of it, weights after the last; on every rank."""
     mine = rows_of_rank(engine.dp_rank, engine.dp_size, scenario.split)
     columns = engine.compute(take_rows(sample_rows(0), mine), ("log_prob", "entropy"), TEMPERATURE)
     whole = torch.zeros(2, NUM_ROWS, WIDTH)

@@ -1,7 +1,7 @@
 """What must hold for a Megatron model before anything starts, beyond what ParallelDims.check finds.
 
-Pure: sizes come from the configuration and the model's config.json, names of options from the source of
-megatron.core. Rules are those of megatron-core 0.16 unless they name another reason.
+Pure: sizes come from the configuration and the model's config.json; megatron.core need not be installed.
+Rules are those of megatron-core 0.16 unless they name another reason.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config.common import MegatronConfig
-from siirl.config.values import closest
 from siirl.dag.megatron_layers import SPLIT_OPTIONS, split_layers, suggest_split
-from siirl.dag.megatron_options import option_names
+from siirl.dag.megatron_options import MODULES, Kind, refusal
 from siirl.dag.memory import ModelShape
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.dims import ParallelDims
@@ -19,32 +18,6 @@ from siirl.parallel.placement import Ranks, format_ranks
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """model_type of the models whose weights siirl carries to Megatron-Core and back by itself."""
-
-_OWNED = {
-    "TransformerConfig": {
-        "tensor_model_parallel_size": "{0}.tensor_model_parallel_size",
-        "pipeline_model_parallel_size": "{0}.pipeline_model_parallel_size",
-        "context_parallel_size": "{0}.context_parallel_size",
-        "expert_model_parallel_size": "{0}.expert_model_parallel_size",
-        "expert_tensor_parallel_size": "{0}.expert_tensor_parallel_size",
-        "virtual_pipeline_model_parallel_size": "{0}.virtual_pipeline_model_parallel_size",
-        "sequence_parallel": "{0}.sequence_parallel",
-        "params_dtype": "{0}.param_dtype",
-        "bf16": "{0}.param_dtype",
-    },
-    "DistributedDataParallelConfig": {"use_distributed_optimizer": "{0}.use_distributed_optimizer"},
-    "OptimizerConfig": {
-        "lr": "{1}.optim.lr",
-        "weight_decay": "{1}.optim.weight_decay",
-        "adam_beta1": "{1}.optim.betas",
-        "adam_beta2": "{1}.optim.betas",
-        "clip_grad": "{1}.grad_clip",
-        "use_distributed_optimizer": "{0}.use_distributed_optimizer",
-        "params_dtype": "{0}.param_dtype",
-        "bf16": "{0}.param_dtype",
-    },
-}
-"""Options that keys decide: class -> option -> key. {1}: the role's group; {0}: its megatron group."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +54,6 @@ class MegatronModel:
         return cut * (self.dims.tp if self.section.sequence_parallel else 1)
 
 
-HONOURED = {
-    *("adam_eps", "eps", "main_params_dtype", "use_precision_aware_optimizer", "exp_avg_dtype"),
-    *("exp_avg_sq_dtype", "optimizer_cpu_offload", "optimizer_offload_fraction"),
-    *("overlap_cpu_optimizer_d2h_h2d", "overlap_param_gather_with_optimizer_step"),
-}
-"""Options of OptimizerConfig that act; further ones are accepted, with a warning."""
-
 LATER: dict[str, Callable[[MegatronModel], bool]] = {
     "LoRA adapters (model.lora_rank) under megatron. Set lora_rank=0, or strategy=fsdp": lambda model: (
         model.lora_rank > 0
@@ -102,9 +68,9 @@ def check_megatron(model: MegatronModel) -> None:
         if is_asked(model):
             raise NotSupportedError(f"not supported yet: {model.who}: {feature}.")
     checks: tuple[Callable[[MegatronModel], Iterator[str]], ...] = (
-        _option_names,
-        _transport,
+        _options,
         _recompute,
+        _gradients,
         _rows,
         _optimizer,
     )
@@ -115,23 +81,21 @@ def check_megatron(model: MegatronModel) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _option_names(model: MegatronModel) -> Iterator[str]:
-    """Unknown options, and those that a key of ours decides."""
-    maps = [("TransformerConfig", f"{model.keys}.override_transformer_config", model.options)]
+def _options(model: MegatronModel) -> Iterator[str]:
+    """What siirl does not pass on, and values that an option cannot have."""
+    maps: list[tuple[Kind, str, Mapping[str, Any]]] = [
+        ("transformer", f"{model.keys}.override_transformer_config", model.options)
+    ]
     if model.trains:
-        ddp = ("DistributedDataParallelConfig", f"{model.keys}.override_ddp_config")
         maps += [
-            (*ddp, model.section.override_ddp_config),
-            ("OptimizerConfig", f"{model.group}.optim.override_optimizer_config", model.optimizer_options),
+            ("ddp", f"{model.keys}.override_ddp_config", model.section.override_ddp_config),
+            ("optimizer", f"{model.group}.optim.override_optimizer_config", model.optimizer_options),
         ]
-    for name, key, options in maps:
-        known, owned = option_names(name), _OWNED[name]
-        for option in options:
-            if option in owned:
-                instead = owned[option].format(model.keys, model.group)
-                yield f"{key}.{option} would be decided twice: {instead} does. Set that key."
-            elif known and option not in known and (name, option) != ("OptimizerConfig", "eps"):
-                yield f"{key}.{option}: megatron.core {name} has no such option.{closest(option, known)}"
+    for kind, where, options in maps:
+        for name, value in options.items():
+            problem = refusal(kind, name, value, model.group)
+            if problem:
+                yield f"{where}.{name}{problem if problem.startswith('=') else ' ' + problem}"
 
 
 def _weights(model: MegatronModel) -> Iterator[str]:
@@ -246,6 +210,10 @@ def _experts(model: MegatronModel) -> Iterator[str]:
         ):
             if size > 1:
                 yield f"{axis}({size}): {shape.family} has no experts. Set {model.keys}.{key}=1."
+        for name in options:
+            if name.startswith("moe_") and options[name] not in (None, False, "none", 0):
+                where = f"{model.keys}.override_transformer_config.{name}"
+                yield f"{where}: {shape.family} has no experts. Remove it."
         return
     if shape.experts % dims.ep:
         fits = _common_divisors(shape.experts, dims.ep)
@@ -259,45 +227,22 @@ def _experts(model: MegatronModel) -> Iterator[str]:
             f"each rank's own tokens, and without it all tp ranks have the same. Set "
             f"{model.keys}.sequence_parallel=true, or tensor_model_parallel_size=1."
         )
-    dispatcher = options.get("moe_token_dispatcher_type", "alltoall")
-    if dispatcher not in ("allgather", "alltoall", "flex"):
-        yield f"moe_token_dispatcher_type={dispatcher}: known are alltoall, allgather and flex (DeepEP)."
-    if dispatcher == "allgather" and dims.pp > 1:
+    if options.get("moe_token_dispatcher_type") == "allgather" and dims.pp > 1:
         yield (
             f"moe_token_dispatcher_type=allgather with pp({dims.pp}): pipeline ranks exchange packed rows of "
             "varying length, which it does not take. Set moe_token_dispatcher_type=alltoall."
         )
-    if options.get("moe_layer_recompute") and options.get("recompute_granularity") == "full":
-        yield "moe_layer_recompute with recompute_granularity=full: that recomputes all. Remove one of them."
-
-
-def _transport(model: MegatronModel) -> Iterator[str]:
-    """Interleaved pipelines must not batch their sends: with two ranks the wrong tensors meet, silently."""
-    dims, options = model.dims, model.options
-    batched, overlapped = options.get("batch_p2p_comm"), options.get("overlap_p2p_comm")
-    where = f"{model.keys}.override_transformer_config"
-    if dims.vpp > 1 and batched and overlapped:
-        yield f"{where} sets both batch_p2p_comm and overlap_p2p_comm: they exclude each other. Set one."
-    elif dims.vpp > 1 and dims.pp == 2 and (batched or overlapped is False):
-        setting = "batch_p2p_comm=True" if batched else "overlap_p2p_comm=False"
-        yield (
-            f"{where}.{setting} with pp(2) and vpp({dims.vpp}): the previous and the next pipeline rank are "
-            "the same one, batched messages of two chunks are mixed up, and gradients are wrong without an "
-            "error. Remove it: siirl then overlaps unbatched sends."
-        )
-    for option in ("cpu_offloading", "cpu_offloading_num_layers"):
-        if options.get(option) and dims.pp > 1:
-            yield f"{where}.{option} with pp({dims.pp}): activations are not offloaded under pipelining."
+    balancing, coefficient = options.get("moe_router_load_balancing_type"), options.get("moe_aux_loss_coeff")
+    if balancing == "none" and coefficient:
+        yield f"moe_aux_loss_coeff={coefficient} with moe_router_load_balancing_type=none: remove one."
+    if balancing == "aux_loss" and not coefficient:
+        yield "moe_router_load_balancing_type=aux_loss weighs nothing. Set moe_aux_loss_coeff."
 
 
 def _recompute(model: MegatronModel) -> Iterator[str]:
     options = model.options
     granularity, method = options.get("recompute_granularity"), options.get("recompute_method")
     layers = options.get("recompute_num_layers")
-    if granularity not in (None, "full", "selective"):
-        yield f"recompute_granularity={granularity}: known are full and selective; null recomputes nothing."
-    if method not in (None, "uniform", "block"):
-        yield f"recompute_method={method}: known are uniform and block."
     if granularity == "full" and (method is None or layers is None):
         yield "recompute_granularity=full needs recompute_method=uniform|block and recompute_num_layers >= 1."
     if granularity == "selective" and layers is not None:
@@ -305,30 +250,50 @@ def _recompute(model: MegatronModel) -> Iterator[str]:
             f"recompute_granularity=selective with recompute_num_layers={layers}: it recomputes the "
             "recompute_modules of every layer. Remove recompute_num_layers, or choose full."
         )
-    if isinstance(layers, int) and layers < 1:
-        yield f"recompute_num_layers={layers}: it is 1 or more."
+    others = [name for name in options if name.startswith("recompute_")]
+    if options.get("moe_layer_recompute") and others:
+        yield f"moe_layer_recompute decides all of recomputation. Remove it, or {', '.join(others)}."
+    if not isinstance(model.shape, ModelShape) or granularity != "selective":
+        return
+    here = {"core_attn", "moe" if model.shape.experts else "mlp"}
+    absent = sorted(set(options.get("recompute_modules") or ()) - here - set(MODULES))
+    if absent:
+        yield (
+            f"recompute_modules names {', '.join(absent)}: a layer of {model.shape.family} has none. It may "
+            f"name {', '.join(sorted(here))}."
+        )
+
+
+def _gradients(model: MegatronModel) -> Iterator[str]:
+    """Options of gradient buffers that need each other."""
+    if not model.trains:
+        return
+    options, where = model.section.override_ddp_config, f"{model.keys}.override_ddp_config"
+    if options.get("overlap_param_gather") and not model.section.use_distributed_optimizer:
+        yield (
+            f"{where}.overlap_param_gather without the distributed optimizer: every rank updates whole "
+            f"weights, so nothing is gathered. Remove it, or set {model.keys}.use_distributed_optimizer=True."
+        )
+    for name in ("overlap_param_gather", "bucket_size"):
+        if options.get(name) and not options.get("overlap_grad_reduce"):
+            yield (
+                f"{where}.{name} without overlap_grad_reduce: gradients are then reduced all at once. "
+                f"Remove it, or set {where}.overlap_grad_reduce=True."
+            )
 
 
 def _optimizer(model: MegatronModel) -> Iterator[str]:
     """Where AdamW's state lies, and in which types: see siirl/engines/train/megatron/adamw.py."""
     options, where = model.optimizer_options, f"{model.group}.optim.override_optimizer_config"
-    share = options.get("optimizer_offload_fraction", 1.0)
-    if not isinstance(share, int | float) or not 0 <= share <= 1:
-        yield f"{where}.optimizer_offload_fraction={share}: it is a share, 0 to 1."
     for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
         if options.get(name) and not options.get("optimizer_cpu_offload"):
             yield f"{where}.{name}: nothing is on the host. Set {where}.optimizer_cpu_offload=True."
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
         value = options.get(name, "fp32")
-        if value not in ("fp32", "bf16"):
-            yield f"{where}.{name}={value}: moments are kept in fp32 or bf16. Set one of them."
-        elif value != "fp32" and not options.get("use_precision_aware_optimizer"):
+        if value != "fp32" and not options.get("use_precision_aware_optimizer"):
             yield f"{where}.{name}={value} needs {where}.use_precision_aware_optimizer=True. Set it."
-    if options.get("main_params_dtype", "fp32") != "fp32":
-        yield (
-            f"{where}.main_params_dtype={options['main_params_dtype']}: small updates would be lost. Main "
-            "weights are in fp32: remove it."
-        )
+    if "eps" in options and "adam_eps" in options:
+        yield f"{where} has eps and adam_eps, which are the same. Remove one of them."
 
 
 def _common_divisors(width: int, size: int) -> str:
@@ -361,10 +326,6 @@ def advice(model: MegatronModel, ranks: Ranks, ranks_per_node: int, num_micro_ba
                 f"pp({dims.pp}) with {num_micro_batches} micro-batches in a mini-batch idles {idle:.0%} of "
                 "the time. Make micro-batches smaller, mini-batches larger, or the pipeline shorter."
             )
-    inert = sorted(set(model.optimizer_options) - HONOURED) if model.trains else []
-    if inert:
-        names = ", ".join(inert)
-        lines.append(f"override_optimizer_config.{names}: no effect: the optimizer is torch's AdamW.")
     granularity = options.get("recompute_granularity")
     if granularity != "selective" and options.get("recompute_modules"):
         lines.append("recompute_modules has no effect without recompute_granularity=selective.")

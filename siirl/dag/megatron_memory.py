@@ -10,6 +10,7 @@ from typing import Any
 
 from siirl.config.common import MegatronConfig
 from siirl.dag.megatron_layers import split_layers
+from siirl.dag.megatron_options import recomputation
 from siirl.dag.memory import (
     BYTES,
     COMPUTING,
@@ -130,12 +131,12 @@ def _activations(
     shape: ModelShape, section: MegatronConfig, tp: int, recompute: bool, in_flight: int
 ) -> float:
     """Values per token: what the layers in flight keep, and the layer that computes in full."""
-    options = section.override_transformer_config
+    options = recomputation(section.override_transformer_config, recompute)
     split = tp if section.sequence_parallel else 1
     whole, mlp = _UNSPLIT * shape.hidden, mlp_values(shape, 3) / tp
     attention = whole / split + (kept_values(shape, fused=True) - whole) / tp - mlp
     layer, layer_input = attention + mlp, shape.hidden / split
-    granularity = options.get("recompute_granularity", "full" if recompute else None)
+    granularity = options.get("recompute_granularity")
     if granularity == "full":
         return in_flight * layer_input / options.get("recompute_num_layers", 1) + layer
     if granularity == "selective" and {"mlp", "moe"} & set(options.get("recompute_modules") or ()):

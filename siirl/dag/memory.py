@@ -160,6 +160,9 @@ def _variant(raw: dict[str, Any]) -> str:
         found.append(f"hidden_act={activation}")
     if raw.get("use_sliding_window") or (raw["model_type"] == "mixtral" and raw.get("sliding_window")):
         found.append("sliding windows")
+    normalised = raw["model_type"] == "mixtral" or raw.get("norm_topk_prob")
+    if raw.get("num_experts_per_tok") == 1 and normalised:
+        found.append("one expert a token at weight 1")
     return ", ".join(found)
 
 

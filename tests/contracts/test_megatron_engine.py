@@ -2,13 +2,12 @@
 
 import functools
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
+from expert_cases import assert_equal_training, reference_on_disk
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Outcome, Scenario
 
@@ -47,8 +46,6 @@ FEW = [
     scenario("pp2, vpp2", 2, "qwen3_tied", overrides=TOKEN_BUDGET, pp=2, vpp=2),
     scenario("pp2, tp2, sequence parallel", 4, overrides=[SEQUENCE_PARALLEL], pp=2, tp=2),
     scenario("cp2", 2, overrides=TOKEN_BUDGET, cp=2),
-    scenario("experts, tp2, ep2", 2, "mixtral", overrides=[SEQUENCE_PARALLEL], tp=2, ep=2),
-    scenario("experts, tp2", 2, "qwen3_moe", overrides=[SEQUENCE_PARALLEL], tp=2),
 ]
 SLOW = [
     scenario("tp2", 2, "qwen3_tied", tp=2),
@@ -72,10 +69,6 @@ SLOW = [
     scenario("cp2, tp2, sequence parallel", 4, "qwen3_tied", overrides=[SEQUENCE_PARALLEL], cp=2, tp=2),
     scenario("cp2, pp2", 4, "llama", cp=2, pp=2),
     scenario("cp2, dp2, one without rows", 4, "qwen3_tied", split="first_rank", cp=2),
-    scenario("experts, one rank", 1, "qwen3_moe"),
-    scenario("experts, ep2", 2, "qwen3_moe", ep=2),
-    scenario("experts, ep2, pp2", 4, "mixtral", overrides=TOKEN_BUDGET, ep=2, pp=2),
-    scenario("experts, tp2, etp2", 2, "qwen3_moe", overrides=[SEQUENCE_PARALLEL], tp=2, etp=2),
     scenario(
         "pp2, vpp2, a layout", 2, overrides=options(pipeline_model_parallel_layout="'Ett|t|t|L'"), pp=2, vpp=2
     ),
@@ -133,30 +126,7 @@ def model_dirs() -> dict[str, str]:
 
 @functools.cache
 def reference(model: str) -> Outcome:
-    outcome = cases.run_reference(Path(model_dirs()[model]))
-    return replace(
-        outcome, grads=names_on_disk(outcome.grads, model), weights=names_on_disk(outcome.weights, model)
-    )
-
-
-def names_on_disk(tensors: dict[str, torch.Tensor], model: str) -> dict[str, torch.Tensor]:
-    """Tensors under the names of model files, where transformers stacks experts in memory."""
-    router = "block_sparse_moe" if model == "mixtral" else "mlp"
-    gate, up, down = ("w1", "w3", "w2") if model == "mixtral" else ("gate_proj", "up_proj", "down_proj")
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        if name.endswith(".experts.gate_up_proj"):
-            name = name.removesuffix("mlp.experts.gate_up_proj")
-            for expert, both in enumerate(tensor):
-                for part, half in zip((gate, up), both.chunk(2), strict=True):
-                    found[f"{name}{router}.experts.{expert}.{part}.weight"] = half
-        elif name.endswith(".experts.down_proj"):
-            name = name.removesuffix("mlp.experts.down_proj")
-            for expert, part in enumerate(tensor):
-                found[f"{name}{router}.experts.{expert}.{down}.weight"] = part
-        else:
-            found[name.replace("mlp.gate.weight", f"{router}.gate.weight")] = tensor
-    return found
+    return reference_on_disk(model_dirs()[model], model)
 
 
 @functools.cache
@@ -169,23 +139,8 @@ def pair(request) -> tuple[Outcome, Outcome]:
     return outcome(request.param), reference(request.param.model)
 
 
-def largest_gap(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-    return max((float((ours[name] - theirs[name]).abs().max()), name) for name in theirs)
-
-
 def test_a_megatron_model_equals_plain_hf_and_adamw(pair):
-    ours, theirs = pair
-    assert theirs.log_prob.abs().max() > 1
-    torch.testing.assert_close(ours.log_prob, theirs.log_prob, atol=1e-5, rtol=0)
-    torch.testing.assert_close(ours.entropy, theirs.entropy, atol=1e-5, rtol=0)
-    assert ours.grads.keys() == theirs.grads.keys()
-    gap, name = largest_gap(ours.grads, theirs.grads)
-    assert gap < 1e-6, name
-    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-4)
-    assert ours.losses == pytest.approx(theirs.losses, abs=1e-5)
-    assert ours.weights.keys() == theirs.weights.keys()
-    gap, name = largest_gap(ours.weights, theirs.weights)
-    assert gap < 0.01 * cases.LR, name
+    assert_equal_training(*pair)
 
 
 @pytest.mark.slow

@@ -118,6 +118,7 @@ def router_gradients(rank: int, world: int, path: str, scenario: Scenario, step:
 
 LAYOUTS = [
     (2, ("tp", "ep"), True),
+    pytest.param(2, ("tp",), True, marks=pytest.mark.slow),
     pytest.param(1, (), False, marks=pytest.mark.slow),
     pytest.param(2, ("cp",), False, marks=pytest.mark.slow),
     pytest.param(2, ("pp",), False, marks=pytest.mark.slow),

@@ -13,6 +13,7 @@ from train_engine_cases import Scenario
 
 MEGATRON = "actor_rollout_ref.actor.megatron"
 FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe", "mixtral")
+TIED = ("qwen3", "llama")
 BY_MBRIDGE = (f"{MEGATRON}.use_mbridge=True",)
 SEQUENCE_PARALLEL = (f"{MEGATRON}.sequence_parallel=True",)
 
@@ -23,12 +24,12 @@ def stored_at(folder: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, str]:
-    """A tiny model of each family; qwen3's words do not divide over two ranks, and its head is tied."""
+    """A tiny model of each family; qwen3's words do not divide over two ranks. TIED ones have no head."""
     root = Path(tempfile.mkdtemp(prefix="siirl-megatron-sources-"))
     return {
         family: str(
             make_tiny_model_dir(
-                root / family, family, tie=family == "qwen3", vocab=67 if family == "qwen3" else 64
+                root / family, family, tie=family in TIED, vocab=67 if family == "qwen3" else 64
             )
         )
         for family in FAMILIES
@@ -68,10 +69,11 @@ def read_families(
     ("families", "by_mbridge"),
     [
         (("qwen3", "mixtral"), False),
+        (("llama",), True),
         pytest.param(("qwen2", "llama", "qwen3_moe"), False, marks=pytest.mark.slow),
         pytest.param(FAMILIES, True, marks=pytest.mark.slow),
     ],
-    ids=["converted", "converted, the other families", "by mbridge"],
+    ids=["converted", "a tied one by mbridge", "converted, the other families", "by mbridge"],
 )
 def test_every_source_gives_the_weights_of_the_files(models, tmp_path, families, by_mbridge):
     chosen = {family: models[family] for family in families}

@@ -174,13 +174,23 @@ SPLIT = (f"{MEGATRON}.sequence_parallel=True",)
 
 
 @pytest.mark.slow
-def test_experts_continue_exactly_and_on_other_layouts(tmp_path):
-    """Saved under expert parallelism, whose optimizer state is sharded apart from the dense weights'."""
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (layout(4, SPLIT, tp=2, ep=2), [layout(1), layout(2, pp=2), layout(2, SPLIT, tp=2, etp=2)]),
+        (
+            layout(4, SPLIT, tp=2),
+            [layout(2, ep=2), layout(4, ep=2, etp=2), layout(2, (*SPLIT, *PLAIN), tp=2)],
+        ),
+    ],
+    ids=["tp2, ep2", "tp2"],
+)
+def test_experts_continue_exactly_and_on_other_layouts(tmp_path, saved, resumed):
+    """The optimizer state of experts is sharded apart from the dense weights'."""
     model = str(make_tiny_model_dir(tmp_path / "model", "mixtral", **MOE))
-    folder, saved = str(tmp_path / "state"), layout(4, SPLIT, tp=2, ep=2)
+    folder = str(tmp_path / "state")
     trained = run_workers(save_after_two_steps, 4, model, folder, saved)[0]
-    resumed = [saved, layout(1), layout(2, pp=2), layout(2, ep=2), layout(2, SPLIT, tp=2, etp=2)]
-    for scenario in resumed:
+    for scenario in [saved, *resumed]:
         found = run_workers(resume_last_step, scenario.world, model, folder, scenario)[0]
         assert found.keys() == trained.keys()
         for name in trained:

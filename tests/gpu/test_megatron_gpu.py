@@ -9,6 +9,7 @@ import torch
 import train_engine_cases as cases
 import value_head_cases as heads
 from dist_harness import run_workers
+from expert_cases import reference_on_disk, unequal_replicas
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
@@ -33,6 +34,7 @@ def model_dirs(tmp_path_factory) -> dict[str, str]:
     return {
         "qwen3_untied": str(make_tiny_model_dir(root / "qwen3", tie=False, **SHAPE)),
         "mixtral": str(make_tiny_model_dir(root / "mixtral", "mixtral", tie=False, **SHAPE)),
+        "qwen3_moe": str(make_tiny_model_dir(root / "qwen3_moe", "qwen3_moe", tie=False, **SHAPE)),
     }
 
 
@@ -105,13 +107,40 @@ def test_bf16_with_variable_length_kernels_stays_near_fp32(model_dirs, scenario)
     assert_near(outcome_of(scenario, model_dirs), theirs, 0.2, 0.05)
 
 
-@pytest.mark.parametrize(
-    "scenario", [layout(1, model="mixtral"), layout(2, model="mixtral", ep=2)], ids=lambda case: case.name
-)
-def test_experts_on_cuda_equal_plain_hf_on_cpu(model_dirs, scenario):
+EXPERTS = [
+    layout(1, model="mixtral"),
+    layout(2, model="mixtral", ep=2),
+    layout(2, SEQUENCE_PARALLEL, model="mixtral", tp=2),
+    layout(2, SEQUENCE_PARALLEL, PLAIN_OPTIMIZER, model="qwen3_moe", tp=2),
+    layout(2, SEQUENCE_PARALLEL, model="qwen3_moe", tp=2, etp=2),
+    layout(2, model="mixtral", etp=2),
+    layout(4, SEQUENCE_PARALLEL, model="qwen3_moe", tp=2),
+    layout(4, SEQUENCE_PARALLEL, model="mixtral", tp=2, ep=2, etp=2),
+]
+
+
+def train_experts(rank: int, world: int, scenario: Scenario, path: str) -> tuple[cases.Outcome, list[str]]:
+    """The outcome, and what ranks hold unequal copies of."""
+    scenario = replace(scenario, device=f"cuda:{rank}")
+    engine, _ = cases.build_engine(scenario, path)
+    return cases.train(engine, scenario), unequal_replicas(engine)
+
+
+@pytest.mark.parametrize("scenario", EXPERTS, ids=lambda case: case.name)
+def test_experts_on_cuda_equal_plain_hf_on_cpu_and_their_copies_each_other(model_dirs, scenario):
     require(scenario)
-    theirs = cases.run_reference(Path(model_dirs["mixtral"]))
-    assert_near(outcome_of(scenario, model_dirs), theirs, 1e-4, 1e-3)
+    path = model_dirs[scenario.model]
+    ours, unequal = run_workers(
+        train_experts, scenario.world, scenario, path, deadline_s=180, backend=BACKEND
+    )[0]
+    theirs = reference_on_disk(path, scenario.model)
+    assert unequal == []
+    assert_near(ours, theirs, 1e-4, 1e-3)
+    assert ours.grads.keys() == theirs.grads.keys()
+    for name, grad in theirs.grads.items():
+        assert (ours.grads[name] - grad).abs().max() < 1e-5, name
+    for name, weight in theirs.weights.items():
+        assert (ours.weights[name] - weight).abs().mean() < 0.01 * cases.LR, name
 
 
 @pytest.mark.parametrize("grouped", [True, False])

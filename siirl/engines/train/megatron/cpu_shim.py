@@ -99,6 +99,7 @@ def enter() -> Callable[[], None]:
     if not _replacements:
         _repair_generators()
         _repair_dispatcher()
+        _repair_uneven_parts()
         _replacements.extend(_make_replacements())
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in _replacements]
     for owner, name, value in _replacements:
@@ -130,3 +131,33 @@ def _repair_dispatcher() -> None:
         return value.numpy() if as_numpy and torch.is_tensor(value) else value
 
     dispatcher.maybe_move_tensor_to_cpu = to_host
+
+
+def _repair_uneven_parts() -> None:
+    """gloo gathers and scatters parts of one length only, where NCCL takes any: fill them up to the longest.
+
+    Experts that are cut over ranks (etp > 1) exchange parts of unequal lengths.
+    """
+    import megatron.core.tensor_parallel.mappings as mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def filled(part: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
+
+    def gather_parts(value: torch.Tensor, group: Any, output_split_sizes: Any = None, *args: Any) -> Any:
+        if output_split_sizes is None or group.size() == 1:
+            return gather(value, group, None, *args)
+        lengths = [int(length) for length in output_split_sizes]
+        parts = gather(filled(value, max(lengths)), group).split(max(lengths))
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    def scatter_parts(value: torch.Tensor, group: Any, input_split_sizes: Any = None, *args: Any) -> Any:
+        if input_split_sizes is None or group.size() == 1:
+            return scatter(value, group, None, *args)
+        lengths = [int(length) for length in input_split_sizes]
+        parts = torch.cat([filled(part, max(lengths)) for part in value.split(lengths)])
+        return scatter(parts, group)[: lengths[group.rank()]]
+
+    mappings._gather_along_first_dim = gather_parts
+    mappings._reduce_scatter_along_first_dim = scatter_parts

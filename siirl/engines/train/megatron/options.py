@@ -1,6 +1,6 @@
 """megatron-core's own configuration objects, out of ours: sizes and features, then what a user overrides."""
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,15 +11,13 @@ from megatron.core.transformer import TransformerConfig
 from transformers import PretrainedConfig
 
 from siirl.config.common import MegatronConfig, OptimConfig
-from siirl.dag.names import suggest
+from siirl.dag.megatron_options import Kind, passed_on, recomputation, refusal
 from siirl.engines.train.hf_model import torch_dtype
 from siirl.engines.train.megatron.adamw import OWN_OPTIONS
 from siirl.engines.train.megatron.weights import family_of, head_dim
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import ConfigError
 from siirl.parallel.dims import ParallelDims
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def transformer_config(
@@ -79,23 +77,14 @@ def transformer_config(
         "moe_grouped_gemm": False,
     }
     chosen |= _pipeline_options(dims)
-    if trains and settings.model.enable_gradient_checkpointing:
-        chosen |= {
-            "recompute_granularity": "full",
-            "recompute_method": "uniform",
-            "recompute_num_layers": 1,
-        }
-    overrides = _checked(megatron.override_transformer_config, TransformerConfig, "transformer", set(fixed))
+    options = megatron.override_transformer_config
+    overrides = _passed_on("transformer", options)
     if overrides.get("moe_aux_loss_coeff"):
         chosen["moe_router_load_balancing_type"] = "aux_loss"
-    if dims.pp == 2 and dims.vpp > 1 and (overrides.get("batch_p2p_comm") or _unbatched_off(overrides)):
-        raise ConfigError(
-            "override_transformer_config: batch_p2p_comm=True with pipeline_model_parallel_size=2 and "
-            f"virtual_pipeline_model_parallel_size={dims.vpp}: both neighbours of a rank are the same rank, "
-            "and batched messages between them are mixed up. Leave batch_p2p_comm and overlap_p2p_comm out."
-        )
+    given = {name: value for name, value in overrides.items() if "recompute" not in name}
+    given |= recomputation(overrides, trains and settings.model.enable_gradient_checkpointing)
     try:
-        return TransformerConfig(**(fixed | chosen | overrides))
+        return TransformerConfig(**(fixed | chosen | given))
     except (ValueError, AssertionError, TypeError, ImportError) as error:
         raise ConfigError(
             f"megatron-core refuses the model's configuration: {error}. Check the megatron group and its "
@@ -114,21 +103,11 @@ def _pipeline_options(dims: ParallelDims) -> dict[str, Any]:
     }
 
 
-def _unbatched_off(overrides: dict[str, Any]) -> bool:
-    return overrides.get("overlap_p2p_comm") is False
-
-
 def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:
     """How gradients are accumulated and reduced."""
-    fixed = {"use_distributed_optimizer": megatron.use_distributed_optimizer, "average_in_collective": False}
-    chosen = {"grad_reduce_in_fp32": True, "check_for_nan_in_grad": False}
-    overrides = _checked(
-        megatron.override_ddp_config,
-        DistributedDataParallelConfig,
-        "ddp",
-        {*fixed, *chosen} - {"grad_reduce_in_fp32"},
-    )
-    return DistributedDataParallelConfig(**(fixed | chosen | overrides))
+    chosen = {"grad_reduce_in_fp32": True, "check_for_nan_in_grad": False, "average_in_collective": False}
+    chosen["use_distributed_optimizer"] = megatron.use_distributed_optimizer
+    return DistributedDataParallelConfig(**(chosen | _passed_on("ddp", megatron.override_ddp_config)))
 
 
 def optimizer_config(optim: OptimConfig, megatron: MegatronConfig, ddp: Any) -> OptimizerConfig:
@@ -148,30 +127,18 @@ def optimizer_config(optim: OptimConfig, megatron: MegatronConfig, ddp: Any) -> 
         "use_distributed_optimizer": megatron.use_distributed_optimizer,
         "clip_grad": 0.0,
     }
-    overrides = dict(optim.override_optimizer_config or {})
+    overrides = _passed_on("optimizer", optim.override_optimizer_config or {})
     overrides = {name: value for name, value in overrides.items() if name not in OWN_OPTIONS}
     if "eps" in overrides:
         overrides["adam_eps"] = overrides.pop("eps")
-    overrides = _checked(overrides, OptimizerConfig, "optimizer", set(fixed))
     overlaps = {"overlap_param_gather": ddp.overlap_param_gather}
     return OptimizerConfig(**(fixed | overlaps | overrides))
 
 
-def _checked(overrides: dict[str, Any], schema: type, kind: str, fixed: set[str]) -> dict[str, Any]:
-    """The overrides, with names of number types resolved; ConfigError for unknown and for fixed options."""
-    known = {item.name for item in dataclasses.fields(schema) if item.init}
-    for name in overrides:
-        if name not in known:
-            raise ConfigError(
-                f"override_{kind}_config.{name}: megatron-core's {schema.__name__} has no such option. "
-                f"{suggest(name, known)}"
-            )
-        if name in fixed:
-            raise ConfigError(
-                f"override_{kind}_config.{name}: it follows from the model and from other keys. Remove it, "
-                "and set those."
-            )
-    return {
-        name: _DTYPES.get(value, value) if isinstance(value, str) and name.endswith("dtype") else value
-        for name, value in overrides.items()
-    }
+def _passed_on(kind: Kind, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What Megatron-Core is given of a map; ConfigError for what `siirl check` refuses, too."""
+    for name, value in options.items():
+        problem = refusal(kind, name, value, "the role's group")
+        if problem:
+            raise ConfigError(f"override_{kind}_config.{name}{problem}")
+    return passed_on(kind, options)

@@ -21,7 +21,7 @@ from siirl.engines.train.hf_model import VALUE_HEAD, torch_dtype
 from siirl.engines.train.megatron.model import LocalParams, read_parameter, read_weights
 from siirl.engines.train.megatron.pieces import Piece, PiecewiseTensor
 from siirl.engines.train.megatron.state import pieces_of
-from siirl.engines.train.megatron.weights import Entry, hf_shapes
+from siirl.engines.train.megatron.weights import EMBEDDING, Entry, hf_shapes
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import CheckpointError, ConfigError, DataError
 
@@ -104,7 +104,13 @@ def _read_by_mbridge(
 
 
 def mbridge_name(entry: Entry, has_experts: bool) -> str:
-    """mbridge's name of a parameter: that of Transformer Engine's layers, which hold norms and experts."""
+    """mbridge's name of a parameter: that of Transformer Engine's layers, which hold norms and experts.
+
+    The copy of a tied embedding on the last pipeline stage has the name of the embedding: mbridge knows it by
+    its own name for some families only.
+    """
+    if entry.name == "output_layer.weight" and entry.blocks[0].hf == EMBEDDING:
+        return "embedding.word_embeddings.weight"
     name = entry.name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
     if not has_experts:
         name = name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")

@@ -15,6 +15,9 @@ from siirl.dag.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.errors import NotSupportedError
 
+EMBEDDING = "model.embed_tokens.weight"
+"""Hugging Face's name of the embedding in every family here."""
+
 Cut = Literal["whole", "rows", "each block", "columns"]
 
 
@@ -174,6 +177,11 @@ def family_of(config: PretrainedConfig) -> Family:
         config.model_type == "mixtral" and config.sliding_window
     ):
         problem = f"a {config.model_type} with sliding windows"
+    elif (
+        getattr(config, "num_experts_per_tok", 2) == 1
+        and not family.options(config)["moe_router_pre_softmax"]
+    ):
+        problem = f"a {config.model_type} with one expert a token at weight 1, whose router learns nothing"
     if problem or family is None:
         raise NotSupportedError(
             f"not supported yet: {problem} under the megatron strategy, which trains {', '.join(FAMILIES)}. "
@@ -201,7 +209,7 @@ def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
     found = [
         Entry(
             "embedding.word_embeddings.weight",
-            (Block("model.embed_tokens.weight", 0, vocab),),
+            (Block(EMBEDDING, 0, vocab),),
             hidden,
             "rows",
         )
