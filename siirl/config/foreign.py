@@ -56,6 +56,9 @@ FOREIGN: dict[str, Foreign] = {
     # policy
     f"{POLICY}.actor.optim.lr_scheduler_type": _moved(f"{POLICY}.actor.optim.warmup_style"),
     "critic.optim.lr_scheduler_type": _moved("critic.optim.warmup_style"),
+    "*.optim.total_training_steps": Foreign(
+        here="*.optim.total_training_steps", asks_nothing=("-1",), why="-1 there is 0 here: all steps"
+    ),
     "critic.fsdp.*": _moved("critic.fsdp_config.*"),
     f"{POLICY}.actor.fsdp_config.grad_offload": _moved(f"{POLICY}.actor.grad_offload"),
     f"{POLICY}.*.fsdp_config.grad_offload": _dropped("there are no gradients between phases"),
@@ -88,16 +91,13 @@ FOREIGN: dict[str, Foreign] = {
     "*.fsdp_config.dtype": _moved("*.fsdp_config.mixed_precision.param_dtype"),
     f"{POLICY}.actor.megatron.vanilla_mbridge": _dropped("weights are read by siirl's own tables"),
     # rollout
-    f"{ROLLOUT}.mode": Foreign(
-        asks_nothing=("sync", "async"),
-        why="how verl's workers talk to the engine; the policy that samples is the newest in both",
-    ),
+    f"{ROLLOUT}.mode": _dropped("how verl's workers talk to the engine; the newest policy samples in both"),
     f"{ROLLOUT}.chat_scheduler": _lost("own schedulers of turns: the DAG says who speaks next", *OFF),
     f"{ROLLOUT}.layered_summon": _dropped("weights are always sent in buckets"),
     f"{ROLLOUT}.checkpoint_engine.*": _dropped("weights are always sent in buckets"),
     f"{ROLLOUT}.update_weights_bucket_megabytes": _dropped("weights are always sent in buckets"),
     f"{ROLLOUT}.enable_prefix_caching": _moved(f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching"),
-    f"{ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache": _lost(VISION),
+    f"{ROLLOUT}.engine_kwargs.vllm.disable_mm_preprocessor_cache": _lost(VISION, *OFF),
     f"{ROLLOUT}.data_parallel_size": _lost("one engine on each tensor_model_parallel_size ranks", "1"),
     f"{ROLLOUT}.expert_parallel_size": _lost("expert parallel rollouts", "1"),
     f"{ROLLOUT}.pipeline_model_parallel_size": _lost("pipeline parallel rollouts", "1"),

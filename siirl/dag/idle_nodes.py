@@ -16,6 +16,11 @@ IDLE_ROLES = {
     "DATA_REBALANCE": "rows are dealt out evenly before each node that computes on them; "
     "trainer.balance_batch=true weighs them by their cost"
 }
+SIIRLS_SAMPLING = (
+    "siirl.algorithm.dapo:dynamic_sampling",
+    "siirl.user_interface.filter_interface.dapo:dynamic_sampling",
+)
+"""Code of siiRL that marks the groups which its POSTPROCESS_SAMPLING node then drops."""
 
 
 def without_idle(dag: DagSpec) -> tuple[DagSpec, dict[str, str]]:
@@ -24,7 +29,8 @@ def without_idle(dag: DagSpec) -> tuple[DagSpec, dict[str, str]]:
     What depended on such a node depends on its dependencies. The DAG has no cycle. DagError for one that
     brings code of its own.
     """
-    idle = {node.node_id: why for node in dag.nodes if (why := _why_idle(node))}
+    samples = any(node.node_role == "POSTPROCESS_SAMPLING" for node in dag.nodes)
+    idle = {node.node_id: why for node in dag.nodes if (why := _why_idle(node, samples))}
     if not idle:
         return dag, {}
     nodes = {node.node_id: node for node in dag.nodes}
@@ -36,7 +42,9 @@ def without_idle(dag: DagSpec) -> tuple[DagSpec, dict[str, str]]:
     return dag_spec(dag.dag_id, kept, dag.description), idle
 
 
-def _why_idle(node: NodeSpec) -> str:
+def _why_idle(node: NodeSpec, samples: bool) -> str:
+    if samples and node.executable_ref in SIIRLS_SAMPLING:
+        return "a node of role POSTPROCESS_SAMPLING drops the groups, and samples until the batch is full"
     why = IDLE_TYPES.get(node.node_type) or IDLE_ROLES.get(node.node_role, "")
     if why and node.executable_ref:
         kind = node.node_type if node.node_type in IDLE_TYPES else node.node_role

@@ -146,9 +146,11 @@ def _translate_one(sign: str, name: str, value: str | None, result: Translation)
         return
     if known is not None:
         entry, here = known
-        if here:
-            _keep(here, value, there, entry.why, result)
-        elif entry.harmless or _plain_text(value) in entry.asks_nothing:
+        if _plain_text(value) in entry.asks_nothing:
+            result.add("dropped", there, entry.why if here else "it asks for nothing")
+        elif here:
+            _keep(here, value, there, "" if entry.asks_nothing else entry.why, result)
+        elif entry.harmless:
             result.add("dropped", there, entry.why)
         else:
             result.add("impossible", there, entry.why)
@@ -176,7 +178,10 @@ def _keep(name: str, value: str, there: str, why: str, result: Translation) -> N
     if switch in key.rule.synonyms:  # YAML reads an unquoted on or off as true or false
         value = switch
     reason = "" if path else _unavailable(key, value)
-    if reason:
+    if value == "null" and (path or reason):
+        default = "nothing is set" if path else f"the default here is {show(key, key.default)}"
+        result.add("dropped", there, f"null there: {default}")
+    elif reason:
         result.add("impossible", there, reason)
     elif key.rule.ignored:
         result.add("dropped", there, key.rule.ignored)

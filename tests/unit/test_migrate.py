@@ -266,10 +266,22 @@ hydra: {run: {dir: /tmp/x}}
 data: {train_batch_size: 64, train_files: ~/a.parquet}
 algorithm: {adv_estimator: gae, gae_lambda: 0.9}
 actor_rollout_ref:
-  actor: {ppo_mini_batch_size: 32, use_dynamic_bsz: false}
+  actor:
+    ppo_mini_batch_size: 32
+    use_dynamic_bsz: false
+    ppo_micro_batch_size: null
+    ppo_micro_batch_size_per_gpu: null
+    optim: {total_training_steps: -1, lr_decay_steps: null}
+    fsdp_config: {wrap_policy: {min_num_params: 0}, offload_policy: false, reshard_after_forward: true}
   ref: {log_prob_use_dynamic_bsz: '${actor_rollout_ref.actor.use_dynamic_bsz}'}
-  rollout: {name: vllm, response_length: '${oc.select:data.max_response_length,512}'}
-trainer: {resume_mode: off, nnodes: 1}
+  rollout:
+    {name: vllm, mode: sync, engine_kwargs: {vllm: {swap_space: null}, sglang: {attention_backend: null}},
+     agent: {custom_async_server: {path: null}}, response_length: '${oc.select:data.max_response_length,512}'}
+critic:
+  optim: {min_lr_ratio: null, total_training_steps: -1}
+  model: {tokenizer_path: '${actor_rollout_ref.model.path}'}
+reward_model: {sandbox_fusion: {url: null, max_concurrent: 64}}
+trainer: {resume_mode: off, nnodes: 1, resume_from_path: null, max_actor_ckpt_to_keep: null, device: cuda}
 dag: {workflow_path: null}
 """
 
@@ -282,6 +294,7 @@ def test_a_yaml_file_is_migrated_as_a_script_is(tmp_path, capsys):
         "algorithm.lam=0.9  ",
         "critic.optim.lr=1e-05",
         "rollout.response_length=512",
+        "resume_mode=off",
         "accepts the command",
     ):
         assert text in page, page

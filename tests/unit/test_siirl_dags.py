@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from siirl.cli import main
-from siirl.config import load_config
+from siirl.config import load_config, with_overrides
 from siirl.dag.compile import TEMPLATES, compile_plan
 from siirl.dag.idle_nodes import IDLE_TYPES
 from siirl.dag.spec import DagSpec, dag_spec, node_spec
@@ -74,6 +74,31 @@ def test_the_note_says_why_a_rebalance_node_is_left_out(tmp_path, capsys):
     settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
     assert main(["check", "--elsewhere", *settings, f"dag.workflow_path={file}"]) == 0
     assert "left out: even: rows are dealt out evenly" in capsys.readouterr().out
+
+
+DAPO = """
+dag_id: dapo
+nodes:
+  - {node_id: rollout, node_type: MODEL_INFERENCE, node_role: ROLLOUT}
+  - {node_id: reward, node_type: COMPUTE, node_role: REWARD, dependencies: [rollout]}
+  - {node_id: adv, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [reward]}
+  - {node_id: mark, node_type: COMPUTE, executable_ref: MODULE.dapo.dynamic_sampling,
+      dependencies: [adv]}
+  - {node_id: sample, node_type: COMPUTE, node_role: POSTPROCESS_SAMPLING, dependencies: [mark]}
+  - {node_id: old, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [sample], only_forward_compute: on}
+  - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [old]}
+"""
+
+
+@pytest.mark.parametrize("module", ["siirl.algorithm", "siirl.user_interface.filter_interface"])
+def test_siirls_dapo_samples_by_one_node(module):
+    cfg = with_overrides(
+        CFG, {"algorithm.filter_groups.enable": True, "actor_rollout_ref.actor.use_kl_loss": False}
+    )
+    plan, _ = compile_plan(parse_dag(DAPO.replace("MODULE", module)), cfg, 2)
+    assert list(plan.pruned) == ["mark"] and plan.nodes["sample"].op == "dynamic_sampling"
+    with pytest.raises(DagError, match="'mark'"):
+        compile_plan(parse_dag(DAPO.replace("MODULE", "mine")), cfg, 2)
 
 
 def conversation(tmp_path, first: str, second: str) -> DagSpec:
