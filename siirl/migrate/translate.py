@@ -13,6 +13,8 @@ from siirl.config.resolve import ALIASES, FOLLOWS
 from siirl.config.root import all_groups, all_keys
 from siirl.config.tree import split_name
 from siirl.config.values import check_available, closest, convert, plain, show
+from siirl.dag.megatron_options import Kind as MegatronMap
+from siirl.dag.megatron_options import refusal
 from siirl.errors import ConfigError, NotSupportedError, UserError
 from siirl.migrate.correction import GROUP, translate_correction
 
@@ -177,10 +179,12 @@ def _keep(name: str, value: str, there: str, why: str, result: Translation) -> N
     switch = {"true": "on", "false": "off"}.get(value.lower(), "")
     if switch in key.rule.synonyms:  # YAML reads an unquoted on or off as true or false
         value = switch
-    reason = "" if path else _unavailable(key, value)
+    reason = _refused_by_megatron(key_name, path, value) if path else _unavailable(key, value)
     if value == "null" and (path or reason):
         default = "nothing is set" if path else f"the default here is {show(key, key.default)}"
         result.add("dropped", there, f"null there: {default}")
+    elif "needs kernels" in reason:  # the same numbers, by other kernels
+        result.add("dropped", there, reason)
     elif reason:
         result.add("impossible", there, reason)
     elif key.rule.ignored:
@@ -190,6 +194,16 @@ def _keep(name: str, value: str, there: str, why: str, result: Translation) -> N
     else:
         moved = there.lstrip("+") != f"{name}={value}"
         result.add("changed" if moved else "kept", there, why, name, value)
+
+
+def _refused_by_megatron(map_name: str, option: str, value: str) -> str:
+    """Why an option of Megatron-Core cannot have a value, or an empty string."""
+    role, _, name = map_name.rpartition(".megatron.override_")
+    maps: dict[str, MegatronMap] = {"transformer_config": "transformer", "ddp_config": "ddp"}
+    kind = maps.get(name)
+    if not role or kind is None:
+        return ""
+    return (refusal(kind, option, scalar(value), role) or "").removeprefix("=")
 
 
 def _unavailable(key: Key, value: str) -> str:
@@ -213,21 +227,22 @@ def typed(key: Key, text: str) -> Any:
         return text[1:-1]
     if text.startswith("[") and text.endswith("]"):
         items = [_unquoted(item.strip()) for item in text[1:-1].split(",") if item.strip()]
-        return [_scalar(item) if not key.takes_text else item for item in items]
+        return [scalar(item) if not key.takes_text else item for item in items]
     if text.startswith("{") and key.is_map:
         return {}
     if key.takes_text and text.lower() not in ("null", "true", "false"):
         return text
     if key.takes_text and text.lower() in ("true", "false") and bool not in _options_of(key):
         return text
-    return _scalar(text)
+    return scalar(text)
 
 
 def _options_of(key: Key) -> tuple[Any, ...]:
     return getattr(key.type, "__args__", (key.type,))
 
 
-def _scalar(text: str) -> Any:
+def scalar(text: str) -> Any:
+    """true, false, null and numbers as such; other text as it is."""
     word = {"true": True, "false": False, "null": None}.get(text.lower(), text)
     if word is not text or not NUMBER.fullmatch(text):
         return word
@@ -259,7 +274,7 @@ def _sizes_over_ranks(result: Translation) -> None:
         here = GLOBAL_SIZES.get(setting.name)
         if here is None:
             continue
-        rows = _scalar(setting.value)
+        rows = scalar(setting.value)
         whole = type(rows) is int and type(gpus) is int and type(nodes) is int
         if rows is None:
             result.settings[place] = Setting("dropped", "", "", setting.there, f"null; {here} decides")
@@ -296,7 +311,7 @@ def _without_effect_there(result: Translation) -> None:
             why = "there is nothing to split over one tensor parallel rank"
             result.settings[place] = replace(setting, kind="changed", value="false", why=why)
         if setting.name == f"{POLICY}.actor.clip_ratio_low":
-            low = _scalar(setting.value)
+            low = scalar(setting.value)
             if type(low) in (int, float) and low > 1:
                 why = "a ratio is never below 0: 1 is no lower bound at all"
                 result.settings[place] = replace(setting, kind="changed", value="1", why=why)

@@ -16,7 +16,7 @@ from siirl.config.tree import default_config, split_name
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.errors import ConfigError, UserError
 from siirl.migrate.document import with_tables
-from siirl.migrate.translate import Translation, translate, typed
+from siirl.migrate.translate import Translation, scalar, translate, typed
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "migration.md"
@@ -29,7 +29,7 @@ def composed(words: list[str]) -> Config:
     for word in words:
         name, _, value = word.lstrip("+").partition("=")
         key, path = split_name(name)
-        updates[name] = value if path else typed(all_keys()[key], value)
+        updates[name] = scalar(value) if path else typed(all_keys()[key], value)
     return with_overrides(default_config(), updates)
 
 
