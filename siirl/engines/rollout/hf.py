@@ -24,10 +24,10 @@ from siirl.engines.rollout.decode import Samples, decode
 from siirl.engines.rollout.hf_stream import HFStream, Room, can_stream
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.slots import NO_LIMIT
-from siirl.engines.rollout.weights import SharedBase, WeightSpecs, checked_weights, tensor_names
+from siirl.engines.rollout.weights import SharedBase, WeightSpecs, checked_weights, stored_parts, tensor_names
 from siirl.engines.train.frozen_base import use_base
 from siirl.engines.train.hf_model import load_hf_config
-from siirl.engines.train.lora import adapter_name, add_lora, plain_name
+from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.observe.metrics import Metrics
 from siirl.parallel.process_groups import ProcessGroups
@@ -163,7 +163,7 @@ class HFRollout(RolloutEngine):
         self._forget()
         self.wake()
         self._state, self.weight_version = "loading", -1
-        own = {plain_name(name): tensor for name, tensor in self._model.state_dict().items()}
+        own = stored_parts(self._model)
         with torch.no_grad():
             for name, tensor in checked_weights(weights, self.weight_specs(), self._aliases, self.name):
                 own[name].copy_(tensor, non_blocking=True)

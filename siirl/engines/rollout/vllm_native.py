@@ -258,15 +258,18 @@ class WorkerExtension:
             sampler.sample = _untruncated_sample(sampler)
 
     def complete_update(self) -> None:
-        """Unmap the buffer in which the weights came; on the CPU, repack an output head that is tied.
+        """Unmap the buffer in which the weights came; on the CPU, repack a tied output head, and experts.
 
         vLLM's CPU kernels multiply by a packed copy of a layer's weights. A reload packs those layers again
-        that got weights under their own name, and a tied head gets them under the embedding's.
+        that got weights under their own name, and a tied head gets them under the embedding's. Experts are
+        packed when their kernel is built, and vLLM 0.32 builds it once.
         """
         self.weight_transfer_engine.shutdown()
         for layer in self.model_runner.model.modules():
             if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
+            if "w13_weight" in layer._parameters and layer.w13_weight.device.type == "cpu":
+                layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     def unwrap_layers(self) -> None:
         """Put layers in the place of those that add LoRA to them: weights are loaded by the layers' names."""

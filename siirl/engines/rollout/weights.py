@@ -3,15 +3,17 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from siirl.data.model_files import check_weight_files, weight_files
 from siirl.engines.train.lora import plain_name
-from siirl.errors import DataError, WeightSyncError
+from siirl.errors import DataError, NotSupportedError, WeightSyncError
 
 WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> (shape, dtype)."""
@@ -106,16 +108,57 @@ def check_complete(arrived: set[str], specs: WeightSpecs, engine: str) -> None:
 def tensor_names(model: PreTrainedModel) -> tuple[WeightSpecs, dict[str, str]]:
     """(name -> shape and dtype, tied tensors once; further names of tied tensors -> the name used).
 
-    Names as exports have them: those of an adapted model without what adapters add to them.
+    Names are those of the model's files, which trainers export: see stored_parts.
     """
-    specs: WeightSpecs = {}
-    aliases: dict[str, str] = {}
     first_name: dict[int, str] = {}
-    for own, tensor in model.state_dict(keep_vars=True).items():
-        name = plain_name(own)
-        own_name = first_name.setdefault(id(tensor), name)
-        if own_name == name:
-            specs[name] = (tuple(tensor.shape), tensor.dtype)
-        else:
-            aliases[name] = own_name
+    used, further = {}, {}
+    for name, tensor in _own_tensors(model).items():
+        is_first = first_name.setdefault(id(tensor), name) == name
+        (used if is_first else further)[name] = tensor
+    parts = stored_parts(model, used)
+    name_at = {_place(part): name for name, part in parts.items()}
+    specs = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
+    aliases = {name: name_at[_place(part)] for name, part in stored_parts(model, further).items()}
     return specs, aliases
+
+
+def stored_parts(model: PreTrainedModel, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The model's tensors as its files have them: file name -> a view of the model's own memory.
+
+    transformers fuses some tensors of the files in its modules, as all experts of a layer, and splits them
+    again where it saves a model: by that same conversion the views are found here, on the meta device, too.
+    tensors: some of the model's, by the names of its modules without what adapters add to them; None: all.
+    NotSupportedError if a tensor of the files is no part of one of the model.
+    """
+    own = _own_tensors(model) if tensors is None else tensors
+    parts = revert_weight_conversion(model, {name: x.detach().as_subclass(_Part) for name, x in own.items()})
+    places = {_storage(tensor) for tensor in own.values()}
+    for name, part in parts.items():
+        if _storage(part) not in places:
+            raise NotSupportedError(
+                f"not supported yet: rollouts of model type {model.config.model_type}: {name} of its files "
+                "is no part of a tensor that transformers computes with. Use another model."
+            )
+    return {name: part.as_subclass(Tensor) for name, part in parts.items()}
+
+
+class _Part(Tensor):
+    """A tensor whose parts stay views of it: asked for a contiguous copy, it gives itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.contiguous:
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    return _storage(tensor), tensor.storage_offset(), tensor.shape

@@ -1,0 +1,90 @@
+"""The main job with mixtures of experts on Megatron-Core: every layout trains what one rank trains."""
+
+import functools
+
+import pytest
+import torch
+from fixtures_tiny import make_tiny_model_dir
+from job_harness import Finished, Inputs, overrides, run_job
+
+from siirl.engines.rollout.weights import stored_parts
+
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON = f"{ACTOR}.megatron"
+REF = "actor_rollout_ref.ref"
+FOUR_OPTIMIZER_STEPS = (
+    "trainer.total_training_steps=2",
+    f"{ACTOR}.strategy=megatron",
+    f"{ACTOR}.use_kl_loss=True",
+    f"{ACTOR}.optim.lr=1e-3",
+    f"+{ACTOR}.optim.override_optimizer_config={{eps:1e-6}}",
+    f"{MEGATRON}.param_dtype=float32",
+    f"{REF}.megatron.param_dtype=float32",
+)
+LAYOUTS = {
+    "alone": (),
+    "ep2": ("expert_model_parallel_size=2",),
+    "tp2": ("tensor_model_parallel_size=2", "sequence_parallel=True"),
+    "tp2 ep2": ("tensor_model_parallel_size=2", "sequence_parallel=True", "expert_model_parallel_size=2"),
+}
+
+
+CASES = [
+    ("qwen3_moe", "vllm", "tp2 ep2"),
+    ("mixtral", "hf", "ep2"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            ("qwen3_moe", "vllm", "ep2"),
+            ("qwen3_moe", "vllm", "tp2"),
+            ("qwen3_moe", "hf", "tp2"),
+            ("mixtral", "vllm", "tp2"),
+            ("mixtral", "vllm", "tp2 ep2"),
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory):
+    """Runs a job once: (family, rollout engine, layout) -> what is left of it."""
+
+    @functools.cache
+    def inputs(family: str) -> Inputs:
+        made = Inputs.make(tmp_path_factory.mktemp("inputs"))
+        make_tiny_model_dir(made.model, family, tie=False, init_std=0.2, head_dim=32)
+        return made
+
+    @functools.cache
+    def run(family: str, rollout: str = "hf", layout: str = "alone") -> Finished:
+        sizes = [f"{MEGATRON}.{size}" for size in LAYOUTS[layout]]
+        engine = (f"actor_rollout_ref.rollout.name={rollout}", "trainer.deadline_s=300")
+        folder = tmp_path_factory.mktemp("run")
+        arguments = overrides(inputs(family), folder, *FOUR_OPTIMIZER_STEPS, *engine, *sizes)
+        return run_job(1 if layout == "alone" else 2, arguments, deadline_s=500)
+
+    return run
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("family", "rollout", "layout"), CASES)
+def test_a_mixture_of_experts_trains_alike_in_every_layout(train, family, rollout, layout):
+    ours, theirs = train(family, rollout, layout), train(family)
+    for name in ("actor/loss", "actor/grad_norm", "actor/ref_kl", "reward/score"):
+        assert len(ours.values(name)) == 2, name
+        assert ours.values(name) == pytest.approx(theirs.values(name), rel=1e-4, abs=2e-5), name
+    assert max(ours.values("actor/rollout_log_prob_diff")) < 1e-5
+    mine, wanted = ours.weights(), theirs.weights()
+    assert mine.keys() == wanted.keys()
+    assert max(float((mine[name] - wanted[name]).abs().max()) for name in wanted) < 1e-4
+
+
+def test_the_exported_model_is_the_one_that_rolled_out_last(train):
+    from transformers import AutoModelForCausalLM
+
+    run = train("mixtral", "hf", "ep2")
+    model = AutoModelForCausalLM.from_pretrained(run.output / "hf_model", dtype=torch.float32)
+    parts = stored_parts(model)
+    assert parts.keys() == run.weights().keys()
+    for name, weight in run.weights().items():
+        assert torch.equal(parts[name], weight), name
