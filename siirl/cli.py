@@ -20,6 +20,7 @@ from siirl.dag.advice import plan_notes, plan_warnings
 from siirl.dag.arguments import add_config_arguments, parse_settings, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.memory_words import memory_warnings
+from siirl.dag.model_types import check_trained_model
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
 from siirl.data.local_models import with_local_configs
@@ -67,6 +68,7 @@ def _compiled(
         folder = Path(role_model(configs[model.node], model.role).path).expanduser()
         if (folder / "config.json").is_file():
             check_lengths(configs[model.node], folder, model.role)
+            check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
             if model.role == "reward":
                 check_reward_model(configs[model.node], folder)
     warnings += memory_warnings(plan, configs, device_memory_gib())

@@ -16,8 +16,6 @@ from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks, format_ranks
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-"""model_type of the models whose weights siirl carries to Megatron-Core and back by itself."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +67,14 @@ def check_megatron(model: MegatronModel) -> None:
             raise NotSupportedError(f"not supported yet: {model.who}: {feature}.")
     checks: tuple[Callable[[MegatronModel], Iterator[str]], ...] = (
         _options,
+        _weights,
         _recompute,
         _gradients,
         _rows,
         _optimizer,
     )
     if isinstance(model.shape, ModelShape):
-        checks += (_weights, _layers, _attention, _mlp, _vocabulary, _experts)
+        checks += (_layers, _attention, _mlp, _vocabulary, _experts)
     problems = [f"{model.who}: {problem}" for check in checks for problem in check(model)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -99,9 +98,8 @@ def _options(model: MegatronModel) -> Iterator[str]:
 
 
 def _weights(model: MegatronModel) -> Iterator[str]:
-    """Somebody must know how the model's weights are named in Megatron-Core."""
-    section, shape = model.section, model.shape
-    assert isinstance(shape, ModelShape)
+    """Weights are read from one place."""
+    section = model.section
     if section.use_dist_checkpointing and not section.dist_checkpointing_path:
         yield (
             f"{model.keys}.use_dist_checkpointing=true without a checkpoint. Set "
@@ -111,15 +109,6 @@ def _weights(model: MegatronModel) -> Iterator[str]:
         yield (
             f"{model.keys}.use_mbridge and use_dist_checkpointing are both true: weights are read from "
             "Hugging Face files by mbridge, or from a converted checkpoint. Set one of them to false."
-        )
-    if shape.family not in FAMILIES or shape.variant:
-        kind = "mixture-of-experts model" if shape.experts else "model"
-        variant = f" with {shape.variant}" if shape.variant else ""
-        asked = [name for name in ("use_mbridge", "use_dist_checkpointing") if getattr(section, name)]
-        helps = f"{' and '.join(asked)} changes where weights are read, not what siirl's layers compute. "
-        yield (
-            f"{shape.family}{variant} is a {kind} without a weight mapping: siirl builds and maps the usual "
-            f"models of {', '.join(FAMILIES)}. {helps if asked else ''}Set {model.group}.strategy=fsdp."
         )
 
 

@@ -46,11 +46,10 @@ class ModelShape:
 
     intermediate: width of dense MLPs; expert_width: of each expert; shared_width: of the expert that all
     tokens pass. experts, top_k: 0 in a dense model. moe_layers: layers that have experts; expert_params: all
-    experts of one of them. variant: what it has beyond its family's usual parts, or empty.
+    experts of one of them.
     """
 
     family: str
-    variant: str
     params: int
     embedding_params: int
     layer_params: int
@@ -132,7 +131,6 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     copies = 1 if raw.get("tie_word_embeddings") else 2
     return ModelShape(
         family=family,
-        variant=_variant(raw),
         params=sum(per_layer) + hidden + copies * embedding,
         embedding_params=copies * embedding,
         layer_params=max(per_layer, default=0),
@@ -151,19 +149,6 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         expert_params=experts * 3 * hidden * expert_width,
         moe_layers=moe_layers,
     )
-
-
-def _variant(raw: dict[str, Any]) -> str:
-    activation = raw.get("hidden_act", "silu")
-    found = [name for name in ("attention_bias", "mlp_bias") if raw.get(name)]
-    if activation not in ("silu", "swish"):
-        found.append(f"hidden_act={activation}")
-    if raw.get("use_sliding_window") or (raw["model_type"] == "mixtral" and raw.get("sliding_window")):
-        found.append("sliding windows")
-    normalised = raw["model_type"] == "mixtral" or raw.get("norm_topk_prob")
-    if raw.get("num_experts_per_tok") == 1 and normalised:
-        found.append("one expert a token at weight 1")
-    return ", ".join(found)
 
 
 def _has_experts(raw: dict[str, Any], layer: int) -> bool:

@@ -26,9 +26,10 @@ from siirl.dag.memory import (
     read_shape,
     vllm_lines,
 )
+from siirl.dag.model_types import HEADS, check_trained_model
 from siirl.dag.names import suggest
 from siirl.dag.ops import FROZEN_TURNS, ModelRole
-from siirl.dag.plan import Head, LinkPlan, ModelPlan
+from siirl.dag.plan import LinkPlan, ModelPlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
 from siirl.parallel.dims import ParallelDims
@@ -217,9 +218,6 @@ def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolved
             )
 
 
-HEADS: dict[ModelRole, Head] = {"critic": "value", "reward": "score"}
-"""The head of a role's model; others are language models."""
-
 TRAIN_BACKENDS = {
     "fsdp": Backend(_fsdp_dims, fsdp_lines, groups=_along("dp_shard", "dp_replicate")),
     "megatron": Backend(
@@ -288,8 +286,8 @@ def _weight_sources(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]
             backend_name, backend = _backend("actor", node)
             dims = backend.dims(node.cfg, "actor", len(target.ranks))
             dims.check(str(node), target.ranks)
-            if backend.check is not None:
-                backend.check(node.cfg, "actor", dims, node)
+            check_trained_model(node.cfg, "actor", str(node))
+            backend.check(node.cfg, "actor", dims, node)
             sources[name] = replace(
                 target, name=name, role="actor", backend=backend_name, dims=dims, nodes=()
             )
@@ -306,6 +304,7 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
     cfg = judge_config(builder.cfg) if role == "judge" else builder.cfg
     dims = backend.dims(cfg, role, len(ranks))
     dims.check(str(builder), ranks)
+    check_trained_model(cfg, role, str(builder))
     backend.check(cfg, role, dims, builder)
     return ModelPlan(
         name=name,

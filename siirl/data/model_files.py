@@ -9,6 +9,7 @@ from typing import Any
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.roles import ROLE_GROUPS, SAMPLERS, model_key, role_group, role_model
+from siirl.dag.model_types import check_trained_model
 from siirl.errors import ConfigError, DataError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
@@ -122,6 +123,7 @@ def check_model_files(cfg: Config, role: str) -> None:
     path = model_dir(role_model(cfg, role).path, f"{model_key(role)}.path")
     check_config_file(path)
     check_lengths(cfg, path, role)
+    check_trained_model(cfg, role, f"{_here()}: {path}")
     if role != "rollout":
         _check_weights(cfg, path, role)
     if role == "reward":

@@ -9,7 +9,7 @@ from megatron_cases import ACTOR, REF, available, megatron_config, megatron_plan
 
 from siirl.config.checks import effect_warnings
 from siirl.dag import megatron_checks
-from siirl.dag.megatron_checks import FAMILIES, LATER
+from siirl.dag.megatron_checks import LATER
 from siirl.dag.megatron_layers import parse_layout, split_layers, suggest_split
 from siirl.dag.megatron_options import CLASSES, DECIDED, FIXED, MODULES, OPTIONS, refusal
 from siirl.dag.models import plan_advice
@@ -429,23 +429,6 @@ BY_MBRIDGE = (f"{ACTOR}.use_mbridge=True",)
 FROM_CHECKPOINT = (f"{ACTOR}.use_dist_checkpointing=True", f"{ACTOR}.dist_checkpointing_path=/ckpt")
 
 
-def test_a_model_without_a_weight_mapping_is_refused_wherever_its_weights_come_from(monkeypatch, tmp_path):
-    available(monkeypatch)
-    changes = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 768}
-    model = write_model(tmp_path, "Qwen3-30B-A3B", **changes)
-    words = "qwen2_moe is a mixture-of-experts model without a weight mapping"
-    for overrides, why in (
-        ((), "Set actor_rollout_ref.actor.strategy=fsdp"),
-        (BY_MBRIDGE, "use_mbridge changes where weights are read"),
-        (FROM_CHECKPOINT, "use_dist_checkpointing changes where weights are read"),
-    ):
-        with pytest.raises(ConfigError, match=f"{words}.*{why}"):
-            megatron_plan(2, *overrides, model=model)
-    biased = write_model(tmp_path / "biased", "Llama-3.1-8B", attention_bias=True)
-    with pytest.raises(ConfigError, match="llama with attention_bias is a model without a weight mapping"):
-        megatron_plan(2, model=biased)
-
-
 def test_weights_come_from_one_place(monkeypatch, tmp_path):
     available(monkeypatch)
     model = write_model(tmp_path, "Qwen3-8B")
@@ -493,15 +476,6 @@ def test_what_the_engine_does_not_do_yet_is_refused(monkeypatch, tmp_path, featu
     name, overrides = ASKED_LATER[feature]
     with pytest.raises(NotSupportedError, match=f"^not supported yet: node 'actor_train': {feature}"):
         megatron_plan(2, *overrides, model=write_model(tmp_path, name))
-
-
-def test_the_weight_tables_of_checks_and_engine_agree():
-    pytest.importorskip("megatron.core")
-    from siirl.engines.train.megatron.weights import FAMILIES as ENGINE_FAMILIES
-
-    moe_is_later = any("experts" in feature for feature in LATER)
-    dense = {name for name in FAMILIES if name not in ("qwen3_moe", "mixtral")}
-    assert set(ENGINE_FAMILIES) == (dense if moe_is_later else set(FAMILIES))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from siirl.engines.train.hf_model import (
     load_source,
     recompute_activations,
     torch_dtype,
-    turn_off_dropout,
     use_liger_kernels,
 )
 from siirl.engines.train.language_model import PACKED_MODELS, PackedModel
@@ -73,7 +72,6 @@ def build_sharded(
     dtype = torch_dtype(settings.fsdp.model_dtype, "fsdp_config.model_dtype")
     config = load_hf_config(settings.model)
     hf = build_skeleton(config, dtype, settings.model.trust_remote_code, settings.head)
-    turn_off_dropout(hf)
     if settings.model.use_liger:
         use_liger_kernels(hf)
     if trains:

@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from siirl.config.common import ModelConfig
+from siirl.dag.model_types import known_types, why_not
 from siirl.dag.plan import Head
 from siirl.data.model_files import check_weight_files, model_dir
 from siirl.engines.train.attention import PACKED_ATTENTION
@@ -71,8 +72,12 @@ def build_skeleton(
     NotSupportedError for architectures that rows packed into one sequence, or our output head, would compute
     wrongly.
     """
+    of_transformers = type(config).__module__.startswith("transformers.")
+    if of_transformers and (problem := why_not(config.to_dict(), "fsdp", head)):
+        raise NotSupportedError(f"not supported yet: strategy=fsdp: {problem}")
     if head != "lm":
         config.num_labels = 1
+    turn_off_dropout(config)
     with torch.device("meta"):
         model = MODEL_CLASSES[head].from_config(
             config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
@@ -94,26 +99,18 @@ def config_changes(architecture: str, head: Head) -> dict[str, Any]:
 
 def check_architecture(model: PreTrainedModel, head: Head = "lm") -> None:
     """NotSupportedError unless the model is one whose log-probs, or values, we compute exactly."""
-    config = model.config
-    layer = getattr(model, VALUE_HEAD, None) if head != "lm" else model.get_output_embeddings()
-    unplain = not isinstance(layer, nn.Linear) or (head == "lm" and layer.bias is not None)
     problem = None
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        problem = f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
-    elif unplain:
+    layer = getattr(model, VALUE_HEAD, None) if head != "lm" else model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear) or (head == "lm" and layer.bias is not None):
         problem = "an output head that is not a plain matrix"
     elif get_model_conversion_mapping(model, add_legacy=False):
-        problem = "weights that are stored under other names or shapes, as fused experts are"
+        problem = "weights that are stored under other names or shapes"
     elif not model._supports_attention_backend:
         problem = "attention that cannot be replaced"
-    for name in ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            problem = f"{name}={getattr(config, name)}"
     if problem:
         raise NotSupportedError(
-            f"not supported yet: model type {config.model_type} has {problem}. "
-            "Use a model of the Qwen or Llama families."
+            f"not supported yet: strategy=fsdp: {model.config.model_type} with {problem}. "
+            f"Use a usual model of {', '.join(known_types('fsdp', head))}."
         )
 
 
@@ -201,11 +198,11 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def turn_off_dropout(model: nn.Module) -> None:
+def turn_off_dropout(config: PretrainedConfig) -> None:
     """No dropout anywhere: the log-probs of a row must not depend on the pass that computes them."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def recompute_activations(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PretrainedConfig
 
+from siirl.dag.model_types import why_not
 from siirl.dag.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.errors import NotSupportedError
@@ -161,33 +162,10 @@ FAMILIES = {
 
 def family_of(config: PretrainedConfig) -> Family:
     """The family of a model. NotSupportedError for model types and variants that are not in the table."""
-    family = FAMILIES.get(config.model_type)
-    problem = None
-    if family is None:
-        problem = f"model type {config.model_type}"
-    elif getattr(config, "attention_bias", False):
-        problem = f"a {config.model_type} with attention_bias"
-    elif getattr(config, "mlp_bias", False):
-        problem = f"a {config.model_type} with mlp_bias"
-    elif config.hidden_act not in ("silu", "swish"):
-        problem = f"a {config.model_type} with hidden_act={config.hidden_act}"
-    elif getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
-        problem = f"a {config.model_type} with dense layers among those of experts"
-    elif getattr(config, "use_sliding_window", False) or (
-        config.model_type == "mixtral" and config.sliding_window
-    ):
-        problem = f"a {config.model_type} with sliding windows"
-    elif (
-        getattr(config, "num_experts_per_tok", 2) == 1
-        and not family.options(config)["moe_router_pre_softmax"]
-    ):
-        problem = f"a {config.model_type} with one expert a token at weight 1, whose router learns nothing"
-    if problem or family is None:
-        raise NotSupportedError(
-            f"not supported yet: {problem} under the megatron strategy, which trains {', '.join(FAMILIES)}. "
-            "Use strategy=fsdp."
-        )
-    return family
+    problem = why_not(config.to_dict(), "megatron")
+    if problem:
+        raise NotSupportedError(f"not supported yet: strategy=megatron: {problem}")
+    return FAMILIES[config.model_type]
 
 
 def head_dim(config: PretrainedConfig) -> int:

@@ -1,0 +1,135 @@
+"""Which models the training engines compute exactly, by the model_type of their config.json. No torch.
+
+One table, which `siirl check` and the engines read. A type stands in it because it was run: for each,
+tests/contracts/test_model_types.py builds a small model with random weights and compares its log-probs, its
+gradient and the names of its weights with those of transformers.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from siirl.config import Config
+from siirl.config.roles import ROLE_GROUPS, role_group, role_model
+from siirl.dag.plan import Head
+from siirl.errors import NotSupportedError
+
+OF_ANY_HEAD = (
+    *("arcee", "diffllama", "exaone4", "gemma", "glm", "glm4", "helium", "llama", "ministral", "ministral3"),
+    *("mistral", "persimmon", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
+)
+"""What fsdp trains as a language model, and with a value or score head."""
+LANGUAGE_MODELS = (
+    *("cwm", "ernie4_5", "gemma3_text", "gpt2", "gpt_bigcode", "granite", "hunyuan_v1_dense", "hyperclovax"),
+    *("jais2", "olmo", "olmo2", "olmo3", "opt"),
+)
+"""What fsdp trains as a language model only: transformers has no value or score head for them."""
+MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+"""What megatron trains, with any head."""
+
+STRATEGIES = ("fsdp", "megatron")
+
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+PARTS = ("vision_config", "audio_config", "text_config")
+
+
+def known_types(strategy: str, head: Head = "lm") -> tuple[str, ...]:
+    """The model types that a strategy trains with a head, in alphabetical order."""
+    if strategy == "megatron":
+        return tuple(sorted(MEGATRON))
+    return tuple(sorted(OF_ANY_HEAD + (LANGUAGE_MODELS if head == "lm" else ())))
+
+
+HEADS: dict[str, Head] = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "score"}
+"""The head of each role's model on a training engine."""
+
+
+def check_trained_model(cfg: Config, role: str, who: str) -> None:
+    """NotSupportedError if a role's strategy cannot train its model, as far as config.json tells.
+
+    A config.json that cannot be read is left to others, a model of code of its own to its engine, and what a
+    rollout engine runs, to that.
+    """
+    if role not in HEADS:
+        return
+    model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
+    try:
+        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if not isinstance(raw, dict) or "model_type" not in raw or strategy not in STRATEGIES:
+        return
+    own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
+    problem = why_not({**raw, **model.override_config}, strategy, HEADS[role])
+    if problem and not (own_code and strategy == "fsdp"):
+        raise NotSupportedError(
+            f"not supported yet: {who}, {ROLE_GROUPS[role]}.strategy={strategy}: {problem}"
+        )
+
+
+def why_not(config: Mapping[str, Any], strategy: str, head: Head = "lm") -> str:
+    """Why a strategy does not train the model of a config.json, and the fix; empty if it does."""
+    problem = _problem(config, strategy, head)
+    if not problem:
+        return ""
+    others = [other for other in STRATEGIES if not _problem(config, other, head)]
+    instead = f"Set strategy={others[0]}, or use" if others else "Use"
+    return f"{problem}. {instead} a usual model of {', '.join(known_types(strategy, head))}."
+
+
+def _problem(config: Mapping[str, Any], strategy: str, head: Head) -> str:
+    kind = config.get("model_type")
+    traits = [*_traits(config), *(_no_experts if strategy == "fsdp" else _as_megatron_builds)(config)]
+    if traits:
+        return f"{kind} with {traits[0]}"
+    if kind in known_types(strategy, head):
+        return ""
+    if kind in known_types(strategy):
+        return f"{kind} with a {head} head, which transformers does not have"
+    return f"{kind} is no model type whose results under {strategy} were compared with transformers'"
+
+
+def _traits(config: Mapping[str, Any]) -> Iterator[str]:
+    """What neither strategy computes."""
+    kinds = set(config.get("layer_types") or ()) - PACKED_LAYERS
+    if kinds:
+        yield f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
+    for name in SCALES:
+        if config.get(name) not in (None, 1, 1.0):
+            yield f"{name}={config[name]} (an output head that is not a plain matrix, or attention likewise)"
+    for name in PARTS:
+        if config.get(name):
+            yield f"a {name} (it is made of several models)"
+    if config.get("kv_lora_rank"):
+        yield f"kv_lora_rank={config['kv_lora_rank']} (keys and values that are compressed)"
+    if config.get("quantization_config"):
+        yield "a quantization_config (its weights are no plain numbers)"
+    if config.get("use_bidirectional_attention"):
+        yield "use_bidirectional_attention (its tokens see the future)"
+
+
+def _no_experts(config: Mapping[str, Any]) -> Iterator[str]:
+    for name in EXPERTS:
+        if config.get(name):
+            yield f"{name}={config[name]} (a mixture of experts)"
+
+
+def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
+    """What the layers that are built of megatron-core do not have."""
+    for name in ("attention_bias", "mlp_bias"):
+        if config.get(name):
+            yield f"{name}={config[name]}"
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        yield f"hidden_act={config['hidden_act']}"
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        yield "dense layers among those of experts"
+    if config.get("use_sliding_window") or (
+        config.get("model_type") == "mixtral" and config.get("sliding_window")
+    ):
+        yield "sliding windows"
+    normalised = config.get("model_type") == "mixtral" or config.get("norm_topk_prob")
+    if config.get("num_experts_per_tok") == 1 and normalised:
+        yield "one expert a token at weight 1, whose router learns nothing"

@@ -1,0 +1,83 @@
+"""Every causal language model that transformers knows, as a tiny one with random weights."""
+
+from pathlib import Path
+from typing import Any
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 128,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 128,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "ffn_dim": 64,
+    "ffn_hidden_size": 64,
+    "word_embed_proj_dim": 32,
+    "decoder_layers": 2,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
+"""Sizes under all names that configurations have for them."""
+MAX_PARAMS = 1 << 24
+"""Models of parts that these sizes do not reach, as image encoders, are not built."""
+
+
+def model_types() -> list[str]:
+    """What config.json of a causal language model may name as its model_type."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind in CONFIG_MAPPING]
+
+
+def tiny_config(kind: str, **changes: Any) -> Any:
+    """A configuration of two small layers; whatever transformers raises where these sizes do not do."""
+    from transformers import CONFIG_MAPPING
+
+    kind_of_config = CONFIG_MAPPING[kind]
+    known = kind_of_config()
+    derived = {name for name in dir(kind_of_config) if isinstance(getattr(kind_of_config, name), property)}
+    sizes = {name: value for name, value in SMALL.items() if hasattr(known, name) and name not in derived}
+    return kind_of_config(**sizes | changes)
+
+
+def write_model(folder: Path, config: Any, seed: int = 0) -> Path:
+    """Write a model of a configuration, fp32, whose weights and biases are all random."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return folder
+
+
+def num_params(config: Any) -> int:
+    """Weights of a model, built without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,90 @@
+"""Every type of model that `siirl check` accepts is built, small and random, and computes what HF does."""
+
+import tempfile
+from pathlib import Path
+
+import causal_lms
+import pytest
+import torch
+import train_engine_cases as cases
+from dist_harness import run_workers
+from train_engine_cases import Scenario
+
+from siirl.config import load_config
+from siirl.dag.model_types import OF_ANY_HEAD, STRATEGIES, known_types
+from siirl.errors import NotSupportedError
+
+SOME = {"fsdp": ("mistral", "opt", "gemma3_text"), "megatron": ("mixtral",)}
+"""What `make test` builds: models whose differences are in attention, dropout and experts."""
+
+
+def results(rank: int, world: int, kinds: list[str], strategy: str) -> dict[str, str]:
+    """Model type -> what is wrong with how the engine trains a small model of it, in one process."""
+    return {kind: problem for kind in kinds if (problem := wrong(kind, strategy))}
+
+
+def wrong(kind: str, strategy: str) -> str:
+    from transformers import AutoModelForCausalLM
+
+    from siirl.engines.rollout.hf import build_model
+    from siirl.engines.rollout.weights import tensor_names
+
+    folder = Path(tempfile.mkdtemp(prefix="siirl-model-type-"))
+    causal_lms.write_model(folder, causal_lms.tiny_config(kind))
+    engine, _ = cases.build_engine(Scenario("", 1, strategy=strategy), folder)
+    rows = cases.sample_rows(0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)
+    found = engine.compute(rows, ("log_prob", "entropy"), cases.TEMPERATURE)
+    for name, expected_BT in (("log_prob", log_prob_BT), ("entropy", entropy_BT)):
+        difference = float((found[name] - expected_BT).abs().max())
+        if not difference < 1e-5:
+            return f"{name} is off by {difference}"
+    mask_BT = rows["response_mask"]
+    loss_BT = -rows["advantage"] * log_prob_BT - cases.ENTROPY_COEFF * entropy_BT
+    ((loss_BT * mask_BT).sum() / mask_BT.sum()).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP))
+    (metrics,) = cases.train_steps(engine, Scenario("", 1, strategy=strategy), range(1))
+    if metrics.values()["grad_norm"] != pytest.approx(expected, rel=1e-5):
+        return f"grad_norm is {metrics.values()['grad_norm']} instead of {expected}"
+    model_cfg = load_config(cases.overrides_for(folder)).actor_rollout_ref.model
+    names, _ = tensor_names(build_model(model_cfg, "float32", torch.device("meta")))
+    exported = {name: shape for name, (shape, _) in engine.weight_specs().items()}
+    if {name: shape for name, (shape, _) in names.items()} != exported:
+        return f"rollouts have other weights: {sorted(names.keys() ^ exported.keys())[:4]}"
+    return ""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_some_models_that_are_accepted_compute_what_transformers_does(strategy):
+    assert run_workers(results, 1, list(SOME[strategy]), strategy, deadline_s=200)[0] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_model_that_is_accepted_computes_what_transformers_does(strategy):
+    kinds = list(known_types(strategy))
+    assert run_workers(results, 1, kinds, strategy, deadline_s=800)[0] == {}
+
+
+def values_are_wrong(rank: int, world: int, kinds: list[str]) -> dict[str, str]:
+    """Model type -> why it cannot have a value head."""
+    from transformers import AutoConfig
+
+    from siirl.engines.train.hf_model import build_skeleton
+
+    problems = {}
+    for kind in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            causal_lms.tiny_config(kind).save_pretrained(folder)
+            try:
+                build_skeleton(AutoConfig.from_pretrained(folder), torch.float32, False, "value")
+            except (NotSupportedError, ValueError) as error:
+                problems[kind] = str(error)
+    return problems
+
+
+@pytest.mark.slow
+def test_every_model_that_is_accepted_with_a_value_head_has_one():
+    assert run_workers(values_are_wrong, 1, list(OF_ANY_HEAD), deadline_s=200)[0] == {}

@@ -1,0 +1,114 @@
+"""Models that an engine cannot train are refused by `siirl check`, under each strategy, with the reason."""
+
+import json
+import re
+
+import causal_lms
+import pytest
+from plan_cases import config
+
+from siirl.cli import main
+from siirl.dag.compile import compile_plan, load_dag
+from siirl.dag.model_types import MEGATRON, STRATEGIES, known_types, why_not
+from siirl.errors import NotSupportedError
+
+ACTOR = "actor_rollout_ref.actor"
+REFUSED = {
+    "deepseek_v3": ({"kv_lora_rank": 512, "n_routed_experts": 256}, "kv_lora_rank=512"),
+    "gpt_oss": ({"num_local_experts": 32, "quantization_config": {}}, "num_local_experts=32|no model type"),
+    "qwen3_next": (
+        {"layer_types": ["linear_attention", "full_attention"]},
+        "layers of kind linear_attention",
+    ),
+    "llama4": ({"text_config": {"num_local_experts": 16}}, "a text_config"),
+    "glm4_moe": ({"n_routed_experts": 160}, "n_routed_experts=160|no model type"),
+    "kimi_k2": ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
+    "qwen2_5_vl": ({"vision_config": {"depth": 32}}, "a vision_config"),
+    "gemma2": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    "nemotron": ({}, "nemotron is no model type whose results"),
+    "falcon": ({}, "falcon is no model type whose results"),
+    "doge": ({}, "doge is no model type whose results"),
+}
+
+
+def check(folder, strategy: str, **model) -> None:
+    """Compile a run of a model, as `siirl check` does."""
+    (folder / "config.json").write_text(json.dumps(model))
+    cfg = config(f"actor_rollout_ref.model.path={folder}", f"{ACTOR}.strategy={strategy}")
+    compile_plan(load_dag(cfg), cfg, 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_no_engine_computes_is_refused_by_its_trait(tmp_path, kind, strategy):
+    values, words = REFUSED[kind]
+    with pytest.raises(
+        NotSupportedError, match=f"strategy={strategy}: {kind}.*(Use|use) a usual model"
+    ) as caught:
+        check(tmp_path, strategy, model_type=kind, **values)
+    assert any(word in str(caught.value) for word in words.split("|")), caught.value
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_other_model_that_transformers_knows_is_refused_with_a_reason(strategy):
+    kinds = set(causal_lms.model_types()) - set(known_types(strategy))
+    assert len(kinds) > 100
+    for kind in kinds:
+        assert kind in why_not({"model_type": kind}, strategy), kind
+
+
+def test_a_mixture_of_experts_under_fsdp_is_pointed_to_megatron(tmp_path):
+    with pytest.raises(
+        NotSupportedError, match=r"num_experts=128 \(a mixture of experts\)\. Set strategy=megatron"
+    ):
+        check(tmp_path, "fsdp", model_type="qwen3_moe", num_experts=128)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            {"model_type": "llama", "attention_bias": True},
+            r"llama with attention_bias=True\. Set strategy=fsdp",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True}, r"sliding windows\. Set strategy=fsdp"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, r"sliding windows\. Use"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "dense layers among those of experts"),
+        ({"model_type": "qwen3", "hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"model_type": "mistral"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
+    ],
+)
+def test_variants_that_megatron_would_build_differently_are_refused(model, words):
+    problem = why_not(model, "megatron")
+    assert re.search(words, problem), problem
+
+
+def test_a_critic_needs_a_value_head_of_transformers():
+    assert why_not({"model_type": "olmo2"}, "fsdp") == ""
+    assert "olmo2 with a value head, which transformers does not have" in why_not(
+        {"model_type": "olmo2"}, "fsdp", "value"
+    )
+    assert why_not({"model_type": "qwen3"}, "fsdp", "value") == ""
+
+
+def test_the_check_of_a_user_says_it(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nemotron"}))
+    keys = ("actor_rollout_ref.rollout.n=4", f"actor_rollout_ref.model.path={tmp_path}")
+    code = main(["check", "--elsewhere", "algorithm.adv_estimator=grpo", *keys])
+    assert code == 2
+    assert "strategy=fsdp: nemotron is no model type" in capsys.readouterr().err
+
+
+def test_a_model_of_its_own_code_is_left_to_its_engine(tmp_path):
+    own = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
+    with pytest.raises(NotSupportedError, match="mine is no model type"):
+        check(tmp_path, "fsdp", **own)
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.trust_remote_code=True")
+    compile_plan(load_dag(cfg), cfg, 1)
+
+
+def test_the_engine_has_a_family_for_every_type_of_the_table():
+    pytest.importorskip("megatron.core")
+    from siirl.engines.train.megatron.weights import FAMILIES
+
+    assert set(FAMILIES) == set(MEGATRON)
