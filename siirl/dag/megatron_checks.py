@@ -17,7 +17,6 @@ from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks, format_ranks
 
 
-
 @dataclass(frozen=True)
 class MegatronModel:
     """A Megatron model as the checks see it. group: full name of the role's group, "actor_rollout_ref.actor".

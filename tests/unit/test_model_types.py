@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import causal_lms
 import pytest
@@ -9,7 +10,7 @@ from plan_cases import config
 
 from siirl.cli import main
 from siirl.dag.compile import compile_plan, load_dag
-from siirl.dag.model_types import MEGATRON, STRATEGIES, known_types, why_not
+from siirl.dag.model_types import LANGUAGE_MODELS, MEGATRON, OF_ANY_HEAD, STRATEGIES, known_types, why_not
 from siirl.errors import NotSupportedError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -112,3 +113,13 @@ def test_the_engine_has_a_family_for_every_type_of_the_table():
     from siirl.engines.train.megatron.weights import FAMILIES
 
     assert set(FAMILIES) == set(MEGATRON)
+
+
+def test_the_page_of_models_lists_the_table():
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    rows = [line.split("|")[3] for line in page.splitlines() if line.startswith(("| fsdp", "| megatron"))]
+    assert [tuple(kind.strip() for kind in row.split(",")) for row in rows] == [
+        tuple(sorted(OF_ANY_HEAD)),
+        tuple(sorted(LANGUAGE_MODELS)),
+        tuple(sorted(MEGATRON)),
+    ]
