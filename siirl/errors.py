@@ -37,6 +37,10 @@ class RewardError(SiirlError, RuntimeError):
     """A reward function failed on a sample; the message names the sample."""
 
 
+class ScoreTimeoutError(RewardError):
+    """A built-in reward function ran out of time: there is no score, neither a right nor a wrong one."""
+
+
 class EndpointError(RewardError):
     """A remote service gave no usable answer; the message names its URL and the number of tries."""
 

@@ -136,6 +136,12 @@ class RewardModelConfig:
     profile: dict[str, Any] = key({}, "profiler of this role", later="the profiler")
     shuffle: bool = key(False, "shuffle rows", ignored=FROZEN)
     data_loader_seed: int | None = key(None, "seed of shuffle", ignored=FROZEN)
+    on_error: str = key(
+        "zero",
+        "a response that a built-in function cannot score, or not in time, counts as zero and is "
+        "reported, or stops the run",
+        choices=("zero", "raise"),
+    )
     num_workers: int | None = key(
         None,
         "processes that score responses on each rank; null: the cores shared among the ranks of a machine",
@@ -154,7 +160,7 @@ class CustomRewardFunctionConfig:
     reward_kwargs: dict[str, Any] = key({}, "further arguments of the function", when="path")
     on_error: str = key(
         "raise",
-        "a score that fails stops the run, or counts as zero and is reported",
+        "a score of this function that fails stops the run, or counts as zero and is reported",
         choices=("raise", "zero"),
     )
     timeout_s: float = key(30.0, "longest time for one score, in seconds", low=0)

@@ -1,22 +1,28 @@
 """Mathematical answers compared by value, through the math-verify library."""
 
 import functools
+import logging
 import re
 import zlib
 from fractions import Fraction
 from math import isfinite
 from typing import Any
 
+from siirl.errors import ScoreTimeoutError
 from siirl.rewards import quick_math
-from siirl.rewards.quick_math import CLEARLY
+from siirl.rewards.cpu_limit import cpu_limit
+from siirl.rewards.quick_math import CLEARLY, without_thin_spaces
 from siirl.rewards.registry import accepted_answers, register_reward
 from siirl.rewards.rules import last_boxed
 
-PARSE_TIMEOUT_S = 3  # of math-verify's own alarm; what it cannot stop, the pool kills
 TAIL_CHARS = 500  # an answer that is not boxed is looked for at the end of the response only
-MAX_ANSWER_CHARS = 2000  # a longer answer is wrong; parsing it would take the whole timeout
+MAX_ANSWER_CHARS = 2000  # a longer answer is wrong; parsing it would take the whole time
 DIGITS = 15
-NO_MEANING = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;]|(?<![0-9A-Za-z])\s+|\s+(?![0-9A-Za-z])")
+# a space next to a comma or a point may mean something: "7,282" is one number, "7, 282" are two
+NO_MEANING = re.compile(r"\\(?:left|right)(?![A-Za-z])|(?<![0-9A-Za-z,.])\s+|\s+(?![0-9A-Za-z,.])")
+NOTHING = re.compile(
+    r"(?:\\(?:boxed|fbox|text|mathrm|mbox|left|right|quad|qquad)(?![A-Za-z])|\\[,;:! ]|[\s{}$~.,])*"
+)
 NUMBER = re.compile(r"[+-]?[0-9]{1,30}(\.[0-9]{1,30})?")
 FRACTION = re.compile(
     r"(?P<sign>-?)(\\[dt]?frac\{(?P<n1>[0-9]{1,30})\}\{(?P<d1>[0-9]{1,30})\}"
@@ -26,26 +32,40 @@ FRACTION = re.compile(
 
 @register_reward("math")
 def math(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, boxed_only: bool = False
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any,
+    boxed_only: bool = False,
+    compare_timeout_s: float = 3.0,
 ) -> float:
     r"""1 if the response's final answer equals the ground truth as a mathematical value, else 0.
 
     The answer is the last \boxed{...}; without one (unless boxed_only) it is what math-verify finds at the
     end of the response: "the answer is ...", else the last formula or number. Equal texts and integers are
-    settled without parsing. Call it on the main thread of a process: math-verify uses SIGALRM.
+    settled without parsing; an answer that says nothing is never right. ScoreTimeoutError if math-verify
+    takes more than compare_timeout_s of processor time. Call it on the main thread of a process.
     """
     boxed = last_boxed(solution_str)
-    if boxed is None and boxed_only:
+    if boxed_only if boxed is None else NOTHING.fullmatch(boxed):
         return 0.0
+    predicted = rf"\boxed{{{boxed}}}" if boxed is not None else solution_str[-TAIL_CHARS:]
+    late: ScoreTimeoutError | None = None
     for truth in accepted_answers(ground_truth):
         truth = last_boxed(truth) or truth
         if boxed is not None and (verdict := _compare_text(boxed.strip(), truth.strip())) is not None:
             if verdict:
                 return 1.0
             continue
-        predicted = rf"\boxed{{{boxed}}}" if boxed is not None else solution_str[-TAIL_CHARS:]
-        if len(predicted) <= MAX_ANSWER_CHARS and _equal(truth, predicted):
-            return 1.0
+        if len(predicted) > MAX_ANSWER_CHARS:
+            continue
+        try:
+            if _equal(truth, predicted, compare_timeout_s):
+                return 1.0
+        except ScoreTimeoutError as error:
+            late = error
+    if late is not None:
+        raise late
     return 0.0
 
 
@@ -61,7 +81,8 @@ def _compare_text(answer: str, truth: str) -> bool | None:
 
 def _canonical(text: str) -> str:
     """The text without what has no meaning in a formula: spaces around signs, sizes."""
-    return NO_MEANING.sub("", text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    text = NO_MEANING.sub("", without_thin_spaces(text))
+    return text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
 
 
 def _rational(text: str) -> Fraction | None:
@@ -80,12 +101,14 @@ def _compare_values(left: Any, right: Any) -> bool | None:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _equal(truth: str, predicted: str) -> bool:
+def _equal(truth: str, predicted: str, timeout_s: float) -> bool:
+    """The verdict of math-verify, without its own time limits: those count wall time, and then say "no"."""
     parse, verify = _library()
-    gold, answer = _parse_truth(truth), parse(predicted, parsing_timeout=PARSE_TIMEOUT_S)
-    if not gold or not answer or _clearly_differ(gold, answer):
-        return False
-    return bool(verify(gold, answer, timeout_seconds=PARSE_TIMEOUT_S))
+    with cpu_limit(timeout_s, f"comparing the answer with {truth[:60]!r}"):
+        gold, answer = _parse_truth(truth), parse(predicted, parsing_timeout=None)
+        if not gold or not answer or _clearly_differ(gold, answer):
+            return False
+        return bool(verify(gold, answer, timeout_seconds=None))
 
 
 def _clearly_differ(gold: list[Any], answer: list[Any]) -> bool:
@@ -117,7 +140,7 @@ def _value_at_point(expression: Any) -> float | None:
 @functools.lru_cache(maxsize=4096)
 def _parse_truth(truth: str) -> list[Any]:
     parse, _ = _library()
-    return parse(rf"\boxed{{{truth}}}", parsing_timeout=PARSE_TIMEOUT_S)
+    return parse(rf"\boxed{{{truth}}}", parsing_timeout=None)
 
 
 @functools.cache
@@ -128,4 +151,5 @@ def _library() -> tuple[Any, Any]:
     from siirl.rewards import latex_parser
 
     latex_parser.install()
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
     return parse, verify

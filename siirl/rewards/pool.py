@@ -17,7 +17,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 STARTUP_S = 120.0  # longest import of the user's module
 CHUNK_S = 0.02  # a worker is handed about so many seconds of work at once
 MAX_CHUNK = 64
+
+END_S = 5.0  # a keeper has killed all that its worker started long before
+TWICE = ("died", "timeout")  # failures that may be the machine's: such a sample is scored once more
 
 GIVEN_UP = Outcome(error="not scored: another sample failed")
 
@@ -45,19 +48,47 @@ class _Worker:
     handed_s: float = 0.0
 
 
+@dataclass
+class _Work:
+    """The samples of one run: those that wait, those that get a second try at the end, what came of each."""
+
+    samples: Sequence[Sample]
+    waiting: deque[int]
+    tried: dict[int, str] = field(default_factory=dict)  # sample -> why its first try failed
+    late: deque[int] = field(default_factory=deque)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+
+    def settle(self, index: int, outcome: Outcome) -> None:
+        """Take in what came of a sample. One that may be the machine's fault is final the second time."""
+        if outcome.failure in TWICE and index not in self.tried:
+            self.tried[index] = str(outcome.error)
+            self.late.append(index)
+        elif outcome.failure in TWICE:
+            error = f"{outcome.error}, when tried again; at first: {self.tried[index]}"
+            if outcome.error == self.tried[index]:
+                error = f"{outcome.error}, twice"
+            self.outcomes[index] = replace(outcome, error=error)
+        else:
+            self.outcomes[index] = outcome
+
+
 class WorkerPool:
     """Up to num_workers processes, started when there is work. For one thread at a time.
 
     setup: what worker.py reads first. A sample that takes longer than timeout_s has its worker killed and
-    replaced, and so has one whose worker dies; the samples that were behind it go to other workers. Samples
-    are handed out one at a time, or several when they take little time. Where setup["batch"] says that the
-    function takes many samples, all of them go to one worker, and a time limit or a death is theirs together.
+    replaced, and so has one whose worker dies; the samples that were behind it go to other workers, it itself
+    is tried once more when all others are done, on half of the workers. Samples are handed out one at a time,
+    or several when they take little time. Where setup["batch"] says that the function takes many samples, all
+    of them go to one worker, and a time limit or a death is theirs together. With a worker ends all that the
+    reward functions have started in it.
     """
 
     def __init__(self, num_workers: int, timeout_s: float, setup: dict[str, Any]):
         self.num_workers = 1 if setup["batch"] else num_workers
         self.timeout_s = timeout_s
         self.num_deaths = 0
+        self.num_tried_again = 0
+        self._num_false_starts = 0
         self._chunk = 1
         self._batch = bool(setup["batch"])
         self._setup = json.dumps(setup).encode()
@@ -65,9 +96,10 @@ class WorkerPool:
 
     def start_one(self) -> None:
         """Start a worker and wait until it has loaded its functions. RewardError if it cannot."""
-        self._start()
-        while not all(worker.ready for worker in self._workers):
-            self._take_messages(deque(), {})
+        while not any(worker.ready for worker in self._workers):
+            if not self._workers:
+                self._start()
+            self._take_messages(_Work((), deque()))
 
     def run(
         self, samples: Sequence[Sample], is_fatal: IsFatal = lambda sample, outcome: False
@@ -77,17 +109,21 @@ class WorkerPool:
         A sample that was given up has an outcome with an error and no failure. RewardError if no worker can
         be started.
         """
-        waiting = deque(range(len(samples)))
-        outcomes: dict[int, Outcome] = {}
-        while len(outcomes) < len(samples):
-            self._start_missing(len(waiting))
-            self._hand_out(samples, waiting)
-            known = len(outcomes)
-            self._take_messages(waiting, outcomes)
-            if any(is_fatal(samples[index], outcomes[index]) for index in list(outcomes)[known:]):
+        work = _Work(samples, deque(range(len(samples))))
+        most = self.num_workers
+        while len(work.outcomes) < len(samples):
+            if not work.waiting and not any(worker.inbox for worker in self._workers):
+                work.waiting, work.late = work.late, deque()
+                most = max(1, self.num_workers // 2)
+                self.num_tried_again += len(work.waiting)
+            self._start_missing(len(work.waiting), most)
+            self._hand_out(work, most)
+            known = len(work.outcomes)
+            self._take_messages(work)
+            if any(is_fatal(samples[index], work.outcomes[index]) for index in list(work.outcomes)[known:]):
                 self._drop([worker for worker in self._workers if worker.inbox])
                 break
-        return [outcomes.get(index, GIVEN_UP) for index in range(len(samples))]
+        return [work.outcomes.get(index, GIVEN_UP) for index in range(len(samples))]
 
     def close(self) -> None:
         """End all workers. A later run starts new ones."""
@@ -112,28 +148,30 @@ class WorkerPool:
         self._workers.append(_Worker(process, pipe, time.monotonic() + STARTUP_S))
         pipe.send_bytes(self._setup)
 
-    def _start_missing(self, num_waiting: int) -> None:
+    def _start_missing(self, num_waiting: int, most: int) -> None:
         busy = sum(bool(worker.inbox) for worker in self._workers)
-        for _ in range(min(self.num_workers, busy + num_waiting) - len(self._workers)):
+        for _ in range(min(most, busy + num_waiting) - len(self._workers)):
             self._start()
 
-    def _hand_out(self, samples: Sequence[Sample], waiting: deque[int]) -> None:
-        for worker in [worker for worker in self._workers if worker.ready and not worker.inbox]:
-            share = math.ceil(len(waiting) / self.num_workers)
+    def _hand_out(self, work: _Work, most: int) -> None:
+        idle = [worker for worker in self._workers if worker.ready and not worker.inbox]
+        room = most - sum(bool(worker.inbox) for worker in self._workers)
+        for worker in idle[: max(0, room)]:
+            share = math.ceil(len(work.waiting) / self.num_workers)
             count = share if self._batch else min(self._chunk, share)
             if count == 0:
                 return
-            worker.inbox.extend(waiting.popleft() for _ in range(count))
+            worker.inbox.extend(work.waiting.popleft() for _ in range(count))
             worker.handed_s = time.monotonic()
             worker.deadline = worker.handed_s + self.timeout_s
-            message = json.dumps([samples[index].__dict__ for index in worker.inbox]).encode()
+            message = json.dumps([work.samples[index].__dict__ for index in worker.inbox]).encode()
             try:
                 worker.pipe.send_bytes(message)
             except OSError:  # it died while it was idle
-                self._bury(worker, waiting)
+                self._bury(worker, work)
 
-    def _take_messages(self, waiting: deque[int], outcomes: dict[int, Outcome]) -> None:
-        """Wait until something happens; add what came of samples to `outcomes`."""
+    def _take_messages(self, work: _Work) -> None:
+        """Wait until something happens; take in what came of samples."""
         active = [worker for worker in self._workers if worker.inbox or not worker.ready]
         if not active:
             return
@@ -141,25 +179,29 @@ class WorkerPool:
         spoke = multiprocessing.connection.wait([worker.pipe for worker in active], max(0.0, patience))
         for worker in active:
             if worker.pipe in spoke:
-                self._hear(worker, waiting, outcomes)
+                self._hear(worker, work)
             elif time.monotonic() >= worker.deadline:
-                self._time_out(worker, waiting, outcomes)
+                self._time_out(worker, work)
 
-    def _hear(self, worker: _Worker, waiting: deque[int], outcomes: dict[int, Outcome]) -> None:
+    def _hear(self, worker: _Worker, work: _Work) -> None:
         try:
             while True:
                 message = json.loads(worker.pipe.recv_bytes())
                 if not worker.ready:
                     self._greet(worker, message)
                     return
-                outcomes[worker.inbox.popleft()] = Outcome(**message)
+                work.settle(worker.inbox.popleft(), Outcome(**message["outcome"]))
+                if message["last"]:
+                    self._replace(worker, work)
+                    return
                 if not worker.inbox or not worker.pipe.poll():
                     break
         except (EOFError, OSError):
             lost = self._lost(worker)
-            how = self._bury(worker, waiting)
-            error = f"the process that scored it ended: {how}"
-            outcomes |= {index: Outcome(error=error, failure="died") for index in lost}
+            how = self._bury(worker, work)
+            for index in lost:
+                error = f"the process that scored it ended: {how}"
+                work.settle(index, Outcome(error=error, failure="died"))
             return
         now = time.monotonic()
         worker.deadline = now + self.timeout_s
@@ -174,43 +216,53 @@ class WorkerPool:
         if fatal := message.get("fatal"):
             self.close()
             raise RewardError(f"a reward worker cannot start: {fatal}. Correct the reward function.")
-        worker.ready = True
+        worker.ready, self._num_false_starts = True, 0
 
-    def _time_out(self, worker: _Worker, waiting: deque[int], outcomes: dict[int, Outcome]) -> None:
+    def _time_out(self, worker: _Worker, work: _Work) -> None:
         if not worker.ready:
             self.close()
             raise RewardError(
                 f"a reward worker was not ready after {STARTUP_S:.0f} s: importing the reward function "
                 "hangs. Move slow work out of the module's top level."
             )
-        error = f"no score after {self.timeout_s:g} s"
-        outcomes |= {index: Outcome(error=error, failure="timeout") for index in self._lost(worker)}
-        waiting.extendleft(reversed(worker.inbox))
-        self._drop([worker])
+        for index in self._lost(worker):
+            work.settle(index, Outcome(error=f"no score after {self.timeout_s:g} s", failure="timeout"))
+        self._replace(worker, work)
 
     def _lost(self, worker: _Worker) -> list[int]:
         """Take out of a worker's inbox what its end costs: the sample at hand, or the whole batch."""
         num_lost = len(worker.inbox) if self._batch else min(1, len(worker.inbox))
         return [worker.inbox.popleft() for _ in range(num_lost)]
 
-    def _bury(self, worker: _Worker, waiting: deque[int]) -> str:
+    def _bury(self, worker: _Worker, work: _Work) -> str:
         """Account for a worker that has ended by itself: how it ended. What it had not begun waits again."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(timeout=5)
+            worker.process.wait(END_S)
         code = worker.process.returncode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        if not worker.ready:
+        self._num_false_starts += not worker.ready
+        if self._num_false_starts > 1:
             self.close()
-            raise RewardError(f"a reward worker ended before it was ready: {how}. The log has its output.")
+            raise RewardError(f"reward workers end before they are ready: {how}. The log has their output.")
         self.num_deaths += 1
         log.warning("a reward worker ended by itself (%s); it is replaced", how)
-        waiting.extendleft(reversed(worker.inbox))
-        self._drop([worker])
+        self._replace(worker, work)
         return how
 
+    def _replace(self, worker: _Worker, work: _Work) -> None:
+        """End a worker; what it had not begun waits again, for it and others to be started."""
+        work.waiting.extendleft(reversed(worker.inbox))
+        self._drop([worker])
+
     def _drop(self, workers: Sequence[_Worker]) -> None:
-        for worker in list(workers):
+        dropped = list(workers)
+        for worker in dropped:
             self._workers.remove(worker)
-            worker.process.kill()
-            worker.process.wait()
+            worker.process.terminate()
             worker.pipe.close()
+        for worker in dropped:
+            try:
+                worker.process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()

@@ -24,10 +24,19 @@ TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<command>\\(?:frac|sqrt|pi|cdot|times)(?![A-Za-z]))|(?P<letter>[a-z])"
     r"|(?P<sign>[-+*/^(){},]))"
 )
-IGNORED = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\[!,;]")
+IGNORED = re.compile(r"\\(?:left|right)(?![A-Za-z])")
+THIN_GROUPS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:\\[,;]\s*[0-9]{3})+(?![0-9])")
+THIN = re.compile(r"(?<!\\)\\[,; ]\s*")
+BACKWARDS = re.compile(r"(?<![A-Za-z\\])\\!\s*|(?<!\\)\\!\s*(?![A-Za-z])")
 THOUSANDS = re.compile(r"\d,\s*\d{3}(?!\d)")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CONSTANTS = {"i": 1j, "e": math.e, "\\pi": math.pi}
+
+
+def without_thin_spaces(text: str) -> str:
+    r"""The text without \!, with plain spaces for \, \; and "\ ", but none between groups of three digits."""
+    text = BACKWARDS.sub("", text)
+    return THIN.sub(" ", THIN_GROUPS.sub(lambda number: THIN.sub("", number[0]), text))
 
 
 def _points() -> dict[str, Values]:
@@ -86,9 +95,11 @@ def _differ(left: Number, right: Number) -> bool:
 @functools.lru_cache(maxsize=1 << 14)
 def _evaluate(text: str) -> list[Values] | None:
     """The values of a formula, or of each part of a tuple; None for what is not known."""
-    if len(text) > MAX_CHARS or THOUSANDS.search(text):
+    if len(text) > MAX_CHARS:
         return None
-    text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    text = without_thin_spaces(text).replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    if THOUSANDS.search(text):
+        return None
     try:
         return _Parser(_tokens(IGNORED.sub("", text))).whole()
     except (Unknown, ArithmeticError, RecursionError):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from siirl.errors import DataError, EndpointError, SandboxError
+from siirl.errors import DataError, EndpointError, SandboxError, ScoreTimeoutError
 from siirl.rewards.registry import BATCH_ARGUMENTS, ScoreFn
 
 
@@ -41,8 +41,8 @@ class Outcome:
     """What came of a sample. error: None, or why there is no score; failure: what kind of error it is.
 
     "data": the dataset row cannot be scored; "raised": the function raised or returned something unusable;
-    "timeout": it took too long and its process was killed; "died": its process ended by itself; "service":
-    what it depends on (a remote service, the sandbox) does not work, whatever the response is.
+    "timeout": it took too long, so that there is neither a right nor a wrong; "died": its process ended by
+    itself; "service": what it depends on (a remote service, the sandbox) does not work.
     """
 
     score: float = 0.0
@@ -97,6 +97,8 @@ def failed(error: BaseException) -> Outcome:
             return Outcome(error=str(error), failure="data")
         case SandboxError() | EndpointError():
             return Outcome(error=str(error), failure="service")
+        case ScoreTimeoutError():
+            return Outcome(error=str(error), failure="timeout")
     return Outcome(error=describe(error), failure="raised")
 
 
@@ -104,7 +106,11 @@ def describe(error: BaseException) -> str:
     """The exception in one line: type, message, and the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text cannot be made)"
+    return f"{type(error).__name__}: {text}{where}"
 
 
 def _read_result(result: Any) -> tuple[float, dict[str, Any]]:

@@ -38,8 +38,9 @@ class RewardScorer:
     is loaded once at construction: RewardError or ConfigError if that fails.
 
     A failing user function or service raises RewardError from the future's result(), or counts as 0 if
-    custom_reward_function.on_error is "zero". A built-in function that cannot judge a response in time
-    gives 0. A service that cannot be reached, and a sandbox that does not work, raise always.
+    custom_reward_function.on_error is "zero"; so does a built-in function that cannot judge a response,
+    or not in time, by reward_model.on_error. A service that cannot be reached, and a sandbox that does not
+    work, raise always.
     """
 
     def __init__(self, cfg: Config, tokenizer: PreTrainedTokenizerBase):
@@ -48,6 +49,7 @@ class RewardScorer:
         self.chooser = RewardChooser(cfg)
         self._tokenizer = tokenizer
         self._on_error = user.on_error
+        self._on_own_error = cfg.reward_model.on_error
         self._custom_name = f"{user.name} of {user.path}"
         self._functions = {
             name: functools.partial(REWARDS[name].fn, **kwargs)
@@ -78,7 +80,7 @@ class RewardScorer:
         return self._thread.submit(self._traced, rows, by_domain, names)
 
     def drain_metrics(self) -> Metrics:
-        """What happened since the last call: reward/failed, /timeout, /worker_death, and /scoring_s.
+        """What happened since the last call: reward/failed, /timeout, /tried_again, /worker_death, scoring_s.
 
         By domain also reward/SOURCE/mean, and the means of further values, reward/SOURCE/NAME/mean.
         """
@@ -134,10 +136,11 @@ class RewardScorer:
         outcomes = {index: self._asked(samples[index]) for index in indices["inline"]}
         asked = {self._askers.submit(self._asked, samples[index]): index for index in indices["thread"]}
         if indices["process"]:
-            deaths = self._pool.num_deaths
+            deaths, again = self._pool.num_deaths, self._pool.num_tried_again
             pooled = self._pool.run([samples[index] for index in indices["process"]], self._is_fatal)
             outcomes |= dict(zip(indices["process"], pooled, strict=True))
             self._metrics.sum("reward/worker_death", self._pool.num_deaths - deaths)
+            self._metrics.sum("reward/tried_again", self._pool.num_tried_again - again)
         for future in as_completed(asked):
             index = asked[future]
             outcomes[index] = future.result()
@@ -157,8 +160,9 @@ class RewardScorer:
         """Whether an outcome ends the run: bad data, a broken service, or what the user does not tolerate."""
         if outcome.failure in (None, "service"):
             return outcome.failure == "service"
-        theirs = any(name in (CUSTOM, REMOTE) for name, _ in sample.parts)
-        return self._on_error == "raise" if theirs else outcome.failure == "data"
+        if _is_users(sample):
+            return self._on_error == "raise"
+        return outcome.failure == "data" or self._on_own_error == "raise"
 
     def _count_by_domain(self, samples: list[Sample], outcomes: list[Outcome]) -> None:
         for sample, outcome in zip(samples, outcomes, strict=True):
@@ -175,7 +179,8 @@ class RewardScorer:
             return
         for index in failed:
             if self._is_fatal(samples[index], outcomes[index]):
-                raise RewardError(self._message(rows, samples[index], outcomes[index], index))
+                message = self._message(rows, samples[index], outcomes[index], index)
+                raise RewardError(f"{message}. {_fix(samples[index], outcomes[index])}")
             outcomes[index].info["error"] = outcomes[index].error
         timeouts = sum(outcomes[index].failure == "timeout" for index in failed)
         self._metrics.sum("reward/failed", len(failed))
@@ -190,16 +195,25 @@ class RewardScorer:
 
     def _message(self, rows: TensorDict, sample: Sample, outcome: Outcome, index: int) -> str:
         names = " + ".join(self._custom_name if name == CUSTOM else name for name, _ in sample.parts)
-        if outcome.failure == "service":
-            fix = "Nothing was trained on this step's rows."
-        elif any(name in (CUSTOM, REMOTE) for name, _ in sample.parts):
-            fix = "Correct it, or set custom_reward_function.on_error=zero to count such samples as 0."
-        else:
-            fix = "Correct the row in the dataset, or choose another function for its data source."
         return (
             f"reward function {names} failed on sample_index {int(rows['sample_index'][index])} "
-            f"(data_source {sample.data_source!r}): {outcome.error}. {fix}"
+            f"(data_source {sample.data_source!r}): {outcome.error}"
         )
+
+
+def _is_users(sample: Sample) -> bool:
+    """Whether the user's own function or service takes part in a sample's score."""
+    return any(name in (CUSTOM, REMOTE) for name, _ in sample.parts)
+
+
+def _fix(sample: Sample, outcome: Outcome) -> str:
+    """What to do about a failure that ends the run."""
+    if outcome.failure == "service":
+        return "Nothing was trained on this step's rows."
+    if outcome.failure == "data" and not _is_users(sample):
+        return "Correct the row in the dataset, or choose another function for its data source."
+    key = "custom_reward_function" if _is_users(sample) else "reward_model"
+    return f"Correct it, or set {key}.on_error=zero to count such samples as 0."
 
 
 def _last_turn(response_ids: list[int], turn_ids: list[int]) -> list[int]:

@@ -173,7 +173,7 @@ def test_failing_samples_count_as_zero_if_the_user_asks_so(scorer_of, tokenizer)
             assert ("error" in info) == (digit not in "08")
     assert time.monotonic() - start < 20
     values = scorer.drain_metrics().values()
-    assert (values["reward/failed"], values["reward/timeout"], values["reward/worker_death"]) == (14, 2, 4)
+    assert (values["reward/failed"], values["reward/timeout"], values["reward/worker_death"]) == (14, 2, 8)
     assert not scorer.drain_metrics().values()
 
 
@@ -212,7 +212,7 @@ def test_the_time_limit_is_for_each_sample_even_when_many_are_handed_out_at_once
 def test_a_function_that_cannot_be_loaded_is_reported_at_construction(scorer_of):
     with pytest.raises(RewardError, match=r"cannot start: ModuleNotFoundError.*no_such_library"):
         scorer_of("import no_such_library\ndef compute_score(**given):\n    return 1.0\n")
-    with pytest.raises(RewardError, match="ended before it was ready: exit code 7"):
+    with pytest.raises(RewardError, match="reward workers end before they are ready: exit code 7"):
         scorer_of("import os\nos._exit(7)\ndef compute_score(**given):\n    return 1.0\n")
 
 
