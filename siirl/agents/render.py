@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from siirl.observe.printable import printable
+
 MAX_MESSAGE = 20_000  # characters of a message that are shown
 
 
@@ -153,7 +155,7 @@ def shown_text(content: Any) -> str:
     if len(text) > MAX_MESSAGE:
         half = MAX_MESSAGE // 2
         text = f"{text[:half]}\n... ({len(text) - 2 * half} characters left out) ...\n{text[-half:]}"
-    return "".join(char if char.isprintable() or char in "\n\t" else _marked(char) for char in text)
+    return printable(text)
 
 
 def episode_text(episode: ShownEpisode, width: int = 0) -> str:
@@ -174,7 +176,7 @@ def episode_text(episode: ShownEpisode, width: int = 0) -> str:
         text = shown_text(message.get("content", ""))
         text = f"{text[:width]}..." if width and len(text) > width else text
         lines += [f"    | {line}" for line in text.split("\n")]
-    return "\n".join([*lines, *(f"  {note}" for note in notes_of(episode))])
+    return printable("\n".join([*lines, *(f"  {note}" for note in notes_of(episode))]))
 
 
 def notes_of(episode: ShownEpisode) -> list[str]:
@@ -185,7 +187,3 @@ def notes_of(episode: ShownEpisode) -> list[str]:
 
 def _listed(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _marked(char: str) -> str:
-    return f"\\u{ord(char):04x}" if char != "\r" else ""

@@ -19,6 +19,7 @@ from siirl.errors import DeadlineError, UserError
 from siirl.launch.job import Job
 from siirl.observe.logs import last_lines
 from siirl.observe.position import Position, read_position
+from siirl.observe.printable import printable
 
 _PEER_LOSS_TYPES = {
     "DistBackendError",
@@ -72,11 +73,11 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
         host=socket.gethostname(),
         node=str(node) if node is not None else position and position.node,
         step=step if isinstance(step, int) else position and position.step,
-        error=str(shown) if users else f"{type(shown).__name__}: {shown}",
+        error=printable(str(shown) if users else f"{type(shown).__name__}: {shown}"),
         user_error=bool(users),
         secondary=any(_is_peer_loss(link) for link in chain),
         time_s=time.time(),
-        traceback="".join(traceback.format_exception(error)),
+        traceback=printable("".join(traceback.format_exception(error))),
     )
 
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from siirl.errors import ConfigError
+from siirl.observe.printable import printable
 
 QUIET = (
     "httpx",
@@ -33,6 +34,13 @@ class _CurrentStderr(logging.StreamHandler):
         return sys.stderr
 
 
+class _Printable(logging.Formatter):
+    """Messages quote what models and users wrote: nothing of it moves a terminal's cursor."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def setup_logging(rank: int, log_dir: Path) -> None:
     """Configure the root logger of this process.
 
@@ -56,7 +64,9 @@ def setup_logging(rank: int, log_dir: Path) -> None:
             raise ConfigError(
                 f"SIIRL_LOGGING_FILENAME={name!r} cannot be written: {error}. Choose another file."
             ) from error
-    logging.basicConfig(level=level, format=line, datefmt="%H:%M:%S", handlers=handlers, force=True)
+    for handler in handlers:
+        handler.setFormatter(_Printable(line, datefmt="%H:%M:%S"))
+    logging.basicConfig(level=level, handlers=handlers, force=True)
     logging.captureWarnings(True)
     for noisy in QUIET:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
@@ -68,7 +78,9 @@ def last_lines(path: Path, offset: int = 0) -> list[str]:
         with path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(offset, size - TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+            lines = [
+                printable(line) for line in log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+            ]
     except OSError:
         return []
     return [line if len(line) <= TAIL_COLUMNS else f"{line[:TAIL_COLUMNS]} ..." for line in lines]

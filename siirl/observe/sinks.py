@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from siirl.errors import ConfigError
 from siirl.observe.console import ConsoleSink
+from siirl.observe.printable import printable
 
 log = logging.getLogger(__name__)
 SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
@@ -153,8 +154,10 @@ class SampleSink:
         folder = Path(self._dirs.get(name) or self._output_dir / "rollouts" / name)
         folder.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps({"step": step, **row}, ensure_ascii=False, default=str) for row in rows)
-        (folder / f"step_{step}.jsonl").write_text("".join(line + "\n" for line in lines))
-        (folder / f"step_{step}.txt").write_text(samples_text(rows))
+        json_lines = "".join(line + "\n" for line in lines)
+        # half a surrogate pair becomes its JSON escape, which reads back as what it was
+        (folder / f"step_{step}.jsonl").write_text(json_lines, encoding="utf-8", errors="backslashreplace")
+        (folder / f"step_{step}.txt").write_text(samples_text(rows), encoding="utf-8")
 
     def close(self) -> None:
         """Nothing is pending."""
@@ -163,11 +166,12 @@ class SampleSink:
 def samples_text(rows: Rows) -> str:
     """Samples for a reader: short values on the head line of a row, texts indented below.
 
-    Lists and mappings are left out: they are for programs, which read the JSON lines.
+    Lists and mappings are left out: they are for programs, which read the JSON lines. Characters that a
+    terminal would obey are written as escapes.
     """
     blocks = []
     for index, row in enumerate(rows):
-        texts = {key: value for key, value in row.items() if isinstance(value, str)}
+        texts = {key: printable(value) for key, value in row.items() if isinstance(value, str)}
         head = [
             f"{key}={_short(value)}"
             for key, value in row.items()
@@ -178,7 +182,7 @@ def samples_text(rows: Rows) -> str:
             for key, text in texts.items()
         ]
         blocks.append(f"[{index}] {'  '.join(head)}\n{''.join(body)}")
-    return "\n".join(blocks)
+    return printable("\n".join(blocks))
 
 
 def _short(value: Any) -> str:
@@ -220,7 +224,7 @@ class WandbSink:
     def text(self, step: int, name: str, rows: Rows) -> None:
         columns = list(dict.fromkeys(key for row in rows for key in row))
         table = self._wandb.Table(
-            columns=columns, data=[[str(row.get(key, "")) for key in columns] for row in rows]
+            columns=columns, data=[[printable(str(row.get(key, ""))) for key in columns] for row in rows]
         )
         self._run.log({f"samples/{name}": table}, step=step)
 

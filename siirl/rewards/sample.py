@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from siirl.errors import DataError, EndpointError, SandboxError, ScoreTimeoutError
+from siirl.observe.printable import printable
 from siirl.rewards.registry import BATCH_ARGUMENTS, ScoreFn
 
 
@@ -110,7 +111,7 @@ def describe(error: BaseException) -> str:
         text = str(error)
     except Exception:
         text = "(its text cannot be made)"
-    return f"{type(error).__name__}: {text}{where}"
+    return f"{type(error).__name__}: {printable(text)}{where}"
 
 
 def _read_result(result: Any) -> tuple[float, dict[str, Any]]:
@@ -118,7 +119,7 @@ def _read_result(result: Any) -> tuple[float, dict[str, Any]]:
     if isinstance(result, Mapping):
         if "score" not in result:
             raise ValueError(f'it returned a dict without "score": its keys are {sorted(map(str, result))}')
-        more = {str(key): _plain(value) for key, value in result.items() if key != "score"}
+        more = {printable(str(key)): _plain(value) for key, value in result.items() if key != "score"}
         result = result["score"]
     value = _plain(result)
     if not isinstance(value, numbers.Real):

@@ -44,6 +44,15 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "semget": (64, 190, ALWAYS),
     "msgget": (68, 186, ALWAYS),
     "mq_open": (240, 180, ALWAYS),
+    "mq_unlink": (241, 181, ALWAYS),
+    "shmat": (30, 196, ALWAYS),
+    "shmctl": (31, 195, ALWAYS),
+    "semop": (65, 193, ALWAYS),
+    "semtimedop": (220, 192, ALWAYS),
+    "semctl": (66, 191, ALWAYS),
+    "msgsnd": (69, 189, ALWAYS),
+    "msgrcv": (70, 188, ALWAYS),
+    "msgctl": (71, 187, ALWAYS),
     "io_uring_setup": (425, 425, ALWAYS),
     "io_uring_enter": (426, 426, ALWAYS),
     "io_uring_register": (427, 427, ALWAYS),
@@ -93,6 +102,13 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "rt_sigqueueinfo": (129, 138, OUTSIDE),
     "rt_tgsigqueueinfo": (297, 240, OUTSIDE),
     "pidfd_send_signal": (424, 424, OUTSIDE),
+    "pidfd_open": (434, 434, OUTSIDE),
+    "process_mrelease": (448, 448, OUTSIDE),
+    "setpriority": (141, 140, OUTSIDE),
+    "ioprio_set": (251, 30, OUTSIDE),
+    "migrate_pages": (256, 238, OUTSIDE),
+    "move_pages": (279, 239, OUTSIDE),
+    "get_robust_list": (274, 100, OUTSIDE),
     "fork": (57, None, OUTSIDE),
     "vfork": (58, None, OUTSIDE),
     "chmod": (90, None, OUTSIDE),
@@ -117,8 +133,22 @@ CALLS: dict[str, tuple[int | None, int | None, str]] = {
     "removexattrat": (466, 466, OUTSIDE),
     "file_setattr": (469, 469, OUTSIDE),
 }
-CLONE, CLONE3, KILL_CALL, TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
-SOCKETPAIR, PRCTL, PRLIMIT64 = (53, 199), (157, 167), (302, 261)
+CLONE, CLONE3, SOCKETPAIR = (56, 220), (435, 435), (53, 199)
+PRCTL, PRLIMIT64, FCNTL, IOCTL = (157, 167), (302, 261), (72, 25), (16, 29)
+# Calls whose first argument is a process: the program's own, also as 0 where that means the caller.
+KILLING = {"kill": (62, 129), "tgkill": (234, 131)}
+SCHEDULING = {
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+}
+PR_SCHED_CORE = 62
+# Who gets the signals of a file: any process of the user, and any signal, so that it is kill by another name.
+SIGNAL_OWNERS = {
+    "fcntl": (8, 10, 15),
+    "ioctl": (0x8901, 0x8902),
+}  # F_SETOWN, F_SETSIG, ..._EX; FIOSETOWN, ...
 
 Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, constant
 
@@ -132,7 +162,7 @@ def restrict(own_pid: int | None) -> None:
     """Install the filter in this process; set PR_SET_NO_NEW_PRIVS before. OSError if refused.
 
     own_pid: None where the program has a file system and process ids of its own; else its process id: it may
-    then start no process, signal only itself, and change no attributes of files.
+    then start no process, signal and schedule only itself, and change no attributes of files.
     """
     program = _program(own_pid)
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
@@ -161,11 +191,17 @@ def _program(own_pid: int | None) -> list[Instruction]:
         1,
         [(AND, 0, 0, SOCK_TYPE), (EQUAL, 1, 0, SOCK_STREAM), _refuse(errno.EPERM)],
     )
-    program += _with_argument(PRCTL[column], 0, [(EQUAL, 0, 1, PR_SET_PDEATHSIG), _refuse(errno.EPERM)])
     program += _with_argument(PRLIMIT64[column], 0, [(EQUAL, 1, 0, 0), _refuse(errno.EPERM)])
-    if own_pid is not None:
-        for number in (KILL_CALL[column], TGKILL[column]):
-            program += _with_argument(number, 0, [(EQUAL, 1, 0, own_pid), _refuse(errno.EPERM)])
+    if own_pid is None:
+        return [*program, *_without(PRCTL[column], 0, (PR_SET_PDEATHSIG,)), (RETURN, 0, 0, ALLOW)]
+    program += _without(PRCTL[column], 0, (PR_SET_PDEATHSIG, PR_SCHED_CORE))
+    program += _without(FCNTL[column], 1, SIGNAL_OWNERS["fcntl"])
+    program += _without(IOCTL[column], 1, SIGNAL_OWNERS["ioctl"])
+    for number in KILLING.values():
+        program += _with_argument(number[column], 0, [(EQUAL, 1, 0, own_pid), _refuse(errno.EPERM)])
+    for number in SCHEDULING.values():
+        own = [(EQUAL, 2, 0, 0), (EQUAL, 1, 0, own_pid), _refuse(errno.EPERM)]
+        program += _with_argument(number[column], 0, own)
     return [*program, (RETURN, 0, 0, ALLOW)]
 
 
@@ -173,6 +209,13 @@ def _with_argument(number: int, index: int, check: list[Instruction]) -> list[In
     """For one call: check the low half of an argument; the call is allowed if the check falls through."""
     body = [(LOAD, 0, 0, ARGUMENTS + 8 * index), *check, (RETURN, 0, 0, ALLOW)]
     return [(EQUAL, 0, len(body), number), *body]
+
+
+def _without(number: int, index: int, values: tuple[int, ...]) -> list[Instruction]:
+    """For one call: refuse these values of an argument."""
+    return _with_argument(
+        number, index, [part for value in values for part in ((EQUAL, 0, 1, value), _refuse(errno.EPERM))]
+    )
 
 
 def _refuse(error: int) -> Instruction:

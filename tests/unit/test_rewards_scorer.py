@@ -171,7 +171,7 @@ def test_failing_samples_count_as_zero_if_the_user_asks_so(scorer_of, tokenizer)
         assert scored["score"].tolist() == [float(digit in "08") for digit in responses]
         for digit, info in zip(responses, objects(scored, "reward_info"), strict=True):
             assert ("error" in info) == (digit not in "08")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 55  # one that hung would sleep for 60
     values = scorer.drain_metrics().values()
     assert (values["reward/failed"], values["reward/timeout"], values["reward/worker_death"]) == (14, 2, 8)
     assert not scorer.drain_metrics().values()
