@@ -88,7 +88,7 @@ CASES = [
         "trainer.critic_warmup=1",
     )),
 ]  # fmt: skip
-IN_MAKE_TEST = ("run_qwen3-30b-a3b-megatron.sh",)
+IN_MAKE_TEST = ("run_qwen3-0.6b-1gpu.sh",)
 QUICKSTART = ("grpo", "gspo", "dapo", "ppo", "rloo", "reinforce++", "remax")
 TEAMS = ("reasoner_actor", "planner_worker", "self_play", "solver_verifier", "debate")
 
