@@ -153,6 +153,7 @@ def job_keys(args: argparse.Namespace, folder: Path, out: Path) -> list[str]:
         "trainer.save_freq=-1",
         "trainer.export_hf=False",
         "trainer.resume_mode=disable",
+        "trainer.overwrite=true",
         "trainer.logger=[]",
         f"trainer.output_dir={out}",
     ]

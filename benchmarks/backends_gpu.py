@@ -170,6 +170,7 @@ def common_keys(job: Job) -> list[str]:
         "trainer.export_hf": False,
         "trainer.balance_batch": False,
         "trainer.resume_mode": "disable",
+        "trainer.overwrite": True,
         "trainer.logger": "[console]",
         "trainer.deadline_s": 300,
     }

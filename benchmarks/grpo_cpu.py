@@ -167,6 +167,7 @@ def run_siirl(settings: Settings, out: Path) -> Block:
         "trainer.val_before_train": False,
         "trainer.export_hf": False,
         "trainer.resume_mode": "disable",
+        "trainer.overwrite": True,
         "trainer.logger": "[]",
         "trainer.output_dir": out,
     }

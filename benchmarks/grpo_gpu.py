@@ -146,6 +146,7 @@ def overrides(args: argparse.Namespace, folder: Path, prompts: int) -> list[str]
         "trainer.balance_batch=False",
         "trainer.trace=True",
         "trainer.resume_mode=disable",
+        "trainer.overwrite=true",
         "trainer.logger=[console]",
         f"trainer.output_dir={folder}/out",
         *args.keys,

@@ -28,6 +28,7 @@ from siirl.data.model_files import check_lengths, check_reward_model
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.launch.devices import device_memory_gib
 from siirl.launch.preflight import check_code, check_inputs, check_resumed
+from siirl.launch.run_folder import refuse_busy
 from siirl.migrate.files import read_source, translate_source
 from siirl.migrate.page import page
 from siirl.migrate.translate import ORIGINS
@@ -76,6 +77,7 @@ def _compiled(
     if not elsewhere:
         check_inputs(plan, given)
         check_resumed(cfg)
+        refuse_busy(cfg)
     for line in dict.fromkeys(warnings):
         print(f"warning: {line}", file=sys.stderr)
     return plan, configs

@@ -1,8 +1,10 @@
 """`python -m siirl.main_dag key=value ...`: compose and check the configuration, compile the plan, launch."""
 
 import logging
+import os
+import socket
 import sys
-from pathlib import Path
+import time
 
 from siirl.config import Config, load_config, to_dict
 from siirl.config.checks import check_config
@@ -11,14 +13,17 @@ from siirl.dag.advice import plan_warnings
 from siirl.dag.arguments import parse_arguments, print_text, user_errors
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.memory_words import memory_warnings
+from siirl.dag.plan import Plan
 from siirl.dag.report import batch_arithmetic, model_setup
 from siirl.data.local_models import token_to_environment
-from siirl.launch.choose import choose_launcher
+from siirl.launch.choose import Launcher, choose_launcher
 from siirl.launch.devices import check_gpus, device_memory_gib
 from siirl.launch.job import Job
 from siirl.launch.local import run_local
 from siirl.launch.preflight import preflight
 from siirl.launch.ray import RayTrainer
+from siirl.launch.run_folder import absolute, held
+from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun
 from siirl.observe.logs import setup_logging
 
@@ -46,18 +51,29 @@ def run(cfg: Config) -> int:
         check_gpus(cfg)
     world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     plan, node_cfgs = compile_plan(load_dag(cfg), cfg, world_size)
-    output_dir = Path(cfg.trainer.output_dir).expanduser().absolute()
-    if is_first_process():
-        setup_logging(0, output_dir / "logs")
+    output_dir = absolute(cfg.trainer.output_dir)
+    run_id = f"{socket.gethostname()} {os.getpid()} {time.time()}"
+    job = Job(
+        to_dict(cfg), plan.to_json(), str(output_dir), world_size, cfg.trainer.n_gpus_per_node, run_id=run_id
+    )
+    if not is_first_process():
+        return _launch(launcher, job, cfg, plan)
+    with held(cfg, run_id):
+        setup_logging(0, job.log_dir)
         too_much = memory_warnings(plan, node_cfgs, device_memory_gib())
         for warning in [*plan_warnings(cfg, plan, node_cfgs), *too_much]:
             log.warning(warning)
+        print(model_setup(plan, node_cfgs))
+        print(batch_arithmetic(plan, node_cfgs), flush=True)  # before what workers write to the same file
+        return _launch(launcher, job, cfg, plan)
+
+
+def _launch(launcher: Launcher, job: Job, cfg: Config, plan: Plan) -> int:
+    """Check the files that the run reads and writes, make its folder ready, start it."""
     if launcher != "ray" and is_first_on_machine():  # Ray: on the machines that it chooses
         preflight(cfg, plan)
     if is_first_process():
-        print(model_setup(plan, node_cfgs))
-        print(batch_arithmetic(plan, node_cfgs))
-    job = Job(to_dict(cfg), plan.to_json(), str(output_dir), world_size, cfg.trainer.n_gpus_per_node)
+        open_folder(cfg, job.run_id, command_line())
     match launcher:
         case "torchrun":
             return run_torchrun(job)

@@ -113,6 +113,7 @@ exec "$PYTHON" -m siirl.main_dag \
   trainer.test_freq=10 \
   trainer.save_freq=-1 \
   trainer.resume_mode=disable \
+  trainer.overwrite=true \
   trainer.project_name=siirl \
   trainer.experiment_name="${TASKS}_$RUN" \
   trainer.output_dir="$OUT/$RUN" \

@@ -28,6 +28,7 @@ exec "${PYTHON:-.venv/bin/python}" -m siirl.main_dag \
   trainer.test_freq=10 \
   trainer.save_freq=50 \
   trainer.resume_mode=disable \
+  trainer.overwrite=true \
   trainer.project_name=siirl \
   trainer.experiment_name=quickstart \
   trainer.output_dir="$OUT" \

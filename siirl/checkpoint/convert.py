@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from siirl.checkpoint import files, tree
 from siirl.checkpoint.export import export_folder, export_hf
+from siirl.checkpoint.files import STATE_FILE
 from siirl.checkpoint.hf import copy_hf_files
-from siirl.checkpoint.writer import STATE_FILE
 from siirl.data.model_files import check_weight_files, model_dir
 from siirl.data.stored_tensors import INDEX_FILE, save_tensors
 from siirl.data.weight_slices import SafetensorsFolder

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from siirl.checkpoint import files
+from siirl.checkpoint.files import STATE_FILE
 from siirl.checkpoint.hf import declared_dtype, save_hf
-from siirl.checkpoint.writer import STATE_FILE
 from siirl.data.adapter_files import write_adapter
 from siirl.data.model_files import weights_digest
 from siirl.data.stored_tensors import load_tensors, stored_tensors

@@ -30,6 +30,10 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 POINTER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
+STATE_FILE = "state.json"
+"""Of each model: JSON of what surrounds its tensors."""
+EXTRA_FILE = "extra.json"
+"""The state of the run that is the same on all ranks."""
 ASIDE, OLD, DELETED = ".tmp", ".old", ".deleted"
 _STEP_FOLDER = re.compile(r"global_step_(\d+)")
 
@@ -134,11 +138,20 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 def verify(checkpoint: Path, under: str = "") -> dict[str, Any]:
     """Compare the files (those whose path starts with `under`) with the manifest, which is returned.
 
-    CheckpointError names the first file that is missing, cut short or changed.
+    CheckpointError names the first file that is missing, cut short, changed or not listed.
     """
     manifest = read_manifest(checkpoint)
-    wanted = [FileRecord(**entry) for entry in manifest["files"]]
-    wanted = [record for record in wanted if record.path.startswith(under)]
+    try:
+        listed = [FileRecord(**entry) for entry in manifest["files"]]
+        left_out = _parts(checkpoint, manifest) - {record.path for record in listed}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{checkpoint} is corrupted: {MANIFEST} is no list of its files ({error!r})."
+        ) from error
+    if left_out:
+        names = ", ".join(sorted(left_out)[:3])
+        raise CheckpointError(f"{checkpoint} is corrupted: {MANIFEST} does not list {names}.")
+    wanted = [record for record in listed if record.path.startswith(under)]
     for record in wanted:
         path = checkpoint / record.path
         if not path.is_file():
@@ -153,6 +166,17 @@ def verify(checkpoint: Path, under: str = "") -> dict[str, Any]:
         if record.sha256 != now.sha256:
             raise CheckpointError(f"{checkpoint} is corrupted: the contents of {record.path} have changed.")
     return manifest
+
+
+def _parts(checkpoint: Path, manifest: dict[str, Any]) -> set[str]:
+    """What every checkpoint of these models and ranks consists of, and the tensors that are there."""
+    models, ranks = manifest["models"], range(manifest["world_size"])
+    if not models:
+        raise KeyError("models")
+    parts = {EXTRA_FILE, *(f"{model}/{STATE_FILE}" for model in models)}
+    parts |= {f"ranks/rank_{rank}{suffix}" for rank in ranks for suffix in (".json", ".safetensors")}
+    tensors = (path for model in models for path in (checkpoint / model).glob("*.distcp"))
+    return parts | {path.relative_to(checkpoint).as_posix() for path in tensors}
 
 
 def publish(aside: Path, root: Path, step: int) -> Path:
@@ -188,11 +212,14 @@ def aside_folder(root: Path, step: int) -> Path:
 
 def put_back(root: Path) -> None:
     """Give checkpoints whose replacement was killed before it got their place that place again."""
-    for path in _leftovers(root, OLD):
-        place = path.with_suffix("")
-        if not place.exists():
-            log.warning("%s goes back to its place: the save that was to replace it was killed", path)
-            os.replace(path, place)
+    for path in replaced(root):
+        log.warning("%s goes back to its place: the save that was to replace it was killed", path)
+        os.replace(path, path.with_suffix(""))
+
+
+def replaced(root: Path) -> list[Path]:
+    """Checkpoints that the next resume puts back in their places."""
+    return [path for path in _leftovers(root, OLD) if not path.with_suffix("").exists()]
 
 
 def prune(root: Path, keep: int, current: int) -> None:
@@ -210,12 +237,44 @@ def prune(root: Path, keep: int, current: int) -> None:
             log.warning("the old checkpoint %s cannot be deleted: %s", folder, error)
 
 
+def remove_checkpoints(root: Path) -> None:
+    """Remove all checkpoints under `root`, the pointer first. OSError if one cannot be removed."""
+    (root / POINTER).unlink(missing_ok=True)
+    steps = [step_folder(root, step) for step in saved_steps(root)]
+    for folder in [*steps, *_leftovers(root, ASIDE, OLD, DELETED)]:
+        shutil.rmtree(folder)
+
+
 def current_step(root: Path) -> int | None:
     """The step that the pointer names; None if there is no pointer that can be read."""
     try:
         return int((root / POINTER).read_text())
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return None
+
+
+def pointer_problem(root: Path) -> str:
+    """Why the pointer cannot be followed or replaced, though it or checkpoints are there; empty if it can."""
+    pointer, step, steps = root / POINTER, current_step(root), saved_steps(root)
+    if pointer.exists() and not pointer.is_file():
+        return (
+            f"{pointer} is no file: it is where the step of the current checkpoint is written. Remove it; "
+            f"checkpoints there: {_named(steps)}."
+        )
+    if step is not None and steps and step < min(steps):
+        return (
+            f"{pointer} names step {step}, but the checkpoints there are {_named(steps)}: none is of that "
+            "step or an earlier one. Write one of these steps into it, give its folder as "
+            "trainer.resume_from_path with trainer.resume_mode=resume_path, or start over with "
+            "trainer.resume_mode=disable trainer.overwrite=true."
+        )
+    return ""
+
+
+def _named(steps: list[int]) -> str:
+    """Steps for a message, the newest few."""
+    shown = ", ".join(f"global_step_{step}" for step in steps[:5])
+    return f"{shown} and {len(steps) - 5} more" if len(steps) > 5 else shown or "none"
 
 
 def find_resume(root: Path, mode: str, from_path: str | Path | bool | None) -> Path | None:
@@ -231,6 +290,8 @@ def find_resume(root: Path, mode: str, from_path: str | Path | bool | None) -> P
         verify(checkpoint)
         return checkpoint
     put_back(root)
+    if problem := pointer_problem(root):
+        raise CheckpointError(problem)
     current, steps = current_step(root), saved_steps(root)
     candidates = steps if current is None else [current, *(step for step in steps if step < current)]
     problems = []
@@ -238,7 +299,7 @@ def find_resume(root: Path, mode: str, from_path: str | Path | bool | None) -> P
         checkpoint = step_folder(root, step)
         try:
             verify(checkpoint)
-        except (CheckpointError, OSError, KeyError, TypeError) as error:
+        except (CheckpointError, OSError) as error:
             problems.append(str(error))
             log.warning(
                 "checkpoint of step %d is not used: %s Falling back to the one before it.", step, error

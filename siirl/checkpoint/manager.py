@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from siirl.checkpoint import files, tree
+from siirl.checkpoint.files import EXTRA_FILE, STATE_FILE
 from siirl.checkpoint.staging import PARTS, SavedModel, Staged, Stager
 from siirl.checkpoint.together import Together, for_each
-from siirl.checkpoint.writer import EXTRA_FILE, STATE_FILE, write_checkpoint
+from siirl.checkpoint.writer import write_checkpoint
 from siirl.data.stored_tensors import load_tensors
 from siirl.errors import CheckpointError
 

@@ -8,14 +8,12 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from siirl.checkpoint import files
+from siirl.checkpoint.files import EXTRA_FILE, STATE_FILE
 from siirl.checkpoint.hf import copy_hf_files, save_hf
 from siirl.checkpoint.staging import Staged, StagedModel
 from siirl.checkpoint.together import Together, for_each, rank_in
 from siirl.data.stored_tensors import save_tensors
 from siirl.errors import CheckpointError
-
-STATE_FILE = "state.json"
-EXTRA_FILE = "extra.json"
 
 
 def write_checkpoint(staged: Staged, keep: int, ranks: Together) -> Path:

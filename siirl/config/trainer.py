@@ -79,6 +79,11 @@ class TrainerConfig:
         choices=("auto", "local", "torchrun", "ray"),
     )
     output_dir: str = key(None, "directory of everything the run writes")
+    overwrite: bool = key(
+        False,
+        "start over in an output_dir with the results of an earlier run that is not resumed: they are "
+        "removed, its checkpoints too",
+    )
     export_hf: bool = key(True, "write <output_dir>/hf_model at the end")
     deadline_s: float = key(1800.0, "longest wait for another rank, in seconds", low=1)
     trace: bool = key(False, "write <output_dir>/trace.json.gz: what every rank did when")

@@ -26,15 +26,17 @@ class ConsoleWriter:
     def write(self, chunk: bytes) -> None:
         self._show(chunk)
         *lines, pending = (self._pending + chunk).split(b"\n")
-        for line in lines:
-            self._log.write(plain_line(line) + b"\n")
-        self._log.flush()
+        with contextlib.suppress(OSError):  # the disk is full: the console goes on
+            for line in lines:
+                self._log.write(plain_line(line) + b"\n")
+            self._log.flush()
         self._pending = pending[-65536:]
 
     def close(self) -> None:
         """The worker has ended."""
-        self._log.write(plain_line(self._pending))
-        self._log.close()
+        with contextlib.suppress(OSError):
+            self._log.write(plain_line(self._pending))
+            self._log.close()
 
     def show_cursor(self) -> None:
         """A killed worker may have left the terminal without one."""

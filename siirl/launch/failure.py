@@ -5,6 +5,7 @@ say only that a peer went away. The choice below puts such secondary errors last
 """
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -21,6 +22,7 @@ from siirl.observe.logs import last_lines
 from siirl.observe.position import Position, read_position
 from siirl.observe.printable import printable
 
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _PEER_LOSS_TYPES = {
     "DistBackendError",
     "DistNetworkError",
@@ -68,6 +70,13 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
     step = next((value for link in chain if (value := getattr(link, "step", None)) is not None), None)
     users = [link for link in chain if isinstance(link, UserError)]
     shown = users[-1] if users else error
+    disk = next((link for link in chain if isinstance(link, OSError) and link.errno in _DISK), None)
+    if disk is not None and not users:
+        shown = UserError(
+            f"nothing more can be written: {disk}. Free space; with trainer.save_freq the same command goes "
+            "on from the last checkpoint."
+        )
+        users = [shown]
     return Failure(
         rank=rank,
         host=socket.gethostname(),

@@ -20,7 +20,7 @@ class Job:
     errors/, status/ and what the run produces. local_world_size: processes on each machine. node_configs:
     node id -> what the node's resolved config changes, JSON values. extra: anything else that the worker
     wants, JSON values. entry: "pkg.mod:fn", called as fn(cfg, plan, rank, world_size, device, job) in every
-    process.
+    process. run_id: tells this start from others in the same folder.
     """
 
     config: dict[str, Any]
@@ -31,6 +31,7 @@ class Job:
     node_configs: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     entry: str = DEFAULT_ENTRY
+    run_id: str = ""
 
     @property
     def output_path(self) -> Path:
@@ -60,9 +61,7 @@ class Job:
             ):
                 stale.unlink()
             path = self.output_path / "job.json"
-            aside = path.with_suffix(".json.tmp")
-            aside.write_text(self.to_json())
-            os.replace(aside, path)
+            write_private(path, self.to_json())
         except OSError as error:
             raise ConfigError(
                 f"trainer.output_dir={self.output_dir!r} cannot be written: {error}. "
@@ -80,3 +79,12 @@ class Job:
     @classmethod
     def from_json(cls, text: str) -> "Job":
         return cls(**json.loads(text))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only this user can read, whole or not at all: configurations may hold secrets."""
+    aside = path.with_name(f"{path.name}.tmp")
+    aside.unlink(missing_ok=True)
+    with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        file.write(text)
+    os.replace(aside, path)

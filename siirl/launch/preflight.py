@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from siirl.agents.tool_files import check_tool_file
-from siirl.checkpoint.files import check_writable, given_checkpoint
+from siirl.checkpoint.files import POINTER, check_writable, given_checkpoint, pointer_problem
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLE_GROUPS, SAMPLERS, model_key, normalizes_weights, role_group, role_model
@@ -25,6 +25,7 @@ from siirl.data.recorded import check_recorded
 from siirl.engines.rollout.vllm_version import vllm_version
 from siirl.errors import ConfigError
 from siirl.launch.job import Job
+from siirl.launch.run_folder import refuse_used
 from siirl.rewards.choose import RewardChooser
 from siirl.rewards.judge import check_judge
 from siirl.rewards.user_function import check_user_function
@@ -96,9 +97,16 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config]) -> None:
 
 
 def check_resumed(cfg: Config) -> None:
-    """CheckpointError unless the checkpoint that the run is told to resume from is there."""
-    if cfg.trainer.resume_mode == "resume_path":
-        given_checkpoint(cfg.trainer.resume_from_path)
+    """ConfigError unless the checkpoint that the run is told to resume from is there, and the folder of
+    checkpoints can be used, and holds no other run's results."""
+    trainer = cfg.trainer
+    root = Path(trainer.default_local_dir).expanduser()
+    if trainer.resume_mode == "resume_path":
+        given_checkpoint(trainer.resume_from_path)
+    goes_on = trainer.resume_mode == "auto" and not trainer.rollout_only
+    if (goes_on or (trainer.save_freq > 0 and (root / POINTER).is_dir())) and (why := pointer_problem(root)):
+        raise ConfigError(why)
+    refuse_used(cfg)
 
 
 def check_packages(cfg: Config, role: str) -> None:

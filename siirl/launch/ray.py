@@ -20,6 +20,7 @@ from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
 from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
 from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, reserve
 from siirl.launch.ray_watch import Rank, RankWatch
+from siirl.launch.run_record import command_line
 
 log = logging.getLogger(__name__)
 TICK_S = 0.2
@@ -124,6 +125,9 @@ class RayTrainer:
         found = self._gather("check its files", names, checks, deadline_s + START_S)
         if any(found):
             raise ConfigError(_of_machines(dict(zip(names, found, strict=True))))
+        claim = first.actor.claim.remote(self._launch_of(first, 0), command_line())
+        if problem := self._gather("open its output folder", names[:1], [claim], START_S)[0]:
+            raise ConfigError(f"on {names[0]}: {problem}")
         address = first.node.ip
         (port,) = self._gather("open a port", names[:1], [first.actor.open_store.remote(address)], START_S)
         reaches = [rank.actor.reach.remote(address, port, REACH_S) for rank in firsts]

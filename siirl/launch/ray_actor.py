@@ -23,10 +23,14 @@ from typing import IO
 import psutil
 
 import siirl
+from siirl.config import from_dict
+from siirl.errors import UserError
 from siirl.launch.console import OutputSource
 from siirl.launch.failure import Death, death_of, oom_kill_count
 from siirl.launch.job import Job
 from siirl.launch.process import Worker, end_all, end_with_parent, lifeline, start_worker, worker_environment
+from siirl.launch.run_folder import held
+from siirl.launch.run_record import is_recorded, open_folder
 from siirl.observe.position import Position, read_position
 
 REPLY_BYTES = 1 << 20
@@ -133,6 +137,21 @@ class RankActor:
             return ""
         message = re.sub(r"^\w+Error: ", "", done.stderr.strip())
         return message or f"the check ended with exit code {done.returncode}"
+
+    def claim(self, launch: Launch, command: list[str]) -> str:
+        """Hold and open the folders that rank 0 writes on this machine; the user's mistake, empty if none.
+
+        Where they are those of the driver, it has done so already. Rank 0's actor only.
+        """
+        job = Job.from_json(launch.job)
+        cfg = from_dict(job.config)
+        try:
+            self._held.enter_context(held(cfg, job.run_id))
+            if not is_recorded(job.output_path, job.run_id):
+                open_folder(cfg, job.run_id, command)
+        except UserError as error:
+            return str(error)
+        return ""
 
     def start(self, launch: Launch) -> None:
         """Start the worker. Records of an earlier run on this machine are removed."""

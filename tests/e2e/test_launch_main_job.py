@@ -118,7 +118,9 @@ def test_torchrun_starts_the_same_job(inputs, tmp_path):
     assert (tmp_path / "hf_model" / "tokenizer.json").is_file()
 
 
-def test_sigterm_ends_a_running_job_within_30_s_and_leaves_no_process(inputs, tmp_path):
+def test_sigterm_ends_a_running_job_within_30_s_and_leaves_no_process_and_no_second_run_joins_it(
+    inputs, tmp_path
+):
     settings = [
         "trainer.val_before_train=False",
         "trainer.total_training_steps=100000",
@@ -134,6 +136,9 @@ def test_sigterm_ends_a_running_job_within_30_s_and_leaves_no_process(inputs, tm
         )
     try:
         wait_for_steps(job, tmp_path / "out" / "metrics.jsonl", log_path)
+        second = run([*MAIN, *overrides(inputs, tmp_path / "out", *settings)])
+        assert second.returncode == 2, second.stderr
+        assert f"{tmp_path / 'out'} is in use by a run (process {job.pid} on " in second.stderr
         children = psutil.Process(job.pid).children(recursive=True)
         assert len(children) >= 2 + 2, "2 ranks and their reward workers"
         start_s = time.monotonic()

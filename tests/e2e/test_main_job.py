@@ -6,6 +6,9 @@ import pytest
 import torch
 from job_harness import Inputs, overrides, run_job
 
+from siirl.launch.run_folder import LOCK, LOGS, OWN
+from siirl.launch.run_record import CONFIG_FILE
+
 KL = "actor_rollout_ref.actor.use_kl_loss=True"
 COMPARED = (
     "reward/score",
@@ -131,3 +134,12 @@ def test_the_adaptive_coefficient_of_a_kl_in_the_reward_survives_a_checkpoint(in
     assert coefficients[2] > coefficients[1], "KL above its target raises the coefficient"
     assert resumed.values("reward/kl_coef")[-1] == coefficients[-1]
     assert resumed.values("reward/score")[-1] == whole.values("reward/score")[-1]
+
+
+def test_every_file_of_a_run_is_one_that_a_run_which_starts_over_removes_or_writes_anew(one_rank):
+    anew = {LOCK, CONFIG_FILE, "job.json", "status", "errors", "checkpoints"}
+    patterns = (*OWN, *LOGS)
+    owned = {path for pattern in patterns for path in one_rank.output.glob(pattern)}
+    for path in (path for path in one_rank.output.rglob("*") if path.is_file()):
+        place = path.relative_to(one_rank.output)
+        assert place.parts[0] in anew or owned & {path, *path.parents}, place

@@ -8,16 +8,23 @@ from pathlib import Path
 import pytest
 
 from siirl.checkpoint import files
+from siirl.config import load_config
 from siirl.errors import CheckpointError, ConfigError
+from siirl.launch.preflight import check_resumed
 
 
 def write_checkpoint(root: Path, step: int, keep: int = 100) -> Path:
     aside = files.prepare_aside(root, step)
     (aside / "agent_0.actor").mkdir()
     (aside / "agent_0.actor" / "__0_0.distcp").write_bytes(bytes(range(256)) * 40)
-    (aside / "extra.json").write_text(json.dumps({"step": step}))
+    (aside / "agent_0.actor" / files.STATE_FILE).write_text("{}")
+    (aside / files.EXTRA_FILE).write_text(json.dumps({"step": step}))
+    (aside / "ranks").mkdir()
+    for suffix in (".json", ".safetensors"):
+        (aside / "ranks" / f"rank_0{suffix}").write_text("{}")
     written = [path for path in aside.rglob("*") if path.is_file()]
-    files.write_manifest(aside, step, files.records_of(aside, written), {"models": ["agent_0.actor"]})
+    about = {"models": ["agent_0.actor"], "world_size": 1}
+    files.write_manifest(aside, step, files.records_of(aside, written), about)
     files.publish(aside, root, step)
     files.prune(root, keep, step)
     return files.step_folder(root, step)
@@ -169,3 +176,49 @@ def test_a_root_that_cannot_be_written_is_refused_before_training(tmp_path):
         files.check_writable(tmp_path / "file" / "checkpoints")
     files.check_writable(tmp_path / "new" / "checkpoints")
     assert list((tmp_path / "new" / "checkpoints").iterdir()) == []
+
+
+def rewrite_manifest(checkpoint: Path, change) -> None:
+    manifest = json.loads((checkpoint / files.MANIFEST).read_text())
+    change(manifest)
+    (checkpoint / files.MANIFEST).write_text(json.dumps(manifest))
+
+
+def test_a_manifest_that_leaves_out_any_file_or_key_is_refused(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 1)
+    whole = (checkpoint / files.MANIFEST).read_text()
+    entries = json.loads(whole)["files"]
+    cases = [lambda m, i=i: m["files"].pop(i) for i in range(len(entries))]
+    cases += [lambda m, key=key: m.pop(key) for key in ("files", "models", "world_size")]
+    cases += [lambda m, value=value: m.update(files=value) for value in ([], None, {}, ["x"], [{}], 3)]
+    cases += [lambda m, value=value: m.update(models=value) for value in ([], None, ["other"])]
+    for change in cases:
+        (checkpoint / files.MANIFEST).write_text(whole)
+        rewrite_manifest(checkpoint, change)
+        with pytest.raises(CheckpointError, match=r"is corrupted: manifest\.json"):
+            files.verify(checkpoint)
+        with pytest.raises(CheckpointError, match="no complete checkpoint"):
+            files.find_resume(tmp_path, "auto", None)
+    (checkpoint / files.MANIFEST).write_text(whole)
+    files.verify(checkpoint)
+
+
+def test_a_pointer_below_all_steps_is_refused_with_the_steps_that_are_there(tmp_path):
+    for step in (20, 40):
+        write_checkpoint(tmp_path, step)
+    (tmp_path / files.POINTER).write_text("10")
+    with pytest.raises(CheckpointError, match=r"names step 10, but .* global_step_40, global_step_20"):
+        files.find_resume(tmp_path, "auto", None)
+    with pytest.raises(ConfigError, match="names step 10"):
+        check_resumed(load_config([f"trainer.default_local_dir={tmp_path}"]))
+    (tmp_path / files.POINTER).write_text("30")
+    assert files.find_resume(tmp_path, "auto", None) == tmp_path / "global_step_20"
+
+
+def test_a_pointer_that_is_a_folder_is_refused_before_training(tmp_path):
+    (tmp_path / files.POINTER).mkdir()
+    with pytest.raises(CheckpointError, match="is no file"):
+        files.find_resume(tmp_path, "auto", None)
+    for keys in (("trainer.resume_mode=auto",), ("trainer.resume_mode=disable", "trainer.save_freq=1")):
+        with pytest.raises(ConfigError, match=r"is no file: .* Remove it"):
+            check_resumed(load_config([f"trainer.default_local_dir={tmp_path}", *keys]))

@@ -1,0 +1,194 @@
+"""The folders that a run writes: held by one run at a time, and never with the results of two runs in them.
+
+trainer.output_dir and, where they lie elsewhere, trainer.default_local_dir and trainer.dump_rollouts_dir. No
+torch.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from siirl.checkpoint.files import current_step, pointer_problem, remove_checkpoints, replaced, saved_steps
+from siirl.config import Config
+from siirl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+LOCK = ".run.lock"
+RESULTS = ("metrics.jsonl", "hf_model", "hf_critic")
+"""What makes an output folder a used one."""
+OWN = (
+    *RESULTS,
+    "reward_curve.png",
+    "tensorboard/events.out.tfevents.*",
+    "rollouts/*/step_*",
+    "conversations/step_*.html",
+    "trace/rank_*.jsonl",
+    "trace.json.gz",
+)
+"""Patterns of what a run writes into its output folder, and what none that starts there may find."""
+LOGS = ("logs/rank_*.log", "logs/vllm_*.log", "run.yaml")
+"""The same, but kept for who wants to know why an earlier run died before it had results."""
+
+
+@contextlib.contextmanager
+def held(cfg: Config, run_id: str) -> Iterator[None]:
+    """Keep the folders of a run to itself until the block ends, or this process does, however it ends.
+
+    run_id: a run may hold a folder in several of its processes. ConfigError: another run holds one.
+    """
+    with contextlib.ExitStack() as stack:
+        for key, folder in written_folders(cfg).items():
+            stack.enter_context(_locked(key, folder, run_id))
+        yield
+
+
+def written_folders(cfg: Config) -> dict[str, Path]:
+    """Key -> folder that the run writes and that lies in none of the others."""
+    trainer = cfg.trainer
+    folders = {"trainer.output_dir": absolute(trainer.output_dir)}
+    if trainer.save_freq > 0:
+        folders["trainer.default_local_dir"] = absolute(trainer.default_local_dir)
+    if trainer.dump_rollouts_dir:
+        folders["trainer.dump_rollouts_dir"] = absolute(trainer.dump_rollouts_dir)
+    return {
+        key: folder
+        for key, folder in folders.items()
+        if not any(other in folder.parents for other in folders.values())
+    }
+
+
+def refuse_used(cfg: Config) -> None:
+    """ConfigError if the run would mix its results with those of an earlier run. Writes nothing.
+
+    A run that goes on from a checkpoint of the folder is that earlier run; with trainer.overwrite a run that
+    starts over takes its place.
+    """
+    if cfg.trainer.overwrite or resumes(cfg):
+        return
+    output, root = absolute(cfg.trainer.output_dir), absolute(cfg.trainer.default_local_dir)
+    found = [name for name in RESULTS if _is_filled(output / name)]
+    steps = saved_steps(root)
+    if not found and not steps:
+        return
+    has = f"{output} has {' and '.join(found)}" if found else f"{root} has checkpoints"
+    if steps:
+        resume = f"go on from its step {current_step(root) or steps[0]} (trainer.resume_mode=auto)"
+    else:
+        resume = f"resume it (not possible here: there is no checkpoint in {root}; see trainer.save_freq)"
+    raise ConfigError(
+        f"trainer.output_dir={cfg.trainer.output_dir}: {has} of an earlier run, and two runs would be mixed. "
+        f"There are three ways out: {resume}; or choose another folder (trainer.output_dir, or "
+        "trainer.experiment_name); or start over and remove what the earlier run wrote, checkpoints included "
+        "(trainer.overwrite=true)."
+    )
+
+
+def resumes(cfg: Config) -> bool:
+    """Whether the run goes on from a checkpoint of its own folder, or ends because none there is whole."""
+    trainer, root = cfg.trainer, absolute(cfg.trainer.default_local_dir)
+    if trainer.rollout_only:
+        return False
+    if trainer.resume_mode == "resume_path":
+        return absolute(str(trainer.resume_from_path)).parent == root
+    return trainer.resume_mode == "auto" and bool(
+        saved_steps(root) or replaced(root) or pointer_problem(root)
+    )
+
+
+def clear(cfg: Config) -> None:
+    """Remove what earlier runs left in the folder, unless the run goes on from a checkpoint there.
+
+    Only files that a run writes by their names; nothing else in the folder is touched. ConfigError if
+    something cannot be removed.
+    """
+    if resumes(cfg):
+        return
+    output = absolute(cfg.trainer.output_dir)
+    patterns = (*OWN, *LOGS) if cfg.trainer.overwrite else OWN
+    try:
+        for path in [path for pattern in patterns for path in output.glob(pattern)]:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        if cfg.trainer.overwrite:
+            remove_checkpoints(absolute(cfg.trainer.default_local_dir))
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.output_dir={cfg.trainer.output_dir}: what an earlier run left cannot be removed: "
+            f"{error}. Choose another folder, or fix its permissions."
+        ) from error
+
+
+def refuse_busy(cfg: Config) -> None:
+    """ConfigError if a run that goes on now holds a folder of this one. Writes nothing."""
+    for key, folder in written_folders(cfg).items():
+        with contextlib.suppress(OSError), (folder / LOCK).open() as file:
+            if not _try_lock(file.fileno(), fcntl.LOCK_SH):
+                raise _busy(key, folder)
+
+
+def absolute(folder: str) -> Path:
+    return Path(folder).expanduser().absolute()
+
+
+@contextlib.contextmanager
+def _locked(key: str, folder: Path, run_id: str) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={str(folder)!r} cannot be written: {error}. Choose a folder that this user may write to."
+        ) from error
+    with file:
+        if _try_lock(file.fileno(), fcntl.LOCK_EX):
+            about = {"run_id": run_id, "host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}
+            with contextlib.suppress(OSError):  # of a full disk: the lock holds all the same
+                file.truncate(0)
+                file.write(json.dumps(about))
+                file.flush()
+        elif _holder(folder).get("run_id") != run_id:
+            raise _busy(key, folder)
+        yield
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    """Whether the lock was to be had. The kernel gives it back when its last process ends."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks
+        log.warning("runs in one folder are not kept apart here: %s", error)
+    return True
+
+
+def _busy(key: str, folder: Path) -> ConfigError:
+    holder = _holder(folder)
+    who = ""
+    if holder:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
+        who = f" (process {holder['pid']} on {holder['host']}, since {since})"
+    return ConfigError(
+        f"{key}={folder} is in use by a run{who}: two would write the same files. Three ways "
+        "out: end it, or wait for its end, and go on from its last checkpoint by this command "
+        f"(trainer.resume_mode=auto); or choose another folder ({key}); or end it "
+        "and start over (trainer.resume_mode=disable trainer.overwrite=true)."
+    )
+
+
+def _holder(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / LOCK).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _is_filled(path: Path) -> bool:
+    return path.is_dir() or (path.is_file() and path.stat().st_size > 0)

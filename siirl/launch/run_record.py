@@ -1,0 +1,118 @@
+"""What the folder of a run says of itself. No torch.
+
+run_config.yaml   the resolved configuration; --config-name .../run_config.yaml starts the same run
+run.yaml          a document for each start of a run there, the newest last: command, commits, versions
+"""
+
+import contextlib
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import siirl
+from siirl.config import Config
+from siirl.config.tree import print_config
+from siirl.config.values import SECRET_KEYS
+from siirl.errors import ConfigError
+from siirl.launch.job import write_private
+from siirl.launch.run_folder import absolute, clear, refuse_used
+
+CONFIG_FILE, RUN_FILE = "run_config.yaml", "run.yaml"
+_GIT_S = 5.0
+
+
+def open_folder(cfg: Config, run_id: str, command: Sequence[str]) -> None:
+    """Make the output folder that this start of a run holds its own: nothing stale in it, and its record.
+
+    ConfigError: it has an earlier run's results, or cannot be written.
+    """
+    refuse_used(cfg)
+    clear(cfg)
+    write_record(absolute(cfg.trainer.output_dir), cfg, command, run_id)
+
+
+def write_record(output: Path, cfg: Config, command: Sequence[str], run_id: str) -> None:
+    """Write both files into the output folder, readable by this user alone. ConfigError if they cannot be."""
+    import yaml
+
+    about = yaml.safe_dump(describe(command) | {"run_id": run_id}, sort_keys=False, width=110)
+    record = output / RUN_FILE
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        write_private(output / CONFIG_FILE, print_config(cfg))
+        write_private(record, f"{record.read_text() if record.exists() else ''}---\n{about}")
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.output_dir={str(output)!r} cannot be written: {error}. Choose a folder that this user "
+            "may write to, or free space."
+        ) from error
+
+
+def is_recorded(output: Path, run_id: str) -> bool:
+    """Whether this start of a run has its record in a folder."""
+    record = output / RUN_FILE
+    return record.exists() and run_id in record.read_text()
+
+
+def describe(command: Sequence[str]) -> dict[str, Any]:
+    """This start: when, where, by which command, of which source code, with which packages."""
+    source = Path(siirl.__file__).parents[1]
+    return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "host": socket.gethostname(),
+        "directory": os.getcwd(),
+        "command": shlex.join(without_secrets(command)),
+        "siirl": {"path": str(source), **commit_of(source)},
+        "project": commit_of(Path.cwd()),
+        "python": platform.python_version(),
+        "packages": dict(
+            sorted(
+                (str(found.name), found.version)
+                for found in metadata.distributions()
+                if found.metadata["Name"]
+            )
+        ),
+    }
+
+
+def without_secrets(command: Sequence[str]) -> list[str]:
+    """The words of a command; values of secret keys are left out."""
+    shown = []
+    for word in command:
+        key, equals, _ = word.partition("=")
+        shown.append(f"{key}=..." if equals and key.lstrip("+").endswith(SECRET_KEYS) else word)
+    return shown
+
+
+def commit_of(folder: Path) -> dict[str, Any]:
+    """Git commit of the checkout that a folder lies in, and whether tracked files differ; or nothing."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if not commit:
+        return {}
+    return {"commit": commit, "changed": bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))}
+
+
+def _git(folder: Path, *words: str) -> str:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(
+            ["git", "-C", str(folder), *words],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_S,
+            stdin=subprocess.DEVNULL,
+        )
+        return done.stdout.strip() if done.returncode == 0 else ""
+    return ""
+
+
+def command_line() -> list[str]:
+    """The words by which this process was started, as a user writes them."""
+    return [Path(sys.executable).name, *sys.orig_argv[1:]]
