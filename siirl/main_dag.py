@@ -22,7 +22,7 @@ from siirl.launch.job import Job
 from siirl.launch.local import run_local
 from siirl.launch.preflight import preflight
 from siirl.launch.ray import RayTrainer
-from siirl.launch.run_folder import absolute, held
+from siirl.launch.run_folder import held, with_absolute_folders
 from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun
 from siirl.observe.logs import setup_logging
@@ -45,16 +45,16 @@ def main(argv: list[str] | None = None) -> int:
 def run(cfg: Config) -> int:
     """Check everything that can be checked before a worker starts, then run the job to its end."""
     check_config(cfg)
-    cfg = token_to_environment(cfg)
+    cfg = with_absolute_folders(token_to_environment(cfg))
     launcher = choose_launcher(cfg)
     if launcher == "local":
         check_gpus(cfg)
     world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     plan, node_cfgs = compile_plan(load_dag(cfg), cfg, world_size)
-    output_dir = absolute(cfg.trainer.output_dir)
+    output_dir = cfg.trainer.output_dir
     run_id = f"{socket.gethostname()} {os.getpid()} {time.time()}"
     job = Job(
-        to_dict(cfg), plan.to_json(), str(output_dir), world_size, cfg.trainer.n_gpus_per_node, run_id=run_id
+        to_dict(cfg), plan.to_json(), output_dir, world_size, cfg.trainer.n_gpus_per_node, run_id=run_id
     )
     if not is_first_process():
         return _launch(launcher, job, cfg, plan)
@@ -74,6 +74,8 @@ def _launch(launcher: Launcher, job: Job, cfg: Config, plan: Plan) -> int:
         preflight(cfg, plan)
     if is_first_process():
         open_folder(cfg, job.run_id, command_line())
+        workers = f"{job.world_size} worker{'s' * (job.world_size != 1)}"
+        print(f"starting {workers}; all output is below {job.output_dir}", flush=True)
     match launcher:
         case "torchrun":
             return run_torchrun(job)

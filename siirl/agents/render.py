@@ -40,23 +40,30 @@ EPISODE = "episode"
 turn in the row, or None.
 """
 
-SAMPLE = ("node", "data_source", "sample_index", "score", "prompt", "response", "ground_truth", EPISODE)
+CHAT = "chat"
+"""Key of a sampled row: its agent and the messages of its prompt, for the page; files have them as text."""
+
+SAMPLE = ("node", "data_source", "sample_index", "score", "prompt", "response", "ground_truth", CHAT, EPISODE)
 """Keys that every sampled row has; what it has besides is what its reward function returned."""
 
 
 def split_episodes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[ShownEpisode]]:
     """Sampled rows to be shown, those of an episode as one with the whole conversation, and the episodes.
 
-    A row's score stands at the last turn in it. An agent's reward is the mean score of its rows.
+    A row's score stands at the last turn in it. An agent's reward is the mean score of its rows. A row of no
+    interaction is an episode of one turn, and shown as it is.
     """
     shown: list[dict[str, Any]] = []
+    single: list[ShownEpisode] = []
     of_episode: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         if EPISODE in row:
             key = (row["data_source"], row["sample_index"], row[EPISODE]["episode_id"])
             of_episode.setdefault(key, []).append(row)
         else:
-            shown.append(dict(row))
+            if CHAT in row:
+                single.append(_single(row, len(single)))
+            shown.append({key: value for key, value in row.items() if key != CHAT})
     episodes = [_shown(group) for group in of_episode.values()]
     for (source, index, number), episode in zip(of_episode, episodes, strict=True):
         shown.append(
@@ -69,28 +76,46 @@ def split_episodes(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, An
                 "conversation": episode_text(episode),
             }
         )
-    return shown, episodes
+    return shown, [*single, *episodes]
+
+
+def _single(row: Mapping[str, Any], place: int) -> ShownEpisode:
+    """A prompt and its response as an episode of one turn. place: among the samples that are shown."""
+    agent = row[CHAT]["agent"]
+    spoken = {"agent": agent, "turn": 0, "node": "", "content": row["response"], "score": row["score"]}
+    return ShownEpisode(
+        f"{row['data_source']}, row {row['sample_index']}, sample {place}",
+        [*row[CHAT]["prompt"], spoken],
+        {agent: row["score"]},
+        _note([row], [agent]),
+    )
 
 
 def _shown(rows: Sequence[Mapping[str, Any]]) -> ShownEpisode:
     scores: dict[int, list[float]] = {}
     messages = [dict(message) for message in rows[0][EPISODE]["conversation"]]
-    notes = [f"ground truth: {rows[0]['ground_truth']}"]
     for row in sorted(rows, key=lambda row: row[EPISODE]["agent"]):
         agent, turn = row[EPISODE]["agent"], row[EPISODE].get("turn")
         scores.setdefault(agent, []).append(row["score"])
         spoken = [message for message in messages if message["agent"] == agent]
         for message in [m for m in spoken if m["turn"] == turn] or spoken[-1:]:
             message["score"] = message.get("score", 0.0) + row["score"]
-        if info := ", ".join(f"{name} {_number(value)}" for name, value in row.items() if name not in SAMPLE):
-            notes.append(f"agent {agent}: {info}")
     return ShownEpisode(
         f"{rows[0]['data_source']}, row {rows[0]['sample_index']}, episode {rows[0][EPISODE]['episode_id']}",
         messages,
         {agent: sum(values) / len(values) for agent, values in scores.items()},
-        "; ".join(notes),
+        _note(rows, [row[EPISODE]["agent"] for row in rows]),
         rows[0][EPISODE].get("ended", ""),
     )
+
+
+def _note(rows: Sequence[Mapping[str, Any]], agents: Sequence[int]) -> str:
+    """The ground truth, and what the reward functions returned besides the scores of rows, agent by agent."""
+    notes = [f"ground truth: {rows[0]['ground_truth']}"]
+    for agent, row in sorted(zip(agents, rows, strict=True), key=lambda pair: pair[0]):
+        if info := ", ".join(f"{name} {_number(value)}" for name, value in row.items() if name not in SAMPLE):
+            notes.append(f"agent {agent}: {info}")
+    return "; ".join(notes)
 
 
 def _number(value: Any) -> str:

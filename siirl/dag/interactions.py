@@ -10,7 +10,7 @@ from dataclasses import replace
 from siirl.config.resolve import get
 from siirl.dag.adapters import adapter_bases, check_bases, shared_policy
 from siirl.dag.graph import Graph
-from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
+from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SCORING, SHARED_TURNS, TURNS, OpSpec
 from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.dag.stages import (
@@ -27,7 +27,8 @@ from siirl.types import FieldKey
 
 Interactions = dict[str, InteractionPlan]
 
-READ_BY_REWARDS = ("turn_id",)
+READ_BY_REWARDS = ("extra_info", "turn_id")
+"""What a node reads that gives the rows of an interaction their score: it shows them, as conversations."""
 
 
 def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
@@ -96,7 +97,9 @@ def with_interactions(nodes: Nodes, interactions: Interactions) -> Nodes:
     for node in nodes.values():
         if node.id in ops:
             changed[node.id] = _with_op(node, ops[node.id])
-        elif node.agent in talking and node.op.name == "function_reward":
+        elif (
+            node.agent in talking and node.op.name in SCORING and FieldKey(node.agent, "score") in node.writes
+        ):
             changed[node.id] = _reading(node, READ_BY_REWARDS)
         else:
             changed[node.id] = node

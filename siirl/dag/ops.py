@@ -204,6 +204,8 @@ JUDGE_SERVICE = replace(JUDGE_REWARD, name="judge_service", model=None, split="a
 MODEL_REWARDS = ("model_reward", "judge_reward", "judge_service")
 """Ops that score by a model."""
 COMBINE_REWARDS = OpSpec("combine_rewards", _fixed(*SCORED_READS), _fixed("score", "reward_info"))
+SCORING = (FUNCTION_REWARD.name, *MODEL_REWARDS, COMBINE_REWARDS.name)
+"""Ops that score responses."""
 INFO = "_info"
 """The further values of reward NAME are the field NAME_info."""
 ADVANTAGE = OpSpec("advantage", _advantage_reads, _advantage_writes, split="group")
@@ -367,8 +369,8 @@ def _reward(node: NodeSpec) -> OpSpec:
 
 
 def score_names(reads: Iterable[str]) -> Names:
-    """The rewards among the fields that a combination reads: not what it reads anyway, nor further values."""
-    return tuple(name for name in reads if name not in SCORED_READS and not name.endswith(INFO))
+    """The rewards among the fields that a combination reads: names of nodes' own, and no further values."""
+    return tuple(name for name in reads if name not in FIELDS and not name.endswith(INFO))
 
 
 def _custom(node: NodeSpec, replaced: OpSpec | None) -> OpSpec:

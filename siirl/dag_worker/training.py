@@ -23,6 +23,7 @@ from siirl.dag_worker.worker import DAGWorker
 from siirl.observe.metrics import Metrics
 from siirl.observe.sinks import RunInfo, make_sinks
 from siirl.observe.spans import observing
+from siirl.observe.summary import duration
 
 log = logging.getLogger(__name__)
 SAMPLES_PER_REPORT = 4
@@ -284,8 +285,10 @@ def run_worker(
     assert world_size == plan.world_size, f"{world_size} workers for a plan of {plan.world_size} ranks"
     observer = make_observer(cfg, rank, device, places.output_path, places.position_path(rank))
     with observing(observer), closing(observer):
+        start_s = time.perf_counter()
         with observer.span("start", 0):
             worker = DAGWorker(cfg, plan, rank, device, observer)
+        log.info("all models of this rank are built after %s", duration(time.perf_counter() - start_s))
         try:
             Training(worker, places.output_path).run()
         finally:

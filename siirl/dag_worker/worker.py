@@ -1,5 +1,6 @@
 """DAGWorker: one process on one device. It owns the model workers of its rank and runs nodes on them."""
 
+import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
-from siirl.config.roles import SAMPLERS, judge_config
+from siirl.config.roles import SAMPLERS, judge_config, role_model
 from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
 from siirl.data.buffer import RowBuffer
 from siirl.data.chat import load_tokenizer
@@ -36,6 +37,8 @@ from siirl.parallel.process_groups import ProcessGroups
 from siirl.rewards.conversations import ConversationEncoder, reward_tokenizer
 from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -94,6 +97,7 @@ class DAGWorker:
                 node_cfg = self.node_cfg(model.node)
                 cfg_of_model = judge_config(node_cfg) if model.role == "judge" else node_cfg
                 base = engines[model.base] if model.base not in (None, name) else None
+                log.info("building %s (%s): %s", name, model.backend, role_model(node_cfg, model.role).path)
                 engines[name] = make(model, cfg_of_model, self.groups, device, base)
                 self._offload(name)
         self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}

@@ -5,6 +5,7 @@ torch.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import logging
@@ -131,6 +132,20 @@ def refuse_busy(cfg: Config) -> None:
         with contextlib.suppress(OSError), (folder / LOCK).open() as file:
             if not _try_lock(file.fileno(), fcntl.LOCK_SH):
                 raise _busy(key, folder)
+
+
+def with_absolute_folders(cfg: Config) -> Config:
+    """The configuration with whole paths of all folders that a run writes: what it prints can be found."""
+    names = (
+        "output_dir",
+        "default_local_dir",
+        "dump_rollouts_dir",
+        "rollout_data_dir",
+        "validation_data_dir",
+    )
+    given = {name: getattr(cfg.trainer, name) for name in names}
+    whole = {name: str(absolute(folder)) for name, folder in given.items() if folder}
+    return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, **whole))
 
 
 def absolute(folder: str) -> Path:

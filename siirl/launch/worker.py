@@ -81,7 +81,9 @@ def run_rank(job: Job, place: Place, watched: bool = False) -> int:
 def _run(job: Job, place: Place) -> None:
     import torch
     import torch.distributed as dist
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     cfg = from_dict(job.config)
     plan = with_local_models(cfg, Plan.from_json(job.plan), cached_first=True)
     entry = _load_entry(job.entry)

@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.agents.render import EPISODE
+from siirl.agents.render import CHAT, EPISODE
 from siirl.algorithms.stats import group_stats, score_stats
 from siirl.dag.ops import INFO
 from siirl.data.rows import objects, renamed
@@ -145,13 +145,13 @@ def report_groups(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> Non
 
 
 def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
-    """Put up to sample_limit rows into ctx.samples, as text; of an interaction, all of as many episodes."""
-    taken: set[Any] = set()
-    for index, extra in enumerate(_episodes(rows)):
-        sample = index if extra is None else (int(rows["sample_index"][index]), extra["episode_id"])
-        if sample not in taken and 0 <= ctx.sample_limit <= len(taken):
-            continue
-        taken.add(sample)
+    """Put up to sample_limit rows into ctx.samples, as text; of an interaction, all of as many episodes.
+
+    Of as many prompts as there are: the first sample of each, then the second ones.
+    """
+    episodes = _episodes(rows)
+    for index in _shown(rows, episodes, ctx.sample_limit):
+        extra = episodes[index]
         length = int(rows["response_length"][index])
         response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
         info: dict[str, Any] = scored["reward_info"][index] or {}
@@ -168,11 +168,30 @@ def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
                 "sample_index": int(rows["sample_index"][index]),
                 "score": float(scored["score"][index]),
                 **info,
+                CHAT: {"agent": ctx.agent, "prompt": as_messages(rows["raw_prompt"][index])},
                 "prompt": as_text(rows["raw_prompt"][index]),
                 "response": response,
                 "ground_truth": str(rows["ground_truth"][index]),
             }
         )
+
+
+def _shown(rows: TensorDict, episodes: list[dict[str, Any] | None], limit: int) -> list[int]:
+    """The rows to be shown, in their order: all of `limit` samples (-1: of all)."""
+    samples: dict[tuple[Any, ...], list[Any]] = defaultdict(list)  # prompt -> its samples
+    sample_of: list[tuple[tuple[Any, ...], Any]] = []
+    prompts = zip(objects(rows, "data_source"), rows["sample_index"].tolist(), strict=True)
+    for index, (prompt, extra) in enumerate(zip(prompts, episodes, strict=True)):
+        sample = index if extra is None else extra["episode_id"]
+        if sample not in samples[prompt]:
+            samples[prompt].append(sample)
+        sample_of.append((prompt, sample))
+    if limit < 0:
+        return list(range(len(rows)))
+    turns = max(map(len, samples.values()), default=0)
+    ordered = [(prompt, own[n]) for n in range(turns) for prompt, own in samples.items() if n < len(own)]
+    taken = set(ordered[:limit])
+    return [index for index, sample in enumerate(sample_of) if sample in taken]
 
 
 def _episodes(rows: TensorDict) -> list[dict[str, Any] | None]:
@@ -186,3 +205,10 @@ def as_text(raw_prompt: Any) -> str:
     if isinstance(raw_prompt, str):
         return raw_prompt
     return "\n".join(f"{message['role']}: {message['content']}" for message in raw_prompt)
+
+
+def as_messages(raw_prompt: Any) -> list[dict[str, Any]]:
+    """A chat as messages of a conversation, each with role and content; a plain prompt is one of a user."""
+    if isinstance(raw_prompt, str):
+        return [{"role": "user", "content": raw_prompt}]
+    return [{"role": message["role"], "content": message["content"]} for message in raw_prompt]

@@ -1,6 +1,7 @@
 """The terminal's view of a run: a progress bar at the bottom, above it one aligned line for each step."""
 
 import sys
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ MOST_LINES, MOST_WIDTH = 24, 120  # of a conversation
 
 
 class ConsoleSink:
-    """Prints a line for each step; on a terminal also a progress bar.
+    """Prints a line for each step, with the time that is left; on a terminal also a progress bar.
 
     total_steps: of the run; first_step: the last step already done (a resumed run), where the bar starts.
     """
@@ -35,6 +36,9 @@ class ConsoleSink:
         self._rows = 0
         self._seen: dict[str, float] = {}
         self._node_times: deque[dict[str, float]] = deque(maxlen=HEADER_EVERY)
+        self._total_steps = total_steps
+        self._start_s = self._last_s = time.monotonic()
+        self._step_times: deque[float] = deque(maxlen=HEADER_EVERY)  # all that lies between two steps
         self._progress: Progress | None = None
         if self._console.is_terminal:
             self._progress = Progress(
@@ -53,6 +57,10 @@ class ConsoleSink:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._seen.update(values)
+        now_s = time.monotonic()
+        if step and "time/step_s" in values:
+            self._step_times.append(now_s - self._last_s)
+        self._last_s = now_s
         found = {column: matches(column, self._seen) for column in COLUMNS}
         agents = sorted({agent for column in COLUMNS for agent in agents_of(column, self._seen)})
         columns = {
@@ -64,9 +72,10 @@ class ConsoleSink:
             self._columns = columns
             self._print_node_times()
             self._print_legend(agents)
-            self._print_row("step", list(columns), "bold")
+            self._print_row("step", [*columns, "left"], "bold")
             self._rows = 0
-        self._print_row(str(step), [cell(column, values, agents) for column, _ in columns.values()], "")
+        cells = [cell(column, values, agents) for column, _ in columns.values()]
+        self._print_row(f"{step}/{self._total_steps}", [*cells, self._left(step)], "")
         self._rows += 1
         times = {name.removeprefix("time/"): s for name, s in values.items() if name.startswith("time/")}
         self._node_times.append({name: s for name, s in times.items() if "/" not in name})
@@ -91,10 +100,17 @@ class ConsoleSink:
         if self._progress is not None:
             self._progress.stop()
 
+    def _left(self, step: int) -> str:
+        """How long the rest of the run takes, at the pace of the last steps."""
+        if not self._step_times or step >= self._total_steps:
+            return "-"
+        return clock(sum(self._step_times) / len(self._step_times) * (self._total_steps - step))
+
     def _print_row(self, first: str, cells: Sequence[str], style: str) -> None:
-        widths = (width for _, width in self._columns.values())
+        widths = [*(width for _, width in self._columns.values()), LEAST_WIDTH]
         texts = (f"{text:>{width}}" for text, width in zip(cells, widths, strict=True))
-        self._print("  ".join([f"{first:>{LEAST_WIDTH}}", *texts]), style)
+        width = max(LEAST_WIDTH, 2 * len(str(self._total_steps)) + 1)
+        self._print("  ".join([f"{first:>{width}}", *texts]), style)
 
     def _print_legend(self, agents: Sequence[int]) -> None:
         """Which number of a cell is whose, and what a length is; once, and again if agents are added."""
@@ -123,13 +139,21 @@ class ConsoleSink:
         overhead = means.get("overhead_s")
         if overhead is not None:
             parts.append(f"overhead {100 * overhead * len(steps) / total_s:.1f}%")
-        self._print("      seconds a step: " + ", ".join(parts), "dim")
+        elapsed = clock(time.monotonic() - self._start_s)
+        self._print(f"      {elapsed} since the start; seconds a step: {', '.join(parts)}", "dim")
 
     def _print(self, line: str, style: str) -> None:
         if self._progress is not None:
             self._progress.console.print(Text(line, style=style), soft_wrap=True)
         else:
             print(line, flush=True)
+
+
+def clock(seconds: float) -> str:
+    """A duration as hours, minutes and seconds: 1:02:03, or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours}:{minutes_left:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _width(column: Column, num_agents: int) -> int:

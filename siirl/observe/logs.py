@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 
 from siirl.errors import ConfigError
@@ -68,6 +69,8 @@ def setup_logging(rank: int, log_dir: Path) -> None:
         handler.setFormatter(_Printable(line, datefmt="%H:%M:%S"))
     logging.basicConfig(level=level, handlers=handlers, force=True)
     logging.captureWarnings(True)
+    if level != "DEBUG":  # what torch will rename is for us to know, not for who reads the table
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
     for noisy in QUIET:
         logging.getLogger(noisy).setLevel(max(logging.WARNING, logging.getLogger().level))
 

@@ -103,7 +103,7 @@ def _make(name: str, info: RunInfo) -> Sink:
         case "console":
             return ConsoleSink(info.total_steps, info.first_step)
         case "tensorboard":
-            return TensorBoardSink(tensorboard_dir(info.output_dir))
+            return TensorBoardSink(tensorboard_dir(info.output_dir), info.first_step)
         case "wandb":
             return WandbSink(info)
         case "mlflow":
@@ -114,7 +114,7 @@ def _make(name: str, info: RunInfo) -> Sink:
 
 def tensorboard_dir(output_dir: Path) -> Path:
     """TENSORBOARD_DIR, else a folder of the run."""
-    return Path(os.environ.get("TENSORBOARD_DIR") or output_dir / "tensorboard")
+    return Path(os.environ.get("TENSORBOARD_DIR") or output_dir / "tensorboard").absolute()
 
 
 class JsonlSink:
@@ -190,12 +190,13 @@ def _short(value: Any) -> str:
 
 
 class TensorBoardSink:
-    """TensorBoard event files."""
+    """TensorBoard event files. What an earlier run wrote of steps after first_step is not shown any more."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, first_step: int = 0):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), flush_secs=10)
+        purge_step = first_step + 1 if first_step else None
+        self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

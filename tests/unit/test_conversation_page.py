@@ -9,7 +9,13 @@ import pytest
 
 from siirl.agents.page import page, write_page
 from siirl.agents.render import MAX_MESSAGE, ShownEpisode, episode_text, split_episodes
+from siirl.config import load_config
+from siirl.dag.compile import compile_plan
+from siirl.dag.ops import score_names
+from siirl.dag.spec import DagBuilder
 from siirl.dag_worker.report import Report
+from siirl.data.rows import make_rows
+from siirl.nodes.reward import show
 from siirl.observe.console import ConsoleSink
 from siirl.observe.sinks import SampleSink
 
@@ -248,3 +254,96 @@ def test_each_validation_of_an_interaction_has_a_page_named_as_the_run_or_else_i
     text = path.read_text()
     assert f"<h1>{'run' if named else 'sums'}: validation, step 2</h1>" in text
     assert {"score -1", "score +0.5"} <= set(Reader(text).texts["reward"])
+
+
+def shown_rows(limit, tokenizer, agent=1, extra_info=None):
+    """What a reward node shows of 3 prompts x 2 responses."""
+    ctx = SimpleNamespace(node_id="reward", agent=agent, sample_limit=limit, samples=[], tokenizer=tokenizer)
+    columns = {
+        "sample_index": [7, 7, 8, 8, 9, 9],
+        "data_source": ["sums"] * 6,
+        "raw_prompt": [[{"role": "user", "content": f"prompt {index // 2}"}] for index in range(6)],
+        "response_ids": [[index] for index in range(6)],
+        "response_length": [1] * 6,
+        "ground_truth": ["four"] * 6,
+    }
+    columns |= {"extra_info": extra_info} if extra_info else {}
+    scored = {"score": [float(index) for index in range(6)], "reward_info": [{"digits": 2}] * 6}
+    show(ctx, make_rows(columns), make_rows(scored))
+    return ctx.samples
+
+
+class Numbers:
+    """A tokenizer that writes the ids."""
+
+    def decode(self, ids, skip_special_tokens):
+        return f"answer {ids.tolist()[0]}"
+
+
+@pytest.mark.parametrize(
+    ("limit", "scores"),
+    [(0, []), (1, [0]), (3, [0, 2, 4]), (4, [0, 1, 2, 4]), (99, range(6)), (-1, range(6))],
+)
+def test_samples_are_of_as_many_prompts_as_there_are(limit, scores):
+    assert [row["score"] for row in shown_rows(limit, Numbers())] == list(scores)
+
+
+def test_episodes_are_shown_whole_and_of_different_prompts():
+    extra = [{"conversation": [], "episode_id": 10 + index // 2, "agent": index % 2} for index in range(4)]
+    extra += [{"conversation": [], "episode_id": 20 + index, "agent": 0} for index in range(2)]
+    columns = {"sample_index": [7, 7, 7, 7, 9, 9]}
+    rows = make_rows(
+        columns
+        | {
+            "data_source": ["sums"] * 6,
+            "raw_prompt": ["p"] * 6,
+            "response_ids": [[index] for index in range(6)],
+            "response_length": [1] * 6,
+            "ground_truth": ["four"] * 6,
+            "extra_info": extra,
+        }
+    )
+    ctx = SimpleNamespace(node_id="reward", agent=0, sample_limit=2, samples=[], tokenizer=Numbers())
+    show(ctx, rows, make_rows({"score": [float(index) for index in range(6)], "reward_info": [{}] * 6}))
+    assert [row["score"] for row in ctx.samples] == [0, 1, 4], "both rows of the first episode of each prompt"
+
+
+def test_responses_of_one_turn_have_a_page_and_files_without_what_is_only_for_it():
+    shown, episodes = split_episodes(shown_rows(2, Numbers()))
+    assert [row["prompt"] for row in shown] == ["user: prompt 0", "user: prompt 1"]
+    assert "chat" not in shown[0] and shown[0]["digits"] == 2
+    first, second = episodes
+    assert (first.title, second.title) == ("sums, row 7, sample 0", "sums, row 8, sample 1")
+    assert first.rewards == {1: 0.0} and second.rewards == {1: 2.0} and second.turns == 1
+    text = episode_text(second)
+    for words in (
+        "user\n    | prompt 1",
+        "0. agent 1  score +2",
+        "| answer 2",
+        "ground truth: four; agent 1: dig",
+    ):
+        assert words in text
+    assert "answer 2" in page(episodes, "one turn")
+
+
+@pytest.mark.parametrize("kind", ["combination", "judge"])
+def test_a_score_of_several_rewards_or_of_a_judge_is_shown_as_a_conversation(kind):
+    """It reads what tells the rows of an interaction apart; a part of it does not."""
+    dag = DagBuilder("talk")
+    dag.node("solver", "MODEL_INFERENCE", "ROLLOUT")
+    dag.node("verifier", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=["solver"])
+    if kind == "judge":
+        dag.node("last", "MODEL_INFERENCE", "REWARD", dependencies=["verifier"])
+    else:
+        dag.node("part", "COMPUTE", "REWARD", dependencies=["verifier"], writes=["helpful"])
+        dag.node("last", "COMPUTE", "REWARD", dependencies=["part"], reads=["helpful"])
+    dag.node("advantage", "COMPUTE", "ADVANTAGE", dependencies=["last"])
+    dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=["advantage"])
+    keys = ("enable=True", "model.path=judge", "judge.name=hf", "judge.prompt='Rate {response}'")
+    judge = [f"reward_model.{key}" for key in keys] if kind == "judge" else []
+    sizes = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    cfg = load_config([*judge, *sizes, "algorithm.adv_estimator=grpo", "trainer.device=cpu"])
+    plan, _ = compile_plan(dag.build(), cfg, 1)
+    assert {"extra_info", "turn_id"} <= {key.name for key in plan.run_of("last").reads}
+    if kind == "combination":
+        assert score_names(key.name for key in plan.run_of("last").reads) == ("helpful",)

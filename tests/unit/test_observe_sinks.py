@@ -5,10 +5,12 @@ import json
 import logging
 import math
 import sys
+import warnings
 
 import pytest
 
 from siirl.errors import ConfigError
+from siirl.observe import console
 from siirl.observe.columns import COLUMNS, REWARD, cell, number
 from siirl.observe.console import ConsoleSink
 from siirl.observe.curve import read_series, reward_curve_png
@@ -54,24 +56,28 @@ def test_the_console_prints_one_aligned_line_for_each_step(capsys):
         sink.log(step, step_values(step))
     sink.close()
     lines = capsys.readouterr().out.splitlines()
-    rows = [line.split() for line in lines if line.split()[0].isdigit()]
-    assert [row[0] for row in rows] == [str(step) for step in range(46)]
+    rows = [line.split() for line in lines if line.split()[0].endswith("/50")]
+    assert [row[0] for row in rows] == [f"{step}/50" for step in range(46)]
     headers = [line for line in lines if line.split()[0] == "step"]
     assert len(headers) == 4  # the first, the second when columns were added, then every 20 rows
     assert "mfu" not in headers[-1] and "entropy" in headers[-1]
     header = headers[-1].split()
     last = dict(zip(header[: header.index("lr") + 1], rows[-1], strict=False))
     assert last == {
-        "step": "45",
+        "step": "45/50",
         "reward": "0.777",
         "val": "-",
         "length": "5.2",
         "entropy": "1.500",
         "lr": "0.0005",
     }
-    assert len({len(line) for line in lines if line in headers[1:] or line.split()[0] in ("20", "30")}) == 1
+    assert (
+        len({len(line) for line in lines if line in headers[1:] or line.split()[0] in ("20/50", "30/50")})
+        == 1
+    )
     times = [line for line in lines if "seconds a step" in line]
-    assert times and times[-1].split(": ")[1] == "rollout_actor 0.30, actor_train 0.19, overhead 2.0%"
+    assert times[-1].split()[:4] == ["0:00", "since", "the", "start;"]
+    assert times[-1].split(": ")[1] == "rollout_actor 0.30, actor_train 0.19, overhead 2.0%"
 
 
 def test_each_agent_has_its_own_number_in_a_cell():
@@ -92,10 +98,40 @@ def test_the_console_says_whose_numbers_are_in_a_cell_also_where_agents_train_by
         sink.log(step, both | {f"agent_{step % 2}/actor/grad_norm": float(step)})
     first, header, *rows = capsys.readouterr().out.splitlines()
     assert "a|b: agents 0|1; length: tokens of an agent's row" in first
-    assert header.split() == ["step", "reward", "val", "length", "grad", "step", "s"]
-    assert rows[0].split() == ["1", "0.500|0.500", "-", "-", "-|1.000", "-"]
+    assert header.split() == ["step", "reward", "val", "length", "grad", "step", "s", "left"]
+    assert rows[0].split() == ["1/9", "0.500|0.500", "-", "-", "-|1.000", "-", "-"]
     assert [row.split()[4] for row in rows] == ["-|1.000", "2.000|-", "-|3.000"]
     assert {len(row) for row in rows} == {len(header)}
+
+
+def test_the_console_says_how_long_the_rest_takes_with_all_that_lies_between_steps(capsys, monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now_s[0])
+    sink = ConsoleSink(total_steps=103, first_step=100)  # resumed
+    for step, took_s in ((101, 4000.0), (102, 2000.0), (103, 10.0)):
+        now_s[0] += took_s
+        sink.log(step, {"time/step_s": 1.0})
+    sink.close()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [(row[0], row[-1]) for row in rows if "/103" in row[0]] == [
+        ("101/103", "2:13:20"),
+        ("102/103", "50:00"),
+        ("103/103", "-"),
+    ]
+    assert rows[-1][:3] == ["1:40:10", "since", "the"]
+
+
+def test_a_warning_of_torch_about_its_own_names_does_not_reach_the_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("SIIRL_LOG_VERBOSITY", raising=False)
+    code = "import warnings\nwarnings.warn('old name', FutureWarning)\nwarnings.warn('odd', UserWarning)"
+    with warnings.catch_warnings():
+        setup_logging(0, tmp_path)
+        for module in ("torch.distributed.c10d_logger", "mine"):
+            exec(compile(code, module, "exec"), {"__name__": module})
+    logging.captureWarnings(False)
+    said = capsys.readouterr().err
+    assert said.count("old name") == 1 and said.count("odd") == 2
+    assert "torch.distributed.c10d_logger:2" not in said
 
 
 @pytest.mark.parametrize(

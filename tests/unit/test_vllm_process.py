@@ -1,9 +1,14 @@
 """The engine process without vLLM in it: answers, errors, death, silence; and what vLLM is started with."""
 
 import importlib.metadata
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,8 +100,36 @@ def test_a_host_buffer_is_seen_by_who_opens_its_place_and_leaves_nothing_behind(
     buffer.data[7] = 42
     assert opened[7] == 42
     buffer.close()
-    assert not os.path.exists(buffer.place["path"])
+    opened[8] = 43
+    assert opened[:9].tolist() == [0] * 7 + [42, 43], "who has opened it keeps it"
     buffer.close()
+
+
+OWNER = """
+import json, time, torch
+from siirl.engines.rollout.shared_buffer import SharedBuffer
+buffer = SharedBuffer(1 << 20, torch.device("cpu"))
+buffer.data[:] = 7
+print(json.dumps(buffer.place), flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_memory_of_a_killed_process_goes_with_it(tmp_path):
+    """It has a name nowhere, so that nobody can forget to remove it, and is opened by its place."""
+    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    before = {path for folder in folders for path in folder.glob("*siirl*weights*")}
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    try:
+        place = json.loads(owner.stdout.readline())
+        assert open_buffer(place, 1 << 20, torch.device("cpu"))[-1] == 7
+        assert {path for folder in folders for path in folder.glob("*siirl*weights*")} <= before
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    assert not os.path.exists(place["path"])
+    assert {path for folder in folders for path in folder.glob("*siirl*weights*")} <= before
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,11 @@
-"""A buffer of bytes that another process of this host maps: a file in shared memory, or CUDA IPC."""
+"""A buffer of bytes that another process of this host maps: nameless memory of the host, or CUDA IPC."""
 
-import contextlib
 import os
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class SharedBuffer:
@@ -19,21 +14,23 @@ class SharedBuffer:
     def __init__(self, size: int, device: torch.device) -> None:
         """OSError if the host has no room for it."""
         self.size = size
-        self._path: Path | None = None
+        self._fd: int | None = None
         if device.type == "cuda":
             self.data = torch.empty(size, dtype=torch.uint8, device=device)
             uuid = str(torch.cuda.get_device_properties(device).uuid)
             self.place: dict[str, Any] = {"handles": {uuid: ipc_handle(self.data)}}
         else:
-            self._path = _reserve(size)
-            self.data = torch.from_file(str(self._path), shared=True, size=size, dtype=torch.uint8)
-            self.place = {"path": str(self._path)}
+            self._fd = _reserve(size)
+            # Any process of this user finds it there, also one that this process has not started.
+            path, inode = f"/proc/{os.getpid()}/fd/{self._fd}", os.fstat(self._fd).st_ino
+            self.data = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+            self.place = {"path": path, "inode": inode}
 
     def close(self) -> None:
         """Idempotent. Who has mapped the buffer keeps it until it lets go."""
         del self.data
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        if self._fd is not None:
+            os.close(self._fd)
         self.close = lambda: None
 
 
@@ -63,23 +60,15 @@ def open_ipc_handle(handle: list, device: torch.device) -> Tensor:
     return rebuild_cuda_tensor(*arguments)
 
 
-def _reserve(size: int) -> Path:
-    """A file of `size` bytes that exist: in shared memory, or in the temporary folder if that is full."""
-    error = OSError("no shared memory")
-    for folder in (SHARED_MEMORY, Path(tempfile.gettempdir())):
-        with contextlib.suppress(OSError):
-            descriptor, name = tempfile.mkstemp(prefix="siirl-weights-", dir=folder)
-            try:
-                os.posix_fallocate(descriptor, 0, size)
-                return Path(name)
-            except OSError as failed:
-                Path(name).unlink()
-                error = failed
-            finally:
-                os.close(descriptor)
-    raise OSError(
-        f"no room for a buffer of {size >> 20} MiB in {SHARED_MEMORY} or {tempfile.gettempdir()}"
-    ) from error
+def _reserve(size: int) -> int:
+    """A file descriptor of `size` bytes of memory that has no name: it ends with its last user, however."""
+    descriptor = os.memfd_create("siirl-weights")
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise OSError(f"no room for a buffer of {size >> 20} MiB in the host's memory: {error}") from error
+    return descriptor
 
 
 _CLASSES = {
