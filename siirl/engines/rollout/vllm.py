@@ -390,7 +390,7 @@ class VLLMRollout(RolloutEngine):
 
 
 def _joined(places: list[dict[str, Any]]) -> dict[str, Any]:
-    """One place for the workers of an engine: the first rank's file, or the handles of all GPUs."""
+    """One place for the workers of an engine: the first rank's memory, or the handles of all GPUs."""
     if "path" in places[0]:
         return places[0]
     return {"handles": {uuid: handle for place in places for uuid, handle in place["handles"].items()}}

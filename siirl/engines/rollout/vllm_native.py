@@ -188,7 +188,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class BucketTransfer(WeightTransferEngine):
-    """vLLM's weight-transfer interface over shared memory: of the GPU (CUDA IPC), or of the host (a file)."""
+    """vLLM's weight-transfer interface over shared memory: of the GPU (CUDA IPC), or of the host."""
 
     init_info_cls = NoInfo
     update_info_cls = BucketInfo
