@@ -159,7 +159,8 @@ def _locked(key: str, folder: Path, run_id: str) -> Iterator[None]:
         file = (folder / LOCK).open("a+")
     except OSError as error:
         raise ConfigError(
-            f"{key}={str(folder)!r} cannot be written: {error}. Choose a folder that this user may write to."
+            f"{key}={str(folder)!r} cannot be written: {error}. Choose another folder, or fix its "
+            "permissions."
         ) from error
     with file:
         if _try_lock(file.fileno(), fcntl.LOCK_EX):
