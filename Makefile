@@ -13,7 +13,7 @@ PY := .venv/bin/python
 # Tests start many small processes: one thread each.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup test test-all check quickstart plan bench docs clean
+.PHONY: help setup test test-fast test-all check quickstart plan bench docs clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -44,11 +44,17 @@ quickstart: .venv/.base  ## make a tiny model and dataset, train it on CPU, expo
 	$(PY) examples/quickstart/prepare.py --out outputs/quickstart
 	bash examples/quickstart/algorithm.sh $(or $(ALGORITHM),grpo) $(QUICKSTART_KEYS)
 
-test: .venv/.dev  ## the test suite (about 16 minutes on 2 cores)
-	$(TEST_ENV) $(PY) -m pytest -m 'not slow and not gpu'
+# Two workers, each with whole files; the processes of a distributed test share the cores with the other worker's test.
+PYTEST := $(TEST_ENV) $(PY) -m pytest -n 2 --dist loadgroup
+
+test: .venv/.dev  ## the test suite (about 15 minutes on 2 cores)
+	$(PYTEST) -m 'not slow and not gpu'
+
+test-fast: .venv/.dev  ## what needs no processes, for the inner loop (about a minute)
+	$(PYTEST) -m 'not slow and not gpu and not heavy' tests/unit tests/plan
 
 test-all: .venv/.dev  ## the slower tests too
-	$(TEST_ENV) $(PY) -m pytest --timeout 900
+	$(PYTEST) --timeout 900
 
 check: .venv/.dev  ## lint, format, types, layers
 	.venv/bin/ruff check .

@@ -21,6 +21,8 @@ from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.nodes.streams import Streams
 from siirl.parallel.dims import ParallelDims
 
+pytestmark = pytest.mark.heavy
+
 VOCAB = 24
 PLAN = ModelPlan("agent_0.rollout", 0, "rollout", "hf", "lm", False, (0,), ParallelDims(1), "rollout", ())
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]

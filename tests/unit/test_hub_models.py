@@ -20,6 +20,8 @@ from siirl.data.model_files import check_weight_files, model_dir
 from siirl.errors import ConfigError, DagError, DataError
 from siirl.launch.job import Job
 
+pytestmark = pytest.mark.heavy
+
 NAME = "some-org/Tiny-0.1B"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 POLICY = "actor_rollout_ref"

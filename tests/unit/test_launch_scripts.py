@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from launch_jobs import ROOT, environment
 
+pytestmark = pytest.mark.heavy
+
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(  # the others: test_megatron_plan_scripts.py
     path.name for path in EXAMPLES.glob("run_*.sh") if "megatron" not in path.name

@@ -17,6 +17,8 @@ from siirl.data.inspect import inspect_data
 from siirl.rewards.choose import RewardChooser
 from siirl.rewards.registry import REWARDS
 
+pytestmark = pytest.mark.heavy
+
 SCRIPTS = Path(__file__).parents[2] / "examples" / "data_preprocess"
 
 GSM8K = [

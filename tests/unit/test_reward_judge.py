@@ -17,6 +17,8 @@ from siirl.nodes.reward_judge import judge_reward
 from siirl.observe.metrics import Metrics
 from siirl.rewards.judge import Judge, check_judge
 
+pytestmark = pytest.mark.heavy
+
 SERVICE = ("reward_model.judge.url=http://localhost:1/v1/chat/completions",)
 
 

@@ -16,6 +16,8 @@ from siirl.errors import ConfigError, EndpointError, RewardError
 from siirl.rewards.scorer import RewardScorer
 from siirl.rewards.user_function import check_user_function
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):

@@ -13,6 +13,8 @@ from siirl.data.rows import make_rows, objects
 from siirl.errors import ConfigError, RewardError
 from siirl.rewards.scorer import RewardScorer
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):

@@ -16,6 +16,8 @@ from siirl.sandbox.box import Box, Job, run_batch, run_code
 from siirl.sandbox.isolation import MODES, isolation, readable_by_all
 from siirl.sandbox.limits import MIB, Limits
 
+pytestmark = pytest.mark.heavy
+
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -24,6 +24,8 @@ from siirl.engines.rollout.vllm_process import EngineProcess
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.errors import ConfigError, RolloutError
 
+pytestmark = pytest.mark.heavy
+
 ROLLOUT = "actor_rollout_ref.rollout"
 
 

@@ -99,6 +99,8 @@ class MegatronEngine(TrainEngine):
         settings = self._settings
         self._config = transformer_config(self._hf, settings, plan.dims, plan.trains, _finalize)
         self._stages = build_stages(self._hf, plan.head, self._config, self._scope, plan.dims)
+        for stage in self._stages:  # a router is made on the CPU and moved in the first forward: too late
+            stage.to(self.device)
         self._params = LocalParams(self._hf, plan.head, self._stages, self._scope, plan.dims)
         fresh = new_head(self._hf, plan.head, settings.seed)
         problem: UserError | None = None
