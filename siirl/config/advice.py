@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from siirl.config.resolve import get
+from siirl.config.resolve import COMPUTE_DTYPE, POLICY, compute_dtype, get
 from siirl.config.roles import optimizer_steps
 from siirl.config.root import Config
 
@@ -21,6 +21,7 @@ def default_warnings(cfg: Config) -> Iterator[str]:
     """One line for each such default."""
     yield from _unlike_its_paper(cfg)
     yield from _averaged_advantages(cfg)
+    yield from _reference_of_another_type(cfg)
     yield from _row_by_row(cfg)
 
 
@@ -59,6 +60,17 @@ def _averaged_advantages(cfg: Config) -> Iterator[str]:
             f"policy_loss.loss_mode={loss} takes the mean of a row's advantages, as its paper has one for a "
             f"row, but algorithm.{causes[0]} gives the tokens of a row different ones: the differences are "
             "lost. Set policy_loss.loss_mode=gspo, whose ratio is that of the row as well and keeps them."
+        )
+
+
+def _reference_of_another_type(cfg: Config) -> Iterator[str]:
+    """A reference that rounds otherwise than the actor: the KL of identical weights is not 0."""
+    ref, actor = compute_dtype(cfg, "ref"), compute_dtype(cfg, "actor")
+    if ref != actor and (cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward):
+        name = f"{POLICY}.ref.{COMPUTE_DTYPE[cfg.actor_rollout_ref.ref.strategy]}"
+        yield (
+            f"{name}={ref}, but the actor computes in {actor}: the KL from the reference has the difference "
+            f"of their rounding in it. Leave {name} out, and it is the actor's."
         )
 
 

@@ -114,6 +114,14 @@ FOLLOWS |= {
     for name in MEGATRON_KEYS
     if name != "param_offload"
 }
+FOLLOWS |= {
+    f"{POLICY}.ref.fsdp_config.{name}": f"${{{POLICY}.actor.fsdp_config.{name}}}"
+    for name in ("model_dtype", "mixed_precision.param_dtype")
+}
+COMPUTE_DTYPE = {"fsdp": "fsdp_config.mixed_precision.param_dtype", "megatron": "megatron.param_dtype"}
+"""Strategy -> the key of a model that says in which type it computes."""
+REF_DTYPES = tuple(f"{POLICY}.ref.{name}" for name in COMPUTE_DTYPE.values())
+"""The reference computes in the actor's type, also where the two have different strategies."""
 REF_SIZES = tuple(f"{POLICY}.ref.megatron.{name}" for name in MEGATRON_SIZES)
 """The reference takes the actor's sizes as a whole: setting one of them ends that."""
 REF_LAYOUT = (*REF_SIZES, f"{POLICY}.ref.megatron.override_transformer_config")
@@ -125,10 +133,19 @@ def get(cfg: Config, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), cfg)
 
 
+def compute_dtype(cfg: Config, role: str) -> str:
+    """The type in which the actor or the reference computes."""
+    strategy = get(cfg, f"{POLICY}.{role}.strategy")
+    return get(cfg, f"{POLICY}.{role}.{COMPUTE_DTYPE[strategy]}")
+
+
 def followed_value(cfg: Config, name: str) -> Any:
     """What a key of `FOLLOWS` is while nobody sets it."""
     if name in REF_LAYOUT and not set(REF_SIZES).isdisjoint(cfg.explicit):
         return all_keys()[name].default
+    if name in REF_DTYPES:
+        dtype = compute_dtype(cfg, "actor")
+        return dtype if dtype in all_keys()[name].rule.choices else all_keys()[name].default
     template = FOLLOWS[name]
     whole = REFERENCE.fullmatch(template)
     if whole:

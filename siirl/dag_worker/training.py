@@ -20,6 +20,7 @@ from siirl.dag_worker.observing import finish_trace, make_observer
 from siirl.dag_worker.report import Report, closing_report
 from siirl.dag_worker.step import run_step
 from siirl.dag_worker.worker import DAGWorker
+from siirl.errors import NumericsError
 from siirl.observe.metrics import Metrics
 from siirl.observe.sinks import RunInfo, make_sinks
 from siirl.observe.spans import observing
@@ -76,6 +77,8 @@ class Training:
         trains = not (trainer.val_only or trainer.rollout_only)
         if not trainer.rollout_only:
             self.resume()
+        first_step = self.step
+        versions = {name: engine.version for name, engine in self.worker.train_engines.items()}
         report = Report(self.worker, self._make_sinks() if self.worker.rank == 0 else None)
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
             validated = self.validate()
@@ -89,6 +92,8 @@ class Training:
             report.samples(self.step, "validation", self.samples if val_metrics.entries else [])
             saved = self.save_if_due() if trains else Metrics()
             report.log(self.step, val_metrics, train_metrics, saved)
+        if trains:
+            self._require_progress(first_step, versions)
         exported = self.export() if trains and trainer.export_hf else []
         report.close()
         trace = finish_trace(self.cfg, self.worker.rank, self.output_dir)
@@ -204,6 +209,32 @@ class Training:
         dist.all_gather_object(parts, mine, group=worker.groups.world)
         extra = {kind: {name: x for part in parts for name, x in part[kind].items()} for kind in mine}
         return extra | {"buffers": worker.buffer_states()}
+
+    def _require_progress(self, first_step: int, versions: dict[str, int]) -> None:
+        """NumericsError on all ranks if a model that was due to train has taken no step in this run."""
+        models = self.worker.plan.models
+        steps = range(first_step + 1, self.step + 1)
+        warmup = self.cfg.trainer.critic_warmup
+        due = sorted(
+            name
+            for name, model in models.items()
+            if model.trains
+            and any(self._trains(name, x, warmup if model.role == "actor" else 0) for x in steps)
+        )
+        engines = self.worker.train_engines
+        taken = [engines[name].version - versions[name] if name in engines else 0 for name in due]
+        if not due:
+            return
+        most = torch.tensor(taken, dtype=torch.int64)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.worker.groups.world)
+        still = [name for name, num_steps in zip(due, most.tolist(), strict=True) if not num_steps]
+        if still:
+            raise NumericsError(
+                f"{', '.join(still)}: every optimizer step of the {len(steps)} training steps was skipped, "
+                "so nothing was learnt: no batch had a trained token, or no gradient was finite. Look at "
+                "skipped_step, grad_norm, the rewards and response lengths of the steps, and at filters that "
+                "leave no rows."
+            )
 
     def _saved_models(self) -> dict[str, SavedModel]:
         worker, saved = self.worker, {}

@@ -14,6 +14,7 @@ from siirl.dag.ops import old_log_prob_source
 from siirl.dag.spec import load_object
 from siirl.nodes.context import NodeContext, sum_over_ranks
 from siirl.nodes.credit import Estimated, estimate, in_interaction, outcome, report_turns, turn_rewards
+from siirl.nodes.reward import check_scores
 
 
 def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
@@ -52,6 +53,7 @@ def token_reward(ctx: NodeContext, rows: TensorDict) -> Tensor:
     """The score at the last response token, less the over-long penalty and, if asked, the KL.
 
     In an interaction: the mix of scores there, and the environment's rewards at the ends of turns.
+    RewardError, with the sample, where they do not add up to a finite number in float32.
     """
     buffer = ctx.cfg.reward_model.overlong_buffer
     score_B = outcome(ctx, rows)
@@ -67,6 +69,7 @@ def token_reward(ctx: NodeContext, rows: TensorDict) -> Tensor:
         score_B = score_B + penalty_B
     reward_BT = score_to_token_reward(score_B, rows["response_length"], rows["response_mask"].shape[-1])
     reward_BT = reward_BT + turn_rewards(ctx, rows)
+    check_scores(ctx, rows, reward_BT.sum(-1))
     if not ctx.cfg.algorithm.use_kl_in_reward:
         return reward_BT
     return _less_kl(ctx, rows, reward_BT)

@@ -96,12 +96,12 @@ def check_scores(ctx: NodeContext, rows: TensorDict, score_B: Tensor, name: str 
             f"{whose} gave scores of shape {list(score_B.shape)} for {len(rows)} responses: one for each is "
             "needed. Correct the model or the node's code."
         )
-    wrong = (~torch.isfinite(score_B)).nonzero().flatten().tolist()
+    wrong = (~torch.isfinite(score_B.float())).nonzero().flatten().tolist()
     if wrong:
         first = wrong[0]
         raise RewardError(
-            f"{whose} scored {len(wrong)} of {len(rows)} responses with a number that is not "
-            f"finite, first {_sample(rows, first)} with {float(score_B[first])}: nothing can be learnt from "
+            f"{whose} scored {len(wrong)} of {len(rows)} responses with a number that is not finite in "
+            f"float32, first {_sample(rows, first)} with {float(score_B[first])}: nothing can be learnt from "
             "that. Correct the node's code, or the reward model's weights and number types (param_dtype)."
         )
 

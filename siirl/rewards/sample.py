@@ -1,7 +1,6 @@
 """One sample to score and what came of it: plain data that travels to reward workers as JSON. No torch."""
 
 import json
-import math
 import numbers
 import traceback
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,9 @@ from typing import Any, Literal
 from siirl.errors import DataError, EndpointError, SandboxError, ScoreTimeoutError
 from siirl.observe.printable import printable
 from siirl.rewards.registry import BATCH_ARGUMENTS, ScoreFn
+
+LARGEST_SCORE = (2 - 2**-23) * 2.0**127
+"""The largest number of float32, in which scores are kept."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ def score_sample(functions: Mapping[str, ScoreFn], sample: Sample) -> Outcome:
         score, more = _read_result(functions[name](**sample.arguments()))
         total += weight * score
         info |= more if alone else {name: score, **{f"{name}/{key}": value for key, value in more.items()}}
+    if not abs(total) <= LARGEST_SCORE:
+        raise ValueError(f"its weighted scores add up to {total}: a score must be finite, in float32")
     return Outcome(total, info)
 
 
@@ -124,8 +128,8 @@ def _read_result(result: Any) -> tuple[float, dict[str, Any]]:
     value = _plain(result)
     if not isinstance(value, numbers.Real):
         raise ValueError(f"it returned {_short(result)} of type {type(result).__name__} instead of a number")
-    if not math.isfinite(value):
-        raise ValueError(f"it returned {value}: a score must be finite")
+    if not abs(value) <= LARGEST_SCORE:
+        raise ValueError(f"it returned {value}: a score must be finite, in float32")
     try:
         json.dumps(more)
     except (TypeError, ValueError) as error:

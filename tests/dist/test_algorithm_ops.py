@@ -14,9 +14,10 @@ from siirl.config import Config, load_config, with_overrides
 from siirl.config.root import all_keys
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
-from siirl.nodes.advantage import advantage
+from siirl.errors import RewardError
+from siirl.nodes.advantage import advantage, token_reward
 from siirl.nodes.policy_loss import make_loss_fn
-from siirl.nodes.reward import report_validation
+from siirl.nodes.reward import check_scores, report_validation
 from siirl.observe.metrics import Metrics
 
 ELSEWHERE = {"remax", "gae_marft"}  # what they read is not in `batch`; tests/dist/test_credit_ops.py
@@ -71,7 +72,9 @@ def context(*overrides: str) -> SimpleNamespace:
     """What an op reads of its context, on a rank of the default group."""
     pairs = (text.partition("=") for text in overrides)
     cfg = with_overrides(default_config(), {name: yaml.safe_load(value) for name, _, value in pairs})
-    return SimpleNamespace(cfg=cfg, group=dist.group.WORLD, metrics=Metrics(), state={}, speaks=True)
+    return SimpleNamespace(
+        cfg=cfg, group=dist.group.WORLD, metrics=Metrics(), state={}, speaks=True, node_id="op"
+    )
 
 
 def test_every_estimator_gives_the_same_on_one_rank_on_two_and_on_two_with_the_same_rows():
@@ -84,6 +87,22 @@ def test_every_estimator_gives_the_same_on_one_rank_on_two_and_on_two_with_the_s
             assert torch.allclose(torch.tensor(got), torch.tensor(expected), atol=1e-6, rtol=0), name
         assert torch.tensor(expected).abs().max() > 0, name
     assert whole["coefficient"] != [0.001]
+
+
+def test_a_score_that_float32_does_not_hold_is_an_error_that_names_the_row():
+    rows = batch()
+    rows["row_id"] = torch.arange(100, 108)
+    ctx = SimpleNamespace(cfg=default_config(), node_id="judge", metrics=Metrics())
+    score_B = torch.zeros(8, dtype=torch.float64)
+    check_scores(ctx, rows, score_B)
+    score_B[3] = -1e39
+    with pytest.raises(
+        RewardError, match=r"node 'judge' scored 1 of 8 .* float32, first row_id 103 with -1e\+39"
+    ):
+        check_scores(ctx, rows, score_B)
+    rows["score"] = score_B
+    with pytest.raises(RewardError, match="row_id 103"):
+        token_reward(ctx, rows)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -190,6 +190,23 @@ def test_no_estimator_sees_values_of_what_is_not_trained(name, garbage):
     assert torch.equal(*sums)
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_log_prob_distance_is_that_of_trainer_and_engine_or_not_there(recompute, steps):
+    """Never 0 because the engine is compared with itself."""
+    _, columns = inputs()
+    loss_fn = actor_loss(recompute_old_log_prob=recompute, ppo_mini_batch_size=1024 // steps)
+    _, _, metrics = loss_and_gradients(loss_fn, (), 0.0)
+    outputs, _ = inputs()
+    ours = outputs["log_prob"] if steps == 1 else columns["old_log_prob"]
+    want = (ours - columns["rollout_log_prob"])[mask()].abs()
+    if steps > 1 and not recompute:
+        assert "rollout_log_prob_diff" not in metrics and "rollout_log_prob_diff_max" not in metrics
+    else:
+        assert metrics["rollout_log_prob_diff"] == pytest.approx(float(want.mean()))
+        assert metrics["rollout_log_prob_diff_max"] == pytest.approx(float(want.max()))
+
+
 def test_a_loss_of_the_users_own_gets_nothing_of_what_is_not_trained():
     seen = SimpleNamespace()
 

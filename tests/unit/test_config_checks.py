@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from siirl.config import Config, check_config, effect_warnings, load_config, with_overrides
+from siirl.config.resolve import get
 from siirl.errors import ConfigError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -22,6 +23,34 @@ def configured(overrides: list[str]) -> Config:
     """GOOD with overrides, without composing again each time."""
     pairs = (text.partition("=") for text in overrides)
     return with_overrides(good(), {name: yaml.safe_load(value) for name, _, value in pairs})
+
+
+DTYPE = {"fsdp": "fsdp_config.mixed_precision.param_dtype", "megatron": "megatron.param_dtype"}
+REF = "actor_rollout_ref.ref"
+WITH_KL = f"{ACTOR}.use_kl_loss=true"
+
+
+@pytest.mark.parametrize("actor", DTYPE)
+@pytest.mark.parametrize("ref", DTYPE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_computes_in_the_type_of_the_actor(actor, ref, dtype):
+    keys = [WITH_KL, f"{ACTOR}.strategy={actor}", f"{REF}.strategy={ref}", f"{ACTOR}.{DTYPE[actor]}={dtype}"]
+    cfg = configured(keys)
+    assert get(cfg, f"{REF}.{DTYPE[ref]}") == dtype
+    assert not any("difference of their rounding" in line for line in effect_warnings(cfg))
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    unlike = configured([*keys, f"{REF}.{DTYPE[ref]}={other}"])
+    assert get(unlike, f"{REF}.{DTYPE[ref]}") == other
+    said = [line for line in effect_warnings(unlike) if "difference of their rounding" in line]
+    assert len(said) == 1 and f"{REF}.{DTYPE[ref]}={other}" in said[0] and dtype in said[0]
+
+
+def test_the_reference_holds_its_weights_in_the_type_of_the_actor():
+    cfg = configured([WITH_KL, f"{ACTOR}.fsdp_config.model_dtype=bfloat16"])
+    assert cfg.actor_rollout_ref.ref.fsdp_config.model_dtype == "bfloat16"
+    half = configured([WITH_KL, f"{ACTOR}.{DTYPE['fsdp']}=float16", f"{REF}.strategy=megatron"])
+    assert half.actor_rollout_ref.ref.megatron.param_dtype == "bfloat16"
+    assert any("difference of their rounding" in line for line in effect_warnings(half))
 
 
 VERL_DPPO = {

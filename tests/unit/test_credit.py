@@ -169,7 +169,9 @@ def estimated(turn, reward, overrides, options):
     columns = {"episode_id": ids, "group_id": ids // 2, "speaker": zero, "turn_id": turn, "reward": reward}
     columns |= {"response_mask": turn >= 0, "env_reward": reward, "rollout_log_prob": reward}
     overrides = overrides | {"algorithm.credit.group_by": ["task", "turn"]}
-    ctx = SimpleNamespace(cfg=with_overrides(load_config([]), overrides), metrics=Metrics(), others={})
+    ctx = SimpleNamespace(
+        cfg=with_overrides(load_config([]), overrides), metrics=Metrics(), others={}, node_id="advantage"
+    )
     return estimate(ctx, TensorDict(columns, [len(turn)]), columns, options)
 
 

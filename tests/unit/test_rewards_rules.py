@@ -1,4 +1,7 @@
+import dataclasses
+
 import pytest
+import torch
 
 from siirl.config import load_config
 from siirl.errors import ConfigError, NotSupportedError
@@ -316,11 +319,21 @@ def test_numbers_of_any_library_are_scores():
         assert outcome.score == 1.0, type(value)
 
 
+def test_scores_that_add_up_to_more_than_float32_holds_are_an_error():
+    most = float(torch.finfo(torch.float32).max)
+    assert score_sample({"f": lambda **given: most}, sample()).score == most
+    twice = dataclasses.replace(sample(), parts=(("f", 1.0), ("f", 1.0)))
+    with pytest.raises(ValueError, match=r"add up to 6.8.*finite, in float32"):
+        score_sample({"f": lambda **given: most}, twice)
+
+
 @pytest.mark.parametrize(
     ("result", "message"),
     [
         (float("nan"), "must be finite"),
         (float("-inf"), "must be finite"),
+        (1e39, r"returned 1e\+39: a score must be finite, in float32"),
+        (-(10**400), "must be finite, in float32"),
         (None, "None of type NoneType instead of a number"),
         ("1.0", "of type str instead of a number"),
         ((1.0, "x"), "of type tuple"),
