@@ -17,6 +17,7 @@ from siirl.dag.plan import InteractionPlan, ModelPlan
 from siirl.engines.rollout import decode, hf, hf_stream, kv_cache, sampling, slots
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.hf import HFRollout
+from siirl.engines.rollout.weights import stored_parts
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.nodes.streams import Streams
 from siirl.parallel.dims import ParallelDims
@@ -45,7 +46,7 @@ def build(path, *overrides, dtype="float32"):
 def loaded(path, *overrides, dtype="float32"):
     engine = build(path, *overrides, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    engine.load_weights(model.state_dict().items(), version=0)
+    engine.load_weights(stored_parts(model).items(), version=0)
     return engine
 
 
@@ -392,7 +393,7 @@ def test_greedy_equals_transformers_on_other_architectures(tmp_path, monkeypatch
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path)
     engine = build(tmp_path)
-    engine.load_weights(model.state_dict().items(), version=0)
+    engine.load_weights(stored_parts(model).items(), version=0)
     for prompt, (response,) in zip(PROMPTS, tokens(engine, GREEDY), strict=True):
         full = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
         assert response == full[0, len(prompt) :].tolist()
