@@ -13,22 +13,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
-from siirl.config import Config, load_config
-from siirl.config.checks import check_config
-from siirl.config.roles import role_model
-from siirl.dag.advice import plan_notes, plan_warnings
+from siirl.config import Config
+from siirl.config.load import read_config
+from siirl.dag.advice import plan_notes
 from siirl.dag.arguments import add_config_arguments, parse_settings, print_text, user_errors
-from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.memory_words import memory_warnings
-from siirl.dag.model_types import check_trained_model
 from siirl.dag.plan import Plan
 from siirl.dag.report import report
-from siirl.data.local_models import with_local_configs
-from siirl.data.model_files import check_lengths, check_reward_model
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
+from siirl.findings import Findings
 from siirl.launch.devices import device_memory_gib
-from siirl.launch.preflight import check_code, check_inputs, check_resumed
-from siirl.launch.run_folder import refuse_busy
+from siirl.launch.survey import survey, survey_inputs
 from siirl.migrate.files import read_source, translate_source
 from siirl.migrate.page import page
 from siirl.migrate.translate import ORIGINS
@@ -56,31 +51,15 @@ def _compiled(
 
     elsewhere: data and models may be on other machines, and are not looked for here.
     """
-    cfg = load_config(overrides, args.config_name)
-    check_config(cfg)
-    plan, configs = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
-    warnings = plan_warnings(cfg, plan, configs)
-    given = dict(configs)
-    for model in plan.models.values():
-        try:
-            configs[model.node] = with_local_configs(configs[model.node], (model.role,))
-        except DataError as error:
-            warnings.append(str(error))
-        folder = Path(role_model(configs[model.node], model.role).path).expanduser()
-        if (folder / "config.json").is_file():
-            check_lengths(configs[model.node], folder, model.role)
-            check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
-            if model.role == "reward":
-                check_reward_model(configs[model.node], folder)
-    warnings += memory_warnings(plan, configs, device_memory_gib())
-    check_code(plan, configs)
-    if not elsewhere:
-        check_inputs(plan, given)
-        check_resumed(cfg)
-        refuse_busy(cfg)
-    for line in dict.fromkeys(warnings):
+    found = Findings()
+    seen = survey(read_config(overrides, args.config_name, found), found)
+    seen = survey_inputs(seen, elsewhere, found)
+    found.close()
+    assert seen.plan is not None, "without a plan there is a problem"
+    too_much = memory_warnings(seen.plan, seen.node_cfgs, device_memory_gib())
+    for line in [*seen.warnings, *too_much]:
         print(f"warning: {line}", file=sys.stderr)
-    return plan, configs
+    return seen.plan, seen.node_cfgs
 
 
 def _check(args: argparse.Namespace, overrides: list[str]) -> None:

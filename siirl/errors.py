@@ -4,13 +4,64 @@ A user error (`UserError`) is reported as its message alone, without a traceback
 exit code 2. Its message says what is wrong with the values, why, and the fix.
 """
 
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+
+class Place(IntEnum):
+    """Where what is wrong was written, in the order in which problems are listed."""
+
+    COMMAND_LINE = 0
+    CONFIGURATION = 1
+    WORKFLOW = 2
+    DATA = 3
+    MODELS = 4
+    REWARDS = 5
+    MACHINE = 6
+
+    def __str__(self) -> str:
+        return self.name.lower().replace("_", " ")
+
 
 class SiirlError(Exception):
     """Base of everything siirl raises on purpose."""
 
 
 class UserError(SiirlError, ValueError):
-    """Something the user wrote (a key, a DAG, a file) cannot work; found before the start where possible."""
+    """Something the user wrote (a key, a DAG, a file) cannot work; found before the start where possible.
+
+    place: where it was written, once a check has said so. breaks: full names of the keys whose values are
+    unknown because of it. parts: the problems that it stands for, if it stands for several.
+    """
+
+    place: Place | None = None
+    breaks: tuple[str, ...] = ()
+    parts: tuple["UserError", ...] = ()
+
+    def problems(self) -> tuple["UserError", ...]:
+        """The single problems of which this error tells: its parts, or itself."""
+        return self.parts or (self,)
+
+
+def joined(problems: Sequence[UserError]) -> UserError:
+    """One error for several problems: of the class that all of them have, a line or more for each."""
+    parts = tuple(part for problem in problems for part in problem.problems())
+    if len(parts) == 1:
+        return parts[0]
+    shared = next(kind for kind in type(parts[0]).__mro__ if all(isinstance(part, kind) for part in parts))
+    error = shared("\n".join(map(str, parts)))
+    assert isinstance(error, UserError)
+    error.parts = parts
+    return error
+
+
+def reworded(error: UserError, change: Callable[[str], str]) -> UserError:
+    """The error with another text, or with another text for each of its parts."""
+    parts = []
+    for problem in error.problems():
+        parts.append(type(problem)(change(str(problem))))
+        parts[-1].place, parts[-1].breaks = problem.place, problem.breaks
+    return joined(parts)
 
 
 class ConfigError(UserError):

@@ -6,16 +6,16 @@ import socket
 import sys
 import time
 
-from siirl.config import Config, load_config, to_dict
-from siirl.config.checks import check_config
+from siirl.config import Config, to_dict
+from siirl.config.load import read_config
 from siirl.config.tree import print_config
-from siirl.dag.advice import plan_warnings
 from siirl.dag.arguments import parse_arguments, print_text, user_errors
-from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.memory_words import memory_warnings
 from siirl.dag.plan import Plan
 from siirl.dag.report import batch_arithmetic, model_setup
 from siirl.data.local_models import token_to_environment
+from siirl.errors import Place
+from siirl.findings import Findings
 from siirl.launch.choose import Launcher, choose_launcher
 from siirl.launch.devices import check_gpus, device_memory_gib
 from siirl.launch.job import Job
@@ -24,6 +24,7 @@ from siirl.launch.preflight import preflight
 from siirl.launch.ray import RayTrainer
 from siirl.launch.run_folder import held, with_absolute_folders
 from siirl.launch.run_record import command_line, open_folder
+from siirl.launch.survey import survey, survey_inputs
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun
 from siirl.observe.logs import setup_logging
 
@@ -34,34 +35,45 @@ def main(argv: list[str] | None = None) -> int:
     """Exit code: 0 it ended well, 2 the user's input cannot work, 1 it failed, 130 or 143 it was stopped."""
     with user_errors() as outcome:
         arguments = parse_arguments(argv)
-        cfg = load_config(arguments.overrides, arguments.config_name)
+        found = Findings()
+        cfg = read_config(arguments.overrides, arguments.config_name, found)
         if arguments.cfg == "job":
+            found.close()
             print_text(print_config(cfg))
             return 0
-        return run(cfg)
+        return run(cfg, found)
     return outcome.code
 
 
-def run(cfg: Config) -> int:
-    """Check everything that can be checked before a worker starts, then run the job to its end."""
-    check_config(cfg)
-    cfg = with_absolute_folders(token_to_environment(cfg))
-    launcher = choose_launcher(cfg)
-    if launcher == "local":
-        check_gpus(cfg)
-    world_size = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-    plan, node_cfgs = compile_plan(load_dag(cfg), cfg, world_size)
+def run(cfg: Config, found: Findings) -> int:
+    """Check everything that can be checked before a worker starts, then run the job to its end.
+
+    found: what is wrong with the command line already; all that is wrong is told at once.
+    """
+    with found.at():
+        cfg = with_absolute_folders(token_to_environment(cfg))
+    launcher: Launcher = "local"
+    with found.at(Place.MACHINE):
+        launcher = choose_launcher(cfg)
+        if launcher == "local":
+            check_gpus(cfg)
+    seen = survey(cfg, found)
+    if len(found):
+        survey_inputs(seen, launcher == "ray" or not is_first_on_machine(), found)
+        found.close()
+    cfg, plan, node_cfgs = seen.cfg, seen.plan, seen.node_cfgs
+    assert plan is not None, "without a plan there is a problem"
     output_dir = cfg.trainer.output_dir
     run_id = f"{socket.gethostname()} {os.getpid()} {time.time()}"
     job = Job(
-        to_dict(cfg), plan.to_json(), output_dir, world_size, cfg.trainer.n_gpus_per_node, run_id=run_id
+        to_dict(cfg), plan.to_json(), output_dir, plan.world_size, cfg.trainer.n_gpus_per_node, run_id=run_id
     )
     if not is_first_process():
         return _launch(launcher, job, cfg, plan)
     with held(cfg, run_id):
         setup_logging(0, job.log_dir)
         too_much = memory_warnings(plan, node_cfgs, device_memory_gib())
-        for warning in [*plan_warnings(cfg, plan, node_cfgs), *too_much]:
+        for warning in [*seen.warnings, *too_much]:
             log.warning(warning)
         print(model_setup(plan, node_cfgs))
         print(batch_arithmetic(plan, node_cfgs), flush=True)  # before what workers write to the same file

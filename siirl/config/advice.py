@@ -25,6 +25,11 @@ def default_warnings(cfg: Config) -> Iterator[str]:
     yield from _row_by_row(cfg)
 
 
+def may_use_critic(cfg: Config) -> bool:
+    """Whether the estimator uses a critic; an estimator of the user's own may."""
+    return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS or ":" in cfg.algorithm.adv_estimator
+
+
 def loss_name(cfg: Config) -> str:
     """The name of the policy loss."""
     actor = cfg.actor_rollout_ref.actor

@@ -1,26 +1,18 @@
-"""Checks between keys that need no DAG, and the warnings for keys that change nothing in a run."""
+"""Checks between keys that need no DAG."""
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 
-from siirl.config.advice import CRITIC_ESTIMATORS, default_warnings, loss_name
+from siirl.config.advice import may_use_critic
 from siirl.config.common import OptimConfig
-from siirl.config.keys import Key
-from siirl.config.resolve import ALIASES, FOLLOWS, followed_value, get
-from siirl.config.root import TOP_GROUPS, Config, all_keys
-from siirl.config.values import show
-from siirl.errors import ConfigError
+from siirl.config.root import Config, all_keys
+from siirl.config.tree import with_broken
+from siirl.errors import ConfigError, UserError, joined
+from siirl.findings import Findings
 
+_KEY = re.compile(r"[\w.]+")
 GROUP_BASELINES = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "cpgd", "reinforce_plus_plus_baseline")
 """Estimators that compare a response with the others of its prompt."""
-_CLIPPED = ("vanilla", "gspo", "gmpo", "geo_mean", "cispo", "cpgd", "clip_cov")
-LOSS_KEYS = {
-    "clip_ratio": _CLIPPED,
-    "clip_ratio_low": _CLIPPED,
-    "clip_ratio_high": _CLIPPED,
-    "clip_ratio_c": ("vanilla",),
-    "policy_drift_coeff": ("cpgd",),
-}
-"""Keys of the actor that only some policy losses take, and which."""
 DPPO_LOSSES = ("dppo_tv", "dppo_kl")
 DPPO_KEYS = {
     "clip_ratio": "clip_divergence",
@@ -37,111 +29,28 @@ def check_config(cfg: Config) -> None:
     For a whole run or for the resolved configuration of a node. ConfigError for keys that contradict each
     other. Pure, and quick enough to call once for every node.
     """
-    checks = (
-        _batch,
-        _lengths,
-        _sampling,
-        _replay,
-        _loss,
-        _correction,
-        _dynamic_sampling,
-        _resampling,
-        _critic,
-        _optimizer,
-        _run,
-    )
-    problems = [problem for check in checks for problem in check(cfg)]
+    problems = contradictions(cfg)
     if problems:
-        raise ConfigError("\n".join(problems))
+        raise joined(problems)
 
 
-def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
-    """One line for each key that was set to more than its default and changes nothing in this run, and for
-    defaults that do not go with what was set.
-
-    node_cfgs: the configurations of the nodes. A key that acts in one of them is not named: another node may
-    have another strategy.
+def find_contradictions(cfg: Config, found: Findings) -> Config:
+    """`check_config` that goes on: contradictions go to `found`. The keys that they start with are broken in
+    the configuration that is returned, so that nothing is said of them twice.
     """
-    others = list(node_cfgs)
-    warnings = []
-    for name in cfg.explicit:
-        key = all_keys()[name]
-        default = followed_value(cfg, name) if name in FOLLOWS else key.default
-        if name in ALIASES or get(cfg, name) == default:
-            continue
-        reason = why_no_effect(cfg, name, others)
-        if reason:
-            warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
-    return [*warnings, *default_warnings(cfg)]
+    problems = contradictions(cfg)
+    for problem in problems:
+        found.add(problem)
+    subjects = (_KEY.match(str(problem)) for problem in problems)
+    return with_broken(cfg, (key[0] for key in subjects if key and key[0] in all_keys()))
 
 
-def why_no_effect(cfg: Config, name: str, others: Iterable[Config] = ()) -> str:
-    """Why a key changes nothing under a configuration, or an empty string.
-
-    others: configurations of nodes; if the key's condition holds in one of them, the key may act there.
-    """
-    key = all_keys()[name]
-    unmet = _unmet(cfg, key)
-    if not all(_unmet(other, key) for other in others):
-        unmet = ""
-    return key.rule.ignored or unmet or next(filter(None, (why(cfg, name) for why in ABSENT)), "")
-
-
-def _unmet(cfg: Config, key: Key) -> str:
-    """Why the condition under which a key acts does not hold, or an empty string."""
-    for condition in filter(None, (key.rule.within, key.rule.when)):
-        needed, _, values = condition.partition("=")
-        if needed.split(".")[0] not in TOP_GROUPS:
-            needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
-        actual = show(all_keys()[needed], get(cfg, needed))
-        if all_keys()[needed].rule.user_code and ":" in actual:
-            continue  # code of the user's own may read any key
-        if not (actual in values.split("|") if values else bool(get(cfg, needed))):
-            return f"{needed} is {actual}"
-    return ""
-
-
-def _no_reference(cfg: Config, name: str) -> str:
-    """Why a key of the reference model has no effect in a built-in workflow, or an empty string."""
-    if not name.startswith("actor_rollout_ref.ref.") or cfg.dag.workflow_path or cfg.dag.custom_pipeline_fn:
-        return ""
-    if cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward:
-        return ""
-    return "there is no reference model without actor.use_kl_loss or algorithm.use_kl_in_reward"
-
-
-def _may_use_critic(cfg: Config) -> bool:
-    """Whether the estimator uses a critic; an estimator of the user's own may."""
-    return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS or ":" in cfg.algorithm.adv_estimator
-
-
-def _no_critic(cfg: Config, name: str) -> str:
-    """Why a key of the critic has no effect, or an empty string."""
-    if not name.startswith("critic.") or _may_use_critic(cfg):
-        return ""
-    return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
-
-
-def _without(cfg: Config, name: str) -> str:
-    """Why a key has no effect in a run that does not train, or does not sample; or an empty string."""
-    if cfg.trainer.rollout_only and name in ("trainer.save_freq", "trainer.export_hf", "trainer.resume_mode"):
-        return "trainer.rollout_only is true, so there is nothing to save or to resume"
-    if cfg.actor_rollout_ref.rollout.name == "replay" and name == "trainer.dump_rollouts_dir":
-        return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"
-    return ""
-
-
-def _other_loss(cfg: Config, name: str) -> str:
-    """Why a key of the actor has no effect on the policy loss, or an empty string."""
-    loss, prefix = loss_name(cfg), "actor_rollout_ref.actor."
-    takers = LOSS_KEYS.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
-    if takers is None or loss in takers or ":" in loss:
-        return ""
-    return f"policy_loss.loss_mode is {loss}"
-
-
-ABSENT = (_no_reference, _no_critic, _other_loss, _without)
-"""Why a key has no effect, beyond what the schema says of it."""
+def contradictions(cfg: Config) -> list[UserError]:
+    """What is wrong between keys, each by itself."""
+    found = Findings()
+    for check in CHECKS:
+        found.take(ConfigError(problem) for problem in check(cfg))
+    return found.problems
 
 
 def _batch(cfg: Config) -> Iterator[str]:
@@ -151,7 +60,7 @@ def _batch(cfg: Config) -> Iterator[str]:
         ("critic", cfg.critic.ppo_mini_batch_size),
     ):
         follows = mini == cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-        if not batch % mini or (group == "critic" and (follows or not _may_use_critic(cfg))):
+        if not batch % mini or (group == "critic" and (follows or not may_use_critic(cfg))):
             continue
         why = "is larger than" if mini > batch else "does not divide"
         fix = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
@@ -160,6 +69,9 @@ def _batch(cfg: Config) -> Iterator[str]:
             f"training step is cut into whole mini-batches of prompts. Set ppo_mini_batch_size={fix}, or "
             "another divisor."
         )
+
+
+def _groups(cfg: Config) -> Iterator[str]:
     n, estimator = cfg.actor_rollout_ref.rollout.n, cfg.algorithm.adv_estimator
     if estimator in GROUP_BASELINES and n < 2:
         yield (
@@ -180,6 +92,10 @@ def _lengths(cfg: Config) -> Iterator[str]:
                 f"actor_rollout_ref.rollout.{name}={value} differs from data.{limit_name}={limit}: both are "
                 f"the same limit. Set only data.{limit_name}."
             )
+
+
+def _budgets(cfg: Config) -> Iterator[str]:
+    rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
     actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
     for group, dynamic, name, budget in (
@@ -203,7 +119,10 @@ def _lengths(cfg: Config) -> Iterator[str]:
                 f"{rollout.prompt_length} + response {rollout.response_length} = {longest} tokens: a row is "
                 f"never split. Set it to {longest} or more."
             )
-    buffer = cfg.reward_model.overlong_buffer
+
+
+def _overlong(cfg: Config) -> Iterator[str]:
+    buffer, rollout = cfg.reward_model.overlong_buffer, cfg.actor_rollout_ref.rollout
     if buffer.enable and buffer.len > rollout.response_length:
         yield (
             f"reward_model.overlong_buffer.len={buffer.len} is longer than a response "
@@ -219,12 +138,19 @@ def _sampling(cfg: Config) -> Iterator[str]:
             yield f"{where}.top_k=0: no token could be sampled. Set -1 for no limit."
         if not 0 < params.top_p <= 1:
             yield f"{where}.top_p={params.top_p:g}: must be above 0 and at most 1. Set 1.0 for no limit."
+
+
+def _greedy(cfg: Config) -> Iterator[str]:
+    rollout, prefix = cfg.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.temperature == 0:
         yield (
             f"{prefix}.temperature=0: log-probs are taken at the sampling temperature, and there are none at "
             f"0. Set {prefix}.do_sample=false to decode greedily."
         )
-    val = rollout.val_kwargs
+
+
+def _validation_samples(cfg: Config) -> Iterator[str]:
+    prefix, val = "actor_rollout_ref.rollout", cfg.actor_rollout_ref.rollout.val_kwargs
     if val.do_sample and val.temperature == 0:
         yield (
             f"{prefix}.val_kwargs.do_sample=true with val_kwargs.temperature=0: temperature 0 is greedy. Set "
@@ -235,11 +161,19 @@ def _sampling(cfg: Config) -> Iterator[str]:
             f"{prefix}.val_kwargs.n={val.n} with val_kwargs.do_sample=false: all {val.n} greedy responses "
             "would be the same. Set val_kwargs.do_sample=true and val_kwargs.temperature, or val_kwargs.n=1."
         )
+
+
+def _samples(cfg: Config) -> Iterator[str]:
+    rollout, prefix = cfg.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.n > 1 and not rollout.do_sample:
         yield (
             f"{prefix}.n={rollout.n} with {prefix}.do_sample=false: all {rollout.n} greedy responses of a "
             f"prompt would be the same. Set {prefix}.do_sample=true."
         )
+
+
+def _whole_model(cfg: Config) -> Iterator[str]:
+    rollout, prefix = cfg.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
         yield (
             f"{prefix}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
@@ -279,6 +213,10 @@ def _loss(cfg: Config) -> Iterator[str]:
                 "its bounds are divergences, not ratios, and have keys of their own. Set "
                 f"actor_rollout_ref.actor.policy_loss.{key} instead."
             )
+
+
+def _clipping(cfg: Config) -> Iterator[str]:
+    actor = cfg.actor_rollout_ref.actor
     if actor.clip_ratio_c <= 1:
         yield (
             f"actor_rollout_ref.actor.clip_ratio_c={actor.clip_ratio_c:g}: the dual clip bounds ratios above "
@@ -347,14 +285,17 @@ def _resampling(cfg: Config) -> Iterator[str]:
 
 
 def _critic(cfg: Config) -> Iterator[str]:
+    if not may_use_critic(cfg) and cfg.trainer.critic_warmup:
+        yield (
+            f"trainer.critic_warmup={cfg.trainer.critic_warmup} with algorithm.adv_estimator="
+            f"{cfg.algorithm.adv_estimator}, which uses no critic: nothing would be trained in these "
+            "steps. Set trainer.critic_warmup=0, or algorithm.adv_estimator=gae."
+        )
+
+
+def _critic_budgets(cfg: Config) -> Iterator[str]:
     critic, rollout = cfg.critic, cfg.actor_rollout_ref.rollout
-    if not _may_use_critic(cfg):
-        if cfg.trainer.critic_warmup:
-            yield (
-                f"trainer.critic_warmup={cfg.trainer.critic_warmup} with algorithm.adv_estimator="
-                f"{cfg.algorithm.adv_estimator}, which uses no critic: nothing would be trained in these "
-                "steps. Set trainer.critic_warmup=0, or algorithm.adv_estimator=gae."
-            )
+    if not may_use_critic(cfg):
         return
     longest = rollout.prompt_length + rollout.response_length
     for name, budget in (
@@ -367,6 +308,12 @@ def _critic(cfg: Config) -> Iterator[str]:
                 f"response {rollout.response_length} = {longest} tokens: a row is never split. Set it to "
                 f"{longest} or more."
             )
+
+
+def _critic_training(cfg: Config) -> Iterator[str]:
+    critic = cfg.critic
+    if not may_use_critic(cfg):
+        return
     yield from _schedule(critic.optim, "critic.optim")
     if "model" not in critic.checkpoint.save_contents:
         yield (
@@ -380,12 +327,18 @@ def _optimizer(cfg: Config) -> Iterator[str]:
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield f"{prefix}.betas={list(optim.betas)}: each must be at least 0 and less than 1."
     yield from _schedule(optim, prefix)
+
+
+def _shards(cfg: Config) -> Iterator[str]:
     for role, size in (
         ("actor", cfg.actor_rollout_ref.actor.fsdp_config.fsdp_size),
         ("ref", cfg.actor_rollout_ref.ref.fsdp_config.fsdp_size),
     ):
         if size == 0:
             yield f"actor_rollout_ref.{role}.fsdp_config.fsdp_size=0: set -1 to shard over all ranks."
+
+
+def _contents(cfg: Config) -> Iterator[str]:
     if "model" not in cfg.actor_rollout_ref.actor.checkpoint.save_contents:
         contents = ",".join(cfg.actor_rollout_ref.actor.checkpoint.save_contents)
         yield (
@@ -418,16 +371,24 @@ def _schedule(optim: OptimConfig, prefix: str) -> Iterator[str]:
         yield f"{prefix}.lr_decay_style=WSD without the length of its decay. Set {prefix}.lr_wsd_decay_steps."
 
 
-def _run(cfg: Config) -> Iterator[str]:
-    trainer, dag = cfg.trainer, cfg.dag
+def _train_files(cfg: Config) -> Iterator[str]:
+    trainer = cfg.trainer
     if not cfg.data.train_files and not trainer.val_only:
         yield "data.train_files is empty: there is nothing to train on. Name at least one parquet file."
+
+
+def _val_files(cfg: Config) -> Iterator[str]:
+    trainer = cfg.trainer
     validates = trainer.val_before_train or trainer.val_only or trainer.test_freq > 0
     if not cfg.data.val_files and validates:
         yield (
             "data.val_files is empty, but the run validates. Name a parquet file, or set "
             "trainer.val_before_train=false trainer.test_freq=-1."
         )
+
+
+def _resume(cfg: Config) -> Iterator[str]:
+    trainer = cfg.trainer
     if trainer.resume_mode == "resume_path" and not isinstance(trainer.resume_from_path, str):
         yield (
             "trainer.resume_mode=resume_path without a path. Set "
@@ -435,8 +396,43 @@ def _run(cfg: Config) -> Iterator[str]:
         )
     if trainer.resume_from_path is True:
         yield "trainer.resume_from_path=true: expected the path of a checkpoint, DIR/global_step_N."
+
+
+def _workflow(cfg: Config) -> Iterator[str]:
+    dag = cfg.dag
     if dag.workflow_path and dag.custom_pipeline_fn:
         yield (
             f"dag.workflow_path={dag.workflow_path} and dag.custom_pipeline_fn={dag.custom_pipeline_fn}: a "
             "run has one workflow. Set only one of them."
         )
+
+
+CHECKS = (
+    _batch,
+    _groups,
+    _lengths,
+    _budgets,
+    _overlong,
+    _sampling,
+    _greedy,
+    _validation_samples,
+    _samples,
+    _whole_model,
+    _replay,
+    _loss,
+    _clipping,
+    _correction,
+    _dynamic_sampling,
+    _resampling,
+    _critic,
+    _critic_budgets,
+    _critic_training,
+    _optimizer,
+    _shards,
+    _contents,
+    _train_files,
+    _val_files,
+    _resume,
+    _workflow,
+)
+"""Each is left out from where it reads the value of a key that was refused."""

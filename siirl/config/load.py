@@ -14,9 +14,10 @@ from typing import Any
 from siirl.config.keys import Key
 from siirl.config.resolve import FOLLOWS
 from siirl.config.root import Config, all_groups, all_keys
-from siirl.config.tree import default_config, split_name, with_overrides
+from siirl.config.tree import default_config, overridden, split_name, with_broken
 from siirl.config.values import closest, plain
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, Place
+from siirl.findings import Findings
 
 PRESETS = Path(__file__).parent
 OVERRIDE = re.compile(r"(?P<sign>~|\+\+|\+|)(?P<name>[^=]*)(?:=(?P<value>.*))?", re.DOTALL)
@@ -38,16 +39,64 @@ def load_config(overrides: Sequence[str] = (), config_name: str = "ppo_dag_train
 
     config_name: a preset of siirl/config, or the path of a YAML file of the user's own. Works in any
     directory and any number of times in a process. ConfigError for unknown keys, wrong types and malformed
-    overrides; NotSupportedError for a feature that does not exist yet. Cross-checks between keys are those of
-    `check_config`.
+    overrides, NotSupportedError for a feature that does not exist yet: all of them at once. Cross-checks
+    between keys are those of `check_config`.
     """
-    written = [_read_override(text) for text in overrides]
-    composed = _compose([_for_hydra(item) for item in written if item.sign != "~"], config_name)
+    found = Findings()
+    cfg = read_config(overrides, config_name, found)
+    found.close()
+    return cfg
+
+
+def read_config(overrides: Sequence[str], config_name: str, found: Findings) -> Config:
+    """`load_config` that goes on: what is wrong goes to `found`, and the keys that it concerns are broken.
+
+    ConfigError for a preset that cannot be read: without it, no key has a value.
+    """
+    written: list[_Override] = []
+    for text in overrides:
+        with found.at(Place.COMMAND_LINE):
+            written.append(_read_override(text))
+    refused: set[str] = set()
+    settings: dict[str, str] = {}
+    for item in (item for item in written if item.sign != "~"):
+        refused.add(item.name)
+        settings.pop(item.name, None)
+        with found.at(Place.COMMAND_LINE):
+            settings[item.name] = _for_hydra(item)
+            refused.remove(item.name)
+    composed = _composed(settings, config_name, found, refused)
     for position, item in enumerate(written):
         set_later = any(later.name == item.name and later.sign != "~" for later in written[position:])
         if item.sign == "~" and not set_later:
             _remove(composed, item.name)
-    return with_overrides(default_config(), composed)
+    wrong = Findings()
+    cfg = overridden(default_config(), composed, wrong)
+    named = [item.name for item in written]
+    for problem in wrong.problems:
+        text = str(problem)
+        here = any(text.removeprefix("not supported yet: ").startswith(f"{name}=") for name in named)
+        problem.place = Place.COMMAND_LINE if here else Place.CONFIGURATION
+        found.add(problem)
+    unknown = {name for problem in found.problems for name in problem.breaks} | refused
+    return with_broken(cfg, (name for name in unknown if name in all_keys() and name not in cfg.explicit))
+
+
+def _composed(
+    settings: dict[str, str], config_name: str, found: Findings, refused: set[str]
+) -> dict[str, Any]:
+    """`_compose` that goes on without the settings that cannot be composed; their names are `refused`."""
+    try:
+        return _compose(list(settings.values()), config_name)
+    except ConfigError:
+        composed, good = _compose([], config_name), []
+    for name, text in settings.items():
+        refused.add(name)
+        with found.at(Place.COMMAND_LINE):
+            composed = _compose([*good, text], config_name)
+            good.append(text)
+            refused.remove(name)
+    return composed
 
 
 def _read_override(text: str) -> _Override:
@@ -194,6 +243,8 @@ def _pick(shape: Any, values: Any) -> Any:
 def _remove(tree: dict[str, Any], name: str) -> None:
     """Drop a key from a nested dict, if it is there."""
     *groups, last = name.split(".")
+    node: Any = tree
     for group in groups:
-        tree = tree.get(group, {})
-    tree.pop(last, None)
+        node = node.get(group) if isinstance(node, dict) else None
+    if isinstance(node, dict):
+        node.pop(last, None)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from siirl.config.root import Config, all_keys
+from siirl.errors import ConfigError
 
 POLICY = "actor_rollout_ref"
 FSDP_KEYS = (
@@ -158,7 +159,7 @@ def followed_keys() -> set[str]:
     return {source for template in FOLLOWS.values() for source in REFERENCE.findall(template)}
 
 
-def expand_aliases(updates: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def expand_aliases(updates: Mapping[str, Any]) -> tuple[dict[str, Any], list[ConfigError]]:
     """The updates with each older name carried over to what it stands for, and the contradictions found."""
     expanded, problems = dict(updates), []
     for alias, targets in ALIASES.items():
@@ -167,8 +168,10 @@ def expand_aliases(updates: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
         for target in targets:
             if target in updates and updates[target] != updates[alias]:
                 problems.append(
-                    f"{alias}={updates[alias]} contradicts {target}={updates[target]}: the first is an older "
-                    f"name of the second. Set only {target}."
+                    ConfigError(
+                        f"{alias}={updates[alias]} contradicts {target}={updates[target]}: the first is an "
+                        f"older name of the second. Set only {target}."
+                    )
                 )
             expanded[target] = updates.get(target, updates[alias])
     return expanded, problems

@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from siirl.config.foreign import foreign, foreign_hint
 from siirl.config.resolve import ALIASES, FOLLOWS, expand_aliases, followed_value, get
 from siirl.config.root import Config, all_groups, all_keys
-from siirl.config.values import SECRET_KEYS, check_available, closest, convert, plain
-from siirl.errors import ConfigError
+from siirl.config.values import SECRET_KEYS, check_available, closest_name, convert, plain
+from siirl.errors import ConfigError, UserError
+from siirl.findings import Broken, Findings, ReadsBroken, is_broken
 
 
 @functools.cache
@@ -22,24 +23,53 @@ def with_overrides(cfg: Config, updates: Mapping[str, Any]) -> Config:
     """A new configuration with some keys (full dotted names) set; shares all that did not change with `cfg`.
 
     Values are typed and checked as on the command line. Maps are merged. A null for a key that follows
-    another makes it follow again. ConfigError for an unknown key or a wrong value, NotSupportedError for a
-    feature that does not exist.
+    another makes it follow again. ConfigError for unknown keys and wrong values, NotSupportedError for a
+    feature that does not exist: all of them at once.
     """
-    flat, maps = _flatten(updates)
-    flat, problems = expand_aliases(flat)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    found = Findings()
+    result = overridden(cfg, updates, found)
+    found.close()
+    return result
+
+
+def overridden(cfg: Config, updates: Mapping[str, Any], found: Findings) -> Config:
+    """`with_overrides` that goes on: what is wrong goes to `found`; a key with a wrong value is broken."""
+    given, maps = _flatten(updates, found)
+    flat, problems = expand_aliases(given)
+    for problem in problems:
+        found.add(problem)
     values, unset = {}, set()
     for name, value in flat.items():
         if name in FOLLOWS and value is None:
             unset.add(name)
-        elif name in maps:
-            values[name] = convert(all_keys()[name], _merged(get(cfg, name), value))
+        elif name not in given and any(is_broken(values[alias]) for alias in _older_names(name, given)):
+            values[name] = Broken(name)
         else:
-            values[name] = convert(all_keys()[name], value)
-    _check_available(values)
+            with found.at():
+                values[name] = Broken(name)
+                whole = _merged(get(cfg, name), value) if name in maps else value
+                values[name] = _typed(name, whole)
     explicit = tuple(sorted((set(cfg.explicit) | values.keys()) - unset))
-    return _follow(dataclasses.replace(_rebuild(cfg, values), explicit=explicit))
+    result = _follow(dataclasses.replace(_rebuild(cfg, values), explicit=explicit))
+    suspects = {name for problem in found.problems for name in problem.breaks}
+    return with_broken(result, suspects - values.keys())
+
+
+def with_broken(cfg: Config, names: Iterable[str]) -> Config:
+    """The configuration with the values of some keys unknown, and of those that follow them."""
+    broken = {name: Broken(name) for name in names}
+    return _follow(_rebuild(cfg, broken)) if broken else cfg
+
+
+def _typed(name: str, value: Any) -> Any:
+    """The typed value of a key, which may have it."""
+    typed = convert(all_keys()[name], value)
+    check_available(all_keys()[name], typed)
+    return typed
+
+
+def _older_names(name: str, given: Iterable[str]) -> list[str]:
+    return [alias for alias in given if name in ALIASES.get(alias, ())]
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
@@ -53,14 +83,19 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     Strict like the command line. Absent keys have defaults; without "explicit", the keys given count as set.
     """
     groups = {name: value for name, value in data.items() if name != "explicit"}
-    flat, _ = _flatten(groups)
-    values = {
-        name: convert(all_keys()[name], value)
-        for name, value in flat.items()
-        if not (name in FOLLOWS and value is None)
-    }
+    found = Findings()
+    flat, _ = _flatten(groups, found)
+    values = {}
+    for name, value in flat.items():
+        if not (name in FOLLOWS and value is None):
+            with found.at():
+                values[name] = convert(all_keys()[name], value)
     explicit = tuple(sorted(data.get("explicit", values)))
-    _check_available({name: values[name] for name in explicit if name in values})
+    for name in explicit:
+        with found.at():
+            if name in values:
+                check_available(all_keys()[name], values[name])
+    found.close()
     return _follow(dataclasses.replace(_rebuild(Config(), values), explicit=explicit))
 
 
@@ -103,11 +138,23 @@ def split_name(name: str) -> tuple[str, str]:
             if moved is not None and (moved[1] or moved[0].harmless):
                 raise ConfigError(f"{name} would have no effect.{foreign_hint(name)}")
             return head, ".".join(parts[end:])
-    hint = foreign_hint(name) or closest(name, keys)
-    raise ConfigError(f"unknown key {name!r}: no key or map of this name exists.{hint}")
+    meant = closest_name(name, keys)
+    hint = foreign_hint(name) or (f" Did you mean {meant!r}?" if meant else "")
+    error = ConfigError(f"unknown key {name!r}: no key or map of this name exists.{hint}")
+    error.breaks = (meant,) if meant else ()
+    raise error
 
 
-def _flatten(updates: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], set[str]]:
+def is_known(name: str) -> bool:
+    """Whether a full name is that of a key, or of a group of keys, or lies within a map."""
+    keys, parts = all_keys(), name.split(".")
+    heads = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return name in keys or name in all_groups() or any(head in keys and keys[head].is_map for head in heads)
+
+
+def _flatten(
+    updates: Mapping[str, Any], found: Findings, prefix: str = ""
+) -> tuple[dict[str, Any], set[str]]:
     """Key -> value, with groups taken apart and paths within maps put together; and which keys are maps."""
     flat: dict[str, Any] = {}
     maps: set[str] = set()
@@ -115,19 +162,27 @@ def _flatten(updates: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, An
         name = f"{prefix}{part}"
         if name in all_groups():
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{name}={value}: {name} is a group of keys: set the keys below it.")
-            inner, inner_maps = _flatten(value, name + ".")
+                found.add(_no_group(name, value))
+                continue
+            inner, inner_maps = _flatten(value, found, name + ".")
             flat.update(inner)
             maps |= inner_maps
             continue
-        key, path = split_name(name)
-        for step in reversed(path.split(".")) if path else ():
-            value = {step: value}
-        if all_keys()[key].is_map and isinstance(value, Mapping):
-            maps.add(key)
-            value = _merged(flat.get(key), value)
-        flat[key] = value
+        with found.at():
+            key, path = split_name(name)
+            for step in reversed(path.split(".")) if path else ():
+                value = {step: value}
+            if all_keys()[key].is_map and isinstance(value, Mapping):
+                maps.add(key)
+                value = _merged(flat.get(key), value)
+            flat[key] = value
     return flat, maps
+
+
+def _no_group(name: str, value: Any) -> UserError:
+    error = ConfigError(f"{name}={value}: {name} is a group of keys: set the keys below it.")
+    error.breaks = tuple(key for key in all_keys() if key.startswith(f"{name}."))
+    return error
 
 
 def _merged(base: Any, update: Any) -> dict[str, Any]:
@@ -136,11 +191,6 @@ def _merged(base: Any, update: Any) -> dict[str, Any]:
         both_maps = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
         result[name] = _merged(result[name], value) if both_maps else value
     return result
-
-
-def _check_available(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        check_available(all_keys()[name], value)
 
 
 def _rebuild(node: Any, values: Mapping[str, Any]) -> Any:
@@ -160,9 +210,12 @@ def _rebuild(node: Any, values: Mapping[str, Any]) -> Any:
 
 def _follow(cfg: Config) -> Config:
     for name in FOLLOWS:
-        if name in cfg.explicit:
+        if name in cfg.explicit or is_broken(get(cfg, name)):
             continue
-        value = followed_value(cfg, name)
-        if get(cfg, name) != value:
+        try:
+            value = followed_value(cfg, name)
+        except ReadsBroken:
+            value = Broken(name)
+        if is_broken(value) or get(cfg, name) != value:
             cfg = _rebuild(cfg, {name: value})
     return cfg

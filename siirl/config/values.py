@@ -21,6 +21,12 @@ SECRET_KEYS = ("hf_hub_token",)
 
 def closest(name: str, known: Iterable[str]) -> str:
     """' Did you mean ...?' for the known name nearest to `name`, or an empty string if none is near."""
+    near = closest_name(name, known)
+    return f" Did you mean {near!r}?" if near else ""
+
+
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name nearest to `name`; None if none is near."""
     names = list(known)
     tail = name.rsplit(".", 1)[-1]
     same_end = [option for option in names if option.endswith("." + name)]
@@ -30,7 +36,7 @@ def closest(name: str, known: Iterable[str]) -> str:
         or difflib.get_close_matches(name, same_tail, 1, 0.4)
         or difflib.get_close_matches(name, names, 1)
     )
-    return f" Did you mean {near[0]!r}?" if near else ""
+    return near[0] if near else None
 
 
 def show(key: Key, value: Any) -> str:

@@ -159,7 +159,8 @@ def _chain(agent: int, rollouts: dict[int, ResolvedNode]) -> str:
 
 
 def _target(node: ResolvedNode) -> int | None:
-    return node.cfg.actor_rollout_ref.rollout.agent.share_instance
+    target = node.cfg.actor_rollout_ref.rollout.agent.share_instance
+    return None if target is None else int(target)
 
 
 def _rank(node: ResolvedNode) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from siirl.config import Config
-from siirl.config.checks import effect_warnings, why_no_effect
+from siirl.config.effects import effect_warnings, why_no_effect
 from siirl.config.resolve import get
 from siirl.config.root import all_keys
 from siirl.config.values import show

@@ -85,12 +85,28 @@ def print_text(text: str) -> None:
 
 @contextmanager
 def user_errors() -> Iterator[Outcome]:
-    """Reports a UserError raised inside as its message alone; HYDRA_FULL_ERROR=1 adds the traceback."""
+    """Reports a UserError raised inside as its message alone; HYDRA_FULL_ERROR=1 adds the traceback.
+
+    Several problems are a list, under the places where they were written.
+    """
     outcome = Outcome()
     try:
         yield outcome
     except UserError as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             traceback.print_exc()
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(_told(error), file=sys.stderr)
         outcome.code = EXIT_USER_ERROR
+
+
+def _told(error: UserError) -> str:
+    problems = error.problems()
+    if len(problems) == 1:
+        return f"{type(problems[0]).__name__}: {problems[0]}"
+    lines, place = [f"{len(problems)} problems:"], None
+    for problem in problems:
+        if problem.place != place:
+            place = problem.place
+            lines.append(f"{place}:")
+        lines.append("  - " + str(problem).replace("\n", "\n    "))
+    return "\n".join(lines)

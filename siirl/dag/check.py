@@ -1,6 +1,6 @@
 """What must hold between nodes: each field has one writer, above its readers; unneeded nodes are pruned."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from siirl.config import Config
 from siirl.config.reward_weights import RewardWeights
@@ -11,7 +11,7 @@ from siirl.dag.interactions import Interactions
 from siirl.dag.names import suggest
 from siirl.dag.ops import MODEL_REWARDS, score_names, uses_critic, why_unread
 from siirl.dag.resolve import ResolvedNode
-from siirl.errors import ConfigError, DagError, NotSupportedError
+from siirl.errors import ConfigError, DagError, NotSupportedError, UserError, reworded
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
 
 Nodes = dict[str, ResolvedNode]
@@ -19,7 +19,7 @@ ONE_PER_AGENT = {"rollout": "rollout", "actor_train": "training", "critic_train"
 """Ops of which an agent has one node, and what messages call them."""
 
 
-def check_agents(nodes: Nodes) -> None:
+def check_agents(nodes: Nodes) -> Iterator[UserError]:
     """One rollout and one trainer for each agent."""
     for op_name, what in ONE_PER_AGENT.items():
         seen: dict[int, ResolvedNode] = {}
@@ -27,10 +27,10 @@ def check_agents(nodes: Nodes) -> None:
             if op_name != ("rollout" if node.op.is_rollout else node.op.name):
                 continue
             if node.agent in seen:
-                raise DagError(
+                yield DagError(
                     f"{seen[node.agent]} and {node} are both the {what} of agent {node.agent}: they would "
-                    "share "
-                    "fields and weights. Remove one, or give one another agent_group."
+                    "share fields and weights. Remove one. A second agent has a rollout, a reward, an "
+                    "advantage and a training of its own, all with its agent_group."
                 )
             seen[node.agent] = node
 
@@ -80,7 +80,9 @@ def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
     return f"nothing reads {names}" + (f": {reason}" if reason else "")
 
 
-def check_kept(nodes: Nodes, pruned: dict[str, str], rollout_only: bool, interactions: Interactions) -> None:
+def check_kept(
+    nodes: Nodes, pruned: dict[str, str], rollout_only: bool, interactions: Interactions
+) -> Iterator[UserError]:
     """Something is left to do, and every rollout that is left has a trainer to take weights from.
 
     In an interaction, an agent of which there is nothing but its rollout is frozen, and needs none.
@@ -88,49 +90,50 @@ def check_kept(nodes: Nodes, pruned: dict[str, str], rollout_only: bool, interac
     kept = [node for node in nodes.values() if node.id not in pruned]
     if rollout_only:
         if not any(node.op.is_rollout for node in kept):
-            raise DagError(
+            yield DagError(
                 "trainer.rollout_only is set, but the DAG has no rollout. Add a node with node_type "
                 "MODEL_INFERENCE and node_role ROLLOUT, or unset it."
             )
         return
     trained = {node.agent for node in kept if node.op.name == "actor_train"}
     if not trained:
-        raise NotSupportedError(
+        yield NotSupportedError(
             "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
             "node_role ACTOR; or set trainer.rollout_only=true to sample and score only."
         )
+        return
     untrained = {s.node for plan in interactions.values() for s in plan.stages if not s.rows}
     for node in kept:
         if node.op.is_rollout and node.agent not in trained and node.id not in untrained:
             frozen = ""
             if any(node.id == stage.node for plan in interactions.values() for stage in plan.stages):
                 frozen = " Or remove its other nodes (reward, ...): the agent is then frozen."
-            raise DagError(
+            yield DagError(
                 f"{node}: agent {node.agent} has a rollout but no training, so nothing gives it weights. Add "
                 f"a node with node_type MODEL_TRAIN, node_role ACTOR, agent_group {node.agent}.{frozen}"
             )
 
 
-def check_critics(kept: Nodes, graph: Graph) -> None:
+def check_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
     """An agent whose advantages come from a critic trains one, and no other agent does."""
-    _check_shared_critics(kept, graph)
+    yield from _check_shared_critics(kept, graph)
     by_op: dict[tuple[str, int], ResolvedNode] = {(node.op.name, node.agent): node for node in kept.values()}
     for (op_name, agent), node in by_op.items():
         if op_name == "advantage" and uses_critic(node.cfg) and ("critic_train", agent) not in by_op:
-            raise DagError(
+            yield DagError(
                 f"{node} has algorithm.adv_estimator=gae, but no node trains the critic of agent "
                 f"{agent}: its values would stay random. Add a node with "
                 "node_type MODEL_TRAIN, node_role CRITIC, or set another adv_estimator."
             )
         if op_name == "critic_train" and not uses_critic(node.cfg):
-            raise DagError(
+            yield DagError(
                 f"{node} trains a critic, but algorithm.adv_estimator="
                 f"{node.cfg.algorithm.adv_estimator} uses none. "
                 "Set algorithm.adv_estimator=gae, or remove the node."
             )
 
 
-def _check_shared_critics(kept: Nodes, graph: Graph) -> None:
+def _check_shared_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
     """A critic of several agents belongs to one of them, and learns after all of its values are there."""
     critics = [node for node in kept.values() if node.op.model == "critic"]
     owners = {node.agent for node in critics if node.model_agent == node.agent and node.op.trains}
@@ -138,45 +141,44 @@ def _check_shared_critics(kept: Nodes, graph: Graph) -> None:
     for node in critics:
         if node.cfg.critic.share_instance is not None and node.model_agent not in owners - {node.agent}:
             others = ", ".join(map(str, sorted(owners - {node.agent}))) or "none"
-            raise DagError(
+            yield DagError(
                 f"{node}: critic.share_instance = {node.model_agent}: agent {node.model_agent} trains no "
                 f"critic of its own. Agents that do: {others}."
             )
         for trainer in critics:
             late = trainer.model == node.model and trainer.op.trains and not node.op.trains
             if late and node.id not in above[trainer.id]:
-                raise DagError(
+                yield DagError(
                     f"{trainer} and {node} share the critic of agent {node.model_agent}, and nothing says "
                     "which comes first: values must be those of before the update. Let the former depend on "
                     "the latter."
                 )
 
 
-def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> None:
+def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[UserError]:
     """A node that scores by a model has one, and reward_model.enable; where that is set, there is a node."""
     scoring = [node for node in nodes if node.op.name in MODEL_REWARDS]
     for node in scoring:
         if not node.cfg.reward_model.enable:
-            raise DagError(
+            yield DagError(
                 f"{node} scores by a model, but reward_model.enable is False. Set reward_model.enable=True "
                 "and reward_model.model.path, or remove the node."
             )
-        asks_service = node.op.name == "judge_service"
-        if not asks_service and "reward_model.model.path" not in node.cfg.explicit:
-            raise ConfigError(
+        elif node.op.name != "judge_service" and "reward_model.model.path" not in node.cfg.explicit:
+            yield ConfigError(
                 f"{node}: reward_model.model.path is not set: the node has no model to score by. Name a "
                 "directory of a Hugging Face model with a score head (ForSequenceClassification), or of a "
                 "judge (reward_model.judge.name)."
             )
     if cfg.reward_model.enable and not scoring:
-        raise DagError(
+        yield DagError(
             "reward_model.enable=True, but no node of the DAG scores by a model. Add a node with node_type "
             "MODEL_INFERENCE, node_role REWARD, as in dag_templates/grpo_reward_model.yaml, or set "
             "reward_model.enable=False."
         )
 
 
-def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> None:
+def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[UserError]:
     """reward_model.weights names rewards that its node reads; without such a node it is an error."""
     combining = [node for node in nodes if node.op.name == "combine_rewards"]
     for node in combining:
@@ -186,15 +188,15 @@ def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> None:
                 reward_model.weights, score_names(node.spec.reads or ()), normalizes_weights(node.cfg)
             )
         except ConfigError as error:
-            raise ConfigError(f"{node}: {error}") from None
+            yield reworded(error, lambda message, node=node: f"{node}: {message}")
     if cfg.reward_model.weights and not combining:
-        raise DagError(
+        yield DagError(
             "reward_model.weights is set, but no node of the DAG adds up rewards. Add a node with node_type "
             "COMPUTE, node_role REWARD and reads: [the rewards' names], or remove the weights."
         )
 
 
-def check_sampling(kept: Nodes, interactions: Interactions) -> None:
+def check_sampling(kept: Nodes, interactions: Interactions) -> Iterator[UserError]:
     """DagError if dynamic sampling is asked for, and no node of the agent does it.
 
     Agents without rows need none. NotSupportedError in an interaction of which several agents have rows.
@@ -206,22 +208,23 @@ def check_sampling(kept: Nodes, interactions: Interactions) -> None:
         talking = [stage for stage in plan.stages if stage.rows]
         asked = [s for s in talking if s.agent in sampling or any(n.id == s.node for n in asking)]
         if len(talking) > 1 and asked:
-            raise NotSupportedError(
+            yield NotSupportedError(
                 f"not supported yet: algorithm.filter_groups.enable=true for {kept[asked[0].node]}: "
                 f"agents {' and '.join(str(stage.agent) for stage in talking)} of its interaction are "
                 "trained, and the groups that one of them drops may be those that another one keeps. Set "
                 "algorithm.filter_groups.enable=false, and remove it from the configurations of nodes."
             )
+            return
     for node in asking:
         if node.agent not in sampling and (node.id not in stages or stages[node.id].rows):
-            raise DagError(
+            yield DagError(
                 f"algorithm.filter_groups.enable=true, but no node filters the groups of {node}. Add a node "
                 "with node_type COMPUTE, node_role POSTPROCESS_SAMPLING below its reward, as in "
                 "dag_templates/dapo.yaml, or set algorithm.filter_groups.enable=false."
             )
 
 
-def check_resampling(kept: Nodes, graph: Graph, interactions: Interactions) -> None:
+def check_resampling(kept: Nodes, graph: Graph, interactions: Interactions) -> Iterator[UserError]:
     """DagError if PF-PPO is asked for, and no node of the agent resamples; or if its draws are joined.
 
     Agents without rows of their own need none.
@@ -233,67 +236,72 @@ def check_resampling(kept: Nodes, graph: Graph, interactions: Interactions) -> N
         sampler = resampling.get(node.agent)
         asks = node.op.is_rollout and node.cfg.algorithm.use_pf_ppo and node.id not in rowless
         if asks and sampler is None:
-            raise DagError(
+            yield DagError(
                 f"algorithm.use_pf_ppo=true, but no node resamples the rows of {node}. Add a node with "
                 "node_type COMPUTE, node_role POSTPROCESS_SAMPLING above the training, as in "
                 "dag_templates/ppo.yaml, or set algorithm.use_pf_ppo=false."
             )
         others = [key for key in node.reads if joins_rows(node, key, kept)]
         if sampler is not None and others and sampler.id in above[node.id]:
-            raise DagError(
+            yield DagError(
                 f"{node} reads {others[0]} by episode, below {sampler}, of which each draw is an episode of "
                 f"its own. Let {sampler.id!r} depend on {node.id!r} instead."
             )
 
 
-def check_writers(nodes: Nodes) -> dict[FieldKey, str]:
-    """The one writer of each field. DagError for a field written twice, or written over the loader's."""
-    writers: dict[FieldKey, str] = {}
+def check_writers(nodes: Nodes) -> Iterator[UserError]:
+    """Each field has one writer, and none is written over the loader's."""
+    writers: dict[FieldKey, ResolvedNode] = {}
     for node in nodes.values():
         for key in node.writes:
             if key in writers:
-                both_rewards = is_reward(nodes[writers[key]]) and is_reward(node)
-                fix = "Remove one of the nodes, or give one another agent_group or other writes."
-                if both_rewards:
-                    fix = (
-                        "Give each a name by writes: [NAME], and add a node of role REWARD that adds them "
-                        "up: reads: [NAME, ...] (docs/rewards.md); or remove one."
-                    )
-                raise DagError(
-                    f"{nodes[writers[key]]} and {node} both write {key}: readers could not tell which to "
-                    f"take. {fix}"
+                yield DagError(
+                    f"{writers[key]} and {node} both write {key}: readers could not tell which to take. "
+                    f"{_one_writer(writers[key], node)}"
                 )
             if key.name in PROMPT_FIELDS and not node.op.is_rollout:
-                raise DagError(f"{node} writes {key}, which comes with the prompts. Choose another name.")
-            writers[key] = node.id
-    return writers
+                yield DagError(f"{node} writes {key}, which comes with the prompts. Choose another name.")
+            writers.setdefault(key, node)
 
 
-def check_readers(kept: Iterable[ResolvedNode], nodes: Nodes, graph: Graph) -> None:
-    """DagError unless what a kept node reads comes with the prompts or from a node above it."""
+def _one_writer(one: ResolvedNode, other: ResolvedNode) -> str:
+    """What makes two writers of a field one."""
+    if is_reward(one) and is_reward(other):
+        return (
+            "Give each a name by writes: [NAME], and add a node of role REWARD that adds them up: "
+            "reads: [NAME, ...] (docs/rewards.md); or remove one."
+        )
+    renamed = next((node for node in (other, one) if node.spec.executable_ref is not None), None)
+    if renamed is None:
+        return "Remove one of the nodes."
+    return f"Remove one of the nodes, or give {renamed.id!r} other writes."
+
+
+def check_readers(kept: Iterable[ResolvedNode], nodes: Nodes, graph: Graph) -> Iterator[UserError]:
+    """What a kept node reads comes with the prompts or from a node above it; said once for each fix."""
     ancestors = graph.ancestors()
     writers = {key: node for node in nodes.values() for key in node.writes}
     agents = {node.agent for node in nodes.values()}
     for node in kept:
+        fixes: set[str] = set()
         for key in node.reads:
-            if key.agent not in agents:
-                raise DagError(
-                    f"{node} reads {key}, but the DAG has no agent {key.agent}: its agents are "
-                    f"{sorted(agents)}."
-                )
             writer = writers.get(key)
-            if key.name in PROMPT_FIELDS:
+            if key.name in PROMPT_FIELDS and key.agent in agents:
                 continue
-            if writer is not None and writer.id not in ancestors[node.id]:
-                raise DagError(
-                    f"{node} reads {key}, which {writer} writes, but does not depend on it: it could run "
-                    "first. "
-                    f"Add {writer.id!r} to the dependencies of {node.id!r}."
-                )
-            if writer is None:
-                raise DagError(
-                    f"{node} reads {key}, which no node writes. {_who_could_write(key, node, nodes)}"
-                )
+            if key.agent not in agents:
+                what = f"but the DAG has no agent {key.agent}: its agents are {sorted(agents)}."
+                fix = f"agent {key.agent}"
+            elif writer is None:
+                fix = _who_could_write(key, node, nodes)
+                what = f"which no node writes. {fix}"
+            elif writer.id not in ancestors[node.id]:
+                fix = f"Add {writer.id!r} to the dependencies of {node.id!r}."
+                what = f"which {writer} writes, but does not depend on it: it could run first. {fix}"
+            else:
+                continue
+            if fix not in fixes:
+                fixes.add(fix)
+                yield DagError(f"{node} reads {key}, {what}")
 
 
 def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from siirl.config import Config
+from siirl.config.checks import contradictions
 from siirl.dag.awake import check_awake, with_shares
 from siirl.dag.check import (
     check_agents,
@@ -25,6 +26,7 @@ from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
 from siirl.dag.idle_nodes import without_idle
 from siirl.dag.interactions import (
+    Interactions,
     check_agents_of,
     find_interactions,
     silent_nodes,
@@ -40,7 +42,8 @@ from siirl.dag.rounds import check_rounds
 from siirl.dag.serving import heads_of, place_interactions, serving_ranks
 from siirl.dag.spec import DagSpec, load_object
 from siirl.dag.yaml_file import load_dag_file
-from siirl.errors import DagError
+from siirl.errors import DagError, Place, UserError, joined
+from siirl.findings import Findings, ReadsBroken
 from siirl.parallel.placement import Ranks
 from siirl.types import Layout
 
@@ -84,36 +87,54 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
 
     Raises DagError, PlacementError, ConfigError or NotSupportedError, with the node and the fix.
     """
-    dag = with_filters(dag)
-    build_graph(dag)
-    dag, idle = without_idle(dag)
-    nodes = resolve_nodes(dag, cfg)
+    found = Findings(Place.WORKFLOW)
+    try:
+        compiled = _compile(dag, cfg, world_size, found)
+    except UserError as error:
+        found.add(error)
+        raise joined(found.problems) from error
+    except ReadsBroken:
+        found.close()
+        raise
+    found.close()
+    return compiled
+
+
+def _compile(dag: DagSpec, cfg: Config, world_size: int, found: Findings) -> tuple[Plan, dict[str, Config]]:
+    dag, idle = with_filters(dag), {}
+    with found.at():
+        build_graph(dag)
+        dag, idle = without_idle(dag)
+    nodes = resolve_nodes(dag, cfg, found)
+    if len(nodes) < len(dag.nodes):
+        found.close()
+        raise ReadsBroken
     dag = with_environments(dag, nodes)
-    full_graph, nodes = build_graph(dag), resolve_nodes(dag, cfg)
-    check_agents(nodes)
-    interactions = find_interactions(nodes, full_graph)
-    nodes = with_credit(with_interactions(nodes, interactions), full_graph)
-    check_writers(nodes)
-    check_agents_of(interactions, nodes)
+    full_graph, nodes = build_graph(dag), resolve_nodes(dag, cfg, found)
+    nodes, interactions = _with_interactions(nodes, full_graph, found)
     together = [{stage.node for stage in plan.stages} for plan in interactions.values()]
     pruned = prune(nodes, full_graph, cfg.trainer.rollout_only, together)
-    check_kept(nodes, pruned, cfg.trainer.rollout_only, interactions)
+    so_far = len(found)
+    found.take(check_kept(nodes, pruned, cfg.trainer.rollout_only, interactions))
     interactions = {entry: plan for entry, plan in interactions.items() if entry not in pruned}
     graph = full_graph.without(set(pruned))
     kept = {node_id: nodes[node_id] for node_id in graph.order}
-    check_critics(kept, graph)
-    check_sampling(kept, interactions)
-    check_resampling(kept, graph, interactions)
-    check_reward_models(nodes.values(), cfg)
-    check_reward_weights(nodes.values(), cfg)
-    check_readers(kept.values(), nodes, full_graph)
-
+    found.take(check_critics(kept, graph))
+    found.take(check_sampling(kept, interactions))
+    found.take(check_resampling(kept, graph, interactions))
+    found.take(check_reward_models(nodes.values(), cfg))
+    found.take(check_reward_weights(nodes.values(), cfg))
+    found.take(check_readers(kept.values(), nodes, full_graph))
+    of_run = {str(problem) for problem in contradictions(cfg)}
     for node in kept.values():
-        check_node_config(node)
-    models = plan_models(kept.values(), world_size)
+        found.take(check_node_config(node, of_run))
+    models = plan_models(kept.values(), world_size, found)
+    if len(found) > so_far:
+        found.close()
     interactions, models = place_interactions(interactions, models, kept)
     kept = with_shares(interactions, models, kept)
-    check_awake(interactions, models, {node_id: node.cfg for node_id, node in kept.items()})
+    with found.at():
+        check_awake(interactions, models, {node_id: node.cfg for node_id, node in kept.items()})
     links = plan_links(models, kept)
     agents = agent_rows(kept, interactions)
     table = LayoutTable()
@@ -123,16 +144,18 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
         for plan in interactions.values()
         for stage in plan.stages
     }
-    places = place_nodes(kept, graph, models, agents, table, world_size, drivers)
+    places = place_nodes(kept, graph, models, agents, table, world_size, drivers, found)
     emitted = {node_id: kept[node_id] for node_id in graph.order}
-    check_rounds(emitted, graph, places)
+    with found.at():
+        check_rounds(emitted, graph, places)
+    found.close()
     serving = {entry: serving_ranks(plan, models) for entry, plan in interactions.items()}
     sections = Sections(kept, table, links, interactions, serving)
     instructions = sections.emit(graph, places)
     validated = graph.without(set(kept) - _validated(kept))
     if any(node.op.changes_rows and not node.op.is_rollout for node in kept.values()):
         to_validate = {node_id: kept[node_id] for node_id in validated.order}
-        places = place_nodes(to_validate, validated, models, agents, table, world_size, drivers)
+        places = place_nodes(to_validate, validated, models, agents, table, world_size, drivers, found)
     validation = sections.emit(validated, places)
     turns = turns_of_training(kept)
     plan = Plan(
@@ -156,6 +179,23 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
         validation=validation,
     )
     return plan, {node_id: node.cfg for node_id, node in kept.items()}
+
+
+def _with_interactions(
+    nodes: dict[str, ResolvedNode], graph: Graph, found: Findings
+) -> tuple[dict[str, ResolvedNode], Interactions]:
+    """The nodes as parts of their interactions. Raises where later checks would only repeat what is wrong."""
+    so_far = len(found)
+    found.take(check_agents(nodes))
+    with found.at():
+        interactions = find_interactions(nodes, graph)
+        nodes = with_credit(with_interactions(nodes, interactions), graph)
+        found.take(check_writers(nodes))
+        check_agents_of(interactions, nodes)
+        if len(found) == so_far:
+            return nodes, interactions
+    found.close()
+    raise ReadsBroken
 
 
 def _validated(kept: dict[str, ResolvedNode]) -> set[str]:

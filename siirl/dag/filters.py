@@ -5,7 +5,8 @@ from typing import Any
 
 from siirl.dag.names import suggest
 from siirl.dag.spec import DagSpec, NodeSpec, dag_spec, node_spec
-from siirl.errors import DagError
+from siirl.errors import DagError, Place
+from siirl.findings import Findings
 
 _KEYS = ("fn", "reads")
 
@@ -16,11 +17,18 @@ def with_filters(dag: DagSpec) -> DagSpec:
     filter_plugin is "pkg.mod:fn", or {fn: "pkg.mod:fn", reads: [fields]}.
     """
     nodes: list[NodeSpec] = []
+    found = Findings(Place.WORKFLOW)
+    plugins: dict[str, dict[str, Any]] = {}
     for node in dag.nodes:
-        if node.filter_plugin is None:
+        if node.filter_plugin is not None:
+            with found.at():
+                plugins[node.node_id] = _plugin(node)
+    found.close()
+    for node in dag.nodes:
+        if node.node_id not in plugins:
             nodes.append(node)
             continue
-        plugin = _plugin(node)
+        plugin = plugins[node.node_id]
         entry: dict[str, Any] = {
             "node_id": f"{node.node_id}_filter",
             "node_type": "COMPUTE",

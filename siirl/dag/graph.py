@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from siirl.dag.spec import DagSpec
-from siirl.errors import DagError
+from siirl.errors import DagError, Place
+from siirl.findings import Findings
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,17 @@ def build_graph(dag: DagSpec) -> Graph:
     """The graph of a DAG. DagError for an unknown dependency or a cycle, which is printed node by node."""
     ids = [node.node_id for node in dag.nodes]
     known = set(ids)
-    for node in dag.nodes:
-        for dependency in node.dependencies:
-            if dependency not in known:
-                raise DagError(
-                    f"{node} depends on {dependency!r}, but the DAG has no such node. "
-                    f"{_likely(dependency, ids)}Add the node, or remove it from the dependencies."
-                )
+    found = Findings(Place.WORKFLOW)
+    found.take(
+        DagError(
+            f"{node} depends on {dependency!r}, but the DAG has no such node. "
+            f"{_likely(dependency, ids)}Add the node, or remove it from the dependencies."
+        )
+        for node in dag.nodes
+        for dependency in node.dependencies
+        if dependency not in known
+    )
+    found.close()
     return _graph(ids, {node.node_id: node.dependencies for node in dag.nodes})
 
 

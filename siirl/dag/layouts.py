@@ -10,6 +10,7 @@ from siirl.dag.interactions import Interactions
 from siirl.dag.models import ModelPlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import DagError, NotSupportedError, PlacementError
+from siirl.findings import Findings
 from siirl.parallel.placement import Ranks, format_ranks, parse_placement
 from siirl.types import Layout
 
@@ -131,13 +132,16 @@ def place_nodes(
     table: LayoutTable,
     world: int,
     drivers: dict[str, Ranks],
+    found: Findings,
 ) -> dict[str, Place]:
     """The layouts of every kept node, in execution order; graph holds kept nodes only.
 
-    drivers: rollout of an interaction -> the ranks that play it, which make its rows.
+    drivers: rollout of an interaction -> the ranks that play it, which make its rows. Rows that do not go
+    with a layout go to `found`.
     """
     above = graph.ancestors()
     places: dict[str, Place] = {}
+    dealt: set[tuple] = set()
     for node_id in graph.order:
         node = kept[node_id]
         agent = _data_agent(node, agents)
@@ -155,11 +159,13 @@ def place_nodes(
         if node.op.changes_rows:
             target = replace(source, rowset=f"agent_{agent}.{_level([*changers, node])}")
         places[node_id] = Place(table.add(source), table.add(target), agent, len(changers))
-        check_groups(node, source)
-        check_joins(node, source, kept, places, table)
-        check_rows_pair(node, agent, source, agents, kept)
-        if rows is not None:
-            _check_full(node, source, rows)
+        with found.at():
+            check_groups(node, source)
+            check_joins(node, source, kept, places, table)
+            check_rows_pair(node, agent, source, agents, kept)
+            if rows is not None and _dealing(source) not in dealt:
+                dealt.add(_dealing(source))
+                _check_full(node, source, rows)
     return places
 
 
@@ -221,6 +227,11 @@ def _compute_layout(
     if found.rowset != rowset or node.op.split == "group":
         return Layout(found.ranks, found.shards, rowset)
     return found
+
+
+def _dealing(layout: Layout) -> tuple:
+    """How rows are dealt to shards: what fills them for one node fills them for another."""
+    return layout.ranks, layout.shards, layout.split, layout.mini_batch_rows
 
 
 def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:

@@ -32,6 +32,7 @@ from siirl.dag.ops import FROZEN_TURNS, ModelRole
 from siirl.dag.plan import LinkPlan, ModelPlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
+from siirl.findings import Findings, ReadsBroken
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.megatron_groups import megatron_groups
 from siirl.parallel.placement import Ranks, format_ranks, parse_placement
@@ -243,13 +244,18 @@ def backend_of(model: ModelPlan) -> Backend:
     return (ROLLOUT_BACKENDS if model.role in SAMPLERS else TRAIN_BACKENDS)[model.backend]
 
 
-def plan_models(kept: Iterable[ResolvedNode], world_size: int) -> dict[str, ModelPlan]:
-    """Name -> model, in execution order of the first node that uses it."""
+def plan_models(kept: Iterable[ResolvedNode], world_size: int, found: Findings) -> dict[str, ModelPlan]:
+    """Name -> model, in execution order of the first node that uses it; what is wrong goes to `found`."""
     users: dict[str, list[ResolvedNode]] = {}
     for node in kept:
         if node.model is not None:
             users.setdefault(node.model, []).append(node)
-    models = {name: _plan_model(name, nodes, world_size) for name, nodes in users.items()}
+    models: dict[str, ModelPlan] = {}
+    for name, of_model in users.items():
+        with found.at():
+            models[name] = _plan_model(name, of_model, world_size)
+    if len(models) < len(users):
+        raise ReadsBroken
     nodes = {node.id: node for nodes in users.values() for node in nodes}
     _check_policies_agree(models, nodes)
     return with_bases(models | _weight_sources(models, nodes), nodes)

@@ -6,7 +6,8 @@ from typing import Any
 
 from siirl.dag.names import suggest
 from siirl.dag.spec import DagSpec, NodeSpec, dag_spec
-from siirl.errors import DagError
+from siirl.errors import DagError, Place
+from siirl.findings import Findings
 
 
 def with_node_config(dag: DagSpec, node_config: Mapping[str, Any]) -> DagSpec:
@@ -18,17 +19,23 @@ def with_node_config(dag: DagSpec, node_config: Mapping[str, Any]) -> DagSpec:
     if not node_config:
         return dag
     ids = [node.node_id for node in dag.nodes]
+    found = Findings(Place.WORKFLOW)
     for node_id, config in node_config.items():
         if node_id not in ids:
-            raise DagError(
-                f"dag.node_config names the node {node_id!r}, which DAG {dag.dag_id!r} does not have. "
-                f"{suggest(node_id, ids)}"
+            found.add(
+                DagError(
+                    f"dag.node_config names the node {node_id!r}, which DAG {dag.dag_id!r} does not have. "
+                    f"{suggest(node_id, ids)}"
+                )
             )
-        if not isinstance(config, Mapping):
-            raise DagError(
-                f"dag.node_config.{node_id} = {config!r} is no map of keys to values. Write "
-                f"dag.node_config.{node_id}.KEY=VALUE."
+        elif not isinstance(config, Mapping):
+            found.add(
+                DagError(
+                    f"dag.node_config.{node_id} = {config!r} is no map of keys to values. Write "
+                    f"dag.node_config.{node_id}.KEY=VALUE."
+                )
             )
+    found.close()
     nodes = [
         replace(node, config=node.config | _flat(node_config.get(node.node_id, {}), _keeps_maps(node)))
         for node in dag.nodes

@@ -1,19 +1,20 @@
 """Each node's configuration: the run's, with the overrides of the node applied."""
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config import Config, with_overrides
-from siirl.config.checks import check_config
+from siirl.config import Config
+from siirl.config.checks import contradictions
 from siirl.config.resolve import get
 from siirl.config.root import TOP_GROUPS, all_keys
+from siirl.config.tree import is_known, overridden
 from siirl.config.values import SECRET_KEYS
 from siirl.dag.ops import OpSpec, op_under
 from siirl.dag.spec import DagSpec, NodeSpec
-from siirl.errors import DagError, NotSupportedError, UserError
+from siirl.errors import DagError, NotSupportedError, Place, UserError, reworded
+from siirl.findings import Findings
 from siirl.types import FieldKey
 
 _GROUP_OF_ROLE = {
@@ -77,27 +78,46 @@ class ResolvedNode:
         return str(self.spec)
 
 
-def resolve_nodes(dag: DagSpec, cfg: Config) -> dict[str, ResolvedNode]:
-    """Every node of the DAG with op and configuration, in the order of declaration. Errors name the node."""
-    own = {node.node_id: _absolute_keys(node) for node in dag.nodes}
+def resolve_nodes(dag: DagSpec, cfg: Config, found: Findings) -> dict[str, ResolvedNode]:
+    """The nodes of the DAG with op and configuration, in the order of declaration.
+
+    What is wrong goes to `found`, with the name of its node. A node without an op or fields is left out; in
+    the configuration of the others, keys with a wrong value are broken.
+    """
+    own = {node.node_id: _absolute_keys(node, found) for node in dag.nodes}
     shared: dict[int, dict[str, Any]] = {}
     for node in dag.nodes:
         if node.node_role == "ROLLOUT":
             wide = {key: value for key, value in own[node.node_id][0].items() if key.startswith(AGENT_WIDE)}
             shared.setdefault(node.agent_group, {}).update(wide)
-    return {
-        node.node_id: _resolve(node, cfg, shared.get(node.agent_group, {}), *own[node.node_id])
-        for node in dag.nodes
-    }
+    nodes: dict[str, ResolvedNode] = {}
+    said: set[str] = set()
+    for node in sorted(dag.nodes, key=lambda node: node.node_role != "ROLLOUT"):
+        with found.at():
+            wide = shared.get(node.agent_group, {})
+            nodes[node.node_id] = _resolve(node, cfg, wide, *own[node.node_id], found, said)
+    return {node.node_id: nodes[node.node_id] for node in dag.nodes if node.node_id in nodes}
 
 
 def _resolve(
-    node: NodeSpec, cfg: Config, shared: dict[str, Any], own: dict[str, Any], options: dict[str, Any]
+    node: NodeSpec,
+    cfg: Config,
+    shared: dict[str, Any],
+    own: dict[str, Any],
+    options: dict[str, Any],
+    found: Findings,
+    said: set[str],
 ) -> ResolvedNode:
-    _refuse_later(node)
+    """said: what was found in overrides that several nodes share, which is said of the first one."""
+    found.take(_later(node))
     overrides = {**shared, **own}
-    with _naming(node):
-        node_cfg = with_overrides(cfg, overrides) if overrides else cfg
+    wrong = Findings()
+    node_cfg = overridden(cfg, overrides, wrong)
+    for problem in wrong.problems:
+        if str(problem) not in said:
+            said.add(str(problem))
+            found.add(_named(problem, node))
+    overrides = {key: value for key, value in overrides.items() if is_known(key)}
     _refuse_secrets(node, cfg, node_cfg)
     op = op_under(node, node_cfg)
     return ResolvedNode(
@@ -123,14 +143,17 @@ def _secret_keys() -> tuple[str, ...]:
     return tuple(name for name in all_keys() if name.endswith(SECRET_KEYS))
 
 
-def check_node_config(node: ResolvedNode) -> None:
-    """ConfigError, with the node's name, if its overrides make a configuration that contradicts itself."""
+def check_node_config(node: ResolvedNode, of_run: Collection[str] = ()) -> Iterator[UserError]:
+    """What is wrong, with the node's name, if its overrides make a configuration that contradicts itself.
+
+    of_run: the contradictions of the run's own configuration, which are not repeated.
+    """
     if node.overrides:
-        with _naming(node.spec):
-            check_config(node.cfg)
+        problems = contradictions(node.cfg)
+        yield from (_named(problem, node.spec) for problem in problems if str(problem) not in of_run)
 
 
-def _absolute_keys(node: NodeSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+def _absolute_keys(node: NodeSpec, found: Findings) -> tuple[dict[str, Any], dict[str, Any]]:
     """(overrides under absolute keys, options of a custom node's function or an environment)."""
     group = _GROUP_OF_ROLE.get(node.node_role)
     overrides: dict[str, Any] = {}
@@ -138,45 +161,47 @@ def _absolute_keys(node: NodeSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     for key, value in node.config.items():
         first = str(key).partition(".")[0]
         if first in _WHOLE_RUN:
-            raise DagError(
-                f"{node}: config {key!r} holds for the whole run, not for one node. "
-                f"Set {key}={value} on the command line."
+            found.add(
+                DagError(
+                    f"{node}: config {key!r} holds for the whole run, not for one node. "
+                    f"Set {key}={value} on the command line."
+                )
             )
-        if first in TOP_GROUPS:
+        elif first in TOP_GROUPS:
             overrides[key] = value
         elif group is not None:
             overrides[f"{group}.{key}"] = value
         else:
             options[key] = value
-    if options and node.executable_ref is None and node.node_type != "ENV_INTERACT":
-        raise DagError(
-            f"{node}: config {next(iter(options))!r} is no key. Start it with {', '.join(TOP_GROUPS)}."
+    if node.executable_ref is None and node.node_type != "ENV_INTERACT":
+        found.take(
+            DagError(f"{node}: config {key!r} is no key. Start it with {', '.join(TOP_GROUPS)}.")
+            for key in options
         )
     return overrides, options
 
 
-def _refuse_later(node: NodeSpec) -> None:
+def _later(node: NodeSpec) -> Iterator[UserError]:
     later = {
         "max_lag": (node.max_lag, "rollouts that run ahead of training"),
     }
     for key, (value, feature) in later.items():
         if value:
-            raise NotSupportedError(f"not supported yet: {node}: {key} = {value!r}: {feature}. Remove it.")
+            yield NotSupportedError(f"not supported yet: {node}: {key} = {value!r}: {feature}. Remove it.")
 
 
-@contextmanager
-def _naming(node: NodeSpec) -> Iterator[None]:
-    """Configuration errors raised inside name the node; "not supported yet: " stays in front."""
-    try:
-        yield
-    except UserError as error:
-        prefix, message = "not supported yet: ", str(error)
-        named = (
-            f"{prefix}{node}: {message[len(prefix) :]}"
-            if message.startswith(prefix)
-            else f"{node}: {message}"
-        )
-        raise type(error)(named) from None
+def _named(error: UserError, node: NodeSpec) -> UserError:
+    """The error with the node's name; "not supported yet: " stays in front."""
+    prefix = "not supported yet: "
+
+    def named(message: str) -> str:
+        if message.startswith(prefix):
+            return f"{prefix}{node}: {message[len(prefix) :]}"
+        return f"{node}: {message}"
+
+    error = reworded(error, named)
+    error.place = Place.WORKFLOW
+    return error
 
 
 def _key(name: str, node: NodeSpec) -> FieldKey:

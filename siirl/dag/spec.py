@@ -12,7 +12,8 @@ from typing import Any
 
 from siirl.dag.names import suggest
 from siirl.dag.user_code import import_problem, split_reference
-from siirl.errors import DagError
+from siirl.errors import DagError, Place
+from siirl.findings import Findings
 
 NODE_TYPES = (
     "COMPUTE",
@@ -114,13 +115,17 @@ def dag_spec(dag_id: str, nodes: list[NodeSpec], description: str = "") -> DagSp
     """A DagSpec of nodes whose ids differ, else DagError."""
     if not nodes:
         raise DagError(f"DAG {dag_id!r} has no nodes: nothing would run. Add nodes under `nodes`.")
+    found = Findings(Place.WORKFLOW)
     seen: set[str] = set()
     for node in nodes:
         if node.node_id in seen:
-            raise DagError(
-                f"node id {node.node_id!r} is used twice in DAG {dag_id!r}: rename one of the two nodes."
+            found.add(
+                DagError(
+                    f"node id {node.node_id!r} is used twice in DAG {dag_id!r}: rename one of the two nodes."
+                )
             )
         seen.add(node.node_id)
+    found.close()
     return DagSpec(dag_id, tuple(nodes), description)
 
 
@@ -135,30 +140,19 @@ def node_spec(entry: dict[str, Any]) -> NodeSpec:
         )
     who = f"node {node_id!r}"
     known = [f.name for f in fields(NodeSpec)]
-    for key in entry:
-        if key not in known:
-            raise DagError(f"{who} has the unknown key {key!r}. {suggest(key, known)}")
-    if "node_type" not in entry:
-        raise DagError(f"{who} has no node_type. Set one of {', '.join(NODE_TYPES)}.")
-    values = {key: value for key, value in entry.items() if value is not None}
-    for key, choices in (("node_type", NODE_TYPES), ("node_role", NODE_ROLES)):
-        if key in values:
-            values[key] = _choice(values[key], choices, key, who)
-    for key in ("dependencies", "reads", "writes"):
-        if key in values:
-            values[key] = _names(values[key], key, who)
-    for key, kind, meaning in _KINDS:
-        if key in values and (
-            not isinstance(values[key], kind) or isinstance(values[key], bool) != (kind is bool)
-        ):
-            raise DagError(f"{who}: {key} = {values[key]!r} is not {meaning}. Write {key} as {meaning}.")
-    if values.get("agent_group", 0) < 0:
-        raise DagError(f"{who}: agent_group = {values['agent_group']}: agents are numbered from 0.")
-    for key in ("config", "agent_options", "loop", "placement"):
-        if key in values:
-            values[key] = _plain(values[key], key, who)
-    if "executable_ref" in values:
-        values["executable_ref"] = _reference(values["executable_ref"], who)
+    found = Findings(Place.WORKFLOW)
+    found.take(
+        DagError(f"{who} has the unknown key {key!r}. {suggest(key, known)}")
+        for key in entry
+        if key not in known
+    )
+    values = {key: value for key, value in entry.items() if value is not None and key in known}
+    if "node_type" not in values:
+        found.add(DagError(f"{who} has no node_type. Set one of {', '.join(NODE_TYPES)}."))
+    for key in values:
+        with found.at():
+            values[key] = _checked(values[key], key, who)
+    found.close()
     return NodeSpec(**_options_in_config(values, who))
 
 
@@ -192,15 +186,33 @@ def _options_in_config(values: dict[str, Any], who: str) -> dict[str, Any]:
     return {**values, "config": config, "agent_options": left or None}
 
 
-_KINDS = (
-    ("only_forward_compute", bool, "true or false"),
-    ("agent_group", int, "a whole number"),
-    ("config", dict, "a mapping of dotted keys to values"),
-    ("executable_ref", str, 'text like "pkg.mod:fn"'),
-    ("agent_options", dict, "a mapping"),
-    ("loop", dict, "a mapping like {to: NODE, max_turns: 4}"),
-    ("max_lag", int, "a whole number"),
-)
+def _checked(value: Any, key: str, who: str) -> Any:
+    """The value of a key of a node as a NodeSpec has it. DagError if it is none."""
+    if key in _CHOICES:
+        return _choice(value, _CHOICES[key], key, who)
+    if key in ("dependencies", "reads", "writes"):
+        return _names(value, key, who)
+    if key in _KINDS:
+        kind, meaning = _KINDS[key]
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+            raise DagError(f"{who}: {key} = {value!r} is not {meaning}. Write {key} as {meaning}.")
+    if key == "agent_group" and value < 0:
+        raise DagError(f"{who}: agent_group = {value}: agents are numbered from 0.")
+    if key in ("config", "agent_options", "loop", "placement", "filter_plugin"):
+        return _plain(value, key, who)
+    return _reference(value, who) if key == "executable_ref" else value
+
+
+_CHOICES = {"node_type": NODE_TYPES, "node_role": NODE_ROLES}
+_KINDS = {
+    "only_forward_compute": (bool, "true or false"),
+    "agent_group": (int, "a whole number"),
+    "config": (dict, "a mapping of dotted keys to values"),
+    "executable_ref": (str, 'text like "pkg.mod:fn"'),
+    "agent_options": (dict, "a mapping"),
+    "loop": (dict, "a mapping like {to: NODE, max_turns: 4}"),
+    "max_lag": (int, "a whole number"),
+}
 
 
 def load_object(reference: str, who: str, kind: str = "function") -> Any:

@@ -7,7 +7,8 @@ import yaml
 
 from siirl.dag.names import suggest
 from siirl.dag.spec import DagSpec, dag_spec, node_spec
-from siirl.errors import DagError
+from siirl.errors import DagError, Place, reworded
+from siirl.findings import Findings
 
 _TOP_KEYS = ("dag_id", "description", "global_config", "nodes")
 
@@ -25,6 +26,11 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise DagError(
+                    f"a key is no text, but a list or a mapping (line {key.start_mark.line + 1}): was a "
+                    "template, as in {{NAME}}, not filled in? Write a name, in quotes if it has braces."
+                )
             if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
                 raise DagError(
                     f"key {key.value!r} is written twice (line {key.start_mark.line + 1}): remove one."
@@ -46,7 +52,7 @@ def load_dag_file(path: str | Path) -> DagSpec:
     try:
         return parse_dag(text)
     except DagError as error:
-        raise DagError(f"DAG file {str(file)!r}: {error}") from None
+        raise reworded(error, lambda message: f"DAG file {str(file)!r}: {message}") from None
 
 
 def parse_dag(text: str) -> DagSpec:
@@ -61,19 +67,25 @@ def parse_dag(text: str) -> DagSpec:
         raise DagError(f"it is not YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(raw, dict):
         raise DagError("it holds no mapping. Start with dag_id: NAME and nodes: [...].")
+    found = Findings(Place.WORKFLOW)
     for key in raw:
         holds_anchor = isinstance(raw[key], dict) and str(key).endswith("_config")
         if key not in _TOP_KEYS and not holds_anchor:
-            raise DagError(f"unknown key {key!r}. {suggest(key, _TOP_KEYS)}")
+            found.add(DagError(f"unknown key {key!r}. {suggest(key, _TOP_KEYS)}"))
     dag_id, entries = raw.get("dag_id"), raw.get("nodes")
     if not isinstance(dag_id, str) or not dag_id:
-        raise DagError(f"dag_id = {dag_id!r} is no name. Add dag_id: NAME.")
+        found.add(DagError(f"dag_id = {dag_id!r} is no name. Add dag_id: NAME."))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise DagError(
-            "`nodes` is not a list of mappings. Write nodes: [{node_id: ..., node_type: ...}, ...]."
+        found.add(
+            DagError("`nodes` is not a list of mappings. Write nodes: [{node_id: ..., node_type: ...}, ...].")
         )
-    resolved = [_resolve(entry, raw.get("global_config") or {}) for entry in entries]
-    return dag_spec(dag_id, [node_spec(entry) for entry in resolved], str(raw.get("description") or ""))
+        entries = []
+    nodes = []
+    for entry in entries:
+        with found.at():
+            nodes.append(node_spec(_resolve(entry, raw.get("global_config") or {})))
+    found.close()
+    return dag_spec(str(dag_id), nodes, str(raw.get("description") or ""))
 
 
 def _resolve(value: Any, global_config: dict[str, Any]) -> Any:

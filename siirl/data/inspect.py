@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from siirl.config import Config
-from siirl.errors import DataError
+from siirl.errors import DataError, Place
+from siirl.findings import Findings
 
 GROUND_TRUTH_KEY = "reward_model"
 EXTRA_KEY = "extra_info"
@@ -17,22 +18,25 @@ EXTRA_KEY = "extra_info"
 def inspect_data(cfg: Config) -> dict[str, int]:
     """Number of rows of the files that this run reads, as {"train": ..., "val": ...}, each if it is read.
 
-    DataError if a file or column is missing or malformed, or the training files hold less than one batch. The
-    column `reward_model` may be missing when the user's own reward function does the scoring.
+    DataError if files or columns are missing or malformed, or the training files hold less than one batch.
+    The column `reward_model` may be missing when the user's own reward function does the scoring.
     """
     required = [cfg.data.reward_fn_key]
     if cfg.custom_reward_function.path is None:
         required.append(GROUND_TRUTH_KEY)
-    counts = {}
-    if "train" in splits_read(cfg):
-        counts["train"] = inspect_files(cfg.data.train_files, cfg.data.prompt_key, required)
-        if counts["train"] < cfg.data.train_batch_size:
+    counts: dict[str, int] = {}
+    found = Findings(Place.DATA)
+    for split in splits_read(cfg):
+        with found.at():
+            files = cfg.data.train_files if split == "train" else cfg.data.val_files
+            counts[split] = inspect_files(files, cfg.data.prompt_key, required)
+    with found.at():
+        if counts.get("train", cfg.data.train_batch_size) < cfg.data.train_batch_size:
             raise DataError(
                 f"data.train_files hold {counts['train']} prompts, data.train_batch_size is "
                 f"{cfg.data.train_batch_size}: there is not one full batch. Lower the batch size or add data."
             )
-    if "val" in splits_read(cfg):
-        counts["val"] = inspect_files(cfg.data.val_files, cfg.data.prompt_key, required)
+    found.close()
     return counts
 
 
@@ -79,10 +83,13 @@ def inspect_files(
     rows.
     """
     num_rows = 0
+    found = Findings(Place.DATA)
     for path in list_files(files):
-        parquet = open_parquet(path)
-        check_columns(path, parquet.schema_arrow, prompt_key, required)
-        num_rows += parquet.metadata.num_rows
+        with found.at():
+            parquet = open_parquet(path)
+            check_columns(path, parquet.schema_arrow, prompt_key, required)
+            num_rows += parquet.metadata.num_rows
+    found.close()
     if num_rows == 0:
         raise DataError(
             f"no rows in {_names(files)}: the dataset is empty. Check how the files were written."
@@ -95,10 +102,12 @@ def list_files(files: str | Sequence[str]) -> list[Path]:
     paths = [Path(name).expanduser() for name in ([files] if isinstance(files, str) else files)]
     if not paths:
         raise DataError("no dataset files given. Set data.train_files and data.val_files to parquet files.")
+    found = Findings(Place.DATA)
     for path in paths:
         if not path.is_file():
             what = "is a directory" if path.is_dir() else "does not exist"
-            raise DataError(f"dataset file {path} {what}: expected a parquet file. {_near_files(path)}")
+            found.add(DataError(f"dataset file {path} {what}: expected a parquet file. {_near_files(path)}"))
+    found.close()
     return paths
 
 
@@ -112,24 +121,49 @@ def open_parquet(path: Path) -> pq.ParquetFile:
 
 def check_columns(path: Path, schema: pa.Schema, prompt_key: str, required: Sequence[str]) -> None:
     """DataError: a column is missing, the prompt is no chat and no text, or a value is not JSON."""
-    for name in (prompt_key, *required):
+    found = Findings(Place.DATA)
+    found.take(_column_problems(path, schema, prompt_key, required))
+    found.close()
+
+
+def _column_problems(
+    path: Path, schema: pa.Schema, prompt_key: str, required: Sequence[str]
+) -> Iterator[DataError]:
+    for name in dict.fromkeys((prompt_key, *required)):
         if name not in schema.names:
             near = difflib.get_close_matches(name, schema.names, n=1)
             hint = f"Did you mean {near[0]!r}?" if near else "Set data.prompt_key or data.reward_fn_key."
-            raise DataError(f"{path} has no column {name!r}: it has {', '.join(schema.names)}. {hint}")
-    prompt = schema.field(prompt_key).type
-    if not (_is_text(prompt) or _is_chat(prompt)):
-        raise DataError(
-            f"{path}: column {prompt_key!r} has type {prompt}: a prompt is a list of {{role, content}} "
-            "messages with text content, or a plain string. Convert the column."
+            yield DataError(f"{path} has no column {name!r}: it has {', '.join(schema.names)}. {hint}")
+    read = [
+        n for n in dict.fromkeys((prompt_key, *required, GROUND_TRUTH_KEY, EXTRA_KEY)) if n in schema.names
+    ]
+    for name in read:
+        if schema.names.count(name) > 1:
+            yield DataError(
+                f"{path} has {schema.names.count(name)} columns {name!r}: nothing says which one is meant. "
+                "Rename or drop the others."
+            )
+            return
+    if prompt_key in read and not (
+        _is_text(schema.field(prompt_key).type) or _is_chat(schema.field(prompt_key).type)
+    ):
+        yield DataError(
+            f"{path}: column {prompt_key!r} has type {schema.field(prompt_key).type}: a prompt is a list of "
+            "{role, content} messages with text content, or a plain string. Convert the column."
         )
-    for name in (*required, GROUND_TRUTH_KEY, EXTRA_KEY):
-        if name in schema.names:
-            for where, kind in _foreign_leaves(name, schema.field(name).type):
-                raise DataError(
-                    f"{path}: {where} has type {kind}: rows travel between workers as JSON. "
-                    "Store it as a string or a number."
-                )
+    for name in read:
+        kind = schema.field(name).type
+        if name == GROUND_TRUTH_KEY and not (pa.types.is_struct(kind) or pa.types.is_null(kind)):
+            yield DataError(
+                f"{path}: column {name!r} has type {kind}: it is read as a struct with the field "
+                "ground_truth. Store {'ground_truth': ...} in it."
+            )
+            continue
+        for where, leaf in _foreign_leaves(name, kind) if name != prompt_key else ():
+            yield DataError(
+                f"{path}: {where} has type {leaf}: rows travel between workers as JSON. "
+                "Store it as a string or a number."
+            )
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -236,12 +236,13 @@ def num_positions(config: dict[str, Any]) -> int | None:
 
 def check_tokenizer(cfg: Config) -> None:
     """DataError unless the tokenizer of data.tokenizer, or else of the model, has its files."""
-    source = Path(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path).expanduser()
-    if not source.is_dir():
+    tokenizer = cfg.data.tokenizer
+    if tokenizer and not Path(tokenizer).expanduser().is_dir():
         raise DataError(
-            f"{_here()}: data.tokenizer={cfg.data.tokenizer}: there is no such directory. Correct the path."
+            f"{_here()}: data.tokenizer={tokenizer}: there is no such directory. Correct the path."
         )
-    check_tokenizer_files(source)
+    model = cfg.actor_rollout_ref.model.path
+    check_tokenizer_files(Path(tokenizer).expanduser() if tokenizer else model_dir(model))
 
 
 def _why_no_weights(path: Path) -> str:

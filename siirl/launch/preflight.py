@@ -15,7 +15,7 @@ from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLE_GROUPS, SAMPLERS, model_key, normalizes_weights, role_group, role_model
 from siirl.dag.arguments import user_errors
 from siirl.dag.ops import policy_loss_name, score_names
-from siirl.dag.plan import Plan
+from siirl.dag.plan import ModelPlan, Plan
 from siirl.dag.signatures import Call
 from siirl.dag.user_code import check_reference
 from siirl.data.inspect import data_sources, inspect_data
@@ -23,7 +23,8 @@ from siirl.data.local_models import on_hub, with_local_models
 from siirl.data.model_files import check_model_files, check_tokenizer
 from siirl.data.recorded import check_recorded
 from siirl.engines.rollout.vllm_version import vllm_version
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, Place
+from siirl.findings import Findings
 from siirl.launch.job import Job
 from siirl.launch.run_folder import refuse_used
 from siirl.rewards.choose import RewardChooser
@@ -32,81 +33,131 @@ from siirl.rewards.user_function import check_user_function
 
 
 def preflight(cfg: Config, plan: Plan) -> None:
-    """UserError for data, models, user code and directories that the run would trip over later.
+    """UserError for data, models, user code and directories that the run would trip over later, all at once.
 
     Runs nothing of the user's and needs no torch; reads metadata, and the data sources of the prompts.
-    Models that are named as on a hub are downloaded first.
+    Models that are named as on a hub are downloaded, if nothing else is wrong.
     """
-    check_code(plan, {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()})
-    plan = with_local_models(cfg, plan)
-    check_inputs(plan, {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()})
-    check_writable(Path(cfg.trainer.output_dir).expanduser(), "trainer.output_dir")
-    if cfg.trainer.dump_rollouts_dir:
-        check_writable(Path(cfg.trainer.dump_rollouts_dir).expanduser(), "trainer.dump_rollouts_dir")
-    if cfg.trainer.save_freq > 0:
-        check_writable(Path(cfg.trainer.default_local_dir).expanduser())
-    check_resumed(cfg)
+    found = Findings()
+    check_code(plan, {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}, found)
+    check_folders(cfg, found)
+    with found.at(Place.MODELS):
+        plan = plan if len(found) else with_local_models(cfg, plan)
+    node_cfgs = {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}
+    check_inputs(plan, node_cfgs, found)
+    found.close()
 
 
-def check_code(plan: Plan, node_cfgs: Mapping[str, Config]) -> None:
-    """UserError for code of the user's that cannot be called as it will be, by its source text.
+def check_folders(cfg: Config, found: Findings) -> None:
+    """Folders that the run writes to, and the checkpoint that it is told to resume from."""
+    trainer = cfg.trainer
+    with found.at(Place.MACHINE):
+        check_writable(Path(trainer.output_dir).expanduser(), "trainer.output_dir")
+    with found.at(Place.MACHINE):
+        if trainer.dump_rollouts_dir:
+            check_writable(Path(trainer.dump_rollouts_dir).expanduser(), "trainer.dump_rollouts_dir")
+    with found.at(Place.MACHINE):
+        if trainer.save_freq > 0:
+            check_writable(Path(trainer.default_local_dir).expanduser())
+    check_resumed(cfg, found)
+
+
+def check_code(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
+    """What is wrong with code of the user's, by its source text: it cannot be called as it will be.
 
     node_cfgs: the configuration of each node. The same on every machine that has the code.
     """
-    check_tools(plan, node_cfgs)
+    check_tools(plan, node_cfgs, found)
     for name, node in plan.nodes.items():
         cfg = node_cfgs[name]
-        if node.op == "actor_train" and ":" in policy_loss_name(cfg):
-            check_reference(policy_loss_name(cfg), f"node {name!r}: policy_loss.loss_mode")
+        loss = policy_loss_name(cfg)
+        with found.at(Place.WORKFLOW):
+            if node.op == "actor_train" and ":" in loss:
+                check_reference(loss, f"node {name!r}: policy_loss.loss_mode")
         for function in cfg.algorithm.credit.group_by if node.op == "advantage" else ():
-            if ":" in function:
-                check_reference(function, f"node {name!r}: algorithm.credit.group_by", Call(("keys",)))
-        if node.executable is not None:
-            check_reference(node.executable, f"node {name!r}: executable_ref", Call(("context", "rows")))
+            with found.at(Place.WORKFLOW):
+                if ":" in function:
+                    check_reference(function, f"node {name!r}: algorithm.credit.group_by", Call(("keys",)))
+        with found.at(Place.WORKFLOW):
+            if node.executable is not None:
+                check_reference(node.executable, f"node {name!r}: executable_ref", Call(("context", "rows")))
         if node.op in ("function_reward", "baseline_reward"):
-            check_user_function(cfg)
-            RewardChooser(cfg)
-        if node.op in ("judge_reward", "judge_service"):
-            check_judge(cfg)
+            check_reward_code(cfg, found)
+        with found.at(Place.REWARDS):
+            if node.op in ("judge_reward", "judge_service"):
+                check_judge(cfg)
 
 
-def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config]) -> None:
-    """UserError for data, models and packages that a run on this machine lacks.
+def check_reward_code(cfg: Config, found: Findings) -> None:
+    """The user's own reward function, and the choice of functions by data source."""
+    with found.at(Place.REWARDS):
+        check_user_function(cfg)
+    with found.at(Place.REWARDS):
+        RewardChooser(cfg)
+
+
+def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
+    """Data, models and packages that a run on this machine lacks.
 
     Reads metadata, and the data sources of the prompts. A model that is named as on a hub is left out.
     """
+    so_far = len(found)
     for loader in plan.loaders.values():
-        inspect_data(node_cfgs[loader.node])
+        with found.at(Place.DATA):
+            inspect_data(node_cfgs[loader.node])
+    if len(found) == so_far:
+        check_sources(plan, node_cfgs, found)
     for model in plan.models.values():
-        if not on_hub(role_model(node_cfgs[model.node], model.role).path):
-            check_model_files(node_cfgs[model.node], model.role)
-        if model.role not in SAMPLERS:
-            check_packages(node_cfgs[model.node], model.role)
-        if model.backend == "vllm":
-            vllm_version()
+        check_model(node_cfgs[model.node], model, found)
     for name, node in plan.nodes.items():
         cfg = node_cfgs[name]
-        if not on_hub(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path):
-            check_tokenizer(cfg)
-        if node.op in ("function_reward", "baseline_reward"):
-            check_data_sources(cfg)
-        if node.op == "combine_rewards":
-            check_weights(cfg, [key.name for key in plan.run_of(name).reads])
-        if node.op == "replay":
-            check_recorded(cfg, node.agent)
+        with found.at(Place.MODELS):
+            if not on_hub(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path):
+                check_tokenizer(cfg)
+        with found.at(Place.DATA):
+            if node.op == "replay":
+                check_recorded(cfg, node.agent)
 
 
-def check_resumed(cfg: Config) -> None:
-    """ConfigError unless the checkpoint that the run is told to resume from is there, and the folder of
-    checkpoints can be used, and holds no other run's results."""
+def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:
+    """The files of a model, and the packages that its engine needs."""
+    with found.at(Place.MODELS):
+        if not on_hub(role_model(cfg, model.role).path):
+            check_model_files(cfg, model.role)
+    with found.at(Place.MODELS):
+        if model.role not in SAMPLERS:
+            check_packages(cfg, model.role)
+    with found.at(Place.MODELS):
+        if model.backend == "vllm":
+            vllm_version()
+
+
+def check_sources(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
+    """Every data source of the prompts has its reward functions, and its weights."""
+    for name, node in plan.nodes.items():
+        cfg = node_cfgs[name]
+        with found.at(Place.REWARDS):
+            if node.op in ("function_reward", "baseline_reward"):
+                check_data_sources(cfg)
+            if node.op == "combine_rewards":
+                check_weights(cfg, [key.name for key in plan.run_of(name).reads])
+
+
+def check_resumed(cfg: Config, found: Findings) -> None:
+    """The checkpoint that the run is told to resume from is there, and the folder of checkpoints can be used,
+    and holds no other run's results."""
     trainer = cfg.trainer
-    root = Path(trainer.default_local_dir).expanduser()
-    if trainer.resume_mode == "resume_path":
-        given_checkpoint(trainer.resume_from_path)
-    goes_on = trainer.resume_mode == "auto" and not trainer.rollout_only
-    if (goes_on or (trainer.save_freq > 0 and (root / POINTER).is_dir())) and (why := pointer_problem(root)):
-        raise ConfigError(why)
-    refuse_used(cfg)
+    with found.at(Place.MACHINE):
+        if trainer.resume_mode == "resume_path":
+            given_checkpoint(trainer.resume_from_path)
+    with found.at(Place.MACHINE):
+        root = Path(trainer.default_local_dir).expanduser()
+        goes_on = trainer.resume_mode == "auto" and not trainer.rollout_only
+        saves = trainer.save_freq > 0 and (root / POINTER).is_dir()
+        if (goes_on or saves) and (why := pointer_problem(root)):
+            raise ConfigError(why)
+    with found.at(Place.MACHINE):
+        refuse_used(cfg)
 
 
 def check_packages(cfg: Config, role: str) -> None:
@@ -138,12 +189,13 @@ def check_data_sources(cfg: Config) -> None:
         chooser.check(data_sources(cfg))
 
 
-def check_tools(plan: Plan, node_cfgs: Mapping[str, Config]) -> None:
-    """ConfigError or DagError for a file of tools that cannot be used."""
+def check_tools(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
+    """Files of tools that cannot be used."""
     for stage in (stage for interaction in plan.interactions.values() for stage in interaction.stages):
         multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
-        if stage.kind == "agent" and multi_turn.enable:
-            check_tool_file(multi_turn, f"node {stage.node!r}")
+        with found.at(Place.WORKFLOW):
+            if stage.kind == "agent" and multi_turn.enable:
+                check_tool_file(multi_turn, f"node {stage.node!r}")
 
 
 def check_weights(cfg: Config, reads: Sequence[str]) -> None:

@@ -15,7 +15,8 @@ from siirl.algorithms.policy_losses import POLICY_LOSSES
 from siirl.config import effect_warnings, load_config, with_overrides
 from siirl.config.actor import AGGREGATIONS as CONFIGURED_AGGREGATIONS
 from siirl.config.advice import ROW_LOSSES
-from siirl.config.checks import GROUP_BASELINES, LOSS_KEYS, check_config
+from siirl.config.checks import GROUP_BASELINES, check_config
+from siirl.config.effects import LOSS_KEYS
 from siirl.config.root import all_keys
 from siirl.dag.compile import TEMPLATES, template_of
 from siirl.dag.ops import PICKING_LOSSES

@@ -7,7 +7,7 @@ import sys
 import pytest
 from megatron_cases import ACTOR, REF, available, megatron_config, megatron_plan, option, sizes, write_model
 
-from siirl.config.checks import effect_warnings
+from siirl.config.effects import effect_warnings
 from siirl.dag import megatron_checks
 from siirl.dag.megatron_checks import LATER
 from siirl.dag.megatron_layers import parse_layout, split_layers, suggest_split

@@ -6,6 +6,7 @@ from siirl.config import load_config
 from siirl.dag.compile import TEMPLATES, load_dag
 from siirl.dag.resolve import resolve_nodes
 from siirl.errors import DagError
+from siirl.findings import Findings
 
 TEMPLATE = f"dag.workflow_path={TEMPLATES / 'reasoner_actor.yaml'}"
 
@@ -13,7 +14,10 @@ TEMPLATE = f"dag.workflow_path={TEMPLATES / 'reasoner_actor.yaml'}"
 def nodes(*overrides):
     cfg = load_config([TEMPLATE, *overrides])
     dag = load_dag(cfg)
-    return dag, resolve_nodes(dag, cfg)
+    found = Findings()
+    resolved = resolve_nodes(dag, cfg, found)
+    found.close()
+    return dag, resolved
 
 
 def test_keys_of_nodes_are_set_on_the_command_line_as_in_the_file():

@@ -1,0 +1,103 @@
+"""Keys that change nothing in a run, and why."""
+
+from collections.abc import Iterable
+
+from siirl.config.advice import default_warnings, loss_name, may_use_critic
+from siirl.config.keys import Key
+from siirl.config.resolve import ALIASES, FOLLOWS, followed_value, get
+from siirl.config.root import TOP_GROUPS, Config, all_keys
+from siirl.config.values import show
+
+_CLIPPED = ("vanilla", "gspo", "gmpo", "geo_mean", "cispo", "cpgd", "clip_cov")
+LOSS_KEYS = {
+    "clip_ratio": _CLIPPED,
+    "clip_ratio_low": _CLIPPED,
+    "clip_ratio_high": _CLIPPED,
+    "clip_ratio_c": ("vanilla",),
+    "policy_drift_coeff": ("cpgd",),
+}
+"""Keys of the actor that only some policy losses take, and which."""
+
+
+def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
+    """One line for each key that was set to more than its default and changes nothing in this run, and for
+    defaults that do not go with what was set.
+
+    node_cfgs: the configurations of the nodes. A key that acts in one of them is not named: another node may
+    have another strategy.
+    """
+    others = list(node_cfgs)
+    warnings = []
+    for name in cfg.explicit:
+        key = all_keys()[name]
+        default = followed_value(cfg, name) if name in FOLLOWS else key.default
+        if name in ALIASES or get(cfg, name) == default:
+            continue
+        reason = why_no_effect(cfg, name, others)
+        if reason:
+            warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
+    return [*warnings, *default_warnings(cfg)]
+
+
+def why_no_effect(cfg: Config, name: str, others: Iterable[Config] = ()) -> str:
+    """Why a key changes nothing under a configuration, or an empty string.
+
+    others: configurations of nodes; if the key's condition holds in one of them, the key may act there.
+    """
+    key = all_keys()[name]
+    unmet = _unmet(cfg, key)
+    if not all(_unmet(other, key) for other in others):
+        unmet = ""
+    return key.rule.ignored or unmet or next(filter(None, (why(cfg, name) for why in ABSENT)), "")
+
+
+def _unmet(cfg: Config, key: Key) -> str:
+    """Why the condition under which a key acts does not hold, or an empty string."""
+    for condition in filter(None, (key.rule.within, key.rule.when)):
+        needed, _, values = condition.partition("=")
+        if needed.split(".")[0] not in TOP_GROUPS:
+            needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
+        actual = show(all_keys()[needed], get(cfg, needed))
+        if all_keys()[needed].rule.user_code and ":" in actual:
+            continue  # code of the user's own may read any key
+        if not (actual in values.split("|") if values else bool(get(cfg, needed))):
+            return f"{needed} is {actual}"
+    return ""
+
+
+def _no_reference(cfg: Config, name: str) -> str:
+    """Why a key of the reference model has no effect in a built-in workflow, or an empty string."""
+    if not name.startswith("actor_rollout_ref.ref.") or cfg.dag.workflow_path or cfg.dag.custom_pipeline_fn:
+        return ""
+    if cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward:
+        return ""
+    return "there is no reference model without actor.use_kl_loss or algorithm.use_kl_in_reward"
+
+
+def _no_critic(cfg: Config, name: str) -> str:
+    """Why a key of the critic has no effect, or an empty string."""
+    if not name.startswith("critic.") or may_use_critic(cfg):
+        return ""
+    return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
+
+
+def _without(cfg: Config, name: str) -> str:
+    """Why a key has no effect in a run that does not train, or does not sample; or an empty string."""
+    if cfg.trainer.rollout_only and name in ("trainer.save_freq", "trainer.export_hf", "trainer.resume_mode"):
+        return "trainer.rollout_only is true, so there is nothing to save or to resume"
+    if cfg.actor_rollout_ref.rollout.name == "replay" and name == "trainer.dump_rollouts_dir":
+        return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"
+    return ""
+
+
+def _other_loss(cfg: Config, name: str) -> str:
+    """Why a key of the actor has no effect on the policy loss, or an empty string."""
+    loss, prefix = loss_name(cfg), "actor_rollout_ref.actor."
+    takers = LOSS_KEYS.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    if takers is None or loss in takers or ":" in loss:
+        return ""
+    return f"policy_loss.loss_mode is {loss}"
+
+
+ABSENT = (_no_reference, _no_critic, _other_loss, _without)
+"""Why a key has no effect, beyond what the schema says of it."""

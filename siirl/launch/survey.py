@@ -1,0 +1,88 @@
+"""A command line looked at as a whole: every check goes as far as what is wrong lets it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from siirl.config import Config
+from siirl.config.checks import find_contradictions
+from siirl.config.roles import role_model
+from siirl.dag.advice import plan_warnings
+from siirl.dag.compile import compile_plan, load_dag
+from siirl.dag.model_types import check_trained_model
+from siirl.dag.plan import Plan
+from siirl.data.inspect import inspect_data
+from siirl.data.local_models import on_hub, with_local_configs
+from siirl.data.model_files import check_lengths, check_model_files, check_reward_model, check_tokenizer
+from siirl.errors import DataError, Place
+from siirl.findings import Findings
+from siirl.launch.preflight import check_code, check_inputs, check_resumed, check_reward_code
+from siirl.launch.run_folder import refuse_busy
+
+
+@dataclass(frozen=True)
+class Survey:
+    """plan: None where the workflow has none. node_cfgs: of each kept node. warnings: a line each."""
+
+    cfg: Config
+    plan: Plan | None = None
+    node_cfgs: dict[str, Config] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+
+def survey(cfg: Config, found: Findings) -> Survey:
+    """Configuration and workflow: the same on every machine that has the DAG file. Problems go to `found`."""
+    cfg = find_contradictions(cfg, found)
+    with found.at(Place.WORKFLOW):
+        plan, node_cfgs = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+        warnings = [] if len(found) else plan_warnings(cfg, plan, node_cfgs)
+        return Survey(cfg, plan, node_cfgs, warnings)
+    return Survey(cfg)
+
+
+def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
+    """The user's code, and models as far as they are here; unless elsewhere, also data and weights.
+
+    The survey with configurations in which models that are named as on a hub have their config.json here.
+    """
+    if seen.plan is None:
+        if not elsewhere:
+            check_named_inputs(seen.cfg, found)
+        return seen
+    configs, warnings = dict(seen.node_cfgs), list(seen.warnings)
+    for model in seen.plan.models.values():
+        with found.at(Place.MODELS):
+            try:
+                configs[model.node] = with_local_configs(configs[model.node], (model.role,))
+            except DataError as error:
+                warnings.append(str(error))
+            folder = Path(role_model(configs[model.node], model.role).path).expanduser()
+            if (folder / "config.json").is_file():
+                check_lengths(configs[model.node], folder, model.role)
+                check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
+                if model.role == "reward":
+                    check_reward_model(configs[model.node], folder)
+    check_code(seen.plan, configs, found)
+    if not elsewhere:
+        check_inputs(seen.plan, seen.node_cfgs, found)
+        check_resumed(seen.cfg, found)
+        with found.at(Place.MACHINE):
+            refuse_busy(seen.cfg)
+    return Survey(seen.cfg, seen.plan, configs, list(dict.fromkeys(warnings)))
+
+
+def check_named_inputs(cfg: Config, found: Findings) -> None:
+    """Data, model and reward function that the run's own keys name, where no plan says whose they are."""
+    model = "actor_rollout_ref.model.path" in cfg.explicit
+    with found.at(Place.DATA):
+        if "data.train_files" in cfg.explicit or "data.val_files" in cfg.explicit:
+            inspect_data(cfg)
+    with found.at(Place.MODELS):
+        if model and not on_hub(cfg.actor_rollout_ref.model.path):
+            check_model_files(cfg, "actor")
+    with found.at(Place.MODELS):
+        if (model or "data.tokenizer" in cfg.explicit) and not on_hub(
+            cfg.data.tokenizer or cfg.actor_rollout_ref.model.path
+        ):
+            check_tokenizer(cfg)
+    check_reward_code(cfg, found)
+    check_resumed(cfg, found)
