@@ -64,6 +64,7 @@ class ChatRenderer:
         self._name = getattr(tokenizer, "name_or_path", "") or "a tokenizer"
         self._known: dict[Any, list[int]] = {}
         self._taken: dict[str, bool] = {}
+        self._end: list[int] | None = None
 
     def start(self, messages: Chat) -> list[int]:
         """The tokens of a conversation, up to where the agent's turn begins."""
@@ -72,10 +73,27 @@ class ChatRenderer:
     def follow(self, messages: Chat, last_token: int | None) -> list[int]:
         """The tokens that come after the agent's turn: its end, the messages, the beginning of its next turn.
 
-        last_token: the one that the agent ended its turn by, which then is not repeated.
+        last_token: the one that the agent ended its turn by, which then is not repeated, nor what a template
+        writes before it at the end of a turn (Cohere: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
         """
         tokens = self._once(True, messages)
+        end = self._turn_end() if last_token is not None else []
+        if last_token in end:
+            said = end.index(last_token) + 1
+            if tokens[:said] == end[:said]:
+                return tokens[said:]
         return tokens[1:] if tokens and tokens[0] == last_token else list(tokens)
+
+    def _turn_end(self) -> list[int]:
+        """The tokens that the template writes after what an agent has said, if it does so by itself."""
+        if self._end is None:
+            asked = [{"role": "user", "content": "..."}, {"role": "assistant", "content": STAND_IN}]
+            try:
+                text = self._templated(asked, add_generation_prompt=False)
+            except TemplateError:
+                text = ""
+            self._end = self._tokens(text.partition(STAND_IN)[2])
+        return self._end
 
     def text(self, token_ids: Sequence[int]) -> str:
         """What was said, special tokens left out."""
@@ -141,9 +159,9 @@ class ChatRenderer:
             self._taken[role] = STAND_IN in text
         return self._taken[role]
 
-    def _templated(self, messages: Chat) -> str:
+    def _templated(self, messages: Chat, add_generation_prompt: bool = True) -> str:
         return self.tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **self._options
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
         )
 
     def _tokens(self, text: str) -> list[int]:

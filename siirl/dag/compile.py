@@ -1,5 +1,6 @@
 """compile_plan: DAG, configuration and cluster size in, Plan out. Pure; the same result in every process."""
 
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,14 +62,34 @@ def load_dag(cfg: Config) -> DagSpec:
 def _dag(cfg: Config) -> DagSpec:
     function = cfg.dag.custom_pipeline_fn
     if function:
-        dag = load_object(function, "dag.custom_pipeline_fn")()
-        if not isinstance(dag, DagSpec):
-            raise DagError(
-                f"dag.custom_pipeline_fn={function} returned {dag!r}, not a DagSpec. End it with "
-                "builder.build()."
-            )
-        return dag
+        return _built(function)
     return load_dag_file(cfg.dag.workflow_path or TEMPLATES / template_of(cfg))
+
+
+def _built(function: str) -> DagSpec:
+    """The DAG that the user's function returns. DagError for whatever it raises, with the line."""
+    key, own = "dag.custom_pipeline_fn", "Build it by siirl.dag.spec.DagBuilder (docs/dag_authoring.md)."
+    build = load_object(function, key)
+    if not callable(build):
+        raise DagError(
+            f"{key}={function} is {type(build).__name__}, not a function that returns a DAG. {own}"
+        )
+    try:
+        dag = build()
+    except UserError:
+        raise
+    except Exception as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise DagError(
+            f"{key}={function} raised {type(error).__name__}: {error} ({line.filename}, line {line.lineno}). "
+            f"A pipeline of another framework's classes is none here. {own}"
+        ) from error
+    if not isinstance(dag, DagSpec):
+        raise DagError(
+            f"{key}={function} returned {type(dag).__module__}.{type(dag).__name__}, not a DagSpec: a "
+            f"pipeline of another framework's classes is none here. {own} End it with builder.build()."
+        )
+    return dag
 
 
 def template_of(cfg: Config) -> str:

@@ -227,13 +227,16 @@ def load_object(reference: str, who: str, kind: str = "function") -> Any:
             if where.endswith(".py")
             else importlib.import_module(where)
         )
-        return getattr(module, name)
     except (ImportError, OSError, SyntaxError) as error:
         raise DagError(f"{who} = {reference!r}: {import_problem(where, error)}") from error
-    except AttributeError:
+    except Exception as error:
         raise DagError(
-            f"{who} = {reference!r}: {where!r} has no {name!r}. Name a {kind} that it defines."
-        ) from None
+            f"{who} = {reference!r}: {where!r} raised {type(error).__name__} when it was imported: {error}. "
+            "Correct it."
+        ) from error
+    if not hasattr(module, name):
+        raise DagError(f"{who} = {reference!r}: {where!r} has no {name!r}. Name a {kind} that it defines.")
+    return getattr(module, name)
 
 
 def _module_of_file(path: Path) -> ModuleType:

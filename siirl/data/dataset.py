@@ -2,8 +2,10 @@
 
 import bisect
 import itertools
+import json
 import logging
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +14,7 @@ import pyarrow.compute as pc
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.data.chat import as_messages, encode_prompts
+from siirl.data.chat import Prompt, as_messages, encode_prompts
 from siirl.data.inspect import EXTRA_KEY, GROUND_TRUTH_KEY, check_columns, list_files, open_parquet
 from siirl.errors import DataError
 
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 SCAN_ROWS = 1024  # prompts tokenised in one call when lengths are checked
 TEMPLATE_TOKENS = 64  # allowance for what a chat template adds to a prompt, and
 MESSAGE_TOKENS = 16  # to each of its messages
+UNBOUNDED = sys.maxsize
 
 
 class PromptDataset:
@@ -160,9 +163,9 @@ class PromptDataset:
             case "middle":
                 head = limit // 2
                 return ids[:head] + ids[head - limit :]
-        raise self._overlong_error(sample_index, len(ids))
+        raise self._overlong_error(sample_index, str(len(ids)))
 
-    def _overlong_error(self, sample_index: int, length: int) -> DataError:
+    def _overlong_error(self, sample_index: int, length: str) -> DataError:
         return DataError(
             f"{self.where(sample_index)}: the prompt has {length} tokens, data.max_prompt_length is "
             f"{self.max_prompt_length}, and data.truncation=error. Raise max_prompt_length, drop such rows "
@@ -189,12 +192,15 @@ class PromptDataset:
         for sample_index, length in self._overlong():
             raise self._overlong_error(sample_index, length)
 
-    def _overlong(self):
-        """(sample_index, tokens) of each prompt above the limit, in order.
+    def _overlong(self) -> Iterator[tuple[int, str]]:
+        """(sample_index, number of tokens in words) of each prompt above the limit, in order.
 
         A tokenizer makes at most one token of a byte of text, so that only prompts whose bytes, with an
-        allowance for the chat template, exceed the limit are tokenised: as a rule few.
+        allowance for the chat template, exceed the limit are tokenised: as a rule few. One whose characters
+        would not fit if all tokens were as long as the longest is not tokenised either: megabytes of text
+        take minutes.
         """
+        longest = _longest_token(self.tokenizer)
         suspects = [
             start + int(row)
             for start, table in zip(self._starts, self._tables, strict=False)
@@ -202,11 +208,45 @@ class PromptDataset:
         ]
         for first in range(0, len(suspects), SCAN_ROWS):
             chunk = suspects[first : first + SCAN_ROWS]
-            prompts = [self._record(sample_index)[self.prompt_key] for sample_index in chunk]
-            ids = encode_prompts(self.tokenizer, prompts, self.template_kwargs)
-            for sample_index, prompt_ids in zip(chunk, ids, strict=True):
-                if len(prompt_ids) > self.max_prompt_length:
-                    yield sample_index, len(prompt_ids)
+            prompts = {index: self._record(index)[self.prompt_key] for index in chunk}
+            fewest = {index: _num_characters(prompt) // longest for index, prompt in prompts.items()}
+            near = [index for index in chunk if fewest[index] <= self.max_prompt_length]
+            ids = encode_prompts(self.tokenizer, [prompts[index] for index in near], self.template_kwargs)
+            lengths = dict(zip(near, map(len, ids), strict=True))
+            for index in chunk:
+                if index not in lengths:
+                    yield index, f"at least {fewest[index]}"
+                elif lengths[index] > self.max_prompt_length:
+                    yield index, str(lengths[index])
+
+
+def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The most characters of a text that one token stands for; a huge number where that is not bounded.
+
+    Bounded by the vocabulary for byte-level BPE and BPE that falls back to bytes, unless the text is changed
+    before by more than NFC, which makes at most four characters one, or by writing blanks in another way.
+    """
+    parts = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
+    model, normalizer = parts.get("model") or {}, parts.get("normalizer")
+    steps = [normalizer] if normalizer else []
+    if normalizer and normalizer["type"] == "Sequence":
+        steps = normalizer["normalizers"]
+    removes = '"Removed"' in json.dumps(parts.get("pre_tokenizer"))
+    bytes_of_text = model.get("byte_fallback") or '"ByteLevel"' in json.dumps(parts.get("pre_tokenizer"))
+    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    known = all(step["type"] in ("NFC", "Prepend") or step == blanks for step in steps)
+    swallows = any(token["lstrip"] or token["rstrip"] for token in parts.get("added_tokens", ()))
+    if model.get("type") != "BPE" or not bytes_of_text or not known or swallows or removes:
+        return UNBOUNDED
+    composed = 4 if any(step["type"] == "NFC" for step in steps) else 1
+    return composed * max(map(len, tokenizer.get_vocab()))
+
+
+def _num_characters(prompt: Prompt) -> int:
+    """Of its text, without what a chat template adds or may leave out (blanks, earlier thoughts)."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len((turn.get("content") or "").strip()) for turn in prompt if turn["role"] != "assistant")
 
 
 def _token_bounds(prompts: pa.ChunkedArray) -> np.ndarray:

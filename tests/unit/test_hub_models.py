@@ -151,7 +151,7 @@ def test_check_and_plan_need_config_json_alone(cache, capsys):
         cli.main(["plan", *settings(cache, "data.max_response_length=128", "data.max_prompt_length=128")])
         == 0
     )
-    assert "about" in capsys.readouterr().out
+    assert "GiB" in capsys.readouterr().out
     assert cli.main(["check", "--elsewhere", *settings(cache)]) == 2
     assert "gives the model 512 positions" in capsys.readouterr().err
     shutil.rmtree(cache)
