@@ -66,8 +66,8 @@ def _batch(cfg: Config) -> Iterator[str]:
         fix = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
         yield (
             f"{group}.ppo_mini_batch_size={mini} {why} data.train_batch_size={batch}: a "
-            f"training step is cut into whole mini-batches of prompts. Set ppo_mini_batch_size={fix}, or "
-            "another divisor."
+            f"training step is cut into whole mini-batches of prompts. Set "
+            f"{group}.ppo_mini_batch_size={fix}, or another divisor."
         )
 
 
@@ -76,8 +76,8 @@ def _groups(cfg: Config) -> Iterator[str]:
     if estimator in GROUP_BASELINES and n < 2:
         yield (
             f"actor_rollout_ref.rollout.n={n} with algorithm.adv_estimator={estimator}: the advantage is "
-            "relative to the other samples of a prompt, and there are none. Set actor_rollout_ref.rollout.n "
-            "to 2 or more."
+            "relative to the other samples of a prompt, and there are none. Set "
+            "actor_rollout_ref.rollout.n=2 or more."
         )
 
 
@@ -117,7 +117,7 @@ def _budgets(cfg: Config) -> Iterator[str]:
             yield (
                 f"actor_rollout_ref.{group}.{name}={budget} is less than the longest row, prompt "
                 f"{rollout.prompt_length} + response {rollout.response_length} = {longest} tokens: a row is "
-                f"never split. Set it to {longest} or more."
+                f"never split. Set actor_rollout_ref.{group}.{name}={longest} or more."
             )
 
 
@@ -135,17 +135,18 @@ def _sampling(cfg: Config) -> Iterator[str]:
     prefix = "actor_rollout_ref.rollout"
     for where, params in ((prefix, rollout), (f"{prefix}.val_kwargs", rollout.val_kwargs)):
         if params.top_k == 0:
-            yield f"{where}.top_k=0: no token could be sampled. Set -1 for no limit."
+            yield f"{where}.top_k=0: no token could be sampled. Set {where}.top_k=-1 for no limit."
         if not 0 < params.top_p <= 1:
-            yield f"{where}.top_p={params.top_p:g}: must be above 0 and at most 1. Set 1.0 for no limit."
+            yield f"{where}.top_p={params.top_p:g}: must be above 0 and at most 1. Set {where}.top_p=1.0."
 
 
 def _greedy(cfg: Config) -> Iterator[str]:
     rollout, prefix = cfg.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
     if rollout.temperature == 0:
+        greedy = f", or {prefix}.do_sample=false to decode greedily" if rollout.n == 1 else ""
         yield (
             f"{prefix}.temperature=0: log-probs are taken at the sampling temperature, and there are none at "
-            f"0. Set {prefix}.do_sample=false to decode greedily."
+            f"0. Set {prefix}.temperature=1.0{greedy}."
         )
 
 
@@ -154,12 +155,13 @@ def _validation_samples(cfg: Config) -> Iterator[str]:
     if val.do_sample and val.temperature == 0:
         yield (
             f"{prefix}.val_kwargs.do_sample=true with val_kwargs.temperature=0: temperature 0 is greedy. Set "
-            "val_kwargs.temperature, e.g. 1.0."
+            f"{prefix}.val_kwargs.temperature=1.0, or {prefix}.val_kwargs.do_sample=false."
         )
     if val.n > 1 and not val.do_sample:
         yield (
             f"{prefix}.val_kwargs.n={val.n} with val_kwargs.do_sample=false: all {val.n} greedy responses "
-            "would be the same. Set val_kwargs.do_sample=true and val_kwargs.temperature, or val_kwargs.n=1."
+            f"would be the same. Set {prefix}.val_kwargs.do_sample=true "
+            f"{prefix}.val_kwargs.temperature=1.0, or {prefix}.val_kwargs.n=1."
         )
 
 
@@ -259,7 +261,7 @@ def _dynamic_sampling(cfg: Config) -> Iterator[str]:
     if n < 2:
         yield (
             f"algorithm.filter_groups.enable=true with actor_rollout_ref.rollout.n={n}: a single response of "
-            "a prompt never differs from the others. Set actor_rollout_ref.rollout.n to 2 or more."
+            "a prompt never differs from the others. Set actor_rollout_ref.rollout.n=2 or more."
         )
     for name, value in (
         ("trainer.dump_rollouts_dir", cfg.trainer.dump_rollouts_dir),
@@ -335,7 +337,8 @@ def _shards(cfg: Config) -> Iterator[str]:
         ("ref", cfg.actor_rollout_ref.ref.fsdp_config.fsdp_size),
     ):
         if size == 0:
-            yield f"actor_rollout_ref.{role}.fsdp_config.fsdp_size=0: set -1 to shard over all ranks."
+            key = f"actor_rollout_ref.{role}.fsdp_config.fsdp_size"
+            yield f"{key}=0: no rank would hold the weights. Set {key}=-1 to shard over all ranks."
 
 
 def _contents(cfg: Config) -> Iterator[str]:

@@ -110,7 +110,7 @@ def test_a_sound_configuration_passes_without_warnings():
         ),
         ([f"{ROLLOUT}.top_k=0"], ("top_k=0", "-1")),
         ([f"{ROLLOUT}.val_kwargs.top_p=1.5"], ("val_kwargs.top_p=1.5",)),
-        ([f"{ROLLOUT}.temperature=0"], ("do_sample=false",)),
+        ([f"{ROLLOUT}.temperature=0"], ("temperature=1.0",)),
         ([f"{ROLLOUT}.do_sample=false"], ("do_sample=false", "the same")),
         ([f"{ROLLOUT}.val_kwargs.do_sample=true"], ("temperature=0 is greedy".replace("=", " "),)),
         ([f"{ROLLOUT}.val_kwargs.n=4"], ("all 4 greedy",)),
