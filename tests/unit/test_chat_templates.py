@@ -119,3 +119,29 @@ def test_a_dataset_whose_prompts_the_template_refuses_is_refused_with_their_role
     tokenizer.chat_template = STRICT
     with pytest.raises(DataError, match=r"refuses a prompt: no role system.* roles system, user\. "):
         encode_prompts(tokenizer, [[SYSTEM, ASKED]], {})
+
+
+TWO_TOKEN_END = """{%- for message in messages -%}
+{{ "<" if message.role == "user" else "[" }}{{ message.content }}{{ ">" if message.role == "user" else "}]" }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}[{%- endif -%}"""
+
+
+@pytest.mark.parametrize(
+    ("turn", "whole"),
+    [
+        ("yes}]", "<q>[yes}]<3>["),
+        ("yes}", "<q>[yes}]<3>["),
+        ("yes]", "<q>[yes]<3>["),
+        ("yes", "<q>[yes}]<3>["),
+    ],
+)
+def test_a_turn_end_of_two_tokens_is_not_repeated_whichever_of_them_was_said(renderer, turn, whole):
+    """As Cohere's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>, both of which the model says."""
+    context = Context(renderer(TWO_TOKEN_END), Limits(prompt=50, response=50))
+    context.begin([ASKED])
+    tokens = [ord(letter) for letter in turn]
+    stopped = "length" if turn == "yes" else "stop"
+    answer = context.speak(Generated(tokens, [0.0] * len(tokens), stopped, 0), 0)
+    read, _ = context.begin([ASKED, {"role": "assistant", "content": answer}, SOLVED])
+    assert said(read) == whole

@@ -1,11 +1,13 @@
 import logging
+import random
 
 import pytest
 from fixtures_tiny import arithmetic_rows, make_arithmetic_parquet, make_tiny_tokenizer, write_parquet
-from tokenizers import processors
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from siirl.config import load_config
+from siirl.data import dataset as datasets
 from siirl.data.chat import decode_responses, encode_prompts, load_tokenizer
 from siirl.data.dataset import PromptDataset
 from siirl.data.inspect import inspect_data, inspect_files
@@ -248,3 +250,44 @@ def test_a_model_directory_without_a_tokenizer_is_refused(tmp_path):
     make_tiny_tokenizer(tmp_path / "good")
     tokenizer = load_tokenizer(load_config([f"actor_rollout_ref.model.path={tmp_path / 'good'}"]))
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+
+
+def byte_level(normalizer=None) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with tokens of several letters."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<eos>"])
+    bpe.train_from_iterator(["abcabcabc abc cab"] * 20, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
+
+
+@pytest.mark.parametrize("normalizer", [None, normalizers.NFC(), normalizers.Strip()])
+def test_the_same_prompts_are_overlong_whether_characters_tell_it_or_tokens(tmp_path, normalizer):
+    draw, tokenizer = random.Random(15), byte_level(normalizer)
+    texts = [
+        "".join(draw.choices(["abc", "e\u0301", " ", "\u4e2d", "x"], k=draw.randint(1, 400)))
+        for _ in range(60)
+    ]
+    file = write_parquet(tmp_path / "a.parquet", [{"prompt": text, "data_source": "s"} for text in texts])
+    kept = PromptDataset(str(file), tokenizer, max_prompt_length=20, filter_overlong=True)
+    exact = [index for index, ids in enumerate(tokenizer(texts)["input_ids"]) if len(ids) <= 20]
+    assert 0 < len(exact) < 60
+    assert [row["sample_index"] for row in kept.rows(range(len(kept)))] == exact
+
+
+def test_prompts_of_megabytes_are_too_long_without_being_tokenised(tmp_path, monkeypatch):
+    rows = [{"prompt": "a" * 2**20, "data_source": "s"}, {"prompt": "abc", "data_source": "s"}]
+    file = write_parquet(tmp_path / "a.parquet", rows * 16)
+    seen: list[str] = []
+
+    def encode(tokenizer, prompts, template_kwargs):
+        seen.extend(prompts)
+        return encode_prompts(tokenizer, prompts, template_kwargs)
+
+    monkeypatch.setattr(datasets, "encode_prompts", encode)
+    with pytest.raises(DataError, match=r"row 0: the prompt has at least \d{5,} tokens"):
+        PromptDataset(str(file), byte_level(), max_prompt_length=512)
+    assert len(PromptDataset(str(file), byte_level(), max_prompt_length=512, filter_overlong=True)) == 16
+    assert not seen

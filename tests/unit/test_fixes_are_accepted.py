@@ -81,7 +81,6 @@ def test_a_field_that_two_nodes_write_is_mended_by_what_the_message_says(tmp_pat
     file, kl = tmp_path / "dag.yaml", f"{POLICY}.actor.use_kl_loss=true"
     for again, wrong in (
         ({}, True),
-        ({"agent_group": 1}, True),
         ({"writes": ["other"]}, True),
         (None, False),
     ):
