@@ -148,11 +148,13 @@ def work(rank: int, world_size: int, arguments: list[str], output: str) -> None:
     A failing worker raises here, where it would end its process.
     """
     from siirl import main_dag
-    from siirl.config import load_config
+    from siirl.config.load import read_config
+    from siirl.findings import Findings
     from siirl.launch import worker
 
     def exit_now(code: int) -> None:
         raise RuntimeError(f"the worker ends with exit code {code}")
 
     worker._exit_now = exit_now
-    assert main_dag.run(load_config(arguments)) == 0
+    found = Findings()
+    assert main_dag.run(read_config(arguments, "ppo_dag_trainer", found), found) == 0

@@ -104,7 +104,7 @@ def test_the_check_knows_what_an_estimator_needs_of_the_workflow(name):
     data = ("data.train_files=[a]", "data.val_files=[a]")
     single = config(f"{ADVANTAGE}={name}", "actor_rollout_ref.rollout.n=1", *data)
     if "group_id" in ADVANTAGES.get(name).needs:
-        with pytest.raises(ConfigError, match=r"rollout\.n=1 with .*Set actor_rollout_ref\.rollout\.n to 2"):
+        with pytest.raises(ConfigError, match=r"rollout\.n=1 with .*Set actor_rollout_ref\.rollout\.n=2"):
             check_config(single)
     else:
         check_config(single)

@@ -10,7 +10,14 @@ import pytest
 from siirl.checkpoint import files
 from siirl.config import load_config
 from siirl.errors import CheckpointError, ConfigError
+from siirl.findings import Findings
 from siirl.launch.preflight import check_resumed
+
+
+def refuse_resumed(*keys: str) -> None:
+    found = Findings()
+    check_resumed(load_config(keys), found)
+    found.close()
 
 
 def write_checkpoint(root: Path, step: int, keep: int = 100) -> Path:
@@ -210,7 +217,7 @@ def test_a_pointer_below_all_steps_is_refused_with_the_steps_that_are_there(tmp_
     with pytest.raises(CheckpointError, match=r"names step 10, but .* global_step_40, global_step_20"):
         files.find_resume(tmp_path, "auto", None)
     with pytest.raises(ConfigError, match="names step 10"):
-        check_resumed(load_config([f"trainer.default_local_dir={tmp_path}"]))
+        refuse_resumed(f"trainer.default_local_dir={tmp_path}")
     (tmp_path / files.POINTER).write_text("30")
     assert files.find_resume(tmp_path, "auto", None) == tmp_path / "global_step_20"
 
@@ -221,4 +228,4 @@ def test_a_pointer_that_is_a_folder_is_refused_before_training(tmp_path):
         files.find_resume(tmp_path, "auto", None)
     for keys in (("trainer.resume_mode=auto",), ("trainer.resume_mode=disable", "trainer.save_freq=1")):
         with pytest.raises(ConfigError, match=r"is no file: .* Remove it"):
-            check_resumed(load_config([f"trainer.default_local_dir={tmp_path}", *keys]))
+            refuse_resumed(f"trainer.default_local_dir={tmp_path}", *keys)

@@ -165,6 +165,14 @@ def test_a_rank_without_rows_has_no_scores():
     none = make_rows({"score": torch.zeros(0), "reward_info": [], "sample_index": [], "data_source": []})
     helpful = finished(named_ctx, none, none)
     assert set(helpful.keys()) == {"helpful", "helpful_info"} and len(helpful) == 0
-    rows = make_rows({"data_source": [], "row_id": [], "helpful": torch.zeros(0), "helpful_info": []})
+    rows = make_rows(
+        {
+            "data_source": [],
+            "row_id": [],
+            "sample_index": [],
+            "helpful": torch.zeros(0),
+            "helpful_info": [],
+        }
+    )
     out = combine_rewards(context(), rows)
     assert len(out) == 0 and objects(out, "reward_info") == []

@@ -26,7 +26,7 @@ def test_what_is_settled_agrees_with_math_verify(group):
     for truth, answer in itertools.permutations(texts, 2):
         verdict = quick_math.compare(answer, truth)
         if verdict is not None:
-            assert math_answer._equal(truth, rf"\boxed{{{answer}}}") == verdict, (truth, answer)
+            assert math_answer._equal(truth, rf"\boxed{{{answer}}}", 60.0) == verdict, (truth, answer)
 
 
 @pytest.mark.parametrize(

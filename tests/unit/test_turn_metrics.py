@@ -63,7 +63,7 @@ def test_kl_in_the_reward_is_reported_for_each_speaker(monkeypatch):
         },
         batch_size=[3],
     )
-    ctx = SimpleNamespace(cfg=cfg, metrics=Metrics(), state={}, agent=0, others={})
+    ctx = SimpleNamespace(cfg=cfg, node_id="advantage", metrics=Metrics(), state={}, agent=0, others={})
     advantage.token_reward(ctx, rows)
     values = ctx.metrics.values()
     assert values["speaker_0/kl"] == pytest.approx((2 + 1) / 2)
@@ -101,7 +101,13 @@ def scored(limit: int, validate: bool) -> tuple[Metrics, list[dict]]:
     )
     scores = make_rows({"score": [1.0, 2.0, 3.0, 5.0], "reward_info": [{}] * 4})
     ctx = SimpleNamespace(
-        validate=validate, sample_limit=limit, samples=[], metrics=Metrics(), node_id="reward", cfg=config()
+        agent=0,
+        validate=validate,
+        sample_limit=limit,
+        samples=[],
+        metrics=Metrics(),
+        node_id="reward",
+        cfg=config(),
     )
     ctx.tokenizer = SimpleNamespace(decode=lambda tokens, **options: "text")
     report_rewards(ctx, rows, scores)
