@@ -140,7 +140,8 @@ def trained(lines: list[dict], steps: int) -> None:
     ],
 )
 def test_a_launch_script_trains_a_small_model_of_its_family(tmp_path, case):
-    sizes = {"heads": 4, "kv_heads": 4, "head_dim": 32, "layers": case.layers, "tie": False}
+    # each of two GPUs' share of an expert is 32 wide, as vLLM's kernels on the CPU want
+    sizes = {"mlp": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "layers": case.layers, "tie": False}
     model = make_tiny_model_dir(tmp_path / "model", case.family, init_std=0.2, **sizes)
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,14 +223,16 @@ class VLLMRollout(RolloutEngine):
         try:
             with phase("begin"):
                 self._tell("begin_update")
+            complete = False
             try:
                 places = self._gather(buffer.place)
                 for bucket in self._buckets(weights, buffer):
                     with phase("load", tensors=len(bucket["names"])):
                         self._tell("update", bucket=bucket | {"size": buffer.size, "place": _joined(places)})
                         self._meet()
-            finally:
-                with phase("finish"):
+                complete = True
+            finally:  # after a failure, which is the one to tell of, finishing may fail too
+                with phase("finish"), nullcontext() if complete else suppress(RolloutError):
                     self._tell("finish_update")
         finally:
             buffer.close()
