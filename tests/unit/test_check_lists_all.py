@@ -13,6 +13,8 @@ from siirl.config.tree import with_broken
 from siirl.findings import Findings
 from siirl.launch.survey import survey, survey_inputs
 
+pytestmark = pytest.mark.heavy
+
 PLACES = ["command line", "configuration", "workflow", "data", "models", "rewards", "machine"]
 DAG = """
 dag_id: wrong

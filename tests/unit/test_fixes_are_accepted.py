@@ -12,6 +12,8 @@ from siirl.errors import UserError
 from siirl.findings import Findings
 from siirl.launch.survey import survey
 
+pytestmark = pytest.mark.heavy
+
 BASE = [
     "actor_rollout_ref.model.path=nobody/model",
     "algorithm.adv_estimator=grpo",

@@ -19,6 +19,8 @@ from siirl.errors import ConfigError, DagError, DataError, UserError
 from siirl.findings import Findings
 from siirl.launch.survey import survey, survey_inputs
 
+pytestmark = pytest.mark.heavy
+
 MODEL = "actor_rollout_ref.model.path=nobody/model"
 CHECK = ["check", "--elsewhere", MODEL]
 VALUES = [

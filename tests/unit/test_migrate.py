@@ -18,6 +18,8 @@ from siirl.errors import ConfigError, UserError
 from siirl.migrate.document import with_tables
 from siirl.migrate.translate import Translation, scalar, translate, typed
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "migration.md"
 COUNTS = re.compile(r"Of (\d+) launch scripts of (siiRL|verl), (\d+) run unchanged, (\d+) by `siirl migrate`")

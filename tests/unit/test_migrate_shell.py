@@ -14,6 +14,8 @@ from siirl.config.root import all_keys
 from siirl.errors import ConfigError
 from siirl.migrate.script import read_script
 
+pytestmark = pytest.mark.heavy
+
 TRAINING = "python3 -m verl.trainer.main_ppo"
 FAKE = 'python3() { shift 2; printf "%s\\0" "$@"; }\nray() { return 1; }\n'
 ENVIRONMENT = {"PATH": os.environ["PATH"], "HOME": "~", "GIVEN": "from outside"}

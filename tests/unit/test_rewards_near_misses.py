@@ -8,6 +8,8 @@ import pytest
 from siirl.rewards import math_answer
 from siirl.rewards.math_answer import math
 
+pytestmark = pytest.mark.heavy
+
 PAIRS = 250
 
 
