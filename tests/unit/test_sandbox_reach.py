@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -123,6 +124,8 @@ def tried(calls):
     given = {name: (row[column], row[2]) for name, row in calls.items()}
     victim = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
+        while psutil.Process(victim.pid).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)
         before = state_of(victim.pid)
         done = subprocess.run(
             [sys.executable, "-c", WITHIN, json.dumps(given), str(victim.pid)],
