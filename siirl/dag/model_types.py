@@ -1,8 +1,8 @@
 """Which models the training engines compute exactly, by the model_type of their config.json. No torch.
 
 One table, which `siirl check` and the engines read. A type stands in it because it was run: for each,
-tests/contracts/test_accepted_models.py builds a small model with random weights and compares its log-probs, its
-gradient and the names of its weights with those of transformers.
+tests/contracts/test_accepted_models.py builds a small model with random weights and compares its log-probs,
+its gradient and the names of its weights with those of transformers.
 """
 
 import json
