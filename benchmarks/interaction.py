@@ -1,6 +1,6 @@
 """How much time interactions save when no sample waits for the others at the end of a turn.
 
-    python benchmarks/interaction.py [--engines hf vllm] [--out benchmarks/results/interaction_cpu.json]
+    python benchmarks/interaction.py [--out benchmarks/results/interaction_cpu.json]
     python benchmarks/interaction.py --gpu [--out benchmarks/results/interaction_gpu.json]
 
 Two agents with one policy talk in turn and an environment answers, with the runner, contexts, engines and
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--size", choices=SIZES, default="0.6B", help="with --gpu")
     parser.add_argument("--layers", type=int, default=28, help="without --gpu")
-    parser.add_argument("--engines", nargs="+", default=["hf", "vllm"])
+    parser.add_argument("--engines", nargs="+", default=["vllm"])
     parser.add_argument("--vary", nargs="+", default=["turn", "sample"])
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--turns", type=int, default=32)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from siirl.config import load_config
 from siirl.dag.plan import ModelPlan
 from siirl.engines.registry import make_rollout_engine
-from siirl.engines.rollout.base import Request, SamplingParams, WaveStream
+from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
@@ -441,6 +441,7 @@ def test_requests_join_while_others_run(engine):
     assert_same(answers, expected)
 
 
+@pytest.mark.parametrize("engine_name", ["vllm"], indirect=True)
 def test_answers_come_in_order_of_completion_not_of_submission(engine):
     stream = engine.stream()
     long, short = SamplingParams(max_tokens=50), SamplingParams(max_tokens=2)
@@ -519,20 +520,10 @@ def test_a_stream_names_the_request_whose_log_probs_are_not_finite(engine, refer
     engine.load_weights(broken, version=3)
     stream = engine.stream()
     stream.submit([Request("first", [5], SamplingParams(max_tokens=3), 0)])
-    with pytest.raises(RolloutError, match="request 'first' has log-probs that are not finite"):
+    with pytest.raises(RolloutError, match="has log-probs that are not finite") as caught:
         collected(stream)
+    assert "'first'" in str(caught.value)
     stream.close()
-
-
-@pytest.mark.parametrize("engine_name", ["hf"], indirect=True)
-def test_the_default_stream_gives_what_generate_gives(engine):
-    expected = generated(engine, requests_of())
-    stream = WaveStream(engine)
-    stream.submit(requests_of()[:3])
-    stream.submit(requests_of()[3:])
-    assert_same(collected(stream), expected)
-    with pytest.raises(RolloutError, match="'x' is pending already"):
-        stream.submit([Request("x", [5], VARIED[0], 0)] * 2)
 
 
 @pytest.mark.parametrize("engine_name", ["vllm"], indirect=True)

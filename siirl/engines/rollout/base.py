@@ -179,6 +179,14 @@ class RolloutEngine(ABC):
                 "stream are pending. Collect them, or close the stream."
             )
 
+    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
+        """The requests of a stream that cannot run, with the reason. pending: keys of those before.
+
+        RolloutError without weights, and for a key that is used twice.
+        """
+        check_keys(requests, pending)
+        return {}
+
     @abstractmethod
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Name -> (full shape, dtype) of all that it takes next, under HF names; tied tensors once."""
@@ -213,37 +221,53 @@ class RolloutEngine(ABC):
         return None
 
 
+MOST_NAMED = 8
+"""Requests whose keys an error names."""
+
+
 class WaveStream(RolloutStream):
-    """A stream over `generate`: what has been submitted runs as one call, which `collect` waits for."""
+    """A stream over `generate`: what has come in runs as one call, a wave, which `collect` waits for."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._waiting: dict[Key, Request] = {}
+        self._refused: dict[Key, EpisodeFailed] = {}
 
     @property
     def num_pending(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._refused)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See RolloutStream; the engine judges the prompts when they run."""
-        check_keys(requests, self._waiting)
-        self._waiting |= {request.key: request for request in requests}
+        """See RolloutStream."""
+        refused = self._engine.check_requests(requests, [*self._waiting, *self._refused])
+        self._refused |= refused
+        self._waiting |= {request.key: request for request in requests if request.key not in refused}
 
-    def collect(self, timeout_s: float) -> list[tuple[Key, Completion]]:
-        """See RolloutStream; takes as long as the longest response, whatever timeout_s."""
-        waiting, self._waiting = self._waiting, {}
+    def collect(self, timeout_s: float) -> list[tuple[Key, Completion | EpisodeFailed]]:
+        """See RolloutStream; takes as long as the longest response of the wave, whatever timeout_s."""
+        waiting, refused = self._waiting, self._refused
+        self._waiting, self._refused = {}, {}
+        answers: list[tuple[Key, Completion | EpisodeFailed]] = list(refused.items())
         by_params: dict[SamplingParams, list[Request]] = {}
         for request in waiting.values():
             by_params.setdefault(request.params, []).append(request)
-        answers = []
         for params, requests in by_params.items():
-            results = self._engine.generate([r.prompt for r in requests], params, [r.seed for r in requests])
+            results = self._run(requests, params)
             answers += [(request.key, one) for request, (one,) in zip(requests, results, strict=True)]
         return answers
 
+    def _run(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
+        """Answers of one call of `generate`; its errors count prompts: say whose they are."""
+        try:
+            return self._engine.generate([r.prompt for r in requests], params, [r.seed for r in requests])
+        except RolloutError as error:
+            keys = ", ".join(repr(request.key) for request in requests[:MOST_NAMED])
+            more = f" and {len(requests) - MOST_NAMED} more" if len(requests) > MOST_NAMED else ""
+            raise RolloutError(f"{error} Prompts 0, 1, ... are those of requests {keys}{more}.") from error
+
     def close(self) -> None:
         """See RolloutStream."""
-        self._waiting = {}
+        self._waiting, self._refused = {}, {}
 
 
 def check_keys(requests: Sequence[Request], pending: Iterable[Key]) -> None:

@@ -15,21 +15,17 @@ from siirl.engines.rollout.base import (
     Key,
     Request,
     RolloutEngine,
-    RolloutStream,
     SamplingParams,
     WeightPart,
 )
 from siirl.engines.rollout.checks import CallLimits, WeightState, check_finite
 from siirl.engines.rollout.decode import Samples, decode
-from siirl.engines.rollout.hf_stream import HFStream, Room, can_stream
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.slots import NO_LIMIT
 from siirl.engines.rollout.weights import SharedBase, WeightSpecs, checked_weights, stored_parts, tensor_names
 from siirl.engines.train.frozen_base import use_base
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
-from siirl.observe.metrics import Metrics
 from siirl.parallel.process_groups import ProcessGroups
 
 CACHED_LAYERS = {"full_attention", "sliding_attention"}
@@ -78,7 +74,6 @@ class HFRollout(RolloutEngine):
         self._limits = CallLimits(plan.name, vocab, max_context)
         self._specs, self._aliases = tensor_names(self._model)
         self._state: WeightState = "empty"
-        self._metrics = Metrics()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
@@ -115,32 +110,9 @@ class HFRollout(RolloutEngine):
         )
         return [[found[call, sample] for sample in range(params.n)] for call in range(len(prompts))]
 
-    def new_stream(self) -> RolloutStream:
-        """See RolloutEngine: a batch that requests join and leave between two steps, if the model can. Wakes
-        the engine, whose weights take memory before its cache does."""
-        if not can_stream(self._model):
-            return super().new_stream()
-        rows = self._rollout.max_num_seqs
-        if self._rollout.micro_batch_size is not None:
-            rows = min(rows, self._rollout.micro_batch_size * self._rollout.n)
-        self.wake()
-        positions = NO_LIMIT
-        if self._device.type == "cuda":
-            positions = self._cache_positions() // self.num_open_streams
-        return HFStream(self, self._model, Room(rows, positions, self._rollout.max_num_batched_tokens))
-
     def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
-        """Which requests of a stream cannot run, and why; see CallLimits."""
+        """See RolloutEngine and CallLimits."""
         return self._limits.check_requests(self._state, requests, pending)
-
-    def count_held(self, tokens: int, prompt_tokens: int) -> None:
-        """Keep for drain_metrics how much of the prompts of a stream needed no reading."""
-        self._metrics.mean("rollout/prefix_cache_hits", tokens, prompt_tokens)
-
-    def drain_metrics(self) -> Metrics:
-        """What its streams counted since the last call."""
-        metrics, self._metrics = self._metrics, Metrics()
-        return metrics
 
     @property
     def takes(self) -> WeightPart:
@@ -160,7 +132,6 @@ class HFRollout(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the engine."""
         self.check_idle("take weights")
-        self._forget()
         self.wake()
         self._state, self.weight_version = "loading", -1
         own = stored_parts(self._model)
@@ -174,7 +145,6 @@ class HFRollout(RolloutEngine):
     def sleep(self) -> None:
         """Move the weights to host memory, on a GPU and with rollout.free_cache_engine. Idempotent."""
         self.check_idle("sleep")
-        self._forget()
         if self._device.type != "cpu" and self._rollout.free_cache_engine:
             self._model.to("cpu")
             torch.cuda.empty_cache()
@@ -190,11 +160,6 @@ class HFRollout(RolloutEngine):
             self._stream.close()
         self._stream = None
         del self._model
-
-    def _forget(self) -> None:
-        """Have the stream keep nothing that was read with the weights so far."""
-        if isinstance(self._stream, HFStream):
-            self._stream.forget()
 
     def _decode(
         self,
@@ -228,9 +193,10 @@ class HFRollout(RolloutEngine):
         return max(rows, 1)
 
     def _cache_positions(self) -> int:
-        """Positions for whose keys and values the GPU has memory now."""
+        """Positions for whose keys and values the GPU has memory now; engines with open streams share it."""
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
-        return int(free_bytes * self._rollout.gpu_memory_utilization / _cache_bytes_per_token(self._model))
+        own_bytes = free_bytes * self._rollout.gpu_memory_utilization / self.num_open_streams
+        return int(own_bytes / _cache_bytes_per_token(self._model))
 
 
 def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> PreTrainedModel:
