@@ -1,4 +1,8 @@
-"""Every script of examples/ runs: its own command line, with a small model of its family on CPU processes."""
+"""Every launch script of examples/ runs: its own command line, a small model of its family, CPU processes.
+
+The scripts of examples/quickstart and examples/multi_agent run whole, until their agents have learnt, in
+test_templates_learn.py, test_team_examples_learn.py and test_multi_agent_learns.py.
+"""
 
 import json
 import os
@@ -89,8 +93,6 @@ CASES = [
     )),
 ]  # fmt: skip
 IN_MAKE_TEST = ("run_qwen3-0.6b-1gpu.sh",)
-QUICKSTART = ("grpo", "gspo", "dapo", "ppo", "rloo", "reinforce++", "remax")
-TEAMS = ("reasoner_actor", "planner_worker", "self_play", "solver_verifier", "debate")
 
 
 def settings_of(case: Case, folder: Path) -> list[str]:
@@ -165,24 +167,3 @@ def test_a_launch_script_trains_a_small_model_of_its_family(tmp_path, case):
 
 def test_every_launch_script_is_in_the_table():
     assert {case.script for case in CASES} == {path.name for path in EXAMPLES.glob("run_*.sh")}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("algorithm", QUICKSTART)
-def test_the_quickstart_trains_by_every_algorithm(tmp_path, algorithm):
-    out = tmp_path / "out"
-    prepare = [sys.executable, "examples/quickstart/prepare.py", "--out", str(out)]
-    subprocess.run(prepare, cwd=ROOT, env=environment(), check=True, capture_output=True, timeout=100)
-    keys = ("trainer.total_training_steps=2", "data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=8")
-    command = ["bash", "examples/quickstart/algorithm.sh", algorithm, *keys, f"{ROLLOUT}.n=4"]
-    trained(run(command, out, PYTHON=sys.executable, QUICKSTART_DIR=str(out)), 2)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", TEAMS)
-def test_the_example_of_several_agents_trains(tmp_path, name):
-    keys = ("trainer.total_training_steps=2", "data.train_batch_size=8", f"{ROLLOUT}.n=4")
-    command = ["bash", "examples/multi_agent/run.sh", name, *keys]
-    trained(run(command, tmp_path, PYTHON=sys.executable, MULTI_AGENT_DIR=str(tmp_path / "out")), 2)
