@@ -47,10 +47,10 @@ quickstart: .venv/.base  ## make a tiny model and dataset, train it on CPU, expo
 # Two workers, each with whole files; the processes of a distributed test share the cores with the other worker's test.
 PYTEST := $(TEST_ENV) $(PY) -m pytest -n 2 --dist loadgroup
 
-test: .venv/.dev  ## the test suite (about 20 minutes on 2 cores)
+test: .venv/.dev  ## the test suite (about 15 minutes on 2 cores)
 	$(PYTEST) -m 'not slow and not gpu'
 
-test-fast: .venv/.dev  ## what needs no processes, for the inner loop (about two minutes)
+test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 s on 2 cores)
 	$(PYTEST) -m 'not slow and not gpu and not heavy' tests/unit tests/plan
 
 test-all: .venv/.dev  ## the slower tests too

@@ -1,6 +1,7 @@
 """Makes the shared helpers of the test suite importable, and says which tests may run beside each other."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +17,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = "ray" if item.path.name in RAY else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(autouse=True)
+def users_code_is_forgotten() -> Iterator[None]:
+    """What files of users have registered while a test ran, and the files: no test knows those of another."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("siirl_user_")]:
+        del sys.modules[name]
+    for module, table in (("advantages", "ADVANTAGES"), ("policy_losses", "POLICY_LOSSES")):
+        if (loaded := sys.modules.get(f"siirl.algorithms.{module}")) is not None:
+            specs = getattr(loaded, table)._specs
+            for name in [
+                name for name, spec in specs.items() if spec.fn.__module__.startswith("siirl_user_")
+            ]:
+                del specs[name]

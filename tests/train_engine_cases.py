@@ -248,7 +248,7 @@ def first_step_gradients(engine: TrainEngine) -> dict[str, Tensor]:
 
 def whole_tensors(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a sharded state, whole, on every rank: by way of a checkpoint."""
-    folder = [tempfile.mkdtemp(prefix="siirl-state-")]
+    folder = [tempfile.mkdtemp(prefix="siirl-state-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     dcp.save(state, checkpoint_id=folder[0])
     stored = dcp.FileSystemReader(folder[0]).read_metadata().state_dict_metadata

@@ -78,7 +78,7 @@ def _built(function: str) -> DagSpec:
         dag = build()
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the user's code runs here: it may raise anything
         line = traceback.extract_tb(error.__traceback__)[-1]
         raise DagError(
             f"{key}={function} raised {type(error).__name__}: {error} ({line.filename}, line {line.lineno}). "

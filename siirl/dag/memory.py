@@ -17,15 +17,16 @@ from siirl.dag.ops import uses_full_kl
 from siirl.dag.plan import ModelPlan
 
 SMALL_MODEL_BYTES = 2 << 30
-"""Up to so many bytes of fp32 weights a model stays gathered under FSDP2 in a mini-batch."""
+"""Up to so many bytes of fp32 weights a model stays gathered under FSDP2, with whole gradients, in a
+mini-batch."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 GIB = 2**30
 LOGITS_CHUNK = 1 << 28
-"""Logits that a log-prob head holds at once (CHUNK_ELEMENTS of the engines)."""
+"""Logits that a log-prob head works on at a time: 1 GiB in fp32."""
 KEPT_LOGITS_BYTES = 2 * GIB
-"""Up to so many the head keeps all logits of a micro-batch (KEEP_LOGITS_BYTES of the engines)."""
+"""Up to so many a training micro-batch keeps its logits for backward; else they are computed again."""
 ENGINE_GRAPHS_BYTES = 9 * GIB
 """What a vLLM engine has beside its share, asleep too: CUDA graphs and workspace; 5.5 to 12 GiB measured."""
 ENGINE_CONTEXT_BYTES = 2 * GIB
@@ -178,7 +179,7 @@ def _mlp_params(raw: dict[str, Any], layer: int) -> int:
 def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
     """What one rank holds of a model under FSDP2.
 
-    One shard, and a model that stays gathered (SMALL_MODEL_BYTES of the engine), gather all layers; others
+    One shard, and a model that stays gathered (SMALL_MODEL_BYTES), gather all layers; others
     two at a time. Embedding and head stay gathered in a mini-batch.
     """
     fsdp, name = role_group(cfg, model.role).fsdp_config, model.name

@@ -9,6 +9,7 @@ from siirl.config.roles import ROLE_GROUPS, model_key
 from siirl.config.tree import with_overrides
 from siirl.dag.memory import GIB
 from siirl.dag.memory_phases import PhasePeak, memory_lines, phase_peaks
+from siirl.dag.models import backend_of
 from siirl.dag.plan import ModelPlan, Plan
 from siirl.dag.text_table import table
 from siirl.parallel.placement import Ranks, format_ranks
@@ -133,15 +134,9 @@ def _of_model(model: ModelPlan, cfg: Config) -> Iterator[tuple[str, Any]]:
         yield f"{rollout}.free_cache_engine", True
         return
     group = ROLE_GROUPS[model.role]
-    if model.backend == "fsdp":
-        yield f"{group}.fsdp_config.param_offload", True
-        if model.trains:
-            yield f"{group}.fsdp_config.optimizer_offload", True
-    else:
-        yield f"{group}.megatron.param_offload", True
-        if model.trains:
-            yield f"{group}.megatron.grad_offload", True
-            yield f"{group}.megatron.optimizer_offload", True
+    backend = backend_of(model)
+    for name in backend.offloads + (backend.offloads_trained if model.trains else ()):
+        yield f"{group}.{name}", True
     if model.trains:
         yield f"{model_key(model.role)}.enable_gradient_checkpointing", True
         yield from _halved(

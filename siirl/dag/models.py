@@ -46,7 +46,9 @@ class Backend:
     its sizes on its ranks. memory: what a rank holds; the last argument is the rows of a shard. check: what
     must hold beyond the product of the sizes; raises UserError. advice: what works, but badly, a line each.
     environment: variables that the processes of a model of these sizes need before CUDA starts. five_sizes:
-    tp, pp, cp, ep and dp are always named. weights: it needs weights. later: why it cannot be used yet.
+    tp, pp, cp, ep and dp are always named. weights: it needs weights. offloads: keys in a model's group that
+    move it to host memory while it is idle; offloads_trained: further ones of a model that trains. later: why
+    it cannot be used yet.
     """
 
     dims: Callable[[Config, ModelRole, int], ParallelDims]
@@ -57,6 +59,8 @@ class Backend:
     five_sizes: bool = False
     advice: Callable[[ModelPlan, Config], list[str]] = lambda model, cfg: []
     weights: bool = True
+    offloads: tuple[str, ...] = ()
+    offloads_trained: tuple[str, ...] = ()
     later: str = ""
 
 
@@ -220,7 +224,13 @@ def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolved
 
 
 TRAIN_BACKENDS = {
-    "fsdp": Backend(_fsdp_dims, fsdp_lines, groups=_along("dp_shard", "dp_replicate")),
+    "fsdp": Backend(
+        _fsdp_dims,
+        fsdp_lines,
+        groups=_along("dp_shard", "dp_replicate"),
+        offloads=("fsdp_config.param_offload",),
+        offloads_trained=("fsdp_config.optimizer_offload",),
+    ),
     "megatron": Backend(
         _megatron_dims,
         _megatron_lines,
@@ -229,6 +239,8 @@ TRAIN_BACKENDS = {
         advice=_megatron_advice,
         environment=_megatron_environment,
         five_sizes=True,
+        offloads=("megatron.param_offload",),
+        offloads_trained=("megatron.grad_offload", "megatron.optimizer_offload"),
     ),
 }
 ROLLOUT_BACKENDS = {
@@ -367,7 +379,8 @@ def _ranks(name: str, nodes: list[ResolvedNode], world_size: int) -> Ranks:
 def _check_overrides_agree(name: str, builder: ResolvedNode, nodes: list[ResolvedNode]) -> None:
     groups = ("actor_rollout_ref.", "critic.")
     for node in nodes:
-        own_rows = () if node.agent == builder.agent else ("actor_rollout_ref.rollout.",)
+        of_agent = ("actor_rollout_ref.rollout.", "actor_rollout_ref.actor.")
+        own_rows = () if node.agent == builder.agent else of_agent
         for key, value in node.overrides.items():
             if key == "critic.share_instance" or key.startswith(own_rows):
                 continue

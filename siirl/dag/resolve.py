@@ -7,7 +7,7 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.config.checks import contradictions
-from siirl.config.resolve import get
+from siirl.config.resolve import ALIASES, FOLLOWS, POLICY, REFERENCE, get
 from siirl.config.root import TOP_GROUPS, all_keys
 from siirl.config.tree import is_known, overridden
 from siirl.config.values import SECRET_KEYS
@@ -29,6 +29,8 @@ _GROUP_OF_ROLE = {
 _WHOLE_RUN = ("trainer", "dag", "profiler")
 AGENT_WIDE = ("data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.")
 """What the rollout node overrides here holds for every node of its agent that does not itself override it."""
+_FOLLOWERS = {"REFERENCE": f"{POLICY}.ref.", "CRITIC": "critic."}
+"""Node role -> its keys, some of which follow the actor's."""
 
 
 @dataclass(frozen=True)
@@ -85,18 +87,47 @@ def resolve_nodes(dag: DagSpec, cfg: Config, found: Findings) -> dict[str, Resol
     the configuration of the others, keys with a wrong value are broken.
     """
     own = {node.node_id: _absolute_keys(node, found) for node in dag.nodes}
-    shared: dict[int, dict[str, Any]] = {}
-    for node in dag.nodes:
-        if node.node_role == "ROLLOUT":
-            wide = {key: value for key, value in own[node.node_id][0].items() if key.startswith(AGENT_WIDE)}
-            shared.setdefault(node.agent_group, {}).update(wide)
     nodes: dict[str, ResolvedNode] = {}
     said: set[str] = set()
     for node in sorted(dag.nodes, key=lambda node: node.node_role != "ROLLOUT"):
         with found.at():
-            wide = shared.get(node.agent_group, {})
+            wide = _agent_wide(node, dag, own)
             nodes[node.node_id] = _resolve(node, cfg, wide, *own[node.node_id], found, said)
     return {node.node_id: nodes[node.node_id] for node in dag.nodes if node.node_id in nodes}
+
+
+def _agent_wide(
+    node: NodeSpec, dag: DagSpec, own: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+) -> dict[str, Any]:
+    """Overrides of other nodes of its agent that hold for a node: the rollout's (AGENT_WIDE), and for a
+    reference or critic those of the actor's trainer that keys of its own follow."""
+    followed = _followed_by(node.node_role)
+    wide: dict[str, Any] = {}
+    for other in dag.nodes:
+        if other.agent_group != node.agent_group:
+            continue
+        of_other = own[other.node_id][0].items()
+        if other.node_role == "ROLLOUT":
+            wide |= {key: value for key, value in of_other if key.startswith(AGENT_WIDE)}
+        elif other.node_role == "ACTOR" and not other.only_forward_compute:
+            wide |= {key: value for key, value in of_other if f"{key}.".startswith(followed)}
+    return wide
+
+
+@functools.cache
+def _followed_by(role: str) -> tuple[str, ...]:
+    """The actor's keys that keys of a role follow, and their older names, each with a dot at its end."""
+    prefix = _FOLLOWERS.get(role)
+    if prefix is None:
+        return ()
+    sources = {
+        source
+        for name, template in FOLLOWS.items()
+        for source in REFERENCE.findall(template)
+        if name.startswith(prefix) and source.startswith(f"{POLICY}.actor.")
+    }
+    older = {alias for alias, targets in ALIASES.items() if not sources.isdisjoint(targets)}
+    return tuple(sorted(f"{name}." for name in sources | older))
 
 
 def _resolve(

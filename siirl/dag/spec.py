@@ -229,7 +229,7 @@ def load_object(reference: str, who: str, kind: str = "function") -> Any:
         )
     except (ImportError, OSError, SyntaxError) as error:
         raise DagError(f"{who} = {reference!r}: {import_problem(where, error)}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the user's code runs here: it may raise anything
         raise DagError(
             f"{who} = {reference!r}: {where!r} raised {type(error).__name__} when it was imported: {error}. "
             "Correct it."
@@ -248,7 +248,11 @@ def _module_of_file(path: Path) -> ModuleType:
         raise FileNotFoundError(f"no such file: {path}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half of a module would be taken for the whole the next time
+        raise
     return module
 
 

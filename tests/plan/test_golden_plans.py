@@ -126,6 +126,7 @@ def test_every_template_has_a_stored_plan_and_fits_on_a_screen():
         assert len(template.read_text().splitlines()) <= 40, template
 
 
+@pytest.mark.heavy
 def test_the_plan_and_its_report_are_the_same_for_every_hash_seed():
     digests = set()
     for seed in ("0", "1", "77"):

@@ -276,6 +276,7 @@ def test_the_discounted_sum_equals_the_recursion_at_every_width(width, discount,
     torch.testing.assert_close(discounted_sum(value, discount), want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.heavy
 def test_gae_equals_torchrl_on_full_rows():
     functional = pytest.importorskip("torchrl.objectives.value.functional")
     gamma, lam = 31 / 32, 7 / 8  # exact in fp32, in which torchrl holds them
@@ -292,6 +293,7 @@ def test_gae_equals_torchrl_on_full_rows():
     torch.testing.assert_close(got.return_BT, want_return.squeeze(-1), **CLOSE)
 
 
+@pytest.mark.heavy
 def test_grpo_equals_torchrl_on_a_group():
     llm = pytest.importorskip("torchrl.objectives.llm")
     from tensordict import TensorDict

@@ -299,6 +299,7 @@ TRL_CASES = {
 
 
 @pytest.mark.parametrize("case", TRL_CASES)
+@pytest.mark.heavy
 def test_losses_and_aggregations_equal_trl(case):
     name, mode, options, (loss_type, settings) = TRL_CASES[case]
     b = {k: v[b_rows] for b_rows in [[i for i in range(B) if i != 5]] for k, v in batch().items()}
@@ -308,6 +309,7 @@ def test_losses_and_aggregations_equal_trl(case):
     torch.testing.assert_close(grad, want_grad, **CLOSE)
 
 
+@pytest.mark.heavy
 def test_the_clipped_objective_equals_torchrl():
     grpo = pytest.importorskip("torchrl.objectives.llm.grpo")
     b = batch()

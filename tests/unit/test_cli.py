@@ -127,6 +127,7 @@ def test_keys_without_effect_are_warned_about(capsys):
     assert "warning: trainer.should_log" in capsys.readouterr().err
 
 
+@pytest.mark.heavy
 def test_check_starts_quickly_and_without_torch():
     code = "import sys; from siirl.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

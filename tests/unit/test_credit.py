@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from siirl.algorithms.advantages import compute_advantage
+from siirl.algorithms.advantages import ADVANTAGES, compute_advantage
 from siirl.algorithms.aggregate import AGGREGATIONS, aggregate_loss
 from siirl.algorithms.credit import (
     Scores,
@@ -202,6 +202,10 @@ def test_an_estimator_of_the_users_gets_the_tokens_of_each_turn(tmp_path):
     found = estimated(turn, reward, {"algorithm.adv_estimator": f"{tmp_path}/own.py:own_by_turn"}, {})
     want = f64([15 + 1, 15 + 2, 0, 8 + 8], [240 + 16, 0, 192 + 64, 192 + 128]).float()
     assert found.advantages.advantage_BT.tolist() == want.tolist()
+
+
+def test_an_estimator_of_one_tests_user_is_unknown_to_the_next_test():
+    assert "own_by_turn" not in ADVANTAGES.names()
 
 
 def test_grpo_by_turn_compares_each_turn_with_the_same_turn_of_other_samples():

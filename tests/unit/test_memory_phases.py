@@ -12,9 +12,11 @@ import pytest
 
 from siirl.cli import main
 from siirl.config import load_config
+from siirl.config.root import all_keys
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.memory_phases import memory_lines, phase_peaks
 from siirl.dag.memory_words import memory_table, memory_warnings
+from siirl.dag.models import TRAIN_BACKENDS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -159,6 +161,14 @@ def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, monkeypatch
     assert "memory: does not fit 60 GiB" in capsys.readouterr().err
     assert main(["check", "--elsewhere", *command, *keys]) == 0
     assert "does not fit" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("group", ["actor_rollout_ref.actor", "critic"])
+@pytest.mark.parametrize(("name", "section"), [("fsdp", "fsdp_config"), ("megatron", "megatron")])
+def test_the_advice_knows_every_key_that_offloads_a_trained_model(group, name, section):
+    backend = TRAIN_BACKENDS[name]
+    known = {key.removeprefix(f"{group}.") for key in all_keys() if key.endswith("_offload")}
+    assert {*backend.offloads, *backend.offloads_trained} == {k for k in known if k.startswith(f"{section}.")}
 
 
 def verdict(keys: list[str]) -> str:

@@ -1,10 +1,14 @@
 """dag.node_config: the command line sets keys of nodes of any workflow."""
 
 import pytest
+from plan_cases import add_agent, config
 
 from siirl.config import load_config
+from siirl.config.resolve import FOLLOWS, POLICY, REFERENCE, get
+from siirl.config.root import all_keys
 from siirl.dag.compile import TEMPLATES, load_dag
 from siirl.dag.resolve import resolve_nodes
+from siirl.dag.spec import DagBuilder
 from siirl.errors import DagError
 from siirl.findings import Findings
 
@@ -57,3 +61,36 @@ def test_nodes_and_keys_that_do_not_exist_are_refused(override, words):
         nodes(override)
     assert all(word in str(caught.value) for word in words), caught.value
     assert isinstance(caught.value, DagError | ValueError)
+
+
+FOLLOWERS = {"REFERENCE": f"{POLICY}.ref.", "CRITIC": "critic."}
+FOLLOWED = [
+    (role, name, source)
+    for role, prefix in FOLLOWERS.items()
+    for name, template in FOLLOWS.items()
+    for source in REFERENCE.findall(template)
+    if name.startswith(prefix) and source.startswith(f"{POLICY}.actor.")
+]
+"""(role, key of it, the actor's key that it follows), of all."""
+
+
+@pytest.mark.parametrize(("role", "follower", "source"), FOLLOWED)
+def test_what_an_actors_node_sets_holds_for_the_keys_of_its_agent_that_follow_it(role, follower, source):
+    cfg = config(f"{POLICY}.actor.strategy=megatron") if ".megatron." in source else config()
+    run = get(cfg, follower)
+    choices = [choice for choice in all_keys()[source].rule.choices or () if choice != run]
+    value = choices[0] if choices else {bool: not run, int: 2, dict: {"a": 1}}.get(type(run), 2)
+    if source.endswith("path"):
+        value = "/m"
+    dag = DagBuilder("three")
+    for agent in range(3):
+        ids = add_agent(dag, agent)
+        more = {"agent_group": agent, "dependencies": [ids["rollout"]]}
+        own = {follower: run} if agent == 2 and run is not None else {}
+        dag.node(f"forward_{agent}", "MODEL_TRAIN", role, only_forward_compute=True, config=own, **more)
+        dag.node(f"actor_{agent}", "MODEL_TRAIN", "ACTOR", config={source: value} if agent else {}, **more)
+    found = Findings()
+    resolved = resolve_nodes(dag.build(), cfg, found)
+    found.close()
+    forward = [resolved[f"forward_{agent}"].cfg for agent in range(3)]
+    assert [get(cfg, follower) for cfg in forward] == [run, value, value if run is None else run]

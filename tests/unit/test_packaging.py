@@ -18,6 +18,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("command", [["siirl.main_dag", "--cfg", "job"], ["siirl.cli", "plan"]])
+@pytest.mark.heavy
 def test_a_reader_that_stops_early_is_no_error(command):
     reading, writing = os.pipe()
     os.close(reading)

@@ -121,6 +121,7 @@ def fusion_answer(message):
         ("def add(a, b): return a + b", {"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}, "passed"),
     ],
 )
+@pytest.mark.heavy
 def test_a_remote_sandbox_gives_the_verdicts_of_the_local_one(program, truth, verdict):
     options = {"test_timeout_s": 1.0}
     with serving(fusion_answer) as service:

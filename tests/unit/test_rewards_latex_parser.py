@@ -6,7 +6,11 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from siirl.rewards import math_answer
+
+pytestmark = pytest.mark.heavy
 
 FORMULAS = [
     r"42", r"-3.75", r"1,234", r"50\%", r"\frac{3}{4}", r"\dfrac34", r"-\frac{a}{b}", r"2\sqrt{2}",

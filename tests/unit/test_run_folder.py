@@ -50,6 +50,7 @@ def other_run():
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.heavy
 def test_a_second_run_in_a_folder_is_refused_until_the_first_is_gone_however_it_goes(
     tmp_path, other_run, end
 ):
@@ -81,6 +82,7 @@ def test_a_second_run_in_a_folder_is_refused_until_the_first_is_gone_however_it_
         ("trainer.dump_rollouts_dir={0}/shared",),
     ],
 )
+@pytest.mark.heavy
 def test_every_folder_that_a_run_writes_is_held(tmp_path, other_run, keys):
     keys = [key.format(tmp_path) for key in keys]
     other_run(f"trainer.output_dir={tmp_path}/a", *keys)
@@ -171,6 +173,7 @@ def test_a_run_that_died_before_it_had_results_leaves_nothing_that_is_mixed_with
     assert not events.exists() and (tmp_path / "logs" / "rank_0.log").exists()
 
 
+@pytest.mark.heavy
 def test_the_folder_says_what_was_started_and_its_configuration_starts_the_same_run(tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     cfg = config(tmp_path, "data.train_batch_size=48", "actor_rollout_ref.model.hf_hub_token=secret")

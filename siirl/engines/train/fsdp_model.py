@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 
+from siirl.dag.memory import SMALL_MODEL_BYTES
 from siirl.dag.plan import ModelPlan
 from siirl.engines.train.frozen_base import join_shards, use_base
 from siirl.engines.train.hf_model import (
@@ -25,9 +26,6 @@ from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import DataError, UserError
 from siirl.parallel.process_groups import ProcessGroups
-
-SMALL_MODEL_BYTES = 2 << 30
-"""Up to this size a whole model's weights stay gathered, and its gradients whole, during a mini-batch."""
 
 
 def mesh_of(
@@ -120,7 +118,8 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 
 
 def is_small(model: nn.Module) -> bool:
-    """Whether the whole model, in fp32, may lie on every rank."""
+    """Whether the whole model, in fp32, may lie on every rank: its weights then stay gathered, and its
+    gradients whole, during a mini-batch."""
     return 4 * sum(param.numel() for param in model.parameters()) <= SMALL_MODEL_BYTES
 
 

@@ -12,14 +12,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
+from siirl.dag.memory import KEPT_LOGITS_BYTES, LOGITS_CHUNK
 from siirl.dag.plan import Head
 from siirl.engines.train.attention import SequenceBounds
 from siirl.engines.train.packing import PackedBatch
-
-CHUNK_ELEMENTS = 1 << 28
-"""Logits worked on at a time: 1 GiB in fp32."""
-KEEP_LOGITS_BYTES = 2 << 30
-"""Up to this size a training micro-batch keeps its logits for backward; else it computes them again."""
 
 
 class PackedModel(nn.Module, ABC):
@@ -90,7 +86,7 @@ class PackedLanguageModel(PackedModel):
     ) -> dict[str, Tensor]:
         weight_VD = self.hf.get_output_embeddings().weight
         num_logits = target_M.numel() * weight_VD.shape[0]
-        chunk = max(1, CHUNK_ELEMENTS // weight_VD.shape[0])
+        chunk = max(1, LOGITS_CHUNK // weight_VD.shape[0])
         log_prob_M, entropy_M = linear_log_prob_entropy(
             hidden_MD,
             weight_VD,
@@ -99,7 +95,7 @@ class PackedLanguageModel(PackedModel):
             with_entropy="entropy" in outputs,
             chunk=chunk,
             keep_logits=torch.is_grad_enabled()
-            and num_logits * weight_VD.element_size() <= KEEP_LOGITS_BYTES,
+            and num_logits * weight_VD.element_size() <= KEPT_LOGITS_BYTES,
         )
         found = {"log_prob": log_prob_M, "entropy": entropy_M, "hidden": hidden_MD}
         if "full_kl" in outputs:

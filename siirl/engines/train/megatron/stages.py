@@ -19,14 +19,10 @@ from torch.nn.functional import linear
 
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
+from siirl.dag.memory import KEPT_LOGITS_BYTES, LOGITS_CHUNK
 from siirl.dag.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.layers import PackedRows, new_parameter
-
-CHUNK_ELEMENTS = 1 << 28
-"""Logits worked on at a time: 1 GiB in fp32."""
-KEEP_LOGITS_BYTES = 2 << 30
-"""Up to this size a training micro-batch keeps its logits for backward; else it computes them again."""
 
 
 class Stage(GPTModel, ABC):
@@ -80,7 +76,7 @@ class LanguageStage(Stage):
     def head(self, hidden_MD: Tensor, rows: PackedRows) -> dict[str, Tensor]:
         weight_VD, first_word = self._words()
         num_words, group = len(weight_VD), self.pg_collection.tp
-        chunk = max(1, CHUNK_ELEMENTS // num_words)
+        chunk = max(1, LOGITS_CHUNK // num_words)
         join = partial(join_words, group) if group.size() > 1 else None
         log_prob_M, entropy_M = linear_log_prob_entropy(
             hidden_MD,
@@ -90,7 +86,7 @@ class LanguageStage(Stage):
             with_entropy="entropy" in rows.outputs,
             chunk=chunk,
             keep_logits=torch.is_grad_enabled()
-            and len(hidden_MD) * num_words * weight_VD.element_size() <= KEEP_LOGITS_BYTES,
+            and len(hidden_MD) * num_words * weight_VD.element_size() <= KEPT_LOGITS_BYTES,
             join=join,
         )
         found = {"log_prob": log_prob_M, "entropy": entropy_M, "hidden": hidden_MD}
