@@ -44,8 +44,8 @@ quickstart: .venv/.base  ## make a tiny model and dataset, train it on CPU, expo
 	$(PY) examples/quickstart/prepare.py --out outputs/quickstart
 	bash examples/quickstart/algorithm.sh $(or $(ALGORITHM),grpo) $(QUICKSTART_KEYS)
 
-# Two workers, each with whole files; the processes of a distributed test share the cores with the other worker's test.
-PYTEST := $(TEST_ENV) $(PY) -m pytest -n 2 --dist loadgroup
+# Two workers, each with whole files, those that start processes first: tests/unit fills the gaps at the end.
+PYTEST := $(TEST_ENV) $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test: .venv/.dev  ## the test suite (about 15 minutes on 2 cores)
 	$(PYTEST) -m 'not slow and not gpu'
