@@ -142,8 +142,9 @@ def trained(lines: list[dict], steps: int) -> None:
     ],
 )
 def test_a_launch_script_trains_a_small_model_of_its_family(tmp_path, case):
-    # each of two GPUs' share of an expert is 32 wide, as vLLM's kernels on the CPU want
-    sizes = {"mlp": 128, "heads": 4, "kv_heads": 4, "head_dim": 32, "layers": case.layers, "tie": False}
+    # heads and each of two ranks' share of an expert are 32 wide, as vLLM's kernels on the CPU want
+    sizes = {"hidden": 128, "mlp": 128, "heads": 4, "kv_heads": 4, "head_dim": 32}
+    sizes |= {"layers": case.layers, "tie": False}
     model = make_tiny_model_dir(tmp_path / "model", case.family, init_std=0.2, **sizes)
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
