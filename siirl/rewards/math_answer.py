@@ -9,15 +9,14 @@ from math import isfinite
 from typing import Any
 
 from siirl.errors import ScoreTimeoutError
-from siirl.rewards import quick_math
 from siirl.rewards.cpu_limit import cpu_limit
-from siirl.rewards.quick_math import CLEARLY, without_thin_spaces
 from siirl.rewards.registry import accepted_answers, register_reward
 from siirl.rewards.rules import last_boxed
 
 TAIL_CHARS = 500  # an answer that is not boxed is looked for at the end of the response only
 MAX_ANSWER_CHARS = 2000  # a longer answer is wrong; parsing it would take the whole time
 DIGITS = 15
+CLEARLY = 1e-3  # values that differ by more than this share of them are not equal under any rounding
 # a space next to a comma or a point may mean something: "7,282" is one number, "7, 282" are two
 NO_MEANING = re.compile(r"\\(?:left|right)(?![A-Za-z])|(?<![0-9A-Za-z,.])\s+|\s+(?![0-9A-Za-z,.])")
 NOTHING = re.compile(
@@ -28,6 +27,9 @@ FRACTION = re.compile(
     r"(?P<sign>-?)(\\[dt]?frac\{(?P<n1>[0-9]{1,30})\}\{(?P<d1>[0-9]{1,30})\}"
     r"|(?P<n2>[0-9]{1,30})/(?P<d2>[0-9]{1,30}))"
 )
+THIN_GROUPS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:\\[,;]\s*[0-9]{3})+(?![0-9])")
+THIN = re.compile(r"(?<!\\)\\[,; ]\s*")
+BACKWARDS = re.compile(r"(?<![A-Za-z\\])\\!\s*|(?<!\\)\\!\s*(?![A-Za-z])")
 
 
 @register_reward("math")
@@ -75,14 +77,20 @@ def _compare_text(answer: str, truth: str) -> bool | None:
         return True
     left, right = _rational(answer), _rational(truth)
     if left is None or right is None:
-        return quick_math.compare(answer, truth)
+        return None
     return _compare_values(left, right)
 
 
 def _canonical(text: str) -> str:
     """The text without what has no meaning in a formula: spaces around signs, sizes."""
-    text = NO_MEANING.sub("", without_thin_spaces(text))
+    text = NO_MEANING.sub("", _without_thin_spaces(text))
     return text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+
+
+def _without_thin_spaces(text: str) -> str:
+    r"""The text without \!, with plain spaces for \, \; and "\ ", but none between groups of three digits."""
+    text = BACKWARDS.sub("", text)
+    return THIN.sub(" ", THIN_GROUPS.sub(lambda number: THIN.sub("", number[0]), text))
 
 
 def _rational(text: str) -> Fraction | None:
@@ -148,8 +156,5 @@ def _library() -> tuple[Any, Any]:
     """math-verify's parse and verify. Imported on demand, which takes a second, in reward workers only."""
     from math_verify import parse, verify
 
-    from siirl.rewards import latex_parser
-
-    latex_parser.install()
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are off
     return parse, verify

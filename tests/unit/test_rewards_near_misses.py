@@ -24,6 +24,25 @@ def score(answer, truth):
 
 
 @pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        (r"\sqrt{7}\cdot 5", r"5\sqrt{7}", 1.0),
+        (r"(x+1)(x+2)", "x^2+3x+2", 1.0),
+        (r"x^9+201x", "202x+x^9", 0.0),
+        (r"\left(3, 4\right)", "(3,4)", 1.0),
+        ("(3,5)", "(3,4)", 0.0),
+        ("7", "(3,4)", 0.0),
+        (r"\frac{a}{b}", "a/b", 1.0),
+        ("3i+12", "12+3i", 1.0),
+        ("12", "12+3i", 0.0),
+        (r"\frac{14\pi}{2}", r"7\pi", 1.0),
+    ],
+)
+def test_everyday_answers_are_scored_by_their_value(answer, truth, right):
+    assert score(answer, truth) == right
+
+
+@pytest.mark.parametrize(
     ("one", "other", "equal"),
     [
         ("7,282", "7, 282", False),  # a number, and a list of two
