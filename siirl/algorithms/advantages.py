@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from siirl.algorithms.groups import Groups
 from siirl.algorithms.registry import Registry, option_names, pick_options
+from siirl.config.algorithm_table import ESTIMATORS
 
 
 class Advantages(NamedTuple):
@@ -41,6 +42,10 @@ class AcrossRanks(NamedTuple):
     apply: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+AcrossRanksStep = AcrossRanks | Callable[[Mapping[str, Any]], AcrossRanks | None] | None
+Decorator = Callable[[Callable[..., Advantages]], Callable[..., Advantages]]
+
+
 @dataclass(frozen=True)
 class AdvantageSpec:
     """A named estimator.
@@ -53,7 +58,7 @@ class AdvantageSpec:
     fn: Callable[..., Advantages]
     needs: tuple[str, ...]
     options: tuple[str, ...]
-    across_ranks: AcrossRanks | Callable[[Mapping[str, Any]], AcrossRanks | None] | None
+    across_ranks: AcrossRanksStep
 
 
 ADVANTAGES: Registry[AdvantageSpec] = Registry("advantage estimator", "algorithm.adv_estimator")
@@ -62,8 +67,8 @@ ADVANTAGES: Registry[AdvantageSpec] = Registry("advantage estimator", "algorithm
 def register_advantage(
     name: str,
     needs: tuple[str, ...],
-    across_ranks: AcrossRanks | Callable[[Mapping[str, Any]], AcrossRanks | None] | None = None,
-) -> Callable[[Callable[..., Advantages]], Callable[..., Advantages]]:
+    across_ranks: AcrossRanksStep = None,
+) -> Decorator:
     """Make a function known as an estimator; see AdvantageSpec for what the arguments mean.
 
     The function takes the needed fields by position and its options as keyword-only parameters.
@@ -74,6 +79,11 @@ def register_advantage(
         return fn
 
     return add
+
+
+def built_in(name: str, across_ranks: AcrossRanksStep = None) -> Decorator:
+    """`register_advantage` with the fields of the estimator's row in the table."""
+    return register_advantage(name, ESTIMATORS[name].reads, across_ranks)
 
 
 def compute_advantage(
@@ -149,7 +159,7 @@ def _less_group_mean(reward_BT: Tensor, group_id_B: Tensor) -> tuple[Tensor, Ten
     return score_B - groups.rows(groups.mean(score_B)), score_B, groups
 
 
-@register_advantage("grpo", needs=("reward", "response_mask", "group_id"))
+@built_in("grpo")
 def grpo(
     reward_BT: Tensor,
     response_mask_BT: Tensor,
@@ -171,7 +181,7 @@ def grpo(
     return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
 
 
-@register_advantage("rloo", needs=("reward", "response_mask", "group_id"))
+@built_in("rloo")
 def rloo(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Advantages:
     """Outcome less the mean outcome of the other rows of the group; 0 for a group of one row.
 
@@ -182,7 +192,7 @@ def rloo(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Adv
     return Advantages(_over_tokens(advantage_B * groups.rows(scale_G), response_mask_BT, reward_BT.dtype))
 
 
-@register_advantage("opo", needs=("reward", "response_mask", "group_id"))
+@built_in("opo")
 def opo(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Advantages:
     """Outcome less the length-weighted mean outcome of the group, the baseline of least gradient variance.
 
@@ -195,7 +205,7 @@ def opo(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Adva
     return Advantages(_over_tokens(score_B - groups.rows(baseline_G), response_mask_BT, reward_BT.dtype))
 
 
-@register_advantage("gpg", needs=("reward", "response_mask", "group_id"), across_ranks=UPWEIGHT_SIGNAL)
+@built_in("gpg", across_ranks=UPWEIGHT_SIGNAL)
 def gpg(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Advantages:
     """Outcome less the group's mean, scaled up by the share of rows without signal in the whole batch.
 
@@ -205,15 +215,12 @@ def gpg(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Adva
     return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
 
 
-CPGD_WEIGHTS = ("STD_weight", "clip_filter_like_weight", "naive")
-
-
 def _cpgd_step(options: Mapping[str, Any]) -> AcrossRanks | None:
     by_filter = options["weight_factor_in_cpgd"] == "clip_filter_like_weight"
     return AcrossRanks(_row_counts, _upweight_signal_thrice) if by_filter else None
 
 
-@register_advantage("cpgd", needs=("reward", "response_mask", "group_id"), across_ranks=_cpgd_step)
+@built_in("cpgd", across_ranks=_cpgd_step)
 def cpgd(
     reward_BT: Tensor,
     response_mask_BT: Tensor,
@@ -233,7 +240,7 @@ def cpgd(
     return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
 
 
-@register_advantage("grpo_passk", needs=("reward", "response_mask", "group_id"))
+@built_in("grpo_passk")
 def grpo_passk(
     reward_BT: Tensor,
     response_mask_BT: Tensor,
@@ -299,7 +306,7 @@ def _policy_steps(reward_BT: Tensor, mask_BT: Tensor, value_BT: Tensor | None = 
     return _PolicySteps(packed[0, :, :-1], packed[1, :, :-1], step_BT, mask_BT)
 
 
-@register_advantage("gae", needs=("reward", "value", "response_mask"), across_ranks=WHITEN)
+@built_in("gae", across_ranks=WHITEN)
 def gae(
     reward_BT: Tensor, value_BT: Tensor, response_mask_BT: Tensor, *, gamma: float, lam: float
 ) -> Advantages:
@@ -323,7 +330,7 @@ def _reward_to_go(reward_BT: Tensor, mask_BT: Tensor, gamma: float) -> Tensor:
     return steps.unpack(discounted_sum(steps.reward_BT, gamma))
 
 
-@register_advantage("reinforce_plus_plus", needs=("reward", "response_mask"), across_ranks=WHITEN)
+@built_in("reinforce_plus_plus", across_ranks=WHITEN)
 def reinforce_plus_plus(reward_BT: Tensor, response_mask_BT: Tensor, *, gamma: float) -> Advantages:
     """Discounted reward to go (KL penalties included when they are in the reward), whitened over the batch.
 
@@ -332,9 +339,7 @@ def reinforce_plus_plus(reward_BT: Tensor, response_mask_BT: Tensor, *, gamma: f
     return Advantages(_reward_to_go(reward_BT, response_mask_BT, gamma).to(reward_BT.dtype))
 
 
-@register_advantage(
-    "reinforce_plus_plus_baseline", needs=("reward", "response_mask", "group_id"), across_ranks=WHITEN
-)
+@built_in("reinforce_plus_plus_baseline", across_ranks=WHITEN)
 def reinforce_plus_plus_baseline(
     reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor
 ) -> Advantages:
@@ -346,7 +351,7 @@ def reinforce_plus_plus_baseline(
     return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
 
 
-@register_advantage("remax", needs=("reward", "response_mask", "baseline_score"))
+@built_in("remax")
 def remax(reward_BT: Tensor, response_mask_BT: Tensor, baseline_score_B: Tensor) -> Advantages:
     """Reward to go less the score of the prompt's greedy response. Source: "ReMax" (2023), equation 4."""
     to_go_BT = _reward_to_go(reward_BT, response_mask_BT, 1.0)

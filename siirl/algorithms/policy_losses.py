@@ -26,13 +26,11 @@ PolicyLossFn = Callable[..., TokenLoss]
 
 @dataclass(frozen=True)
 class PolicyLossSpec:
-    """A named policy loss. options: what it takes from the configuration; paper_mode: the paper's
-    aggregation."""
+    """A named policy loss. options: what it takes from the configuration, by keyword."""
 
     name: str
     fn: PolicyLossFn
     options: tuple[str, ...]
-    paper_mode: str
 
 
 POLICY_LOSSES: Registry[PolicyLossSpec] = Registry(
@@ -40,14 +38,12 @@ POLICY_LOSSES: Registry[PolicyLossSpec] = Registry(
 )
 
 
-def register_policy_loss(
-    *names: str, paper_mode: str = "token-mean"
-) -> Callable[[PolicyLossFn], PolicyLossFn]:
+def register_policy_loss(*names: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """Make a function known as a policy loss, under one or several names."""
 
     def add(fn: PolicyLossFn) -> PolicyLossFn:
         for name in names:
-            POLICY_LOSSES.add(PolicyLossSpec(name, fn, option_names(fn), paper_mode))
+            POLICY_LOSSES.add(PolicyLossSpec(name, fn, option_names(fn)))
         return fn
 
     return add
@@ -136,7 +132,7 @@ def vanilla(
     return TokenLoss(loss_BT, _stats(log_ratio_BT, **clips, clip_fraction_lower=beyond_floor_BT))
 
 
-@register_policy_loss("gspo", paper_mode="seq-mean-token-mean")
+@register_policy_loss("gspo")
 def gspo(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -162,7 +158,7 @@ def gspo(
     return TokenLoss(torch.maximum(plain_BT, clipped_BT), stats)
 
 
-@register_policy_loss("gmpo", "geo_mean", paper_mode="seq-mean-token-mean")
+@register_policy_loss("gmpo", "geo_mean")
 def gmpo(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,
@@ -211,7 +207,7 @@ def cispo(
     return TokenLoss(-weight_BT * advantage_BT * log_prob_BT, stats)
 
 
-@register_policy_loss("sapo", paper_mode="seq-mean-token-mean")
+@register_policy_loss("sapo")
 def sapo(
     log_prob_BT: Tensor,
     old_log_prob_BT: Tensor,

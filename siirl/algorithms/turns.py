@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from siirl.algorithms.advantages import WHITEN, Advantages, discounted_sum, register_advantage
+from siirl.algorithms.advantages import WHITEN, Advantages, built_in, discounted_sum
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ NO_TURNS = torch.empty(0, 4, dtype=torch.float64)
 """other_turns where no other agent's are known."""
 
 
-@register_advantage(
-    "gae_marft", needs=("reward", "value", "turn_id", "episode_id", "other_turns"), across_ranks=WHITEN
-)
+@built_in("gae_marft", across_ranks=WHITEN)
 def gae_marft(
     reward_BT: Tensor,
     value_BT: Tensor,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from siirl.config.algorithm_table import LOSSES, losses_with
 from siirl.config.common import (
     CheckpointConfig,
     ForwardFSDPConfig,
@@ -18,7 +19,6 @@ ULYSSES = "Ulysses sequence parallelism"
 PROFILER = "the profiler"
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_exact")
 STRATEGIES = ("fsdp", "megatron")
-DPPO = "loss_mode=dppo_tv|dppo_kl"
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 REMOVED_MICRO_BATCH = "a size over all ranks depends on their number; set {} (rows on each rank)"
 UNUSED_COMPILE = "the fsdp engine does not use torch.compile"
@@ -34,34 +34,35 @@ class PolicyLossConfig:
         "vanilla",
         "policy loss, or a function of your own: file.py:name",
         user_code=True,
-        choices=(
-            "vanilla",
-            "gspo",
-            "gmpo",
-            "geo_mean",
-            "cispo",
-            "sapo",
-            "gpg",
-            "clip_cov",
-            "kl_cov",
-            "cpgd",
-            "dppo_tv",
-            "dppo_kl",
-        ),
+        choices=tuple(LOSSES),
     )
     clip_cov_ratio: float = key(
-        0.0002, "share of tokens that clip_cov takes out", when="loss_mode=clip_cov", low=0
+        0.0002, "share of tokens that clip_cov takes out", when=losses_with("clip_cov_ratio"), low=0
     )
-    clip_cov_lb: float = key(1.0, "least covariance that clip_cov takes out", when="loss_mode=clip_cov")
-    clip_cov_ub: float = key(5.0, "greatest covariance that clip_cov takes out", when="loss_mode=clip_cov")
-    kl_cov_ratio: float = key(0.0002, "share of tokens that kl_cov penalises", when="loss_mode=kl_cov", low=0)
-    ppo_kl_coef: float = key(0.1, "weight of the kl_cov penalty", when="loss_mode=kl_cov", low=0)
-    tau_pos: float = key(1.0, "temperature of sapo's gate for positive advantages", when="loss_mode=sapo")
-    tau_neg: float = key(1.05, "temperature of sapo's gate for the others", when="loss_mode=sapo")
-    clip_divergence: float = key(0.15, "trust region of dppo_tv and dppo_kl", when=DPPO, low=0)
-    clip_divergence_low: float = key(None, "that of tokens that become less likely", when=DPPO, low=0)
-    clip_divergence_high: float = key(None, "that of tokens that become more likely", when=DPPO, low=0)
-    ratio_cap: float = key(20.0, "greatest weight of a token in dppo_tv and dppo_kl", when=DPPO, low=1)
+    clip_cov_lb: float = key(1.0, "least covariance that clip_cov takes out", when=losses_with("clip_cov_lb"))
+    clip_cov_ub: float = key(
+        5.0, "greatest covariance that clip_cov takes out", when=losses_with("clip_cov_ub")
+    )
+    kl_cov_ratio: float = key(
+        0.0002, "share of tokens that kl_cov penalises", when=losses_with("kl_cov_ratio"), low=0
+    )
+    ppo_kl_coef: float = key(0.1, "weight of the kl_cov penalty", when=losses_with("ppo_kl_coef"), low=0)
+    tau_pos: float = key(
+        1.0, "temperature of sapo's gate for positive advantages", when=losses_with("tau_pos")
+    )
+    tau_neg: float = key(1.05, "temperature of sapo's gate for the others", when=losses_with("tau_neg"))
+    clip_divergence: float = key(
+        0.15, "trust region of dppo_tv and dppo_kl", when=losses_with("clip_divergence"), low=0
+    )
+    clip_divergence_low: float = key(
+        None, "that of tokens that become less likely", when=losses_with("clip_divergence_low"), low=0
+    )
+    clip_divergence_high: float = key(
+        None, "that of tokens that become more likely", when=losses_with("clip_divergence_high"), low=0
+    )
+    ratio_cap: float = key(
+        20.0, "greatest weight of a token in dppo_tv and dppo_kl", when=losses_with("ratio_cap"), low=1
+    )
 
 
 @dataclass(frozen=True)

@@ -2,19 +2,10 @@
 
 from collections.abc import Iterator
 
+from siirl.config.algorithm_choice import estimator_of, policy_loss_name, policy_loss_of
 from siirl.config.resolve import COMPUTE_DTYPE, POLICY, compute_dtype, get
 from siirl.config.roles import optimizer_steps
 from siirl.config.root import Config
-
-CRITIC_ESTIMATORS = ("gae", "gae_marft")
-"""Built-in estimators that read the values of a critic."""
-ROW_LOSSES = ("gspo", "gmpo", "geo_mean", "sapo")
-"""Policy losses whose papers average over the tokens of a response, and then over responses."""
-
-ROW_ADVANTAGES = ("gmpo", "geo_mean")
-"""Policy losses that take one advantage for a row: the mean over its tokens."""
-REWARD_TO_GO = ("reinforce_plus_plus", "remax")
-"""Built-in estimators without a critic that give a token the rewards after it."""
 
 
 def default_warnings(cfg: Config) -> Iterator[str]:
@@ -25,46 +16,36 @@ def default_warnings(cfg: Config) -> Iterator[str]:
     yield from _row_by_row(cfg)
 
 
-def may_use_critic(cfg: Config) -> bool:
-    """Whether the estimator uses a critic; an estimator of the user's own may."""
-    return cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS or ":" in cfg.algorithm.adv_estimator
-
-
-def loss_name(cfg: Config) -> str:
-    """The name of the policy loss."""
-    actor = cfg.actor_rollout_ref.actor
-    return "cpgd" if actor.use_cpgd_loss else actor.policy_loss.loss_mode
-
-
 def _unlike_its_paper(cfg: Config) -> Iterator[str]:
-    loss, mode = loss_name(cfg), "actor_rollout_ref.actor.loss_agg_mode"
-    if loss in ROW_LOSSES and mode not in cfg.explicit:
+    mode, of_paper = "actor_rollout_ref.actor.loss_agg_mode", policy_loss_of(cfg).paper_mode
+    if of_paper == "seq-mean-token-mean" and mode not in cfg.explicit:
         default = cfg.actor_rollout_ref.actor.loss_agg_mode
         yield (
-            f"{mode}={default} is the default, but the paper of policy_loss.loss_mode={loss} averages over "
-            f"each response first. Set {mode}=seq-mean-token-mean (or {default})."
+            f"{mode}={default} is the default, but the paper of policy_loss.loss_mode="
+            f"{policy_loss_name(cfg)} averages over each response first. Set {mode}={of_paper} (or "
+            f"{default})."
         )
 
 
 def _averaged_advantages(cfg: Config) -> Iterator[str]:
     """Advantages that differ within a row, under a loss that takes their mean."""
-    loss = loss_name(cfg)
-    if loss not in ROW_ADVANTAGES:
+    if not policy_loss_of(cfg).row_advantage:
         return
-    algorithm = cfg.algorithm
-    estimator, credit = algorithm.adv_estimator, algorithm.credit
-    causes = [f"adv_estimator={estimator}"] if estimator in CRITIC_ESTIMATORS else []
-    if estimator in REWARD_TO_GO:
+    algorithm, estimator = cfg.algorithm, estimator_of(cfg)
+    credit = algorithm.credit
+    causes = [f"adv_estimator={algorithm.adv_estimator}"] if estimator.form == "token" else []
+    if estimator.form == "reward to go":
         causes += ["use_kl_in_reward=true"] if algorithm.use_kl_in_reward else []
-        if estimator == "reinforce_plus_plus" and algorithm.gamma != 1:
+        if "gamma" in estimator.keys and algorithm.gamma != 1:
             causes.append(f"gamma={algorithm.gamma:g}")
     causes += [f"credit.group_by=[{','.join(credit.group_by)}]"] if "turn" in credit.group_by else []
     causes += ["credit.equal_weight=turn"] if credit.equal_weight == "turn" else []
     if causes:
         yield (
-            f"policy_loss.loss_mode={loss} takes the mean of a row's advantages, as its paper has one for a "
-            f"row, but algorithm.{causes[0]} gives the tokens of a row different ones: the differences are "
-            "lost. Set policy_loss.loss_mode=gspo, whose ratio is that of the row as well and keeps them."
+            f"policy_loss.loss_mode={policy_loss_name(cfg)} takes the mean of a row's advantages, as its "
+            f"paper has one for a row, but algorithm.{causes[0]} gives the tokens of a row different ones: "
+            "the differences are lost. Set policy_loss.loss_mode=gspo, whose ratio is that of the row as "
+            "well and keeps them."
         )
 
 
@@ -89,7 +70,7 @@ def _row_by_row(cfg: Config) -> Iterator[str]:
     passes = (
         ("actor_rollout_ref.rollout.log_prob_", "", "the old log-probs", old),
         ("actor_rollout_ref.ref.log_prob_", "", "the reference", reference),
-        ("critic.", "ppo_", "the critic", cfg.algorithm.adv_estimator in CRITIC_ESTIMATORS),
+        ("critic.", "ppo_", "the critic", estimator_of(cfg).uses_critic),
     )
     for prefix, infix, what, used in passes:
         size, dynamic = f"{prefix}{infix}micro_batch_size_per_gpu", f"{prefix}use_dynamic_bsz"

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config.actor import EMBODIED, KL_TYPES
+from siirl.config.algorithm_table import ESTIMATORS, GROUPED, estimators_with
 from siirl.config.keys import group, key
 
 
@@ -41,7 +42,7 @@ class EmbodiedSamplingConfig:
     oversample_factor: int = key(1, "trajectories sampled for each one used")
 
 
-GROUPED = "algorithm.adv_estimator=grpo|rloo|opo|gpg|grpo_passk|cpgd|reinforce_plus_plus_baseline"
+WITH_GROUPS = f"algorithm.adv_estimator={'|'.join(GROUPED)}"
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,12 @@ class CreditConfig:
         ("task",),
         "what rows that are compared have in common: any of task, agent, turn (then turns are compared, not "
         "rows), and a function of your own: file.py:name",
-        when=GROUPED,
+        when=WITH_GROUPS,
     )
     turn_gamma: float = key(
         1.0,
         "discount per turn of later rewards where turns are compared; 0: each turn's own reward",
-        when=GROUPED,
+        when=WITH_GROUPS,
         low=0,
     )
     normalize: str = key(
@@ -83,31 +84,19 @@ class AlgorithmConfig:
     gamma: float = key(
         1.0,
         "discount per token (gae_marft: per turn)",
-        when="adv_estimator=gae|gae_marft|reinforce_plus_plus",
+        when=estimators_with("gamma"),
         low=0,
     )
     lam: float = key(
         1.0,
         "lambda of GAE: 1 is the whole return, 0 one step of the critic",
-        when="adv_estimator=gae|gae_marft",
+        when=estimators_with("lam"),
         low=0,
     )
     adv_estimator: str = key(
         "gae",
         "advantage estimator, or a function of your own: file.py:name",
-        choices=(
-            "gae",
-            "gae_marft",
-            "remax",
-            "grpo",
-            "rloo",
-            "opo",
-            "gpg",
-            "grpo_passk",
-            "cpgd",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-        ),
+        choices=tuple(ESTIMATORS),
         user_code=True,
     )
     kl_penalty: str = key(
@@ -128,7 +117,9 @@ class AlgorithmConfig:
     )
     credit: CreditConfig = group(CreditConfig, "rewards and advantages in an interaction of agents")
     norm_adv_by_std_in_grpo: bool = key(
-        True, "divide group-relative advantages by the group's standard deviation (False: Dr.GRPO)"
+        True,
+        "divide group-relative advantages by the group's standard deviation (False: Dr.GRPO)",
+        when=estimators_with("norm_adv_by_std_in_grpo"),
     )
     algorithm_name: str = key(
         "grpo", "name of the workflow", ignored="dag.workflow_path and adv_estimator choose the workflow"
@@ -136,7 +127,7 @@ class AlgorithmConfig:
     weight_factor_in_cpgd: str = key(
         "STD_weight",
         "weight of cpgd's advantages: 1 / deviation of the group, the share of rows with signal, or 1",
-        when="adv_estimator=cpgd",
+        when=estimators_with("weight_factor_in_cpgd"),
         choices=("STD_weight", "clip_filter_like_weight", "naive"),
     )
     workflow_type: str = key(

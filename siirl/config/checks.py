@@ -3,7 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from siirl.config.advice import may_use_critic
+from siirl.config.algorithm_choice import estimator_of, may_use_critic
+from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.common import OptimConfig
 from siirl.config.root import Config, all_keys
 from siirl.config.tree import with_broken
@@ -11,16 +12,6 @@ from siirl.errors import ConfigError, UserError, joined
 from siirl.findings import Findings
 
 _KEY = re.compile(r"[\w.]+")
-GROUP_BASELINES = ("grpo", "rloo", "opo", "gpg", "grpo_passk", "cpgd", "reinforce_plus_plus_baseline")
-"""Estimators that compare a response with the others of its prompt."""
-DPPO_LOSSES = ("dppo_tv", "dppo_kl")
-DPPO_KEYS = {
-    "clip_ratio": "clip_divergence",
-    "clip_ratio_low": "clip_divergence_low",
-    "clip_ratio_high": "clip_divergence_high",
-    "clip_ratio_c": "ratio_cap",
-}
-"""Keys of the actor that verl's DPPO reads, and the keys of policy_loss that say the same here."""
 
 
 def check_config(cfg: Config) -> None:
@@ -73,7 +64,7 @@ def _batch(cfg: Config) -> Iterator[str]:
 
 def _groups(cfg: Config) -> Iterator[str]:
     n, estimator = cfg.actor_rollout_ref.rollout.n, cfg.algorithm.adv_estimator
-    if estimator in GROUP_BASELINES and n < 2:
+    if estimator_of(cfg).compares_groups and n < 2:
         yield (
             f"actor_rollout_ref.rollout.n={n} with algorithm.adv_estimator={estimator}: the advantage is "
             "relative to the other samples of a prompt, and there are none. Set "
@@ -208,7 +199,7 @@ def _loss(cfg: Config) -> Iterator[str]:
             f"actor_rollout_ref.actor.use_cpgd_loss=true and policy_loss.loss_mode={mode}: the first is "
             "short for policy_loss.loss_mode=cpgd. Set one of them."
         )
-    for name, key in DPPO_KEYS.items() if mode in DPPO_LOSSES else ():
+    for name, key in LOSSES.get(mode, OWN_LOSS).instead.items():
         if f"actor_rollout_ref.actor.{name}" in cfg.explicit:
             yield (
                 f"actor_rollout_ref.actor.{name}={getattr(actor, name):g} with policy_loss.loss_mode={mode}: "

@@ -2,21 +2,15 @@
 
 from collections.abc import Iterable
 
-from siirl.config.advice import default_warnings, loss_name, may_use_critic
+from siirl.config.advice import default_warnings
+from siirl.config.algorithm_choice import may_use_critic, policy_loss_name, policy_loss_of
 from siirl.config.keys import Key
 from siirl.config.resolve import ALIASES, FOLLOWS, followed_value, get
 from siirl.config.root import TOP_GROUPS, Config, all_keys
 from siirl.config.values import show
 
-_CLIPPED = ("vanilla", "gspo", "gmpo", "geo_mean", "cispo", "cpgd", "clip_cov")
-LOSS_KEYS = {
-    "clip_ratio": _CLIPPED,
-    "clip_ratio_low": _CLIPPED,
-    "clip_ratio_high": _CLIPPED,
-    "clip_ratio_c": ("vanilla",),
-    "policy_drift_coeff": ("cpgd",),
-}
-"""Keys of the actor that only some policy losses take, and which."""
+LOSS_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_drift_coeff")
+"""Keys of the actor that only some policy losses take."""
 
 
 def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
@@ -92,11 +86,11 @@ def _without(cfg: Config, name: str) -> str:
 
 def _other_loss(cfg: Config, name: str) -> str:
     """Why a key of the actor has no effect on the policy loss, or an empty string."""
-    loss, prefix = loss_name(cfg), "actor_rollout_ref.actor."
-    takers = LOSS_KEYS.get(name.removeprefix(prefix)) if name.startswith(prefix) else None
-    if takers is None or loss in takers or ":" in loss:
+    group, _, key = name.rpartition(".")
+    if group != "actor_rollout_ref.actor" or key not in LOSS_KEYS:
         return ""
-    return f"policy_loss.loss_mode is {loss}"
+    loss = policy_loss_name(cfg)
+    return "" if ":" in loss or policy_loss_of(cfg).takes(key) else f"policy_loss.loss_mode is {loss}"
 
 
 ABSENT = (_no_reference, _no_critic, _other_loss, _without)

@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from siirl.config.algorithm_table import WITH_CRITIC, losses_with
+
 POLICY = "actor_rollout_ref"
 ROLLOUT = f"{POLICY}.rollout"
 CORRECTION = f"{POLICY}.actor.rollout_correction"
@@ -205,10 +207,10 @@ class OtherDefault:
 
 
 DYNAMIC = "micro-batches: speed and memory"
-GAE = "algorithm.adv_estimator=gae|gae_marft"
+GAE = f"algorithm.adv_estimator={'|'.join(WITH_CRITIC)}"
 MEGATRON = f"{POLICY}.actor.strategy=megatron"
 VLLM = f"{ROLLOUT}.name=vllm"
-DPPO = f"{POLICY}.actor.policy_loss.loss_mode=dppo_tv|dppo_kl"
+DPPO = f"{POLICY}.actor.policy_loss.{losses_with('ratio_cap')}"
 
 OTHER_DEFAULTS: dict[str, OtherDefault] = {
     "critic.optim.lr": OtherDefault("how fast the critic learns", verl=1e-5, siirl=1e-5, when=GAE),

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from siirl.config import Config
+from siirl.config.algorithm_choice import estimator_of
 from siirl.config.checks import contradictions
 from siirl.dag.awake import check_awake, with_shares
 from siirl.dag.check import (
@@ -96,7 +97,7 @@ def template_of(cfg: Config) -> str:
     """The file in dag_templates/ that fits the algorithm."""
     if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
         return "dapo.yaml"
-    if cfg.algorithm.adv_estimator == "remax":
+    if estimator_of(cfg).uses_greedy:
         return "remax.yaml"
     if cfg.reward_model.enable:
         return "ppo_reward_model.yaml" if uses_critic(cfg) else "grpo_reward_model.yaml"

@@ -5,7 +5,7 @@ The rows of an agent are those of an interaction where its rollout writes episod
 
 from dataclasses import replace
 
-from siirl.config.checks import GROUP_BASELINES
+from siirl.config.algorithm_table import GROUPED
 from siirl.dag.adapters import adapter_bases, shared_policy
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
@@ -221,7 +221,7 @@ def trains_in(step: int, warmup: int, cycle: int | None, turn: dict[str, int]) -
 def check_groups(node: ResolvedNode, layout: Layout) -> None:
     """DagError if groups span several shards: only those of one task lie on one."""
     algorithm = node.cfg.algorithm
-    grouped = node.op.name == "advantage" and algorithm.adv_estimator in GROUP_BASELINES
+    grouped = node.op.name == "advantage" and algorithm.adv_estimator in GROUPED
     if grouped and "task" not in algorithm.credit.group_by and layout.num_shards > 1:
         raise DagError(
             f"{node}: algorithm.credit.group_by = [{', '.join(algorithm.credit.group_by)}] has no task: its "

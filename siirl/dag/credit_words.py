@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from siirl.config import Config
-from siirl.config.checks import GROUP_BASELINES
+from siirl.config.algorithm_table import GROUPED
 from siirl.dag.plan import InteractionPlan, Plan
 from siirl.dag.stages import assistant_turns
 from siirl.types import FieldKey
@@ -25,7 +25,7 @@ def credit_rows(plan: Plan, configs: Configs) -> list[list[str]]:
         if _has_credit(plan, name):
             algorithm = configs[name].algorithm
             credit = algorithm.credit
-            grouped = algorithm.adv_estimator in GROUP_BASELINES
+            grouped = algorithm.adv_estimator in GROUPED
             besides = [f"turn_gamma {credit.turn_gamma:g}"] if "turn" in credit.group_by and grouped else []
             besides += ["each agent's advantages normalised"] if credit.normalize == "agent" else []
             besides += [f"equal weight of each {credit.equal_weight}"] * (credit.equal_weight != "none")
@@ -41,7 +41,7 @@ def credit_words(plan: Plan, name: str, configs: Configs) -> str:
         return ""
     algorithm = configs[name].algorithm
     weights = f"own {algorithm.credit.own:g}, team {algorithm.credit.team:g}"
-    if algorithm.adv_estimator not in GROUP_BASELINES:
+    if algorithm.adv_estimator not in GROUPED:
         return weights
     return f"{weights}, by {', '.join(key.rpartition(':')[2] for key in algorithm.credit.group_by)}"
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from siirl.config import Config
+from siirl.config.algorithm_choice import estimator_of, policy_loss_of
+from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.roles import optimizer_steps
 from siirl.dag.names import suggest
 from siirl.dag.spec import NodeSpec
@@ -65,18 +67,8 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     """
     if not cfg.actor_rollout_ref.actor.recompute_old_log_prob:
         return "rollout"
-    picks = policy_loss_name(cfg) in PICKING_LOSSES
+    picks = policy_loss_of(cfg).picks_tokens
     return "field" if picks or optimizer_steps(cfg) > 1 else "current"
-
-
-PICKING_LOSSES = ("clip_cov", "kl_cov")
-"""Policy losses that pick tokens of the whole mini-batch by their old log-probs, before the update."""
-
-
-def policy_loss_name(cfg: Config) -> str:
-    """The name of the policy loss."""
-    actor = cfg.actor_rollout_ref.actor
-    return "cpgd" if actor.use_cpgd_loss else actor.policy_loss.loss_mode
 
 
 def uses_full_kl(cfg: Config) -> bool:
@@ -89,14 +81,6 @@ def _reference_writes(cfg: Config) -> Names:
     return ("ref_log_prob", "ref_hidden") if uses_full_kl(cfg) else ("ref_log_prob",)
 
 
-ESTIMATOR_NEEDS: dict[str, Names] = {
-    "gae": ("value",),
-    "gae_marft": ("value", "turn_id", "episode_id"),
-    "remax": ("baseline_score",),
-}
-"""Fields that built-in advantage estimators read besides those that the op has anyway."""
-
-
 def uses_critic(cfg: Config) -> bool:
     """Whether the advantages are computed from the values of a critic, which then learns their returns."""
     return "value" in _estimator_needs(cfg)
@@ -104,11 +88,12 @@ def uses_critic(cfg: Config) -> bool:
 
 def _estimator_needs(cfg: Config) -> Names:
     """Fields that the advantage estimator reads besides those that the op has anyway."""
-    name = cfg.algorithm.adv_estimator
-    if ":" not in name:
-        return ESTIMATOR_NEEDS.get(name, ())
-    needs = declared_needs(name, "register_advantage", "algorithm.adv_estimator")
-    return tuple(field for field in needs if field not in ("reward", "response_mask", "group_id", "score"))
+    name, had = cfg.algorithm.adv_estimator, ("reward", "response_mask", "group_id", "score")
+    if ":" in name:
+        needs = declared_needs(name, "register_advantage", "algorithm.adv_estimator")
+    else:
+        needs, had = estimator_of(cfg).reads, (*had, "other_turns")
+    return tuple(field for field in needs if field not in had)
 
 
 def _advantage_reads(cfg: Config) -> Names:
@@ -395,7 +380,8 @@ def why_unread(name: str, cfg: Config) -> str | None:
     if name == "value" and not uses_critic(cfg):
         return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
     if name.startswith("baseline_"):
-        return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no greedy baseline (remax does)"
+        those = ", ".join(known for known, row in ESTIMATORS.items() if row.uses_greedy)
+        return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no greedy baseline ({those} does)"
     if name in ("ref_log_prob", "ref_hidden"):
         return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
     if name == "old_log_prob" and old_log_prob_source(cfg) == "rollout":

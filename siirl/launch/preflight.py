@@ -11,10 +11,11 @@ from pathlib import Path
 from siirl.agents.tool_files import check_tool_file
 from siirl.checkpoint.files import POINTER, check_writable, given_checkpoint, pointer_problem
 from siirl.config import Config, from_dict, with_overrides
+from siirl.config.algorithm_choice import policy_loss_name
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLE_GROUPS, SAMPLERS, model_key, normalizes_weights, role_group, role_model
 from siirl.dag.arguments import user_errors
-from siirl.dag.ops import policy_loss_name, score_names
+from siirl.dag.ops import score_names
 from siirl.dag.plan import ModelPlan, Plan
 from siirl.dag.signatures import Call
 from siirl.dag.user_code import check_reference

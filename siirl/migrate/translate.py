@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from siirl.config.checks import DPPO_KEYS, DPPO_LOSSES
+from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.foreign import OTHER_DEFAULTS, POLICY, ROLLOUT, foreign
 from siirl.config.keys import Key
 from siirl.config.load import OVERRIDE
@@ -331,10 +331,9 @@ def _asked_by_a_function(values: Mapping[str, str | None], result: Translation) 
 
 def _bounds_of_dppo(result: Translation) -> None:
     """verl's DPPO takes its bounds from the keys of the ratio clip."""
-    if _value(result, f"{POLICY}.actor.policy_loss.loss_mode") not in DPPO_LOSSES:
-        return
+    instead = LOSSES.get(_value(result, f"{POLICY}.actor.policy_loss.loss_mode") or "", OWN_LOSS).instead
     names = {
-        f"{POLICY}.actor.{there}": f"{POLICY}.actor.policy_loss.{here}" for there, here in DPPO_KEYS.items()
+        f"{POLICY}.actor.{there}": f"{POLICY}.actor.policy_loss.{here}" for there, here in instead.items()
     }
     for place, setting in enumerate(result.settings):
         if setting.name in names:

@@ -8,8 +8,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.token_picks import pick_tokens, token_noise
+from siirl.config.algorithm_choice import policy_loss_name, policy_loss_of
 from siirl.dag.credit import trains_in
-from siirl.dag.ops import PICKING_LOSSES, old_log_prob_source, policy_loss_name, uses_full_kl
+from siirl.dag.ops import old_log_prob_source, uses_full_kl
 from siirl.nodes.context import NodeContext, sum_over_ranks
 from siirl.nodes.mini_batches import mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
@@ -33,7 +34,7 @@ def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     outputs = ("log_prob", "entropy", *(("full_kl",) if uses_full_kl(ctx.cfg) else ()))
     for mine_B in mini_batches(ctx, rows, actor.ppo_mini_batch_size, actor.ppo_epochs, seed):
         mini_batch = rows[mine_B]
-        if policy_loss_name(ctx.cfg) in PICKING_LOSSES:
+        if policy_loss_of(ctx.cfg).picks_tokens:
             mini_batch["picked"] = _picked(ctx, mini_batch)
         metrics = ctx.train.train_mini_batch(mini_batch, loss_fn, outputs, rollout.temperature)
         ctx.metrics.merge(metrics, "actor/")

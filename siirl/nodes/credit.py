@@ -30,7 +30,7 @@ from siirl.algorithms.credit import (
 from siirl.algorithms.groups import is_varied
 from siirl.algorithms.rewards import score_to_token_reward
 from siirl.algorithms.turns import NO_TURNS, Turns
-from siirl.config.checks import GROUP_BASELINES
+from siirl.config.algorithm_choice import estimator_of
 from siirl.dag.spec import load_object
 from siirl.errors import DagError
 from siirl.nodes.context import NodeContext, sum_over_ranks
@@ -108,7 +108,7 @@ def _group_keys(ctx: NodeContext) -> tuple[str, ...]:
 
 def _by_turn(ctx: NodeContext) -> bool:
     """Whether rewards are looked at turn by turn."""
-    return "turn" in _group_keys(ctx) or ctx.cfg.algorithm.adv_estimator == "gae_marft"
+    return "turn" in _group_keys(ctx) or estimator_of(ctx.cfg).by_turn
 
 
 def _estimator(ctx: NodeContext) -> str:
@@ -134,7 +134,7 @@ def estimate(ctx: NodeContext, rows: TensorDict, fields: Mapping[str, Tensor], o
     fields, cut = dict(fields), None
     if "turn" in _group_keys(ctx):
         where = (rows["turn_id"], rows["episode_id"], rows["speaker"])
-        gamma, by_token = ctx.cfg.algorithm.credit.turn_gamma, name not in GROUP_BASELINES
+        gamma, by_token = ctx.cfg.algorithm.credit.turn_gamma, not estimator_of(ctx.cfg).compares_groups
         cut = turn_rows(fields["reward"], *where, gamma, by_token)
         made = {"reward": cut.reward_UL, "response_mask": cut.mask_UL, "score": cut.reward_UL.sum(-1)}
         needed = fields.keys() & set(ADVANTAGES.get(name).needs) - made.keys()

@@ -14,8 +14,9 @@ from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rollout_correction import Correction, correction_stats, correction_weights
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
+from siirl.config.algorithm_choice import policy_loss_name
 from siirl.config.roles import optimizer_steps
-from siirl.dag.ops import old_log_prob_source, policy_loss_name
+from siirl.dag.ops import old_log_prob_source
 from siirl.dag.spec import load_object
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
 from siirl.observe.metrics import MOST_TURNS, Metrics

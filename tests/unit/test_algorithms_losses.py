@@ -11,6 +11,7 @@ from torch import Tensor
 from siirl.algorithms.aggregate import aggregate_loss
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.value_loss import clipped_value_loss
+from siirl.config.algorithm_table import LOSSES
 from siirl.errors import ConfigError
 
 OPTIONS = {
@@ -149,7 +150,7 @@ def test_a_sequence_loss_equals_its_paper_in_value_and_gradient(name, seed):
         for i, m in zip(rows, keep, strict=True)
     ]
     want = sum(terms) / len(terms)
-    loss, grad = ours(name, b, POLICY_LOSSES.get(name).paper_mode)
+    loss, grad = ours(name, b, LOSSES[name].paper_mode)
     torch.testing.assert_close(loss, want.detach(), **CLOSE)
     torch.testing.assert_close(grad, torch.autograd.grad(want, log_prob)[0], **CLOSE)
 

@@ -18,8 +18,8 @@ from siirl.algorithms.rollout_correction import Correction, correction_stats, co
 from siirl.algorithms.stats import advantage_stats, explained_variance_sums
 from siirl.algorithms.token_picks import pick_tokens
 from siirl.config import Config, load_config, with_overrides
+from siirl.config.algorithm_table import LOSSES
 from siirl.config.root import all_keys
-from siirl.dag.ops import PICKING_LOSSES
 from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.nodes.critic import make_value_loss_fn
 from siirl.nodes.policy_loss import make_loss_fn, policy_loss_options
@@ -145,7 +145,7 @@ def test_no_kl_in_the_reward_sees_what_is_not_trained(name, garbage):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", PICKING_LOSSES)
+@pytest.mark.parametrize("name", [name for name, row in LOSSES.items() if row.picks_tokens])
 @pytest.mark.parametrize("garbage", GARBAGE)
 def test_no_pick_sees_what_is_not_trained(name, garbage):
     _, columns = inputs()

@@ -1,5 +1,6 @@
 """What schema, checks, op table, registries and documentation say of an algorithm agree."""
 
+import inspect
 import re
 from pathlib import Path
 
@@ -12,14 +13,14 @@ from siirl.algorithms.advantages import ADVANTAGES, compute_advantage
 from siirl.algorithms.aggregate import AGGREGATIONS
 from siirl.algorithms.kl import KL_ESTIMATORS
 from siirl.algorithms.policy_losses import POLICY_LOSSES
+from siirl.algorithms.token_picks import pick_tokens
 from siirl.config import effect_warnings, load_config, with_overrides
 from siirl.config.actor import AGGREGATIONS as CONFIGURED_AGGREGATIONS
-from siirl.config.advice import ROW_LOSSES
-from siirl.config.checks import GROUP_BASELINES, check_config
+from siirl.config.algorithm_table import ESTIMATORS, LOSSES
+from siirl.config.checks import check_config
 from siirl.config.effects import LOSS_KEYS
 from siirl.config.root import all_keys
 from siirl.dag.compile import TEMPLATES, template_of
-from siirl.dag.ops import PICKING_LOSSES
 from siirl.dag.plan import Run
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import ConfigError, DagError, NotSupportedError
@@ -29,22 +30,48 @@ ACTOR = "actor_rollout_ref.actor"
 ADVANTAGE, LOSS = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
 
 
-def test_the_configuration_offers_what_is_registered():
-    assert set(all_keys()[ADVANTAGE].rule.choices) == set(ADVANTAGES.names())
-    assert set(all_keys()[LOSS].rule.choices) == set(POLICY_LOSSES.names())
+def test_the_table_has_the_functions_and_what_they_take():
+    assert list(all_keys()[ADVANTAGE].rule.choices) == list(ESTIMATORS)
+    assert list(all_keys()[LOSS].rule.choices) == list(LOSSES)
+    assert set(ESTIMATORS) == set(ADVANTAGES.names()) and set(LOSSES) == set(POLICY_LOSSES.names())
     assert set(CONFIGURED_AGGREGATIONS) == set(AGGREGATIONS)
+    for name, row in ESTIMATORS.items():
+        parameters = inspect.signature(ADVANTAGES.get(name).fn).parameters.values()
+        fields = [parameter for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+        assert ADVANTAGES.get(name).needs == row.reads and len(fields) == len(row.reads), name
+        options = {
+            item.name for item in parameters if item.kind is item.KEYWORD_ONLY and item.default is item.empty
+        }
+        assert options == set(row.keys), name
+        assert all(f"algorithm.{key}" in all_keys() for key in row.keys), name
+    for name, row in LOSSES.items():
+        options = POLICY_LOSSES.get(name).options
+        assert ("picked_BT" in options) == row.picks_tokens, name
+        assert {*options, *picking_keys(name)} - {"picked_BT"} == set(row.keys), name
+        assert row.paper_mode in AGGREGATIONS and row.instead.keys() | row.instead.values() <= actor_keys()
+    for key in LOSS_KEYS:
+        assert {row.takes(key) for row in LOSSES.values()} == {True, False}, key
 
 
-def test_the_checks_know_what_the_functions_take():
-    grouped = {name for name in ADVANTAGES.names() if "group_id" in ADVANTAGES.get(name).needs}
-    assert grouped == set(GROUP_BASELINES)
-    options = {name: POLICY_LOSSES.get(name).options for name in POLICY_LOSSES.names()}
-    for key, losses in LOSS_KEYS.items():
-        taken = "clip_ratio_low" if key == "clip_ratio" else key
-        assert {name for name, takes in options.items() if taken in takes} == set(losses), key
-    assert {name for name, takes in options.items() if "picked_BT" in takes} == set(PICKING_LOSSES)
-    by_row = {name for name in options if POLICY_LOSSES.get(name).paper_mode == "seq-mean-token-mean"}
-    assert by_row == set(ROW_LOSSES)
+def actor_keys() -> set[str]:
+    """Keys of actor and actor.policy_loss."""
+    names = (name.removeprefix(f"{ACTOR}.").removeprefix("policy_loss.") for name in all_keys())
+    return {name for name in names if "." not in name}
+
+
+def picking_keys(name: str) -> set[str]:
+    """The keys that are asked for where a loss picks its tokens."""
+    asked: set[str] = set()
+
+    class Options(dict):
+        def __getitem__(self, key):
+            asked.add(key)
+            return 0.5
+
+    if LOSSES[name].picks_tokens:
+        ones = torch.ones(1, 4)
+        pick_tokens(name, ones, ones, ones.bool(), ones, Options())
+    return asked
 
 
 def test_the_page_has_every_name():
@@ -114,7 +141,7 @@ def test_the_check_knows_what_an_estimator_needs_of_the_workflow(name):
 def test_old_log_probs_are_computed_where_a_loss_needs_them(name):
     """With one optimizer step a batch only the losses that pick tokens before it need the pass."""
     plan = compiled(load_dag_file(TEMPLATES / "grpo.yaml"), 2, f"{LOSS}={name}")
-    assert ("actor_old_log_prob" in plan.nodes) == (name in PICKING_LOSSES)
+    assert ("actor_old_log_prob" in plan.nodes) == LOSSES[name].picks_tokens
 
 
 def rewards_at_the_end() -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from siirl.algorithms.credit import (
 )
 from siirl.algorithms.turns import NO_TURNS, Chains, Turns, gae_marft
 from siirl.config import load_config, with_overrides
-from siirl.config.checks import GROUP_BASELINES
+from siirl.config.algorithm_table import GROUPED
 from siirl.errors import ConfigError
 from siirl.nodes.credit import estimate
 from siirl.observe.metrics import Metrics
@@ -129,7 +129,7 @@ def random_turns(num_rows, width, most_turns, seed):
     return turn.masked_fill(outside, X), torch.randn(num_rows, width, generator=generator)
 
 
-@pytest.mark.parametrize("name", GROUP_BASELINES)
+@pytest.mark.parametrize("name", GROUPED)
 @pytest.mark.parametrize("option", [True, False])
 def test_one_number_for_a_turn_gives_what_its_tokens_give(name, option):
     options = {
