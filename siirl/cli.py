@@ -10,7 +10,7 @@ import io
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from siirl.config import Config
@@ -102,19 +102,19 @@ def _migrate(args: argparse.Namespace, overrides: list[str]) -> int:
     source = read_source(path, {name: value for name, _, value in variables}, settings)
     translation = translate_source(source)
     command = [*translation.options, *(f"{item.name}={item.value}" for item in translation.written())]
-    warnings, outcome = io.StringIO(), ["`siirl check --elsewhere` accepts the command."]
+    said, outcome = io.StringIO(), ["`siirl check --elsewhere` accepts the command."]
     accepted = True
     try:
         checked, rest = parse_settings(_parser(), ["check", "--elsewhere", *command])
-        with redirect_stderr(warnings):
-            _compiled(checked, rest)
+        with redirect_stdout(said), redirect_stderr(said):
+            _check(checked, rest)
     except UserError as error:
         accepted, outcome = (
             False,
             ["`siirl check --elsewhere` refuses the command:", *str(error).splitlines()],
         )
     title = f"siirl's command for {path.name} ({ORIGINS[source.origin]})"
-    print_text(page(title, translation, source.open, [*outcome, *warnings.getvalue().splitlines()]))
+    print_text(page(title, translation, source.open, [*outcome, *said.getvalue().splitlines()]))
     return 0 if accepted and not translation.of("impossible") else 1
 
 
@@ -187,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     migrate = commands.add_parser(
         "migrate", help="turn a launch script or YAML file of siiRL or verl into a command of siirl"
     )
-    migrate.add_argument("file", help="a script, which is read and never run, or a YAML file of keys")
+    migrate.add_argument("file", help="a script, which is read and not run, or a YAML file of keys or nodes")
     migrate.add_argument(
         "overrides", nargs="*", metavar="NAME=value", help="variables of the script, and further settings"
     )

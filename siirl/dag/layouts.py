@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass, field, replace
 
+from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS, generated_prompts, mini_batch_prompts, optimizer_steps
 from siirl.dag.credit import check_groups, joins_rows
 from siirl.dag.graph import Graph
@@ -278,8 +279,8 @@ def check_rows_pair(
 ) -> None:
     """Fields of other agents can be read where their rows pair up one to one with the node's own.
 
-    That is so where all have the same prompts and samples, cut into equal runs of whole groups. Agents of an
-    interaction are left to check_joins.
+    That is so where all have the same prompts in the same order and as many samples, cut into equal runs of
+    whole groups. Agents of an interaction are left to check_joins.
     """
     own = agents.get(agent)
     paired = [key for key in node.reads if not joins_rows(node, key, kept)]
@@ -296,11 +297,48 @@ def check_rows_pair(
                 f"not supported yet: {node} reads fields of agents {agent} and {other_agent}, whose rows "
                 "do not pair up: both need a rollout, the same data.train_batch_size and the same rollout.n."
             )
+        check_same_prompts(node, kept[own.rollout], kept[other.rollout])
         if layout.split != "group" or own.prompts % layout.num_shards:
             raise NotSupportedError(
                 f"not supported yet: {node} reads fields of agents {agent} and {other_agent} where rows lie "
                 f"by compute cost, or {own.prompts} prompts do not divide by {layout.num_shards} shards. "
                 "Make a reward node its first dependency, and choose a train_batch_size that divides."
+            )
+
+
+PROMPT_ORDER = (
+    "data.train_files",
+    "data.val_files",
+    "data.shuffle",
+    "data.seed",
+    "data.curriculum_key",
+    "data.curriculum_steps",
+    "data.filter_overlong_prompts",
+)
+"""What decides which row of which file is the k-th prompt of a batch."""
+PROMPT_LENGTHS = (
+    "data.max_prompt_length",
+    "data.prompt_key",
+    "data.tokenizer",
+    "data.apply_chat_template_kwargs",
+    "actor_rollout_ref.model.path",
+)
+"""What decides, too, where prompts that are too long are dropped: an agent's model brings its tokenizer."""
+
+
+def check_same_prompts(node: ResolvedNode, one: ResolvedNode, other: ResolvedNode) -> None:
+    """DagError unless the k-th prompt of two rollouts' batches is the same row of the same file."""
+    keys = PROMPT_ORDER + PROMPT_LENGTHS * one.cfg.data.filter_overlong_prompts
+    for key in keys:
+        here, there = get(one.cfg, key), get(other.cfg, key)
+        if here != there:
+            drops = key in PROMPT_LENGTHS
+            raise DagError(
+                f"{node} reads fields of agents {one.agent} and {other.agent}, whose rows pair up by their "
+                f"place in the batch, but {key} is {here} at {one} and {there} at {other}"
+                f"{', which decides what data.filter_overlong_prompts drops' if drops else ''}: rows of "
+                "different prompts would be joined. Give both rollouts the same"
+                f"{', or drop long prompts from the file itself' if drops else ''}."
             )
 
 

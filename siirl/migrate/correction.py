@@ -7,6 +7,13 @@ from siirl.config.foreign import CORRECTION, POLICY, foreign
 
 GROUP = "algorithm.rollout_correction."
 NOTHING = ("null", "none", "false", "")
+LEVELS = {
+    "sequence": "sequence",
+    "geometric": "geometric",
+    "seq_sum_k1": "sequence",
+    "seq_mean_k1": "geometric",
+}
+"""verl's rollout_rs -> reject. Bounds of the `_k1` ones are of rollout over trainer: turned over here."""
 Line = tuple[Literal["changed", "dropped", "impossible"], str, str, str, str]
 """kind, how it stood there, why, name here, value."""
 
@@ -76,19 +83,22 @@ def _rejection(own: Mapping[str, str], bypass: bool, handled: set[str]) -> Itera
     if bypass:
         why = f"{CORRECTION} with {POLICY}.actor.recompute_old_log_prob=false: set one of them"
         yield "impossible", there, why, "", ""
-    elif level not in ("sequence", "geometric") or bounds is None:
+    elif level not in LEVELS or bounds is None:
         why = f"{CORRECTION}.reject leaves out whole rows, by sequence or geometric, between two bounds"
         yield "impossible", there, why, "", ""
     else:
-        yield "changed", there, "rows outside the bounds are left out", f"{CORRECTION}.reject", level
-        yield "changed", "", "null there is 1 / the upper bound", f"{CORRECTION}.reject_low", f"{bounds[0]:g}"
-        yield (
-            "changed",
-            "",
+        (low, high), why_low, why_high = (
+            bounds,
+            "null there is 1 / the upper bound",
             "null there is rollout_is_threshold",
-            f"{CORRECTION}.reject_high",
-            f"{bounds[1]:g}",
         )
+        if level.endswith("_k1"):
+            low, high = 1 / high, 1 / low
+            why_low = f"1 / {bounds[1]:g}: the ratio there is rollout over trainer, here trainer over rollout"
+            why_high = f"1 / {bounds[0]:g}, for the same reason"
+        yield "changed", there, "rows outside the bounds are left out", f"{CORRECTION}.reject", LEVELS[level]
+        yield "changed", "", why_low, f"{CORRECTION}.reject_low", f"{low:g}"
+        yield "changed", "", why_high, f"{CORRECTION}.reject_high", f"{high:g}"
 
 
 def _bounds(own: Mapping[str, str]) -> tuple[float, float] | None:
@@ -101,7 +111,8 @@ def _bounds(own: Mapping[str, str]) -> tuple[float, float] | None:
         if "_" in upper:
             lower, upper = upper.split("_")
         high = float(upper)
-        return (1 / high if lower in NOTHING else float(lower)), high
+        low = 1 / high if lower in NOTHING else float(lower)
+        return (low, high) if 0 < low <= high else None
     except (ValueError, ZeroDivisionError):
         return None
 

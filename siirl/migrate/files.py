@@ -32,7 +32,7 @@ class Source:
 
 
 def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -> Source:
-    """The settings of a script (anything but .yaml and .yml) or of a YAML file of keys.
+    """The settings of a script (anything but .yaml and .yml) or of a YAML file: keys, or a workflow's nodes.
 
     given: environment variables of the script. settings: what is put behind it. ConfigError if it cannot be
     read or holds no settings.
@@ -72,10 +72,7 @@ def _from_yaml(path: Path, text: str, settings: Sequence[str]) -> Source:
             f"{path} holds no mapping of keys. Name a launch script, or a YAML file of settings."
         )
     if "nodes" in tree:
-        raise ConfigError(
-            f"{path} is a workflow: set dag.workflow_path={path}. `siirl check dag.workflow_path={path} "
-            "key=value ...` says whether it works with your settings, and which nodes are left out."
-        )
+        return Source("siirl", (f"dag.workflow_path={path}", *settings), {})
     defaults = [str(item) for item in tree.pop("defaults", []) or []]
     tree.pop("hydra", None)
     leaves = dict(_leaves(tree, ""))

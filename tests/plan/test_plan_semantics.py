@@ -1,5 +1,7 @@
 """What a DAG means, shown on compiled plans: a node runs when all its dependencies have run, and so on."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from plan_cases import add_agent, compiled, custom, moves, order, run_symbolical
 
 from siirl.dag.plan import Free, Load, Plan, Reshard, Run, SyncWeights
 from siirl.dag.spec import DagBuilder
-from siirl.errors import NotSupportedError
+from siirl.errors import DagError, NotSupportedError, UserError
 from siirl.types import FieldKey, Layout
 
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
@@ -245,6 +247,45 @@ def test_a_node_of_one_agent_can_read_fields_of_another_whose_rows_pair_up():
     ran = run_symbolically(plan)
     assert ran["compare"] == (0, 1)
     assert set(run_of(plan, "compare").reads) == {FieldKey(0, "score"), FieldKey(1, "score")}
+
+
+APART = {
+    "data.train_files": (["/a.parquet"], r"data\.train_files is .*a.parquet.* at node 'rollout_1'"),
+    "data.val_files": (["/a.parquet"], "data.val_files is"),
+    "data.shuffle": (False, "data.shuffle is True at node 'rollout_0' and False at node 'rollout_1'"),
+    "data.seed": (7, "data.seed is"),
+    "data.curriculum_key": ("level", "data.curriculum_key is"),
+    "data.filter_overlong_prompts": (True, "data.filter_overlong_prompts is"),
+}
+LENGTHS = {
+    "data.max_prompt_length": 64,
+    "data.prompt_key": "question",
+    "data.tokenizer": "/tokenizer",
+    "data.apply_chat_template_kwargs": {"thinking": False},
+    "model.path": "/other",
+}
+
+
+def compared(other: dict[str, Any], *overrides: str) -> Plan:
+    """The plan of two agents whose scores are compared; other: what agent 1's rollout sets."""
+    dag = DagBuilder("cross")
+    first, second = add_agent(dag, 0), add_agent(dag, 1, config=other)
+    custom(dag, "compare", [first["reward"], second["reward"]], ["score", "agent_1.score"], [])
+    return compiled(dag.build(), 2, *overrides)
+
+
+@pytest.mark.parametrize("key", APART)
+def test_rows_of_two_agents_are_joined_only_if_they_come_from_the_same_prompts(key):
+    value, words = APART[key]
+    with pytest.raises(UserError, match=words):
+        compared({key: value})
+
+
+@pytest.mark.parametrize("key", LENGTHS)
+def test_rows_pair_up_only_if_the_same_prompts_are_dropped_for_their_length(key):
+    compared({key: LENGTHS[key]})
+    with pytest.raises(DagError, match=r"decides what data\.filter_overlong_prompts drops"):
+        compared({key: LENGTHS[key]}, "data.filter_overlong_prompts=true")
 
 
 def test_validation_runs_rollouts_and_rewards_and_what_these_read_but_never_trains():

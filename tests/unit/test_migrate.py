@@ -309,7 +309,6 @@ def test_a_yaml_file_is_migrated_as_a_script_is(tmp_path, capsys):
         ("a.sh", "echo", "no training command"),
         ("a.yaml", "a: [", "is not YAML"),
         ("b.yaml", "- 1", "no mapping of keys"),
-        ("c.yaml", "nodes: []", "set dag.workflow_path="),
     ],
 )
 def test_a_file_that_holds_no_settings_is_one_message(tmp_path, capsys, name, text, message):
@@ -317,3 +316,67 @@ def test_a_file_that_holds_no_settings_is_one_message(tmp_path, capsys, name, te
         (tmp_path / name).write_text(text)
     assert main(["migrate", str(tmp_path / name)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold", "reject", "bounds"),
+    [
+        ("seq_mean_k1", "0.997_1.003", "geometric", (1 / 1.003, 1 / 0.997)),
+        ("seq_sum_k1", "0.9_5", "sequence", (1 / 5, 1 / 0.9)),
+        ("seq_mean_k1", "2", "geometric", (0.5, 2)),
+        ("geometric", "0.9_5", "geometric", (0.9, 5)),
+    ],
+)
+def test_bounds_of_a_k1_rejection_are_turned_over(mode, threshold, reject, bounds):
+    """A row is left out here if verl leaves it out, which bounds the mean or sum of -log ratio of a row."""
+    group = "algorithm.rollout_correction"
+    found = translate("verl", [f"{group}.rollout_rs={mode}", f"{group}.rollout_rs_threshold={threshold}"])
+    written = {item.name.rpartition(".")[2]: item.value for item in found.written()}
+    low, high = float(written["reject_low"]), float(written["reject_high"])
+    assert written["reject"] == reject and (low, high) == pytest.approx(bounds, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mode", ["token_k1", "token_k3", "seq_mean_k3", "seq_max_k2", "seq_mean_k1,token_k1"]
+)
+def test_a_rejection_that_cannot_be_had_is_said(mode):
+    found = translate("verl", [f"algorithm.rollout_correction.rollout_rs={mode}"])
+    assert [item.there for item in found.of("impossible")] == [
+        f"algorithm.rollout_correction.rollout_rs={mode}"
+    ]
+    assert not any("reject" in item.name for item in found.written())
+
+
+WORKFLOW = """
+dag_id: theirs
+nodes:
+  - {node_id: rollout, node_type: MODEL_INFERENCE, node_role: ROLLOUT}
+  - {node_id: reward, node_type: COMPUTE, node_role: REWARD, dependencies: [rollout]}
+  - {node_id: even, node_type: COMPUTE, node_role: DATA_REBALANCE, dependencies: [reward]}
+  - {node_id: advantage, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [even]}
+  - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantage]}
+"""
+
+
+def test_a_workflow_becomes_a_command_that_says_which_nodes_are_left_out(tmp_path, capsys):
+    path = tmp_path / "workflow.yaml"
+    path.write_text(WORKFLOW)
+    keys = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
+    keys += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    assert main(["migrate", str(path), *keys]) == 0
+    page = capsys.readouterr().out
+    for text in (
+        f"dag.workflow_path={path}",
+        "rollout.n=4",
+        "accepts the command",
+        "left out: even: rows are dealt out evenly",
+    ):
+        assert text in page, page
+
+
+def test_a_workflow_that_cannot_work_is_migrated_with_what_is_wrong(tmp_path, capsys):
+    path = tmp_path / "workflow.yaml"
+    path.write_text(WORKFLOW.replace("node_role: ADVANTAGE", "node_role: ADVANTEGE"))
+    assert main(["migrate", str(path)]) == 1
+    page = capsys.readouterr().out
+    assert "refuses the command" in page and "ADVANTEGE" in page
