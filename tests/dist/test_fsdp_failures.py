@@ -10,7 +10,7 @@ from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
 from siirl.data.rows import take_rows
-from siirl.engines.train.fsdp import MAX_SKIPPED_STEPS
+from siirl.engines.train.stepping import MAX_SKIPPED_STEPS
 from siirl.errors import DataError, NumericsError
 
 

@@ -1,7 +1,6 @@
 """The FSDP2 strategy: weights, gradients and optimizer state of one model, sharded over its ranks."""
 
 import functools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from siirl.config import Config
 from siirl.dag.plan import ModelPlan
 from siirl.data.model_files import weights_digest
 from siirl.data.rows import take_rows
-from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
+from siirl.engines.train.base import BatchCounts, LossFn
 from siirl.engines.train.frozen_base import FrozenBase
 from siirl.engines.train.fsdp_model import build_sharded, compute_dtype, fsdp_modules, is_small, mesh_of
 from siirl.engines.train.fsdp_state import (
@@ -28,28 +27,17 @@ from siirl.engines.train.fsdp_state import (
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed
-from siirl.engines.train.offload import HostCopies
-from siirl.engines.train.optimizer import make_adamw, scaled_to_norm, set_learning_rate
-from siirl.engines.train.packing import (
-    PackedBatch,
-    count_micro_batches,
-    new_columns,
-    pack_rows,
-    row_lengths,
-    split_rows,
-)
-from siirl.engines.train.schedules import learning_rate
+from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
+from siirl.engines.train.packing import count_micro_batches, new_columns, row_lengths, split_rows
 from siirl.engines.train.settings import engine_settings
-from siirl.errors import CheckpointError, NumericsError
+from siirl.engines.train.stepping import SteppingEngine
+from siirl.errors import CheckpointError
 from siirl.observe.metrics import Metrics
-from siirl.observe.spans import note, phase
+from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroups
 
-MAX_SKIPPED_STEPS = 5
-"""So many optimizer steps in a row may be skipped for non-finite gradients; one more ends the run."""
 
-
-class FSDPEngine(TrainEngine):
+class FSDPEngine(SteppingEngine):
     """A model of any head trained (or only run) by FSDP2 on the ranks of its plan, CPU or CUDA.
 
     Build it on all ranks of the plan together: it communicates. A plan with dp_replicate > 1 is HSDP. The
@@ -66,36 +54,24 @@ class FSDPEngine(TrainEngine):
         base: "FSDPEngine | None" = None,
     ):
         """base: the engine, on the same ranks, whose frozen weights this one uses; its own are adapters."""
-        self.name = plan.name
-        self.version = 0
-        self.device = torch.device(device)
-        self._settings = engine_settings(plan, cfg)
-        self._group = groups.get(plan.ranks)
-        self.dp_rank = dist.get_rank(self._group)
+        settings = engine_settings(plan, cfg)
+        host_parts = {
+            "params": settings.fsdp.param_offload,
+            "grads": plan.trains and settings.grad_offload,
+            "optimizer": plan.trains and settings.fsdp.optimizer_offload,
+        }
+        super().__init__(plan.name, settings, device, host_parts)
+        self._data_group = groups.get(plan.ranks)
+        self.dp_rank = dist.get_rank(self._data_group)
         self.dp_size = len(plan.ranks)
         self._mesh, self._shard_group = mesh_of(plan, groups, self.device)
         self._model = build_sharded(
-            self._settings, self._mesh, self._group, self.device, plan.trains, base._model if base else None
+            settings, self._mesh, self._data_group, self.device, plan.trains, base._model if base else None
         )
         self._base = base._base if base else FrozenBase(self._model)
         self._base.onload(self.name)
         self._accumulates_locally = plan.dims.dp_shard == 1 or is_small(self._model)
-        optim = self._settings.optim
-        self._optimizer = make_adamw(self._trained(), optim) if optim else None
-        self._total_steps = optim.total_training_steps if optim else 0
-        self._num_skipped = 0
-        fsdp = self._settings.fsdp
-        self.host_parts = {
-            "params": fsdp.param_offload,
-            "grads": plan.trains and self._settings.grad_offload,
-            "optimizer": plan.trains and fsdp.optimizer_offload,
-        }
-        self._host = {part: HostCopies() for part in ("params", "grads", "optimizer")}
-
-    def set_total_steps(self, total_steps: int) -> None:
-        """Tell the learning-rate schedule the optimizer steps of the run; a total in the config wins."""
-        if self._settings.optim and not self._settings.optim.total_training_steps:
-            self._total_steps = total_steps
+        self._optimizer = make_adamw(self._trained(), settings.optim) if settings.optim else None
 
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
         """Outputs of the head for response tokens, [B, T] float32, where `rows` are; no gradient."""
@@ -109,34 +85,23 @@ class FSDPEngine(TrainEngine):
         with torch.no_grad():
             for index in split_rows(lengths, limit, int(num_micro), self._hidden_size):
                 with phase("micro_batch"):
-                    batch = _packed(take_rows(rows, index), self.device)
+                    batch = self._packed(take_rows(rows, index))
                     for name, value_BT in run_packed(self._model, batch, temperature, outputs).items():
                         columns[name][index] = value_BT.to(home)
         for module in fsdp_modules(self._model):
             module.reshard()  # weights that stayed gathered would miss what the next step or load changes
         return TensorDict(columns, batch_size=rows.batch_size)
 
-    def train_mini_batch(
-        self, rows: TensorDict, loss_fn: LossFn, outputs: tuple[str, ...], temperature: float
+    def _train(
+        self,
+        rows: TensorDict,
+        loss_fn: LossFn,
+        counts: BatchCounts,
+        outputs: tuple[str, ...],
+        temperature: float,
     ) -> Metrics:
-        """One optimizer step on the mini-batch of which each rank holds `rows`, maybe none; see TrainEngine.
-
-        A mini-batch without trained tokens, or with a gradient that is not finite, changes nothing: the step
-        is skipped and counted (skipped_step); NumericsError after MAX_SKIPPED_STEPS non-finite gradients in a
-        row.
-        """
-        assert self._optimizer is not None, f"{self.name} is not trained"
-        self._require_on_device("params", "grads", "optimizer")
-        self._check_outputs(outputs)
-        limit, lengths = self._settings.train_limit, row_lengths(rows)
-        mask_BT = rows["response_mask"]
+        metrics, limit, lengths = Metrics(), self._settings.train_limit, row_lengths(rows)
         (num_micro,) = self._reduce([count_micro_batches(lengths, limit)], dist.ReduceOp.MAX)
-        totals = self._reduce([int(mask_BT.sum()), int(mask_BT.any(dim=1).sum())], dist.ReduceOp.SUM)
-        counts = BatchCounts(totals[0], totals[1], self._settings.response_width)
-        metrics = Metrics()
-        if not counts.num_tokens:
-            metrics.mean("skipped_step", 1.0)
-            return metrics
         self._model.train()
         micro_batches = split_rows(lengths, limit, int(num_micro), self._hidden_size)
         for number, index in enumerate(micro_batches):
@@ -145,55 +110,20 @@ class FSDPEngine(TrainEngine):
             if self._accumulates_locally:
                 self._model.set_requires_gradient_sync(is_last)
             with phase("micro_batch"):
-                self._backward(take_rows(rows, index), loss_fn, counts, outputs, temperature, metrics)
+                mine = take_rows(rows, index)
+                batch = self._packed(mine)
+                columns = run_packed(self._model, batch, temperature, outputs)
+                self._share(columns, batch, mine, loss_fn, counts, metrics).backward()
         with phase("optimizer_step"):
             self._step(metrics)
         return metrics
 
-    def _backward(
-        self,
-        rows: TensorDict,
-        loss_fn: LossFn,
-        counts: BatchCounts,
-        outputs: tuple[str, ...],
-        temperature: float,
-        metrics: Metrics,
-    ) -> None:
-        """Add the gradient of one micro-batch; a rank without rows runs along on a dummy."""
-        batch = _packed(rows, self.device)
-        columns = run_packed(self._model, batch, temperature, outputs)
-        nothing = sum(value_BT.sum() for value_BT in columns.values()) if batch.is_dummy else 0.0
-        if not batch.num_rows:
-            nothing.backward()
-            return
-        tokens = TokenOutputs(**{f"{name}_BT": value_BT for name, value_BT in columns.items()})
-        loss, loss_metrics = loss_fn(tokens, rows.to(self.device), counts)
-        metrics.merge(loss_metrics)
-        (loss + nothing).backward()
-
-    def _step(self, metrics: Metrics) -> None:
-        """Clip, step, count: or skip, when the gradient is not finite."""
+    def _clip(self) -> float:
         grads = [p.grad for p in self._trained()]
-        norm = scaled_to_norm(grads, self._settings.grad_clip, self._shard_group)
-        lr = learning_rate(self._settings.optim, self.version, self._total_steps)
-        finite = math.isfinite(norm)
-        if finite:
-            metrics.mean("grad_norm", norm)
-            set_learning_rate(self._optimizer, lr)
-            self._optimizer.step()
-            self.version += 1
-            self._num_skipped = 0
-        else:
-            self._num_skipped += 1
-        self._optimizer.zero_grad(set_to_none=True)
-        metrics.mean("lr", lr)
-        metrics.mean("skipped_step", 0.0 if finite else 1.0)
-        if self._num_skipped > MAX_SKIPPED_STEPS:
-            raise NumericsError(
-                f"{self.name}: the gradient norm is {norm} after {self.version} optimizer steps, not finite "
-                f"{self._num_skipped} times in a row: the weights or the data are broken. Lower optim.lr, or "
-                "go back to a checkpoint."
-            )
+        return scaled_to_norm(grads, self._settings.grad_clip, self._shard_group)
+
+    def _update(self) -> None:
+        self._optimizer.step()
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return specs(self._model.hf, self._master_dtype)
@@ -214,19 +144,14 @@ class FSDPEngine(TrainEngine):
         With adapters: those alone, and "base", which weights they are on.
         """
         self._require_on_device("params", "optimizer")
-        scheduler = {"total_steps": self._total_steps, "num_skipped": self._num_skipped}
-        return training_state(self._model.hf, self._optimizer) | {
-            "scheduler": scheduler,
-            "version": self.version,
-            **({"base": self._base_weights} if self._base_weights["names"] else {}),
-        }
+        base = {"base": self._base_weights} if self._base_weights["names"] else {}
+        return training_state(self._model.hf, self._optimizer) | self._counts_state() | base
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device("params", "optimizer")
         self._check_base(state)
         load_training_state(self._model.hf, self._optimizer, state)
-        self.version = int(state["version"])
-        self._num_skipped = int(state["scheduler"]["num_skipped"])
+        self._load_counts(state)
 
     @functools.cached_property
     def _base_weights(self) -> dict[str, Any]:
@@ -245,20 +170,12 @@ class FSDPEngine(TrainEngine):
             )
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
-        for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
-            if wanted and self.device.type != "cpu" and not self._host[part]:
-                with phase("offload", part=part):
-                    self._host[part].take(self._local_tensors(part))
         if params and self.device.type != "cpu":
             self._base.offload(self.name)
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        super().offload(params=params, grads=grads, optimizer=optimizer)
 
     def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
-        for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
-            if wanted and self._host[part]:
-                with phase("onload", part=part):
-                    self._host[part].restore()
+        super().onload(params=params, grads=grads, optimizer=optimizer)
         if params:
             self._base.onload(self.name)
 
@@ -279,14 +196,7 @@ class FSDPEngine(TrainEngine):
     def _trained(self) -> list[nn.Parameter]:
         return [p for p in self._model.parameters() if p.requires_grad]
 
-    def _reduce(self, numbers: list[float], op: dist.ReduceOp) -> list[float]:
-        """Reduce a few numbers over all ranks of the model, through host memory."""
-        total = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(total, op, group=self._group)
-        return total.tolist()
-
     def _local_tensors(self, part: str) -> Iterator[Tensor]:
-        """This rank's tensors of a part, as plain tensors."""
         for param in self._model.parameters():
             if part == "params" and param.requires_grad:
                 yield param.to_local()
@@ -296,17 +206,9 @@ class FSDPEngine(TrainEngine):
                 state = self._optimizer.state.get(param, {})
                 yield from (state[name].to_local() for name in ("exp_avg", "exp_avg_sq") if name in state)
 
-    def _require_on_device(self, *parts: str) -> None:
-        away = [part for part in parts if self._host[part] or (part == "params" and self._base)]
-        assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
+    def _is_away(self, part: str) -> bool:
+        return super()._is_away(part) or (part == "params" and bool(self._base))
 
-    def _check_outputs(self, outputs: tuple[str, ...]) -> None:
-        unknown = set(outputs) - set(self._model.outputs)
-        assert not unknown, f"{self.name} has no output {', '.join(sorted(unknown))}"
-
-
-def _packed(rows: TensorDict, device: torch.device) -> PackedBatch:
-    """The rows of a micro-batch, packed, and noted in the trace."""
-    batch = pack_rows(rows, device)
-    note(rows=batch.num_rows, tokens=batch.input_ids.numel())
-    return batch
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        return self._model.outputs

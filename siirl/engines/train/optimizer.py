@@ -37,12 +37,6 @@ def make_adamw(params: Sequence[nn.Parameter], optim: OptimConfig) -> torch.opti
     return adamw
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Learning rate of the next step."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def scaled_to_norm(grads: Sequence[Tensor | None], max_norm: float, shard_group: dist.ProcessGroup) -> float:
     """Scale sharded gradients in place to a 2-norm of at most max_norm (0: any); returns the norm before.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from siirl.config import Config
 from siirl.dag.plan import ModelPlan
 from siirl.data.rows import take_rows
-from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
+from siirl.engines.train.base import BatchCounts, LossFn
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_head
 from siirl.engines.train.language_model import pass_flops
 from siirl.engines.train.megatron.adamw import StatePlace, state_place
@@ -31,31 +31,27 @@ from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.sources import Fill, weight_source
 from siirl.engines.train.megatron.state import OwnedShards, load_training_state, training_state
 from siirl.engines.train.megatron.weights import family_of, num_active_weights
-from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.packing import (
     MicroBatchLimit,
     count_micro_batches,
     new_columns,
-    pack_rows,
     packed_lengths,
     row_lengths,
     split_rows,
 )
-from siirl.engines.train.schedules import learning_rate
 from siirl.engines.train.settings import engine_settings
-from siirl.errors import NotSupportedError, NumericsError, UserError
+from siirl.engines.train.stepping import SteppingEngine
+from siirl.errors import NotSupportedError, UserError
 from siirl.observe.metrics import Metrics
-from siirl.observe.spans import note, phase
+from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroups
 
-MAX_SKIPPED_STEPS = 5
-"""So many optimizer steps in a row may be skipped for non-finite gradients; one more ends the run."""
 Outputs = dict[str, Tensor]
 Finish = Callable[[MicroBatch, list[int], Outputs], tuple[Tensor, Tensor, dict]]
 """(micro-batch, its rows' indices, outputs [M]) -> what Megatron's schedules take of a loss function."""
 
 
-class MegatronEngine(TrainEngine):
+class MegatronEngine(SteppingEngine):
     """A model of any head trained (or only run) by Megatron-Core on the ranks of its plan, CPU or CUDA.
 
     Build it on all ranks of the plan together: it communicates. Ranks of one data-parallel shard are given
@@ -63,11 +59,15 @@ class MegatronEngine(TrainEngine):
     """
 
     def __init__(self, plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device):
-        self.name = plan.name
-        self.version = 0
-        self.device = torch.device(device)
+        settings = engine_settings(plan, cfg)
+        megatron = settings.megatron
+        host_parts = {
+            "params": megatron.param_offload,
+            "grads": plan.trains and megatron.grad_offload,
+            "optimizer": plan.trains and megatron.optimizer_offload,
+        }
+        super().__init__(plan.name, settings, device, host_parts)
         self._dims = plan.dims
-        self._settings = settings = engine_settings(plan, cfg)
         self._hf = load_hf_config(settings.model)
         family_of(self._hf)
         if plan.head != "lm":
@@ -78,21 +78,12 @@ class MegatronEngine(TrainEngine):
                 "model.lora_rank=0, or strategy=fsdp."
             )
         fill = weight_source(self._hf, settings)
-        self._scope = MegatronScope(plan.ranks, plan.dims, groups, settings.megatron.seed)
+        self._scope = MegatronScope(plan.ranks, plan.dims, groups, megatron.seed)
         mpu = self._scope.groups
-        self.dp_rank, self.dp_size = mpu.dp.rank(), plan.dims.dp
+        self._data_group, self.dp_rank, self.dp_size = mpu.dp, mpu.dp.rank(), plan.dims.dp
         self._rope = make_rope(self._hf, self.device)
         with self._scope:
             self._build(plan, groups.get(plan.ranks), fill)
-        self._total_steps = settings.optim.total_training_steps if settings.optim else 0
-        self._num_skipped = 0
-        megatron = settings.megatron
-        self.host_parts = {
-            "params": megatron.param_offload,
-            "grads": plan.trains and megatron.grad_offload,
-            "optimizer": plan.trains and megatron.optimizer_offload,
-        }
-        self._host = {part: HostCopies() for part in ("params", "grads", "optimizer")}
 
     def _build(self, plan: ModelPlan, group: dist.ProcessGroup, fill: Fill) -> None:
         """Stages, weights, gradient buffers, optimizer."""
@@ -132,11 +123,6 @@ class MegatronEngine(TrainEngine):
         self._shards = OwnedShards(self._params, self._optimizer)
         self._shards.allocate(state_place(settings.optim) if plan.trains else StatePlace())
 
-    def set_total_steps(self, total_steps: int) -> None:
-        """Tell the learning-rate schedule the optimizer steps of the run; a total in the config wins."""
-        if self._settings.optim and not self._settings.optim.total_training_steps:
-            self._total_steps = total_steps
-
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
         """Outputs of the head for response tokens, [B, T] float32, where `rows` are; no gradient.
 
@@ -163,35 +149,21 @@ class MegatronEngine(TrainEngine):
                     dist.broadcast(column, group=self._scope.groups.pp, group_src=self._dims.pp - 1)
         return TensorDict(columns, batch_size=rows.batch_size).to(home)
 
-    def train_mini_batch(
-        self, rows: TensorDict, loss_fn: LossFn, outputs: tuple[str, ...], temperature: float
+    def _train(
+        self,
+        rows: TensorDict,
+        loss_fn: LossFn,
+        counts: BatchCounts,
+        outputs: tuple[str, ...],
+        temperature: float,
     ) -> Metrics:
-        """One optimizer step on the mini-batch of which each shard holds `rows`, maybe none; see TrainEngine.
-
-        A mini-batch without trained tokens, or with a gradient that is not finite, changes nothing: the step
-        is skipped and counted (skipped_step); NumericsError after MAX_SKIPPED_STEPS non-finite gradients in a
-        row.
-        """
-        assert self._optimizer is not None, f"{self.name} is not trained"
-        self._require_on_device("params", "grads", "optimizer")
-        self._check_outputs(outputs)
-        mask_BT = rows["response_mask"]
-        totals = self._reduce([int(mask_BT.sum()), int(mask_BT.any(dim=1).sum())], dist.ReduceOp.SUM)
-        counts = BatchCounts(totals[0], totals[1], self._settings.response_width)
         metrics = Metrics()
-        if not counts.num_tokens:
-            metrics.mean("skipped_step", 1.0)
-            return metrics
         unscaled = self._scale_router_losses(rows)
 
         def share(batch: MicroBatch, index: list[int], found: Outputs) -> tuple[Tensor, Tensor, dict]:
-            columns = {f"{name}_BT": self._cells(batch, value_M) for name, value_M in found.items()}
-            nothing = sum(value_BT.sum() for value_BT in columns.values()) if batch.packed.is_dummy else 0.0
-            if not batch.packed.num_rows:
-                return nothing, _no_tokens(), {}
-            loss, loss_metrics = loss_fn(TokenOutputs(**columns), batch.rows.to(self.device), counts)
-            metrics.merge(loss_metrics)
-            return (loss + nothing) * unscaled, _no_tokens(), {}
+            columns = {name: self._cells(batch, value_M) for name, value_M in found.items()}
+            loss = self._share(columns, batch.packed, batch.rows, loss_fn, counts, metrics)
+            return loss * unscaled, _no_tokens(), {}
 
         for module in self._modules:
             module.train()
@@ -291,8 +263,7 @@ class MegatronEngine(TrainEngine):
     def _micro_batch(
         self, rows: TensorDict, length: int, temperature: float, outputs: tuple[str, ...]
     ) -> MicroBatch:
-        packed = pack_rows(rows, self.device)
-        note(rows=packed.num_rows, tokens=packed.input_ids.numel())
+        packed = self._packed(rows)
         context, dtype = self._scope.groups.cp, self._config.params_dtype
         return make_micro_batch(rows, packed, self._rope, length, context, dtype, temperature, outputs)
 
@@ -301,35 +272,18 @@ class MegatronEngine(TrainEngine):
         value_BT = batch.packed.to_cells(value_M)
         return SumOverRanks.apply(value_BT, self._scope.groups.cp) if self._dims.cp > 1 else value_BT
 
-    def _step(self, metrics: Metrics) -> None:
-        """Clip, step, count: or skip, when the gradient is not finite."""
+    def _clip(self) -> float:
         self._optimizer.prepare_grads()
-        norm = float(self._optimizer.get_grad_norm())
-        lr = learning_rate(self._settings.optim, self.version, self._total_steps)
-        finite = math.isfinite(norm)
-        if finite:
-            metrics.mean("grad_norm", norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
-            for part in self._optimizer.chained_optimizers:
-                if self._settings.grad_clip > 0 and part.get_parameters():
-                    clip_grad_by_total_norm_fp32(part.get_parameters(), self._settings.grad_clip, norm)
-            self._optimizer.step_with_ready_grads()
-            self._shards.release()
-            self._is_gathering = self._gathers_late
-            self.version += 1
-            self._num_skipped = 0
-        else:
-            self._num_skipped += 1
-        self._optimizer.zero_grad()
-        metrics.mean("lr", lr)
-        metrics.mean("skipped_step", 0.0 if finite else 1.0)
-        if self._num_skipped > MAX_SKIPPED_STEPS:
-            raise NumericsError(
-                f"{self.name}: the gradient norm is {norm} after {self.version} optimizer steps, not finite "
-                f"{self._num_skipped} times in a row: the weights or the data are broken. Lower optim.lr, or "
-                "go back to a checkpoint."
-            )
+        norm, limit = float(self._optimizer.get_grad_norm()), self._settings.grad_clip
+        for part in self._optimizer.chained_optimizers if math.isfinite(norm) and limit > 0 else ():
+            if part.get_parameters():
+                clip_grad_by_total_norm_fp32(part.get_parameters(), limit, norm)
+        return norm
+
+    def _update(self) -> None:
+        self._optimizer.step_with_ready_grads()
+        self._shards.release()
+        self._is_gathering = self._gathers_late
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {name: (shape, self._config.params_dtype) for name, shape in self._exporter.specs().items()}
@@ -349,11 +303,7 @@ class MegatronEngine(TrainEngine):
         """See TrainEngine. Tensors are pieces of the live ones, so reading into them in place is enough."""
         self._require_on_device("params", "optimizer")
         self._finish_gather()
-        scheduler = {"total_steps": self._total_steps, "num_skipped": self._num_skipped}
-        return training_state(self._params, self._shards) | {
-            "scheduler": scheduler,
-            "version": self.version,
-        }
+        return training_state(self._params, self._shards) | self._counts_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device("params", "optimizer")
@@ -361,24 +311,12 @@ class MegatronEngine(TrainEngine):
         load_training_state(training_state(self._params, self._shards), state)
         with self._scope:
             self._shards.publish(self._modules)
-        self.version = int(state["version"])
+        self._load_counts(state)
         self._shards.set_step(self.version)
-        self._num_skipped = int(state["scheduler"]["num_skipped"])
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         self._finish_gather()
-        for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
-            if wanted and self.device.type != "cpu" and not self._host[part]:
-                with phase("offload", part=part):
-                    self._host[part].take(self._local_tensors(part))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
-        for part, wanted in (("params", params), ("grads", grads), ("optimizer", optimizer)):
-            if wanted and self._host[part]:
-                with phase("onload", part=part):
-                    self._host[part].restore()
+        super().offload(params=params, grads=grads, optimizer=optimizer)
 
     def hf_config_changes(self) -> dict[str, Any]:
         head = self._settings.head
@@ -387,12 +325,6 @@ class MegatronEngine(TrainEngine):
     def flops(self, rows: TensorDict, backward: bool) -> float:
         num_weights = num_active_weights(self._hf, self._settings.head)
         return pass_flops(num_weights, self._hf, row_lengths(rows), backward)
-
-    def _reduce(self, numbers: list[float], op: dist.ReduceOp) -> list[float]:
-        """Reduce a few numbers over the data-parallel shards, through host memory."""
-        total = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(total, op, group=self._scope.groups.dp)
-        return total.tolist()
 
     def _local_tensors(self, part: str) -> Iterator[Tensor]:
         """This rank's tensors of a part; main weights are the optimizer's, unless they are the model's."""
@@ -407,13 +339,9 @@ class MegatronEngine(TrainEngine):
                 elsewhere = (x for x in owned.values() if x.untyped_storage()._cdata != model_storage)
                 yield from (x for x in elsewhere if x.device.type == self.device.type)
 
-    def _check_outputs(self, outputs: tuple[str, ...]) -> None:
-        unknown = set(outputs) - set(self._stages[-1].outputs)
-        assert not unknown, f"{self.name} has no output {', '.join(sorted(unknown))}"
-
-    def _require_on_device(self, *parts: str) -> None:
-        away = [part for part in parts if self._host[part]]
-        assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        return self._stages[-1].outputs
 
     def _finish_gather(self) -> None:
         """Have whole parameters now: overlap_param_gather would gather them in the next training step."""

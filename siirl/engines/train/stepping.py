@@ -1,0 +1,188 @@
+"""What all training strategies do alike: a step that counts, clips or skips, and moving parts to the host."""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
+from siirl.engines.train.offload import HostCopies
+from siirl.engines.train.packing import PackedBatch, pack_rows
+from siirl.engines.train.schedules import learning_rate
+from siirl.engines.train.settings import EngineSettings
+from siirl.errors import NumericsError
+from siirl.observe.metrics import Metrics
+from siirl.observe.spans import note, phase
+
+MAX_SKIPPED_STEPS = 5
+"""So many optimizer steps in a row may be skipped for non-finite gradients; one more ends the run."""
+PARTS = ("params", "grads", "optimizer")
+
+
+class SteppingEngine(TrainEngine):
+    """A training engine whose strategy says how gradients, their norm and an update are made."""
+
+    _optimizer: Any
+    """None for a model that is never trained."""
+    _data_group: dist.ProcessGroup
+    """The ranks that together hold a mini-batch, a shard each."""
+
+    def __init__(
+        self, name: str, settings: EngineSettings, device: torch.device, host_parts: dict[str, bool]
+    ):
+        self.name = name
+        self.version = 0
+        self.device = torch.device(device)
+        self.host_parts = host_parts
+        self._settings = settings
+        self._host = {part: HostCopies() for part in PARTS}
+        self._total_steps = settings.optim.total_training_steps if settings.optim else 0
+        self._num_skipped = 0
+
+    @property
+    @abstractmethod
+    def _outputs(self) -> tuple[str, ...]:
+        """Names of what the head gives."""
+
+    @abstractmethod
+    def _train(
+        self,
+        rows: TensorDict,
+        loss_fn: LossFn,
+        counts: BatchCounts,
+        outputs: tuple[str, ...],
+        temperature: float,
+    ) -> Metrics:
+        """Gradients of a mini-batch with trained tokens, then `_step`."""
+
+    @abstractmethod
+    def _clip(self) -> float:
+        """Scale the gradient, which is complete by now, to a norm of at most grad_clip; the norm before."""
+
+    @abstractmethod
+    def _update(self) -> None:
+        """Step, at the learning rate that is set."""
+
+    @abstractmethod
+    def _local_tensors(self, part: str) -> Iterator[Tensor]:
+        """This rank's tensors of a part, as plain tensors."""
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Tell the learning-rate schedule the optimizer steps of the run; a total in the config wins."""
+        if self._settings.optim and not self._settings.optim.total_training_steps:
+            self._total_steps = total_steps
+
+    def train_mini_batch(
+        self, rows: TensorDict, loss_fn: LossFn, outputs: tuple[str, ...], temperature: float
+    ) -> Metrics:
+        """One optimizer step on the mini-batch of which each shard holds `rows`, maybe none; see TrainEngine.
+
+        A mini-batch without trained tokens, or with a gradient that is not finite, changes nothing: the step
+        is skipped and counted (skipped_step); NumericsError after MAX_SKIPPED_STEPS non-finite gradients in a
+        row.
+        """
+        assert self._optimizer is not None, f"{self.name} is not trained"
+        self._require_on_device(*PARTS)
+        self._check_outputs(outputs)
+        mask_BT = rows["response_mask"]
+        totals = self._reduce([int(mask_BT.sum()), int(mask_BT.any(dim=1).sum())], dist.ReduceOp.SUM)
+        counts = BatchCounts(totals[0], totals[1], self._settings.response_width)
+        if counts.num_tokens:
+            return self._train(rows, loss_fn, counts, outputs, temperature)
+        metrics = Metrics()
+        metrics.mean("skipped_step", 1.0)
+        return metrics
+
+    def _share(
+        self,
+        columns: dict[str, Tensor],
+        batch: PackedBatch,
+        rows: TensorDict,
+        loss_fn: LossFn,
+        counts: BatchCounts,
+        metrics: Metrics,
+    ) -> Tensor:
+        """The loss of one micro-batch; of a rank without rows, 0 with the graph of the dummy it ran."""
+        nothing = sum(value_BT.sum() for value_BT in columns.values()) if batch.is_dummy else 0.0
+        if not batch.num_rows:
+            return nothing
+        tokens = TokenOutputs(**{f"{name}_BT": value_BT for name, value_BT in columns.items()})
+        loss, found = loss_fn(tokens, rows.to(self.device), counts)
+        metrics.merge(found)
+        return loss + nothing
+
+    def _step(self, metrics: Metrics) -> None:
+        """Clip, step, count: or skip, when the gradient is not finite."""
+        norm = self._clip()
+        lr = learning_rate(self._settings.optim, self.version, self._total_steps)
+        finite = math.isfinite(norm)
+        if finite:
+            metrics.mean("grad_norm", norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._update()
+            self.version += 1
+            self._num_skipped = 0
+        else:
+            self._num_skipped += 1
+        self._optimizer.zero_grad()
+        metrics.mean("lr", lr)
+        metrics.mean("skipped_step", 0.0 if finite else 1.0)
+        if self._num_skipped > MAX_SKIPPED_STEPS:
+            raise NumericsError(
+                f"{self.name}: the gradient norm is {norm} after {self.version} optimizer steps, not finite "
+                f"{self._num_skipped} times in a row: the weights or the data are broken. Lower optim.lr, or "
+                "go back to a checkpoint."
+            )
+
+    def _counts_state(self) -> dict[str, Any]:
+        """The counts of a checkpoint."""
+        scheduler = {"total_steps": self._total_steps, "num_skipped": self._num_skipped}
+        return {"scheduler": scheduler, "version": self.version}
+
+    def _load_counts(self, state: dict[str, Any]) -> None:
+        self.version = int(state["version"])
+        self._num_skipped = int(state["scheduler"]["num_skipped"])
+
+    def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        for part, wanted in zip(PARTS, (params, grads, optimizer), strict=True):
+            if wanted and self.device.type != "cpu" and not self._host[part]:
+                with phase("offload", part=part):
+                    self._host[part].take(self._local_tensors(part))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def onload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        for part, wanted in zip(PARTS, (params, grads, optimizer), strict=True):
+            if wanted and self._host[part]:
+                with phase("onload", part=part):
+                    self._host[part].restore()
+
+    def _reduce(self, numbers: list[float], op: dist.ReduceOp) -> list[float]:
+        """Reduce a few numbers over the ranks of a mini-batch, through host memory."""
+        total = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(total, op, group=self._data_group)
+        return total.tolist()
+
+    def _packed(self, rows: TensorDict) -> PackedBatch:
+        """The rows of a micro-batch, packed, and noted in the trace."""
+        batch = pack_rows(rows, self.device)
+        note(rows=batch.num_rows, tokens=batch.input_ids.numel())
+        return batch
+
+    def _is_away(self, part: str) -> bool:
+        """Whether a part is in host memory."""
+        return bool(self._host[part])
+
+    def _require_on_device(self, *parts: str) -> None:
+        away = [part for part in parts if self._is_away(part)]
+        assert not away, f"{self.name}: {', '.join(away)} are offloaded: call onload first"
+
+    def _check_outputs(self, outputs: tuple[str, ...]) -> None:
+        unknown = set(outputs) - set(self._outputs)
+        assert not unknown, f"{self.name} has no output {', '.join(sorted(unknown))}"
