@@ -1,11 +1,10 @@
 """The console script: siirl check | plan | run | migrate | export | convert | trace.
 
-A user error is one message and exit code 2. check and plan need neither torch nor devices; run, export and
+A user error is one message and exit code 2. check and plan need neither torch nor devices; export and
 convert import what they need when they are called.
 """
 
 import argparse
-import importlib
 import io
 import re
 import sys
@@ -13,21 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
-from siirl.config import Config
+from siirl import main_dag
 from siirl.config.load import read_config
 from siirl.dag.advice import plan_notes
 from siirl.dag.arguments import add_config_arguments, parse_settings, print_text, user_errors
-from siirl.dag.memory_words import memory_warnings
-from siirl.dag.plan import Plan
-from siirl.dag.report import report
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.findings import Findings
-from siirl.launch.devices import device_memory_gib
-from siirl.launch.survey import survey, survey_inputs
 from siirl.migrate.files import read_source, translate_source
 from siirl.migrate.page import page
 from siirl.migrate.translate import ORIGINS
 from siirl.observe.trace import merge_trace
+from siirl.session import PlannedRun, planned
 
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 """A variable of a script on the command line of `siirl migrate`: settings have small letters and dots."""
@@ -38,32 +33,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     with user_errors() as outcome:
         if argv[:1] == ["run"]:
-            return _run(argv[1:])
+            return main_dag.main(argv[1:])
         args, overrides = parse_settings(_parser(), argv)
         outcome.code = args.command(args, overrides) or 0
     return outcome.code
 
 
-def _compiled(
-    args: argparse.Namespace, overrides: list[str], elsewhere: bool = True
-) -> tuple[Plan, dict[str, Config]]:
-    """The plan of a command line, and the configuration of each kept node. Warnings go to stderr.
-
-    elsewhere: data and models may be on other machines, and are not looked for here.
-    """
+def _planned(args: argparse.Namespace, overrides: list[str], elsewhere: bool = True) -> PlannedRun:
+    """The run that a command line plans. Warnings go to stderr."""
     found = Findings()
-    seen = survey(read_config(overrides, args.config_name, found), found)
-    seen = survey_inputs(seen, elsewhere, found)
-    found.close()
-    assert seen.plan is not None, "without a plan there is a problem"
-    too_much = memory_warnings(seen.plan, seen.node_cfgs, device_memory_gib())
-    for line in [*seen.warnings, *too_much]:
+    run = planned(read_config(overrides, args.config_name, found), elsewhere, found)
+    for line in run.warnings:
         print(f"warning: {line}", file=sys.stderr)
-    return seen.plan, seen.node_cfgs
+    return run
 
 
 def _check(args: argparse.Namespace, overrides: list[str]) -> None:
-    plan, _ = _compiled(args, overrides, args.elsewhere)
+    plan = _planned(args, overrides, args.elsewhere).plan
     print(f"ok: DAG {plan.dag_id!r}, {len(plan.nodes)} nodes on {plan.world_size} ranks")
     for node, why in plan.pruned.items():
         print(f"left out: {node}: {why}")
@@ -72,26 +58,12 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
-    plan, configs = _compiled(args, overrides)
-    print_text(
-        "\n".join(
-            [
-                report(plan, configs, device_memory_gib()).rstrip("\n"),
-                *(f"note: {n}." for n in plan_notes(plan)),
-            ]
-        )
-    )
+    run = _planned(args, overrides)
+    print_text(str(run).rstrip("\n"))
     if args.json:
-        _write(Path(args.json), lambda path: path.write_text(plan.to_json(), encoding="utf-8"))
+        _write(Path(args.json), lambda path: path.write_text(run.plan.to_json(), encoding="utf-8"))
     if args.draw:
-        from siirl.dag.draw import draw
-
-        _write(Path(args.draw), lambda path: draw(plan, path, configs))
-
-
-def _run(argv: list[str]) -> int:
-    """The main job, which lies above this file: found by name when it is asked for."""
-    return importlib.import_module("siirl.main_dag").main(argv)
+        _write(Path(args.draw), run.draw)
 
 
 def _migrate(args: argparse.Namespace, overrides: list[str]) -> int:

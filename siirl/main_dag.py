@@ -21,7 +21,6 @@ from siirl.launch.devices import check_gpus, device_memory_gib
 from siirl.launch.job import Job
 from siirl.launch.local import run_local
 from siirl.launch.preflight import preflight
-from siirl.launch.ray import RayTrainer
 from siirl.launch.run_folder import held, with_absolute_folders
 from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.survey import survey, survey_inputs
@@ -92,6 +91,8 @@ def _launch(launcher: Launcher, job: Job, cfg: Config, plan: Plan) -> int:
         case "torchrun":
             return run_torchrun(job)
         case "ray":
+            from siirl.launch.ray import RayTrainer  # psutil and what else only Ray needs
+
             return RayTrainer(job, cfg).run()
         case "local":
             return run_local(job)

@@ -1,5 +1,6 @@
 """The picture of a plan: a lane for each set of ranks, nodes left to right, arrows for rows and weights."""
 
+import io
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -63,9 +64,26 @@ def draw(plan: Plan, path: Path, configs: Configs) -> None:
     """
     if path.suffix.lower() not in FORMATS:
         raise ConfigError(f"--draw {path}: the ending says the format. End it with {' or '.join(FORMATS)}.")
+    _save(_figure(plan, configs), path, path.suffix.lower().removeprefix("."))
+
+
+def drawn_as_svg(plan: Plan, configs: Configs) -> str:
+    """The picture as the text of an SVG file."""
+    file = io.BytesIO()
+    _save(_figure(plan, configs), file, "svg")
+    return file.getvalue().decode()
+
+
+def _save(figure: Any, file: Any, kind: str) -> None:
     import matplotlib
 
-    matplotlib.use("Agg")
+    # The same plan gives the same file.
+    metadata = {"Date": None} if kind == "svg" else {}
+    with matplotlib.rc_context({"svg.hashsalt": "siirl", "svg.fonttype": "none"}):
+        figure.savefig(file, format=kind, dpi=150, facecolor="white", metadata=metadata)
+
+
+def _figure(plan: Plan, configs: Configs) -> Any:
     from matplotlib.figure import Figure
 
     edges = _edges(plan)
@@ -100,10 +118,7 @@ def draw(plan: Plan, path: Path, configs: Configs) -> None:
         axes.text(
             _MARGIN, -0.12 - _NOTE * line, f"left out: {node} ({why})", size=8, color=_FAINT, va="center"
         )
-    # The same plan gives the same file.
-    metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-    with matplotlib.rc_context({"svg.hashsalt": "siirl", "svg.fonttype": "none"}):
-        figure.savefig(path, dpi=150, facecolor="white", metadata=metadata)
+    return figure
 
 
 def _columns(plan: Plan) -> dict[str, int]:

@@ -5,7 +5,7 @@ import importlib.util
 import json
 import re
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,6 +83,26 @@ class DagSpec:
     def node(self, node_id: str) -> NodeSpec:
         """The node of that name. KeyError if there is none."""
         return next(node for node in self.nodes if node.node_id == node_id)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as a DAG file, which dag.workflow_path names. Read again, it is equal."""
+        import yaml
+
+        nodes = [
+            {
+                item.name: list(value) if isinstance(value, tuple) else value
+                for item in fields(NodeSpec)
+                if (value := getattr(node, item.name)) != _default(item)
+            }
+            for node in self.nodes
+        ]
+        head = {"dag_id": self.dag_id} | ({"description": self.description} if self.description else {})
+        text = yaml.safe_dump(head | {"nodes": nodes}, sort_keys=False, allow_unicode=True, width=110)
+        Path(path).expanduser().write_text(text, encoding="utf-8")
+
+
+def _default(item: Field) -> Any:
+    return item.default_factory() if item.default_factory is not MISSING else item.default
 
 
 class DagBuilder:

@@ -10,11 +10,11 @@ from siirl.agents.page import write_page
 from siirl.agents.render import split_episodes
 from siirl.config import Config
 from siirl.dag_worker.worker import DAGWorker
-from siirl.observe.curve import reward_curve_png
+from siirl.observe.curve import METRICS_FILE, reward_curve_png
 from siirl.observe.derived import derived_metrics
 from siirl.observe.flops import mfu
 from siirl.observe.metrics import Metrics
-from siirl.observe.sinks import METRICS_FILE, Sinks, tensorboard_dir
+from siirl.observe.sinks import Sinks, tensorboard_dir
 from siirl.observe.summary import closing_summary
 
 PAGES = "conversations"

@@ -22,7 +22,6 @@ from typing import IO
 
 import psutil
 
-import siirl
 from siirl.config import from_dict
 from siirl.errors import UserError
 from siirl.launch.console import OutputSource
@@ -217,7 +216,7 @@ def _environment(launch: Launch) -> dict[str, str]:
     """This machine's environment, with the settings of the run and the place of the rank."""
     base = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # Ray's choice
     base |= launch.env
-    root = Path(siirl.__file__).parents[1]
+    root = Path(__file__).parents[2]
     if root.name not in ("site-packages", "dist-packages"):
         base["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), base.get("PYTHONPATH")]))
     base["CUDA_VISIBLE_DEVICES"] = ",".join(launch.gpus)

@@ -17,7 +17,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import siirl
 from siirl.config import Config
 from siirl.config.tree import print_config
 from siirl.config.values import SECRET_KEYS
@@ -64,7 +63,7 @@ def is_recorded(output: Path, run_id: str) -> bool:
 
 def describe(command: Sequence[str]) -> dict[str, Any]:
     """This start: when, where, by which command, of which source code, with which packages."""
-    source = Path(siirl.__file__).parents[1]
+    source = Path(__file__).parents[2]
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "host": socket.gethostname(),

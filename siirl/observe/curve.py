@@ -6,6 +6,7 @@ from pathlib import Path
 
 from siirl.observe.columns import REWARD, VALIDATION_REWARD, Column, matches
 
+METRICS_FILE = "metrics.jsonl"
 Series = dict[str, dict[int, float]]
 
 INK, TRAIN_COLOURS, VALIDATION_COLOURS = (

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from siirl.errors import ConfigError
 from siirl.observe.console import ConsoleSink
+from siirl.observe.curve import METRICS_FILE
 from siirl.observe.printable import printable
 
 log = logging.getLogger(__name__)
 SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
-METRICS_FILE = "metrics.jsonl"
 
 Rows = Sequence[Mapping[str, Any]]
 

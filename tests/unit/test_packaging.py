@@ -57,6 +57,7 @@ def test_an_installed_wheel_finds_its_templates(tmp_path):
     subprocess.run(pip, cwd=source, check=True, timeout=100)
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    assert (tmp_path / "site" / "siirl" / "py.typed").is_file()
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, "-m", "siirl.cli", "check", "--elsewhere", *SETTINGS],

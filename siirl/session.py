@@ -1,0 +1,108 @@
+"""What a script or a notebook does with a configuration: check it, look at its plan, train. No torch.
+
+The console commands are made of the same functions.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from siirl import main_dag
+from siirl.config import Config
+from siirl.dag.advice import plan_notes
+from siirl.dag.draw import draw, drawn_as_svg
+from siirl.dag.memory_words import memory_warnings
+from siirl.dag.plan import Plan
+from siirl.dag.report import report
+from siirl.errors import WorkerError
+from siirl.findings import Findings
+from siirl.launch.devices import device_memory_gib
+from siirl.launch.run_folder import absolute
+from siirl.launch.survey import survey, survey_inputs
+from siirl.observe.curve import METRICS_FILE, Series, read_series
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """The plan of a configuration. A notebook shows its picture and its report; print() the report."""
+
+    cfg: Config
+    plan: Plan
+    """Who does what on which ranks, as data."""
+    node_cfgs: dict[str, Config]
+    """The configuration of each node that runs, with what the workflow sets for it alone."""
+    warnings: list[str]
+    """What will work, but perhaps not as meant: a line each."""
+
+    def __str__(self) -> str:
+        notes = "".join(f"note: {note}.\n" for note in plan_notes(self.plan))
+        return report(self.plan, self.node_cfgs, device_memory_gib()) + notes
+
+    def draw(self, path: str | Path) -> None:
+        """Write the picture: .svg or .png."""
+        draw(self.plan, Path(path), self.node_cfgs)
+
+    def _repr_svg_(self) -> str:
+        return drawn_as_svg(self.plan, self.node_cfgs)
+
+    def _repr_html_(self) -> str:
+        warnings = "".join(f"<p>warning: {escape(line)}</p>" for line in self.warnings)
+        picture = self._repr_svg_()
+        words = f"<details><summary>in words</summary><pre>{escape(str(self))}</pre></details>"
+        return warnings + picture[picture.index("<svg") :] + words
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run that has ended well."""
+
+    output_dir: Path
+    """Its folder: checkpoints, the exported model (hf_model), logs, metrics."""
+
+    def metrics(self) -> Series:
+        """metric -> {step: value}, named as in docs/observability.md; earlier starts of it count, too."""
+        return read_series(self.output_dir / METRICS_FILE)
+
+
+def plan(cfg: Config) -> PlannedRun:
+    """The plan of a configuration, for a cluster of any size. UserError: all that is wrong with it.
+
+    Data and models may be on other machines, and are not looked for here.
+    """
+    return planned(cfg, elsewhere=True, found=Findings())
+
+
+def check(cfg: Config, elsewhere: bool = False) -> list[str]:
+    """Check all that can be checked before a run; returns its warnings. UserError: all that is wrong.
+
+    elsewhere: data and models are on other machines; they are not looked for here.
+    """
+    return planned(cfg, elsewhere, found=Findings()).warnings
+
+
+def train(cfg: Config) -> FinishedRun:
+    """Run the job of a configuration to its end, as `python -m siirl.main_dag` does; returns where it is.
+
+    Workers are processes of their own: what a notebook defines is not seen by them, so functions of the user
+    live in files. UserError before the start: all that is wrong. WorkerError if the run fails; its cause has
+    been printed. KeyboardInterrupt if the user ended it.
+    """
+    code = main_dag.run(cfg, Findings())
+    output_dir = absolute(cfg.trainer.output_dir)
+    if code == 130:
+        raise KeyboardInterrupt
+    if code:
+        raise WorkerError(
+            f"the run in {output_dir} ended with exit code {code}: its cause is printed above, and each "
+            f"rank's log is in {output_dir / 'logs'}. Mend that and train again."
+        )
+    return FinishedRun(output_dir)
+
+
+def planned(cfg: Config, elsewhere: bool, found: Findings) -> PlannedRun:
+    """The run that a configuration plans. UserError: all that is wrong, with what `found` has already."""
+    seen = survey_inputs(survey(cfg, found), elsewhere, found)
+    found.close()
+    assert seen.plan is not None, "without a plan there is a problem"
+    too_much = memory_warnings(seen.plan, seen.node_cfgs, device_memory_gib())
+    return PlannedRun(seen.cfg, seen.plan, seen.node_cfgs, [*seen.warnings, *too_much])
