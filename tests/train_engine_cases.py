@@ -19,7 +19,7 @@ from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
 from siirl.observe.metrics import Metrics
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.megatron_groups import megatron_groups
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 NUM_ROWS, NUM_STEPS, WIDTH = 10, 3, 9
 TEMPERATURE, LR, EPS, BETA1, WEIGHT_DECAY, CLIP = 0.7, 1e-3, 1e-6, 0.9, 0.1, 0.5
@@ -189,17 +189,21 @@ def overrides_for(path: Path | str, role: str = "actor") -> list[str]:
 
 def build_engine(
     scenario: Scenario, path: Path | str, role: str = "actor"
-) -> tuple[TrainEngine, ProcessGroups]:
+) -> tuple[TrainEngine, ProcessGroupManager]:
     """The scenario's engine on all ranks of the default group."""
     ranks = tuple(range(scenario.world))
     _, wanted = dims_of(scenario, ranks)
     backend = "gloo" if scenario.device == "cpu" else "cpu:gloo,cuda:nccl"
-    groups = ProcessGroups(wanted, backend, 60)
+    groups = ProcessGroupManager(wanted, backend, 60)
     return make_engine(scenario, path, groups, ranks, role), groups
 
 
 def make_engine(
-    scenario: Scenario, path: Path | str, groups: ProcessGroups, ranks: tuple[int, ...], role: str = "actor"
+    scenario: Scenario,
+    path: Path | str,
+    groups: ProcessGroupManager,
+    ranks: tuple[int, ...],
+    role: str = "actor",
 ) -> TrainEngine:
     """The scenario's engine on these ranks, which all call this; its groups exist."""
     import importlib

@@ -17,7 +17,7 @@ from siirl.engines.registry import make_train_engine
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.train.hf_model import load_hf_config, load_source
 from siirl.nodes.critic import make_value_loss_fn
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 STEPS, LR, CLIP_RANGE = 2, 1e-3, 0.2
 
@@ -48,7 +48,7 @@ def critic_rows(step: int) -> TensorDict:
 
 
 def make_critic(
-    scenario: Scenario, path: str, groups: ProcessGroups, ranks: tuple[int, ...]
+    scenario: Scenario, path: str, groups: ProcessGroupManager, ranks: tuple[int, ...]
 ) -> tuple[TrainEngine, Config]:
     """The critic of a scenario on these ranks, which all call this; its groups exist."""
     dims, _ = cases.dims_of(scenario, ranks)

@@ -33,7 +33,7 @@ from siirl.nodes.registry import COLLECTORS, FORWARD_OPS, find_op
 from siirl.nodes.streams import Streams
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 from siirl.rewards.conversations import ConversationEncoder, reward_tokenizer
 from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
@@ -83,7 +83,7 @@ class DAGWorker:
     def __init__(self, cfg: Config, plan: Plan, rank: int, device: torch.device, observer: Observer):
         self.cfg, self.plan, self.rank, self.device, self.observer = cfg, plan, rank, device, observer
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        self.groups = ProcessGroups(plan.groups, backend, cfg.trainer.deadline_s)
+        self.groups = ProcessGroupManager(plan.groups, backend, cfg.trainer.deadline_s)
         self.transport = Transport(self.groups, torch.device("cpu"), row_cost)
         self.sample_limit = 0  # rows of each reward node to keep as text this step; -1: all
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}

@@ -26,7 +26,7 @@ from siirl.data.rows import object_column, object_element, objects
 from siirl.data.store import Column, FieldStore
 from siirl.errors import DagError, DeadlineError, WorkerError
 from siirl.observe.spans import phase
-from siirl.parallel.process_groups import ProcessGroups, name_ranks
+from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
 from siirl.types import FIELDS, FieldKey, Layout
 
 HEADER_WORDS = 8192
@@ -39,7 +39,7 @@ RowCost = Callable[[np.ndarray], np.ndarray]
 class Transport:
     """Executes the reshards of a plan on this rank. sent_bytes: what left this rank since the start."""
 
-    def __init__(self, groups: ProcessGroups, device: torch.device, row_cost: RowCost):
+    def __init__(self, groups: ProcessGroupManager, device: torch.device, row_cost: RowCost):
         """device: where rows are packed and sent from: CUDA means NCCL, the CPU gloo."""
         self.sent_bytes = 0
         self._groups = groups

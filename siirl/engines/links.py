@@ -24,7 +24,7 @@ from siirl.engines.train.base import TrainEngine
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import note, phase
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 BUCKET_BYTES = 64 << 20
 """Tensors are broadcast together up to this size; a larger one goes alone."""
@@ -45,7 +45,7 @@ def make_link(
     plan: LinkPlan,
     source: TrainEngine | None,
     target: RolloutEngine | None,
-    groups: ProcessGroups,
+    groups: ProcessGroupManager,
     folder: Path,
 ) -> "WeightLink":
     """The link of `plan` on this rank, between the engines that this rank holds. No communication.
@@ -63,7 +63,7 @@ class WeightLink:
         plan: LinkPlan,
         source: TrainEngine | None,
         target: RolloutEngine | None,
-        groups: ProcessGroups,
+        groups: ProcessGroupManager,
         folder: Path,
     ) -> None:
         """See make_link."""

@@ -15,7 +15,7 @@ from siirl.dag.plan import Head, ModelPlan
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import ConfigError, NotSupportedError
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 FSDP_STRATEGIES: dict[Head, str] = {
     "lm": "siirl.engines.train.fsdp:FSDPEngine",
@@ -45,7 +45,7 @@ ROLLOUT_ENGINES: dict[str, str] = {
 def make_train_engine(
     plan: ModelPlan,
     cfg: Config,
-    groups: ProcessGroups,
+    groups: ProcessGroupManager,
     device: torch.device,
     base: TrainEngine | None = None,
 ) -> TrainEngine:
@@ -65,7 +65,7 @@ def make_train_engine(
 def make_rollout_engine(
     plan: ModelPlan,
     cfg: Config,
-    groups: ProcessGroups,
+    groups: ProcessGroupManager,
     device: torch.device,
     base: RolloutEngine | None = None,
 ) -> RolloutEngine:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from siirl.errors import PlacementError
 
 
-class ProcessGroups:
+class ProcessGroupManager:
     """Every process group of a plan, created in one order on all ranks.
 
     Building it is collective over the world: all ranks pass the same `groups`, also those they are not in.

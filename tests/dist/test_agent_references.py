@@ -12,7 +12,7 @@ from plan_cases import ONE_STEP
 from siirl.config import load_config
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.engines.registry import make_train_engine
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 TYPE = "actor.fsdp_config.mixed_precision.param_dtype"
 
@@ -42,7 +42,7 @@ def log_probs(rank: int, world: int, model: str, workflow: str) -> dict[str, tor
     keys += [f"dag.workflow_path={workflow}", f"dag.node_config.train_1.{TYPE}=float32"]
     cfg = load_config(keys)
     plan, configs = compile_plan(load_dag(cfg), cfg, world)
-    groups = ProcessGroups(plan.groups, "gloo", 60)
+    groups = ProcessGroupManager(plan.groups, "gloo", 60)
     engines = {
         name: make_train_engine(model, configs[model.node], groups, torch.device("cpu"), None)
         for name, model in plan.models.items()

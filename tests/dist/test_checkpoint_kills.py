@@ -18,7 +18,7 @@ from siirl.checkpoint import files
 from siirl.checkpoint.manager import CheckpointManager
 from siirl.checkpoint.staging import SavedModel
 from siirl.errors import CheckpointError
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 KILLS = 15
 
@@ -26,7 +26,7 @@ KILLS = 15
 def make_manager(world_size: int, root: str) -> tuple[CheckpointManager, dict]:
     """A manager, and what a SavedModel needs to be saved in the background."""
     world = tuple(range(world_size))
-    twin = ProcessGroups([world], "gloo", 20).twins([world])[world]
+    twin = ProcessGroupManager([world], "gloo", 20).twins([world])[world]
     manager = CheckpointManager(Path(root), 2, dist.group.WORLD, twin)
     return manager, {"group": dist.group.WORLD, "background_group": twin}
 

@@ -18,7 +18,7 @@ from siirl.engines.registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def build_rollout(model_dir, dtype="float32"):
 def all_groups(places):
     """The process groups of several links, created on every rank of the world."""
     tuples = [group for sources, targets in places for group in (tuple(sources), ranks_of(sources, targets))]
-    return ProcessGroups(list(dict.fromkeys(tuples)), "gloo", 20)
+    return ProcessGroupManager(list(dict.fromkeys(tuples)), "gloo", 20)
 
 
 def ranks_of(sources, targets):

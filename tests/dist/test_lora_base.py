@@ -16,7 +16,7 @@ from siirl.dag.plan import ModelPlan
 from siirl.data.rows import take_rows
 from siirl.engines.registry import make_train_engine
 from siirl.engines.train.fsdp import FSDPEngine
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 MODEL = "actor_rollout_ref.model"
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -27,7 +27,9 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 """Adapters of several ranks, scales and targets on one base; their rows are those of other steps."""
 
 
-def build(name: str, role: str, cfg: Config, groups: ProcessGroups, base: FSDPEngine | None) -> FSDPEngine:
+def build(
+    name: str, role: str, cfg: Config, groups: ProcessGroupManager, base: FSDPEngine | None
+) -> FSDPEngine:
     ranks = tuple(range(groups.world.size()))
     dims, _ = cases.dims_of(Scenario("", len(ranks)), ranks)
     agent = int(name[6])
@@ -75,7 +77,7 @@ def num_bytes(models: list[nn.Module]) -> int:
 def shared_and_apart(rank: int, world: int, path: str) -> dict[str, Any]:
     ranks = tuple(range(world))
     _, wanted = cases.dims_of(Scenario("", world), ranks)
-    groups = ProcessGroups(wanted, "gloo", 60)
+    groups = ProcessGroupManager(wanted, "gloo", 60)
     cfg = load_config(cases.overrides_for(path))
     apart = {name: build(name, "actor", cfg, groups, None) for name in ADAPTERS}
     shared: dict[str, FSDPEngine] = {}

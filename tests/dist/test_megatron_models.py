@@ -14,7 +14,7 @@ from train_engine_cases import Scenario
 
 from siirl.data.rows import take_rows
 from siirl.nodes.critic import make_value_loss_fn
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 PLAIN_OPTIMIZER = ("actor_rollout_ref.actor.megatron.use_distributed_optimizer=False",)
 
@@ -45,7 +45,7 @@ def train_interleaved(rank: int, world: int, paths: dict[str, str]) -> dict[str,
 
     models = [*MODELS, (CRITIC, CRITIC_RANKS)]
     wanted = dict.fromkeys(line for scenario, ranks in models for line in cases.dims_of(scenario, ranks)[1])
-    groups = ProcessGroups(list(wanted), "gloo", 60)
+    groups = ProcessGroupManager(list(wanted), "gloo", 60)
     engines = {
         scenario.name: (scenario, cases.make_engine(scenario, paths[scenario.model], groups, ranks))
         for scenario, ranks in MODELS

@@ -14,7 +14,7 @@ from value_head_cases import CriticOutcome, CriticRun, critic_config, plain_valu
 
 from siirl.checkpoint.hf import save_hf
 from siirl.engines.train.hf_model import load_hf_config, load_source
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 LORA = ("critic.model.lora_rank=4", "critic.model.lora_alpha=8")
 
@@ -28,7 +28,7 @@ def model_dir() -> str:
 def train_critic(rank: int, world: int, path: str, out: str, scenario: Scenario) -> CriticOutcome:
     """Train a critic on all ranks; the export is written to `out`."""
     ranks = tuple(range(world))
-    groups = ProcessGroups(cases.dims_of(scenario, ranks)[1], "gloo", 60)
+    groups = ProcessGroupManager(cases.dims_of(scenario, ranks)[1], "gloo", 60)
     run = CriticRun(*heads.make_critic(scenario, path, groups, ranks), scenario.split)
     for step in range(heads.STEPS):
         run.step(step)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from dist_harness import WorkerFailure, run_workers
 
 from siirl.errors import PlacementError
-from siirl.parallel.process_groups import ProcessGroups, name_ranks
+from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
 
 GROUPS = ((0, 1, 2), (0, 2), (1,), (0, 1), (0,))
 
@@ -18,7 +18,7 @@ def sum_of_ranks(group: dist.ProcessGroup) -> int:
 
 
 def use_every_group(rank: int, world_size: int) -> dict:
-    groups = ProcessGroups(GROUPS, "gloo", 30)
+    groups = ProcessGroupManager(GROUPS, "gloo", 30)
     sums = {ranks: sum_of_ranks(groups.get(ranks)) for ranks in GROUPS if rank in ranks}
     errors = {}
     for ranks in ((1, 2), (0,), (1,), [0, 1]):
@@ -28,7 +28,7 @@ def use_every_group(rank: int, world_size: int) -> dict:
             errors[tuple(ranks)] = str(error)
     own_group_for_world = groups.get((0, 1, 2)) is not groups.world
     try:
-        ProcessGroups(((0, 3),), "gloo", 30)
+        ProcessGroupManager(((0, 3),), "gloo", 30)
     except PlacementError as error:
         errors[0, 3] = str(error)
     groups.destroy()

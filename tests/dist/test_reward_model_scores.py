@@ -13,7 +13,7 @@ from siirl.dag.yaml_file import load_dag_file
 from siirl.data.chat import load_tokenizer, read_tokenizer
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.registry import make_train_engine
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 from siirl.rewards.conversations import ConversationEncoder
 
 QUESTIONS = (
@@ -84,7 +84,7 @@ def engine_scores(
     dag = load_dag_file(TEMPLATES / "grpo_reward_model.yaml")
     plan, _ = compile_plan(dag, cfg, world)
     model = plan.models["agent_0.reward"]
-    engine = make_train_engine(model, cfg, ProcessGroups(plan.groups, "gloo", 60), torch.device("cpu"))
+    engine = make_train_engine(model, cfg, ProcessGroupManager(plan.groups, "gloo", 60), torch.device("cpu"))
     mine = list(range(engine.dp_rank, num_rows, engine.dp_size))
     encoded, _ = ConversationEncoder(cfg, tokenizer).encode(take_rows(policy_rows(tokenizer), mine))
     scores = engine.compute(encoded, ("score",), 1.0)["score"][:, 0].tolist()

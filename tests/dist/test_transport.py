@@ -16,7 +16,7 @@ from siirl.data.rows import make_rows, objects, take_rows
 from siirl.data.store import FieldStore
 from siirl.data.transport import Transport
 from siirl.errors import DagError, DeadlineError
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 from siirl.types import FieldKey, Layout
 
 WORLD = 4
@@ -96,7 +96,7 @@ def assert_same_rows(got: TensorDict, want: TensorDict) -> None:
 def transport(timeout_s: float = 30) -> Transport:
     world = range(dist.get_world_size())
     groups = [ranks for size in world for ranks in itertools.combinations(world, size + 1)]
-    return Transport(ProcessGroups(groups, "gloo", timeout_s), torch.device("cpu"), row_cost)
+    return Transport(ProcessGroupManager(groups, "gloo", timeout_s), torch.device("cpu"), row_cost)
 
 
 def route_of(source: Layout, target: Layout) -> RoutePlan:

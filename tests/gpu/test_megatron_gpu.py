@@ -13,7 +13,7 @@ from expert_cases import reference_on_disk, unequal_replicas
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -157,7 +157,7 @@ def test_experts_in_bf16_stay_near_fp32(model_dirs, world, grouped):
 
 def train_critic(rank: int, world: int, path: str, scenario: Scenario) -> heads.CriticOutcome:
     ranks = tuple(range(world))
-    groups = ProcessGroups(cases.dims_of(scenario, ranks)[1], BACKEND, 60)
+    groups = ProcessGroupManager(cases.dims_of(scenario, ranks)[1], BACKEND, 60)
     scenario = replace(scenario, device=f"cuda:{rank}")
     run = heads.CriticRun(*heads.make_critic(scenario, path, groups, ranks), scenario.split)
     for step in range(heads.STEPS):

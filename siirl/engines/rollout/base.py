@@ -132,8 +132,8 @@ WeightPart = Literal["merged", "adapter", "base_and_adapter"]
 class RolloutEngine(ABC):
     """One sampler of one policy.
 
-    Build: `Engine(plan: ModelPlan, cfg: Config, groups: ProcessGroups, device)`. While a stream of it has
-    pending requests, `generate`, `load_weights` and `sleep` raise RolloutError.
+    Build: `Engine(plan: ModelPlan, cfg: Config, groups: ProcessGroupManager, device)`. While a stream of it
+    has pending requests, `generate`, `load_weights` and `sleep` raise RolloutError.
     """
 
     name: str

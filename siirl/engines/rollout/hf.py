@@ -26,7 +26,7 @@ from siirl.engines.train.frozen_base import use_base
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 CACHED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose state is keys and values of each position: what can be padded and repeated."""
@@ -39,7 +39,7 @@ class HFRollout(RolloutEngine):
         self,
         plan: ModelPlan,
         cfg: Config,
-        groups: ProcessGroups,
+        groups: ProcessGroupManager,
         device: torch.device | str,
         base: "HFRollout | None" = None,
     ) -> None:

@@ -22,7 +22,7 @@ from siirl.engines.rollout.base import (
     check_keys,
 )
 from siirl.errors import EndpointError, EpisodeFailed, NotSupportedError, RolloutError
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 BEGIN, MIDDLE, END = "\ue000", "\ue001", "\ue002"
 """Private-use characters around a message: BEGIN role MIDDLE content END."""
@@ -68,7 +68,7 @@ class OpenAIRollout(RolloutEngine):
     """Asks rollout.agent.endpoint for each turn. Its tokens are the characters of Messages."""
 
     def __init__(
-        self, plan: ModelPlan, cfg: Config, groups: ProcessGroups | None, device: torch.device | str
+        self, plan: ModelPlan, cfg: Config, groups: ProcessGroupManager | None, device: torch.device | str
     ) -> None:
         """No communication, and nothing is asked yet."""
         self.name = plan.name

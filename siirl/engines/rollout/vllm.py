@@ -48,7 +48,7 @@ from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.errors import EpisodeFailed, NotSupportedError, RolloutError, WeightSyncError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 BUCKET_BYTES = 256 << 20
 """Weights reach the engine through a buffer of this size, or of the largest tensor."""
@@ -67,7 +67,7 @@ class VLLMRollout(RolloutEngine):
         self,
         plan: ModelPlan,
         cfg: Config,
-        groups: ProcessGroups | None,
+        groups: ProcessGroupManager | None,
         device: torch.device | str,
         base: "VLLMRollout | None" = None,
     ) -> None:
@@ -102,7 +102,7 @@ class VLLMRollout(RolloutEngine):
             self._start(plan, hf_config, groups)
             self.sleep()
 
-    def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroups | None) -> None:
+    def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroupManager | None) -> None:
         """Start the process, on the first rank of the shard; the others wait."""
         cfg = self._cfg
         gpus = self._gather(physical_gpu(self._device))
@@ -356,7 +356,7 @@ class VLLMRollout(RolloutEngine):
         if self._process is not None:
             self._process.ask(kind, **values)
 
-    def _join_shard(self, plan: ModelPlan, groups: ProcessGroups | None) -> None:
+    def _join_shard(self, plan: ModelPlan, groups: ProcessGroupManager | None) -> None:
         """The ranks that share this engine, and whether this rank is their first."""
         self._shard: tuple[int, ...] = (plan.ranks[0],)
         self._group = None

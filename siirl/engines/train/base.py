@@ -54,7 +54,10 @@ Shares of all micro-batches and ranks add up to the loss of the mini-batch.
 
 
 class TrainEngine(ABC):
-    """One model of one role. Build: `Engine(plan: ModelPlan, cfg: Config, groups: ProcessGroups, device)`."""
+    """One model of one role.
+
+    Build: `Engine(plan: ModelPlan, cfg: Config, groups: ProcessGroupManager, device)`.
+    """
 
     name: str
     version: int  # optimizer steps taken; what weight links compare

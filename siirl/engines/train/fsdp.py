@@ -34,7 +34,7 @@ from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import CheckpointError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 
 class FSDPEngine(SteppingEngine):
@@ -49,7 +49,7 @@ class FSDPEngine(SteppingEngine):
         self,
         plan: ModelPlan,
         cfg: Config,
-        groups: ProcessGroups,
+        groups: ProcessGroupManager,
         device: torch.device,
         base: "FSDPEngine | None" = None,
     ):

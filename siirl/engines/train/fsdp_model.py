@@ -25,11 +25,11 @@ from siirl.engines.train.language_model import PACKED_MODELS, PackedModel
 from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import DataError, UserError
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 
 def mesh_of(
-    plan: ModelPlan, groups: ProcessGroups, device: torch.device
+    plan: ModelPlan, groups: ProcessGroupManager, device: torch.device
 ) -> tuple[DeviceMesh, dist.ProcessGroup]:
     """The mesh of a model, [dp_shard] or [dp_replicate, dp_shard], and this rank's dp_shard group.
 

@@ -44,7 +44,7 @@ from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import NotSupportedError, UserError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 Outputs = dict[str, Tensor]
 Finish = Callable[[MicroBatch, list[int], Outputs], tuple[Tensor, Tensor, dict]]
@@ -58,7 +58,7 @@ class MegatronEngine(SteppingEngine):
     the same rows, and return the same outputs and metrics.
     """
 
-    def __init__(self, plan: ModelPlan, cfg: Config, groups: ProcessGroups, device: torch.device):
+    def __init__(self, plan: ModelPlan, cfg: Config, groups: ProcessGroupManager, device: torch.device):
         settings = engine_settings(plan, cfg)
         megatron = settings.megatron
         host_parts = {

@@ -5,8 +5,9 @@ some collectives without a group. Inside `with scope:` all three belong to one m
 model's own, the default process group is the group of its ranks, and ranks are numbered from 0. Outside,
 nothing of it is left. So models of different parallel sizes live side by side in one process, on any ranks.
 
-The groups come from ProcessGroups, which made them from the plan (siirl/parallel/megatron_groups.py); models
-with the same rank tuples share them. So on two ranks with PP2 and VPP the pipeline's group is the default one
+The groups come from ProcessGroupManager, which made them from the plan
+(siirl/parallel/megatron_groups.py); models with the same rank tuples share them. So on two ranks with PP2 and
+VPP the pipeline's group is the default one
 as well, which Megatron uses for one direction of its messages: these take turns then, in an order that is the
 same on both ranks, so that none waits in a circle. Uses private parts of torch.distributed
 (`_world.pg_group_ranks`, `_update_default_pg`), checked with torch 2.11 and 2.13. One thread per process runs
@@ -28,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from siirl.engines.train.megatron import cpu_shim
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.megatron_groups import megatron_groups
-from siirl.parallel.process_groups import ProcessGroups
+from siirl.parallel.process_groups import ProcessGroupManager
 
 _GLOBALS = [
     (parallel_state, name)
@@ -58,7 +59,7 @@ class MegatronScope:
     rank's process groups.
     """
 
-    def __init__(self, ranks: Sequence[int], dims: ParallelDims, groups: ProcessGroups, seed: int):
+    def __init__(self, ranks: Sequence[int], dims: ParallelDims, groups: ProcessGroupManager, seed: int):
         """seed: of Megatron's generators, which no computation of ours draws from."""
         self._ranks = tuple(ranks)
         self._default = groups.get(self._ranks)
@@ -117,7 +118,7 @@ class MegatronScope:
 class _ScopedDistributed:
     """torch.distributed as parallel_state sees it while it builds its groups: they exist already."""
 
-    def __init__(self, ranks: Sequence[int], groups: ProcessGroups):
+    def __init__(self, ranks: Sequence[int], groups: ProcessGroupManager):
         self._ranks, self._groups = ranks, groups
 
     def __getattr__(self, name: str) -> Any:
@@ -133,7 +134,7 @@ class _ScopedDistributed:
 class _ScopedTorch:
     """torch, with the scope's view of torch.distributed."""
 
-    def __init__(self, ranks: Sequence[int], groups: ProcessGroups):
+    def __init__(self, ranks: Sequence[int], groups: ProcessGroupManager):
         self.distributed = _ScopedDistributed(ranks, groups)
 
     def __getattr__(self, name: str) -> Any:
