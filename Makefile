@@ -56,11 +56,12 @@ test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 
 test-all: .venv/.dev  ## the slower tests too
 	$(PYTEST) --timeout 900
 
-check: .venv/.dev  ## lint, format, types, layers
+check: .venv/.dev  ## lint, format, types, layers, import circles
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/pyright
 	.venv/bin/lint-imports
+	$(PY) tools/import_circles.py
 
 plan: .venv/.base  ## print and draw the plan of the quickstart job on 8 GPUs
 	$(PY) -m siirl.cli plan algorithm.adv_estimator=grpo actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=8 \

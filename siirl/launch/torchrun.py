@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from siirl.errors import ConfigError
 from siirl.launch.job import Job
 from siirl.launch.process import end_with_parent
-from siirl.launch.worker import Place, run_rank
+from siirl.launch.worker import ProcessPlace, run_rank
 
 
 def is_first_process(env: Mapping[str, str] = os.environ) -> bool:
@@ -21,7 +21,7 @@ def is_first_on_machine(env: Mapping[str, str] = os.environ) -> bool:
 
 def run_torchrun(job: Job, env: Mapping[str, str] = os.environ) -> int:
     """Run this rank of the job, in this process. ConfigError: torchrun's world is not the plan's."""
-    place = Place.from_env(env)
+    place = ProcessPlace.from_env(env)
     if place.world_size != job.world_size:
         raise ConfigError(
             f"torchrun started {place.world_size} processes, but trainer.nnodes * trainer.n_gpus_per_node = "

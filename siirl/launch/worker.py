@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPlace:
     """This process among all: what the launcher's environment says."""
 
     rank: int
@@ -38,7 +38,7 @@ class Place:
     local_world_size: int
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> "Place":
+    def from_env(cls, env: Mapping[str, str]) -> "ProcessPlace":
         rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
         return cls(
             rank, int(env.get("LOCAL_RANK", rank)), world_size, int(env.get("LOCAL_WORLD_SIZE", world_size))
@@ -50,10 +50,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="one worker of a siirl run; started by the launcher")
     parser.add_argument("--job", required=True, type=Path)
     watched = _end_with_launcher()
-    return run_rank(Job.read(parser.parse_args(argv).job), Place.from_env(os.environ), watched)
+    return run_rank(Job.read(parser.parse_args(argv).job), ProcessPlace.from_env(os.environ), watched)
 
 
-def run_rank(job: Job, place: Place, watched: bool = False) -> int:
+def run_rank(job: Job, place: ProcessPlace, watched: bool = False) -> int:
     """Run this rank to its end. On an exception: leave a failure record, say so, end the process at once.
 
     At once, because peers blocked in a collective with this rank notice only when it is gone. watched: our
@@ -78,7 +78,7 @@ def run_rank(job: Job, place: Place, watched: bool = False) -> int:
     return 0
 
 
-def _run(job: Job, place: Place) -> None:
+def _run(job: Job, place: ProcessPlace) -> None:
     import torch
     import torch.distributed as dist
     from transformers.utils.logging import disable_progress_bar
@@ -111,7 +111,7 @@ def cuda_variables(plan: Plan, rank: int, env: Mapping[str, str]) -> dict[str, s
     return {name: value for name, value in wanted.items() if name not in env}
 
 
-def pick_device(wanted: str, place: Place) -> "torch.device":
+def pick_device(wanted: str, place: ProcessPlace) -> "torch.device":
     """This rank's device. auto: a GPU for each rank of this machine if it has GPUs, else the CPU.
 
     ConfigError: GPUs are there or asked for, but fewer are visible than this machine has ranks.
@@ -133,7 +133,7 @@ def pick_device(wanted: str, place: Place) -> "torch.device":
     return device
 
 
-def _store(place: Place, timeout: timedelta) -> Any:
+def _store(place: ProcessPlace, timeout: timedelta) -> Any:
     """The rendezvous store. Rank 0 of a local run serves it on the socket that the launcher opened."""
     import torch.distributed as dist
 

@@ -10,7 +10,7 @@ from siirl.config.reward_weights import did_you_mean, parse_parts
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.rewards import code, math_answer, remote, rules
 from siirl.rewards.fusion import MAX_CONCURRENT, check_fusion
-from siirl.rewards.registry import REWARDS, Place
+from siirl.rewards.registry import REWARDS, Executor
 from siirl.rewards.remote import REMOTE, remote_settings
 
 BUILT_IN_MODULES = (rules, math_answer, code, remote)  # importing them registers their functions
@@ -116,10 +116,10 @@ class RewardChooser:
         """The functions that score rows of `data_source`, with weights. ConfigError if there are none."""
         return self.mix(data_source).parts
 
-    def place(self, data_source: str) -> Place:
+    def executor(self, data_source: str) -> Executor:
         """Where rows of `data_source` are scored: the place of their most demanding function."""
-        places = {self._place(name) for name, _ in self.parts(data_source)}
-        return next(place for place in ("process", "thread", "inline") if place in places)
+        executors = {self._executor(name) for name, _ in self.parts(data_source)}
+        return next(place for place in ("process", "thread", "inline") if place in executors)
 
     def max_concurrent(self) -> int:
         """Requests at once that the services allow, the largest of them; 1 if there is none."""
@@ -134,10 +134,10 @@ class RewardChooser:
         for source in sorted(data_sources):
             self.parts(source)
 
-    def _place(self, name: str) -> Place:
+    def _executor(self, name: str) -> Executor:
         if name == CUSTOM:
             return "process"
-        return "thread" if "sandbox_fusion" in self.kwargs[name] else REWARDS[name].place
+        return "thread" if "sandbox_fusion" in self.kwargs[name] else REWARDS[name].executor
 
     def _add_services(self, cfg: Config) -> None:
         """Give the functions that ask a service its address."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from siirl.errors import DataError
 
 Score = float | dict[str, Any]
-Place = Literal["inline", "process", "thread"]
+Executor = Literal["inline", "process", "thread"]
 ScoreFn = Callable[..., Score]
 
 
@@ -16,15 +16,14 @@ ScoreFn = Callable[..., Score]
 class Reward:
     """A reward function, called as fn(data_source=, solution_str=, ground_truth=, extra_info=, **kwargs).
 
-    It returns a finite number, or a dict with "score" and further numbers or texts. place: "inline" for one
-    that takes microseconds and cannot hang, which is called in the rank's own process; "process" for one that
-    computes or may hang, which reward workers call; "thread" for one that waits for a service and bounds its
-    time itself.
+    It returns a finite number, or a dict with "score" and further numbers or texts.
     """
 
     name: str
     fn: ScoreFn
-    place: Place
+    executor: Executor
+    """What calls it: "inline" (the rank's own process) if it takes microseconds and cannot hang; "process" (a
+    reward worker) if it computes or may hang; "thread" if it waits for a service and bounds its own time."""
 
     def options(self) -> set[str]:
         """Names of the keyword arguments that it takes from reward_model.reward_kwargs."""
@@ -39,12 +38,12 @@ SERVICES = {"sandbox_fusion", "service"}  # arguments that have keys of their ow
 REWARDS: dict[str, Reward] = {}
 
 
-def register_reward(name: str, place: Place = "process") -> Callable[[ScoreFn], ScoreFn]:
+def register_reward(name: str, executor: Executor = "process") -> Callable[[ScoreFn], ScoreFn]:
     """Decorator: make a function known as `name`."""
 
     def register(fn: ScoreFn) -> ScoreFn:
         assert name not in REWARDS, f"two reward functions are called {name!r}"
-        REWARDS[name] = Reward(name, fn, place)
+        REWARDS[name] = Reward(name, fn, executor)
         return fn
 
     return register

@@ -12,7 +12,7 @@ from siirl.rewards.registry import Score, register_reward
 REMOTE = "remote"
 
 
-@register_reward(REMOTE, place="thread")
+@register_reward(REMOTE, executor="thread")
 def remote(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, service: Mapping[str, Any]
 ) -> Score:

@@ -13,13 +13,13 @@ BRACES = re.compile(r"\\(?:boxed|fbox)\s?\{|\\.|[{}]", re.DOTALL)
 NUMBER = re.compile(r"-?\$?[0-9][0-9,]*(?:\.[0-9]+)?")
 
 
-@register_reward("exact_match", place="inline")
+@register_reward("exact_match", executor="inline")
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     """1 if the response equals the ground truth, white space at both ends aside."""
     return float(solution_str.strip() in accepted_answers(ground_truth))
 
 
-@register_reward("gsm8k", place="inline")
+@register_reward("gsm8k", executor="inline")
 def gsm8k(
     data_source: str,
     solution_str: str,
@@ -50,7 +50,7 @@ def gsm8k(
     return 1.0 if right else float(format_score)
 
 
-@register_reward("think_format", place="inline")
+@register_reward("think_format", executor="inline")
 def think_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     """1 if the response is <think>reasoning</think> and then an answer, neither of them empty, else 0."""
     text = solution_str.strip()
@@ -60,7 +60,7 @@ def think_format(data_source: str, solution_str: str, ground_truth: Any, extra_i
     return float(bool(reasoning.strip()) and bool(answer.strip()))
 
 
-@register_reward("boxed_format", place="inline")
+@register_reward("boxed_format", executor="inline")
 def boxed_format(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
     r"""1 if the response has a closed \boxed{...} that is not empty."""
     return float(bool((last_boxed(solution_str) or "").strip()))

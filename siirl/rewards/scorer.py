@@ -20,7 +20,7 @@ from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.rewards.choose import CUSTOM, RewardChooser
 from siirl.rewards.pool import GIVEN_UP, WorkerPool
-from siirl.rewards.registry import REWARDS, Place
+from siirl.rewards.registry import REWARDS, Executor
 from siirl.rewards.remote import REMOTE
 from siirl.rewards.sample import Outcome, Sample, failed, score_sample
 from siirl.rewards.user_function import check_user_function
@@ -128,11 +128,12 @@ class RewardScorer:
         return [Sample(mixes[source].parts, source, *rest, mixes[source].offset) for source, *rest in columns]
 
     def _outcomes(self, samples: list[Sample]) -> list[Outcome]:
-        """What comes of each sample, scored in the place of its data source."""
-        places = {source: self.chooser.place(source) for source in {sample.data_source for sample in samples}}
-        indices: dict[Place, list[int]] = {"inline": [], "process": [], "thread": []}
+        """What comes of each sample, scored by the executor of its data source."""
+        sources = {sample.data_source for sample in samples}
+        executors = {source: self.chooser.executor(source) for source in sources}
+        indices: dict[Executor, list[int]] = {"inline": [], "process": [], "thread": []}
         for index, sample in enumerate(samples):
-            indices[places[sample.data_source]].append(index)
+            indices[executors[sample.data_source]].append(index)
         outcomes = {index: self._asked(samples[index]) for index in indices["inline"]}
         asked = {self._askers.submit(self._asked, samples[index]): index for index in indices["thread"]}
         if indices["process"]:

@@ -5,6 +5,8 @@ The caller's process never runs a program and shares no memory with it. It talks
 """
 
 import atexit
+import functools
+import logging
 import os
 import selectors
 import shutil
@@ -23,9 +25,10 @@ from typing import Any
 
 from siirl.errors import SandboxError
 from siirl.sandbox import frames
-from siirl.sandbox.isolation import Isolation, isolation, readable_by_all, readable_paths, site_packages
+from siirl.sandbox.isolation import MODES, Isolation, readable_by_all, readable_paths, site_packages
 from siirl.sandbox.limits import Limits, Result, Status
 
+log = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("launcher.py")
 STARTUP_S = 30.0
 PATIENCE_S = 15.0  # the launcher ends a run at its limit; this much later it must have said so
@@ -116,7 +119,7 @@ class Box:
 
     def __init__(self, mode: str | None = None):
         self.isolation: Isolation | None = None
-        self._mode = mode or isolation().mode
+        self._mode = mode or strongest_isolation().mode
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Box":
@@ -284,3 +287,32 @@ def _check_name(name: str) -> None:
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\0" in name:
         raise ValueError(f"file {name!r}: a sandbox takes names relative to its folder, without '..'.")
+
+
+@functools.cache
+def strongest_isolation() -> Isolation:
+    """The strongest mode that works here, found out by trying, once.
+
+    SandboxError if none does; what cannot be guaranteed is logged.
+    """
+    refusals = []
+    for mode in MODES:
+        if mode == "namespaces" and os.geteuid() != 0:
+            continue
+        try:
+            with Box(mode) as box:
+                result = box.run("print(6 * 7)")
+        except SandboxError as error:
+            refusals.append(f"{mode}: {error}")
+            continue
+        if result.stdout == "42\n":
+            found = box.isolation
+            assert found is not None
+            for gap in found.gaps():
+                log.warning("sandbox (mode %s): %s", found.mode, gap)
+            return found
+        refusals.append(f"{mode}: a trivial program ended with {result.exit}: {result.stderr[-500:]}")
+    raise SandboxError(
+        "no sandbox works on this machine: " + "; ".join(refusals) + ". Use a remote one "
+        "(reward_model.sandbox_fusion.url)."
+    )

@@ -31,14 +31,17 @@ REFUSED_EVENTS = (
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a program runs. mode: see isolation.py; folder: its working directory, made and filled by it;
-    readable: the paths that it may read; user: the user id that it takes, None to stay."""
+class Confinement:
+    """What a program is confined to."""
 
     mode: str
+    """One of isolation.MODES."""
     folder: str
+    """Its working directory, made and filled by it."""
     readable: list[str]
+    """The paths that it may read."""
     user: int | None
+    """The user id that it takes; None to stay."""
 
 
 def private_uid() -> int:
@@ -53,7 +56,7 @@ def become(user: int) -> None:
     os.setresuid(user, user, user)
 
 
-def run(place: Place, request: dict[str, Any], descriptor: int, extra_processes: int) -> int:
+def run(confinement: Confinement, request: dict[str, Any], descriptor: int, extra_processes: int) -> int:
     """Confine this process and run the program in it, stdin from `descriptor`; the exit code.
 
     extra_processes: how many of the sandbox's own processes the kernel counts with the program's. Whatever
@@ -62,27 +65,28 @@ def run(place: Place, request: dict[str, Any], descriptor: int, extra_processes:
     os.dup2(descriptor, 0)
     os.closerange(3, 1024)
     os.setsid()
-    os.mkdir(place.folder)
-    if place.user is not None:
-        os.chown(place.folder, place.user, place.user)
-        become(place.user)
+    os.mkdir(confinement.folder)
+    if confinement.user is not None:
+        os.chown(confinement.folder, confinement.user, confinement.user)
+        become(confinement.user)
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.chdir(place.folder)
+    os.chdir(confinement.folder)
     _write_files(request["files"] | {MAIN: request["code"]})
     os.environ.clear()
-    os.environ.update(request["environment"] | {"HOME": place.folder, "TMPDIR": place.folder})
-    module = _main_module(place.folder, request["site_packages"])
-    _limit(request["limits"], extra_processes if place.mode != "process" else None)
-    _confine(place)
+    os.environ.update(request["environment"] | {"HOME": confinement.folder, "TMPDIR": confinement.folder})
+    module = _main_module(confinement.folder, request["site_packages"])
+    _limit(request["limits"], extra_processes if confinement.mode != "process" else None)
+    _confine(confinement)
     return _execute(module, request["code"])
 
 
-def _confine(place: Place) -> None:
-    alone = place.mode == "process"
+def _confine(confinement: Confinement) -> None:
+    alone = confinement.mode == "process"
     drop_capabilities()
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     landlock.restrict(
-        place.readable if alone else ["/"], [place.folder, *DEVICES] if alone else ["/tmp", *DEVICES]
+        confinement.readable if alone else ["/"],
+        [confinement.folder, *DEVICES] if alone else ["/tmp", *DEVICES],
     )
     if seccomp.available():
         seccomp.restrict(os.getpid() if alone else None)

@@ -1,4 +1,4 @@
-"""How far a program can be shut in on this machine: found out by trying, once.
+"""How far a program can be shut in: the modes, and what may be read in them.
 
 | mode | needs | file system | processes |
 |---|---|---|---|
@@ -10,17 +10,12 @@ In every mode: no network (seccomp, and a network namespace in the first two), r
 environment, no privilege, a user id of its own where the caller is root and Python is readable by all.
 """
 
-import functools
-import logging
 import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from siirl.errors import SandboxError
 from siirl.sandbox.root import SYSTEM
-
-log = logging.getLogger(__name__)
 
 MODES = ("namespaces", "user_namespaces", "process")
 
@@ -44,34 +39,6 @@ class Isolation:
         if not self.seccomp:
             found.append("system calls are not filtered: only Python's own functions refuse the network")
         return found
-
-
-@functools.cache
-def isolation() -> Isolation:
-    """The strongest mode that works here. SandboxError if none does; what cannot be guaranteed is logged."""
-    from siirl.sandbox.box import Box
-
-    refusals = []
-    for mode in MODES:
-        if mode == "namespaces" and os.geteuid() != 0:
-            continue
-        try:
-            with Box(mode) as box:
-                result = box.run("print(6 * 7)")
-        except SandboxError as error:
-            refusals.append(f"{mode}: {error}")
-            continue
-        if result.stdout == "42\n":
-            found = box.isolation
-            assert found is not None
-            for gap in found.gaps():
-                log.warning("sandbox (mode %s): %s", found.mode, gap)
-            return found
-        refusals.append(f"{mode}: a trivial program ended with {result.exit}: {result.stderr[-500:]}")
-    raise SandboxError(
-        "no sandbox works on this machine: " + "; ".join(refusals) + ". Use a remote one "
-        "(reward_model.sandbox_fusion.url)."
-    )
 
 
 def site_packages() -> list[str]:

@@ -34,7 +34,7 @@ def main() -> int:
     if os.getppid() != setup["parent"]:
         return 1
     try:
-        place, extra_processes = _shut_in(setup)
+        confinement, extra_processes = _shut_in(setup)
     except OSError as error:
         frames.send(control, {"fatal": str(error)})
         return 1
@@ -47,22 +47,22 @@ def main() -> int:
             return 0
         if "stop" in request:  # for a run that has ended meanwhile
             continue
-        frames.send(control, _run(place, number, request, extra_processes, control, signals))
+        frames.send(control, _run(confinement, number, request, extra_processes, control, signals))
     return 0
 
 
 def _run(
-    place: child.Place,
+    confinement: child.Confinement,
     number: int,
     request: dict[str, Any],
     extra_processes: int,
     control: socket.socket,
     signals: int,
 ) -> dict[str, Any]:
-    if place.mode == "process":
-        folder = os.path.join(place.folder, f"run_{number}")
+    if confinement.mode == "process":
+        folder = os.path.join(confinement.folder, f"run_{number}")
     else:
-        folder = place.folder
+        folder = confinement.folder
         root.renew_tmp(request["limits"]["file_bytes"])
     standard_input = _memory_file(request["stdin"].encode("utf-8", "replace"))
     start = time.monotonic()
@@ -71,17 +71,17 @@ def _run(
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         _run_child(
-            child.Place(place.mode, folder, place.readable, place.user),
+            child.Confinement(confinement.mode, folder, confinement.readable, confinement.user),
             request,
             standard_input,
             extra_processes,
         )
     os.close(standard_input)
-    outcome = _watch(pid, control, signals, start + request["limits"]["time_s"], place.mode)
+    outcome = _watch(pid, control, signals, start + request["limits"]["time_s"], confinement.mode)
     return outcome | {"time_s": time.monotonic() - start}
 
 
-def _shut_in(setup: dict[str, Any]) -> tuple[child.Place, int]:
+def _shut_in(setup: dict[str, Any]) -> tuple[child.Confinement, int]:
     """Enter the namespaces of the mode; where, and how many of our processes count against the child's limit.
 
     With namespaces only a forked process returns: the first one of the new process-id namespace.
@@ -90,7 +90,7 @@ def _shut_in(setup: dict[str, Any]) -> tuple[child.Place, int]:
     as_root = os.geteuid() == 0
     user = child.private_uid() if as_root and (mode == "namespaces" or setup["readable_by_all"]) else None
     if mode == "process":
-        return child.Place(mode, stage, readable, user), 0
+        return child.Confinement(mode, stage, readable, user), 0
     if mode == "namespaces":
         linux.unshare(ISOLATED)
     else:
@@ -107,7 +107,7 @@ def _shut_in(setup: dict[str, Any]) -> tuple[child.Place, int]:
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     root.enter(stage, readable)
-    return child.Place(mode, "/tmp/box", readable, user), 0 if mode == "namespaces" else 2
+    return child.Confinement(mode, "/tmp/box", readable, user), 0 if mode == "namespaces" else 2
 
 
 def _new_user_namespace() -> None:
@@ -124,7 +124,7 @@ def _new_user_namespace() -> None:
 
 
 def _run_child(
-    here: child.Place, request: dict[str, Any], standard_input: int, extra_processes: int
+    here: child.Confinement, request: dict[str, Any], standard_input: int, extra_processes: int
 ) -> NoReturn:
     code = 1
     try:

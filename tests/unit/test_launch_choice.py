@@ -15,7 +15,7 @@ from siirl.launch.failure import Death, describe_exception, first_cause, read_fa
 from siirl.launch.job import Job
 from siirl.launch.process import worker_environment
 from siirl.launch.torchrun import is_first_process, run_torchrun
-from siirl.launch.worker import Place, pick_device
+from siirl.launch.worker import ProcessPlace, pick_device
 from siirl.observe.position import Position
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
@@ -66,7 +66,7 @@ def test_fewer_gpus_than_ranks_are_refused(monkeypatch, wanted, visible, expecte
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
-    place = Place(0, 0, 2, 2)
+    place = ProcessPlace(0, 0, 2, 2)
     if expected == "error":
         with pytest.raises(ConfigError, match=rf"n_gpus_per_node=2, but {visible} GPU"):
             pick_device(wanted, place)

@@ -226,7 +226,8 @@ def test_the_remote_manager_asks_the_service_about_every_source_that_is_not_mapp
         "+reward_model.reward_kwargs.functions={a:{remote:0.5,math:0.5},b:gsm8k}",
     )
     assert choose.parts("openai/gsm8k") == (("remote", 1.0),)
-    assert [choose.place(source) for source in ("openai/gsm8k", "a", "b")] == ["thread", "process", "inline"]
+    executors = [choose.executor(source) for source in ("openai/gsm8k", "a", "b")]
+    assert executors == ["thread", "process", "inline"]
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import pytest
 import sandbox_cases
 
 from siirl.errors import SandboxError
-from siirl.sandbox.box import Box, Job, run_batch, run_code
-from siirl.sandbox.isolation import MODES, isolation, readable_by_all
+from siirl.sandbox.box import Box, Job, run_batch, run_code, strongest_isolation
+from siirl.sandbox.isolation import MODES, readable_by_all
 from siirl.sandbox.limits import MIB, Limits
 
 pytestmark = pytest.mark.heavy
@@ -190,4 +190,4 @@ def test_a_sandbox_that_died_is_reported_and_starts_again():
 
 
 def test_the_mode_of_this_machine_is_the_strongest_that_works():
-    assert isolation().mode == next(mode for mode in MODES if available(mode))
+    assert strongest_isolation().mode == next(mode for mode in MODES if available(mode))

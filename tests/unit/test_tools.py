@@ -26,8 +26,7 @@ from siirl.agents.tool_schema import argument_errors, check_schema, from_texts, 
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools, truncated
 from siirl.config.rollout import MultiTurnConfig
 from siirl.errors import ConfigError, DagError
-from siirl.sandbox.box import Box
-from siirl.sandbox.isolation import isolation
+from siirl.sandbox.box import Box, strongest_isolation
 
 FILE = Path(__file__).with_name("tool_functions.py")
 HERE = "<tool_call>"
@@ -313,7 +312,7 @@ def test_long_responses_are_cut_on_the_side_that_is_configured(side, text):
 
 
 def test_python_has_no_more_sandboxes_than_programs_at_once_whatever_threads_call_it(monkeypatch):
-    isolation()  # tries boxes of its own, once in a process
+    strongest_isolation()  # tries boxes of its own, once in a process
     boxes, start = [], Box._start
     monkeypatch.setattr(Box, "_start", lambda box: (boxes.append(box), start(box)))
     python = PythonTool(max_concurrent=2)

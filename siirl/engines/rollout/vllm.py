@@ -217,8 +217,8 @@ class VLLMRollout(RolloutEngine):
     def _load_base(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace all weights but adapters, which the engine then has none of."""
         for user in self._engine.users:
-            user._state, user.weight_version = "loading" if user is self else "empty", -1
-        self._engine.loaded = False
+            user.lose_weights()
+        self._state, self._engine.loaded = "loading", False
         buffer = SharedBuffer(self._buffer_bytes(), self._device)
         try:
             with phase("begin"):
@@ -238,6 +238,10 @@ class VLLMRollout(RolloutEngine):
             buffer.close()
         self._meet()
         self._engine.loaded = True
+
+    def lose_weights(self) -> None:
+        """See Policy."""
+        self._state, self.weight_version = "empty", -1
 
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache, on a GPU with free_cache_engine. Idempotent.

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -15,12 +15,19 @@ from siirl.engines.rollout.weights import WeightSpecs
 from siirl.engines.train.lora import adapter_name
 from siirl.errors import ConfigError
 
-if TYPE_CHECKING:
-    from siirl.engines.rollout.vllm import VLLMRollout
-
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of LoRA that vLLM has room for: a smaller one takes the next."""
 MEMORY_FOLDER = Path("/dev/shm")
+
+
+class Policy(Protocol):
+    """Who uses a vLLM engine, alone or with others."""
+
+    def check_idle(self, what: str) -> None:
+        """RolloutError if a stream of it has pending requests, so that the engine cannot do `what`."""
+
+    def lose_weights(self) -> None:
+        """Its weights are about to be replaced with the base's: until its next sync it has none."""
 
 
 @dataclass
@@ -31,7 +38,7 @@ class SharedEngine:
     of forgetting them: a frozen base is never sent again.
     """
 
-    users: list["VLLMRollout"] = field(default_factory=list)
+    users: list[Policy] = field(default_factory=list)
     keeps_weights: bool = False
     loaded: bool = False
     weights_sleep: bool = False

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,9 +12,6 @@ from siirl.engines.rollout.checks import COMPLETE, check_finite
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.vllm_process import EngineProcess, Reply
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError
-
-if TYPE_CHECKING:
-    from siirl.engines.rollout.vllm import VLLMRollout
 
 
 @dataclass(frozen=True)
@@ -101,11 +98,26 @@ def _by_stream(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[st
     return parts
 
 
+class StreamedEngine(Protocol):
+    """What a stream asks of the engine that it belongs to."""
+
+    name: str
+    weight_version: int
+
+    def check_requests(self, requests: Sequence[Request], pending: Sequence[Key]) -> dict[Key, EpisodeFailed]:
+        """See VLLMRollout."""
+        ...
+
+    def count(self, stats: dict[str, float], prompt_tokens: int) -> None:
+        """See VLLMRollout."""
+        ...
+
+
 class VLLMStream(RolloutStream):
     """Requests go to the engine's process at once; it steps whether or not anybody collects."""
 
     def __init__(
-        self, engine: "VLLMRollout", board: Switchboard, dtype: str, adapter: str | None = None
+        self, engine: StreamedEngine, board: Switchboard, dtype: str, adapter: str | None = None
     ) -> None:
         """adapter: name of the LoRA adapter that its requests are for."""
         self._engine, self._board, self._dtype, self._adapter = engine, board, dtype, adapter

@@ -5,11 +5,10 @@ some collectives without a group. Inside `with scope:` all three belong to one m
 model's own, the default process group is the group of its ranks, and ranks are numbered from 0. Outside,
 nothing of it is left. So models of different parallel sizes live side by side in one process, on any ranks.
 
-The groups come from ProcessGroupManager, which made them from the plan
-(siirl/parallel/megatron_groups.py); models with the same rank tuples share them. So on two ranks with PP2 and
-VPP the pipeline's group is the default one
-as well, which Megatron uses for one direction of its messages: these take turns then, in an order that is the
-same on both ranks, so that none waits in a circle. Uses private parts of torch.distributed
+The groups come from ProcessGroupManager, which made them from the plan (siirl/parallel/megatron_groups.py);
+models with the same rank tuples share them. So on two ranks with PP2 and VPP the pipeline's group is the
+default one as well, which Megatron uses for one direction of its messages: these take turns then, in an order
+that is the same on both ranks, so that none waits in a circle. Uses private parts of torch.distributed
 (`_world.pg_group_ranks`, `_update_default_pg`), checked with torch 2.11 and 2.13. One thread per process runs
 Megatron code.
 """
