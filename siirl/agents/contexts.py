@@ -170,17 +170,23 @@ class ChatRenderer:
 
 @dataclass
 class Row:
-    """A token context. messages: what the prompt says. own: the tokens that the agent produced."""
+    """A token context: a prompt and what followed, of which the agent produced a part."""
 
     messages: Chat
+    """What the prompt says."""
     prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
+    """The tokens after the prompt; the lists that follow have an entry for each."""
+    assistant_mask: list[bool] = field(default_factory=list)
+    """Whether the agent produced the token."""
     log_probs: list[float] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
+    """The turn that the token is of; -1 where it is not the agent's."""
     rewards: list[float] = field(default_factory=list)
     weight_version: int = -1
+    """The version that produced the first token of the agent's."""
     finish_reason: str = ""
+    """That of the last turn."""
 
     def read(self, tokens: list[int]) -> None:
         """Add tokens that the agent did not produce."""
@@ -188,13 +194,13 @@ class Row:
 
     def speak(self, turn: Generated, number: int) -> None:
         """Add the tokens of a turn."""
-        self.weight_version = self.weight_version if any(self.own) else turn.weight_version
+        self.weight_version = self.weight_version if any(self.assistant_mask) else turn.weight_version
         self.finish_reason = turn.finish_reason
         self._add(turn.token_ids, True, turn.log_probs, number)
 
-    def _add(self, tokens: list[int], own: bool, log_probs: list[float], number: int) -> None:
+    def _add(self, tokens: list[int], produced: bool, log_probs: list[float], number: int) -> None:
         self.ids += tokens
-        self.own += [own] * len(tokens)
+        self.assistant_mask += [produced] * len(tokens)
         self.log_probs += log_probs
         self.turn_ids += [number] * len(tokens)
         self.rewards += [0.0] * len(tokens)

@@ -294,7 +294,7 @@ def rows_of(
                     },
                     "response_ids": row.ids,
                     "response_length": len(row.ids),
-                    "response_mask": row.own,
+                    "response_mask": row.assistant_mask,
                     "finish_reason": FINISH_STOP if row.finish_reason == "stop" else FINISH_LENGTH,
                     "weight_version": row.weight_version,
                     "rollout_log_prob": row.log_probs,

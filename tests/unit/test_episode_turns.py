@@ -172,7 +172,12 @@ def test_tokens_that_no_text_gives_back_are_kept_as_they_were_sampled():
     (one,) = play(stages, speakers)
     assert speakers["a"].policy.read[-1] == "u:q/a:A/B/u:2/a:"
     (row,) = one.contexts[0].rows
-    assert [token for token, own in zip(row.ids, row.own, strict=True) if own] == [65, END, 66, END] * 2
+    assert [token for token, own in zip(row.ids, row.assistant_mask, strict=True) if own] == [
+        65,
+        END,
+        66,
+        END,
+    ] * 2
     assert [value for value in row.log_probs if value] == [-1.0, -2.0, -3.0, -4.0] * 2
 
 

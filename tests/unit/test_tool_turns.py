@@ -36,7 +36,7 @@ def test_an_agent_goes_on_after_its_tool_has_answered_and_others_read_the_outcom
     assert first.read == ["[calculator]u:q/a:", start]
     assert second.read == ["u:q/u:it is 4/a:"]
     (row,) = played.contexts[0].rows
-    own = "".join(chr(token) for token, mine in zip(row.ids, row.own, strict=True) if mine)
+    own = "".join(chr(token) for token, mine in zip(row.ids, row.assistant_mask, strict=True) if mine)
     assert own == f"{call('2+2')}{chr(END)}it is 4{chr(END)}"
     assert set(row.turn_ids) == {0, 1, -1}
     conversation = played.episode.conversation()

@@ -40,7 +40,7 @@ from siirl.engines.rollout.vllm_arguments import (
     physical_gpu,
 )
 from siirl.engines.rollout.vllm_process import EngineProcess
-from siirl.engines.rollout.vllm_stream import Switchboard, VLLMStream
+from siirl.engines.rollout.vllm_stream import StreamRouter, VLLMStream
 from siirl.engines.rollout.vllm_version import vllm_version
 from siirl.engines.rollout.weights import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.hf_model import load_hf_config
@@ -97,7 +97,7 @@ class VLLMRollout(RolloutEngine):
             self._device.type == "cuda" and cfg.actor_rollout_ref.rollout.free_cache_engine
         )
         self._process: EngineProcess | None = base._process if base else None
-        self._board: Switchboard | None = base._board if base else None
+        self._router: StreamRouter | None = base._router if base else None
         if base is None:
             self._start(plan, hf_config, groups)
             self.sleep()
@@ -114,7 +114,7 @@ class VLLMRollout(RolloutEngine):
                 Path(cfg.trainer.output_dir).expanduser() / "logs" / f"vllm_{plan.name}_rank_{rank}.log",
                 cfg.trainer.deadline_s,
             )
-            self._board = Switchboard(self._process)
+            self._router = StreamRouter(self._process)
             folder = str(model_dir(cfg.actor_rollout_ref.model.path))
             arguments = engine_arguments(cfg, folder, hf_config, len(self._shard), self._device)
             if plan.adapters:
@@ -157,11 +157,11 @@ class VLLMRollout(RolloutEngine):
 
     def new_stream(self) -> VLLMStream:
         """See RolloutEngine: the engine's process admits requests between two of its steps."""
-        if self._board is None:
+        if self._router is None:
             raise RolloutError(
                 f"rollout engine {self.name!r}: rank {self._shard[0]}, the first of its shard, has its stream"
             )
-        return VLLMStream(self, self._board, self._dtype, self._adapter)
+        return VLLMStream(self, self._router, self._dtype, self._adapter)
 
     def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
         """Which requests of a stream cannot run, and why, see CallLimits; wakes the KV cache."""

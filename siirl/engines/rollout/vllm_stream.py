@@ -22,7 +22,7 @@ class Pending:
     num_prompt_tokens: int
 
 
-class Switchboard:
+class StreamRouter:
     """One process, the streams of several policies that it serves, each of which may have its own thread.
 
     Whoever listens takes the answers of all, and leaves to each stream its own.
@@ -117,15 +117,15 @@ class VLLMStream(RolloutStream):
     """Requests go to the engine's process at once; it steps whether or not anybody collects."""
 
     def __init__(
-        self, engine: StreamedEngine, board: Switchboard, dtype: str, adapter: str | None = None
+        self, engine: StreamedEngine, router: StreamRouter, dtype: str, adapter: str | None = None
     ) -> None:
         """adapter: name of the LoRA adapter that its requests are for."""
-        self._engine, self._board, self._dtype, self._adapter = engine, board, dtype, adapter
+        self._engine, self._router, self._dtype, self._adapter = engine, router, dtype, adapter
         self._pending: dict[str, Pending] = {}  # under the names that the process knows
         self._refused: list[tuple[Key, EpisodeFailed]] = []
         self._num_submitted = 0
         self._name = engine.name
-        board.open(self._name)
+        router.open(self._name)
 
     @property
     def num_pending(self) -> int:
@@ -150,7 +150,7 @@ class VLLMStream(RolloutStream):
         }
         params = [vars(request.params) for request in requests]
         first = not self._pending
-        self._board.submit(arrays, first, names=names, params=params, adapter=self._adapter)
+        self._router.submit(arrays, first, names=names, params=params, adapter=self._adapter)
         for name, request in zip(names, requests, strict=True):
             self._pending[name] = Pending(request.key, len(request.prompt))
 
@@ -159,13 +159,13 @@ class VLLMStream(RolloutStream):
         if self._refused or not self._pending:
             refused, self._refused = self._refused, []
             return refused
-        replies = self._board.listen(self._name, timeout_s)
+        replies = self._router.listen(self._name, timeout_s)
         return [answer for reply in replies for answer in self._answers(*reply)]
 
     def close(self) -> None:
         """See RolloutStream. RolloutError if the process died."""
         pending, self._pending, self._refused = bool(self._pending), {}, []
-        self._board.close(self._name, pending)
+        self._router.close(self._name, pending)
 
     def _answers(
         self, values: dict[str, Any], arrays: dict[str, np.ndarray]
