@@ -378,6 +378,7 @@ def random_dags(draw) -> DagBuilder:
 
 @settings(max_examples=150, deadline=None)
 @given(random_dags(), st.booleans(), st.booleans())
+@pytest.mark.heavy
 def test_every_compiled_plan_can_be_run_on_every_rank(dag, balance, use_kl):
     overrides = (f"trainer.balance_batch={balance}", f"actor_rollout_ref.actor.use_kl_loss={use_kl}")
     try:

@@ -190,6 +190,7 @@ def test_the_scan_leaves_out_the_configuration_itself(tmp_path):
     assert unread_keys(tmp_path, ["actor.optim.lr"], {}) == ["actor.optim.lr"]
 
 
+@pytest.mark.heavy
 def test_every_supported_key_is_read_by_something():
     supported = [
         name

@@ -132,6 +132,7 @@ def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
         ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"],
     ],
 )
+@pytest.mark.heavy
 def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, monkeypatch, capsys):
     from megatron_cases import available
 
