@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from siirl.agents.tool_schema import function_schema
+from siirl.errors import EpisodeFailed
 from siirl.sandbox.box import Boxes, Job
 from siirl.sandbox.limits import MIB, Limits, Result
 
@@ -141,7 +142,10 @@ class PythonTool:
         self._boxes = Boxes(self.max_concurrent)
 
     def __call__(self, arguments: dict[str, Any], episode: Any) -> str:
-        """What the program prints, and how it failed. SandboxError if the sandbox itself does not work."""
+        """What the program prints, and how it failed.
+
+        EpisodeFailed if this machine did not give it its time; SandboxError if the sandbox does not work.
+        """
         return _report(self._boxes.submit(Job(arguments["code"]), self._limits).result(), self._limits)
 
     def close(self) -> None:
@@ -150,6 +154,12 @@ class PythonTool:
 
 
 def _report(result: Result, limits: Limits) -> str:
+    if result.status == "starved":
+        raise EpisodeFailed(
+            f"python: a program has run for {result.cpu_s:.1f} s in {result.time_s:.0f} s on this busy "
+            f"machine: it may have {limits.time_s:g} s",
+            "tool",
+        )
     if result.status == "timeout":
         return f"{result.stdout}Error: no end within {limits.time_s:g} s."
     if result.status == "output":

@@ -3,15 +3,15 @@
 import atexit
 import functools
 import json
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from siirl.errors import ScoreTimeoutError
 from siirl.rewards.fusion import fusion_sandbox
 from siirl.rewards.registry import register_reward
 from siirl.rewards.unit_tests import UnitTests, read_tests, same_text, same_value
 from siirl.sandbox.box import Box
-from siirl.sandbox.limits import MIB, Limits, Result
+from siirl.sandbox.limits import MIB, SLEEPS, STARVES, Limits, Result
 
 Run = Callable[[str, str, Limits], Result]
 
@@ -31,10 +31,21 @@ from typing import *
 """  # what code that answers with a function, as LeetCode wants it, takes for granted
 
 CALLER = """
-import io, json, signal, sys
+import io, json, signal, sys, time
 
 def expire(number, frame):
-    raise TimeoutError
+    raise TimeoutError("timeout")
+
+def look(number, frame):
+    global looks
+    looks += 1
+    idle = time.process_time() - began_s < 0.1 * job["test_timeout_s"]
+    if idle and looks > 1:  # the first look may have waited for a process that was stopped
+        raise TimeoutError("idle")
+
+def limit(seconds):
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    signal.setitimer(signal.ITIMER_REAL, job["sleeps"] * seconds / 2, job["sleeps"] * seconds / 2)
 
 def plain(value):
     return list(value) if hasattr(value, "__iter__") else str(value)
@@ -45,18 +56,20 @@ sys.setrecursionlimit(100_000)
 names = {"__name__": "solution"}
 exec(job["prelude"], names)
 exec(compile(job["code"], "solution.py", "exec"), names)
-signal.signal(signal.SIGALRM, expire)
+signal.signal(signal.SIGALRM, look)
+signal.signal(signal.SIGPROF, expire)
 for arguments in job["inputs"]:
-    signal.setitimer(signal.ITIMER_REAL, job["test_timeout_s"])
+    began_s, looks = time.process_time(), 0
+    limit(job["test_timeout_s"])
     try:
         owner = names["Solution"]() if "Solution" in names else None
         function = getattr(owner, job["fn_name"]) if owner is not None else names[job["fn_name"]]
         answer = json.dumps({"value": function(*arguments)}, default=plain)
-    except TimeoutError:
-        answer = json.dumps({"verdict": "timeout"})
+    except TimeoutError as error:
+        answer = json.dumps({"verdict": str(error)})
     except Exception:
         answer = json.dumps({"verdict": "error"})
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    limit(0)
     print(answer, file=answers, flush=True)
     if job["stop_at_failure"] and "verdict" in json.loads(answer):
         break
@@ -78,10 +91,12 @@ def code(
 ) -> dict[str, Any]:
     """1 if the program in the response passes all its unit tests, else 0; the share it passes if continuous.
 
-    Unless continuous the first failing test ends the sample. max_tests: only the first so many; 0: all. A
-    test that has not begun after sample_timeout_s counts as a timeout. The expected outputs never enter the
-    sandbox. Further values: passed, tests, and verdict, which is "passed" or why the first failing test
-    failed ("wrong answer", "error", "timeout", "output", "no code").
+    Unless continuous the first failing test ends the sample. max_tests: only the first so many; 0: all. The
+    limits are processor time; a program that sleeps ends after SLEEPS times as long. A test that has not
+    begun when sample_timeout_s are used up counts as a timeout. The expected outputs never enter the sandbox.
+    Further values: passed, tests, and verdict, which is "passed" or why the first failing test failed ("wrong
+    answer", "error", "timeout", "output", "no code"). ScoreTimeoutError if this machine has not given a
+    program its time: there is no score then.
     """
     tests = read_tests(ground_truth)
     tests = tests.first(max_tests) if max_tests else tests
@@ -91,8 +106,7 @@ def code(
     if not program.strip():
         verdicts = ["no code"]
     elif tests.fn_name is None:
-        deadline = time.monotonic() + sample_timeout_s
-        verdicts = _judge_program(program, tests, run, limits, deadline, continuous)
+        verdicts = _judge_program(program, tests, run, limits, sample_timeout_s, continuous)
     else:
         seconds = min(sample_timeout_s, test_timeout_s * len(tests))
         limits = Limits(**limits.__dict__ | {"time_s": seconds})
@@ -126,22 +140,39 @@ def extract_code(response: str) -> str:
     return ""
 
 
+def longest_s(test_timeout_s: float = 6.0, sample_timeout_s: float = 20.0, **options: Any) -> float:
+    """The longest that a sample may take by the wall; the defaults are those of `code`."""
+    return STARVES * (test_timeout_s + sample_timeout_s)
+
+
 def _judge_program(
-    program: str, tests: UnitTests, run: Run, limits: Limits, deadline: float, continuous: bool
+    program: str, tests: UnitTests, run: Run, limits: Limits, sample_timeout_s: float, continuous: bool
 ) -> list[str]:
     """One verdict for each test that was run, a new process for each."""
     verdicts: list[str] = []
+    used_s = 0.0
     for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-        if time.monotonic() >= deadline:
+        if used_s >= sample_timeout_s:
             return [*verdicts, "timeout"]
         result = run(program, given, limits)
+        used_s += result.own_s
         if result.status == "ok":
             verdicts.append(PASSED if same_text(result.stdout, expected) else WRONG)
         else:
-            verdicts.append(VERDICTS[result.status])
+            verdicts.append(_verdict(result, limits))
         if verdicts[-1] != PASSED and not continuous:
             break
     return verdicts
+
+
+def _verdict(result: Result, limits: Limits) -> str:
+    """Of a run that did not end well. ScoreTimeoutError if that is not the program's doing."""
+    if result.status == "starved":
+        raise ScoreTimeoutError(
+            f"a program has run for {result.cpu_s:.1f} s in {result.time_s:.0f} s on this busy machine: "
+            f"it may have {limits.time_s:g} s"
+        )
+    return VERDICTS.get(result.status, "error")
 
 
 def _judge_function(
@@ -154,6 +185,7 @@ def _judge_function(
         "fn_name": tests.fn_name,
         "inputs": tests.inputs,
         "test_timeout_s": test_timeout_s,
+        "sleeps": SLEEPS,
         "stop_at_failure": not continuous,
     }
     result = run(CALLER, json.dumps(job), limits)
@@ -163,10 +195,24 @@ def _judge_function(
         if "value" in answer:
             verdicts.append(PASSED if same_value(answer["value"], expected) else WRONG)
         else:
-            verdicts.append("timeout" if answer.get("verdict") == "timeout" else "error")
+            verdicts.append(_verdict_of_call(answer, result, test_timeout_s))
     if len(verdicts) < len(tests):
-        verdicts.append(VERDICTS.get(result.status, "error"))
+        verdicts.append(_verdict(result, limits))
     return verdicts
+
+
+def _verdict_of_call(answer: dict[str, Any], result: Result, test_timeout_s: float) -> str:
+    """Of a call that returned nothing. "idle": it used all but no processor in SLEEPS times its limit.
+
+    ScoreTimeoutError if it may have waited for a processor in all of that time but its limit.
+    """
+    verdict, waited_s = answer.get("verdict"), result.time_s - result.own_s
+    if verdict == "idle" and waited_s > (SLEEPS - 1) * test_timeout_s:
+        raise ScoreTimeoutError(
+            f"a call took {SLEEPS * test_timeout_s:g} s on this busy machine, of which it may have waited "
+            f"{waited_s:.1f} s for a processor: it may have {test_timeout_s:g} s"
+        )
+    return "timeout" if verdict in ("idle", "timeout") else "error"
 
 
 def _read_answer(line: str) -> dict[str, Any]:

@@ -109,4 +109,4 @@ def _read(answer: Any, limits: Limits) -> Result:
         status = "output"
     code = run.get("return_code")
     time_s = float(run.get("execution_time") or 0.0)
-    return Result(status, out, err, 1 if code is None else int(code), time_s, time_s)
+    return Result(status, out, err, 1 if code is None else int(code), time_s, time_s, time_s)

@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
+from types import MappingProxyType
 from typing import Any
 
 from siirl.errors import RewardError
@@ -75,7 +76,8 @@ class _Work:
 class WorkerPool:
     """Up to num_workers processes, started when there is work. For one thread at a time.
 
-    setup: what worker.py reads first. A sample that takes longer than timeout_s has its worker killed and
+    setup: what worker.py reads first. longer: name of a function -> seconds that it may take on top, since it
+    has limits of its own. A sample that takes longer than timeout_s has its worker killed and
     replaced, and so has one whose worker dies; the samples that were behind it go to other workers, it itself
     is tried once more when all others are done, on half of the workers. Samples are handed out one at a time,
     or several when they take little time. Where setup["batch"] says that the function takes many samples, all
@@ -83,9 +85,16 @@ class WorkerPool:
     reward functions have started in it.
     """
 
-    def __init__(self, num_workers: int, timeout_s: float, setup: dict[str, Any]):
+    def __init__(
+        self,
+        num_workers: int,
+        timeout_s: float,
+        setup: dict[str, Any],
+        longer: Mapping[str, float] = MappingProxyType({}),
+    ):
         self.num_workers = 1 if setup["batch"] else num_workers
         self.timeout_s = timeout_s
+        self._longer = dict(longer)
         self.num_deaths = 0
         self.num_tried_again = 0
         self._num_false_starts = 0
@@ -163,7 +172,7 @@ class WorkerPool:
                 return
             worker.inbox.extend(work.waiting.popleft() for _ in range(count))
             worker.handed_s = time.monotonic()
-            worker.deadline = worker.handed_s + self.timeout_s
+            worker.deadline = worker.handed_s + self._limit_s(work.samples[worker.inbox[0]])
             message = json.dumps([work.samples[index].__dict__ for index in worker.inbox]).encode()
             try:
                 worker.pipe.send_bytes(message)
@@ -204,8 +213,9 @@ class WorkerPool:
                 work.settle(index, Outcome(error=error, failure="died"))
             return
         now = time.monotonic()
-        worker.deadline = now + self.timeout_s
-        if not worker.inbox:
+        if worker.inbox:
+            worker.deadline = now + self._limit_s(work.samples[worker.inbox[0]])
+        else:
             took = now - worker.handed_s
             if took < CHUNK_S / 2:
                 self._chunk = min(MAX_CHUNK, self._chunk * 2)
@@ -226,8 +236,12 @@ class WorkerPool:
                 "hangs. Move slow work out of the module's top level."
             )
         for index in self._lost(worker):
-            work.settle(index, Outcome(error=f"no score after {self.timeout_s:g} s", failure="timeout"))
+            limit_s = self._limit_s(work.samples[index])
+            work.settle(index, Outcome(error=f"no score after {limit_s:g} s", failure="timeout"))
         self._replace(worker, work)
+
+    def _limit_s(self, sample: Sample) -> float:
+        return self.timeout_s + sum(self._longer.get(name, 0.0) for name, _ in sample.parts)
 
     def _lost(self, worker: _Worker) -> list[int]:
         """Take out of a worker's inbox what its end costs: the sample at hand, or the whole batch."""

@@ -19,6 +19,7 @@ from siirl.errors import DataError, EndpointError, RewardError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.rewards.choose import CUSTOM, RewardChooser
+from siirl.rewards.code import longest_s
 from siirl.rewards.pool import GIVEN_UP, WorkerPool
 from siirl.rewards.registry import REWARDS, Executor
 from siirl.rewards.remote import REMOTE
@@ -60,7 +61,8 @@ class RewardScorer:
             custom = {"path": user.path, "name": user.name, "reward_kwargs": dict(user.reward_kwargs)}
         setup = {"kwargs": self.chooser.kwargs, "custom": custom, "batch": self.chooser.manager == "batch"}
         workers = cfg.reward_model.num_workers or _default_workers(cfg.trainer.n_gpus_per_node)
-        self._pool = WorkerPool(workers, user.timeout_s, setup)
+        longer = {"code": longest_s(**self.chooser.kwargs["code"])}
+        self._pool = WorkerPool(workers, user.timeout_s, setup, longer)
         self._metrics = Metrics()
         if custom is not None:
             self._pool.start_one()

@@ -26,7 +26,7 @@ from typing import Any
 from siirl.errors import SandboxError
 from siirl.sandbox import frames
 from siirl.sandbox.isolation import MODES, Isolation, readable_by_all, readable_paths, site_packages
-from siirl.sandbox.limits import Limits, Result, Status
+from siirl.sandbox.limits import STARVES, Limits, Result, Status
 
 log = logging.getLogger(__name__)
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -55,7 +55,7 @@ def run_code(
 ) -> Result:
     """Run a Python program with `stdin`, in a folder that holds `files` (relative name -> text).
 
-    Blocks until no process of the program is left, at most a few seconds beyond limits.time_s. SandboxError
+    Blocks until no process of the program is left: some STARVES times limits.time_s at most. SandboxError
     if the sandbox itself does not work; whatever the program does is a Result.
     """
     with Box() as box:
@@ -149,7 +149,7 @@ class Box:
             "environment": ENVIRONMENT,
             "site_packages": site_packages(),
         }
-        self._control.settimeout(limits.time_s + PATIENCE_S)
+        self._control.settimeout(STARVES * limits.time_s + PATIENCE_S)
         try:
             frames.send(self._control, request)
             result = self._follow(limits)
@@ -228,7 +228,7 @@ class Box:
             for source in (*written, self._control):
                 selector.register(source, selectors.EVENT_READ)
             while True:
-                ready = selector.select(limits.time_s + PATIENCE_S)
+                ready = selector.select(STARVES * limits.time_s + PATIENCE_S)
                 if not ready:
                     raise TimeoutError("the launcher does not answer")
                 sources = [entry.fileobj for entry, _ in ready]
@@ -246,7 +246,8 @@ class Box:
                 room -= taken
         out, err = (bytes(text).decode("utf-8", "replace") for text in written.values())
         status = "output" if room < 0 else _status(outcome, limits)
-        return Result(status, out, err, outcome["exit"], outcome["time_s"], outcome["cpu_s"])
+        clocks = (outcome["time_s"], outcome["cpu_s"], outcome["own_s"])
+        return Result(status, out, err, outcome["exit"], *clocks)
 
     def _last_words(self) -> str:
         assert self._process is not None and self._process.stderr is not None
@@ -255,7 +256,9 @@ class Box:
 
 
 def _status(outcome: dict[str, Any], limits: Limits) -> Status:
-    if outcome["reason"] == "timeout" or outcome["exit"] == -signal.SIGXCPU:
+    if outcome["reason"] in ("timeout", "starved"):
+        return outcome["reason"]
+    if outcome["exit"] == -signal.SIGXCPU:
         return "timeout"
     if outcome["exit"] == -signal.SIGKILL and outcome["cpu_s"] >= limits.time_s:
         return "timeout"

@@ -11,13 +11,13 @@ import select
 import signal
 import socket
 import sys
-import time
 import traceback
 from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from siirl.sandbox import child, frames, landlock, linux, root, seccomp
+from siirl.sandbox.clock import TICK_S, RunClock
 
 sys.path.pop(0)
 
@@ -33,6 +33,7 @@ def main() -> int:
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != setup["parent"]:
         return 1
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # no program has it: see child.run
     try:
         confinement, extra_processes = _shut_in(setup)
     except OSError as error:
@@ -47,7 +48,7 @@ def main() -> int:
             return 0
         if "stop" in request:  # for a run that has ended meanwhile
             continue
-        frames.send(control, _run(confinement, number, request, extra_processes, control, signals))
+        frames.send(control, _run(confinement, number, request, extra_processes, control, signals, proc))
     return 0
 
 
@@ -58,6 +59,7 @@ def _run(
     extra_processes: int,
     control: socket.socket,
     signals: int,
+    proc: int,
 ) -> dict[str, Any]:
     if confinement.mode == "process":
         folder = os.path.join(confinement.folder, f"run_{number}")
@@ -65,7 +67,6 @@ def _run(
         folder = confinement.folder
         root.renew_tmp(request["limits"]["file_bytes"])
     standard_input = _memory_file(request["stdin"].encode("utf-8", "replace"))
-    start = time.monotonic()
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
@@ -77,8 +78,12 @@ def _run(
             extra_processes,
         )
     os.close(standard_input)
-    outcome = _watch(pid, control, signals, start + request["limits"]["time_s"], confinement.mode)
-    return outcome | {"time_s": time.monotonic() - start}
+    clock = RunClock(pid, proc, request["limits"]["time_s"])
+    try:
+        outcome = _watch(pid, control, signals, clock, confinement.mode)
+    finally:
+        clock.close()
+    return outcome | {"time_s": clock.wall_s, "cpu_s": clock.cpu_s, "own_s": clock.own_s}
 
 
 def _shut_in(setup: dict[str, Any]) -> tuple[child.Confinement, int]:
@@ -154,11 +159,13 @@ def _child_signals() -> int:
     return reader
 
 
-def _watch(pid: int, control: socket.socket, signals: int, deadline: float, mode: str) -> dict[str, Any]:
-    """Wait for the child, no longer than the deadline or a stop; leave no process of the run behind."""
-    reason, status, cpu_s = None, None, 0.0
+def _watch(pid: int, control: socket.socket, signals: int, clock: RunClock, mode: str) -> dict[str, Any]:
+    """Wait for the child, no longer than it may have time, or a stop; leave no process of the run behind."""
+    reason: str | None = None
+    status: int | None = None
+    stopped: set[int] = set()
     while status is None and reason is None:
-        ready, _, _ = select.select([control, signals], [], [], max(0.0, deadline - time.monotonic()))
+        ready, _, _ = select.select([control, signals], [], [], TICK_S)
         if signals in ready:
             os.read(signals, 4096)
         elif control in ready:
@@ -166,38 +173,47 @@ def _watch(pid: int, control: socket.socket, signals: int, deadline: float, mode
                 reason = frames.receive(control)["stop"]
             except (EOFError, OSError):
                 reason = "closed"
-        elif not ready:
-            reason = "timeout"
-        status, used = _reap(pid)
-        cpu_s += used
+        status, used_s = _reap(pid, stopped)
+        clock.tick(used_s, pid in stopped, status is not None)
+        if status is None and reason is None:
+            reason = clock.verdict()
     if mode != "process":
         assert os.getpid() == 1, "not the first process of a namespace"
         _kill(-1)
     elif status is None:
         _kill(pid)
+    used_s = 0.0
     while True:
         try:
             ended, code, usage = os.wait4(-1, 0)
         except ChildProcessError:
             break
-        cpu_s += usage.ru_utime + usage.ru_stime
+        used_s += usage.ru_utime + usage.ru_stime
         status = code if ended == pid else status
+    clock.tick(used_s, False, True)
     exit_code = os.waitstatus_to_exitcode(status) if status is not None else -signal.SIGKILL
-    return {"exit": exit_code, "reason": reason, "cpu_s": cpu_s}
+    return {"exit": exit_code, "reason": reason}
 
 
-def _reap(pid: int) -> tuple[int | None, float]:
-    """Take in the processes that have ended: the status of `pid` if it is among them, and their CPU time."""
+def _reap(pid: int, stopped: set[int]) -> tuple[int | None, float]:
+    """Take in the processes that have ended: the status of `pid` if it is among them, and their CPU time.
+
+    stopped: those that are stopped by a signal, brought up to date.
+    """
     status, cpu_s = None, 0.0
     while True:
         try:
-            ended, code, usage = os.wait4(-1, os.WNOHANG)
+            ended, code, usage = os.wait4(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
         except ChildProcessError:
             return status, cpu_s
         if ended == 0:
             return status, cpu_s
-        cpu_s += usage.ru_utime + usage.ru_stime
-        status = code if ended == pid else status
+        stopped.discard(ended)
+        if os.WIFSTOPPED(code):
+            stopped.add(ended)
+        elif not os.WIFCONTINUED(code):
+            cpu_s += usage.ru_utime + usage.ru_stime
+            status = code if ended == pid else status
 
 
 def _kill(pid: int) -> None:

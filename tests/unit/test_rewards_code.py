@@ -1,13 +1,18 @@
 """Programs scored by unit tests: really run, in the sandbox."""
 
 import json
+import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
-from siirl.errors import DataError
+from siirl.errors import DataError, ScoreTimeoutError
 from siirl.rewards.code import code, extract_code
 from siirl.rewards.unit_tests import read_tests, same_text, same_value
+from siirl.sandbox.clock import RunClock
+from siirl.sandbox.limits import SLEEPS, STARVES
 
 ECHO = "```python\nprint(int(input()) * 2)\n```"
 DOUBLES = {"inputs": ["1\n", "2\n", "-3\n"], "outputs": ["2\n", "4\n", "-6\n"]}
@@ -112,6 +117,84 @@ def test_many_slow_tests_stop_at_the_time_of_the_sample():
     result = score("import time; time.sleep(0.4); print('x')", truth, sample_timeout_s=1.0, continuous=True)
     assert time.monotonic() - start < 5
     assert result["verdict"] == "timeout" and 0 < result["passed"] < 5
+
+
+STOPS = "import os, signal\n{0}os.kill(os.getpid(), signal.SIGSTOP)\n"
+
+
+@pytest.fixture(params=["program", "function"])
+def stopped(request):
+    """A right answer that is stopped, as another process may do it, before it is given; how it is scored."""
+    adds = ADD | {"inputs": ADD["inputs"][:1], "outputs": [3]}
+    doubles = {"inputs": DOUBLES["inputs"][:1], "outputs": DOUBLES["outputs"][:1]}
+    answers = {
+        "program": (f"```python\n{STOPS.format('')}print(int(input()) * 2)\n```", doubles),
+        "function": (f"```python\ndef add(a, b):\n    {STOPS.format(' ' * 4)}    return a + b\n```", adds),
+    }
+    score(ECHO, DOUBLES)  # the sandbox ends with the thread that started it
+    with ThreadPoolExecutor(1) as thread:
+        limits = {"test_timeout_s": 0.5, "sample_timeout_s": 0.5}
+        yield thread.submit(lambda: score(*answers[request.param], **limits))
+
+
+def stopped_program():
+    """The process of the program in the sandbox that is stopped."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
+            if process.status() == psutil.STATUS_STOPPED:
+                return process
+        time.sleep(0.01)
+    raise AssertionError("no program is stopped")
+
+
+def test_time_in_which_a_program_stands_still_is_not_its_own(stopped):
+    program = stopped_program()
+    time.sleep(1.3 * SLEEPS * 0.5)
+    assert not stopped.done()
+    program.resume()
+    assert stopped.result()["verdict"] == "passed"
+
+
+def test_a_program_that_does_not_get_its_time_is_neither_right_nor_wrong(stopped):
+    with pytest.raises(ScoreTimeoutError, match=r"has run for 0\.\d s in \d+ s on this busy machine"):
+        stopped.result(8 * STARVES)
+
+
+@pytest.mark.parametrize("truth", [DOUBLES, ADD])
+def test_a_program_that_sleeps_has_had_its_time(truth):
+    sleeps = "```python\nimport time\ntime.sleep(100)\n```"
+    if "fn_name" in truth:
+        sleeps = "```python\nimport time\ndef add(a, b):\n    time.sleep(100)\n```"
+    start = time.monotonic()
+    assert score(sleeps, truth, test_timeout_s=0.3)["verdict"] == "timeout"
+    assert time.monotonic() - start >= SLEEPS * 0.3
+
+
+def test_waiting_for_a_processor_is_not_the_time_of_a_run():
+    """Two processes on one processor, of which one has all but no share."""
+    cpu = min(os.sched_getaffinity(0))
+    children = []
+    for nice in (0, 19):
+        pid = os.fork()
+        if pid == 0:
+            os.sched_setaffinity(0, {cpu})
+            os.nice(nice)
+            while True:
+                pass
+        children.append(pid)
+    proc = os.open("/proc", os.O_RDONLY)
+    clock = RunClock(children[1], proc, 60.0)
+    while clock.wall_s < 1.5:
+        time.sleep(0.1)
+        clock.tick(0.0, False, False)
+    for pid in children:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    clock.close()
+    os.close(proc)
+    assert clock.cpu_s < 0.3
+    assert clock.own_s < 0.7 < clock.wall_s
 
 
 @pytest.mark.parametrize(
