@@ -135,6 +135,10 @@ class CheckpointError(SiirlError, RuntimeError):
     """A checkpoint cannot be written, or none that is complete can be read."""
 
 
+class StorageError(CheckpointError, UserError):
+    """Files that only the user can do something about: a full disk, or checkpoints that are all damaged."""
+
+
 class NumericsError(SiirlError, ArithmeticError):
     """Training produced numbers that cannot be used: gradients that are not finite, step after step."""
 

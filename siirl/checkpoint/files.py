@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from siirl.errors import CheckpointError, ConfigError
+from siirl.data.disk import naming
+from siirl.errors import CheckpointError, ConfigError, StorageError
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -68,7 +69,7 @@ def check_writable(root: Path, key: str = "trainer.default_local_dir") -> None:
 
 def write_file(path: Path, data: str) -> None:
     """Write a text file and wait until the disk has it."""
-    with path.open("w") as file:
+    with naming(path), path.open("w") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -135,10 +136,11 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(checkpoint: Path, under: str = "") -> dict[str, Any]:
+def verify(checkpoint: Path, under: str = "", contents: bool = True) -> dict[str, Any]:
     """Compare the files (those whose path starts with `under`) with the manifest, which is returned.
 
-    CheckpointError names the first file that is missing, cut short, changed or not listed.
+    contents: read them; else only their sizes are compared. CheckpointError names the first file that is
+    missing, cut short, changed or not listed.
     """
     manifest = read_manifest(checkpoint)
     try:
@@ -161,6 +163,8 @@ def verify(checkpoint: Path, under: str = "") -> dict[str, Any]:
                 f"{checkpoint} is corrupted: {record.path} has {path.stat().st_size} bytes "
                 f"instead of {record.num_bytes}."
             )
+    if not contents:
+        return manifest
     found = records_of(checkpoint, [checkpoint / record.path for record in wanted])
     for record, now in zip(sorted(wanted, key=lambda r: checkpoint / r.path), found, strict=True):
         if record.sha256 != now.sha256:
@@ -281,37 +285,60 @@ def find_resume(root: Path, mode: str, from_path: str | Path | bool | None) -> P
     """The checkpoint to resume from, its files checked against its manifest; None: start from the beginning.
 
     auto: the current one; if it is damaged, the newest complete one before it, with a warning that says why;
-    None if there is none at all. CheckpointError if all are damaged, or the one of resume_path is.
+    None if there is none at all. StorageError if all are damaged, or the one of resume_path is.
     """
     if mode == "disable":
         return None
     if mode == "resume_path":
-        checkpoint = given_checkpoint(from_path)
-        verify(checkpoint)
-        return checkpoint
+        return check_given(from_path)
     put_back(root)
     if problem := pointer_problem(root):
-        raise CheckpointError(problem)
+        raise StorageError(problem)
+    return newest_complete(root)
+
+
+def newest_complete(root: Path, contents: bool = True) -> Path | None:
+    """The current checkpoint, or the newest complete one before it; None if there is none at all.
+
+    contents: see verify; then each one that is passed over is logged. StorageError if all are damaged.
+    """
     current, steps = current_step(root), saved_steps(root)
     candidates = steps if current is None else [current, *(step for step in steps if step < current)]
     problems = []
     for step in candidates:
         checkpoint = step_folder(root, step)
         try:
-            verify(checkpoint)
+            verify(checkpoint, contents=contents)
         except (CheckpointError, OSError) as error:
-            problems.append(str(error))
-            log.warning(
-                "checkpoint of step %d is not used: %s Falling back to the one before it.", step, error
-            )
+            problems.append(f"global_step_{step}: {error}")
+            if contents:
+                log.warning(
+                    "checkpoint of step %d is not used: %s Falling back to the one before it.", step, error
+                )
             continue
         return checkpoint
     if problems:
-        raise CheckpointError(
-            f"no complete checkpoint under {root}, newest first: {' '.join(problems)} "
-            "Restore one, or start over with trainer.resume_mode=disable."
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise StorageError(
+            f"no checkpoint under {root} is complete, newest first:\n{listed}\n"
+            "Restore the files of one, give a folder from elsewhere as trainer.resume_from_path with "
+            "trainer.resume_mode=resume_path, or start over with trainer.resume_mode=disable "
+            "trainer.overwrite=true."
         )
     return None
+
+
+def check_given(from_path: str | Path | bool | None, contents: bool = True) -> Path:
+    """The checkpoint of trainer.resume_from_path. StorageError if it is damaged; contents: see verify."""
+    checkpoint = given_checkpoint(from_path)
+    try:
+        verify(checkpoint, contents=contents)
+    except (CheckpointError, OSError) as error:
+        others = [step for step in saved_steps(checkpoint.parent) if step != step_of(checkpoint)]
+        raise StorageError(
+            f"trainer.resume_from_path: {error} Restore it, or give another one; beside it: {_named(others)}."
+        ) from error
+    return checkpoint
 
 
 def given_checkpoint(from_path: str | Path | bool | None) -> Path:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from siirl.data.disk import naming
 from siirl.data.model_files import model_dir
 
 SHARD_BYTES = 5 * 10**9
@@ -76,7 +77,8 @@ def _write_shards(weights: Iterator[tuple[str, Tensor]], folder: Path, shard_byt
     dtype = torch.float32
 
     def flush() -> None:
-        save_file(held, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
+        with naming(folder / f"shard-{len(shards)}"):
+            save_file(held, folder / f"shard-{len(shards)}", metadata={"format": "pt"})
         shards.append(list(held))
         held.clear()
 

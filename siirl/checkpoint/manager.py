@@ -63,7 +63,7 @@ class CheckpointManager:
         world: dist.ProcessGroup | None,
         background: dist.ProcessGroup | None = None,
     ):
-        self.root = Path(root)
+        self.root = Path(root).expanduser().absolute()
         self.keep = keep
         self._ranks = Together(self.root, world)
         self._background_ranks = Together(self.root, background)

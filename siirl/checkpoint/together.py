@@ -3,16 +3,19 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from siirl.errors import CheckpointError, SiirlError
+from siirl.checkpoint.files import current_step
+from siirl.data.disk import FULL
+from siirl.errors import CheckpointError, SiirlError, StorageError
 from siirl.observe.spans import phase
 
 T = TypeVar("T")
+Kind = Literal["users", "full", "other"]
 
 
 class Together:
@@ -28,7 +31,10 @@ class Together:
 
     @contextmanager
     def stage(self, step: int | None, doing: str) -> Iterator[None]:
-        """All ranks get through what is inside, or all raise CheckpointError with the first one's reason."""
+        """All ranks get through what is inside, or all raise CheckpointError with the first one's reason.
+
+        StorageError for what only the user can do something about.
+        """
         problem: BaseException | None = None
         try:
             with phase(doing):
@@ -41,12 +47,19 @@ class Together:
         reasons = self._reasons(problem)
         if not reasons:
             return
-        rank, reason = min(reasons.items())
+        rank, (reason, kind) = min(reasons.items())
+        if kind == "users":
+            raise StorageError(reason) from problem
         of_step = "the checkpoint" if step is None else f"the checkpoint of step {step}"
-        raise CheckpointError(
-            f"{of_step} under {self.root} failed while {doing}, on rank {rank}: {reason} "
-            "No other checkpoint was changed."
-        ) from problem
+        what = f"{of_step} under {self.root} failed while {doing}, on rank {rank}: {reason}"
+        if kind == "full":
+            stands = current_step(self.root)
+            last = "none was saved before" if stands is None else f"the last good one is global_step_{stands}"
+            raise StorageError(
+                f"{what} No other checkpoint was changed: {last}. Free space, or keep fewer "
+                "(trainer.max_actor_ckpt_to_keep); the same command then goes on from there."
+            ) from problem
+        raise CheckpointError(f"{what} No other checkpoint was changed.") from problem
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on the first rank; elsewhere an empty list."""
@@ -63,18 +76,18 @@ class Together:
             dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
-    def _reasons(self, problem: BaseException | None) -> dict[int, str]:
+    def _reasons(self, problem: BaseException | None) -> dict[int, tuple[str, Kind]]:
         """Rank -> what went wrong there. One small reduction when all is well."""
-        text = None if problem is None else _reason(problem)
+        own = None if problem is None else _reason(problem)
         if self.group is None:
-            return {} if text is None else {0: text}
-        failed = torch.tensor([float(text is not None)])
+            return {} if own is None else {0: own}
+        failed = torch.tensor([float(own is not None)])
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
         if not failed.item():
             return {}
-        texts: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(texts, text, group=self.group)
-        return {rank: text for rank, text in enumerate(texts) if text is not None}
+        told: list[tuple[str, Kind] | None] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(told, own, group=self.group)
+        return {rank: reason for rank, reason in enumerate(told) if reason is not None}
 
 
 def for_each(models: Mapping[str, T], act: Callable[[str, T], None]) -> None:
@@ -94,10 +107,17 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     return 0 if group is None else dist.get_rank(group)
 
 
-def _reason(problem: BaseException) -> str:
+def _reason(problem: BaseException) -> tuple[str, Kind]:
+    """What went wrong, and what kind of thing it is: "full" for a disk, "users" to be said as it is."""
     if isinstance(problem, CheckpointException):
         rank, (error, _) = min(problem.failures.items())
-        return f"{_reason(error)} (its rank {rank})"
+        text, kind = _reason(error)
+        return f"{text} (its rank {rank})", kind
+    if isinstance(problem, StorageError):
+        return str(problem), "users"
     if isinstance(problem, SiirlError):
-        return str(problem)
-    return f"{type(problem).__name__}: {problem}."
+        return str(problem), "other"
+    if isinstance(problem, OSError) and problem.errno in FULL:
+        where = f"{problem.filename}: " if problem.filename else ""
+        return f"the disk is full: {where}{problem.strerror}.", "full"
+    return f"{type(problem).__name__}: {problem}.", "other"

@@ -12,6 +12,7 @@ from siirl.checkpoint.files import EXTRA_FILE, STATE_FILE
 from siirl.checkpoint.hf import copy_hf_files, save_hf
 from siirl.checkpoint.staging import Staged, StagedModel
 from siirl.checkpoint.together import Together, for_each, rank_in
+from siirl.data.disk import naming
 from siirl.data.stored_tensors import save_tensors
 from siirl.errors import CheckpointError
 
@@ -78,7 +79,8 @@ def _save_run_state(aside: Path, staged: Staged, rank: int) -> list[Path]:
     folder.mkdir(exist_ok=True)
     paths = [folder / f"rank_{rank}.json", folder / f"rank_{rank}.safetensors"]
     files.write_file(paths[0], json.dumps(staged.rank_values))
-    save_file({name: tensor.contiguous() for name, tensor in staged.rank_tensors.items()}, paths[1])
+    with naming(paths[1]):
+        save_file({name: tensor.contiguous() for name, tensor in staged.rank_tensors.items()}, paths[1])
     if rank == 0:
         paths.append(aside / EXTRA_FILE)
         files.write_file(paths[-1], json.dumps(staged.extra))

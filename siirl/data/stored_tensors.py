@@ -11,7 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from siirl.data.disk import naming, why_unwritten
 from siirl.errors import CheckpointError
 
 INDEX_FILE = ".metadata"
@@ -66,10 +70,36 @@ class TensorReader(dcp.FileSystemReader):
 
 
 class TensorWriter(dcp.FileSystemWriter):
-    """Writes a DCP folder whose index does not hold the path it was written to."""
+    """Writes a DCP folder whose index does not hold the path it was written to, all of it or an OSError."""
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """OSError, with the number of the system's error, if an item of the plan was not written.
+
+        torch loses what goes wrong in a thread of the writer, and the number of the error in any.
+        """
+        folder = Path(self.path)
+        num_bytes = sum(map(_num_bytes, plan.items))
+        try:
+            with naming(folder):
+                written = super().write_data(plan, planner)
+        except RuntimeError as error:
+            raise why_unwritten(folder, num_bytes) from error
+        if len(written.wait()) != len(plan.items):
+            raise why_unwritten(folder, num_bytes)
+        return written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with naming(Path(self.path) / INDEX_FILE):
+            super().finish(metadata, results)
+
+
+def _num_bytes(item: WriteItem) -> int:
+    """Of the tensor that an item of a plan writes, about."""
+    data = item.tensor_data
+    return 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
 
 
 def save_tensors(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:

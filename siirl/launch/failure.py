@@ -22,7 +22,7 @@ from siirl.observe.logs import last_lines
 from siirl.observe.position import Position, read_position
 from siirl.observe.printable import printable
 
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _PEER_LOSS_TYPES = {
     "DistBackendError",
     "DistNetworkError",

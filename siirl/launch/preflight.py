@@ -9,7 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from siirl.agents.tool_files import check_tool_file
-from siirl.checkpoint.files import POINTER, check_writable, given_checkpoint, pointer_problem
+from siirl.checkpoint.files import (
+    POINTER,
+    check_given,
+    check_writable,
+    newest_complete,
+    pointer_problem,
+    replaced,
+)
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.algorithm_choice import policy_loss_name
 from siirl.config.reward_weights import RewardWeights
@@ -150,13 +157,15 @@ def check_resumed(cfg: Config, found: Findings) -> None:
     trainer = cfg.trainer
     with found.at(Place.MACHINE):
         if trainer.resume_mode == "resume_path":
-            given_checkpoint(trainer.resume_from_path)
+            check_given(trainer.resume_from_path, contents=False)
     with found.at(Place.MACHINE):
         root = Path(trainer.default_local_dir).expanduser()
         goes_on = trainer.resume_mode == "auto" and not trainer.rollout_only
         saves = trainer.save_freq > 0 and (root / POINTER).is_dir()
         if (goes_on or saves) and (why := pointer_problem(root)):
             raise ConfigError(why)
+        if goes_on and not replaced(root):
+            newest_complete(root, contents=False)
     with found.at(Place.MACHINE):
         refuse_used(cfg)
 

@@ -1,6 +1,7 @@
 """Checkpoints of sharded models: other rank counts, subgroups, failures and kills in the middle."""
 
 import os
+import resource
 import signal
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from siirl.checkpoint import files, writer
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.data import stored_tensors
-from siirl.errors import CheckpointError
+from siirl.errors import CheckpointError, StorageError
 
 CPU = torch.device("cpu")
 WIDTH = 7  # not a multiple of the rank counts: shards are uneven
@@ -181,6 +182,33 @@ def test_a_failure_of_one_rank_is_an_error_on_all_and_the_previous_checkpoint_st
     for message in run_workers(save_twice_with_a_failure, 2, str(tmp_path), stage):
         assert "checkpoint of step 2" in message and "No space left on device" in message
         assert "rank 1" in message
+    assert files.find_resume(tmp_path, "auto", None) == tmp_path / "global_step_1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", files.POINTER]
+
+
+def save_twice_with_little_room(rank: int, world_size: int, root: str):
+    """After the first save no file of rank 1 may be longer than 64 bytes: the system refuses the write."""
+    engine = ShardedEngine(dist.group.WORLD, seed=1)
+    models = {"actor": SavedModel(engine, dist.group.WORLD)}
+    checkpoints = CheckpointManager(Path(root), 2, dist.group.WORLD)
+    checkpoints.save(1, models, {}, {})
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+    try:
+        checkpoints.save(2, models, {}, {})
+    except StorageError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_file_that_the_system_refuses_to_write_is_no_part_of_a_checkpoint(tmp_path):
+    """torch's writer loses what fails in its threads: the index would say nothing of what is not there."""
+    for message in run_workers(save_twice_with_little_room, 2, str(tmp_path)):
+        assert "step 2" in message and "rank 1" in message
+        assert (
+            f"the disk is full: {tmp_path}/global_step_2.tmp/actor" in message and "File too large" in message
+        )
+        assert "the last good one is global_step_1" in message
     assert files.find_resume(tmp_path, "auto", None) == tmp_path / "global_step_1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", files.POINTER]
 

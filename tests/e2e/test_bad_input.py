@@ -83,6 +83,12 @@ class Folder:
         }
         return self.dag(lambda by_id, nodes: nodes.append(entry))
 
+    def damaged_checkpoints(self, *steps: int) -> list[str]:
+        """A folder of checkpoints, all of which lack their manifest."""
+        for step in steps:
+            (self.path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+        return [f"trainer.default_local_dir={self.path / 'checkpoints'}"]
+
     def second_agent(self) -> str:
         """A second agent whose reward node writes a field of the first."""
 
@@ -227,6 +233,10 @@ CASES = {
     "no such checkpoint": (
         lambda f: ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/global_step_3"],
         ["'/no/global_step_3' is no checkpoint", "Give a global_step_N folder"],
+    ),
+    "only damaged checkpoints": (
+        lambda f: f.damaged_checkpoints(2, 4),
+        ["global_step_4: ", "global_step_2: ", "has no manifest.json", "trainer.resume_mode=disable"],
     ),
     "reward file missing": (
         lambda f: ["custom_reward_function.path=/no/such/reward.py"],

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from siirl.checkpoint import files
+from siirl.checkpoint.together import Together
 from siirl.config import load_config
-from siirl.errors import CheckpointError, ConfigError
+from siirl.data.disk import naming
+from siirl.errors import CheckpointError, ConfigError, StorageError
 from siirl.findings import Findings
+from siirl.launch.failure import describe_exception
 from siirl.launch.preflight import check_resumed
 
 
@@ -81,11 +84,47 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_and_says_why
     assert reason in caplog.text and "step 2" in caplog.text
 
 
-def test_only_damaged_checkpoints_are_an_error_not_a_fresh_start(tmp_path):
+def test_only_damaged_checkpoints_are_an_error_of_the_users_that_names_each(tmp_path):
     flip_a_byte(write_checkpoint(tmp_path, 3) / "extra.json")
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*extra\.json.*resume_mode=disable"):
+    cut_short(write_checkpoint(tmp_path, 4) / "extra.json")
+    named = r"(?s)global_step_4: .*bytes instead.*global_step_3: .*extra\.json.*resume_mode=disable"
+    with pytest.raises(StorageError, match=named):
         files.find_resume(tmp_path, "auto", None)
     assert files.find_resume(tmp_path, "disable", None) is None
+    with pytest.raises(StorageError) as raised, Together(tmp_path, None).stage(None, "looking"):
+        files.find_resume(tmp_path, "auto", None)
+    failure = describe_exception(raised.value, 0, None)
+    assert failure.user_error and failure.error.startswith(f"no checkpoint under {tmp_path} is complete")
+
+
+def test_damage_that_sizes_show_is_refused_before_anything_starts(tmp_path):
+    auto = (f"trainer.default_local_dir={tmp_path}", f"trainer.output_dir={tmp_path / 'out'}")
+    flip_a_byte(write_checkpoint(tmp_path, 3) / "extra.json")
+    refuse_resumed(*auto)
+    cut_short(tmp_path / "global_step_3" / "extra.json")
+    with pytest.raises(
+        StorageError, match=r"(?s)global_step_3: .*resume_mode=disable trainer\.overwrite=true"
+    ):
+        refuse_resumed(*auto)
+    given = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path / 'global_step_3'}")
+    with pytest.raises(StorageError, match=r"corrupted: extra\.json has .* beside it: none"):
+        refuse_resumed(*auto, *given)
+
+
+def test_a_write_that_fails_names_its_file_whoever_made_it(tmp_path):
+    """A library whose errors are no OSErrors says the number of the system's error in its text."""
+    with (
+        pytest.raises(OSError, match=r"No space left on device: .*shard-0'") as raised,
+        naming(tmp_path / "shard-0"),
+    ):
+        raise ValueError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert raised.value.errno == 28
+    with pytest.raises(ValueError, match="another"), naming(tmp_path / "shard-0"):
+        raise ValueError("another")
+    with pytest.raises(StorageError, match=r"the disk is full: .*/a: No space.*global_step_7"):
+        write_checkpoint(tmp_path, 7)
+        with Together(tmp_path, None).stage(8, "writing"), naming(tmp_path / "a"):
+            raise OSError(28, "No space left on device")
 
 
 def test_nothing_or_a_killed_first_save_starts_from_the_beginning(tmp_path):
