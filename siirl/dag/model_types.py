@@ -36,6 +36,10 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 PARTS = ("vision_config", "audio_config", "text_config")
 
 
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+"""Rope types whose frequencies change if the longest row of a batch is beyond the model's first training."""
+
+
 def known_types(strategy: str, head: Head = "lm") -> tuple[str, ...]:
     """The model types that a strategy trains with a head, in alphabetical order."""
     if strategy == "megatron":
@@ -63,11 +67,45 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     if not isinstance(raw, dict) or "model_type" not in raw or strategy not in STRATEGIES:
         return
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
-    problem = why_not({**raw, **model.override_config}, strategy, HEADS[role])
+    config = {**raw, **model.override_config}
+    problem = why_not(config, strategy, HEADS[role])
+    if not problem:
+        rollout = cfg.actor_rollout_ref.rollout
+        problem = why_not_so_long(
+            config, max(rollout.prompt_length + rollout.response_length, rollout.max_model_len or 0)
+        )
     if problem and not (own_code and strategy == "fsdp"):
         raise NotSupportedError(
             f"not supported yet: {who}, {ROLE_GROUPS[role]}.strategy={strategy}: {problem}"
         )
+
+
+def why_not_so_long(config: Mapping[str, Any], longest: int) -> str:
+    """Why rows of so many tokens would not be computed as each by itself, and the fix; empty if they are.
+
+    What is packed into one batch, or decoded in one, has one set of frequencies.
+    """
+    for rope in _ropes(config):
+        kind = rope.get("rope_type") or rope.get("type")
+        name = "original_max_position_embeddings"
+        first = rope.get(name) or config.get(name) if kind == "longrope" else None
+        original = first or config.get("max_position_embeddings")
+        if kind in LENGTH_DEPENDENT and isinstance(original, int) and longest > original:
+            return (
+                f"rope_type={kind}, with rows of up to {longest} tokens: beyond {original} tokens its "
+                "frequencies follow the longest row of a batch, so that a row would depend on others. Lower "
+                "data.max_prompt_length + data.max_response_length (and rollout.max_model_len) to "
+                f"{original}, or set another rope_type, e.g. yarn, by model.override_config."
+            )
+    return ""
+
+
+def _ropes(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The settings of rotary embeddings: one, or one for each kind of layer."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, Mapping):
+        return []
+    return [found, *(part for part in found.values() if isinstance(part, Mapping))]
 
 
 def why_not(config: Mapping[str, Any], strategy: str, head: Head = "lm") -> str:

@@ -10,7 +10,16 @@ from plan_cases import config
 
 from siirl.cli import main
 from siirl.dag.compile import compile_plan, load_dag
-from siirl.dag.model_types import LANGUAGE_MODELS, MEGATRON, OF_ANY_HEAD, STRATEGIES, known_types, why_not
+from siirl.dag.model_types import (
+    LANGUAGE_MODELS,
+    LENGTH_DEPENDENT,
+    MEGATRON,
+    OF_ANY_HEAD,
+    STRATEGIES,
+    known_types,
+    why_not,
+    why_not_so_long,
+)
 from siirl.errors import NotSupportedError
 
 ACTOR = "actor_rollout_ref.actor"
@@ -123,3 +132,55 @@ def test_the_page_of_models_lists_the_table():
         tuple(sorted(LANGUAGE_MODELS)),
         tuple(sorted(MEGATRON)),
     ]
+
+
+ROPES = {
+    "dynamic": {"factor": 4.0},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0},
+    "proportional": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+}
+FIRST = 16  # positions of the first training
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_that_follow_the_longest_row_are_refused_from_where_they_do(tmp_path, kind):
+    """Against transformers: the rotary embedding of a short row alone, and packed with a longer one."""
+    import torch
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    assert ROPES.keys() == ROPE_INIT_FUNCTIONS.keys(), "transformers has other types"
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": FIRST} | ROPES[kind]
+    positions = FIRST if kind == "dynamic" else 4 * FIRST
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": positions}
+    raw = {"model_type": "llama", **sizes, "rope_parameters": rope}
+
+    def follows(longest: int) -> bool:
+        rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
+        short, long = torch.arange(FIRST // 2), torch.arange(longest)
+        (alone, _), (packed, _) = (
+            rotary(torch.zeros(1), ids[None]) for ids in (short, torch.cat([short, long]))
+        )
+        return not torch.equal(alone[0], packed[0, : FIRST // 2])
+
+    for longest in (FIRST, FIRST + 1, 2 * FIRST):
+        assert bool(why_not_so_long(raw, longest)) == follows(longest), longest
+    assert follows(2 * FIRST) == (kind in LENGTH_DEPENDENT)
+    assert bool(why_not_so_long({"rope_parameters": {"full_attention": rope}}, 2 * FIRST)) == follows(
+        2 * FIRST
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_beyond_what_each_is_computed_by_itself_are_refused_by_check(tmp_path, strategy):
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512} | ROPES["longrope"]
+    model = {"model_type": "llama", "max_position_embeddings": 4096, "rope_scaling": rope}
+    words = r"rope_type=longrope, with rows of up to \d+ tokens: beyond 512 tokens .* to 512, or set another"
+    with pytest.raises(NotSupportedError, match=words):
+        check(tmp_path, strategy, **model)
+    rope["original_max_position_embeddings"] = 4096
+    assert not why_not_so_long(model, 4096)
