@@ -130,6 +130,7 @@ class NativeEngine:
     def begin_update(self) -> None:
         """Begin to replace the weights; adapters are forgotten."""
         self._engine.collective_rpc("unwrap_layers")
+        self._engine.collective_rpc("unpack_experts")
         self._engine.collective_rpc("start_weight_update")
 
     def update(self, bucket: dict[str, Any]) -> None:
@@ -257,6 +258,20 @@ class WorkerExtension:
         else:
             sampler.sample = _untruncated_sample(sampler)
 
+    def unpack_experts(self) -> None:
+        """On the CPU, give experts memory of the shapes in which weights come; complete_update packs it.
+
+        A reload copies what came over what the kernel reads. vLLM's CPU kernels fill the width of experts up
+        to a multiple of 32 with zeros: where they do, the one does not fit over the other.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in _cpu_experts(self.model_runner.model):
+            shapes, _ = get_layerwise_info(layer).restore_metadata
+            for name in ("w13_weight", "w2_weight"):
+                weight = getattr(layer, name)
+                weight.data = weight.data.new_empty(shapes[name].shape)
+
     def complete_update(self) -> None:
         """Unmap the buffer in which the weights came; on the CPU, repack a tied output head, and experts.
 
@@ -268,8 +283,8 @@ class WorkerExtension:
         for layer in self.model_runner.model.modules():
             if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
-            if "w13_weight" in layer._parameters and layer.w13_weight.device.type == "cpu":
-                layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        for layer in _cpu_experts(self.model_runner.model):
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     def unwrap_layers(self) -> None:
         """Put layers in the place of those that add LoRA to them: weights are loaded by the layers' names."""
@@ -290,6 +305,12 @@ class WorkerExtension:
         """A parameter as plain numbers and its shape, for tests."""
         tensor = self.model_runner.model.get_parameter(name).detach().float().cpu()
         return tensor.flatten().tolist(), list(tensor.shape)
+
+
+def _cpu_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of experts whose weights a CPU kernel reads."""
+    found = [layer for layer in model.modules() if "w13_weight" in layer._parameters]
+    return [layer for layer in found if layer.get_parameter("w13_weight").device.type == "cpu"]
 
 
 class _SeededSampler(torch.nn.Module):
