@@ -99,7 +99,7 @@ def _export(args: argparse.Namespace, overrides: list[str]) -> None:
             export_adapter(checkpoint, out, args.model, args.base)
         else:
             export_hf(checkpoint, out, args.model, args.base)
-    print(f"wrote {args.out}")
+    print(f"wrote {out.absolute()}")
 
 
 def _convert(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -107,7 +107,7 @@ def _convert(args: argparse.Namespace, overrides: list[str]) -> None:
 
     with _damage_is_the_users():
         written = convert(Path(args.source), Path(args.out), args.model)
-    print(f"wrote {args.out}, {written}")
+    print(f"wrote {Path(args.out).absolute()}, {written}")
 
 
 @contextmanager
@@ -120,7 +120,9 @@ def _damage_is_the_users() -> Iterator[None]:
 
 
 def _trace(args: argparse.Namespace, overrides: list[str]) -> None:
-    print(f"wrote {merge_trace(Path(args.output_dir))}: open it in ui.perfetto.dev or chrome://tracing")
+    print(
+        f"wrote {merge_trace(Path(args.output_dir).absolute())}: open it in ui.perfetto.dev or chrome://tracing"
+    )
 
 
 def _write(path: Path, write: Callable[[Path], object]) -> None:
@@ -129,7 +131,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
         write(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}. Choose another file.") from None
-    print(f"wrote {path}")
+    print(f"wrote {path.absolute()}")
 
 
 def _parser() -> argparse.ArgumentParser:

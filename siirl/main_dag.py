@@ -86,7 +86,7 @@ def _launch(launcher: Launcher, job: Job, cfg: Config, plan: Plan) -> int:
     if is_first_process():
         open_folder(cfg, job.run_id, command_line())
         workers = f"{job.world_size} worker{'s' * (job.world_size != 1)}"
-        print(f"starting {workers}; all output is below {job.output_dir}", flush=True)
+        print(f"starting {workers}; all output is below {job.output_path}", flush=True)
     match launcher:
         case "torchrun":
             return run_torchrun(job)

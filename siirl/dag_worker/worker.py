@@ -1,6 +1,7 @@
 """DAGWorker: one process on one device. It owns the model workers of its rank and runs nodes on them."""
 
 import logging
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, Serve, S
 from siirl.data.buffer import RowBuffer
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
+from siirl.data.local_models import on_hub
 from siirl.data.rows import take_rows
 from siirl.data.store import FieldStore
 from siirl.data.transport import Transport
@@ -97,7 +99,9 @@ class DAGWorker:
                 node_cfg = self.node_cfg(model.node)
                 cfg_of_model = judge_config(node_cfg) if model.role == "judge" else node_cfg
                 base = engines[model.base] if model.base not in (None, name) else None
-                log.info("building %s (%s): %s", name, model.backend, role_model(node_cfg, model.role).path)
+                path = role_model(node_cfg, model.role).path
+                folder = path if on_hub(path) else os.path.abspath(Path(path).expanduser())
+                log.info("building %s (%s): %s", name, model.backend, folder)
                 engines[name] = make(model, cfg_of_model, self.groups, device, base)
                 self._offload(name)
         self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}

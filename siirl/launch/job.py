@@ -35,7 +35,8 @@ class Job:
 
     @property
     def output_path(self) -> Path:
-        return Path(self.output_dir)
+        """In full: what is printed of it is found from any folder."""
+        return Path(self.output_dir).expanduser().absolute()
 
     @property
     def log_dir(self) -> Path:

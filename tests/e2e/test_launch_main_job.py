@@ -43,8 +43,8 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250)
+def run(command: list[str], cwd: Path | None = None) -> subprocess.CompletedProcess:
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=250, cwd=cwd)
 
 
 def metrics(output: Path) -> list[dict]:
@@ -96,8 +96,19 @@ def test_failed_rewards_count_as_zero_if_asked_and_a_damaged_checkpoint_is_passe
 ):
     settings = [*QUICK, failing_reward, "custom_reward_function.on_error=zero", "trainer.save_freq=1"]
     arguments = overrides(inputs, tmp_path, *settings)
-    done = run([*MAIN, *arguments, "trainer.total_training_steps=4"])  # 32 prompts: each once
+    model = os.path.relpath(inputs.model, tmp_path)
+    relative = [*overrides(inputs, Path("."), *settings), f"actor_rollout_ref.model.path={model}"]
+    done = run([*MAIN, *relative, "trainer.total_training_steps=4"], tmp_path)  # 32 prompts: each once
     assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    for place in (
+        f"all output is below {tmp_path}",
+        f"building agent_0.actor (fsdp): {inputs.model}",
+        f"building agent_0.rollout (hf): {inputs.model}",
+        f" {tmp_path}/metrics.jsonl",
+        f" {tmp_path}/checkpoints/global_step_4",
+    ):
+        assert place in said, said
     assert sum(line.get("reward/failed", 0) for line in metrics(tmp_path)) == 4  # rollout.n samples
     damage(tmp_path / "checkpoints" / "global_step_4")
     done = run([*MAIN, *arguments, "trainer.total_training_steps=5"])
@@ -106,6 +117,13 @@ def test_failed_rewards_count_as_zero_if_asked_and_a_damaged_checkpoint_is_passe
     assert "checkpoint of step 4 is not used" in said and "Falling back" in said
     assert "resumed from" in said and "global_step_3 (step 3 of 5)" in said
     assert [line["step"] for line in metrics(tmp_path)][-2:] == [4, 5]
+    saved = sorted((tmp_path / "checkpoints").glob("global_step_?"), reverse=True)
+    for checkpoint in saved:
+        damage(checkpoint)
+    done = run([*MAIN, *arguments, "trainer.total_training_steps=6"])
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert all(f"{checkpoint.name}: {checkpoint} is corrupted: " in done.stderr for checkpoint in saved)
+    assert "trainer.resume_mode=disable trainer.overwrite=true" in done.stderr
 
 
 def test_torchrun_starts_the_same_job(inputs, tmp_path):

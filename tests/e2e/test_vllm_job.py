@@ -26,7 +26,8 @@ def inputs(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_log_probs_of_vllm_are_the_trainers_after_every_sync(inputs, tmp_path):
+def test_log_probs_of_vllm_are_the_trainers_after_every_sync(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("SIIRL_LOGGING_FILENAME", "run.log")
     more = ("actor_rollout_ref.rollout.disable_log_stats=False", "trainer.total_training_steps=2")
     run = run_job(1, overrides(inputs, tmp_path / "out", *VLLM, *more), deadline_s=280)
     differences = run.values("actor/rollout_log_prob_diff")
@@ -36,7 +37,9 @@ def test_log_probs_of_vllm_are_the_trainers_after_every_sync(inputs, tmp_path):
     assert all(count > 0 for count in run.values("weight_sync/bytes"))
     assert len(run.values("val/reward/mean")) == 1
     assert run.values("rollout/vllm_preemptions_total") == [0.0, 0.0]
-    assert (tmp_path / "out" / "logs" / "vllm_agent_0.rollout_rank_0.log").exists()
+    log = tmp_path / "out" / "logs" / "vllm_agent_0.rollout_rank_0.log"
+    assert log.exists()
+    assert f"its output is in {log}" in (tmp_path / "out" / "logs" / "run.log").read_text()
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """The rollout engine on vLLM, in a process of its own: one code path for GPU and CPU."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -49,6 +50,8 @@ from siirl.errors import EpisodeFailed, NotSupportedError, RolloutError, WeightS
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
+
+log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 256 << 20
 """Weights reach the engine through a buffer of this size, or of the largest tensor."""
@@ -108,10 +111,13 @@ class VLLMRollout(RolloutEngine):
         gpus = self._gather(physical_gpu(self._device))
         if self._leads:
             rank = groups.rank if groups else 0
+            logs = Path(cfg.trainer.output_dir).expanduser().absolute() / "logs"
+            log_path = logs / f"vllm_{plan.name}_rank_{rank}.log"
+            log.info("starting vLLM for %s; its output is in %s", plan.name, log_path)
             self._process = EngineProcess(
                 plan.name,
                 engine_environment(len(self._shard), self._device, gpus),
-                Path(cfg.trainer.output_dir).expanduser() / "logs" / f"vllm_{plan.name}_rank_{rank}.log",
+                log_path,
                 cfg.trainer.deadline_s,
             )
             self._router = StreamRouter(self._process)
