@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A write failed for want of room: on the disk, of the user, in one file."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how Rust's libraries end the text of a failed system call
@@ -19,7 +21,7 @@ def naming(path: Path) -> Iterator[None]:
     """A failed write of the file at `path` is an OSError that names it."""
     try:
         yield
-    except Exception as error:  # a library's own class, which says by its text that it is an OSError
+    except (OSError, SafetensorError) as error:
         found = _OS_ERROR.search(str(error))
         number = error.errno if isinstance(error, OSError) else int(found[1]) if found else None
         if number is None or (isinstance(error, OSError) and error.filename is not None):

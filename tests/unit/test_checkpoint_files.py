@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from siirl.checkpoint import files
 from siirl.checkpoint.together import Together
@@ -117,10 +118,10 @@ def test_a_write_that_fails_names_its_file_whoever_made_it(tmp_path):
         pytest.raises(OSError, match=r"No space left on device: .*shard-0'") as raised,
         naming(tmp_path / "shard-0"),
     ):
-        raise ValueError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     assert raised.value.errno == 28
-    with pytest.raises(ValueError, match="another"), naming(tmp_path / "shard-0"):
-        raise ValueError("another")
+    with pytest.raises(SafetensorError, match="another"), naming(tmp_path / "shard-0"):
+        raise SafetensorError("another")
     with pytest.raises(StorageError, match=r"the disk is full: .*/a: No space.*global_step_7"):
         write_checkpoint(tmp_path, 7)
         with Together(tmp_path, None).stage(8, "writing"), naming(tmp_path / "a"):
