@@ -185,7 +185,7 @@ def _work(rank: int, job: dict[str, Any], answer: Connection, folder: str) -> No
             fn, args = pickle.loads(job["call"])
             result = fn(rank, job["world_size"], *args)
             answer.send(("done", pickle.dumps(result)))
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - the edge of the process
             answer.send(("failed", f"raised\n{traceback.format_exc()}"))
         answer.close()
         faulthandler.cancel_dump_traceback_later()

@@ -117,7 +117,7 @@ class Pump:
                     self._answer(stream.collect(POLL_S))
             finally:
                 stream.close()
-        except BaseException as error:  # the edge of the thread: raised again by those who wait
+        except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again by those who wait
             with self._news:
                 self._end = error
         with self._news:

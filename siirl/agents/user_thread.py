@@ -136,7 +136,7 @@ class UserThread:
             raise
         except SiirlError as error:
             answer = functools.partial(future.set_exception, error)
-        except BaseException as error:  # the edge to user code: SystemExit, too, belongs to its caller alone
+        except BaseException as error:  # noqa: BLE001 - the edge to user code: SystemExit, too
             answer = functools.partial(future.set_exception, Raised(error))
         else:
             answer = functools.partial(future.set_result, result)

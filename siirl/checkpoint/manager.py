@@ -131,7 +131,7 @@ class CheckpointManager:
     def _write(self, outcome: Future[Saved], staged: Staged, ranks: Together, start_s: float) -> None:
         try:
             path = write_checkpoint(staged, self.keep, ranks)
-        except BaseException as error:  # the edge of a thread: whoever waits raises it
+        except BaseException as error:  # noqa: BLE001 - the edge of a thread: whoever waits raises it
             outcome.set_exception(error)
         else:
             outcome.set_result(Saved(path, time.perf_counter() - start_s))

@@ -39,10 +39,7 @@ class Together:
         try:
             with phase(doing):
                 yield
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # whatever it is, the peers must learn of it: they wait
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - whatever it is, the peers wait for it
             problem = error
         reasons = self._reasons(problem)
         if not reasons:
@@ -96,7 +93,7 @@ def for_each(models: Mapping[str, T], act: Callable[[str, T], None]) -> None:
     for name, model in models.items():
         try:
             act(name, model)
-        except (Exception, CheckpointException) as error:
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised below
             problems.append(error)
     if problems:
         raise problems[0]

@@ -64,7 +64,7 @@ def run_rank(job: Job, place: ProcessPlace, watched: bool = False) -> int:
     try:
         setup_logging(place.rank, job.log_dir)
         _run(job, place)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the edge of the process
         failure = describe_exception(error, place.rank, read_position(job.position_path(place.rank)))
         write_failure(job.error_path(place.rank), failure)
         if not failure.user_error:

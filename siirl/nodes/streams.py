@@ -126,5 +126,5 @@ class Service(threading.Thread):
         """The thread: open the engine's stream, answer, close it."""
         try:
             self._server.serve(self._engine.stream, self._clients)
-        except BaseException as error:  # the edge of the thread: raised again by who waits
+        except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again by who waits
             self.error = error

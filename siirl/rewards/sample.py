@@ -113,7 +113,7 @@ def describe(error: BaseException) -> str:
     where = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     try:
         text = str(error)
-    except Exception:
+    except Exception:  # noqa: BLE001 - the edge to user code: the text of its exception is made by it, too
         text = "(its text cannot be made)"
     return f"{type(error).__name__}: {printable(text)}{where}"
 

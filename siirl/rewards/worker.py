@@ -32,7 +32,7 @@ def main() -> None:
     try:
         setup = json.loads(pipe.recv_bytes())
         functions = _load(setup)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the edge of the process, and to user code
         pipe.send_bytes(json.dumps({"fatal": describe(error)}).encode())
         return
     pipe.send_bytes(json.dumps({"ready": True}).encode())
@@ -63,7 +63,7 @@ def _score_each(functions: dict[str, ScoreFn], samples: list[Sample]) -> Iterato
     for sample in samples:
         try:
             outcome = score_sample(functions, sample)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the edge to user code
             outcome = failed(error)
         yield outcome
 
@@ -71,7 +71,7 @@ def _score_each(functions: dict[str, ScoreFn], samples: list[Sample]) -> Iterato
 def _score_batch(functions: dict[str, ScoreFn], samples: list[Sample]) -> list[Outcome]:
     try:
         return score_batch(functions[choose.CUSTOM], samples)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the edge to user code
         return [failed(error)] * len(samples)
 
 

@@ -145,7 +145,7 @@ def _execute(module: types.ModuleType, code: str) -> int:
         exec(compile(code, MAIN, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as stop:
         status = _exit_code(stop.code)
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the edge to the program
         trace = error.__traceback__
         traceback.print_exception(type(error), error, trace and trace.tb_next)
         status = 1

@@ -134,7 +134,7 @@ def _run_child(
     code = 1
     try:
         code = child.run(here, request, standard_input, extra_processes)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the edge of the process
         traceback.print_exc()
         sys.stderr.flush()
     finally:

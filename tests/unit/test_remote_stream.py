@@ -58,7 +58,7 @@ def serving(stream, *sessions, deadline_s=20.0):
         try:
             for clients in sessions:
                 server.serve(lambda: stream, clients)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the edge of the thread
             errors.append(error)
 
     thread = threading.Thread(target=work)

@@ -138,7 +138,7 @@ class OpenAIRollout(RolloutEngine):
     def _attempt(self, request: Request) -> Completion | BaseException:
         try:
             return self.answer(request)
-        except BaseException as error:  # the edge of the thread: raised again by collect
+        except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again by collect
             return error
 
 

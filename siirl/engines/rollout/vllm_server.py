@@ -78,7 +78,7 @@ class Server:
             work(*arguments)
         except ChannelClosed:
             raise
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the edge of the process: the worker is told
             if report == "stream_error":
                 self.on_abort({}, {})
             known = isinstance(error, UserError)
