@@ -320,7 +320,7 @@ def newest_complete(root: Path, contents: bool = True) -> Path | None:
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise StorageError(
-            f"no checkpoint under {root} is complete, newest first:\n{listed}\n"
+            f"no complete checkpoint under {root}, newest first:\n{listed}\n"
             "Restore the files of one, give a folder from elsewhere as trainer.resume_from_path with "
             "trainer.resume_mode=resume_path, or start over with trainer.resume_mode=disable "
             "trainer.overwrite=true."

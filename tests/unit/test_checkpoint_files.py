@@ -95,7 +95,7 @@ def test_only_damaged_checkpoints_are_an_error_of_the_users_that_names_each(tmp_
     with pytest.raises(StorageError) as raised, Together(tmp_path, None).stage(None, "looking"):
         files.find_resume(tmp_path, "auto", None)
     failure = describe_exception(raised.value, 0, None)
-    assert failure.user_error and failure.error.startswith(f"no checkpoint under {tmp_path} is complete")
+    assert failure.user_error and failure.error.startswith(f"no complete checkpoint under {tmp_path}")
 
 
 def test_damage_that_sizes_show_is_refused_before_anything_starts(tmp_path):

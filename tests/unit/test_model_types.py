@@ -170,9 +170,8 @@ def test_frequencies_that_follow_the_longest_row_are_refused_from_where_they_do(
     for longest in (FIRST, FIRST + 1, 2 * FIRST):
         assert bool(why_not_so_long(raw, longest)) == follows(longest), longest
     assert follows(2 * FIRST) == (kind in LENGTH_DEPENDENT)
-    assert bool(why_not_so_long({"rope_parameters": {"full_attention": rope}}, 2 * FIRST)) == follows(
-        2 * FIRST
-    )
+    by_layer = raw | {"rope_parameters": {"full_attention": rope}}
+    assert bool(why_not_so_long(by_layer, 2 * FIRST)) == follows(2 * FIRST)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
