@@ -142,21 +142,21 @@ class FieldKey:
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How the rows of a batch are split over ranks.
-
-    ranks: world ranks that hold rows. shards: the data-parallel shard that each of them holds (same length);
-    ranks with equal shard hold identical rows (tensor-parallel peers). rowset: which set of rows this is; an
-    op that changes the row count (a rollout, a filter) starts a new one, e.g. "agent_0.samples" after
-    "agent_0.prompts". split: "group" keeps the samples of a prompt on one shard, in global order; "cost"
-    balances the compute cost of rows over shards within each mini-batch of `mini_batch_rows` rows (0: the
-    whole batch is one mini-batch).
-    """
+    """How the rows of a batch are split over ranks."""
 
     ranks: tuple[int, ...]
+    """World ranks that hold rows."""
     shards: tuple[int, ...]
+    """The data-parallel shard that each of them holds (same length); ranks with equal shard hold identical
+    rows (tensor-parallel peers)."""
     rowset: str
+    """Which set of rows this is; an op that changes the row count (a rollout, a filter) starts a new one,
+    e.g. "agent_0.samples" after "agent_0.prompts"."""
     split: Literal["group", "cost"] = "group"
+    """"group" keeps the samples of a prompt on one shard, in global order; "cost" balances the compute cost
+    of rows over shards within each mini-batch."""
     mini_batch_rows: int = 0
+    """Rows of a mini-batch; 0: the whole batch is one."""
 
     @property
     def num_shards(self) -> int:

@@ -43,16 +43,15 @@ class Observation:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What comes of actions.
-
-    rewards: of each agent that is named, or a single number for every agent that has just acted. done: the
-    episode is over. info: plain data.
-    """
+    """What comes of actions."""
 
     observations: Texts = ""
     rewards: float | dict[int, float] = 0.0
+    """Of each agent that is named, or a single number for every agent that has just acted."""
     done: bool = False
+    """The episode is over."""
     info: dict[str, Any] = field(default_factory=dict)
+    """Plain data."""
 
     def text_for(self, agent: int) -> str:
         """What this agent reads."""

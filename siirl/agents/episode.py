@@ -6,51 +6,55 @@ from typing import Any
 
 @dataclass
 class Message:
-    """One utterance, in the order of speaking.
-
-    role: as chat templates know it; an agent's turn is "assistant" from where it stands, and becomes "user"
-    where another agent reads it. agent and turn: None for prompts, observations and tool responses. turn
-    counts the turns of the episode, over all agents. reward: what the environment gave the speaker for it.
-    to: the agent that alone reads it; None: all do. info: weight_version, finish_reason, tool_calls, ...
-    """
+    """One utterance, in the order of speaking."""
 
     role: str
+    """As chat templates know it; an agent's turn is "assistant" from where it stands, and becomes "user"
+    where another agent reads it."""
     content: str
     agent: int | None = None
+    """Who said it; None for prompts, observations and tool responses."""
     node: str | None = None
     turn: int | None = None
+    """Its number among the turns of all agents in the episode; None where no agent spoke."""
     reward: float = 0.0
+    """What the environment gave the speaker for it."""
     to: int | None = None
+    """The agent that alone reads it; None: all do."""
     info: dict[str, Any] = field(default_factory=dict)
+    """weight_version, finish_reason, tool_calls, ..."""
 
 
 @dataclass
 class Episode:
-    """What user functions (until, route, pre- and post-processing, tools) get; `state` is theirs to write.
-
-    episode_id: group_id * samples + sample, the same for all agents. seed: 63 bits, a function of (run seed,
-    step, group, sample). env_seed: that of its environment, by default the same, in validation whatever the
-    step. task: raw_prompt, data_source, ground_truth, extra_info. messages: the prompt and
-    everything said so far. turns: how many turns the agents have spoken. visits: how often each node has run.
-    speaker: the agent whose turn it is. done: the environment ended it. ended: why it was over, in words;
-    empty if it went to its last node. error: why it was dropped.
-    """
+    """What user functions (until, route, pre- and post-processing, tools) get; `state` is theirs to write."""
 
     episode_id: int
+    """group_id * samples + sample, the same for all agents."""
     group_id: int
     sample: int
     seed: int
+    """63 bits, a function of (run seed, step, group, sample)."""
     task: dict[str, Any]
+    """raw_prompt, data_source, ground_truth, extra_info."""
     messages: list[Message] = field(default_factory=list)
+    """The prompt and everything said so far."""
     env: Any = None
     state: dict[str, Any] = field(default_factory=dict)
     turns: int = 0
+    """How many turns the agents have spoken."""
     visits: dict[str, int] = field(default_factory=dict)
+    """How often each node has run."""
     speaker: int | None = None
+    """The agent whose turn it is."""
     done: bool = False
+    """The environment ended it."""
     ended: str = ""
+    """Why it was over, in words; empty if it went to its last node."""
     error: str | None = None
+    """Why it was dropped."""
     env_seed: int | None = None
+    """That of its environment, by default the same, in validation whatever the step."""
 
     def last_turn(self, agent: int | None = None) -> Message | None:
         """The last message that an agent (or this one) spoke."""

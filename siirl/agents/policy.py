@@ -6,16 +6,15 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Generated:
-    """The tokens of one turn.
-
-    log_probs: of each token, in nats, at the sampling temperature. finish_reason: "stop" (a stop token was
-    sampled, which is the last token) or "length". weight_version: of the weights that produced them.
-    """
+    """The tokens of one turn."""
 
     token_ids: list[int]
     log_probs: list[float]
+    """Of each token, in nats, at the sampling temperature."""
     finish_reason: str
+    """"stop" (a stop token was sampled, which is the last token) or "length"."""
     weight_version: int
+    """Of the weights that produced them."""
 
 
 class Policy(Protocol):

@@ -11,18 +11,18 @@ MAX_MESSAGE = 20_000  # characters of a message that are shown
 
 @dataclass(frozen=True)
 class ShownEpisode:
-    """One episode to be shown.
-
-    messages: as in the `conversation` column. rewards: what each agent got in all, by agent number. title:
-    which episode it is. note: a line below it, such as the ground truth. ended: why it was over before its
-    last node, if it was.
-    """
+    """One episode to be shown."""
 
     title: str
+    """Which episode it is."""
     messages: Sequence[Mapping[str, Any]]
+    """As in the `conversation` column."""
     rewards: Mapping[int, float] = field(default_factory=dict)
+    """What each agent got in all, by agent number."""
     note: str = ""
+    """A line below it, such as the ground truth."""
     ended: str = ""
+    """Why it was over before its last node, if it was."""
 
     @property
     def turns(self) -> int:

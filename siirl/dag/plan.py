@@ -107,27 +107,29 @@ class LoaderPlan:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A node of an interaction: what happens there to an episode, and where it goes next.
-
-    agent: who speaks. policy: the agent whose rollout model it speaks with; None for an environment. rows:
-    whether rows of it are made; those of an agent that shares a policy are among the owner's. An episode goes
-    back to `back_to` unless `until` says so or the node has run max_turns times; then to `following`; None:
-    it ends. route: a function that chooses the node instead. options: process_path, pre_process_kwargs and
-    post_process_kwargs of an agent; of an environment env_path, env_kwargs, env_seed, deadline_s,
-    max_concurrent, and whether its observations and rewards are used (obs_with_env, rewards_with_env).
-    """
+    """A node of an interaction: what happens there to an episode, and where it goes next."""
 
     node: str
     kind: Literal["agent", "env"]
     agent: int
+    """Who speaks."""
     policy: int | None
+    """The agent whose rollout model it speaks with; None for an environment."""
     rows: bool
+    """Whether rows of it are made; those of an agent that shares a policy are among the owner's."""
     following: str | None
+    """Where an episode goes that does not go back; None: it ends."""
     back_to: str | None
+    """Where it goes back to, unless `until` is true or the node has run max_turns times."""
     max_turns: int
     until: str | None
+    """A function of the episode: whether it does not go back."""
     route: str | None
+    """A function of the episode that chooses the node instead."""
     options: dict[str, Any]
+    """process_path, pre_process_kwargs and post_process_kwargs of an agent; of an environment env_path,
+    env_kwargs, env_seed, deadline_s, max_concurrent, and whether its observations and rewards are used
+    (obs_with_env, rewards_with_env)."""
 
 
 @dataclass(frozen=True)
@@ -144,19 +146,19 @@ class StreamPlan:
 
 @dataclass(frozen=True)
 class InteractionPlan:
-    """A conversation of agents, episode by episode, which the Run of `entry` plays.
-
-    stages: in the order of dependencies, the entry first. policies: names of the rollout models, the entry's
-    first, of which all have their trainer's weights before that Run. most_turns: of an episode, over all
-    agents. streams: of the policies that are not on the drivers' ranks alone; drivers ask their own engines
-    of the others.
-    """
+    """A conversation of agents, episode by episode, which the Run of `entry` plays."""
 
     entry: str
     stages: tuple[StagePlan, ...]
+    """In the order of dependencies, the entry first."""
     policies: tuple[str, ...]
+    """Names of the rollout models, the entry's first, of which all have their trainer's weights before that
+    Run."""
     most_turns: int
+    """Of an episode, over all agents."""
     streams: tuple[StreamPlan, ...] = ()
+    """Of the policies that are not on the drivers' ranks alone; drivers ask their own engines of the
+    others."""
 
     def heads(self, policy: str, driver: int) -> Ranks:
         """The ranks whose engines answer the episodes of a driver."""
@@ -190,11 +192,7 @@ class Reshard:
 
 @dataclass(frozen=True)
 class Run:
-    """Run a node's op: rows of `reads` in layout `source` in, rows of `writes` in layout `target` out.
-
-    joins: what it reads of other agents in its interaction, where their rows lie (layout ids): each rank has
-    the rows of the same episodes in all of them, in whatever number.
-    """
+    """Run a node's op: rows of `reads` in layout `source` in, rows of `writes` in layout `target` out."""
 
     node: str
     reads: tuple[FieldKey, ...]
@@ -203,6 +201,8 @@ class Run:
     target: str
     ranks: Ranks
     joins: tuple[tuple[FieldKey, str], ...] = ()
+    """What it reads of other agents in its interaction, where their rows lie (layout ids): each rank has the
+    rows of the same episodes in all of them, in whatever number."""
 
 
 @dataclass(frozen=True)
@@ -267,25 +267,24 @@ Instruction = Load | Reshard | Run | Serve | SyncWeights | Free | Repeat | Colle
 
 @dataclass(frozen=True)
 class Plan:
-    """The compiled workflow. `instructions` is one training step; `validation` one validation batch.
-
-    groups: distinct rank tuples, in creation order, the world first; every rank creates all of them in this
-    order. They are the ranks of the models, of their mesh axes, and of all layouts, routes and links. nodes:
-    kept nodes by id, in execution order. pruned: node id -> why it costs nothing in this run. interactions:
-    by entry node; of their nodes, environments and agents without rows have no Run.
-    """
+    """The compiled workflow. `instructions` is one training step; `validation` one validation batch."""
 
     dag_id: str
     world_size: int
     nodes: dict[str, NodePlan]
+    """Kept nodes by id, in execution order."""
     pruned: dict[str, str]
+    """Node id -> why it costs nothing in this run."""
     models: dict[str, ModelPlan]
     layouts: dict[str, Layout]
     routes: dict[str, RoutePlan]
     links: dict[str, LinkPlan]
     loaders: dict[str, LoaderPlan]
     interactions: dict[str, InteractionPlan]
+    """By entry node; of their nodes, environments and agents without rows have no Run."""
     groups: tuple[Ranks, ...]
+    """Distinct rank tuples, in creation order, the world first; every rank creates all of them in this order.
+    They are the ranks of the models, of their mesh axes, and of all layouts, routes and links."""
     instructions: tuple[Instruction, ...]
     validation: tuple[Instruction, ...]
 

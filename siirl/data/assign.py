@@ -150,16 +150,14 @@ def first_ranks(layout: Layout) -> list[int]:
 
 @dataclass(frozen=True)
 class Moves:
-    """What one rank sends and gets.
-
-    send: for each rank of the route, the positions of my source rows that go there. receive: how many rows
-    come from each. order: my i-th target row is the order[i]-th of the rows that arrive, taken by sending
-    rank.
-    """
+    """What one rank sends and gets."""
 
     send: list[np.ndarray]
+    """For each rank of the route, the positions of my source rows that go there."""
     receive: list[int]
+    """How many rows come from each."""
     order: np.ndarray
+    """My i-th target row is the order[i]-th of the rows that arrive, taken by sending rank."""
 
 
 def plan_moves(

@@ -21,18 +21,18 @@ MAX_ANSWER_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """How to ask a service.
-
-    timeout_s: of one try. max_tries: the first included. max_per_s: requests per second, tries counted; 0:
-    any number. token_env: environment variable whose value is sent as a bearer token.
-    """
+    """How to ask a service."""
 
     url: str
     timeout_s: float = 30.0
+    """Of one try."""
     max_tries: int = 5
+    """The first included."""
     max_concurrent: int = 16
     max_per_s: float = 0.0
+    """Requests per second, tries counted; 0: any number."""
     token_env: str | None = None
+    """Environment variable whose value is sent as a bearer token."""
 
 
 class Endpoint:
