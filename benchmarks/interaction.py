@@ -38,7 +38,7 @@ from typing import Any
 import torch
 from grpo_gpu import COMMON, SHAPES, make_model
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 

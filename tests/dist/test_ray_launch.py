@@ -116,7 +116,7 @@ def start(cluster, folder: Path, entry: str) -> tuple[subprocess.Popen, list[int
     path = folder / "job.json"
     path.write_text(make_job(folder, entry, *TWO, f"ray_init.address={cluster.address}").to_json())
     launcher = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "ray_driver.py"), str(path)],
+        [sys.executable, str(ROOT / "tests" / "support" / "ray_driver.py"), str(path)],
         env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -291,7 +291,7 @@ def test_workers_get_settings_threads_and_a_terminal(cluster, tmp_path):
     path.write_text(job.to_json())
     ours, theirs = os.openpty()
     launcher = subprocess.Popen(
-        [sys.executable, str(ROOT / "tests" / "ray_driver.py"), str(path)],
+        [sys.executable, str(ROOT / "tests" / "support" / "ray_driver.py"), str(path)],
         env=environment() | {"HF_NOTE": "8"},
         stdout=theirs,
         stderr=theirs,

@@ -25,7 +25,7 @@ def dag_file(path: Path, models, agents: tuple[int, ...]) -> Path:
     """The two-policy DAG with only the nodes of `agents`, which alone run on ranks 0 and 1."""
     text = (TESTS / "e2e" / "two_policies.yaml").read_text()
     text = text.replace("MODEL_A", str(models[0])).replace("MODEL_B", str(models[1]))
-    text = text.replace("OPS:", f"{TESTS / 'two_policies_ops.py'}:")
+    text = text.replace("OPS:", f"{TESTS / 'support' / 'two_policies_ops.py'}:")
     dag = yaml.safe_load(text)
     dag["nodes"] = [node for node in dag["nodes"] if node["agent_group"] in agents]
     if len(agents) == 1:

@@ -67,7 +67,7 @@ def test_hostile_programs_of_a_plain_user_are_held():
         pytest.skip("needs root, to become another user, and a Python that all users can read")
     for mode in MODES[1:]:
         done = subprocess.run(
-            [python, REPOSITORY / "tests" / "sandbox_cases.py", mode],
+            [python, REPOSITORY / "tests" / "support" / "sandbox_cases.py", mode],
             user=12345,
             group=12345,
             extra_groups=[],

@@ -10,7 +10,7 @@ from siirl.config import load_config, to_dict
 from siirl.dag.plan import Plan
 from siirl.launch.job import Job
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _EMPTY = {field.name: {} if "dict" in str(field.type) else () for field in dataclasses.fields(Plan)}
 
 
@@ -30,7 +30,7 @@ def make_job(folder: Path, entry: str, *overrides: str) -> Job:
 
 def environment() -> dict[str, str]:
     """The environment of a launcher that finds siirl and the entries; threads are for it to choose."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")])
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     return env | {"PYTHONPATH": path}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-FILE = Path(__file__).parent / "unit" / "launch_settings.txt"
+FILE = Path(__file__).parents[1] / "unit" / "launch_settings.txt"
 SHORT = {
     "AM": "actor_rollout_ref.actor.megatron",
     "FM": "actor_rollout_ref.ref.megatron",

@@ -12,7 +12,7 @@ from typing import Any
 from dist_harness import run_workers
 from fixtures_tiny import make_arithmetic_parquet, make_tiny_model_dir
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 REWARD = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     """A reward that varies between random responses: the share of digits, and a bonus for the right one."""
