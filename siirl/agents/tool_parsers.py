@@ -31,10 +31,12 @@ class MalformedCall:
 
 @dataclass(frozen=True)
 class Parsed:
-    """A turn taken apart. content: its text without calls. calls: in the order in which they were written."""
+    """A turn taken apart."""
 
     content: str
+    """Its text without calls."""
     calls: tuple[ToolCall | MalformedCall, ...] = ()
+    """In the order in which they were written."""
 
 
 ToolParser = Callable[[str], Parsed]

@@ -42,11 +42,14 @@ class Tool(Protocol):
 
 @dataclass(frozen=True)
 class ToolLimits:
-    """max_calls: of one turn. max_length: characters of a response, longer ones are cut on `side`."""
+    """How much an agent may ask of tools."""
 
     max_calls: int = 1
+    """Of one turn."""
     max_length: int = 256
+    """Characters of a response."""
     side: str = "middle"
+    """Where a longer one is cut."""
     deadline_s: float = 30.0
 
     @classmethod
@@ -62,11 +65,13 @@ class ToolLimits:
 
 @dataclass(frozen=True)
 class ToolResponse:
-    """What the model reads after a call. error: the kind of error, or None. tool: None if it is unknown."""
+    """What the model reads after a call."""
 
     text: str
     tool: str | None = None
+    """None if it is unknown."""
     error: str | None = None
+    """The kind of error; None: there was none."""
     truncated: bool = False
 
 

@@ -21,15 +21,16 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class HubRepo:
-    """A repository on a hub. revision: branch, tag or commit; cache_dir, token: None: those of the hub's own
-    settings (HF_HOME, HF_TOKEN, a login).
-    """
+    """A repository on a hub."""
 
     name: str
     kind: Kind = "model"
     revision: str = DEFAULT_REVISION
+    """Branch, tag or commit."""
     cache_dir: str | None = None
+    """None: that of the hub's own settings (HF_HOME)."""
     token: str | None = None
+    """None: that of the hub's own settings (HF_TOKEN, a login)."""
 
 
 def is_hub_id(name: str) -> bool:

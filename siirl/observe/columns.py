@@ -10,15 +10,13 @@ _AGENT = re.compile(r"^agent_(\d+)/")
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table.
-
-    names: metrics that can fill it, best first; each also matches after a prefix ("agent_1/" + name).
-    digits: after the decimal point; None: three significant ones.
-    """
+    """A column of the table."""
 
     header: str
     names: tuple[str, ...]
+    """Metrics that can fill it, best first; each also matches after a prefix ("agent_1/" + name)."""
     digits: int | None = 3
+    """After the decimal point; None: three significant ones."""
     always: bool = False
 
 

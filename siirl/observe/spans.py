@@ -51,15 +51,15 @@ def observing(observer: "Observer") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Span:
-    """One measured stretch. start_s: of time.perf_counter; depth 0: not inside another span.
-
-    name: a node id or e.g. "reshard"; of a phase: the span and the phases around it too, joined by "/".
-    """
+    """One measured stretch."""
 
     name: str
+    """A node id or e.g. "reshard"; of a phase: the span and the phases around it too, joined by "/"."""
     start_s: float
+    """Of time.perf_counter."""
     duration_s: float
     depth: int
+    """0: not inside another span."""
 
 
 @dataclass

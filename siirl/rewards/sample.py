@@ -41,17 +41,16 @@ class Sample:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a sample. error: None, or why there is no score; failure: what kind of error it is.
-
-    "data": the dataset row cannot be scored; "raised": the function raised or returned something unusable;
-    "timeout": it took too long, so that there is neither a right nor a wrong; "died": its process ended by
-    itself; "service": what it depends on (a remote service, the sandbox) does not work.
-    """
+    """What came of a sample."""
 
     score: float = 0.0
     info: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    """Why there is no score; None: there is one."""
     failure: Literal["data", "raised", "timeout", "died", "service"] | None = None
+    """"data": the dataset row cannot be scored; "raised": the function raised or returned something unusable;
+    "timeout": it took too long, so that there is neither a right nor a wrong; "died": its process ended by
+    itself; "service": what it depends on (a remote service, the sandbox) does not work."""
 
 
 def score_sample(functions: Mapping[str, ScoreFn], sample: Sample) -> Outcome:

@@ -17,15 +17,14 @@ FORMS = (
 
 @dataclass(frozen=True)
 class UnitTests:
-    """The tests of one program.
-
-    fn_name: the function to call, on inputs that are lists of arguments; None: a program to run, on inputs
-    that are texts for stdin. outputs: what is right.
-    """
+    """The tests of one program."""
 
     fn_name: str | None
+    """The function to call, on inputs that are lists of arguments; None: a program to run, on inputs that are
+    texts for stdin."""
     inputs: list[Any]
     outputs: list[Any]
+    """What is right."""
 
     def __len__(self) -> int:
         return len(self.inputs)
