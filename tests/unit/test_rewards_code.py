@@ -1,5 +1,6 @@
 """Programs scored by unit tests: really run, in the sandbox."""
 
+import contextlib
 import json
 import os
 import time
@@ -142,8 +143,9 @@ def stopped_program():
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for process in psutil.Process().children(recursive=True):
-            if process.status() == psutil.STATUS_STOPPED:
-                return process
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() == psutil.STATUS_STOPPED:
+                    return process
         time.sleep(0.01)
     raise AssertionError("no program is stopped")
 
