@@ -58,6 +58,19 @@ def test_pages_that_newcomers_read_have_no_long_lines():
             assert not wide, f"{page.name}: {wide}"
 
 
+def test_no_page_has_long_lines_but_rows_of_tables():
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+    ]
+    for page in pages:
+        lines = enumerate(page.read_text().splitlines(), 1)
+        wide = [number for number, line in lines if len(line) > 160 and not line.startswith("|")]
+        assert not wide, f"{page.name}: {wide}"
+
+
 def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):

@@ -9,14 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from plan_cases import add_agent, compiled, config
 
 from siirl.cli import main
 from siirl.config import load_config
 from siirl.config.root import all_keys
 from siirl.dag.compile import compile_plan, load_dag
+from siirl.dag.memory import head_lines
 from siirl.dag.memory_phases import memory_lines, phase_peaks
 from siirl.dag.memory_words import memory_table, memory_warnings
 from siirl.dag.models import TRAIN_BACKENDS
+from siirl.dag.spec import DagBuilder, DagSpec
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -162,6 +165,45 @@ def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, monkeypatch
     assert "memory: does not fit 60 GiB" in capsys.readouterr().err
     assert main(["check", "--elsewhere", *command, *keys]) == 0
     assert "does not fit" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "logits"),
+    [(1, 1024 * 150_000 * 2), (4, 4 * 1024 * 150_000 * 2), (16, 2**28 * 2)],
+)
+def test_logits_are_kept_whole_where_they_are_few_and_in_chunks_where_not(rows, logits):
+    """Rows of 1,024 tokens and 150,000 words in bf16: 2 GiB are seven rows, a chunk is 2^28 logits."""
+    plan = compiled(add_one_agent(), 1)
+    cfg = config(f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows}")
+    [update] = [
+        line
+        for line in head_lines(plan.models["agent_0.actor"], cfg, 150_000, 64, 2)
+        if "update" in line.during
+    ]
+    of_the_weight = 150_000 * 64 * (4 + 2 + 2)  # its gradient in fp32 and twice in bf16
+    assert update.num_bytes == logits + of_the_weight
+
+
+def add_one_agent() -> DagSpec:
+    dag = DagBuilder("one")
+    add_agent(dag)
+    return dag.build()
+
+
+def test_an_interaction_is_one_phase_in_which_all_its_policies_generate(tmp_path):
+    write_config(tmp_path, grpo_gpu.SHAPES["A"])
+    dag = DagBuilder("pair")
+    above = add_agent(dag, 0)["rollout"]
+    add_agent(dag, 1, dependencies=[above])
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}/model")
+    plan, configs = compile_plan(dag.build(), cfg, 2)
+    lines = memory_lines(plan, configs)
+    assert not isinstance(lines, str), lines
+    found = {peak.node: peak.parts for peak in phase_peaks(plan, lines, int(H200_GIB * GIB))}
+    assert found.keys() == {"rollout_0", "train_0", "train_1"}
+    for agent in (0, 1):
+        assert found["rollout_0"][f"agent_{agent}.rollout", "KV cache"] > 0
+        assert (f"agent_{agent}.rollout", "KV cache") not in found["train_0"]
 
 
 @pytest.mark.parametrize("group", ["actor_rollout_ref.actor", "critic"])

@@ -130,6 +130,22 @@ def test_a_folder_with_results_is_refused_with_three_ways_out(tmp_path, case):
     refuse_used(config(tmp_path / "other", *keys))
 
 
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("metrics.jsonl", "metrics.jsonl"),
+        ("hf_model/config.json", "hf_model"),
+        ("hf_critic/config.json", "hf_critic"),
+        ("checkpoints/global_step_5/manifest.json", "checkpoints has checkpoints"),
+    ],
+)
+def test_each_result_alone_makes_a_folder_a_used_one(tmp_path, name, what):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"{what} of an earlier run"):
+        refuse_used(config(tmp_path, "trainer.resume_mode=disable"))
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
     "keys",
