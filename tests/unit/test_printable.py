@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from siirl.agents.render import ShownEpisode, episode_text
+from siirl.agents.render import ShownEpisode, episode_text, shown_text
 from siirl.launch.failure import describe_exception, read_failure, write_failure
 from siirl.observe.logs import last_lines
 from siirl.observe.printable import printable
-from siirl.observe.sinks import RunInfo, make_sinks
+from siirl.observe.sinks import RunInfo, make_sinks, samples_text
 from siirl.rewards.sample import describe
 
 EVIL = "red \x1b[31m title \x1b]0;x\x07 back \x08\x08 c1 \x9b2J bidi \u202e half \ud83d, nul \x00 end"
@@ -58,6 +58,15 @@ def test_samples_reach_files_and_tensorboard_as_printable_text(tmp_path, monkeyp
     events.Reload()
     text = events.Tensors("samples/train/text_summary")[0].tensor_proto.string_val[0].decode()
     assert text.count(SHOWN) == 4 and text == printable(text)
+
+
+def test_what_breaks_a_line_elsewhere_breaks_none_of_a_sample():
+    text = samples_text([{"prompt": "a\x0cb\u2028c\x85d"}])
+    assert text == "[0] \n  prompt:\n    a\\x0cb\\u2028c\\x85d\n"
+
+
+def test_the_text_of_a_message_is_printable():
+    assert shown_text(f"a {EVIL}") == f"a {SHOWN}" and shown_text([EVIL]) == str([EVIL])
 
 
 def test_conversations_are_printable():
