@@ -7,7 +7,7 @@ import pytest
 
 from siirl.observe.sinks import RunInfo, make_sinks, samples_text
 
-SAMPLES = [{"prompt": "1+1=", "response": "2", "score": 1.0}, {"prompt": "2+2=", "note": "late"}]
+SAMPLES = [{"prompt": "1+1=", "response": "2\x1b[2J", "score": 1.0}, {"prompt": "2+2=", "note": "late"}]
 
 
 def record(calls: list, name: str, result=None):
@@ -71,7 +71,7 @@ def test_wandb_gets_configuration_numbers_and_a_table_at_the_step(calls_of, tmp_
         "dir": str(tmp_path),
     }
     (table, numbers) = calls["log"]
-    rows = [["1+1=", "2", "1.0", ""], ["2+2=", "", "", "late"]]
+    rows = [["1+1=", r"2\x1b[2J", "1.0", ""], ["2+2=", "", "", "late"]]
     expected = ("table", ["prompt", "response", "score", "note"], rows)
     assert table == (({"samples/train": expected},), {"step": 7})
     assert numbers == ((METRICS,), {"step": 7})
