@@ -8,8 +8,11 @@ import time
 
 import pytest
 
+from siirl.checkpoint.files import POINTER
 from siirl.cli import main
+from siirl.config import load_config
 from siirl.dag.plan import Plan
+from siirl.launch.run_folder import held
 
 GOOD = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=8"]
 CHECK = ["check", "--elsewhere"]
@@ -79,6 +82,40 @@ def test_check_refuses_what_a_run_would_refuse_before_it_starts(tmp_path, capsys
     ):
         assert main(arguments) == (2 if message else 0)
         assert message in capsys.readouterr().err
+
+
+FOLDERS = {  # files there, settings -> what check says
+    "a pointer below all steps": (["checkpoints/global_step_5/x"], [], "names step 3, but the checkpoints"),
+    "no such checkpoint": (
+        [],
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/no/global_step_3"],
+        "/no/global_step_3",
+    ),
+    "an earlier run": (["metrics.jsonl"], [], "metrics.jsonl of an earlier run"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_check_looks_at_the_folder_that_the_run_will_write(case, tmp_path, capsys):
+    names, settings, message = FOLDERS[case]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "checkpoints").mkdir(exist_ok=True)
+    (tmp_path / "checkpoints" / POINTER).write_text("3")
+    keys = [*GOOD, f"trainer.output_dir={tmp_path}", *settings]
+    assert main(["check", *keys]) == 2
+    assert message in capsys.readouterr().err
+    assert main([*CHECK, *keys]) == 0
+
+
+def test_check_sees_that_a_run_is_in_the_folder(tmp_path, capsys):
+    keys = [*GOOD, f"trainer.output_dir={tmp_path}"]
+    with held(load_config(keys), "another"):
+        assert main(["check", *keys]) == 2
+        assert f"trainer.output_dir={tmp_path} is in use by a run" in capsys.readouterr().err
+    main(["check", *keys])
+    assert "in use" not in capsys.readouterr().err
 
 
 def test_hydra_full_error_shows_the_traceback(capsys, monkeypatch):
