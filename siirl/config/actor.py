@@ -1,12 +1,10 @@
 """Groups actor_rollout_ref.actor and actor_rollout_ref.ref."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from siirl.config.algorithm_table import LOSSES, losses_with
 from siirl.config.common import (
     CheckpointConfig,
-    ForwardFSDPConfig,
     ForwardMegatronConfig,
     FSDPConfig,
     MegatronConfig,
@@ -15,15 +13,9 @@ from siirl.config.common import (
 from siirl.config.keys import group, key
 
 EMBODIED = "embodied agents"
-ULYSSES = "Ulysses sequence parallelism"
-PROFILER = "the profiler"
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_exact")
 STRATEGIES = ("fsdp", "megatron")
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-REMOVED_MICRO_BATCH = "a size over all ranks depends on their number; set {} (rows on each rank)"
-UNUSED_COMPILE = "the fsdp engine does not use torch.compile"
-UNUSED_CHUNKING = "entropy is always computed in chunks that are recomputed in the backward pass"
-NO_BACKWARD = "the reference model is never trained"
 
 
 @dataclass(frozen=True)
@@ -105,11 +97,6 @@ class ActorConfig:
         synonyms={"fsdp2": "fsdp"},
     )
     ppo_mini_batch_size: int = key(256, "prompts of one optimizer step, over all ranks", low=1)
-    ppo_micro_batch_size: int | None = key(
-        None,
-        "rows of a micro-batch over all ranks",
-        replaced=REMOVED_MICRO_BATCH.format("ppo_micro_batch_size_per_gpu"),
-    )
     ppo_micro_batch_size_per_gpu: int = key(
         1, "rows of a micro-batch on each rank, unless use_dynamic_bsz", when="use_dynamic_bsz=false", low=1
     )
@@ -136,7 +123,6 @@ class ActorConfig:
     )
     ppo_epochs: int = key(1, "passes over each rollout batch", low=1)
     shuffle: bool = key(False, "shuffle the rows of a rollout batch before it is cut into mini-batches")
-    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=ULYSSES)
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "policy loss")
     tis_imp_ratio_cap: float = key(
         -1, "short for rollout_correction: truncate the ratio of each token at this cap; -1: off"
@@ -150,16 +136,8 @@ class ActorConfig:
     megatron: MegatronConfig = group(
         MegatronConfig, "sizes and options under megatron", when="strategy=megatron"
     )
-    use_remove_padding: bool = key(False, "train on rows without padding", ignored="rows are always packed")
-    use_fused_kernels: bool = key(
-        False, "fused output head", ignored="log-probs are always computed in chunks, without full logits"
-    )
-    use_torch_compile: bool = key(True, "compile parts of the model", ignored=UNUSED_COMPILE)
     checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
-    param_offload: bool = key(False, "older name of fsdp_config.param_offload")
     grad_offload: bool = key(False, "keep gradients in host memory between phases", when="strategy=fsdp")
-    optimizer_offload: bool = key(False, "older name of fsdp_config.optimizer_offload")
-    load_weight: bool = key(True, "load the weights of model.path", later="training from random weights")
     loss_agg_mode: str = key("token-mean", "how token losses become one number", choices=AGGREGATIONS)
     recompute_old_log_prob: bool = key(
         True, "old log-probs come from the trainer's weights; False: from the rollout engine"
@@ -167,15 +145,6 @@ class ActorConfig:
     use_cpgd_loss: bool = key(False, "short for policy_loss.loss_mode=cpgd")
     policy_drift_coeff: float = key(0.0, "weight of the policy drift in the cpgd loss", low=0)
     data_loader_seed: int = key(None, "seed of shuffle", when="shuffle")
-    profile: dict[str, Any] = key({}, "profiler of this role", later=PROFILER)
-    entropy_checkpointing: bool = key(
-        False, "recompute the entropy in the backward pass", ignored=UNUSED_CHUNKING
-    )
-    entropy_from_logits_with_chunking: bool = key(False, "entropy in chunks", ignored=UNUSED_CHUNKING)
-    embodied_type: str | None = key(None, "kind of embodied policy", later=EMBODIED)
-    action_token_len: int | None = key(None, "tokens of an action", later=EMBODIED)
-    action_chunks_len: int | None = key(None, "actions of a chunk", later=EMBODIED)
-    traj_mini_batch_size: int = key(16, "trajectories of a mini-batch", later=EMBODIED)
 
 
 @dataclass(frozen=True)
@@ -188,16 +157,9 @@ class RefConfig:
         choices=STRATEGIES,
         synonyms={"fsdp2": "fsdp"},
     )
-    fsdp_config: ForwardFSDPConfig = group(
-        ForwardFSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp"
-    )
+    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
     megatron: ForwardMegatronConfig = group(
         ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
-    )
-    log_prob_micro_batch_size: int | None = key(
-        None,
-        "rows of a micro-batch over all ranks",
-        replaced=REMOVED_MICRO_BATCH.format("log_prob_micro_batch_size_per_gpu"),
     )
     log_prob_micro_batch_size_per_gpu: int = key(
         1,
@@ -209,24 +171,3 @@ class RefConfig:
     log_prob_max_token_len_per_gpu: int = key(
         16384, "that budget: tokens of a micro-batch on each rank", when="log_prob_use_dynamic_bsz", low=1
     )
-    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=ULYSSES)
-    use_remove_padding: bool = key(False, "compute on rows without padding", ignored="rows are always packed")
-    use_fused_kernels: bool = key(
-        False, "fused output head", ignored="log-probs are always computed in chunks, without full logits"
-    )
-    use_torch_compile: bool = key(True, "compile parts of the model", ignored=UNUSED_COMPILE)
-    ppo_micro_batch_size: int | None = key(None, "micro-batch size of training", ignored=NO_BACKWARD)
-    ppo_micro_batch_size_per_gpu: int | None = key(None, "micro-batch size of training", ignored=NO_BACKWARD)
-    param_offload: bool = key(False, "older name of fsdp_config.param_offload")
-    grad_offload: bool = key(False, "keep gradients in host memory", ignored=NO_BACKWARD)
-    optimizer_offload: bool = key(False, "keep optimizer states in host memory", ignored=NO_BACKWARD)
-    load_weight: bool = key(True, "load the weights of model.path", later="a reference with random weights")
-    profile: dict[str, Any] = key({}, "profiler of this role", later=PROFILER)
-    shuffle: bool = key(False, "shuffle rows", ignored=NO_BACKWARD)
-    data_loader_seed: int | None = key(None, "seed of shuffle", ignored=NO_BACKWARD)
-    recompute_old_log_prob: bool = key(True, "as for the actor", ignored="a key of the actor")
-    entropy_checkpointing: bool = key(False, "recompute the entropy", ignored=NO_BACKWARD)
-    entropy_from_logits_with_chunking: bool = key(
-        False, "entropy in chunks", ignored="no entropy is computed"
-    )
-    embodied_type: str | None = key(None, "kind of embodied policy", later=EMBODIED)

@@ -31,17 +31,6 @@ class FilterGroupsConfig:
     max_num_gen_batches: int = key(10, "most batches sampled for one step; 0: no limit", when="enable", low=0)
 
 
-@dataclass(frozen=True)
-class EmbodiedSamplingConfig:
-    """Sampling of embodied trajectories."""
-
-    filter_accuracy: bool = key(False, "drop prompts by success rate")
-    accuracy_lower_bound: float = key(0.0, "least success rate")
-    accuracy_upper_bound: float = key(1.0, "greatest success rate")
-    filter_truncated: bool = key(False, "drop truncated trajectories")
-    oversample_factor: int = key(1, "trajectories sampled for each one used")
-
-
 WITH_GROUPS = f"algorithm.adv_estimator={'|'.join(GROUPED)}"
 
 
@@ -121,9 +110,6 @@ class AlgorithmConfig:
         "divide group-relative advantages by the group's standard deviation (False: Dr.GRPO)",
         when=estimators_with("norm_adv_by_std_in_grpo"),
     )
-    algorithm_name: str = key(
-        "grpo", "name of the workflow", ignored="dag.workflow_path and adv_estimator choose the workflow"
-    )
     weight_factor_in_cpgd: str = key(
         "STD_weight",
         "weight of cpgd's advantages: 1 / deviation of the group, the share of rows with signal, or 1",
@@ -142,7 +128,4 @@ class AlgorithmConfig:
         {},
         "how: reweight_method (pow, max_min, max_random) and, for pow, weight_pow",
         when="use_pf_ppo",
-    )
-    embodied_sampling: EmbodiedSamplingConfig = group(
-        EmbodiedSamplingConfig, "sampling of embodied trajectories", later=EMBODIED
     )

@@ -6,8 +6,6 @@ from typing import Any
 from siirl.config.keys import group, key
 
 MULTIMODAL = "images and videos in prompts"
-NO_OPTIMIZER = "a forward-only model has neither gradients nor an optimizer"
-TOKENIZER = "changing the tokenizer; prepare it in the model directory"
 
 
 @dataclass(frozen=True)
@@ -20,25 +18,12 @@ class MixedPrecisionConfig:
     reduce_dtype: str = key(
         "float32", "type in which gradients are reduced", choices=("float32", "bfloat16", "float16")
     )
-    buffer_dtype: str = key("float32", "type of buffers", ignored="FSDP2 keeps buffers in their own type")
-    keep_low_precision_grads: bool = key(
-        False, "keep gradients in param_dtype", ignored="gradients are always accumulated in the master type"
-    )
-    cast_forward_inputs: bool = key(
-        False, "cast inputs of each unit", ignored="FSDP2 casts activations between units where they differ"
-    )
-    cast_root_forward_inputs: bool = key(
-        True, "cast inputs of the root", ignored="the root takes token ids, which are never cast"
-    )
 
 
 @dataclass(frozen=True)
 class FSDPConfig:
     """How FSDP2 shards and offloads one model."""
 
-    wrap_policy: dict[str, Any] = key(
-        {"min_num_params": 0}, "FSDP1 wrapping rules", ignored="each transformer layer is one FSDP2 unit"
-    )
     param_offload: bool = key(False, "keep parameters in host memory between phases")
     optimizer_offload: bool = key(False, "keep optimizer states in host memory between phases")
     fsdp_size: int = key(
@@ -46,13 +31,6 @@ class FSDPConfig:
     )
     model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "types of compute and communication")
-
-
-@dataclass(frozen=True)
-class ForwardFSDPConfig(FSDPConfig):
-    """FSDPConfig of a model that is never trained."""
-
-    optimizer_offload: bool = key(False, "keep optimizer states in host memory", ignored=NO_OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -72,12 +50,6 @@ class MegatronConfig:
     param_offload: bool = key(True, "keep parameters in host memory between phases")
     grad_offload: bool = key(False, "keep gradients in host memory between phases")
     optimizer_offload: bool = key(False, "keep optimizer states in host memory between phases")
-    extra: dict[str, Any] = key(
-        {},
-        "further options of the engine",
-        replaced="options go by their class: set override_transformer_config, override_ddp_config or "
-        "optim.override_optimizer_config",
-    )
     override_transformer_config: dict[str, Any] = key({}, "options of megatron.core TransformerConfig")
     use_dist_checkpointing: bool = key(False, "read a checkpoint that `siirl convert` wrote, not HF files")
     dist_checkpointing_path: str = key("", "directory of that checkpoint", when="use_dist_checkpointing")
@@ -91,13 +63,6 @@ class ForwardMegatronConfig(MegatronConfig):
 
     The sizes and override_transformer_config are the actor's, unless one of the sizes is set.
     """
-
-    use_distributed_optimizer: bool = key(True, "shard optimizer states", ignored=NO_OPTIMIZER)
-    grad_offload: bool = key(False, "keep gradients in host memory", ignored=NO_OPTIMIZER)
-    optimizer_offload: bool = key(False, "keep optimizer states in host memory", ignored=NO_OPTIMIZER)
-    override_ddp_config: dict[str, Any] = key(
-        {}, "options of megatron.core DistributedDataParallelConfig", ignored=NO_OPTIMIZER
-    )
 
 
 @dataclass(frozen=True)
@@ -122,9 +87,6 @@ class OptimConfig:
         "schedule after the warmup, by Megatron's names; null: warmup_style decides",
         choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
     )
-    weight_decay_incr_style: str = key(
-        "constant", "how weight decay grows", ignored="it begins and ends at weight_decay"
-    )
     lr_wsd_decay_style: str = key(
         "exponential",
         "decay at the end of a warmup-stable-decay schedule",
@@ -134,16 +96,12 @@ class OptimConfig:
     lr_wsd_decay_steps: int | None = key(
         None, "optimizer steps of that decay", when="lr_decay_style=WSD", low=1
     )
-    use_checkpoint_opt_param_scheduler: bool = key(
-        False, "take the schedule from the checkpoint", ignored="a resumed run always continues its schedule"
-    )
     total_training_steps: int = key(0, "optimizer steps of the schedule; 0: all steps of the run", low=0)
     betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas")
     weight_decay: float = key(0.01, "AdamW weight decay", low=0)
     lr_warmup_steps: int = key(
         -1, "warmup length in optimizer steps; negative: lr_warmup_steps_ratio decides"
     )
-    clip_grad: float = key(1.0, "largest gradient norm, Megatron's name of grad_clip")
     num_cycles: float = key(0.5, "cosine waves of the cosine schedule", when="warmup_style=cosine", low=0)
     override_optimizer_config: dict[str, Any] | None = key(None, "further arguments of torch.optim.AdamW")
 
@@ -152,9 +110,6 @@ class OptimConfig:
 class CheckpointConfig:
     """What checkpoints of a model hold."""
 
-    contents: tuple[str, ...] = key(
-        ("model", "optimizer", "extra"), "older name of save_contents and load_contents"
-    )
     save_contents: tuple[str, ...] = key(
         ("model", "optimizer", "extra"), "what is saved", choices=("model", "optimizer", "extra", "hf_model")
     )
@@ -170,12 +125,6 @@ class CheckpointConfig:
 class ModelConfig:
     """Which model is trained and how it is built."""
 
-    image_max_pixels: int = key(589824, "largest image", later=MULTIMODAL)
-    image_min_pixels: int = key(1024, "smallest image", later=MULTIMODAL)
-    video_max_pixels: int = key(65536, "largest video frame", later=MULTIMODAL)
-    video_min_pixels: int = key(256, "smallest video frame", later=MULTIMODAL)
-    video_fps: float = key(2.0, "frames taken from each second of a video", later=MULTIMODAL)
-    video_maxlen: int = key(128, "most frames of a video", later=MULTIMODAL)
     path: str = key(
         "~/models/deepseek-llm-7b-chat",
         "directory of a Hugging Face model and its tokenizer, or ORG/NAME on the hub",
@@ -186,32 +135,15 @@ class ModelConfig:
     gradient_checkpointing_kwargs: dict[str, Any] = key(
         {}, "arguments of gradient checkpointing", when="enable_gradient_checkpointing"
     )
-    use_remove_padding: bool = key(False, "train on rows without padding", ignored="rows are always packed")
-    use_fused_kernels: bool = key(
-        False, "fused output head", ignored="log-probs are always computed in chunks, without full logits"
-    )
     cache_dir: str | None = key(None, "cache of downloaded models; null: the hub's own (HF_HOME)")
     model_revision: str = key("main", "branch, tag or commit of a model on the hub")
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     hf_hub_token: str | None = key(None, "access token of the hub; null: HF_TOKEN, or a login")
-    use_fast_tokenizer: bool = key(True, "use the fast tokenizer", later="slow tokenizers")
-    split_special_tokens: bool = key(False, "split special tokens in prompts", later=TOKENIZER)
-    model_max_length: int | None = key(None, "longest input of the tokenizer", later=TOKENIZER)
-    new_special_tokens: str | None = key(None, "tokens to add", later=TOKENIZER)
-    resize_vocab: bool = key(False, "grow the embeddings to the tokenizer", later=TOKENIZER)
     use_liger: bool = key(False, "use Liger kernels (package liger-kernel)")
-    fsdp_config: FSDPConfig = group(FSDPConfig, "older place of actor.fsdp_config and ref.fsdp_config")
-    megatron: MegatronConfig = group(MegatronConfig, "older place of actor.megatron and ref.megatron")
-    input_tokenizer: str | None = key(None, "tokenizer of the prompts", later=TOKENIZER)
-    rm_tokenizer: str | None = key(None, "tokenizer of the reward model", later=TOKENIZER)
     lora_rank: int = key(0, "rank of LoRA adapters; 0: train all weights", low=0)
     lora_alpha: int = key(16, "scale of LoRA adapters", when="lora_rank", low=1)
     target_modules: str | tuple[str, ...] = key(
         "all-linear", "modules that get LoRA adapters: all-linear, or a list of names", when="lora_rank"
-    )
-    use_shm: bool = key(False, "copy the model to /dev/shm first", later="loading through /dev/shm")
-    enable_activation_offload: bool = key(
-        False, "keep activations in host memory", later="activation offload"
     )
     model_type: str = key(
         "llm",

@@ -1,13 +1,9 @@
 """Group critic."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from siirl.config.actor import (
     AGGREGATIONS,
-    PROFILER,
-    REMOVED_MICRO_BATCH,
-    ULYSSES,
 )
 from siirl.config.common import (
     CheckpointConfig,
@@ -48,11 +44,6 @@ class CriticConfig:
         MegatronConfig, "sizes and options under megatron", when="strategy=megatron"
     )
     ppo_mini_batch_size: int = key(None, "prompts of one optimizer step, over all ranks", low=1)
-    ppo_micro_batch_size: int | None = key(
-        None,
-        "rows of a micro-batch over all ranks",
-        replaced=REMOVED_MICRO_BATCH.format("ppo_micro_batch_size_per_gpu"),
-    )
     ppo_micro_batch_size_per_gpu: int = key(
         None,
         "rows of a micro-batch on each rank, unless use_dynamic_bsz",
@@ -66,16 +57,12 @@ class CriticConfig:
     cliprange_value: float = key(
         0.5, "how far a value may move from the one before the step without being clipped", low=0
     )
-    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=ULYSSES)
     forward_max_token_len_per_gpu: int = key(
         32768, "token budget of a forward micro-batch on each rank", when="use_dynamic_bsz", low=1
     )
-    load_weight: bool = key(True, "load the weights of model.path", later="a critic with random weights")
-    rollout_n: int = key(1, "responses of each prompt", ignored="the rollout decides: rollout.n")
     checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
     ppo_max_token_len_per_gpu: int = key(
         32768, "token budget of a training micro-batch on each rank", when="use_dynamic_bsz", low=1
     )
     loss_agg_mode: str = key("token-mean", "how token losses become one number", choices=AGGREGATIONS)
-    profile: dict[str, Any] = key({}, "profiler of this role", later=PROFILER)
     data_loader_seed: int = key(None, "seed of shuffle", when="shuffle")

@@ -4,24 +4,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config.common import MULTIMODAL
-from siirl.config.keys import group, key
+from siirl.config.keys import key
 
-SFT = "supervised fine-tuning data"
-STREAMING = "streaming datasets"
 MIXING = "mixing datasets by probability"
-ON_THE_FLY = "rows are tokenised when a step needs them; nothing is preprocessed or cached"
-
-
-@dataclass(frozen=True)
-class ProcessorConfig:
-    """How images and videos are prepared."""
-
-    image_max_pixels: int = key(589824, "largest image")
-    image_min_pixels: int = key(1024, "smallest image")
-    video_max_pixels: int = key(65536, "largest video frame")
-    video_min_pixels: int = key(256, "smallest video frame")
-    video_fps: float = key(2.0, "frames taken from each second of a video")
-    video_maxlen: int = key(128, "most frames of a video")
 
 
 @dataclass(frozen=True)
@@ -57,11 +42,6 @@ class DataConfig:
         low=1,
     )
     val_batch_size: int | None = key(None, "prompts of a validation batch; null: all at once", low=1)
-    return_raw_input_ids: bool = key(False, "keep token ids", ignored="the batch always holds prompt_ids")
-    return_raw_chat: bool = key(False, "keep chat messages", ignored="the batch always holds raw_prompt")
-    return_full_prompt: bool = key(
-        False, "keep the prompt's text", ignored="raw_prompt holds the whole prompt"
-    )
     filter_overlong_prompts: bool = key(False, "drop prompts longer than max_prompt_length before training")
     shuffle: bool = key(True, "draw training prompts in a new seeded order each epoch")
     curriculum_key: str | None = key(
@@ -74,41 +54,14 @@ class DataConfig:
         when="curriculum_key",
         low=0,
     )
-    image_key: str = key("images", "column of images", later=MULTIMODAL)
-    video_key: str = key("videos", "column of videos", later=MULTIMODAL)
     truncation: str = key(
         "error", "what to do with a longer prompt", choices=("error", "left", "right", "middle")
     )
-    train_on_prompt: bool = key(False, "train on prompt tokens", later=SFT)
-    mask_history: bool = key(False, "train on the last turn only", later=SFT)
-    tool_format: str | None = key(None, "format of tool calls", ignored="rollout.multi_turn.format decides")
-    tokenized_path: str | None = key(None, "directory of tokenised data", later=SFT)
-    dataset_cache_dir: str = key("/tmp/.cache/siirl/rlhf", "cache of prepared datasets", ignored=ON_THE_FLY)
-    filter_overlong_prompt: bool = key(False, "older name of filter_overlong_prompts")
-    serialize_dataset: bool = key(
-        False, "keep the dataset in checkpoints", ignored="a checkpoint holds the position in the files"
-    )
-    streaming: bool = key(False, "read files as a stream", later=STREAMING)
-    preprocessing_num_workers: int | None = key(None, "processes of preprocessing", ignored=ON_THE_FLY)
-    overwrite_cache: bool = key(False, "prepare again", ignored=ON_THE_FLY)
-    preprocessing_batch_size: int = key(1000, "rows prepared at once", ignored=ON_THE_FLY)
     mix_strategy: str = key(
         "concat",
         "how several files are mixed",
         choices=("concat",),
         later_choices=dict.fromkeys(("interleave_under", "interleave_over"), MIXING),
     )
-    interleave_probs: str | None = key(None, "probability of each file", later=MIXING)
-    buffer_size: int = key(16384, "shuffle buffer of a stream", later=STREAMING)
-    cutoff_len: int = key(2048, "longest row of supervised data", later=SFT)
     reward_fn_key: str = key("data_source", "column that selects the reward function")
-    multi_agent: bool = key(
-        False, "prompts of several agents", ignored="the DAG's rollout nodes say which agents there are"
-    )
-    auto_repeat: bool = key(False, "repeat a dataset that is smaller than a batch", later="repeated datasets")
-    num_loader_workers: int = key(
-        8, "processes of the loader", ignored="each rank tokenises its own rows in its own process"
-    )
-    force_on_the_fly: bool = key(False, "tokenise when needed", ignored=ON_THE_FLY)
-    processor: ProcessorConfig = group(ProcessorConfig, "images and videos", later=MULTIMODAL)
     seed: int = key(None, "seed of the order of prompts")

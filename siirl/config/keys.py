@@ -1,8 +1,8 @@
 """What a configuration key is: its default, its rule, and the walk over the schema that lists all of them.
 
 A group of keys is a frozen dataclass; each of its fields is made by `key` (a value) or `group` (a nested
-group). The dataclasses are the only place of defaults and of what a key means; everything else is derived
-from them.
+group). The dataclasses hold the keys that do something, and are the only place of their defaults and of what
+they mean; unused_keys.txt holds those of siiRL that do nothing; everything else is derived from the two.
 """
 
 import copy
@@ -62,13 +62,9 @@ def key(default: Any, doc: str, **rule: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-def group(schema: type, doc: str, later: str = "", ignored: str = "", when: str = "") -> Any:
-    """A field that holds a nested group. later, ignored and when (a key beside the group) hold for every key
-    below it.
-    """
-    return field(
-        default_factory=schema, metadata={"group": Rule(doc, later=later, ignored=ignored, when=when)}
-    )
+def group(schema: type, doc: str, when: str = "") -> Any:
+    """A field that holds a nested group. when (a key beside the group) holds for every key below it."""
+    return field(default_factory=schema, metadata={"group": Rule(doc, when=when)})
 
 
 @dataclass(frozen=True)
@@ -107,28 +103,16 @@ def field_types(schema: type) -> dict[str, Any]:
     return typing.get_type_hints(schema)
 
 
-def walk(node: Any, prefix: str = "", above: Rule | None = None) -> dict[str, Key]:
+def walk(node: Any, prefix: str = "", within: str = "") -> dict[str, Key]:
     """Full name -> Key for every value below an instance of a schema dataclass, in declaration order."""
     keys: dict[str, Key] = {}
     types = field_types(type(node))
     for item in dataclasses.fields(node):
         name, value = prefix + item.name, getattr(node, item.name)
         if "group" in item.metadata:
-            keys.update(walk(value, name + ".", _inherited(item.metadata["group"], prefix, above)))
+            when = item.metadata["group"].when
+            keys.update(walk(value, name + ".", prefix + when if when else within))
         elif "rule" in item.metadata:
-            rule: Rule = item.metadata["rule"]
-            if above is not None and above.status != "supported":
-                rule = dataclasses.replace(rule, later=above.later, ignored=above.ignored, replaced="")
-            if above is not None:
-                rule = dataclasses.replace(rule, within=above.within)
+            rule = dataclasses.replace(item.metadata["rule"], within=within)
             keys[name] = Key(name, types[item.name], value, rule)
     return keys
-
-
-def _inherited(own: Rule, prefix: str, above: Rule | None) -> Rule | None:
-    """What the keys of a group inherit: its own rule, and what it does not say itself from above."""
-    within = prefix + own.when if own.when else above.within if above is not None else ""
-    base = own if own.status != "supported" else above
-    if base is None and not within:
-        return None
-    return dataclasses.replace(base or own, when="", within=within)

@@ -3,14 +3,15 @@
 `python -m siirl.config.reference` prints docs/configuration.md.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from siirl.config.aliases import ALIASES
 from siirl.config.deviations import DEVIATIONS
 from siirl.config.keys import Key, has_one_value
-from siirl.config.resolve import ALIASES, FOLLOWS
-from siirl.config.root import Config, all_keys
+from siirl.config.resolve import FOLLOWS
+from siirl.config.root import all_keys, get_group_class
+from siirl.config.unused_keys import group_docs
 from siirl.config.values import show, type_name
 
 HEADER = """\
@@ -37,32 +38,40 @@ warning; **older name** of another key; **replaced**: refused, with the key to u
 
 def reference_page() -> str:
     """The text of docs/configuration.md."""
-    parts = [HEADER, *_sections(Config(), "", {}), _deviations()]
+    parts = [HEADER, *_sections(), _deviations()]
     return "\n".join(parts)
 
 
-def _sections(node: Any, prefix: str, seen: dict[type, str]) -> Iterator[str]:
-    """A table for each group, in declaration order; a group that repeats another is only named."""
-    rows, groups = [], []
-    for item in dataclasses.fields(node):
-        if "rule" in item.metadata:
-            rows.append(_row(all_keys()[prefix + item.name]))
-        elif "group" in item.metadata:
-            groups.append(item)
-    if rows:
-        title = prefix.removesuffix(".")
-        table = "\n".join(("| key | default | type | meaning | status |", "|---|---|---|---|---|", *rows))
-        within = {key.rule.within for name, key in all_keys().items() if name.rpartition(".")[0] == title}
-        acts = "".join(f" Acts with `{condition}`." for condition in within if condition)
-        yield f"## {title}\n\n{type(node).__doc__}{acts}\n\n{table}\n"
-    for item in groups:
-        name, below = prefix + item.name, getattr(node, item.name)
-        later = {key.rule.later for full, key in all_keys().items() if full.startswith(name + ".")}
-        if type(below) in seen and len(later) == 1 and "" not in later:
-            yield f"## {name}\n\nThe keys and defaults of `{seen[type(below)]}`. Later: {later.pop()}.\n"
-            continue
-        seen.setdefault(type(below), name)
-        yield from _sections(below, name + ".", seen)
+def _sections() -> Iterator[str]:
+    """A table for each group of keys, a group before those below it."""
+    below: dict[str, list[str]] = {}
+    for name in _places():
+        below.setdefault(name.rpartition(".")[0], []).append(name)
+    waiting = below[""][::-1]
+    while waiting:
+        name = waiting.pop()
+        waiting += below.get(name, [])[::-1]
+        keys = [key for key in all_keys().values() if key.name.rpartition(".")[0] == name]
+        if keys:
+            table = "\n".join(
+                ("| key | default | type | meaning | status |", "|---|---|---|---|---|", *map(_row, keys))
+            )
+            acts = dict.fromkeys(f" Acts with `{key.rule.within}`." for key in keys if key.rule.within)
+            yield f"## {name}\n\n{_about(name)}{''.join(acts)}\n\n{table}\n"
+
+
+def _places() -> dict[str, None]:
+    """All groups, in the order of their keys."""
+    parts = (name.split(".")[:-1] for name in all_keys())
+    return dict.fromkeys(".".join(groups[:end]) for groups in parts for end in range(1, len(groups) + 1))
+
+
+def _about(group: str) -> str:
+    """What a group holds."""
+    if group in group_docs():
+        return group_docs()[group]
+    schema = get_group_class(group)
+    return str(schema.__doc__) if schema else "An older place of keys: the status says where they are."
 
 
 def _row(key: Key) -> str:

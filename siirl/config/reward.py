@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.actor import REMOVED_MICRO_BATCH, STRATEGIES, ULYSSES
-from siirl.config.common import ForwardFSDPConfig, ForwardMegatronConfig, ModelConfig
+from siirl.config.actor import STRATEGIES
+from siirl.config.common import ForwardMegatronConfig, FSDPConfig, ModelConfig
 from siirl.config.judge import JudgeConfig
 from siirl.config.keys import group, key
 
@@ -43,24 +43,8 @@ class RewardModelModelConfig(ModelConfig):
         "~/models/deepseek-llm-7b-chat",
         "directory of a Hugging Face model with a score head, or of a judge, or ORG/NAME on the hub",
     )
-    enable_gradient_checkpointing: bool = key(True, "recompute activations", ignored=FROZEN)
-    gradient_checkpointing_kwargs: dict[str, Any] = key(
-        {}, "arguments of gradient checkpointing", ignored=FROZEN
-    )
-    fsdp_config: ForwardFSDPConfig = group(ForwardFSDPConfig, "older place of reward_model.fsdp_config")
-    megatron: ForwardMegatronConfig = group(ForwardMegatronConfig, "older place of reward_model.megatron")
-    input_tokenizer: str | None = key(
-        None,
-        "tokenizer of the rows",
-        ignored="it is the policy's; rows are rendered again wherever the reward model's is another",
-    )
     rm_tokenizer: str | None = key(
         None, "directory of the reward model's tokenizer, which then renders every conversation; null: path"
-    )
-    lora_rank: int = key(0, "rank of LoRA adapters", ignored=FROZEN)
-    lora_alpha: int = key(16, "scale of LoRA adapters", ignored=FROZEN)
-    target_modules: str | tuple[str, ...] = key(
-        "all-linear", "modules that get LoRA adapters", ignored=FROZEN
     )
 
 
@@ -77,16 +61,9 @@ class RewardModelConfig:
         when="enable",
     )
     model: RewardModelModelConfig = group(RewardModelModelConfig, "reward model", when="enable")
-    fsdp_config: ForwardFSDPConfig = group(
-        ForwardFSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp"
-    )
+    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
     megatron: ForwardMegatronConfig = group(
         ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
-    )
-    micro_batch_size: int | None = key(
-        None,
-        "rows of a micro-batch over all ranks",
-        replaced=REMOVED_MICRO_BATCH.format("micro_batch_size_per_gpu"),
     )
     micro_batch_size_per_gpu: int = key(
         None,
@@ -100,7 +77,6 @@ class RewardModelConfig:
         when="enable",
         low=1,
     )
-    ulysses_sequence_parallel_size: int = key(1, "ranks that share one sequence", later=ULYSSES)
     use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget", when="enable")
     reward_manager: str = key(
         "naive",
@@ -112,14 +88,6 @@ class RewardModelConfig:
     )
     forward_max_token_len_per_gpu: int = key(
         32768, "that budget: tokens of a micro-batch on each rank", when="use_dynamic_bsz", low=1
-    )
-    load_weight: bool = key(
-        True, "load the weights of model.path", later="a reward model with random weights"
-    )
-    launch_reward_fn_async: bool = key(
-        False,
-        "score beside other nodes",
-        ignored="scores are always computed beside nodes that do not need them",
     )
     reward_kwargs: dict[str, Any] = key({}, "arguments of the built-in reward functions")
     judge: JudgeConfig = group(JudgeConfig, "generative judge", when="enable")
@@ -133,9 +101,6 @@ class RewardModelConfig:
     )
     remote: RemoteRewardConfig = group(RemoteRewardConfig, "service that scores responses")
     overlong_buffer: OverlongBufferConfig = group(OverlongBufferConfig, "penalty for long responses")
-    profile: dict[str, Any] = key({}, "profiler of this role", later="the profiler")
-    shuffle: bool = key(False, "shuffle rows", ignored=FROZEN)
-    data_loader_seed: int | None = key(None, "seed of shuffle", ignored=FROZEN)
     on_error: str = key(
         "zero",
         "a response that a built-in function cannot score, or not in time, counts as zero and is "

@@ -3,14 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.actor import REMOVED_MICRO_BATCH
-from siirl.config.common import MULTIMODAL
 from siirl.config.keys import group, key
 
 ENGINES = "an option of vllm and sglang; the hf rollout has no such setting"
-ALWAYS_LOG_PROBS = "log-probs of the sampled tokens are always returned"
 EXTERNAL = "actor_rollout_ref.rollout.name=openai"
-MULTI_TURN = "simulated users and callbacks of multi-turn rollouts"
 ASSISTANT_TURNS = 16
 """Most turns of an agent with tools, until it is another's turn, where nothing bounds them."""
 
@@ -27,18 +23,9 @@ class ValKwargs:
 
 
 @dataclass(frozen=True)
-class LayerNameMap:
-    """Names of fused layers in Megatron weights."""
-
-    qkv_layer_name: str = key("qkv", "fused attention projection")
-    gate_proj_layer_name: str = key("linear_fc1.weight", "fused gate and up projection")
-
-
-@dataclass(frozen=True)
 class MultiTurnConfig:
     """Tools, and the turns with them."""
 
-    use_all_traj: bool = key(False, "train on all trajectories", later=MULTI_TURN)
     enable: bool = key(False, "the model may call tools, and goes on after their answers")
     max_assistant_turns: int | None = key(
         None,
@@ -70,16 +57,6 @@ class MultiTurnConfig:
         when="enable",
     )
     tool_timeout_s: float = key(30.0, "longest run of one tool call, in seconds", when="enable", low=0)
-    interaction_config_path: str | None = key(None, "file of the simulated user", later=MULTI_TURN)
-    completion_callback: str | None = key(None, "function called after each turn", later=MULTI_TURN)
-    use_inference_chat_template: bool = key(
-        False, "chat template of inference", ignored="there is one chat template, that of the tokenizer"
-    )
-    tokenization_sanity_check_mode: str = key(
-        "strict",
-        "check of incremental tokenisation",
-        ignored="what a model has said is never turned into tokens again",
-    )
 
 
 @dataclass(frozen=True)
@@ -91,15 +68,6 @@ class EngineKwargs:
         "arguments of vLLM's engine (EngineArgs), over those that siirl sets",
         when="actor_rollout_ref.rollout.name=vllm",
     )
-    sglang: dict[str, Any] = key({}, "arguments of SGLang's engine", later="the sglang rollout")
-
-
-@dataclass(frozen=True)
-class AsyncServerConfig:
-    """A rollout server of the user's own."""
-
-    path: str | None = key(None, "file")
-    name: str | None = key(None, "class")
 
 
 @dataclass(frozen=True)
@@ -119,15 +87,6 @@ class AgentEndpointConfig:
 class AgentConfig:
     """Agents in environments."""
 
-    agent_name: str = key(
-        "single_turn_agent",
-        "agent loop",
-        ignored="the DAG says how agents, tools and environments take turns",
-    )
-    num_workers: int = key(
-        1, "processes of the agent loop", ignored="all episodes of a rank run side by side in its worker"
-    )
-    custom_async_server: AsyncServerConfig = group(AsyncServerConfig, "own server", later="own servers")
     train_cycle: int | None = key(
         None,
         "steps for which one agent's policy is trained before the next one's, in the order of agents; null: "
@@ -184,7 +143,6 @@ class RolloutConfig:
     temperature: float = key(1.0, "sampling temperature; log-probs are taken at it", low=0)
     top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1)
     top_p: float = key(1.0, "sample among the likeliest tokens of this total probability", low=0)
-    use_fire_sampling: bool = key(False, "hot first token", later="FIRE sampling")
     prompt_length: int = key(None, "most tokens of a prompt", low=1)
     response_length: int = key(None, "most tokens of a response", low=1)
     dtype: str = key(
@@ -203,25 +161,14 @@ class RolloutConfig:
     free_cache_engine: bool = key(
         True, "give device memory back between rollouts (hf: the weights move to host memory)"
     )
-    load_format: str = key(
-        "dummy_dtensor",
-        "where first weights come from",
-        ignored="weights come from the trainer, before the first rollout",
-    )
     tensor_model_parallel_size: int = key(1, "ranks that share one engine", low=1)
     max_num_batched_tokens: int = key(
         8192, "most tokens of an engine step (hf: padded prompt tokens of one prefill)", low=1
     )
     max_model_len: int | None = key(None, "most tokens of prompt and response together", low=1)
     max_num_seqs: int = key(1024, "most sequences generated at once on each rank", low=1)
-    limit_images: int | None = key(None, "most images of a prompt", later=MULTIMODAL)
     do_sample: bool = key(True, "sample; False: greedy")
     n: int = key(1, "responses of each prompt; the group of group-relative advantages", low=1)
-    log_prob_micro_batch_size: int | None = key(
-        None,
-        "rows of a micro-batch over all ranks",
-        replaced=REMOVED_MICRO_BATCH.format("log_prob_micro_batch_size_per_gpu"),
-    )
     log_prob_micro_batch_size_per_gpu: int = key(
         1,
         "rows of a micro-batch on each rank when the actor computes old log-probs",
@@ -238,13 +185,7 @@ class RolloutConfig:
         "read a prompt in several steps where it does not fit in one; on a CPU never (vLLM's seeds)",
         when="name=vllm",
     )
-    trust_remote_code: bool = key(
-        True, "run Python code of the model", ignored="model.trust_remote_code decides"
-    )
     val_kwargs: ValKwargs = group(ValKwargs, "sampling of validation")
-    layer_name_map: LayerNameMap = group(
-        LayerNameMap, "names of fused layers", ignored="weights reach the rollout under Hugging Face names"
-    )
     seed: int = key(0, "seed of sampling, combined with trainer.seed, step and prompt")
     mode: str = key(
         "sync",
@@ -257,13 +198,7 @@ class RolloutConfig:
         None, "prompts generated at once on each rank; null: max_num_seqs decides", low=1
     )
     engine_kwargs: EngineKwargs = group(EngineKwargs, "arguments of the engine")
-    calculate_log_probs: bool = key(False, "return log-probs of sampled tokens", ignored=ALWAYS_LOG_PROBS)
     agent: AgentConfig = group(AgentConfig, "agents that talk to others, to tools, or act in environments")
-    multi_stage_wake_up: bool = key(
-        False,
-        "wake weights and cache apart",
-        ignored="vllm always wakes its weights for a sync, its cache to generate",
-    )
     weight_link: str = key(
         "auto",
         "how the trainer's weights reach the engine; auto: shared memory on the same ranks, NCCL or gloo to "

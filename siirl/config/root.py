@@ -1,65 +1,31 @@
 """The whole configuration: `Config`, and the list of all keys."""
 
 import functools
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from siirl.config.actor import EMBODIED, PROFILER, ActorConfig, RefConfig
+from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.algorithm import AlgorithmConfig
+from siirl.config.aliases import ALIASES
 from siirl.config.common import ModelConfig
 from siirl.config.critic import CriticConfig
 from siirl.config.data import DataConfig
-from siirl.config.keys import Key, group, key, walk
+from siirl.config.keys import Key, group, walk
 from siirl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from siirl.config.rollout import RolloutConfig
-from siirl.config.trainer import DagConfig, ProfilerConfig, RayInitConfig, TrainerConfig
-
-
-@dataclass(frozen=True)
-class EmbodiedEnvConfig:
-    """Simulated environment of an embodied agent."""
-
-    env_type: str = key("libero", "kind of environment")
-    env_name: str = key("libero_10", "task suite")
-    num_envs: int = key(16, "environments at once")
-    max_steps: int = key(512, "longest episode")
-    num_trials_per_task: int = key(50, "episodes of a task")
-    num_steps_wait: int = key(10, "idle steps at the start")
-    model_family: str = key("openvla", "family of the policy")
-
-
-@dataclass(frozen=True)
-class EmbodiedConfig:
-    """Embodied agents."""
-
-    env: EmbodiedEnvConfig = group(EmbodiedEnvConfig, "environment")
-    embodied_type: str = key("openvla", "kind of policy")
-    model_path: str = key("openvla/openvla-7b", "policy")
-    video_embedding_model_path: str = key("~/models/vjepa/vitg-384.pt", "video model of the reward")
-    action_chunks_len: int = key(8, "actions of a chunk")
-    action_token_len: int = key(7, "tokens of an action")
-    embedding_img_size: int = key(384, "image size of the video model")
-    embedding_enable_fp16: bool = key(True, "half precision in the video model")
-    embedding_model_class: str | None = key(None, "class of the video model")
-    embedding_model_offload: bool = key(False, "keep the video model in host memory")
-    num_images_in_input: int = key(1, "images of an observation")
-    center_crop: bool = key(True, "crop images")
-    unnorm_key: str = key("libero_10", "statistics of actions")
-    temperature: float = key(1.6, "sampling temperature")
-    n_gpus_per_node: int = key(8, "devices of each machine")
+from siirl.config.trainer import DagConfig, RayInitConfig, TrainerConfig
+from siirl.config.unused_keys import unused_keys
 
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig:
     """One policy: its model, its training, its rollout, its reference."""
 
-    hybrid_engine: bool = key(
-        True, "trainer and rollout share ranks", ignored="placement in the DAG decides which ranks run what"
-    )
     model: ModelConfig = group(ModelConfig, "model")
     actor: ActorConfig = group(ActorConfig, "training")
     ref: RefConfig = group(RefConfig, "reference model")
     rollout: RolloutConfig = group(RolloutConfig, "rollout")
-    embodied: EmbodiedConfig = group(EmbodiedConfig, "embodied agents", later=EMBODIED)
 
 
 @dataclass(frozen=True)
@@ -67,7 +33,8 @@ class Config:
     """A resolved configuration: read-only, attribute names are the keys, every value is typed and final.
 
     Values that follow another key (response_length follows data.max_response_length) are already filled in.
-    explicit: the keys that somebody set (command line, preset or node), sorted; not a key itself.
+    Neither is a key itself: explicit, the keys that somebody set (command line, preset or node), sorted;
+    unused, the values of those that do nothing, where they are not their defaults.
     """
 
     data: DataConfig = group(DataConfig, "prompts")
@@ -81,14 +48,16 @@ class Config:
     trainer: TrainerConfig = group(TrainerConfig, "run")
     ray_init: RayInitConfig = group(RayInitConfig, "Ray")
     dag: DagConfig = group(DagConfig, "workflow")
-    profiler: ProfilerConfig = group(ProfilerConfig, "profiler", later=PROFILER)
     explicit: tuple[str, ...] = ()
+    unused: Mapping[str, Any] = field(default_factory=dict)
 
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
-    """Full name -> Key of every key, in declaration order. Treat as read-only."""
-    return walk(Config())
+    """Full name -> Key of every key: those of the schema, those that do nothing, older names. Read-only."""
+    keys = walk(Config()) | unused_keys()
+    older = {name: replace(keys[meant[0]], name=name) for name, meant in ALIASES.items()}
+    return keys | {name: replace(key, rule=replace(key.rule, within="")) for name, key in older.items()}
 
 
 @functools.cache
@@ -99,9 +68,12 @@ def all_groups() -> frozenset[str]:
     )
 
 
-def get_group_class(name: str) -> type:
-    """The schema class of a group, by its full name."""
-    return type(functools.reduce(getattr, name.split("."), Config()))
+def get_group_class(name: str) -> type | None:
+    """The schema class of a group, by its full name; None for one of keys that do nothing."""
+    node: Any = Config()
+    for part in name.split("."):
+        node = getattr(node, part, None)
+    return None if node is None else type(node)
 
 
-TOP_GROUPS = tuple(item.name for item in fields(Config) if item.name != "explicit")
+TOP_GROUPS = tuple(dict.fromkeys(name.partition(".")[0] for name in all_keys()))

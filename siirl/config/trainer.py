@@ -6,9 +6,6 @@ from typing import Any
 from siirl.config.keys import key
 
 SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
-ENVIRONMENTS = "environments"
-ONE_CHECKPOINT = "a checkpoint holds every model of the run; max_actor_ckpt_to_keep counts them"
-BY_TRAINER = "the engine decides on its own ranks"
 
 
 @dataclass(frozen=True)
@@ -44,23 +41,10 @@ class TrainerConfig:
     critic_warmup: int = key(0, "first steps of the run, in which only the critic is trained", low=0)
     default_local_dir: str = key(None, "directory of checkpoints")
     seed: int = key(1, "seed of everything that has none of its own")
-    should_log: bool = key(False, "internal", ignored=BY_TRAINER)
-    should_save: bool = key(False, "internal", ignored=BY_TRAINER)
     val_before_train: bool = key(True, "validate before the first step")
-    default_hdfs_dir: str | None = key(None, "HDFS copy of checkpoints", later="checkpoints on HDFS")
-    del_local_ckpt_after_load: bool = key(
-        False, "delete a checkpoint once loaded", later="deleting loaded checkpoints"
-    )
     val_only: bool = key(False, "validate once and end")
     balance_batch: bool = key(False, "spread rows over data-parallel ranks by their compute cost")
-    remove_previous_ckpt_in_save: bool = key(
-        False, "keep only the newest checkpoint", replaced="set trainer.max_actor_ckpt_to_keep=1"
-    )
     max_actor_ckpt_to_keep: int = key(100, "newest checkpoints that are kept", low=1)
-    max_critic_ckpt_to_keep: int = key(100, "newest critic checkpoints that are kept", ignored=ONE_CHECKPOINT)
-    ray_wait_register_center_timeout: int = key(
-        300, "wait for other workers, in seconds", ignored="trainer.deadline_s bounds every wait"
-    )
     validation_data_dir: str | None = key(
         None, "directory for validation responses; null: <output_dir>/rollouts"
     )
@@ -125,30 +109,3 @@ class DagConfig:
         None, "Python function that returns the DAG: file.py:name or pkg.mod:name"
     )
     node_config: dict[str, Any] = key({}, "config of nodes, by node_id; wins over that in the DAG")
-    env_enable: bool = key(False, "rollouts act in an environment", later=ENVIRONMENTS)
-    environment_path: str | None = key(None, "file of the environment", later=ENVIRONMENTS)
-    enable_perf: bool = key(False, "measure nodes", ignored="the time of every node is always measured")
-    backend_threshold: int = key(
-        256, "ranks from which rows travel over gloo", ignored="rows travel over the backend of their group"
-    )
-
-
-@dataclass(frozen=True)
-class ProfilerConfig:
-    """Profiler of devices."""
-
-    enable: bool = key(False, "profile")
-    save_path: str = key("./prof_data", "directory of profiles")
-    level: str = key("level1", "detail")
-    with_memory: bool = key(False, "memory")
-    record_shapes: bool = key(False, "shapes of operators")
-    with_npu: bool = key(True, "device activities")
-    with_cpu: bool = key(False, "host activities")
-    with_module: bool = key(False, "module names")
-    with_stack: bool = key(False, "stacks")
-    analysis: bool = key(True, "analyse at the end")
-    discrete: bool = key(False, "one profile for each phase")
-    roles: tuple[str, ...] = key(("generate", "compute_reward"), "phases")
-    all_ranks: bool = key(False, "every rank")
-    ranks: tuple[int, ...] = key((0,), "ranks")
-    profile_steps: tuple[int, ...] = key((0,), "steps")

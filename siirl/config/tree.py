@@ -5,9 +5,11 @@ import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from siirl.config.aliases import ALIASES
 from siirl.config.foreign import foreign, foreign_hint
-from siirl.config.resolve import ALIASES, FOLLOWS, expand_aliases, followed_value, get
+from siirl.config.resolve import FOLLOWS, expand_aliases, followed_value, get
 from siirl.config.root import Config, all_groups, all_keys
+from siirl.config.unused_keys import unused_keys
 from siirl.config.values import SECRET_KEYS, check_available, closest_name, convert, plain
 from siirl.errors import ConfigError, UserError
 from siirl.findings import Broken, Findings, ReadsBroken, is_broken
@@ -50,7 +52,7 @@ def overridden(cfg: Config, updates: Mapping[str, Any], found: Findings) -> Conf
                 whole = _merged(get(cfg, name), value) if name in maps else value
                 values[name] = _typed(name, whole)
     explicit = tuple(sorted((set(cfg.explicit) | values.keys()) - unset))
-    result = _follow(dataclasses.replace(_rebuild(cfg, values), explicit=explicit))
+    result = _follow(dataclasses.replace(_with(cfg, values), explicit=explicit))
     suspects = {name for problem in found.problems for name in problem.breaks}
     return with_broken(result, suspects - values.keys())
 
@@ -58,7 +60,7 @@ def overridden(cfg: Config, updates: Mapping[str, Any], found: Findings) -> Conf
 def with_broken(cfg: Config, names: Iterable[str]) -> Config:
     """The configuration with the values of some keys unknown, and of those that follow them."""
     broken = {name: Broken(name) for name in names}
-    return _follow(_rebuild(cfg, broken)) if broken else cfg
+    return _follow(_with(cfg, broken)) if broken else cfg
 
 
 def _typed(name: str, value: Any) -> Any:
@@ -74,7 +76,10 @@ def _older_names(name: str, given: Iterable[str]) -> list[str]:
 
 def to_dict(cfg: Config) -> dict[str, Any]:
     """The configuration as JSON has it: nested maps, plus "explicit"; `from_dict` gives back an equal one."""
-    return dataclasses.asdict(cfg, dict_factory=lambda items: {name: plain(value) for name, value in items})
+    tree = dataclasses.asdict(cfg, dict_factory=lambda items: {name: plain(value) for name, value in items})
+    for name, value in tree.pop("unused").items():
+        _put(tree, name, value)
+    return tree
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
@@ -96,13 +101,13 @@ def from_dict(data: Mapping[str, Any]) -> Config:
             if name in values:
                 check_available(all_keys()[name], values[name])
     found.close()
-    return _follow(dataclasses.replace(_rebuild(Config(), values), explicit=explicit))
+    return _follow(dataclasses.replace(_with(Config(), values), explicit=explicit))
 
 
 def diff_keys(cfg: Config) -> dict[str, tuple[Any, Any]]:
     """Key -> (default, value) of each key that is not at its default; one that follows others only if set."""
     changed = {}
-    for name in all_keys():
+    for name in all_keys().keys() - ALIASES.keys():
         default, value = get(default_config(), name), get(cfg, name)
         if value != default and (name not in FOLLOWS or name in cfg.explicit):
             changed[name] = (default, value)
@@ -117,11 +122,7 @@ def print_config(cfg: Config) -> str:
     for name in all_keys():
         if name in ALIASES or name.endswith(SECRET_KEYS):
             continue
-        *groups, last = name.split(".")
-        node = tree
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[last] = plain(get(cfg, name))
+        _put(tree, name, plain(get(cfg, name)))
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=110)
 
 
@@ -191,6 +192,28 @@ def _merged(base: Any, update: Any) -> dict[str, Any]:
         both_maps = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
         result[name] = _merged(result[name], value) if both_maps else value
     return result
+
+
+def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+    *groups, last = name.split(".")
+    for group in groups:
+        tree = tree.setdefault(group, {})
+    tree[last] = value
+
+
+def _with(cfg: Config, values: Mapping[str, Any]) -> Config:
+    """The configuration with the values of some keys; an older name has none of its own."""
+    own = {name: value for name, value in values.items() if name not in ALIASES}
+    unused = {name: own.pop(name) for name in own.keys() & unused_keys().keys()}
+    cfg = _rebuild(cfg, own)
+    if not unused:
+        return cfg
+    changed = {
+        name: value
+        for name, value in sorted({**cfg.unused, **unused}.items())
+        if is_broken(value) or value != unused_keys()[name].default
+    }
+    return dataclasses.replace(cfg, unused=changed)
 
 
 def _rebuild(node: Any, values: Mapping[str, Any]) -> Any:

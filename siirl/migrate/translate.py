@@ -6,10 +6,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
+from siirl.config.aliases import ALIASES
 from siirl.config.foreign import OTHER_DEFAULTS, POLICY, ROLLOUT, foreign
 from siirl.config.keys import Key
 from siirl.config.load import OVERRIDE
-from siirl.config.resolve import ALIASES, FOLLOWS
+from siirl.config.resolve import FOLLOWS
 from siirl.config.root import all_groups, all_keys
 from siirl.config.tree import split_name
 from siirl.config.values import check_available, closest, convert, plain, show

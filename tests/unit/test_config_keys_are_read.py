@@ -143,7 +143,8 @@ def class_groups() -> dict[str, set[str]]:
     """Name of a schema class -> the last names of the groups that have it."""
     found: dict[str, set[str]] = defaultdict(set)
     for group in all_groups():
-        for base in get_group_class(group).__mro__[:-1]:
+        schema = get_group_class(group)
+        for base in schema.__mro__[:-1] if schema else ():
             found[base.__name__].add(group.rsplit(".", 1)[-1])
     assert Config.__name__ not in found
     return found

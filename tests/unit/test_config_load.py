@@ -18,7 +18,8 @@ from siirl.config import (
     to_dict,
     with_overrides,
 )
-from siirl.config.resolve import ALIASES, FOLLOWS, get
+from siirl.config.aliases import ALIASES
+from siirl.config.resolve import FOLLOWS, get
 from siirl.config.root import all_keys
 from siirl.config.tree import default_config
 from siirl.errors import ConfigError, NotSupportedError

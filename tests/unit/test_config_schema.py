@@ -1,17 +1,24 @@
 """The schema knows every key of siiRL, explains each of its own, and the reference page says what it says."""
 
 import ast
+import inspect
+import json
 import typing
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from siirl.config import Config, effect_warnings, from_dict, to_dict, with_overrides
+from siirl.config.aliases import ALIASES
 from siirl.config.deviations import DEVIATIONS
+from siirl.config.keys import walk
 from siirl.config.reference import reference_page
-from siirl.config.resolve import ALIASES, FOLLOWS, followed_keys, get, status
-from siirl.config.root import TOP_GROUPS, all_groups, all_keys
+from siirl.config.resolve import FOLLOWS, followed_keys, get, status
+from siirl.config.root import TOP_GROUPS, all_groups, all_keys, get_group_class
 from siirl.config.tree import default_config
 from siirl.config.values import plain
+from siirl.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,3 +84,36 @@ def test_the_reference_page_is_current():
     committed = (ROOT / "docs" / "configuration.md").read_text()
     if committed != reference_page():
         pytest.fail("docs/configuration.md is out of date: run `make docs`")
+
+
+def test_keys_that_do_nothing_say_so_in_the_same_words():
+    """config_unused_keys.txt: a key, a value that is not its default, and what is said of it."""
+    lines = (Path(__file__).parent / "config_unused_keys.txt").read_text().splitlines()
+    named = {line.partition(" = ")[0] for line in lines}
+    assert named == {name for name in all_keys() if status(name) != "supported"}
+    for line in lines:
+        setting, _, expected = line.partition(" | ")
+        name, _, value = setting.partition(" = ")
+        try:
+            cfg = with_overrides(default_config(), {name: json.loads(value)})
+        except UserError as error:
+            assert str(error) == expected
+            continue
+        kept, wanted = plain(get(cfg, name)), json.loads(value)
+        assert (kept | wanted if isinstance(wanted, dict) else wanted) == kept and name in cfg.explicit
+        assert from_dict(to_dict(cfg)) == cfg
+        if name in ALIASES:
+            assert expected == " ".join(["sets", *sorted(set(cfg.explicit) - {name})])
+        else:
+            assert [line for line in effect_warnings(cfg) if line.startswith(f"{name}=")] == [expected]
+
+
+def test_the_schema_holds_only_keys_that_do_something():
+    """A field of a class that several groups have acts in one of them."""
+    acts: dict[tuple[type, str], set[str]] = defaultdict(set)
+    for name in walk(Config()):
+        group, _, last = name.rpartition(".")
+        classes = typing.cast(type, get_group_class(group)).__mro__
+        owner = next(owner for owner in classes if last in inspect.get_annotations(owner))
+        acts[owner, last].add(status(name))
+    assert [field for field, found in acts.items() if "supported" not in found] == []

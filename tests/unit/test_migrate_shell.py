@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from siirl.config import load_config
-from siirl.config.resolve import ALIASES
+from siirl.config.aliases import ALIASES
 from siirl.config.root import all_keys
 from siirl.errors import ConfigError
 from siirl.migrate.script import read_script
