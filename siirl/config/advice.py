@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from siirl.config.algorithm_choice import estimator_of, policy_loss_name, policy_loss_of
+from siirl.config.batch import batch_of
 from siirl.config.resolve import COMPUTE_DTYPE, POLICY, compute_dtype, get
-from siirl.config.roles import optimizer_steps
 from siirl.config.root import Config
 
 
@@ -65,7 +65,7 @@ def _row_by_row(cfg: Config) -> Iterator[str]:
     actor, in_reward = cfg.actor_rollout_ref.actor, cfg.algorithm.use_kl_in_reward
     if not actor.use_dynamic_bsz:
         return
-    old = actor.recompute_old_log_prob and (in_reward or optimizer_steps(cfg) > 1)
+    old = actor.recompute_old_log_prob and (in_reward or batch_of(cfg).optimizer_steps > 1)
     reference = actor.use_kl_loss or in_reward
     passes = (
         ("actor_rollout_ref.rollout.log_prob_", "", "the old log-probs", old),

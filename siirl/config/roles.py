@@ -77,21 +77,3 @@ def normalizes_weights(cfg: Config) -> bool:
 def trained_group(cfg: Config, role: str) -> ActorConfig | CriticConfig:
     """The settings of a model that is trained."""
     return cfg.critic if role == "critic" else cfg.actor_rollout_ref.actor
-
-
-def mini_batch_prompts(cfg: Config, role: str) -> int:
-    """Prompts of one optimizer step of an actor or critic."""
-    return trained_group(cfg, role).ppo_mini_batch_size
-
-
-def optimizer_steps(cfg: Config, role: str = "actor") -> int:
-    """Optimizer steps that an actor or critic takes on each rollout batch."""
-    epochs = cfg.critic.ppo_epochs if role == "critic" else cfg.actor_rollout_ref.actor.ppo_epochs
-    return cfg.data.train_batch_size // mini_batch_prompts(cfg, role) * epochs
-
-
-def generated_prompts(cfg: Config) -> int:
-    """Prompts that one rollout samples: those of the step, or with dynamic sampling those of one round."""
-    if not cfg.algorithm.filter_groups.enable:
-        return cfg.data.train_batch_size
-    return cfg.data.gen_batch_size or cfg.data.train_batch_size

@@ -3,8 +3,9 @@
 import itertools
 from dataclasses import dataclass, field, replace
 
+from siirl.config.batch import BatchArithmetic, batch_of, generated_prompts
 from siirl.config.resolve import get
-from siirl.config.roles import ROLE_GROUPS, generated_prompts, mini_batch_prompts, optimizer_steps
+from siirl.config.roles import ROLE_GROUPS
 from siirl.dag.credit import check_groups, joins_rows
 from siirl.dag.graph import Graph
 from siirl.dag.interactions import Interactions
@@ -88,21 +89,23 @@ def agent_rows(kept: Nodes, interactions: Interactions) -> dict[int, AgentRows]:
     for node in kept.values():
         if not node.op.is_rollout:
             continue
-        prompts, n = node.cfg.data.train_batch_size, node.cfg.actor_rollout_ref.rollout.n
+        batch = batch_of(node.cfg)
         own = [trainer for trainer in trainers if trainer.agent == node.agent]
-        mini = {_role(trainer): _mini_batch_rows(trainer, prompts, n) for trainer in own}
+        mini = {_role(trainer): _mini_batch_rows(trainer, batch) for trainer in own}
         if node.id in talking:
             mini = dict.fromkeys(mini, 0)
-        balance = any(x.cfg.trainer.balance_batch or optimizer_steps(x.cfg, _role(x)) > 1 for x in own)
+        balance = any(
+            x.cfg.trainer.balance_batch or batch_of(x.cfg, _role(x)).optimizer_steps > 1 for x in own
+        )
         filters = any(
             x.op.changes_rows and not x.op.is_rollout and x.agent == node.agent for x in kept.values()
         )
         rows[node.agent] = AgentRows(
             node.agent,
             node.id,
-            prompts,
+            batch.prompts,
             generated_prompts(node.cfg),
-            n,
+            batch.samples,
             mini,
             balance or filters,
             node.id in talking,
@@ -115,14 +118,15 @@ def _role(trainer: ResolvedNode) -> str:
     return trainer.op.model
 
 
-def _mini_batch_rows(trainer: ResolvedNode, prompts: int, n: int) -> int:
-    mini = mini_batch_prompts(trainer.cfg, _role(trainer))
+def _mini_batch_rows(trainer: ResolvedNode, sampled: BatchArithmetic) -> int:
+    """Rows of one optimizer step on the batch that is sampled; 0: all of it."""
+    mini, prompts = batch_of(trainer.cfg, _role(trainer)).mini_prompts, sampled.prompts
     if mini > prompts or prompts % mini:
         raise DagError(
             f"{trainer}: ppo_mini_batch_size = {mini} prompts does not divide data.train_batch_size = "
             f"{prompts}: the last mini-batch would be short. Set it to a divisor of {prompts}."
         )
-    return 0 if mini == prompts else mini * n
+    return 0 if mini == prompts else mini * sampled.samples
 
 
 def place_nodes(

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from siirl.config import Config
+from siirl.config.batch import batch_of
 from siirl.config.common import ModelConfig
-from siirl.config.roles import mini_batch_prompts, role_group, role_model
+from siirl.config.roles import role_group, role_model
 from siirl.dag.ops import uses_full_kl
 from siirl.dag.plan import ModelPlan
 
@@ -321,7 +322,7 @@ def micro_batches(model: ModelPlan, cfg: Config) -> int:
     """Micro-batches of a mini-batch on a rank of a trained model; by token budget, of the longest rows."""
     rollout = cfg.actor_rollout_ref.rollout
     row = rollout.prompt_length + rollout.response_length
-    rows = -(-mini_batch_prompts(cfg, model.role) * rollout.n // model.dims.dp)
+    rows = -(-batch_of(cfg, model.role).mini_rows // model.dims.dp)
     return -(-rows * row // micro_batch_tokens(model, cfg, trains=True))
 
 

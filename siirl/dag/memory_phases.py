@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from siirl.config import Config
+from siirl.config.batch import batch_of
 from siirl.config.roles import judge_config
 from siirl.dag.memory import ENGINE_PARTS, GIB, Activity, MemoryLine, read_shape
 from siirl.dag.models import backend_of
@@ -89,7 +90,7 @@ def engine_rows(plan: Plan, model: ModelPlan, configs: Configs) -> int:
     """Responses of a batch on a shard; in an interaction, the most episodes that one engine answers."""
     interaction = next((x for x in plan.interactions.values() if model.name in x.policies), None)
     cfg = configs[interaction.entry if interaction else model.node]
-    rows = cfg.data.train_batch_size * cfg.actor_rollout_ref.rollout.n
+    rows = batch_of(cfg).rows
     if interaction is None:
         return -(-rows // model.dims.dp)
     drivers = plan.run_of(interaction.entry).ranks

@@ -11,7 +11,7 @@ from typing import Literal
 from siirl.config import Config
 from siirl.config.algorithm_choice import estimator_of, policy_loss_of
 from siirl.config.algorithm_table import ESTIMATORS
-from siirl.config.roles import optimizer_steps
+from siirl.config.batch import batch_of
 from siirl.dag.names import suggest
 from siirl.dag.spec import NodeSpec
 from siirl.dag.user_code import declared_needs
@@ -68,7 +68,7 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     if not cfg.actor_rollout_ref.actor.recompute_old_log_prob:
         return "rollout"
     picks = policy_loss_of(cfg).picks_tokens
-    return "field" if picks or optimizer_steps(cfg) > 1 else "current"
+    return "field" if picks or batch_of(cfg).optimizer_steps > 1 else "current"
 
 
 def uses_full_kl(cfg: Config) -> bool:

@@ -4,7 +4,8 @@ import itertools
 from collections.abc import Sequence
 
 from siirl.config import Config
-from siirl.config.roles import generated_prompts, optimizer_steps, role_group, trained_group
+from siirl.config.batch import BatchArithmetic, batch_of, generated_prompts
+from siirl.config.roles import role_group, trained_group
 from siirl.dag.awake import awake_shares, shares_text
 from siirl.dag.credit_words import Configs, credit_rows, speakers_of, tool_words, training_turns
 from siirl.dag.emit import ROUTING
@@ -259,41 +260,42 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
         if model.role != "rollout":
             continue
         cfg = configs[model.node]
-        prompts, n = cfg.data.train_batch_size, cfg.actor_rollout_ref.rollout.n
+        batch = batch_of(cfg)
         generated = generated_prompts(cfg)
         shards, verb = model.dims.dp, "sampled"
         if entry := next((x.entry for x in plan.interactions.values() if model.name in x.policies), None):
             shards, verb = len(plan.run_of(entry).ranks), "played"
         refilled = "" if not cfg.algorithm.filter_groups.enable else f" in rounds of {generated} prompts"
-        amount = f"{prompts * n} {'episodes' if entry else 'sequences'}"
+        amount = f"{batch.rows} {'episodes' if entry else 'sequences'}"
         lines.append(
-            f"agent {model.agent}: {prompts} prompts x {n} responses = {amount} a step{refilled}, {verb} by "
-            f"{_count(shards, 'shard')} of {_share(generated, shards)} prompts"
+            f"agent {model.agent}: {batch.prompts} prompts x {batch.samples} responses = {amount} a "
+            f"step{refilled}, {verb} by {_count(shards, 'shard')} of {_share(generated, shards)} prompts"
         )
         speakers = speakers_of(plan, model.agent)
         trainers = [m for m in plan.models.values() if m.agent == model.agent and m.trains]
         if trainers and speakers:
             agents = ", ".join(map(str, speakers))
             who = "each episode in which it" if len(speakers) == 1 else f"each of agents {agents} that"
-            where, most = "" if len(speakers) == 1 else " in an episode", prompts * n * len(speakers)
+            where, most = "" if len(speakers) == 1 else " in an episode", batch.rows * len(speakers)
             why = "more where a context is full or rewritten"
             lines.append(f"  a row for {who} speaks{where}: at most {most}, {why}")
         for trainer in trainers:
-            training = _training(trainer, configs[trainer.node], prompts, n, len(speakers))
+            training = _training(trainer, configs[trainer.node], batch, len(speakers))
             lines += [f"  {trainer.role}:", *(f"    {line}" for line in training)]
     return lines
 
 
-def _training(trainer: ModelPlan, cfg: Config, prompts: int, n: int, num_speakers: int) -> list[str]:
+def _training(trainer: ModelPlan, cfg: Config, sampled: BatchArithmetic, num_speakers: int) -> list[str]:
     """num_speakers: of the policy, in an interaction, where rows are bounded and not known; else 0."""
     group = trained_group(cfg, trainer.role)
-    mini, shards = group.ppo_mini_batch_size, trainer.dims.dp
-    rows = mini * n * max(num_speakers, 1)
+    batch, shards = batch_of(cfg, trainer.role), trainer.dims.dp
+    mini = batch.mini_prompts
+    rows = mini * sampled.samples * max(num_speakers, 1)
     bound, noun = ("up to ", "row") if num_speakers else ("", "sequence")
-    epochs = f" x {group.ppo_epochs} epochs" if group.ppo_epochs > 1 else ""
+    epochs = f" x {batch.epochs} epochs" if batch.epochs > 1 else ""
     lines = [
-        f"{_count(prompts // mini, 'mini-batch', 'es')} of {mini} prompts = {bound}{rows} {noun}s{epochs} "
-        f"-> {_count(optimizer_steps(cfg, trainer.role), 'optimizer step')}",
+        f"{_count(sampled.prompts // mini, 'mini-batch', 'es')} of {mini} prompts = {bound}{rows} "
+        f"{noun}s{epochs} -> {_count(batch.optimizer_steps, 'optimizer step')}",
         f"a mini-batch is {bound}{_share(rows, shards)} {noun}s on each of "
         f"{_count(shards, 'data-parallel rank')}",
     ]

@@ -13,7 +13,8 @@ from siirl.checkpoint.hf import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.config import Config, to_dict
-from siirl.config.roles import optimizer_steps, role_group, role_model
+from siirl.config.batch import batch_of
+from siirl.config.roles import role_group, role_model
 from siirl.dag.credit import trains_in
 from siirl.dag.plan import Plan
 from siirl.dag_worker.observing import finish_trace, make_observer
@@ -57,7 +58,7 @@ class Training:
                 warmup = self.cfg.trainer.critic_warmup if model.role == "actor" else 0
                 steps = sum(self._trains(name, step, warmup) for step in range(1, self.total_steps + 1))
                 trainers = [x for x in model.nodes if worker.plan.nodes[x].op == f"{model.role}_train"]
-                each = (optimizer_steps(worker.node_cfg(x), model.role) for x in trainers)
+                each = (batch_of(worker.node_cfg(x), model.role).optimizer_steps for x in trainers)
                 engine.set_total_steps(steps * sum(each))
         trainer = self.cfg.trainer
         root = Path(trainer.default_local_dir).expanduser()

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.config.roles import generated_prompts
+from siirl.config.batch import generated_prompts
 from siirl.data.curriculum import Curriculum, make_curriculum
 from siirl.data.dataset import PromptDataset
 from siirl.data.rows import make_rows

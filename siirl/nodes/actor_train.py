@@ -9,6 +9,7 @@ from torch import Tensor
 
 from siirl.algorithms.token_picks import pick_tokens, token_noise
 from siirl.config.algorithm_choice import policy_loss_name, policy_loss_of
+from siirl.config.batch import batch_of
 from siirl.dag.credit import trains_in
 from siirl.dag.ops import old_log_prob_source, uses_full_kl
 from siirl.nodes.context import NodeContext, sum_over_ranks
@@ -32,7 +33,7 @@ def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     loss_fn = make_loss_fn(ctx.cfg)
     seed = actor.data_loader_seed if actor.shuffle else None
     outputs = ("log_prob", "entropy", *(("full_kl",) if uses_full_kl(ctx.cfg) else ()))
-    for mine_B in mini_batches(ctx, rows, actor.ppo_mini_batch_size, actor.ppo_epochs, seed):
+    for mine_B in mini_batches(ctx, rows, batch_of(ctx.cfg), seed):
         mini_batch = rows[mine_B]
         if policy_loss_of(ctx.cfg).picks_tokens:
             mini_batch["picked"] = _picked(ctx, mini_batch)

@@ -6,6 +6,7 @@ from torch import Tensor
 from siirl.algorithms.aggregate import aggregate_loss, trained_only
 from siirl.algorithms.stats import explained_variance, explained_variance_sums
 from siirl.algorithms.value_loss import clipped_value_loss
+from siirl.config.batch import batch_of
 from siirl.config.critic import CriticConfig
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
 from siirl.nodes.context import NodeContext, sum_over_ranks
@@ -27,7 +28,7 @@ def critic_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     ctx.metrics.mean("critic/explained_variance", explained_variance(sum_over_ranks(ctx, sums)))
     loss_fn = make_value_loss_fn(critic)
     seed = critic.data_loader_seed if critic.shuffle else None
-    for mine_B in mini_batches(ctx, rows, critic.ppo_mini_batch_size, critic.ppo_epochs, seed):
+    for mine_B in mini_batches(ctx, rows, batch_of(ctx.cfg, "critic"), seed):
         ctx.metrics.merge(ctx.train.train_mini_batch(rows[mine_B], loss_fn, ("value",), 1.0), "critic/")
     ctx.metrics.sum("flops/train", ctx.train.flops(rows, backward=True) * critic.ppo_epochs)
     return TensorDict({}, batch_size=rows.batch_size)

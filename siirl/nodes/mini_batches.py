@@ -7,34 +7,33 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.config.batch import BatchArithmetic
 from siirl.nodes.context import NodeContext
 
 
 def mini_batches(
-    ctx: NodeContext, rows: TensorDict, num_prompts: int, epochs: int, shuffle_seed: int | None
+    ctx: NodeContext, rows: TensorDict, batch: BatchArithmetic, shuffle_seed: int | None
 ) -> Iterator[Tensor]:
     """For each optimizer step, which of this rank's rows take part: bool [B].
 
-    A mini-batch is a run of the rows of `num_prompts` prompts, in the order of row_id; with shuffle_seed, in
-    an order drawn for each step and epoch. The last one of an epoch may be short. Rows of an interaction, of
+    A mini-batch is a run of the rows of so many prompts, in the order of row_id; with shuffle_seed, in an
+    order drawn for each step and epoch. The last one of an epoch may be short. Rows of an interaction, of
     which an episode may have any number, go by episode, in runs of equal length: as many mini-batches as
     there are of whole batches, whatever episodes were dropped. Some are empty where there are fewer episodes.
     Collective over ctx.group.
     """
     by_episode = "episode_id" in rows.keys()
     position_B, total = global_positions(rows["episode_id" if by_episode else "row_id"], ctx.group)
-    for epoch in range(epochs):
+    for epoch in range(batch.epochs):
         place_B = position_B
         if shuffle_seed is not None:
             place_B = _order(total, (shuffle_seed * 1_000_003 + ctx.step) * 1_009 + epoch)[position_B]
         if by_episode:
-            number = ctx.cfg.data.train_batch_size // num_prompts
-            for step in range(number):
-                yield place_B * number // max(total, 1) == step
+            for step in range(batch.mini_batches):
+                yield place_B * batch.mini_batches // max(total, 1) == step
             continue
-        num_rows = num_prompts * ctx.cfg.actor_rollout_ref.rollout.n
-        for first in range(0, total, num_rows):
-            yield (place_B >= first) & (place_B < first + num_rows)
+        for first in range(0, total, batch.mini_rows):
+            yield (place_B >= first) & (place_B < first + batch.mini_rows)
 
 
 def global_positions(row_id_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:

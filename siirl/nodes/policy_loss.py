@@ -15,7 +15,7 @@ from siirl.algorithms.rollout_correction import Correction, correction_stats, co
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
 from siirl.config.algorithm_choice import policy_loss_name
-from siirl.config.roles import optimizer_steps
+from siirl.config.batch import batch_of
 from siirl.dag.ops import old_log_prob_source
 from siirl.dag.spec import load_object
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
@@ -36,7 +36,7 @@ def make_loss_fn(cfg: Config) -> LossFn:
     options = policy_loss_options(cfg)
     correction = rollout_correction(actor)
     old_field = OLD_LOG_PROB_FIELDS[old_log_prob_source(cfg)]
-    one_step = optimizer_steps(cfg) == 1
+    one_step = batch_of(cfg).optimizer_steps == 1
 
     def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
         mask_BT = rows["response_mask"]

@@ -11,6 +11,7 @@ from dist_harness import run_workers
 from tensordict import TensorDict
 
 from siirl.config import Config, load_config, with_overrides
+from siirl.config.batch import batch_of
 from siirl.data.rows import take_rows
 from siirl.errors import DagError
 from siirl.nodes.advantage import advantage
@@ -334,14 +335,15 @@ def cut(rank: int, world: int) -> list[list[list[int]]]:
     4 prompts of 2 samples a batch, 2 prompts a mini-batch, 2 epochs.
     """
     keys = {"data.train_batch_size": 4, "actor_rollout_ref.rollout.n": 2}
-    ctx = context(keys | {"actor_rollout_ref.actor.ppo_mini_batch_size": 2}, {})
+    keys |= {"actor_rollout_ref.actor.ppo_mini_batch_size": 2, "actor_rollout_ref.actor.ppo_epochs": 2}
+    ctx = context(keys, {})
     ctx.step, found = 3, []
     for shuffle_seed in (None, 5):
         for episodes in EPISODES:
             ids = torch.tensor(episodes, dtype=torch.int64)
             rows = TensorDict({"row_id": torch.arange(len(ids)), "episode_id": ids}, [len(ids)])
             mine = take_rows(rows, ids % world == rank)
-            chosen = mini_batches(ctx, mine, 2, 2, shuffle_seed)
+            chosen = mini_batches(ctx, mine, batch_of(ctx.cfg), shuffle_seed)
             found.append([mine["row_id"][mine_B].tolist() for mine_B in chosen])
     return found
 

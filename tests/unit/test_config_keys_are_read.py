@@ -23,9 +23,9 @@ SUFFIXES = ("_cfg", "_config", "_options", "_keys", "_params")
 
 
 def module_trees(package: Path, leave_out: tuple[str, ...] = ("config",)) -> Iterator[ast.Module]:
-    choice = package / "config" / "algorithm_choice.py"  # reads for the rooms above
+    readers = [package / "config" / name for name in ("algorithm_choice.py", "batch.py")]  # for rooms above
     for file in sorted(package.rglob("*.py")):
-        if file == choice or file.relative_to(package).parts[0] not in leave_out:
+        if file in readers or file.relative_to(package).parts[0] not in leave_out:
             yield ast.parse(file.read_text())
 
 
