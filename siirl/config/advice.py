@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from siirl.config.algorithm_choice import estimator_of, policy_loss_name, policy_loss_of
+from siirl.config.aliases import POLICY
 from siirl.config.batch import batch_of
-from siirl.config.resolve import COMPUTE_DTYPE, POLICY, compute_dtype, get
+from siirl.config.resolve import COMPUTE_DTYPE, compute_dtype, get
 from siirl.config.root import Config
 
 

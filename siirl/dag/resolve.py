@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.aliases import ALIASES, POLICY
 from siirl.config.checks import contradictions
-from siirl.config.resolve import ALIASES, FOLLOWS, POLICY, REFERENCE, get
+from siirl.config.resolve import FOLLOWS, REFERENCE, get
 from siirl.config.root import TOP_GROUPS, all_keys
 from siirl.config.tree import is_known, overridden
 from siirl.config.values import SECRET_KEYS
