@@ -2,16 +2,8 @@
 
 from dataclasses import dataclass
 
-from siirl.config.actor import (
-    AGGREGATIONS,
-)
-from siirl.config.common import (
-    CheckpointConfig,
-    FSDPConfig,
-    MegatronConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from siirl.config.actor import AGGREGATIONS, STRATEGIES
+from siirl.config.common import CheckpointConfig, FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from siirl.config.keys import group, key
 
 
@@ -31,7 +23,7 @@ class CriticConfig:
     strategy: str = key(
         "fsdp",
         "training backend",
-        choices=("fsdp", "megatron"),
+        choices=STRATEGIES,
         synonyms={"fsdp2": "fsdp"},
     )
     share_instance: int | None = key(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.actor import STRATEGIES
 from siirl.config.roles import ROLE_GROUPS, role_group, role_model
 from siirl.dag.plan import Head
 from siirl.errors import NotSupportedError
@@ -27,8 +28,6 @@ LANGUAGE_MODELS = (
 """What fsdp trains as a language model only: transformers has no value or score head for them."""
 MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """What megatron trains, with any head."""
-
-STRATEGIES = ("fsdp", "megatron")
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")

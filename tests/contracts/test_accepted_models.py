@@ -11,7 +11,8 @@ from dist_harness import run_workers
 from train_engine_cases import Scenario
 
 from siirl.config import load_config
-from siirl.dag.model_types import OF_ANY_HEAD, STRATEGIES, known_types
+from siirl.config.actor import STRATEGIES
+from siirl.dag.model_types import OF_ANY_HEAD, known_types
 from siirl.errors import NotSupportedError
 
 SOME = {"fsdp": ("mistral", "opt", "gemma3_text"), "megatron": ("mixtral",)}

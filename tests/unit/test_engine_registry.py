@@ -5,6 +5,9 @@ import importlib
 
 import pytest
 
+from siirl.config.actor import STRATEGIES
+from siirl.config.root import all_keys
+from siirl.dag.models import ROLLOUT_BACKENDS, TRAIN_BACKENDS
 from siirl.dag.plan import ModelPlan
 from siirl.engines.registry import (
     ROLLOUT_ENGINES,
@@ -30,6 +33,16 @@ def test_each_entry_is_a_complete_engine(path, base):
     engine = getattr(importlib.import_module(module), name)
     assert issubclass(engine, base)
     assert not engine.__abstractmethods__
+
+
+def test_keys_compiler_and_registry_know_the_same_backends():
+    keys = {name: key.rule for name, key in all_keys().items() if name.rpartition(".")[2] == "strategy"}
+    assert len(keys) == 4
+    for rule in keys.values():
+        assert set(rule.choices) == set(TRAIN_ENGINES) == set(TRAIN_BACKENDS) == set(STRATEGIES)
+    rule = all_keys()["actor_rollout_ref.rollout.name"].rule
+    assert set(rule.choices) - {"replay"} == set(ROLLOUT_ENGINES)  # a replay has no engine
+    assert set(ROLLOUT_ENGINES) | set(rule.later_choices) == set(ROLLOUT_BACKENDS)
 
 
 @pytest.mark.parametrize(

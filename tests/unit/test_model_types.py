@@ -9,13 +9,13 @@ import pytest
 from plan_cases import config
 
 from siirl.cli import main
+from siirl.config.actor import STRATEGIES
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.dag.model_types import (
     LANGUAGE_MODELS,
     LENGTH_DEPENDENT,
     MEGATRON,
     OF_ANY_HEAD,
-    STRATEGIES,
     known_types,
     why_not,
     why_not_so_long,
