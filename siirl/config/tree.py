@@ -105,11 +105,11 @@ def from_dict(data: Mapping[str, Any]) -> Config:
 
 
 def diff_keys(cfg: Config) -> dict[str, tuple[Any, Any]]:
-    """Key -> (default, value) of each key that is not at its default; one that follows others only if set."""
-    changed = {}
-    for name in all_keys().keys() - ALIASES.keys():
+    """Key -> (default, value) of each key that is not at its default; followers and older names if set."""
+    changed, if_set = {}, FOLLOWS.keys() | ALIASES.keys()
+    for name in all_keys():
         default, value = get(default_config(), name), get(cfg, name)
-        if value != default and (name not in FOLLOWS or name in cfg.explicit):
+        if value != default and (name in cfg.explicit or name not in if_set):
             changed[name] = (default, value)
     return changed
 
