@@ -4,7 +4,8 @@ import pytest
 from plan_cases import add_agent, config
 
 from siirl.config import load_config
-from siirl.config.resolve import FOLLOWS, POLICY, REFERENCE, get
+from siirl.config.aliases import POLICY
+from siirl.config.resolve import FOLLOWS, REFERENCE, get
 from siirl.config.root import all_keys
 from siirl.dag.compile import TEMPLATES, load_dag
 from siirl.dag.resolve import resolve_nodes
