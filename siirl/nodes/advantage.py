@@ -10,6 +10,7 @@ from siirl.algorithms.advantages import ADVANTAGES, compute_advantage
 from siirl.algorithms.kl import kl_controller, kl_in_reward
 from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
 from siirl.algorithms.stats import advantage_stats, group_stats, length_stats, score_stats
+from siirl.config.algorithm_table import ESTIMATORS
 from siirl.dag.ops import old_log_prob_source
 from siirl.dag.spec import load_object
 from siirl.nodes.context import NodeContext, sum_over_ranks
@@ -27,12 +28,7 @@ def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     fields = {name: rows[name] for name in rows.keys() if isinstance(rows[name], Tensor)} | {
         "reward": reward_BT
     }
-    options = {
-        "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
-        "gamma": algorithm.gamma,
-        "lam": algorithm.lam,
-        "weight_factor_in_cpgd": algorithm.weight_factor_in_cpgd,
-    }
+    options = {name: getattr(algorithm, name) for row in ESTIMATORS.values() for name in row.keys}
     if in_interaction(rows):
         found = estimate(ctx, rows, fields, options)
         report_turns(ctx.metrics, rows, reward_BT, found.advantages.advantage_BT)

@@ -15,6 +15,7 @@ from siirl.algorithms.rollout_correction import Correction, correction_stats, co
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
 from siirl.config.algorithm_choice import policy_loss_name
+from siirl.config.algorithm_table import LOSSES
 from siirl.config.batch import batch_of
 from siirl.dag.ops import old_log_prob_source
 from siirl.dag.spec import load_object
@@ -105,24 +106,12 @@ def rollout_correction(actor: ActorConfig) -> Correction:
 
 
 def policy_loss_options(cfg: Config) -> dict[str, Any]:
-    """All scalars that a policy loss may take from the configuration, by name."""
+    """All scalars that a policy loss may take from the configuration, by name: those of the table."""
     actor = cfg.actor_rollout_ref.actor
-    policy_loss = actor.policy_loss
+    names = (name for row in LOSSES.values() for name in row.keys)
     return {
-        "clip_ratio_low": actor.clip_ratio_low,
-        "clip_ratio_high": actor.clip_ratio_high,
-        "clip_ratio_c": actor.clip_ratio_c,
-        "policy_drift_coeff": actor.policy_drift_coeff,
-        "tau_pos": policy_loss.tau_pos,
-        "tau_neg": policy_loss.tau_neg,
-        "clip_divergence_low": policy_loss.clip_divergence_low,
-        "clip_divergence_high": policy_loss.clip_divergence_high,
-        "ratio_cap": policy_loss.ratio_cap,
-        "clip_cov_ratio": policy_loss.clip_cov_ratio,
-        "clip_cov_lb": policy_loss.clip_cov_lb,
-        "clip_cov_ub": policy_loss.clip_cov_ub,
-        "kl_cov_ratio": policy_loss.kl_cov_ratio,
-        "ppo_kl_coef": policy_loss.ppo_kl_coef,
+        name: getattr(actor if hasattr(actor, name) else actor.policy_loss, name)
+        for name in dict.fromkeys(names)
     }
 
 
