@@ -20,7 +20,7 @@ TYPES: dict[str, Any] = {
     "text or texts": str | tuple[str, ...],
     "map": dict[str, Any],
 }
-STATUSES = {"no effect": "ignored", "later": "later", "replaced": "replaced"}
+STATUSES = ("later", "no effect", "replaced")
 
 
 @functools.cache
@@ -58,6 +58,9 @@ def _read() -> tuple[dict[str, Key], dict[str, str]]:
                 keys[full] = Key(full, TYPES[type_name], value, replace(rule, doc=doc))
         else:
             status, _, reason = line.partition(": ")
-            rule = Rule("", **{STATUSES[status]: reason})
+            said = dict.fromkeys(STATUSES, "") | {status: reason}
+            later, ignored, replaced = (said.pop(name) for name in STATUSES)
+            assert not said, f"{status!r} is no status"
+            rule = Rule("", later=later, ignored=ignored, replaced=replaced)
         in_header = line.startswith("[")
     return keys, docs
