@@ -1,5 +1,6 @@
 """What every training engine is held to: sample rows, a loss, plain Hugging Face as the reference."""
 
+import functools
 import shutil
 import tempfile
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.config import load_config
+from siirl.config import Config, load_config, with_overrides
 from siirl.dag.plan import ModelPlan
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
@@ -187,6 +189,27 @@ def overrides_for(path: Path | str, role: str = "actor") -> list[str]:
     ]
 
 
+@functools.cache
+def _defaults() -> Config:
+    return load_config([])
+
+
+def configured(overrides: list[str]) -> Config:
+    """load_config of these overrides; hydra composes once in a process, which takes long."""
+    parser = OverridesParser.create()
+    values: dict[str, Any] = {}
+    for override in map(parser.parse_override, overrides):
+        name = override.key_or_group
+        if not override.is_delete():
+            values[name] = override.value()
+            continue
+        values.pop(name, None)
+        head, _, last = name.rpartition(".")
+        if head in values:
+            values[head] = {key: value for key, value in values[head].items() if key != last}
+    return with_overrides(_defaults(), values)
+
+
 def build_engine(
     scenario: Scenario, path: Path | str, role: str = "actor"
 ) -> tuple[TrainEngine, ProcessGroupManager]:
@@ -221,7 +244,7 @@ def make_engine(
         node=role,
         nodes=(role,),
     )
-    cfg = load_config([*overrides_for(path, role), *scenario.overrides])
+    cfg = configured([*overrides_for(path, role), *scenario.overrides])
     module, _, name = ENGINES[scenario.strategy].partition(":")
     return getattr(importlib.import_module(module), name)(plan, cfg, groups, torch.device(scenario.device))
 
