@@ -16,6 +16,7 @@ from siirl.config.tree import default_config, split_name
 from siirl.dag.compile import compile_plan, load_dag
 from siirl.errors import ConfigError, UserError
 from siirl.migrate.document import with_tables
+from siirl.migrate.page import page
 from siirl.migrate.translate import Translation, scalar, translate, typed
 
 pytestmark = pytest.mark.heavy
@@ -380,3 +381,13 @@ def test_a_workflow_that_cannot_work_is_migrated_with_what_is_wrong(tmp_path, ca
     assert main(["migrate", str(path)]) == 1
     page = capsys.readouterr().out
     assert "refuses the command" in page and "ADVANTEGE" in page
+
+
+def test_the_page_lists_what_cannot_be_had_and_a_preset_of_the_users_stays():
+    found = translate("siirl", ["--config-path=/mine", "--config-name=preset", "no.such_key=1"])
+    assert found.options == ["--config-path=/mine", "--config-name=preset"]
+    text = page("a run", found, {}, [])
+    assert (
+        "# cannot be had (the command below does without):\n#   no.such_key=1: there is no such key" in text
+    )
+    assert "siirl run --config-path=/mine --config-name=preset " in text

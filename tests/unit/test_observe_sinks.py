@@ -339,3 +339,10 @@ def test_logging_follows_the_environment(tmp_path, monkeypatch):
 
 def test_every_column_has_a_header_of_its_own():
     assert len({column.header for column in COLUMNS}) == len(COLUMNS)
+
+
+def test_a_long_conversation_is_cut_on_the_console(capsys):
+    sink = ConsoleSink(5)
+    sink.text(3, "validation", [{"conversation": "\n".join(f"line {n}" for n in range(30))}])
+    out = capsys.readouterr().out
+    assert "line 23" in out and "line 24" not in out and "... and 6 more lines" in out
