@@ -11,11 +11,7 @@ import sys
 from collections.abc import Container, Iterator
 from pathlib import Path
 
-TEMPORARY: set[frozenset[str]] = {
-    frozenset(
-        {"siirl.nodes.context", "siirl.nodes.interaction", "siirl.nodes.recording", "siirl.nodes.rollout"}
-    )
-}
+TEMPORARY: set[frozenset[str]] = set()
 """Circles that are known and will go. One that has gone must be taken from here."""
 _NAME = re.compile(r"\w+(?:\.\w+)+(?::\w+)?")
 

@@ -1,6 +1,7 @@
-"""A workflow of your own, in Python: GRPO with a bonus node and own advantages.
+"""Workflows of your own, in Python: GRPO with a bonus and own advantages, or with a reward that asks a model.
 
 dag.custom_pipeline_fn=examples/extend/dag.py:with_bonus
+dag.custom_pipeline_fn=examples/extend/dag.py:with_fluency
 """
 
 from pathlib import Path
@@ -32,5 +33,21 @@ def with_bonus() -> DagSpec:
         reads=["score", "bonus", "response_mask"],
         writes=["advantage"],
     )
+    dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=[advantages])
+    return dag.build()
+
+
+def with_fluency() -> DagSpec:
+    """rollout -> a reward that asks the reference model, too -> advantages -> training."""
+    dag = DagBuilder("with_fluency", "a reward that asks the reference model, too")
+    rollout = dag.node("rollout", "MODEL_INFERENCE", "ROLLOUT")
+    reward = dag.node(
+        "reward",
+        "MODEL_INFERENCE",
+        "REWARD",
+        dependencies=[rollout],
+        executable_ref=f"{NODE.with_name('op.py')}:fluent_reward",
+    )
+    advantages = dag.node("advantages", "COMPUTE", "ADVANTAGE", dependencies=[reward])
     dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=[advantages])
     return dag.build()

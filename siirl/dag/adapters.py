@@ -44,7 +44,7 @@ ENGINE_KEYS = {
 def adapter_bases(nodes: Iterable[ResolvedNode]) -> dict[int, int]:
     """Agent -> the agent on whose frozen base it trains an adapter of its own."""
     nodes = list(nodes)
-    trained = {node.agent for node in nodes if node.op.name == "actor_train"}
+    trained = {node.agent for node in nodes if node.op.trains_policy}
     able = [node for node in nodes if node.op.is_rollout and node.agent in trained and _rank(node)]
     return {node.agent: target for node in able if (target := _target(node)) is not None}
 
@@ -59,7 +59,7 @@ def check_bases(nodes: Iterable[ResolvedNode]) -> None:
     nodes = list(nodes)
     bases = adapter_bases(nodes)
     rollouts = {node.agent: node for node in nodes if node.op.is_rollout}
-    trained = {node.agent for node in nodes if node.op.name == "actor_train"}
+    trained = {node.agent for node in nodes if node.op.trains_policy}
     for agent, owner in bases.items():
         node = rollouts[agent]
         key = f"{node}: rollout.agent.share_instance = {owner}"
@@ -116,7 +116,7 @@ def with_bases(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> 
     alone = [model.name for model in found.values() if model.base == model.name and model.name not in used]
     found |= {name: replace(found[name], base=None) for name in alone}
     for name, model in found.items():
-        if model.role == "rollout" and model.base == name:
+        if model.is_rollout and model.base == name:
             on_it = {other.name: nodes[other.node] for other in found.values() if other.base == name}
             found[name] = replace(model, adapters={other: _rank(node) for other, node in on_it.items()})
     return dict(sorted(found.items(), key=lambda item: item[1].base not in (None, item[0])))
@@ -126,14 +126,14 @@ def _can_share(model: ModelPlan, base: ModelPlan, nodes: dict[str, ResolvedNode]
     """Whether a model can use the tensors of another: they are in the same processes, cut in the same way."""
     if model.ranks != base.ranks or model.backend != base.backend:
         return False
-    if model.role == "rollout":
+    if model.is_rollout:
         return model.backend in ENGINE_KEYS
     if model.backend != "fsdp":
         return False
     mine, its = _cut(model, nodes), _cut(base, nodes)
     if mine == its:
         return True
-    if model.role == "actor":
+    if model.is_policy:
         raise DagError(
             f"node {model.node!r} and node {base.node!r} train adapters on one base on the same ranks, but "
             f"with other values of actor.fsdp_config (fsdp_size, model_dtype: {mine[1:]} and {its[1:]}): one "

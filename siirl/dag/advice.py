@@ -24,7 +24,7 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
 def _node_warnings(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:
     """Keys in the config of nodes that change nothing there; an agent's keys are named at its rollout."""
     speaking = {stage.node for inter in plan.interactions.values() for stage in inter.stages}
-    rollouts = {model.node for model in plan.models.values() if model.role == "rollout"} | speaking
+    rollouts = {model.node for model in plan.models.values() if model.is_rollout} | speaking
     at_rollout = {(plan.nodes[node].agent, key) for node in rollouts for key in plan.nodes[node].overrides}
     for name, node in plan.nodes.items():
         for key in node.overrides:
@@ -38,7 +38,7 @@ def _node_warnings(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]
 
 def plan_notes(plan: Plan) -> list[str]:
     """Which agents learn from rewards of others, and which are never trained, as the DAG file implies."""
-    trained = {node.agent for node in plan.nodes.values() if node.op == "actor_train"}
+    trained = {node.agent for node in plan.nodes.values() if node.spec.trains_policy}
     scored = {
         key.agent for run in plan.instructions for key in getattr(run, "writes", ()) if key.name == "score"
     }
@@ -63,7 +63,7 @@ def plan_notes(plan: Plan) -> list[str]:
 
 def _scores_of(plan: Plan, agent: int) -> list[int]:
     """The agents whose scores the advantages of an agent are made of."""
-    names = [name for name, node in plan.nodes.items() if node.agent == agent and node.op == "advantage"]
+    names = [name for name, node in plan.nodes.items() if node.agent == agent and node.spec.credits]
     joined = {key.agent for name in names for key, _ in plan.run_of(name).joins if key.name == "score"}
     return sorted(joined - {agent})
 

@@ -66,7 +66,7 @@ def awake_shares(
         stays = name in talk.policies or not rollout.free_cache_engine
         if model.base not in (None, name):
             continue  # speaks with the engine of its base
-        if model.role != "rollout" or model.backend != "vllm" or cfg.trainer.device == "cpu" or not stays:
+        if not model.is_rollout or model.backend != "vllm" or cfg.trainer.device == "cpu" or not stays:
             continue
         own = rollout.engine_kwargs.vllm.get("gpu_memory_utilization")
         shares[name] = float(rollout.gpu_memory_utilization if own is None else own)

@@ -5,34 +5,32 @@ from collections.abc import Iterable, Iterator
 from siirl.config import Config
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import normalizes_weights
-from siirl.dag.credit import joins_rows
+from siirl.dag.credit import interacting, joins_rows
 from siirl.dag.graph import Graph
 from siirl.dag.interactions import Interactions
 from siirl.dag.names import suggest
-from siirl.dag.ops import MODEL_REWARDS, score_names, uses_critic, why_unread
+from siirl.dag.ops import score_names, uses_critic, why_unread
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import ConfigError, DagError, NotSupportedError, UserError, reworded
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
 
 Nodes = dict[str, ResolvedNode]
-ONE_PER_AGENT = {"rollout": "rollout", "actor_train": "training", "critic_train": "critic training"}
-"""Ops of which an agent has one node, and what messages call them."""
 
 
 def check_agents(nodes: Nodes) -> Iterator[UserError]:
     """One rollout and one trainer for each agent."""
-    for op_name, what in ONE_PER_AGENT.items():
-        seen: dict[int, ResolvedNode] = {}
-        for node in nodes.values():
-            if op_name != ("rollout" if node.op.is_rollout else node.op.name):
-                continue
-            if node.agent in seen:
-                yield DagError(
-                    f"{seen[node.agent]} and {node} are both the {what} of agent {node.agent}: they would "
-                    "share fields and weights. Remove one. A second agent has a rollout, a reward, an "
-                    "advantage and a training of its own, all with its agent_group."
-                )
-            seen[node.agent] = node
+    seen: dict[tuple[str, int], ResolvedNode] = {}
+    for node in nodes.values():
+        if not node.op.unique:
+            continue
+        place = (node.op.unique, node.agent)
+        if place in seen:
+            yield DagError(
+                f"{seen[place]} and {node} are both the {node.op.unique} of agent {node.agent}: they would "
+                "share fields and weights. Remove one. A second agent has a rollout, a reward, an "
+                "advantage and a training of its own, all with its agent_group."
+            )
+        seen[place] = node
 
 
 def prune(
@@ -56,15 +54,10 @@ def prune(
     return {node_id: pruned[node_id] for node_id in graph.order if node_id in pruned}
 
 
-def is_reward(node: ResolvedNode) -> bool:
-    """Whether a node scores the responses of its agent, rather than those of a baseline."""
-    return node.spec.node_role == "REWARD" and node.op.name != "baseline_reward"
-
-
 def _is_wanted(node: ResolvedNode, rollout_only: bool) -> bool:
     if rollout_only:
         effect = node.op.side_effect and not node.op.trains
-        return effect or node.op.is_rollout or is_reward(node)
+        return effect or node.op.is_rollout or node.op.scores
     return node.op.side_effect or node.op.wanted(node.cfg)
 
 
@@ -95,7 +88,7 @@ def check_kept(
                 "MODEL_INFERENCE and node_role ROLLOUT, or unset it."
             )
         return
-    trained = {node.agent for node in kept if node.op.name == "actor_train"}
+    trained = {node.agent for node in kept if node.op.trains_policy}
     if not trained:
         yield NotSupportedError(
             "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
@@ -117,15 +110,15 @@ def check_kept(
 def check_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
     """An agent whose advantages come from a critic trains one, and no other agent does."""
     yield from _check_shared_critics(kept, graph)
-    by_op: dict[tuple[str, int], ResolvedNode] = {(node.op.name, node.agent): node for node in kept.values()}
-    for (op_name, agent), node in by_op.items():
-        if op_name == "advantage" and uses_critic(node.cfg) and ("critic_train", agent) not in by_op:
+    learning = {node.agent for node in kept.values() if node.op.trains and node.op.on_critic}
+    for node in kept.values():
+        if node.op.credits and uses_critic(node.cfg) and node.agent not in learning:
             yield DagError(
                 f"{node} has algorithm.adv_estimator=gae, but no node trains the critic of agent "
-                f"{agent}: its values would stay random. Add a node with "
+                f"{node.agent}: its values would stay random. Add a node with "
                 "node_type MODEL_TRAIN, node_role CRITIC, or set another adv_estimator."
             )
-        if op_name == "critic_train" and not uses_critic(node.cfg):
+        if node.op.trains and node.op.on_critic and not uses_critic(node.cfg):
             yield DagError(
                 f"{node} trains a critic, but algorithm.adv_estimator="
                 f"{node.cfg.algorithm.adv_estimator} uses none. "
@@ -135,7 +128,7 @@ def check_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
 
 def _check_shared_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
     """A critic of several agents belongs to one of them, and learns after all of its values are there."""
-    critics = [node for node in kept.values() if node.op.model == "critic"]
+    critics = [node for node in kept.values() if node.op.on_critic]
     owners = {node.agent for node in critics if node.model_agent == node.agent and node.op.trains}
     above = graph.ancestors()
     for node in critics:
@@ -157,14 +150,14 @@ def _check_shared_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
 
 def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[UserError]:
     """A node that scores by a model has one, and reward_model.enable; where that is set, there is a node."""
-    scoring = [node for node in nodes if node.op.name in MODEL_REWARDS]
+    scoring = [node for node in nodes if node.op.by_model]
     for node in scoring:
         if not node.cfg.reward_model.enable:
             yield DagError(
                 f"{node} scores by a model, but reward_model.enable is False. Set reward_model.enable=True "
                 "and reward_model.model.path, or remove the node."
             )
-        elif node.op.name != "judge_service" and "reward_model.model.path" not in node.cfg.explicit:
+        elif node.op.model is not None and "reward_model.model.path" not in node.cfg.explicit:
             yield ConfigError(
                 f"{node}: reward_model.model.path is not set: the node has no model to score by. Name a "
                 "directory of a Hugging Face model with a score head (ForSequenceClassification), or of a "
@@ -180,7 +173,7 @@ def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[
 
 def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[UserError]:
     """reward_model.weights names rewards that its node reads; without such a node it is an error."""
-    combining = [node for node in nodes if node.op.name == "combine_rewards"]
+    combining = [node for node in nodes if node.op.combines]
     for node in combining:
         reward_model = node.cfg.reward_model
         try:
@@ -229,7 +222,7 @@ def check_resampling(kept: Nodes, graph: Graph, interactions: Interactions) -> I
 
     Agents without rows of their own need none.
     """
-    resampling = {node.agent: node for node in kept.values() if node.op.name == "pf_ppo"}
+    resampling = {node.agent: node for node in kept.values() if node.op.draws}
     rowless = {stage.node for plan in interactions.values() for stage in plan.stages if not stage.rows}
     above = graph.ancestors()
     for node in kept.values():
@@ -266,7 +259,7 @@ def check_writers(nodes: Nodes) -> Iterator[UserError]:
 
 def _one_writer(one: ResolvedNode, other: ResolvedNode) -> str:
     """What makes two writers of a field one."""
-    if is_reward(one) and is_reward(other):
+    if one.op.scores and other.op.scores:
         return (
             "Give each a name by writes: [NAME], and add a node of role REWARD that adds them up: "
             "reads: [NAME, ...] (docs/rewards.md); or remove one."
@@ -314,8 +307,7 @@ def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:
             f"{hint}; or take one optimizer step on each batch (ppo_mini_batch_size = train_batch_size, "
             "ppo_epochs = 1); or set actor_rollout_ref.actor.recompute_old_log_prob=False"
         )
-    mine = [other.op.name for other in nodes.values() if other.agent == key.agent]
-    if several and key.name == "score" and ("interaction" in mine or "turns" in mine):
+    if several and key.name == "score" and key.agent in interacting(nodes):
         hint = f"{hint}; or let it depend on the reward of an agent it talks with, whose scores it then gets"
     if hint:
         return f"Add {hint}."

@@ -18,7 +18,6 @@ from siirl.dag.check import (
     check_reward_weights,
     check_sampling,
     check_writers,
-    is_reward,
     prune,
 )
 from siirl.dag.credit import turns_of_training, with_credit
@@ -223,7 +222,7 @@ def _with_interactions(
 def _validated(kept: dict[str, ResolvedNode]) -> set[str]:
     """Rollouts, reward nodes, and whatever writes a field that these need."""
     writers = {key: node.id for node in kept.values() for key in node.writes}
-    todo = [node.id for node in kept.values() if node.op.is_rollout or is_reward(node)]
+    todo = [node.id for node in kept.values() if node.op.is_rollout or node.op.scores]
     found: set[str] = set()
     while todo:
         node_id = todo.pop()
@@ -243,6 +242,7 @@ def _node_plan(node: ResolvedNode, graph: Graph, more: dict[str, int]) -> NodePl
         executable=node.spec.executable_ref,
         overrides=node.overrides,
         options=node.options | more,
+        own_needs=node.op.needs if node.spec.executable_ref else (),
     )
 
 

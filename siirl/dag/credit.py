@@ -9,13 +9,13 @@ from siirl.config.algorithm_table import GROUPED
 from siirl.dag.adapters import adapter_bases, shared_policy
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
+from siirl.dag.ops import EPISODE
 from siirl.dag.resolve import ResolvedNode
 from siirl.dag.stages import is_member
 from siirl.errors import DagError
 from siirl.types import FieldKey, Layout
 
 Nodes = dict[str, ResolvedNode]
-EPISODE = ("episode_id", "speaker", "turn_id")
 GROUP_KEYS = ("task", "agent", "turn")
 JOINED = {"score": (), "value": ("turn_id", "response_length", "env_reward")}
 """What an advantage node may read of another agent, and what it then reads, too."""
@@ -45,18 +45,13 @@ def with_credit(nodes: Nodes, graph: Graph) -> Nodes:
 
 
 def _with_reads(node: ResolvedNode, nodes: Nodes, graph: Graph, agents: set[int]) -> ResolvedNode:
-    if node.op.name == "advantage":
+    if node.op.credits:
         _check_advantage(node, nodes, agents)
     if node.agent not in agents:
         return node
-    own: tuple[str, ...] = ()
-    reads = node.reads
-    if node.op.name in ("actor_train", "critic_train"):
-        own = EPISODE
-    if node.op.name == "advantage":
-        own = (*EPISODE, "env_reward")
-        reads = _advantage_reads(node, nodes, graph, agents)
-    return replace(node, reads=tuple(dict.fromkeys([*reads, *(FieldKey(node.agent, name) for name in own)])))
+    reads = _advantage_reads(node, nodes, graph, agents) if node.op.credits else node.reads
+    own = [FieldKey(node.agent, name) for name in node.op.in_episodes]
+    return replace(node, reads=tuple(dict.fromkeys([*reads, *own])))
 
 
 def _advantage_reads(
@@ -99,15 +94,14 @@ def _advantage_reads(
 
 def _has_environment(nodes: Nodes) -> bool:
     return any(
-        node.spec.node_type == "ENV_INTERACT"
-        or (node.op.is_rollout and node.cfg.actor_rollout_ref.rollout.agent.env_path)
+        node.op.is_environment or (node.op.is_rollout and node.cfg.actor_rollout_ref.rollout.agent.env_path)
         for node in nodes.values()
     )
 
 
 def _check_team(node: ResolvedNode, nodes: Nodes, scored: set[int]) -> None:
     """DagError if credit.team, as set at the node or for the whole run, counts for nobody."""
-    advantages = [other for other in nodes.values() if other.op.name == "advantage"]
+    advantages = [other for other in nodes.values() if other.op.credits]
     of_node = "algorithm.credit.team" in node.overrides
     if any(_has_team(other, scored, nodes) for other in ([node] if of_node else advantages)):
         return
@@ -198,7 +192,7 @@ def turns_of_training(kept: Nodes) -> dict[str, dict[str, int]]:
 
     DagError unless all agents name the same rollout.agent.train_cycle.
     """
-    trainers = sorted((n for n in kept.values() if n.op.name == "actor_train"), key=lambda node: node.agent)
+    trainers = sorted((n for n in kept.values() if n.op.trains_policy), key=lambda node: node.agent)
     cycles = {node.id: node.cfg.actor_rollout_ref.rollout.agent.train_cycle for node in trainers}
     if len(set(cycles.values())) > 1:
         named = ", ".join(f"{node_id!r}: {cycle}" for node_id, cycle in cycles.items())
@@ -221,7 +215,7 @@ def trains_in(step: int, warmup: int, cycle: int | None, turn: dict[str, int]) -
 def check_groups(node: ResolvedNode, layout: Layout) -> None:
     """DagError if groups span several shards: only those of one task lie on one."""
     algorithm = node.cfg.algorithm
-    grouped = node.op.name == "advantage" and algorithm.adv_estimator in GROUPED
+    grouped = node.op.credits and algorithm.adv_estimator in GROUPED
     if grouped and "task" not in algorithm.credit.group_by and layout.num_shards > 1:
         raise DagError(
             f"{node}: algorithm.credit.group_by = [{', '.join(algorithm.credit.group_by)}] has no task: its "

@@ -48,7 +48,7 @@ def credit_words(plan: Plan, name: str, configs: Configs) -> str:
 
 def training_turns(plan: Plan, configs: Configs) -> list[str]:
     """A line if policies are trained by turns."""
-    trainers = [name for name, node in plan.nodes.items() if node.op == "actor_train" and node.options]
+    trainers = [name for name, node in plan.nodes.items() if node.spec.trains_policy and node.options]
     if not trainers:
         return []
     trainers.sort(key=lambda name: plan.nodes[name].options["place"])
@@ -60,7 +60,7 @@ def training_turns(plan: Plan, configs: Configs) -> list[str]:
 def turn_words(plan: Plan, name: str, configs: Configs) -> str:
     """Whether a node trains by turns, in a few words."""
     node = plan.nodes[name]
-    if node.op != "actor_train" or not node.options or name not in configs:
+    if not node.spec.trains_policy or not node.options or name not in configs:
         return ""
     cycle = configs[name].actor_rollout_ref.rollout.agent.train_cycle
     return f"turns of {cycle} step{'s' * (cycle != 1)}"
@@ -80,7 +80,7 @@ def tool_words(name: str, configs: Configs) -> str:
 
 def _has_credit(plan: Plan, name: str) -> bool:
     node = plan.nodes[name]
-    return node.op == "advantage" and bool(speakers_of(plan, node.agent))
+    return node.spec.credits and bool(speakers_of(plan, node.agent))
 
 
 def _terms(plan: Plan, name: str, agent: int, cfg: Config) -> list[str]:

@@ -86,7 +86,7 @@ class Sections:
 
     def links_of(self, node: ResolvedNode) -> list[LinkPlan]:
         """The weights that must have arrived before a node runs: for an interaction, those of all agents."""
-        if node.op.model != "rollout" or node.op.name == "turns":
+        if not node.op.asks_policy:
             return []
         plan = self.interactions.get(node.id)
         targets = plan.policies if plan else (node.model,)
@@ -142,7 +142,7 @@ class _Section:
     def _prepare(self, node: ResolvedNode) -> tuple[tuple[FieldKey, ...], Joins]:
         """Bring what a node reads or carries; returns these keys, and those of other agents to join."""
         place = self.places[node.id]
-        if node.op.name == "turns":
+        if node.op.is_handed:
             self._wait_for_parents(node, place.source)
             return (), ()
         level, carried = self.shared.level(place.source), self.carried.get(node.id, ())
@@ -202,7 +202,7 @@ class _Section:
         wanted: dict[int, set[FieldKey]] = {}
         for node in nodes:
             place = self.places[node.id]
-            if self.shared.level(place.source) != "prompts" or node.op.name == "turns":
+            if self.shared.level(place.source) != "prompts" or node.op.is_handed:
                 continue
             columns = [FieldKey(place.data_agent, name) for name in routing("prompts")]
             for key in (*node.reads, *self.carried.get(node.id, ()), *columns):
@@ -338,7 +338,7 @@ def _touched(instruction: Instruction, shared: Sections) -> Touched:
 
 def _takes_rows(node: ResolvedNode) -> bool:
     """Whether a node makes other rows of rows that it is given; agents' turns come with their own prompts."""
-    return node.op.changes_rows and node.op.name != "turns"
+    return node.op.changes_rows and not node.op.is_handed
 
 
 def _ordered(keys: Iterable[FieldKey]) -> tuple[FieldKey, ...]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from siirl.config.resolve import get
 from siirl.dag.adapters import adapter_bases, check_bases, shared_policy
 from siirl.dag.graph import Graph
-from siirl.dag.ops import ENVIRONMENT, FROZEN_TURNS, INTERACTION, SCORING, SHARED_TURNS, TURNS, OpSpec
+from siirl.dag.ops import FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
 from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.dag.stages import (
@@ -27,9 +27,6 @@ from siirl.types import FieldKey
 
 Interactions = dict[str, InteractionPlan]
 
-READ_BY_REWARDS = ("extra_info", "turn_id")
-"""What a node reads that gives the rows of an interaction their score: it shows them, as conversations."""
-
 
 def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
     """Entry node -> interaction, in execution order. DagError for one that cannot run or would not end."""
@@ -41,7 +38,7 @@ def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
             plan = _interaction(interacting, nodes, graph)
             _check_sizes(plan, nodes)
             found[plan.entry] = plan
-        elif interacting[0].op is ENVIRONMENT:
+        elif interacting[0].op.is_environment:
             raise DagError(
                 f"{interacting[0]} is an environment that no rollout acts in. Let it depend on a rollout."
             )
@@ -82,28 +79,15 @@ def _check_sizes(plan: InteractionPlan, nodes: Nodes) -> None:
 
 
 def with_interactions(nodes: Nodes, interactions: Interactions) -> Nodes:
-    """The nodes, with the ops of those that are part of an interaction or work on its rows."""
+    """The nodes, with the ops of those that are part of an interaction."""
     ops: dict[str, OpSpec] = {}
-    talking: set[int] = set()
     for plan in interactions.values():
         for stage in plan.stages:
             if stage.kind == "agent":
                 silent = FROZEN_TURNS if stage.policy == stage.agent else SHARED_TURNS
                 ops[stage.node] = TURNS if stage.rows else silent
-                if stage.rows:
-                    talking.add(stage.agent)
         ops[plan.entry] = INTERACTION
-    changed: Nodes = {}
-    for node in nodes.values():
-        if node.id in ops:
-            changed[node.id] = _with_op(node, ops[node.id])
-        elif (
-            node.agent in talking and node.op.name in SCORING and FieldKey(node.agent, "score") in node.writes
-        ):
-            changed[node.id] = _reading(node, READ_BY_REWARDS)
-        else:
-            changed[node.id] = node
-    return changed
+    return {name: _with_op(node, ops[name]) if name in ops else node for name, node in nodes.items()}
 
 
 def silent_nodes(interactions: Interactions) -> set[str]:
@@ -173,7 +157,7 @@ def _entry(members: list[ResolvedNode], graph: Graph, inside: set[str]) -> Resol
             "agent. Let one depend on the other."
         )
     entry = roots[0]
-    if entry.op is ENVIRONMENT:
+    if entry.op.is_environment:
         raise DagError(
             f"{entry} begins an interaction: an episode starts with a turn of an agent; the environment is "
             "reset before it, and its first observation is seen. Let it depend on the first rollout."
@@ -183,7 +167,7 @@ def _entry(members: list[ResolvedNode], graph: Graph, inside: set[str]) -> Resol
 
 def _check_environments(members: list[ResolvedNode]) -> None:
     """An episode has one environment: of several nodes, one says which, or all say the same."""
-    nodes = [node for node in members if node.op is ENVIRONMENT]
+    nodes = [node for node in members if node.op.is_environment]
     given = [(node, options) for node in nodes if "env_path" in (options := environment_of(node))]
     if nodes and not given:
         raise DagError(
@@ -200,9 +184,9 @@ def _check_environments(members: list[ResolvedNode]) -> None:
 
 def _check_sharing(members: list[ResolvedNode], bases: dict[int, int]) -> None:
     """share_instance names another agent of the interaction that has a policy of its own."""
-    agents = {node.agent: node for node in members if node.op is not ENVIRONMENT}
+    agents = {node.agent: node for node in members if not node.op.is_environment}
     for position, node in enumerate(members):
-        target = None if node.op is ENVIRONMENT else shared_policy(node, bases)
+        target = None if node.op.is_environment else shared_policy(node, bases)
         if target is None:
             continue
         key = f"{node}: rollout.agent.share_instance = {target}"
@@ -281,8 +265,3 @@ def _with_op(node: ResolvedNode, op: OpSpec) -> ResolvedNode:
         reads=tuple(FieldKey(node.agent, name) for name in reads),
         writes=tuple(FieldKey(node.agent, name) for name in writes),
     )
-
-
-def _reading(node: ResolvedNode, names: tuple[str, ...]) -> ResolvedNode:
-    keys = dict.fromkeys([*node.reads, *(FieldKey(node.agent, name) for name in names)])
-    return replace(node, reads=tuple(keys))

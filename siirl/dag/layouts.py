@@ -215,7 +215,7 @@ def _model_layout(node: ResolvedNode, model: ModelPlan, rowset: str, rows: Agent
 
 def _cut_like(node: ResolvedNode) -> str:
     """The role whose mini-batches the rows of a model node are balanced in."""
-    return "critic" if node.op.model == "critic" else "actor"
+    return "critic" if node.op.on_critic else "actor"
 
 
 def _compute_layout(

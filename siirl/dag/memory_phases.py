@@ -120,6 +120,6 @@ def _phases(plan: Plan) -> list[tuple[str, dict[str, Activity]]]:
 
 
 def _activity(model: ModelPlan, node: str) -> Activity:
-    if model.role in ("rollout", "judge"):
+    if model.generates:
         return "generate"
     return "update" if model.trains and node == model.node else "forward"

@@ -127,7 +127,7 @@ def _remedies(plan: Plan, configs: Configs, ranks: Ranks) -> Iterator[tuple[str,
 
 def _of_model(model: ModelPlan, cfg: Config) -> Iterator[tuple[str, Any]]:
     rollout = "actor_rollout_ref.rollout"
-    if model.role in ("rollout", "judge"):
+    if model.generates:
         share = get(cfg, f"{rollout}.gpu_memory_utilization")
         if share > 0.2:
             yield f"{rollout}.gpu_memory_utilization", round(share - 0.05, 2)

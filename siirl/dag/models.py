@@ -9,7 +9,7 @@ from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.critic import CriticConfig
 from siirl.config.reward import RewardModelConfig
-from siirl.config.roles import ROLE_GROUPS, SAMPLERS, judge_config, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, judge_config, role_group, role_model
 from siirl.dag.adapters import with_bases
 from siirl.dag.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.dag.megatron_memory import MegatronMemory, megatron_lines
@@ -28,7 +28,7 @@ from siirl.dag.memory import (
 )
 from siirl.dag.model_types import HEADS, check_trained_model
 from siirl.dag.names import suggest
-from siirl.dag.ops import FROZEN_TURNS, ModelRole
+from siirl.dag.ops import ModelRole
 from siirl.dag.plan import LinkPlan, ModelPlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
@@ -195,7 +195,7 @@ def _check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolv
             f"{node}: rollout.agent.endpoint.url={url!r}: rollout.name=openai needs the http(s) address of a "
             "service, e.g. http://localhost:8000/v1/chat/completions."
         )
-    if node.op is not FROZEN_TURNS:
+    if not node.op.is_handed or node.writes:
         raise DagError(
             f"{node} has rollout.name=openai: a service speaks in interactions, but not first, and cannot be "
             "trained (its tokens are unknown). Let the node depend on a rollout of another agent, and give "
@@ -253,7 +253,7 @@ ROLLOUT_BACKENDS = {
 
 def backend_of(model: ModelPlan) -> Backend:
     """What the compiler knows of the backend that a model runs on."""
-    return (ROLLOUT_BACKENDS if model.role in SAMPLERS else TRAIN_BACKENDS)[model.backend]
+    return (ROLLOUT_BACKENDS if model.generates else TRAIN_BACKENDS)[model.backend]
 
 
 def plan_models(kept: Iterable[ResolvedNode], world_size: int, found: Findings) -> dict[str, ModelPlan]:
@@ -282,7 +282,7 @@ def plan_links(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> 
     """One link for each rollout, from the actor of its agent; nodes: the kept ones by id."""
     links: dict[str, LinkPlan] = {}
     for target in models.values():
-        if target.role == "rollout" and backend_of(target).weights:
+        if target.is_rollout and backend_of(target).weights:
             source = models[f"agent_{target.agent}.actor"]
             name = f"agent_{target.agent}.weights"
             union = tuple(sorted({*source.ranks, *target.ranks}))
@@ -299,7 +299,7 @@ def _weight_sources(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]
     sources: dict[str, ModelPlan] = {}
     for target in models.values():
         name = f"agent_{target.agent}.actor"
-        if target.role == "rollout" and backend_of(target).weights and name not in models:
+        if target.is_rollout and backend_of(target).weights and name not in models:
             node = nodes[target.node]
             backend_name, backend = _backend("actor", node)
             dims = backend.dims(node.cfg, "actor", len(target.ranks))
@@ -397,7 +397,7 @@ def _check_policies_agree(models: dict[str, ModelPlan], nodes: dict[str, Resolve
     """A rollout takes its trainer's weights, and its trainer takes its rows."""
     for target in models.values():
         source = models.get(f"agent_{target.agent}.actor")
-        if target.role != "rollout" or source is None:
+        if not target.is_rollout or source is None:
             continue
         rollout, actor = nodes[target.node], nodes[source.node]
         for key in ("actor_rollout_ref.model", "actor_rollout_ref.rollout.n", "data.train_batch_size"):

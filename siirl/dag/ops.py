@@ -1,7 +1,7 @@
-"""The op table: what each kind of node reads and writes, and what it needs. Pure; the code is in siirl/nodes.
+"""The op table: what each op is. Pure; the code of an op is named by its row, and stands in siirl/nodes.
 
-A node's op follows from (node_type, node_role, only_forward_compute), or is "custom" where `executable_ref`
-names the code. Reads and writes depend on the node's resolved configuration.
+Which op a node runs is chosen in siirl/dag/op_choice.py. Reads and writes depend on the node's resolved
+configuration.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,46 +12,108 @@ from siirl.config import Config
 from siirl.config.algorithm_choice import estimator_of, policy_loss_of
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.batch import batch_of
-from siirl.dag.names import suggest
-from siirl.dag.spec import NodeSpec
 from siirl.dag.user_code import declared_needs
-from siirl.errors import DagError, NotSupportedError
 from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
 Names = tuple[str, ...]
 ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge"]
 
+SERVICES = ("engine", "scorer", "encoder", "judge", "judge_tokenizer", "interaction", "buffer", "recordings")
+"""What an op can need besides its rows and its context; siirl/nodes/services.py builds them."""
+
 
 @dataclass(frozen=True)
 class OpSpec:
-    """Signature of an op.
-
-    model: the role of the model worker that it runs on. split: how its rows must lie: whole groups on one
-    shard, or balanced by cost, or anyhow. changes_rows: it starts a new row set. repeats: it collects rows of
-    several rounds of the nodes above it, until it has enough. side_effect: never pruned; wanted: neither
-    where the configuration asks for it.
-    trains: it steps the optimizer. reads and writes: names of fields of the node's own agent, or
-    "agent_N.name".
-    """
+    """What an op is: worker, compiler, memory estimate and reports ask this row, and nothing else."""
 
     name: str
+
     reads: Callable[[Config], Names]
+    """Fields of the node's own agent, or "agent_N.name"."""
+
     writes: Callable[[Config], Names]
+    """Fields of the node's own agent."""
+
+    code: str = ""
+    """ "file:function", among the ops' code, that runs it: (context, rows), and what it needs by keyword. For
+    the user's code, what makes an op of that. Empty for what runs inside another op."""
+
+    needs: Names = ()
+    """SERVICES that it gets by keyword."""
+
     model: ModelRole | None = None
+    """The role of the model worker that it runs on."""
+
     split: Literal["group", "cost", "any"] = "any"
+    """How its rows must lie: whole groups on one shard, or balanced by cost, or anyhow."""
+
+    in_episodes: Names = ()
+    """What it reads besides where the rows of its agent are those of an interaction."""
+
     changes_rows: bool = False
-    repeats: bool = False
-    side_effect: bool = False
-    wanted: Callable[[Config], bool] = lambda cfg: False
+    """It starts a new row set."""
+
+    draws: bool = False
+    """The rows that it gives are drawn: each draw is an episode of its own."""
+
+    collects: str = ""
+    """ "file:function" that takes the rows of each round of the nodes above it, until it has enough."""
+
+    is_rollout: bool = False
+    """It makes the samples of its agent, or brings them."""
+
+    is_handed: bool = False
+    """A rollout whose rows another node of its interaction makes: it reads nothing and asks no engine."""
+
+    is_environment: bool = False
+    """It answers the agents of an interaction, inside their rollout."""
+
+    scores: bool = False
+    """It gives the responses of its agent a score, or a part of one."""
+
+    by_model: bool = False
+    """It scores by a reward model, which each name of a score has for itself."""
+
+    combines: bool = False
+    """It adds up the rewards that it reads."""
+
+    credits: bool = False
+    """It turns scores into advantages, and may read scores and values of other agents by episode."""
+
     trains: bool = False
+    """It steps the optimizer."""
+
+    side_effect: bool = False
+    """It is never pruned."""
+
+    wanted: Callable[[Config], bool] = lambda cfg: False
+    """Whether the configuration asks for it: then it is not pruned either."""
+
+    unique: str = ""
+    """What messages call it, if an agent has one at most."""
 
     @property
-    def is_rollout(self) -> bool:
-        """Whether it makes the samples of its agent, or brings them."""
-        return self.name in ("rollout", "replay", "interaction", "turns")
+    def repeats(self) -> bool:
+        """Whether the nodes above it run in rounds, until it has collected enough rows."""
+        return bool(self.collects)
+
+    @property
+    def trains_policy(self) -> bool:
+        """Whether it trains the model that its agent's rollout samples from."""
+        return self.trains and self.model == "actor"
+
+    @property
+    def on_critic(self) -> bool:
+        """Whether it runs on a critic, which several agents may share."""
+        return self.model == "critic"
+
+    @property
+    def asks_policy(self) -> bool:
+        """Whether it asks the rollout engine of its agent, which must have the trainer's weights by then."""
+        return self.model == "rollout" and not self.is_handed
 
 
-def _fixed(*names: str) -> Callable[[Config], Names]:
+def fixed(*names: str) -> Callable[[Config], Names]:
     return lambda cfg: names
 
 
@@ -96,7 +158,8 @@ def _estimator_needs(cfg: Config) -> Names:
     return tuple(field for field in needs if field not in had)
 
 
-def _advantage_reads(cfg: Config) -> Names:
+def advantage_reads(cfg: Config) -> Names:
+    """What advantages are computed from, without an interaction."""
     needs = _estimator_needs(cfg)
     if not cfg.algorithm.use_kl_in_reward:
         return ("group_id", "response_length", "response_mask", "score", *needs)
@@ -115,264 +178,199 @@ def _actor_train_reads(cfg: Config) -> Names:
     return ("row_id", *_TOKENS, "rollout_log_prob", *old, *ref, "advantage")
 
 
-ROLLOUT = OpSpec(
-    "rollout",
-    _fixed("row_id", "group_id", "prompt_ids", "prompt_length"),
-    _fixed(*ROLLOUT_FIELDS),
-    model="rollout",
-    split="group",
-    changes_rows=True,
-)
-REPLAY = replace(ROLLOUT, name="replay", model=None)
-"""Recorded rows in place of a rollout: no engine, so no model and no weights to take."""
-INTERACTION = OpSpec(
-    "interaction",
-    _fixed(*PROMPT_FIELDS),
-    _fixed(*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS),
-    model="rollout",
-    split="group",
-    changes_rows=True,
-)
-"""The rollout that an interaction begins with: it plays the episodes, and gives the rows of its own agent."""
-TURNS = replace(INTERACTION, name="turns", reads=_fixed())
-"""Another rollout of an interaction: it gives the rows of its agent, prompts included."""
-FROZEN_TURNS = replace(TURNS, writes=_fixed())
-"""A rollout of an interaction whose agent is not trained."""
-SHARED_TURNS = replace(FROZEN_TURNS, model=None)
-"""A rollout of an interaction that speaks with another agent's policy, and whose rows are among its rows."""
-ENVIRONMENT = OpSpec("environment", _fixed(), _fixed())
-FUNCTION_REWARD = OpSpec(
-    "function_reward",
-    _fixed(
-        "row_id",
-        "sample_index",
-        "raw_prompt",
-        "data_source",
-        "ground_truth",
-        "extra_info",
-        "response_ids",
-        "response_length",
-    ),
-    _fixed("score", "reward_info"),
-)
-MODEL_REWARD = OpSpec(
-    "model_reward",
-    _fixed(
-        "row_id",
-        "sample_index",
-        "prompt_ids",
-        "prompt_length",
-        "raw_prompt",
-        "data_source",
-        "ground_truth",
-        "response_ids",
-        "response_length",
-    ),
-    _fixed("score", "reward_info"),
-    model="reward",
-    split="cost",
-)
-SCORED_READS = (
-    "row_id",
-    "sample_index",
-    "raw_prompt",
-    "data_source",
-    "ground_truth",
-    "response_ids",
-    "response_length",
-)
-"""What a reward of responses as texts reads; a combination of rewards reads those besides."""
-JUDGE_REWARD = replace(
-    MODEL_REWARD, name="judge_reward", reads=_fixed(*SCORED_READS), model="judge", split="cost"
-)
-JUDGE_SERVICE = replace(JUDGE_REWARD, name="judge_service", model=None, split="any")
-MODEL_REWARDS = ("model_reward", "judge_reward", "judge_service")
-"""Ops that score by a model."""
-COMBINE_REWARDS = OpSpec("combine_rewards", _fixed(*SCORED_READS), _fixed("score", "reward_info"))
-SCORING = (FUNCTION_REWARD.name, *MODEL_REWARDS, COMBINE_REWARDS.name)
-"""Ops that score responses."""
-INFO = "_info"
-"""The further values of reward NAME are the field NAME_info."""
-ADVANTAGE = OpSpec("advantage", _advantage_reads, _advantage_writes, split="group")
-REFERENCE = OpSpec("reference_log_prob", _fixed(*_TOKENS), _reference_writes, model="ref", split="cost")
-OLD_LOG_PROB = OpSpec("old_log_prob", _fixed(*_TOKENS), _fixed("old_log_prob"), model="actor", split="cost")
-ACTOR_TRAIN = OpSpec(
-    "actor_train", _actor_train_reads, _fixed(), model="actor", split="cost", side_effect=True, trains=True
-)
-VALUES = OpSpec("values", _fixed(*_TOKENS), _fixed("value"), model="critic", split="cost")
-CRITIC_TRAIN = OpSpec(
-    "critic_train",
-    _fixed("row_id", *_TOKENS, "value", "return_"),
-    _fixed(),
-    model="critic",
-    split="cost",
-    side_effect=True,
-    trains=True,
-)
-
-
 def _dynamic_sampling_reads(cfg: Config) -> Names:
     info = () if cfg.algorithm.filter_groups.metric == "score" else ("reward_info",)
     return ("row_id", "group_id", "score", *info)
 
 
-DYNAMIC_SAMPLING = OpSpec(
-    "dynamic_sampling",
-    _dynamic_sampling_reads,
-    _fixed(),
+ROLLOUT = OpSpec(
+    "rollout",
+    fixed("row_id", "group_id", "prompt_ids", "prompt_length"),
+    fixed(*ROLLOUT_FIELDS),
+    "rollout:rollout",
+    needs=("engine",),
+    model="rollout",
     split="group",
     changes_rows=True,
-    repeats=True,
-    wanted=lambda cfg: cfg.algorithm.filter_groups.enable,
+    is_rollout=True,
+    unique="rollout",
 )
-
+REPLAY = replace(ROLLOUT, name="replay", code="replay:replay", needs=("recordings",), model=None)
+"""Recorded rows in place of a rollout: no engine, so no model and no weights to take."""
+INTERACTION = replace(
+    ROLLOUT,
+    name="interaction",
+    reads=fixed(*PROMPT_FIELDS),
+    writes=fixed(*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS),
+    code="interaction:interaction",
+    needs=("interaction",),
+)
+"""The rollout that an interaction begins with: it plays the episodes, and gives the rows of its own agent."""
+TURNS = replace(INTERACTION, name="turns", reads=fixed(), code="interaction:turns", is_handed=True)
+"""Another rollout of an interaction: it gives the rows of its agent, prompts included."""
+FROZEN_TURNS = replace(TURNS, writes=fixed())
+"""A rollout of an interaction whose agent is not trained."""
+SHARED_TURNS = replace(FROZEN_TURNS, model=None)
+"""A rollout of an interaction that speaks with another agent's policy, and whose rows are among its rows."""
+ENVIRONMENT = OpSpec("environment", fixed(), fixed(), is_environment=True)
 GREEDY_ROLLOUT = OpSpec(
     "greedy_rollout",
-    _fixed("row_id", "group_id", "prompt_ids", "prompt_length"),
-    _fixed("baseline_response_ids", "baseline_response_length"),
+    fixed("row_id", "group_id", "prompt_ids", "prompt_length"),
+    fixed("baseline_response_ids", "baseline_response_length"),
+    "baseline:greedy_rollout",
+    needs=("engine",),
     model="rollout",
     split="group",
 )
+SHOWN_REWARD = ("extra_info", "turn_id")
+"""What a node reads that gives the rows of an interaction their score: it shows them, as conversations."""
+_TASK = ("row_id", "sample_index", "raw_prompt", "data_source", "ground_truth")
+SCORED_READS = (*_TASK, "response_ids", "response_length")
+"""What a reward of responses as texts reads; a combination of rewards reads those besides."""
+FUNCTION_REWARD = OpSpec(
+    "function_reward",
+    fixed(*_TASK, "extra_info", "response_ids", "response_length"),
+    fixed("score", "reward_info"),
+    "reward:function_reward",
+    needs=("scorer",),
+    in_episodes=SHOWN_REWARD,
+    scores=True,
+)
 BASELINE_REWARD = OpSpec(
     "baseline_reward",
-    _fixed(
-        "row_id",
-        "sample_index",
-        "raw_prompt",
-        "data_source",
-        "ground_truth",
-        "extra_info",
-        "baseline_response_ids",
-        "baseline_response_length",
-    ),
-    _fixed("baseline_score"),
+    fixed(*_TASK, "extra_info", "baseline_response_ids", "baseline_response_length"),
+    fixed("baseline_score"),
+    "baseline:baseline_reward",
+    needs=("scorer",),
+)
+MODEL_REWARD = OpSpec(
+    "model_reward",
+    fixed("row_id", "sample_index", "prompt_ids", "prompt_length", *SCORED_READS[2:]),
+    fixed("score", "reward_info"),
+    "reward_model:model_reward",
+    needs=("engine", "encoder"),
+    model="reward",
+    split="cost",
+    in_episodes=SHOWN_REWARD,
+    scores=True,
+    by_model=True,
+)
+JUDGE_REWARD = replace(
+    MODEL_REWARD,
+    name="judge_reward",
+    reads=fixed(*SCORED_READS),
+    code="reward_judge:judge_reward",
+    needs=("judge", "engine", "judge_tokenizer"),
+    model="judge",
+)
+JUDGE_SERVICE = replace(JUDGE_REWARD, name="judge_service", needs=("judge",), model=None, split="any")
+COMBINE_REWARDS = OpSpec(
+    "combine_rewards",
+    fixed(*SCORED_READS),
+    fixed("score", "reward_info"),
+    "reward_combine:combine_rewards",
+    in_episodes=SHOWN_REWARD,
+    scores=True,
+    combines=True,
+)
+INFO = "_info"
+"""The further values of reward NAME are the field NAME_info."""
+EPISODE = ("episode_id", "speaker", "turn_id")
+ADVANTAGE = OpSpec(
+    "advantage",
+    advantage_reads,
+    _advantage_writes,
+    "advantage:advantage",
+    split="group",
+    in_episodes=(*EPISODE, "env_reward"),
+    credits=True,
+)
+OLD_LOG_PROB = OpSpec(
+    "old_log_prob",
+    fixed(*_TOKENS),
+    fixed("old_log_prob"),
+    "log_prob:old_log_prob",
+    needs=("engine",),
+    model="actor",
+    split="cost",
+)
+REFERENCE = replace(
+    OLD_LOG_PROB,
+    name="reference_log_prob",
+    writes=_reference_writes,
+    code="log_prob:reference_log_prob",
+    model="ref",
+)
+VALUES = replace(OLD_LOG_PROB, name="values", writes=fixed("value"), code="critic:values", model="critic")
+ACTOR_TRAIN = OpSpec(
+    "actor_train",
+    _actor_train_reads,
+    fixed(),
+    "actor_train:actor_train",
+    needs=("engine",),
+    model="actor",
+    split="cost",
+    in_episodes=EPISODE,
+    trains=True,
+    side_effect=True,
+    unique="training",
+)
+CRITIC_TRAIN = replace(
+    ACTOR_TRAIN,
+    name="critic_train",
+    reads=fixed("row_id", *_TOKENS, "value", "return_"),
+    code="critic:critic_train",
+    model="critic",
+    unique="critic training",
+)
+DYNAMIC_SAMPLING = OpSpec(
+    "dynamic_sampling",
+    _dynamic_sampling_reads,
+    fixed(),
+    "dynamic_sampling:dynamic_sampling",
+    needs=("buffer",),
+    split="group",
+    changes_rows=True,
+    collects="dynamic_sampling:collect_varied",
+    wanted=lambda cfg: cfg.algorithm.filter_groups.enable,
 )
 RESAMPLE = OpSpec(
     "pf_ppo",
-    _fixed("row_id", "score"),
-    _fixed(),
+    fixed("row_id", "score"),
+    fixed(),
+    "filter:pf_ppo",
     split="group",
     changes_rows=True,
+    draws=True,
     wanted=lambda cfg: cfg.algorithm.use_pf_ppo,
 )
 FILTER = OpSpec(
     "filter",
-    _fixed("row_id", "group_id", "score", "response_length"),
-    _fixed(),
+    fixed("row_id", "group_id", "score", "response_length"),
+    fixed(),
+    "filter:filter_op",
     split="group",
     changes_rows=True,
     wanted=lambda cfg: True,
 )
+CUSTOM = OpSpec("custom", fixed(), fixed(), "reward:custom_op")
+"""The user's code, on the fields that it declares, or on those of the op whose place it takes."""
 
-_MODEL = ("MODEL_INFERENCE", "MODEL_TRAIN")
-_TABLE: dict[str, tuple[tuple[str, ...], Callable[[NodeSpec], OpSpec]]] = {
-    "ROLLOUT": (
-        ("MODEL_INFERENCE",),
-        lambda node: GREEDY_ROLLOUT if node.only_forward_compute else ROLLOUT,
-    ),
-    "REWARD": (("COMPUTE", *_MODEL), lambda node: _reward(node)),
-    "ADVANTAGE": (("COMPUTE",), lambda node: ADVANTAGE),
-    "REFERENCE": (_MODEL, lambda node: REFERENCE),
-    "ACTOR": (("MODEL_TRAIN",), lambda node: OLD_LOG_PROB if node.only_forward_compute else ACTOR_TRAIN),
-    "POSTPROCESS_SAMPLING": (("COMPUTE",), lambda node: DYNAMIC_SAMPLING),
-    "CRITIC": (("MODEL_TRAIN",), lambda node: VALUES if node.only_forward_compute else CRITIC_TRAIN),
+OPS: dict[str, OpSpec] = {
+    op.name: op
+    for op in (
+        *(ROLLOUT, REPLAY, INTERACTION, TURNS, ENVIRONMENT, GREEDY_ROLLOUT),
+        *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
+        *(ADVANTAGE, OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, CRITIC_TRAIN),
+        *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, CUSTOM),
+    )
 }
-
-
-def op_under(node: NodeSpec, cfg: Config) -> OpSpec:
-    """The op that a node runs under its resolved configuration; the errors of op_of."""
-    op = op_of(node)
-    if op is DYNAMIC_SAMPLING and cfg.algorithm.use_pf_ppo and not cfg.algorithm.filter_groups.enable:
-        return RESAMPLE
-    if op.name == "model_reward":
-        kind = reward_kind(cfg)
-        return replace(kind, writes=op.writes)
-    return REPLAY if op is ROLLOUT and cfg.actor_rollout_ref.rollout.name == "replay" else op
-
-
-def reward_kind(cfg: Config) -> OpSpec:
-    """How a node that scores by a model does so: by a score head, or a judge, here or behind a service."""
-    judge = cfg.reward_model.judge
-    if judge.url is not None:
-        return JUDGE_SERVICE
-    return MODEL_REWARD if judge.name is None else JUDGE_REWARD
-
-
-def op_of(node: NodeSpec) -> OpSpec:
-    """The op that a node stands for; DagError or NotSupportedError if it means nothing or is not built."""
-    if node.node_type == "ENV_INTERACT" and node.node_role == "DEFAULT":
-        return ENVIRONMENT
-    types, choose = _TABLE.get(node.node_role, (("COMPUTE", "CUSTOM"), None))
-    if node.node_type not in types and not (node.executable_ref and node.node_type == "CUSTOM"):
-        raise DagError(
-            f"{node}: node_role {node.node_role} does not go with node_type {node.node_type}. "
-            f"Set node_type: {' or '.join(types)}."
-        )
-    if node.executable_ref and node.node_role == "POSTPROCESS_SAMPLING":
-        return FILTER if node.reads is None else replace(FILTER, reads=_fixed(*node.reads))
-    if node.executable_ref:
-        return _custom(node, choose(node) if choose else None)
-    if choose is None:
-        raise DagError(
-            f"{node}: a node of role {node.node_role} has no code of its own. Set executable_ref: "
-            "pkg.mod:fn, "
-            f"or a node_role. {suggest(node.node_role, _TABLE)}"
-        )
-    if node.node_role == "REWARD":
-        return choose(node)
-    if node.node_role == "ADVANTAGE" and node.reads is not None and node.writes is None:
-        more = node.reads
-        return replace(ADVANTAGE, reads=lambda cfg: (*_advantage_reads(cfg), *more))
-    if node.reads is not None or node.writes is not None:
-        raise DagError(f"{node}: reads and writes of op {choose(node).name!r} are fixed. Remove them.")
-    return choose(node)
-
-
-def _reward(node: NodeSpec) -> OpSpec:
-    """What scores the responses: a frozen model, functions, or a weighted sum of the rewards that it reads.
-
-    With `writes: [NAME]` the score is the field NAME, for a node that adds up several.
-    """
-    op = FUNCTION_REWARD
-    if node.node_type in _MODEL:
-        op = MODEL_REWARD
-    elif node.only_forward_compute:
-        op = BASELINE_REWARD
-    elif node.reads is not None:
-        op = replace(COMBINE_REWARDS, reads=_fixed(*SCORED_READS, *node.reads))
-    if node.reads is not None and op.name != "combine_rewards":
-        raise DagError(f"{node}: reads of op {op.name!r} are fixed. Remove them.")
-    if node.writes is None:
-        return op
-    if op is BASELINE_REWARD or len(node.writes) != 1 or node.writes[0] in FIELDS.keys() - {"score"}:
-        raise DagError(
-            f"{node}: writes = [{', '.join(node.writes)}]: a reward node writes one score under a name of "
-            "its own. Write writes: [NAME], e.g. [helpful]."
-        )
-    name = node.writes[0]
-    return op if name == "score" else replace(op, writes=_fixed(name, f"{name}{INFO}"))
+"""Name -> op, as plans name them."""
 
 
 def score_names(reads: Iterable[str]) -> Names:
     """The rewards among the fields that a combination reads: names of nodes' own, and no further values."""
     return tuple(name for name in reads if name not in FIELDS and not name.endswith(INFO))
-
-
-def _custom(node: NodeSpec, replaced: OpSpec | None) -> OpSpec:
-    """User code: on its declared fields, or on those of the op that it replaces."""
-    if replaced is not None and replaced.model is not None:
-        raise NotSupportedError(
-            f"not supported yet: {node}: executable_ref in place of op {replaced.name!r}."
-        )
-    if replaced is None and (node.reads is None or node.writes is None):
-        raise DagError(
-            f"{node}: a custom node declares the fields that it reads and writes: without them nobody knows "
-            "which rows to bring. Add reads: [...] and writes: [...]."
-        )
-    base = replaced or OpSpec("custom", _fixed(), _fixed())
-    reads = base.reads if node.reads is None else _fixed(*node.reads)
-    writes = base.writes if node.writes is None else _fixed(*node.writes)
-    return replace(base, name="custom", reads=reads, writes=writes, side_effect=node.writes == ())
 
 
 def why_unread(name: str, cfg: Config) -> str | None:
@@ -384,8 +382,8 @@ def why_unread(name: str, cfg: Config) -> str | None:
         return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no greedy baseline ({those} does)"
     if name in ("ref_log_prob", "ref_hidden"):
         return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
-    if name == "old_log_prob" and old_log_prob_source(cfg) == "rollout":
-        return "actor.recompute_old_log_prob is off: the rollout's log-probs are used"
     if name == "old_log_prob":
+        if old_log_prob_source(cfg) == "rollout":
+            return "actor.recompute_old_log_prob is off: the rollout's log-probs are used"
         return "each rollout batch gets exactly one optimizer step"
     return None

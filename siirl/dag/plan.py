@@ -6,7 +6,9 @@ A plan is the same for every rank, process and hash seed; it travels to the work
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from siirl.config.roles import SAMPLERS
 from siirl.dag import plan_json
+from siirl.dag.ops import OPS, ModelRole, OpSpec
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks
 from siirl.types import FieldKey, Layout
@@ -19,9 +21,9 @@ Head = Literal["lm", "value", "score"]
 class NodePlan:
     """What a kept node runs. Its configuration is `with_overrides(cfg, overrides)` of the run's cfg.
 
-    dependencies: kept nodes that run before it. op: name in the op table (siirl/dag/ops.py), or "custom":
-    then `executable` ("pkg.mod:fn") is the code and `options` are further arguments of it. model: the
-    ModelPlan whose worker the op runs on.
+    dependencies: kept nodes that run before it. op: name in the op table (siirl/dag/ops.py). executable:
+    "pkg.mod:fn" of the user's code; `options` are further arguments of it, `own_needs` what it needs. model:
+    the ModelPlan whose worker the op runs on.
     """
 
     name: str
@@ -32,6 +34,17 @@ class NodePlan:
     executable: str | None
     overrides: dict[str, Any]
     options: dict[str, Any]
+    own_needs: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> OpSpec:
+        """The row of its op in the table."""
+        return OPS[self.op]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """SERVICES that its code gets by keyword."""
+        return self.own_needs or self.spec.needs
 
 
 @dataclass(frozen=True)
@@ -46,7 +59,7 @@ class ModelPlan:
 
     name: str
     agent: int
-    role: Literal["actor", "ref", "rollout", "critic", "reward", "judge"]
+    role: ModelRole
     backend: str
     head: Head
     trains: bool
@@ -56,6 +69,21 @@ class ModelPlan:
     nodes: tuple[str, ...]
     base: str | None = None
     adapters: dict[str, int] | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is a rollout engine; all others run in a training engine."""
+        return self.role in SAMPLERS
+
+    @property
+    def is_rollout(self) -> bool:
+        """Whether it is a rollout engine that takes the weights of its agent's trainer."""
+        return self.role == "rollout"
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether it is the model on a training engine whose weights its agent's rollout takes."""
+        return self.role == "actor"
 
 
 @dataclass(frozen=True)

@@ -257,7 +257,7 @@ def _coordinates(model: ModelPlan) -> list[str]:
 def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
     lines: list[str] = []
     for model in plan.models.values():
-        if model.role != "rollout":
+        if not model.is_rollout:
             continue
         cfg = configs[model.node]
         batch = batch_of(cfg)

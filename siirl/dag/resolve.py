@@ -12,7 +12,8 @@ from siirl.config.resolve import FOLLOWS, REFERENCE, get
 from siirl.config.root import TOP_GROUPS, all_keys
 from siirl.config.tree import is_known, overridden
 from siirl.config.values import SECRET_KEYS
-from siirl.dag.ops import OpSpec, op_under
+from siirl.dag.op_choice import op_under
+from siirl.dag.ops import OpSpec
 from siirl.dag.spec import DagSpec, NodeSpec
 from siirl.errors import DagError, NotSupportedError, Place, UserError, reworded
 from siirl.findings import Findings
@@ -62,7 +63,7 @@ class ResolvedNode:
     @property
     def model_agent(self) -> int:
         """The agent whose model its op runs on: its own, unless its critic is another agent's."""
-        shared = self.cfg.critic.share_instance if self.op.model == "critic" else None
+        shared = self.cfg.critic.share_instance if self.op.on_critic else None
         return self.agent if shared is None else shared
 
     @property
@@ -70,11 +71,8 @@ class ResolvedNode:
         """Name of the model that its op runs on; each reward of a name of its own has a model of its own."""
         if self.op.model is None:
             return None
-        own = (
-            f".{self.writes[0].name}"
-            if self.op.model in ("reward", "judge") and self.writes[0].name != "score"
-            else ""
-        )
+        named = self.op.by_model and self.writes[0].name != "score"
+        own = f".{self.writes[0].name}" if named else ""
         return f"agent_{self.model_agent}.{self.op.model}{own}"
 
     def __str__(self) -> str:
@@ -90,7 +88,7 @@ def resolve_nodes(dag: DagSpec, cfg: Config, found: Findings) -> dict[str, Resol
     own = {node.node_id: _absolute_keys(node, found) for node in dag.nodes}
     nodes: dict[str, ResolvedNode] = {}
     said: set[str] = set()
-    for node in sorted(dag.nodes, key=lambda node: node.node_role != "ROLLOUT"):
+    for node in sorted(dag.nodes, key=lambda node: not node.is_rollout):
         with found.at():
             wide = _agent_wide(node, dag, own)
             nodes[node.node_id] = _resolve(node, cfg, wide, *own[node.node_id], found, said)
@@ -108,7 +106,7 @@ def _agent_wide(
         if other.agent_group != node.agent_group:
             continue
         of_other = own[other.node_id][0].items()
-        if other.node_role == "ROLLOUT":
+        if other.is_rollout:
             wide |= {key: value for key, value in of_other if key.startswith(AGENT_WIDE)}
         elif other.node_role == "ACTOR" and not other.only_forward_compute:
             wide |= {key: value for key, value in of_other if f"{key}.".startswith(followed)}
@@ -205,7 +203,7 @@ def _absolute_keys(node: NodeSpec, found: Findings) -> tuple[dict[str, Any], dic
             overrides[f"{group}.{key}"] = value
         else:
             options[key] = value
-    if node.executable_ref is None and node.node_type != "ENV_INTERACT":
+    if node.executable_ref is None and not node.is_environment:
         found.take(
             DagError(f"{node}: config {key!r} is no key. Start it with {', '.join(TOP_GROUPS)}.")
             for key in options

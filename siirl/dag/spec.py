@@ -68,6 +68,16 @@ class NodeSpec:
     writes: tuple[str, ...] | None = None
     max_lag: int | None = None
 
+    @property
+    def is_environment(self) -> bool:
+        """Whether it answers the agents of an interaction."""
+        return self.node_type == "ENV_INTERACT"
+
+    @property
+    def is_rollout(self) -> bool:
+        """Whether it makes samples: those of its agent, or of a baseline."""
+        return self.node_role == "ROLLOUT"
+
     def __str__(self) -> str:
         return f"node {self.node_id!r}"
 

@@ -8,7 +8,6 @@ from siirl.config.rollout import ASSISTANT_TURNS, MultiTurnConfig
 from siirl.dag.adapters import adapter_bases, shared_policy
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
-from siirl.dag.ops import ENVIRONMENT
 from siirl.dag.plan import StagePlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.dag.signatures import Call
@@ -39,10 +38,10 @@ PROCESS = {"pre_process": ("messages", "episode"), "post_process": ("text", "epi
 
 def make_stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> StagePlan:
     """The stage of a node; members: the nodes of its interaction, in order. DagError if it cannot be one."""
-    if node.op.name == "replay":
+    if node.op.is_rollout and node.op.model is None:
         raise NotSupportedError(f"not supported yet: {node}: rollout.name=replay in an interaction.")
     order = [member.id for member in members]
-    is_env = node.op is ENVIRONMENT
+    is_env = node.op.is_environment
     options = dict(node.spec.agent_options or {})
     _check_keys(node, "agent_options", options, ("route",) if is_env else AGENT_KEYS)
     route = options.pop("route", None)
@@ -92,7 +91,7 @@ def assistant_turns(multi_turn: MultiTurnConfig) -> int:
 
 def is_member(node: ResolvedNode) -> bool:
     """Whether a node can be in an interaction."""
-    return node.op is ENVIRONMENT or node.op.is_rollout
+    return node.op.is_environment or node.op.is_rollout
 
 
 def is_conversation(node: ResolvedNode) -> bool:
@@ -198,7 +197,7 @@ def _process_functions(path: Any, who: str) -> list[str]:
 
 def _speaking_in_turn(members: list[ResolvedNode], graph: Graph) -> tuple[str, ...]:
     """Two rollouts of an interaction of which one follows the other without an environment between them."""
-    rollouts = {node.id for node in members if node.op is not ENVIRONMENT}
+    rollouts = {node.id for node in members if not node.op.is_environment}
     pairs = ((node.id, child) for node in members for child in graph.children[node.id])
     return next((pair for pair in pairs if rollouts.issuperset(pair)), ())
 

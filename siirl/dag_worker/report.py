@@ -73,7 +73,7 @@ class Report:
             "perf/tokens_per_s": tokens / step_s,
             "perf/tokens_per_s_per_device": tokens / step_s / world_size,
         }
-        trainers = [name for name, node in self._worker.plan.nodes.items() if node.op == "actor_train"]
+        trainers = [name for name, node in self._worker.plan.nodes.items() if node.spec.trains_policy]
         train_s = sum(values.get(f"time/{name}_s", 0.0) for name in trainers)
         flops = sum(value for name, value in values.items() if name.endswith("flops/train"))
         device = self._worker.device

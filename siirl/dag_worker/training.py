@@ -55,9 +55,9 @@ class Training:
         for name, engine in worker.train_engines.items():
             model = worker.plan.models[name]
             if model.trains:
-                warmup = self.cfg.trainer.critic_warmup if model.role == "actor" else 0
+                warmup = self.cfg.trainer.critic_warmup if model.is_policy else 0
                 steps = sum(self._trains(name, step, warmup) for step in range(1, self.total_steps + 1))
-                trainers = [x for x in model.nodes if worker.plan.nodes[x].op == f"{model.role}_train"]
+                trainers = [x for x in model.nodes if worker.plan.nodes[x].spec.trains]
                 each = (batch_of(worker.node_cfg(x), model.role).optimizer_steps for x in trainers)
                 engine.set_total_steps(steps * sum(each))
         trainer = self.cfg.trainer
@@ -219,8 +219,7 @@ class Training:
         due = sorted(
             name
             for name, model in models.items()
-            if model.trains
-            and any(self._trains(name, x, warmup if model.role == "actor" else 0) for x in steps)
+            if model.trains and any(self._trains(name, x, warmup if model.is_policy else 0) for x in steps)
         )
         engines = self.worker.train_engines
         taken = [engines[name].version - versions[name] if name in engines else 0 for name in due]
@@ -272,7 +271,7 @@ class Training:
         plan = self.worker.plan
         node = plan.nodes[plan.models[model].node]
         cycle = self.worker.node_cfg(node.name).actor_rollout_ref.rollout.agent.train_cycle
-        return trains_in(step, warmup, cycle if node.op == "actor_train" else None, node.options)
+        return trains_in(step, warmup, cycle if node.spec.trains_policy else None, node.options)
 
     def _count_steps(self) -> int:
         trainer = self.cfg.trainer

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
-from siirl.config.roles import SAMPLERS, judge_config, role_model
+from siirl.config.roles import judge_config, role_model
 from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
-from siirl.data.buffer import RowBuffer
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
 from siirl.data.local_models import on_hub
@@ -29,34 +28,16 @@ from siirl.engines.links import WeightLink, make_link
 from siirl.engines.registry import make_rollout_engine, make_train_engine
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
-from siirl.nodes.context import NodeContext, Op
+from siirl.nodes.context import LocalNode, Moment, Op, OpContext, Peers, Samples
 from siirl.nodes.interaction import Interaction, build_interaction
-from siirl.nodes.registry import COLLECTORS, FORWARD_OPS, find_op
+from siirl.nodes.services import SERVICES, OnRank, built_in, find_op
 from siirl.nodes.streams import Streams
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note
 from siirl.parallel.process_groups import ProcessGroupManager
-from siirl.rewards.conversations import ConversationEncoder, reward_tokenizer
-from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class LocalNode:
-    """A node that runs on this rank: plan, code, resolved config, and what it remembers between steps."""
-
-    plan: NodePlan
-    op: Op
-    cfg: Config
-    tokenizer: PreTrainedTokenizerBase
-    scorer: RewardScorer | None = None
-    encoder: ConversationEncoder | None = None
-    judge: Judge | None = None
-    judge_tokenizer: PreTrainedTokenizerBase | None = None
-    state: dict[str, float] = field(default_factory=dict)
-    buffer: RowBuffer = field(default_factory=RowBuffer)
 
 
 @dataclass
@@ -93,9 +74,8 @@ class DAGWorker:
         self.rollout_engines: dict[str, RolloutEngine] = {}
         for name, model in plan.models.items():
             if rank in model.ranks:
-                samples = model.role in SAMPLERS
-                make = make_rollout_engine if samples else make_train_engine
-                engines = self.rollout_engines if samples else self.train_engines
+                make = make_rollout_engine if model.generates else make_train_engine
+                engines = self.rollout_engines if model.generates else self.train_engines
                 node_cfg = self.node_cfg(model.node)
                 cfg_of_model = judge_config(node_cfg) if model.role == "judge" else node_cfg
                 base = engines[model.base] if model.base not in (None, name) else None
@@ -104,14 +84,15 @@ class DAGWorker:
                 log.info("building %s (%s): %s", name, model.backend, folder)
                 engines[name] = make(model, cfg_of_model, self.groups, device, base)
                 self._offload(name)
-        self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}
         self.streams = {
             entry: Streams(found, rank, self.rollout_engines, self.groups.world, cfg.trainer.deadline_s)
             for entry, found in plan.interactions.items()
         }
         self.interactions = {
-            entry: self._build_interaction(entry) for entry in plan.interactions if entry in self.nodes
+            entry: self._build_interaction(entry) for entry in plan.interactions if self._runs(entry)
         }
+        self.ops: dict[str, Op] = {}
+        self.nodes = {name: self._build_node(node) for name, node in plan.nodes.items() if self._runs(name)}
         self.links: dict[str, WeightLink] = {
             name: make_link(
                 link,
@@ -174,8 +155,8 @@ class DAGWorker:
         node = self.nodes[ins.node]
         context = self._context(ins, record)
         context.others = others
-        with self._on_device(node.plan.model, optimizer=node.plan.op not in FORWARD_OPS):
-            result = node.op(context, rows)
+        with self._on_device(node.plan.model, optimizer=node.plan.spec.trains):
+            result = self.ops[ins.node](context, rows, **node.services)
         note(rows=len(rows), **_token_count(rows if isinstance(result, Future) else result, rows))
         self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
         self._sleep(node.plan.name)
@@ -197,7 +178,7 @@ class DAGWorker:
     def _sleep(self, node: str) -> None:
         """Have the rollout engines that a node has used give their memory back, if they share the device."""
         shared, plan = self.plan.interactions.get(node), self.plan.nodes[node]
-        names = [] if plan.op == "turns" else [plan.model]
+        names = [] if plan.spec.is_handed else [plan.model]
         for name in shared.policies if shared else names:
             if name in self.rollout_engines and self.train_engines:
                 cfg = self.node_cfg(self.plan.models[name].node)
@@ -208,49 +189,31 @@ class DAGWorker:
         """Give a node that repeats the rows of one round."""
         node = self.nodes[ins.node]
         context = self._context(ins, record)
-        COLLECTORS[node.plan.op](context, rows)
+        built_in(node.plan.spec.collects)(context, rows, **node.services)
         self._count(ins, context, record)
 
-    def _count(self, ins: Run | Collect, context: NodeContext, record: StepRecord) -> None:
+    def _count(self, ins: Run | Collect, context: OpContext, record: StepRecord) -> None:
         """Keep a node's metrics; of ranks that hold the same rows, only the first one's."""
         if self.plan.layouts[ins.source].speaks(self.rank):
             record.metrics.merge(context.metrics, self._prefix(self.nodes[ins.node]))
 
-    def _context(self, ins: Run | Collect, record: StepRecord) -> NodeContext:
-        node = self.nodes[ins.node]
-        return NodeContext(
-            node_id=ins.node,
-            agent=node.plan.agent,
-            cfg=node.cfg,
-            step=record.step,
-            validate=record.validate,
-            group=self.groups.get(self.plan.layouts[ins.source].ranks),
-            metrics=Metrics(),
-            samples=record.samples if self.plan.layouts[ins.source].speaks(self.rank) else [],
-            sample_limit=self.sample_limit,
-            tokenizer=node.tokenizer,
-            train=self.train_engines.get(node.plan.model),
-            rollout=self.rollout_engines.get(node.plan.model),
-            interaction=next(
-                (x for x in self.interactions.values() if ins.node in (s.node for s in x.plan.stages)), None
-            ),
-            scorer=node.scorer,
-            encoder=node.encoder,
-            judge=node.judge,
-            judge_tokenizer=node.judge_tokenizer,
-            state=node.state,
-            options=node.plan.options,
-            buffer=node.buffer,
-            round=record.round,
-            writes=tuple(key.name for key in ins.writes) if isinstance(ins, Run) else (),
-            speaks=self.plan.layouts[ins.source].speaks(self.rank),
+    def _context(self, ins: Run | Collect, record: StepRecord) -> OpContext:
+        layout = self.plan.layouts[ins.source]
+        speaks = layout.speaks(self.rank)
+        return OpContext(
+            self.nodes[ins.node],
+            Moment(record.step, record.validate, record.round),
+            Peers(self.groups.get(layout.ranks), speaks),
+            Metrics(),
+            Samples(record.samples if speaks else [], self.sample_limit),
+            tuple(key.name for key in ins.writes) if isinstance(ins, Run) else (),
         )
 
     def buffer_states(self) -> dict[str, list[dict[str, Any]]]:
         """The rows that nodes keep between steps: node -> JSON of each shard. Collective over all ranks."""
         mine = {}
         for name, node in self.nodes.items():
-            layout = self.plan.layouts[self.plan.run_of(name).source] if node.plan.op in COLLECTORS else None
+            layout = self.plan.layouts[self.plan.run_of(name).source] if node.plan.spec.repeats else None
             if layout is not None and layout.speaks(self.rank):
                 mine[name] = node.buffer.state()
         parts: list[Any] = [None] * self.plan.world_size
@@ -282,17 +245,19 @@ class DAGWorker:
             streams.close()
         for engine in self.rollout_engines.values():
             engine.close()
-        for node in self.nodes.values():
-            if node.scorer is not None:
-                node.scorer.close()
+        for _, scorer in self._scorers():
+            scorer.close()
 
     def drain_scorers(self, metrics: Metrics) -> None:
         """Add what the reward scorers counted since the last call."""
+        for node, scorer in self._scorers():
+            counted = scorer.drain_metrics()
+            if self._counts_rows(node.plan.name):
+                metrics.merge(counted, self._prefix(node))
+
+    def _scorers(self) -> Iterator[tuple[LocalNode, RewardScorer]]:
         for node in self.nodes.values():
-            if node.scorer is not None:
-                counted = node.scorer.drain_metrics()
-                if self._counts_rows(node.plan.name):
-                    metrics.merge(counted, self._prefix(node))
+            yield from ((node, x) for x in node.services.values() if isinstance(x, RewardScorer))
 
     def _prefix(self, node: LocalNode) -> str:
         return f"agent_{node.plan.agent}/" if self.num_agents > 1 else ""
@@ -332,12 +297,11 @@ class DAGWorker:
 
     def _build_node(self, plan: NodePlan) -> LocalNode:
         cfg = self.node_cfg(plan.name)
-        tokenizer = self._tokenizer(cfg)
-        scorer = RewardScorer(cfg, tokenizer) if plan.op in ("function_reward", "baseline_reward") else None
-        encoder = ConversationEncoder(cfg, tokenizer) if plan.op == "model_reward" else None
-        judge = Judge(cfg) if plan.op in ("judge_reward", "judge_service") else None
-        own = reward_tokenizer(cfg) if plan.op == "judge_reward" else None
-        return LocalNode(plan, find_op(plan), cfg, tokenizer, scorer, encoder, judge, own)
+        node = LocalNode(plan, cfg, self._tokenizer(cfg))
+        shared = OnRank({**self.train_engines, **self.rollout_engines}, self.interactions)
+        node.services = {name: SERVICES[name](node, shared) for name in plan.needs}
+        self.ops[plan.name] = find_op(plan)
+        return node
 
     def _build_loader(self, node: str, layout_id: str) -> LocalLoader:
         cfg, layout = self.node_cfg(node), self.plan.layouts[layout_id]

@@ -20,7 +20,7 @@ from siirl.checkpoint.files import (
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.algorithm_choice import policy_loss_name
 from siirl.config.reward_weights import RewardWeights
-from siirl.config.roles import ROLE_GROUPS, SAMPLERS, model_key, normalizes_weights, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, model_key, normalizes_weights, role_group, role_model
 from siirl.dag.arguments import user_errors
 from siirl.dag.ops import score_names
 from siirl.dag.plan import ModelPlan, Plan
@@ -80,20 +80,18 @@ def check_code(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> 
         cfg = node_cfgs[name]
         loss = policy_loss_name(cfg)
         with found.at(Place.WORKFLOW):
-            if node.op == "actor_train" and ":" in loss:
+            if node.spec.trains_policy and ":" in loss:
                 check_reference(loss, f"node {name!r}: policy_loss.loss_mode")
-        for function in cfg.algorithm.credit.group_by if node.op == "advantage" else ():
+        for function in cfg.algorithm.credit.group_by if node.spec.credits else ():
             with found.at(Place.WORKFLOW):
                 if ":" in function:
                     check_reference(function, f"node {name!r}: algorithm.credit.group_by", Call(("keys",)))
         with found.at(Place.WORKFLOW):
             if node.executable is not None:
-                check_reference(node.executable, f"node {name!r}: executable_ref", Call(("context", "rows")))
-        if node.op in ("function_reward", "baseline_reward"):
-            check_reward_code(cfg, found)
-        with found.at(Place.REWARDS):
-            if node.op in ("judge_reward", "judge_service"):
-                check_judge(cfg)
+                call = Call(("context", "rows"), node.needs)
+                check_reference(node.executable, f"node {name!r}: executable_ref", call)
+        for check in (CODE_CHECKS[need] for need in node.needs if need in CODE_CHECKS):
+            check(cfg, found)
 
 
 def check_reward_code(cfg: Config, found: Findings) -> None:
@@ -102,6 +100,16 @@ def check_reward_code(cfg: Config, found: Findings) -> None:
         check_user_function(cfg)
     with found.at(Place.REWARDS):
         RewardChooser(cfg)
+
+
+def check_judge_settings(cfg: Config, found: Findings) -> None:
+    """The judge's question, and how its answer is read."""
+    with found.at(Place.REWARDS):
+        check_judge(cfg)
+
+
+CODE_CHECKS = {"scorer": check_reward_code, "judge": check_judge_settings}
+"""What an op needs -> the check of the user's code and settings that it is built from."""
 
 
 def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
@@ -123,7 +131,7 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
             if not on_hub(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path):
                 check_tokenizer(cfg)
         with found.at(Place.DATA):
-            if node.op == "replay":
+            if "recordings" in node.needs:
                 check_recorded(cfg, node.agent)
 
 
@@ -133,7 +141,7 @@ def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:
         if not on_hub(role_model(cfg, model.role).path):
             check_model_files(cfg, model.role)
     with found.at(Place.MODELS):
-        if model.role not in SAMPLERS:
+        if not model.generates:
             check_packages(cfg, model.role)
     with found.at(Place.MODELS):
         if model.backend == "vllm":
@@ -145,9 +153,9 @@ def check_sources(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) 
     for name, node in plan.nodes.items():
         cfg = node_cfgs[name]
         with found.at(Place.REWARDS):
-            if node.op in ("function_reward", "baseline_reward"):
+            if "scorer" in node.needs:
                 check_data_sources(cfg)
-            if node.op == "combine_rewards":
+            if node.spec.combines:
                 check_weights(cfg, [key.name for key in plan.run_of(name).reads])
 
 

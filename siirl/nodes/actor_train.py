@@ -12,12 +12,13 @@ from siirl.config.algorithm_choice import policy_loss_name, policy_loss_of
 from siirl.config.batch import batch_of
 from siirl.dag.credit import trains_in
 from siirl.dag.ops import old_log_prob_source, uses_full_kl
-from siirl.nodes.context import NodeContext, sum_over_ranks
+from siirl.engines.train.base import TrainEngine
+from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
 
 
-def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
     """ppo_epochs passes over the batch; no fields are written. Collective over the model's ranks.
 
     Does nothing in the first trainer.critic_warmup steps, in which only the critic learns, and while other
@@ -37,13 +38,13 @@ def actor_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
         mini_batch = rows[mine_B]
         if policy_loss_of(ctx.cfg).picks_tokens:
             mini_batch["picked"] = _picked(ctx, mini_batch)
-        metrics = ctx.train.train_mini_batch(mini_batch, loss_fn, outputs, rollout.temperature)
+        metrics = engine.train_mini_batch(mini_batch, loss_fn, outputs, rollout.temperature)
         ctx.metrics.merge(metrics, "actor/")
-    ctx.metrics.sum("flops/train", ctx.train.flops(rows, backward=True) * actor.ppo_epochs)
+    ctx.metrics.sum("flops/train", engine.flops(rows, backward=True) * actor.ppo_epochs)
     return TensorDict({}, batch_size=rows.batch_size)
 
 
-def _picked(ctx: NodeContext, rows: TensorDict) -> Tensor:
+def _picked(ctx: OpContext, rows: TensorDict) -> Tensor:
     """The tokens of a mini-batch that its loss picks, bool [B, T]. Collective over ctx.group."""
 
     def all_gather(values: Tensor) -> Tensor:

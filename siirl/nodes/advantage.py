@@ -13,12 +13,12 @@ from siirl.algorithms.stats import advantage_stats, group_stats, length_stats, s
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.dag.ops import old_log_prob_source
 from siirl.dag.spec import load_object
-from siirl.nodes.context import NodeContext, sum_over_ranks
+from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.credit import Estimated, estimate, in_interaction, outcome, report_turns, turn_rewards
 from siirl.nodes.reward import check_scores
 
 
-def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def advantage(ctx: OpContext, rows: TensorDict) -> TensorDict:
     """advantage [B, T] and reward [B, T] (and return_ with a critic). Whole groups on this rank.
 
     Communicates over the node's ranks only if the estimator, or a KL in the reward, needs batch-wide sums.
@@ -45,7 +45,7 @@ def advantage(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     return TensorDict(out, batch_size=rows.batch_size)
 
 
-def token_reward(ctx: NodeContext, rows: TensorDict) -> Tensor:
+def token_reward(ctx: OpContext, rows: TensorDict) -> Tensor:
     """The score at the last response token, less the over-long penalty and, if asked, the KL.
 
     In an interaction: the mix of scores there, and the environment's rewards at the ends of turns.
@@ -71,7 +71,7 @@ def token_reward(ctx: NodeContext, rows: TensorDict) -> Tensor:
     return _less_kl(ctx, rows, reward_BT)
 
 
-def _less_kl(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor) -> Tensor:
+def _less_kl(ctx: OpContext, rows: TensorDict, reward_BT: Tensor) -> Tensor:
     algorithm, control = ctx.cfg.algorithm, ctx.cfg.algorithm.kl_ctrl
     controller = kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
     if ctx.state:
@@ -100,7 +100,7 @@ def _less_kl(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor) -> Tensor:
     return reward_BT
 
 
-def _report(ctx: NodeContext, rows: TensorDict, reward_BT: Tensor, found: Estimated) -> None:
+def _report(ctx: OpContext, rows: TensorDict, reward_BT: Tensor, found: Estimated) -> None:
     ctx.metrics.merge(group_stats(found.outcome_U, found.group_U), "reward/")
     ctx.metrics.merge(advantage_stats(found.advantages.advantage_BT, rows["response_mask"]), "advantage/")
     score_B = rows["score"] if "score" in rows.keys() else outcome(ctx, rows)

@@ -5,16 +5,14 @@ from concurrent.futures import Future
 import torch
 from tensordict import TensorDict
 
-from siirl.engines.rollout.base import SamplingParams
-from siirl.errors import RewardError, RolloutError
-from siirl.nodes.context import NodeContext
+from siirl.engines.rollout.base import RolloutEngine, SamplingParams
+from siirl.nodes.context import OpContext
 from siirl.nodes.rollout import padded, prompt_seed, prompt_tokens, stop_token_ids
+from siirl.rewards.scorer import RewardScorer
 
 
-def greedy_rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def greedy_rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDict:
     """baseline_response_ids [B, T] and baseline_response_length [B] of each prompt. No communication."""
-    if ctx.rollout is None:
-        raise RolloutError(f"node {ctx.node_id!r} has no rollout engine on this rank: the plan gave it none")
     rollout_cfg = ctx.cfg.actor_rollout_ref.rollout
     params = SamplingParams(
         max_tokens=rollout_cfg.response_length,
@@ -24,7 +22,7 @@ def greedy_rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
         ignore_eos=rollout_cfg.ignore_eos,
     )
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
-    found = [samples[0].token_ids for samples in ctx.rollout.generate(prompt_tokens(rows), params, seeds)]
+    found = [samples[0].token_ids for samples in engine.generate(prompt_tokens(rows), params, seeds)]
     lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
     ids = padded(found, int(lengths.max()) if len(found) else 0, torch.int64)
     return TensorDict(
@@ -32,10 +30,8 @@ def greedy_rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     )
 
 
-def baseline_reward(ctx: NodeContext, rows: TensorDict) -> Future[TensorDict]:
+def baseline_reward(ctx: OpContext, rows: TensorDict, scorer: RewardScorer) -> Future[TensorDict]:
     """baseline_score [B], pending while the responses are sampled. No communication."""
-    if ctx.scorer is None:
-        raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
     for name in ("response_ids", "response_length"):
         rows = rows.rename_key_(f"baseline_{name}", name)
-    return ctx.scorer.submit(rows, names={"score": "baseline_score"})
+    return scorer.submit(rows, names={"score": "baseline_score"})

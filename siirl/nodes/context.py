@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,58 +13,130 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.dag.ops import INFO
+from siirl.dag.plan import NodePlan
 from siirl.data.buffer import RowBuffer
-from siirl.engines.rollout.base import RolloutEngine
-from siirl.engines.train.base import TrainEngine
 from siirl.observe.metrics import Metrics
-from siirl.rewards.conversations import ConversationEncoder
-from siirl.rewards.judge import Judge
-from siirl.rewards.scorer import RewardScorer
-
-if TYPE_CHECKING:
-    from siirl.nodes.interaction import Interaction
 
 
 @dataclass
-class NodeContext:
-    """One call of one node on this rank.
+class LocalNode:
+    """A node on this rank, from the start of the run to its end."""
 
-    interaction: what the rollouts of an interaction share on this rank (siirl/nodes/interaction.py).
-    cfg: the node's resolved config. group: the ranks of its rows (for counts; rows move by routes). train,
-    rollout, scorer, encoder, judge: the model workers and services that the op declares, else None. validate:
-    the call belongs to a validation batch. step: 1 for the first training step; validation before training
-    has step 0. samples: where an op puts rows for the user to read, at most sample_limit of them (-1: all).
-    state: what the node remembers between steps; it survives a checkpoint, as do the rows in buffer.
-    round: 1, 2, ... in the rounds of a node that repeats, else 0.
-    options: further config keys of a custom node. speaks: of the ranks of `group` that hold the same rows
-    (tensor-parallel ones), the one that counts in sums over ranks. writes: names of the fields to give.
-    others: in an interaction, what the node reads of other agents' rows of the same episodes: agent -> rows.
-    """
+    plan: NodePlan
 
-    node_id: str
-    agent: int
     cfg: Config
-    step: int
-    validate: bool
-    group: dist.ProcessGroup
-    metrics: Metrics
-    samples: list[dict[str, Any]]
-    sample_limit: int
+    """Its resolved configuration."""
+
     tokenizer: PreTrainedTokenizerBase
-    train: TrainEngine | None = None
-    rollout: RolloutEngine | None = None
-    interaction: "Interaction | None" = None
-    scorer: RewardScorer | None = None
-    encoder: ConversationEncoder | None = None
-    judge: Judge | None = None
-    judge_tokenizer: PreTrainedTokenizerBase | None = None
+
     state: dict[str, float] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    """What it remembers between steps; part of a checkpoint."""
+
     buffer: RowBuffer = field(default_factory=RowBuffer)
+    """Rows that it keeps between steps; part of a checkpoint."""
+
+    services: dict[str, Any] = field(default_factory=dict)
+    """What its op needs, by name: keywords of each call (siirl/nodes/services.py)."""
+
+
+class Moment(NamedTuple):
+    """When a call is."""
+
+    step: int
+    """1 for the first training step; validation before training has step 0."""
+
+    validate: bool
+    """Whether the call belongs to a validation batch."""
+
     round: int = 0
+    """1, 2, ... in the rounds of a node that repeats, else 0."""
+
+
+class Peers(NamedTuple):
+    """The ranks whose rows belong to the same batch."""
+
+    group: dist.ProcessGroup
+    """For counts; rows move by routes."""
+
     speaks: bool = True
+    """Of the ranks that hold the same rows (tensor-parallel ones), the one that counts in sums over ranks."""
+
+
+class Samples(NamedTuple):
+    """Rows that the user reads as text."""
+
+    rows: list[dict[str, Any]]
+    limit: int
+    """At most so many of each reward node; -1: all."""
+
+
+@dataclass
+class OpContext:
+    """One call of one node on this rank."""
+
+    node: LocalNode
+
+    now: Moment
+
+    peers: Peers
+
+    metrics: Metrics
+    """What the call measures; with several agents it goes under "agent_N/"."""
+
+    shown: Samples
+
     writes: tuple[str, ...] = ()
+    """Names of the fields to give."""
+
     others: dict[int, TensorDict] = field(default_factory=dict)
+    """In an interaction, what the node reads of other agents' rows of the same episodes: agent -> rows."""
+
+    @property
+    def node_id(self) -> str:
+        return self.node.plan.name
+
+    @property
+    def agent(self) -> int:
+        return self.node.plan.agent
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Further config keys of a node with code of the user's."""
+        return self.node.plan.options
+
+    @property
+    def cfg(self) -> Config:
+        """The node's resolved configuration."""
+        return self.node.cfg
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.node.tokenizer
+
+    @property
+    def state(self) -> dict[str, float]:
+        """What the node remembers between steps; it survives a checkpoint."""
+        return self.node.state
+
+    @property
+    def step(self) -> int:
+        return self.now.step
+
+    @property
+    def validate(self) -> bool:
+        return self.now.validate
+
+    @property
+    def round(self) -> int:
+        return self.now.round
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.peers.group
+
+    @property
+    def speaks(self) -> bool:
+        return self.peers.speaks
 
     @property
     def reward_name(self) -> str:
@@ -72,15 +144,37 @@ class NodeContext:
         return next((name for name in self.writes if not name.endswith(INFO)), "score")
 
 
-def sum_over_ranks(ctx: NodeContext, totals: Tensor) -> Tensor:
+NodeContext = OpContext
+"""The name by which users' files know it."""
+
+
+def sum_over_ranks(ctx: OpContext, totals: Tensor) -> Tensor:
     """The float64 totals of all rows: each rank gives those of its own. Collective over ctx.group."""
     totals = totals if ctx.speaks else torch.zeros_like(totals)
     dist.all_reduce(totals, group=ctx.group)
     return totals
 
 
-Op = Callable[[NodeContext, TensorDict], TensorDict | Future[TensorDict]]
-"""Rows with the declared reads in, the declared writes out; a Future is waited for when first read."""
+Op = Callable[..., TensorDict | Future[TensorDict]]
+"""(context, rows, **what it needs): rows with the declared reads in, the declared writes out. A Future is
+waited for when first read."""
 
-Collector = Callable[[NodeContext, TensorDict], None]
-"""Rows of one round in; the op of the node gives those that it kept, after the last round."""
+Collector = Callable[..., None]
+"""(context, rows of one round, **what its op needs); the op gives what it kept, after the last round."""
+
+Declared = TypeVar("Declared", bound=Op)
+
+
+def declare_op(
+    *,
+    reads: tuple[str, ...],
+    writes: tuple[str, ...],
+    needs: tuple[str, ...] = (),
+    model: str | None = None,
+    split: str | None = None,
+) -> Callable[[Declared], Declared]:
+    """Stands above a user's op and says what it is; the compiler reads it from the source, so it is literal.
+
+    Arguments as in OpSpec (siirl/dag/ops.py); which values users' ops can have says siirl/dag/user_ops.py.
+    """
+    return lambda function: function

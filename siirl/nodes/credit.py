@@ -33,7 +33,7 @@ from siirl.algorithms.turns import NO_TURNS, Turns
 from siirl.config.algorithm_choice import estimator_of
 from siirl.dag.spec import load_object
 from siirl.errors import DagError
-from siirl.nodes.context import NodeContext, sum_over_ranks
+from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.observe.metrics import MOST_TURNS, Metrics
 
 
@@ -42,7 +42,7 @@ def in_interaction(rows: TensorDict) -> bool:
     return "episode_id" in rows.keys()
 
 
-def outcome(ctx: NodeContext, rows: TensorDict) -> Tensor:
+def outcome(ctx: OpContext, rows: TensorDict) -> Tensor:
     """What each row is rewarded by at its end, fp32 [B]: its own score and its team's, weighted.
 
     An agent without a score of its own has its team's. Where turns are looked at one by one, the score of an
@@ -68,12 +68,12 @@ def outcome(ctx: NodeContext, rows: TensorDict) -> Tensor:
     return score_B.float()
 
 
-def turn_rewards(ctx: NodeContext, rows: TensorDict) -> Tensor | float:
+def turn_rewards(ctx: OpContext, rows: TensorDict) -> Tensor | float:
     """What the environment gave for each turn, weighted, fp32 [B, T]; 0 without an interaction."""
     return ctx.cfg.algorithm.credit.turn * rows["env_reward"] if in_interaction(rows) else 0.0
 
 
-def other_turns(ctx: NodeContext, rows: TensorDict) -> Tensor:
+def other_turns(ctx: OpContext, rows: TensorDict) -> Tensor:
     """(episode, number, value, reward) of the turns of the agents whose values are read, float64 [M, 4].
 
     Their rewards count by the team's weight, at their turns.
@@ -93,25 +93,25 @@ def other_turns(ctx: NodeContext, rows: TensorDict) -> Tensor:
     return torch.cat(parts)
 
 
-def _team_weight(ctx: NodeContext, rows: TensorDict) -> float:
+def _team_weight(ctx: OpContext, rows: TensorDict) -> float:
     """The weight of others' rewards: all there is for an agent that has no score of its own."""
     team = ctx.cfg.algorithm.credit.team
     shares = "score" not in rows.keys() and any("score" in columns.keys() for columns in ctx.others.values())
     return 1.0 if shares and not team else team
 
 
-def _group_keys(ctx: NodeContext) -> tuple[str, ...]:
+def _group_keys(ctx: OpContext) -> tuple[str, ...]:
     """algorithm.credit.group_by, which means nothing to an estimator that compares no groups."""
     compares = "group_id" in ADVANTAGES.get(_estimator(ctx)).needs
     return ctx.cfg.algorithm.credit.group_by if compares else ("task",)
 
 
-def _by_turn(ctx: NodeContext) -> bool:
+def _by_turn(ctx: OpContext) -> bool:
     """Whether rewards are looked at turn by turn."""
     return "turn" in _group_keys(ctx) or estimator_of(ctx.cfg).by_turn
 
 
-def _estimator(ctx: NodeContext) -> str:
+def _estimator(ctx: OpContext) -> str:
     who = "algorithm.adv_estimator"
     return ADVANTAGES.resolve(ctx.cfg.algorithm.adv_estimator, partial(load_object, who=who))
 
@@ -124,7 +124,7 @@ class Estimated(NamedTuple):
     group_U: Tensor
 
 
-def estimate(ctx: NodeContext, rows: TensorDict, fields: Mapping[str, Tensor], options: dict) -> Estimated:
+def estimate(ctx: OpContext, rows: TensorDict, fields: Mapping[str, Tensor], options: dict) -> Estimated:
     """Run the estimator on rows of an interaction, then normalise by agent and weigh, as configured.
 
     Where turns are compared, the built-in estimators get one number for each; those of users get its tokens.
@@ -153,7 +153,7 @@ def estimate(ctx: NodeContext, rows: TensorDict, fields: Mapping[str, Tensor], o
     return Estimated(Advantages(advantage_BT, result.return_BT), outcome_U, fields["group_id"])
 
 
-def group_ids(ctx: NodeContext, rows: TensorDict, cut: TurnRows | None) -> Tensor:
+def group_ids(ctx: OpContext, rows: TensorDict, cut: TurnRows | None) -> Tensor:
     """The group of each unit by _group_keys, int64 [U]; units: rows, or turns where it cuts.
 
     A function of the user's gets {"task", "agent", "episode", with turns "turn"}: int64 [U], and returns
@@ -178,7 +178,7 @@ def group_ids(ctx: NodeContext, rows: TensorDict, cut: TurnRows | None) -> Tenso
     return joint_key(*columns) if columns else torch.zeros(num_units, dtype=torch.int64)
 
 
-def _normalized(ctx: NodeContext, rows: TensorDict, advantage_BT: Tensor) -> Tensor:
+def _normalized(ctx: OpContext, rows: TensorDict, advantage_BT: Tensor) -> Tensor:
     if ctx.cfg.algorithm.credit.normalize != "agent":
         return advantage_BT
     mask_BT, speaker_B = rows["response_mask"], rows["speaker"]
@@ -188,7 +188,7 @@ def _normalized(ctx: NodeContext, rows: TensorDict, advantage_BT: Tensor) -> Ten
     return whiten_speakers(advantage_BT, mask_BT, speaker_B, moments)
 
 
-def _weighed(ctx: NodeContext, rows: TensorDict, advantage_BT: Tensor) -> Tensor:
+def _weighed(ctx: OpContext, rows: TensorDict, advantage_BT: Tensor) -> Tensor:
     by = ctx.cfg.algorithm.credit.equal_weight
     if by == "none":
         return advantage_BT

@@ -8,20 +8,20 @@ from siirl.algorithms.stats import explained_variance, explained_variance_sums
 from siirl.algorithms.value_loss import clipped_value_loss
 from siirl.config.batch import batch_of
 from siirl.config.critic import CriticConfig
-from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
-from siirl.nodes.context import NodeContext, sum_over_ranks
+from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
+from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import mini_batches
 from siirl.observe.metrics import Metrics
 
 
-def values(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def values(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
     """value [B, T] by the critic's current weights. Collective over the model's ranks."""
-    out = ctx.train.compute(rows, ("value",), 1.0)
-    ctx.metrics.sum("flops/forward", ctx.train.flops(rows, backward=False))
+    out = engine.compute(rows, ("value",), 1.0)
+    ctx.metrics.sum("flops/forward", engine.flops(rows, backward=False))
     return TensorDict({"value": out["value"]}, batch_size=rows.batch_size)
 
 
-def critic_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def critic_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
     """ppo_epochs passes over the batch; no fields are written. Collective over the model's ranks."""
     critic = ctx.cfg.critic
     sums = explained_variance_sums(rows["value"], rows["return_"], rows["response_mask"])
@@ -29,8 +29,8 @@ def critic_train(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     loss_fn = make_value_loss_fn(critic)
     seed = critic.data_loader_seed if critic.shuffle else None
     for mine_B in mini_batches(ctx, rows, batch_of(ctx.cfg, "critic"), seed):
-        ctx.metrics.merge(ctx.train.train_mini_batch(rows[mine_B], loss_fn, ("value",), 1.0), "critic/")
-    ctx.metrics.sum("flops/train", ctx.train.flops(rows, backward=True) * critic.ppo_epochs)
+        ctx.metrics.merge(engine.train_mini_batch(rows[mine_B], loss_fn, ("value",), 1.0), "critic/")
+    ctx.metrics.sum("flops/train", engine.flops(rows, backward=True) * critic.ppo_epochs)
     return TensorDict({}, batch_size=rows.batch_size)
 
 

@@ -9,19 +9,20 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.groups import is_varied
+from siirl.data.buffer import RowBuffer
 from siirl.data.rows import objects, take_rows
 from siirl.errors import RewardError
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import OpContext
 
 
-def collect_varied(ctx: NodeContext, rows: TensorDict) -> None:
-    """Keep the groups of a round whose metric varies, in ctx.buffer. No communication."""
+def collect_varied(ctx: OpContext, rows: TensorDict, buffer: RowBuffer) -> None:
+    """Keep the groups of a round whose metric varies, in the buffer. No communication."""
     metric_B = metric_of(rows, ctx.cfg.algorithm.filter_groups.metric)
     varied_B = is_varied(metric_B, rows["group_id"])
     num_groups = len(rows["group_id"].unique())
     ctx.metrics.mean("sampling/groups_varied", len(rows["group_id"][varied_B].unique()), num_groups)
     ctx.metrics.max("sampling/rounds", ctx.round)
-    ctx.buffer.add(take_rows(rows, varied_B))
+    buffer.add(take_rows(rows, varied_B))
 
 
 def metric_of(rows: TensorDict, name: str) -> Tensor:
@@ -49,15 +50,15 @@ def metric_of(rows: TensorDict, name: str) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def dynamic_sampling(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def dynamic_sampling(ctx: OpContext, rows: TensorDict, buffer: RowBuffer) -> TensorDict:
     """The first train_batch_size groups that were kept, in the order in which they came; the others stay.
 
     Collective over ctx.group: ranks exchange 8 bytes a group.
     """
     needed = ctx.cfg.data.train_batch_size
-    kept = all_orders(ctx.buffer.orders(), ctx.group)
+    kept = all_orders(buffer.orders(), ctx.group)
     ctx.metrics.mean("sampling/groups_left", len(kept) - needed)
-    return ctx.buffer.take(kept[:needed])
+    return buffer.take(kept[:needed])
 
 
 def all_orders(mine: Tensor, group: dist.ProcessGroup) -> Tensor:

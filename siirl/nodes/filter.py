@@ -11,16 +11,16 @@ from siirl.algorithms.resampling import resampling_weights
 from siirl.data.numbering import number_anew
 from siirl.data.rows import take_rows
 from siirl.errors import DagError
-from siirl.nodes.context import NodeContext, Op
+from siirl.nodes.context import Op, OpContext
 
 
-def filter_op(plugin: Callable[[NodeContext, TensorDict], Tensor]) -> Op:
+def filter_op(plugin: Callable[[OpContext, TensorDict], Tensor]) -> Op:
     """The op of a filter_plugin: plugin(ctx, rows) -> whether to keep each row, bool [B]. No communication.
 
     Whole groups are on one rank. Rows keep their row_id.
     """
 
-    def filter_rows(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+    def filter_rows(ctx: OpContext, rows: TensorDict) -> TensorDict:
         keep_B = torch.as_tensor(plugin(ctx, rows))
         if keep_B.dtype != torch.bool or keep_B.shape != (len(rows),):
             raise DagError(
@@ -33,7 +33,7 @@ def filter_op(plugin: Callable[[NodeContext, TensorDict], Tensor]) -> Op:
     return filter_rows
 
 
-def pf_ppo(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def pf_ppo(ctx: OpContext, rows: TensorDict) -> TensorDict:
     """As many rows as there were, drawn with replacement by their scores; each draw is a row of its own.
 
     Of an interaction whole episodes are drawn, by the mean score of their rows; each draw is an episode of

@@ -24,7 +24,7 @@ from siirl.dag.user_code import check_loaded
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
-from siirl.nodes.context import NodeContext, sum_over_ranks
+from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.rollout import (
     prompt_seed,
     prompt_tokens,
@@ -116,16 +116,15 @@ def build_interaction(
     )
 
 
-def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def interaction(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> TensorDict:
     """Play n episodes of each prompt; the rows of this agent, those of the others are kept for `turns`.
 
     Communicates with the engines of policies on other ranks, and over ctx.group, the ranks that play.
     RolloutError if every episode of all these ranks fails, or user code raises (then a UserCodeError); as
     Streams.open does, too. A rank whose own episodes all fail goes on without rows.
     """
-    shared = _shared(ctx)
-    n = _samples(ctx)
-    episodes = _episodes(ctx, rows, n)
+    shared, n = interaction, _samples(ctx)
+    episodes = _episodes(ctx, shared, rows, n)
     prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
     with shared.streams.open() as policies:
         played = run_all(_game(ctx, shared, policies), episodes, prompts)
@@ -138,30 +137,24 @@ def interaction(ctx: NodeContext, rows: TensorDict) -> TensorDict:
         agent: rows_of(shared.plan, agent, finished, rows, n)
         for agent in {s.policy for s in shared.plan.stages if s.rows or s.node == shared.plan.entry}
     }
-    return turns(ctx, rows)
+    return turns(ctx, rows, shared)
 
 
-def turns(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def turns(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> TensorDict:
     """The rows of an agent in the episodes that have been played. No communication."""
-    out = _shared(ctx).rows.pop(ctx.agent)
+    out = interaction.rows.pop(ctx.agent)
     report(ctx, out, full_at=ctx.cfg.actor_rollout_ref.rollout.response_length)
     return out
 
 
-def _shared(ctx: NodeContext) -> Interaction:
-    if ctx.interaction is None:
-        raise RolloutError(f"node {ctx.node_id!r} is in no interaction on this rank: the plan gave it none")
-    return ctx.interaction
-
-
-def _samples(ctx: NodeContext) -> int:
+def _samples(ctx: OpContext) -> int:
     rollout = ctx.cfg.actor_rollout_ref.rollout
     return rollout.val_kwargs.n if ctx.validate else rollout.n
 
 
-def _episodes(ctx: NodeContext, rows: TensorDict, n: int) -> list[Episode]:
+def _episodes(ctx: OpContext, shared: Interaction, rows: TensorDict, n: int) -> list[Episode]:
     """n episodes of each prompt, those of a prompt in a row."""
-    one_per_prompt = any(stage.options.get("env_seed") == "prompt" for stage in _shared(ctx).plan.stages)
+    one_per_prompt = any(stage.options.get("env_seed") == "prompt" for stage in shared.plan.stages)
     names = ("raw_prompt", "data_source", "ground_truth", "extra_info")
     tasks = zip(*(objects(rows, name) for name in names), strict=True)
     episodes = []
@@ -177,7 +170,7 @@ def _episodes(ctx: NodeContext, rows: TensorDict, n: int) -> list[Episode]:
     return episodes
 
 
-def _game(ctx: NodeContext, shared: Interaction, policies: Policies) -> Game:
+def _game(ctx: OpContext, shared: Interaction, policies: Policies) -> Game:
     speakers = {
         stage.node: _speaker(stage, shared, policies, ctx.validate)
         for stage in shared.plan.stages
@@ -212,7 +205,7 @@ def _speaker(stage: StagePlan, shared: Interaction, policies: Policies, validate
     )
 
 
-def _finished(ctx: NodeContext, played: list[Played], rows: TensorDict) -> list[Played]:
+def _finished(ctx: OpContext, played: list[Played], rows: TensorDict) -> list[Played]:
     """The episodes that did not fail. Collective over ctx.group: 16 bytes."""
     failed = [one for one in played if one.kind is not None]
     all_failed, all_played = sum_over_ranks(
@@ -233,14 +226,14 @@ def _finished(ctx: NodeContext, played: list[Played], rows: TensorDict) -> list[
     return [one for one in played if one.kind is None]
 
 
-def _when(ctx: NodeContext) -> str:
+def _when(ctx: OpContext) -> str:
     """The step or validation, in words."""
     if not ctx.validate:
         return f"step {ctx.step}"
     return f"the validation after step {ctx.step}" if ctx.step else "the validation before training"
 
 
-def _warn_of_full_contexts(ctx: NodeContext, shared: Interaction, finished: list[Played]) -> None:
+def _warn_of_full_contexts(ctx: OpContext, shared: Interaction, finished: list[Played]) -> None:
     """Say it once in a run, on this rank: what is cut off looks like any other episode."""
     full = [one for one in finished if one.full]
     if not full or shared.told:
@@ -310,7 +303,7 @@ def rows_of(
 
 
 def report_episodes(
-    ctx: NodeContext, plan: InteractionPlan, played: list[Played], finished: list[Played]
+    ctx: OpContext, plan: InteractionPlan, played: list[Played], finished: list[Played]
 ) -> None:
     """Numbers of the episodes, of each node's turns, and of the first turns of the episode."""
     metrics = Metrics()

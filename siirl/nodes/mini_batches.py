@@ -8,11 +8,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.config.batch import BatchArithmetic
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import OpContext
 
 
 def mini_batches(
-    ctx: NodeContext, rows: TensorDict, batch: BatchArithmetic, shuffle_seed: int | None
+    ctx: OpContext, rows: TensorDict, batch: BatchArithmetic, shuffle_seed: int | None
 ) -> Iterator[Tensor]:
     """For each optimizer step, which of this rank's rows take part: bool [B].
 

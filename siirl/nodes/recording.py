@@ -6,11 +6,11 @@ from tensordict import TensorDict
 
 from siirl.data.recorded import step_folder
 from siirl.engines.rollout.replay import conditions, record
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import OpContext
 from siirl.observe.spans import phase
 
 
-def dump_rollouts(ctx: NodeContext, out: TensorDict) -> None:
+def dump_rollouts(ctx: OpContext, out: TensorDict) -> None:
     """Write a training step's rows where trainer.dump_rollouts_dir says, if it does. No communication."""
     root = ctx.cfg.trainer.dump_rollouts_dir
     if root and not ctx.validate:
@@ -19,7 +19,7 @@ def dump_rollouts(ctx: NodeContext, out: TensorDict) -> None:
             record(folder, out, conditions_of(ctx))
 
 
-def conditions_of(ctx: NodeContext) -> dict[str, str]:
+def conditions_of(ctx: OpContext) -> dict[str, str]:
     """What this run's rows depend on: to be recorded, or compared."""
     rollout_cfg = ctx.cfg.actor_rollout_ref.rollout
     return conditions(ctx.tokenizer, rollout_cfg.n, rollout_cfg.temperature)

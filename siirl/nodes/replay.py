@@ -7,18 +7,18 @@ from tensordict import TensorDict
 from siirl.data.recorded import step_folder
 from siirl.engines.rollout.replay import recorded_rows
 from siirl.errors import DataError
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import OpContext
 from siirl.nodes.recording import conditions_of
 from siirl.nodes.rollout import report, samples_of
 
 
-def replay(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def replay(ctx: OpContext, rows: TensorDict, recordings: Path) -> TensorDict:
     """The rows that a rollout recorded at this step. No communication.
 
     DataError if they do not belong to these prompts or to this configuration.
     """
     rollout_cfg = ctx.cfg.actor_rollout_ref.rollout
-    folder = step_folder(Path(rollout_cfg.replay_dir).expanduser(), ctx.agent, ctx.step)
+    folder = step_folder(recordings, ctx.agent, ctx.step)
     columns = recorded_rows(folder, rows, rollout_cfg.n, conditions_of(ctx))
     width = columns["response_ids"].shape[1]
     if width > rollout_cfg.response_length:

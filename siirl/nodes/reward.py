@@ -16,35 +16,36 @@ from siirl.algorithms.stats import group_stats, score_stats
 from siirl.dag.ops import INFO
 from siirl.data.rows import objects, renamed
 from siirl.errors import RewardError
-from siirl.nodes.context import NodeContext, Op
+from siirl.nodes.context import Op, OpContext
+from siirl.rewards.scorer import RewardScorer
 
 
-def function_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[TensorDict]:
+def function_reward(
+    ctx: OpContext, rows: TensorDict, scorer: RewardScorer
+) -> TensorDict | Future[TensorDict]:
     """score [B] and reward_info [B], or under the node's own name. No communication.
 
     A Future in training, so that the scorer's processes work while the next nodes run; rows in validation,
     on the steps whose responses are shown to the user, and where nothing follows (trainer.rollout_only).
     """
-    if ctx.scorer is None:
-        raise RewardError(f"node {ctx.node_id!r} has no reward scorer on this rank")
     if ctx.reward_name != "score":
-        return ctx.scorer.submit(rows, names=column_names(ctx))
-    future = ctx.scorer.submit(rows, by_domain=not ctx.validate)
-    if not (ctx.validate or ctx.sample_limit or ctx.cfg.trainer.rollout_only):
+        return scorer.submit(rows, names=column_names(ctx))
+    future = scorer.submit(rows, by_domain=not ctx.validate)
+    if not (ctx.validate or ctx.shown.limit or ctx.cfg.trainer.rollout_only):
         return future
     scored = future.result()
     report_rewards(ctx, rows, scored)
     return scored
 
 
-def column_names(ctx: NodeContext) -> dict[str, str]:
+def column_names(ctx: OpContext) -> dict[str, str]:
     """The fields that a reward node writes its score and further values to."""
     if ctx.reward_name == "score":
         return {"score": "score", "reward_info": "reward_info"}
     return {"score": ctx.reward_name, "reward_info": f"{ctx.reward_name}{INFO}"}
 
 
-def finished(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> TensorDict:
+def finished(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> TensorDict:
     """The columns that a reward op gives, checked, counted by domain, and shown to the user.
 
     A score under a name of its own is not the row's reward yet: the node that adds it up reports it.
@@ -67,8 +68,8 @@ def finished(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> TensorDi
 def custom_op(function: Op) -> Op:
     """The user's function; if it writes the rows' score, that is checked."""
 
-    def run(ctx: NodeContext, rows: TensorDict) -> TensorDict | Future[TensorDict]:
-        out = function(ctx, rows)
+    def run(ctx: OpContext, rows: TensorDict, **needs: Any) -> TensorDict | Future[TensorDict]:
+        out = function(ctx, rows, **needs)
         if "score" in ctx.writes and isinstance(out, TensorDict):
             check_scores(ctx, rows, out["score"])
         return out
@@ -76,7 +77,7 @@ def custom_op(function: Op) -> Op:
     return run
 
 
-def report_rewards(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
+def report_rewards(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
     """What the user sees of scores at once: of a validation, of a run that only samples, of sampled rows."""
     if ctx.validate:
         report_validation(ctx, rows, scored)
@@ -85,7 +86,7 @@ def report_rewards(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> No
     show(ctx, rows, scored)
 
 
-def check_scores(ctx: NodeContext, rows: TensorDict, score_B: Tensor, name: str = "") -> None:
+def check_scores(ctx: OpContext, rows: TensorDict, score_B: Tensor, name: str = "") -> None:
     """RewardError, with the sample's index, unless there is one finite score for each row.
 
     name: the field that holds them, if it is not the node's own.
@@ -116,7 +117,7 @@ def _sample(rows: TensorDict, row: int) -> str:
     return f"row_id {int(rows['row_id'][row])}" if "row_id" in rows.keys() else f"row {row}"
 
 
-def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
+def report_validation(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
     """Mean reward, over all and by data source; with several samples also the mean of each prompt's best."""
     scores, sources = scored["score"].tolist(), objects(rows, "data_source")
     for score, source, info in zip(scores, sources, objects(scored, "reward_info"), strict=True):
@@ -138,19 +139,19 @@ def report_validation(ctx: NodeContext, rows: TensorDict, scored: TensorDict) ->
             ctx.metrics.mean(f"val/{source}/reward/best_of_{n}", score)
 
 
-def report_groups(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
+def report_groups(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
     """The scores, and those of the samples of each prompt, which the advantage op reports in training."""
     ctx.metrics.merge(group_stats(scored["score"], rows["sample_index"]), "reward/")
     ctx.metrics.merge(score_stats(scored["score"]), "reward/")
 
 
-def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
-    """Put up to sample_limit rows into ctx.samples, as text; of an interaction, all of as many episodes.
+def show(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
+    """Put up to shown.limit rows into ctx.shown.rows, as text; of an interaction, all of as many episodes.
 
     Of as many prompts as there are: the first sample of each, then the second ones.
     """
     episodes = _episodes(rows)
-    for index in _shown(rows, episodes, ctx.sample_limit):
+    for index in _shown(rows, episodes, ctx.shown.limit):
         extra = episodes[index]
         length = int(rows["response_length"][index])
         response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
@@ -160,7 +161,7 @@ def show(ctx: NodeContext, rows: TensorDict, scored: TensorDict) -> None:
             names = ("agent", "episode_id", "conversation", "ended")
             turn = int(rows["turn_id"][index].max()) if "turn_id" in rows.keys() else None
             episode = {EPISODE: {**{name: extra.get(name, "") for name in names}, "turn": turn}}
-        ctx.samples.append(
+        ctx.shown.rows.append(
             {
                 **episode,
                 "node": ctx.node_id,

@@ -11,14 +11,14 @@ from siirl.config.reward_weights import RewardWeights, WeightedPart
 from siirl.config.roles import normalizes_weights
 from siirl.dag.ops import INFO, score_names
 from siirl.data.rows import make_rows, objects
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import OpContext
 from siirl.nodes.reward import check_scores, finished
 
 SMALLEST_STD = 1e-6
 Moments = list[float]  # number of scores, their sum, the sum of their squares
 
 
-def combine_rewards(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def combine_rewards(ctx: OpContext, rows: TensorDict) -> TensorDict:
     """score [B], the weighted sum of the rewards that the node reads, and reward_info [B] with each of them.
 
     Communicates over ctx.group only where a reward is standardised. RewardError for one that is not finite.
@@ -53,7 +53,7 @@ def _infos(rows: TensorDict, names: tuple[str, ...]) -> list[dict[str, Any]]:
     return infos
 
 
-def _standardizes(ctx: NodeContext) -> bool:
+def _standardizes(ctx: OpContext) -> bool:
     """Whether any reward is standardised: the same on every rank, whatever rows it has."""
     values = ctx.cfg.reward_model.weights.values()
     options = [part for value in values if isinstance(value, dict) for part in value.values()]
@@ -65,7 +65,7 @@ def _key(source: str, part: WeightedPart) -> str:
 
 
 def _moments(
-    ctx: NodeContext, rows: TensorDict, sources: list[str], parts: dict[str, tuple[WeightedPart, ...]]
+    ctx: OpContext, rows: TensorDict, sources: list[str], parts: dict[str, tuple[WeightedPart, ...]]
 ) -> dict[str, Moments]:
     """Moments of each standardised reward of each data source: over all training steps, this one included.
 

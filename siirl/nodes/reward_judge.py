@@ -3,32 +3,38 @@
 from pathlib import Path
 
 from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
 
 from siirl.data.chat import decode_responses, encode_prompts
 from siirl.data.rows import make_rows, objects
-from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.base import RolloutEngine, SamplingParams
 from siirl.engines.rollout.weights import stored_weights
-from siirl.errors import RewardError
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import OpContext
 from siirl.nodes.reward import finished
 from siirl.nodes.rollout import prompt_seed
 from siirl.rewards.judge import Judge
 
 
-def judge_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def judge_reward(
+    ctx: OpContext,
+    rows: TensorDict,
+    judge: Judge,
+    engine: RolloutEngine | None = None,
+    judge_tokenizer: PreTrainedTokenizerBase | None = None,
+) -> TensorDict:
     """score [B] and reward_info [B], or under the node's own name, by what a judge writes about each.
 
     Equal questions are asked once. A malformed answer, and a question too long to ask, count as the default
     score and in reward/judge_malformed. Local to the ranks of the engine's shard, which answer alike.
     RewardError for a service that does not answer.
     """
-    judge = ctx.judge
-    if judge is None:
-        raise RewardError(f"node {ctx.node_id!r} has no judge on this rank")
     questions = _questions(ctx, judge, rows)
     first_row = dict(zip(reversed(questions), reversed(rows["row_id"].tolist()), strict=True))
     asked = list(first_row)
-    answers = judge.ask_service(asked) if ctx.rollout is None else _ask_engine(ctx, judge, first_row)
+    if engine is None or judge_tokenizer is None:
+        answers = judge.ask_service(asked)
+    else:
+        answers = _ask_engine(ctx, judge, engine, judge_tokenizer, first_row)
     answer_of = dict(zip(asked, answers, strict=True))
     verdicts = [judge.verdict(answer_of[question]) for question in questions]
     ctx.metrics.mean("reward/judge_malformed", sum(x.malformed for x in verdicts), len(verdicts))
@@ -36,7 +42,7 @@ def judge_reward(ctx: NodeContext, rows: TensorDict) -> TensorDict:
     return finished(ctx, rows, make_rows({"score": [x.score for x in verdicts], "reward_info": infos}))
 
 
-def _questions(ctx: NodeContext, judge: Judge, rows: TensorDict) -> list[str]:
+def _questions(ctx: OpContext, judge: Judge, rows: TensorDict) -> list[str]:
     lengths = rows["response_length"].tolist()
     ids = [row[:length] for row, length in zip(rows["response_ids"].tolist(), lengths, strict=True)]
     columns = (
@@ -48,17 +54,21 @@ def _questions(ctx: NodeContext, judge: Judge, rows: TensorDict) -> list[str]:
     return [judge.question(*values) for values in zip(*columns, strict=True)]
 
 
-def _ask_engine(ctx: NodeContext, judge: Judge, questions: dict[str, int]) -> list[str | None]:
+def _ask_engine(
+    ctx: OpContext,
+    judge: Judge,
+    engine: RolloutEngine,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: dict[str, int],
+) -> list[str | None]:
     """The engine's answers, in one call; None for questions that it has no room for.
 
     questions: text -> the row that decides its seed, if the judge samples. Its weights are read from the
     model's directory whenever it has none: at first, and after a sleep that gave them back.
     """
-    tokenizer = ctx.judge_tokenizer
-    assert ctx.rollout is not None and tokenizer is not None
-    if ctx.rollout.weight_version < 0:
+    if engine.weight_version < 0:
         folder = Path(ctx.cfg.reward_model.model.path).expanduser()
-        ctx.rollout.load_weights(stored_weights(folder, ctx.rollout.weight_specs()), 0)
+        engine.load_weights(stored_weights(folder, engine.weight_specs()), 0)
     chats = [[{"role": "user", "content": text}] if tokenizer.chat_template else text for text in questions]
     prompts = encode_prompts(tokenizer, chats, {})
     asked = [index for index, prompt in enumerate(prompts) if len(prompt) <= judge.max_question]
@@ -67,7 +77,7 @@ def _ask_engine(ctx: NodeContext, judge: Judge, questions: dict[str, int]) -> li
         max_tokens=judge.settings.max_tokens, temperature=judge.settings.temperature, stop_token_ids=eos
     )
     seeds = [prompt_seed(ctx, row_id) for row_id in questions.values()]
-    completions = ctx.rollout.generate(
+    completions = engine.generate(
         [prompts[index] for index in asked], params, [seeds[index] for index in asked]
     )
     texts = decode_responses(tokenizer, [samples[0].token_ids for samples in completions])

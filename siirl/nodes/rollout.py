@@ -8,25 +8,22 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.rows import take_rows
-from siirl.engines.rollout.base import Completion, SamplingParams
-from siirl.errors import RolloutError
-from siirl.nodes.context import NodeContext
+from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
+from siirl.nodes.context import OpContext
 from siirl.nodes.recording import dump_rollouts
 from siirl.types import FINISH_LENGTH, FINISH_STOP
 
 
-def rollout(ctx: NodeContext, rows: TensorDict) -> TensorDict:
+def rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDict:
     """One row per sample: the prompt's fields repeated, and the response's. No communication."""
-    if ctx.rollout is None:
-        raise RolloutError(f"node {ctx.node_id!r} has no rollout engine on this rank: the plan gave it none")
     params = sampling_params(ctx.cfg, stop_token_ids(ctx), ctx.validate)
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
-    completions = ctx.rollout.generate(prompt_tokens(rows), params, seeds)
+    completions = engine.generate(prompt_tokens(rows), params, seeds)
     samples = [sample for prompt in completions for sample in prompt]
 
     out = samples_of(rows, params.n, response_columns(samples))
     report(ctx, out)
-    ctx.metrics.merge(ctx.rollout.drain_metrics())
+    ctx.metrics.merge(engine.drain_metrics())
     dump_rollouts(ctx, out)
     return out
 
@@ -63,7 +60,7 @@ def sampling_params(cfg: Config, stop_ids: tuple[int, ...], validate: bool) -> S
     )
 
 
-def stop_token_ids(ctx: NodeContext) -> tuple[int, ...]:
+def stop_token_ids(ctx: OpContext) -> tuple[int, ...]:
     """The stop tokens of the node's own rollout."""
     return stop_token_ids_of(ctx.cfg, ctx.tokenizer)
 
@@ -74,12 +71,12 @@ def stop_token_ids_of(cfg: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[
     return tuple(dict.fromkeys([*eos, *cfg.actor_rollout_ref.rollout.stop_token_ids]))
 
 
-def prompt_seed(ctx: NodeContext, group_id: int) -> int:
+def prompt_seed(ctx: OpContext, group_id: int) -> int:
     """A 63-bit seed of (run seed, agent, step, split, prompt): the same on any number of ranks."""
     return seed_of(ctx, str(group_id))
 
 
-def seed_of(ctx: NodeContext, drawn: str, fixed: bool = False) -> int:
+def seed_of(ctx: OpContext, drawn: str, fixed: bool = False) -> int:
     """A 63-bit seed of (run seed, agent, step, split, what is drawn); fixed: the same in every step."""
     run_seed = (ctx.cfg.trainer.seed, ctx.cfg.actor_rollout_ref.rollout.seed)
     again = f"/{ctx.round}" if ctx.round > 1 else ""
@@ -111,7 +108,7 @@ def padded(lists: list[list], width: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(rows, dtype=dtype).view(len(lists), width)
 
 
-def report(ctx: NodeContext, out: TensorDict, full_at: int = 0) -> None:
+def report(ctx: OpContext, out: TensorDict, full_at: int = 0) -> None:
     """Lengths and truncation of the responses, and the tokens of prompts and responses together.
 
     full_at: shorter responses are not truncated: what ended them was another bound.

@@ -232,11 +232,9 @@ def updates(
                 engine.dp_size, (NUM_ROWS,), generator=torch.Generator().manual_seed(number)
             )
             mine = take_rows(rows, (owner == engine.dp_rank).nonzero().squeeze(1))
-            ctx = SimpleNamespace(
-                cfg=with_overrides(base_config(), keys), step=STEP, group=dist.group.WORLD, train=engine
-            )
+            ctx = SimpleNamespace(cfg=with_overrides(base_config(), keys), step=STEP, group=dist.group.WORLD)
             ctx.metrics, ctx.speaks = Metrics(), speaks
-            actor_train(ctx, mine)
+            actor_train(ctx, mine, engine)
             results[f"{one.name}: {name}"] = joined(ctx)
             state = engine.state_dict()["optimizer"].items()
             moments |= {f"{name}/{key[8:]}": m.clone() for key, m in state if key.startswith("exp_avg.")}

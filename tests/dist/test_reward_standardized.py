@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from dist_harness import run_workers
+from op_contexts import op_context
 
 from siirl.config import load_config
 from siirl.data.rows import make_rows
-from siirl.nodes.context import NodeContext
+from siirl.nodes.context import Moment
 from siirl.nodes.reward_combine import combine_rewards
-from siirl.observe.metrics import Metrics
 
 SCORES = {"a": [1.0, 3.0, 5.0, 7.0], "b": [100.0, 300.0]}
 KEYS = ("actor_rollout_ref.rollout.name=hf", "+reward_model.weights={*:{model:{weight:2,standardize:true}}}")
@@ -32,10 +32,8 @@ def standardize(rank: int, world: int) -> tuple[list[float], list[float], list[f
                 "model": torch.tensor([score + shift for _, score in pairs]),
             }
         )
-        ctx = NodeContext(
-            "total", 0, cfg, step, step == 0, dist.group.WORLD, Metrics(), [], 0, None,
-            state=state, writes=("score", "reward_info"), speaks=rank < 2,
-        )  # fmt: skip
+        now = Moment(step, step == 0)
+        ctx = op_context("total", cfg, group=dist.group.WORLD, now=now, speaks=rank < 2, state=state)
         results.append(combine_rewards(ctx, rows)["score"].tolist())
     return (*results, state)
 

@@ -1,9 +1,11 @@
 """Each example in examples/extend trains a step; a wrong reference is refused before the start."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from job_harness import Inputs, overrides, run_job
+from job_harness import ROOT, Finished, Inputs, overrides, run_job
 
 from siirl.config import load_config
 from siirl.dag.compile import compile_plan, load_dag
@@ -36,6 +38,29 @@ def test_an_example_trains(inputs, tmp_path, name):
     run = run_job(1, overrides(inputs, tmp_path, *more))
     assert run.values("actor/grad_norm")[0] > 0
     assert len(run.values(SHOWN.get(name, "actor/loss"))) == 1
+
+
+def test_an_op_of_a_new_kind_gets_its_model_and_its_service(inputs, tmp_path):
+    """By the user's command: what the README says of `op.py`."""
+    more = ("actor_rollout_ref.actor.ppo_mini_batch_size=8", "trainer.total_training_steps=1")
+    dag = "dag.custom_pipeline_fn=examples/extend/dag.py:with_fluency"
+    command = [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, tmp_path, dag, *more)]
+    done = subprocess.run(command, cwd=ROOT, timeout=200, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Finished.read(tmp_path)
+    (before, *_), (step, *_) = (
+        [x for x in run.lines if key in x] for key in ("val/reward/mean", "actor/loss")
+    )
+    for line, kind in ((before, "val"), (step, "reward")):
+        rule, fluency = (
+            next(line[key] for key in line if key.startswith(kind) and key.endswith(f"/{name}/mean"))
+            for name in ("rule", "fluency")
+        )
+        assert 0 <= rule < 1.5 and -10 < fluency < 0
+        assert line[f"{kind}/reward/mean" if kind == "val" else "reward/score"] == pytest.approx(
+            rule + 0.1 * fluency, rel=1e-4
+        )
+    assert step["actor/grad_norm"] > 0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from siirl.dag.ops import score_names
 from siirl.dag.spec import DagBuilder
 from siirl.dag_worker.report import Report
 from siirl.data.rows import make_rows
+from siirl.nodes.context import Samples
 from siirl.nodes.reward import show
 from siirl.observe.console import ConsoleSink
 from siirl.observe.sinks import SampleSink
@@ -258,7 +259,7 @@ def test_each_validation_of_an_interaction_has_a_page_named_as_the_run_or_else_i
 
 def shown_rows(limit, tokenizer, agent=1, extra_info=None):
     """What a reward node shows of 3 prompts x 2 responses."""
-    ctx = SimpleNamespace(node_id="reward", agent=agent, sample_limit=limit, samples=[], tokenizer=tokenizer)
+    ctx = SimpleNamespace(node_id="reward", agent=agent, shown=Samples([], limit), tokenizer=tokenizer)
     columns = {
         "sample_index": [7, 7, 8, 8, 9, 9],
         "data_source": ["sums"] * 6,
@@ -270,7 +271,7 @@ def shown_rows(limit, tokenizer, agent=1, extra_info=None):
     columns |= {"extra_info": extra_info} if extra_info else {}
     scored = {"score": [float(index) for index in range(6)], "reward_info": [{"digits": 2}] * 6}
     show(ctx, make_rows(columns), make_rows(scored))
-    return ctx.samples
+    return ctx.shown.rows
 
 
 class Numbers:
@@ -303,9 +304,11 @@ def test_episodes_are_shown_whole_and_of_different_prompts():
             "extra_info": extra,
         }
     )
-    ctx = SimpleNamespace(node_id="reward", agent=0, sample_limit=2, samples=[], tokenizer=Numbers())
+    ctx = SimpleNamespace(node_id="reward", agent=0, shown=Samples([], 2), tokenizer=Numbers())
     show(ctx, rows, make_rows({"score": [float(index) for index in range(6)], "reward_info": [{}] * 6}))
-    assert [row["score"] for row in ctx.samples] == [0, 1, 4], "both rows of the first episode of each prompt"
+    assert [row["score"] for row in ctx.shown.rows] == [0, 1, 4], (
+        "both rows of the first episode of each prompt"
+    )
 
 
 def test_responses_of_one_turn_have_a_page_and_files_without_what_is_only_for_it():

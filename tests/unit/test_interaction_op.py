@@ -172,9 +172,8 @@ class Played:
             ctx = SimpleNamespace(
                 node_id=f"rollout_{agent}", agent=agent, cfg=self.cfgs[f"rollout_{agent}"], step=step,
                 validate=validate, round=round, metrics=metrics if agent == 0 else others,
-                interaction=self.shared,
             )  # fmt: skip
-            found.append(op(ctx, rows))
+            found.append(op(ctx, rows, self.shared))
         metrics.merge(others, "agent_1/")
         return found, metrics.values()
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from http_harness import serving
+from op_contexts import op_context
 from plan_cases import compiled, run_symbolically
 
 from siirl.config import load_config
@@ -12,9 +13,7 @@ from siirl.data.chat import load_tokenizer
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.weights import stored_weights
 from siirl.errors import ConfigError, DataError, EndpointError, RewardError
-from siirl.nodes.context import NodeContext
 from siirl.nodes.reward_judge import judge_reward
-from siirl.observe.metrics import Metrics
 from siirl.rewards.judge import Judge, check_judge
 
 pytestmark = pytest.mark.heavy
@@ -108,13 +107,6 @@ def model(tmp_path_factory):
     return make_tiny_model_dir(tmp_path_factory.mktemp("judge"), vocab=100, init_std=0.2, tie=False)
 
 
-def context(cfg, tokenizer, **more) -> NodeContext:
-    return NodeContext(
-        "judge", 0, cfg, 1, False, None, Metrics(), [], 0, tokenizer,
-        judge=Judge(cfg), writes=("score", "reward_info"), **more,
-    )  # fmt: skip
-
-
 def test_a_service_grades_each_different_response_once(model):
     def answer(message):
         (turn,) = message["messages"]
@@ -129,8 +121,8 @@ def test_a_service_grades_each_different_response_once(model):
             "reward_model.judge.max_tokens=64",
         )
         tokenizer = load_tokenizer(cfg)
-        ctx = context(cfg, tokenizer)
-        out = judge_reward(ctx, rows_of(tokenizer))
+        ctx = op_context("judge", cfg, tokenizer)
+        out = judge_reward(ctx, rows_of(tokenizer), Judge(cfg))
     assert out["score"].tolist() == pytest.approx([0.9, 0.1, 0.9])
     assert objects(out, "reward_info")[1] == {"judge": "Score: 1"}
     assert len(service.messages) == 2
@@ -151,7 +143,7 @@ def test_a_service_that_is_none_ends_the_run(model):
         )
         tokenizer = load_tokenizer(cfg)
         with pytest.raises(EndpointError, match=r"has no choices\[0\]\.message\.content"):
-            judge_reward(context(cfg, tokenizer), rows_of(tokenizer))
+            judge_reward(op_context("judge", cfg, tokenizer), rows_of(tokenizer), Judge(cfg))
     assert issubclass(EndpointError, RewardError)
 
 
@@ -175,12 +167,12 @@ def test_an_engine_gets_the_judges_stored_weights_and_answers_the_same_every_tim
     tokenizer = load_tokenizer(cfg)
     plan = ModelPlan("agent_0.judge", 0, "judge", "hf", "lm", False, (0,), ParallelDims(1), "j", ("j",))
     engine = make_rollout_engine(plan, judge_config(cfg), None, torch.device("cpu"))
-    ctx = context(cfg, tokenizer, rollout=engine, judge_tokenizer=tokenizer)
+    ctx = op_context("judge", cfg, tokenizer)
     rows = rows_of(tokenizer)
-    first = judge_reward(ctx, rows)
+    first = judge_reward(ctx, rows, Judge(cfg), engine, tokenizer)
     answers = [info["judge"] for info in objects(first, "reward_info")]
     assert engine.weight_version == 0 and answers[0] == answers[2] and answers[0]
-    again = judge_reward(ctx, rows)
+    again = judge_reward(ctx, rows, Judge(cfg), engine, tokenizer)
     assert [info["judge"] for info in objects(again, "reward_info")] == answers
 
     from transformers import AutoModelForCausalLM
@@ -194,8 +186,8 @@ def test_an_engine_gets_the_judges_stored_weights_and_answers_the_same_every_tim
 
     keys = ("reward_model.judge.name=hf", "reward_model.max_length=9")
     short = config(f"reward_model.model.path={model}", *keys)
-    asked_too_much = context(short, tokenizer, rollout=engine, judge_tokenizer=tokenizer)
-    out = judge_reward(asked_too_much, rows)
+    asked_too_much = op_context("judge", short, tokenizer)
+    out = judge_reward(asked_too_much, rows, Judge(short), engine, tokenizer)
     assert out["score"].tolist() == [0.0] * 3
     assert asked_too_much.metrics.values()["reward/judge_malformed"] == 1.0
 

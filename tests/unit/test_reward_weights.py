@@ -1,21 +1,20 @@
 """Rewards of several nodes: their weights as written, the sum of a row, and what is refused."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+from op_contexts import op_context
 from plan_cases import compiled, run_symbolically
 
 from siirl.config import load_config
 from siirl.config.reward_weights import RewardWeights
+from siirl.dag.plan import NodePlan
 from siirl.dag.spec import DagBuilder
 from siirl.data.rows import make_rows, objects
 from siirl.errors import ConfigError, DagError, RewardError
-from siirl.nodes.context import NodeContext
-from siirl.nodes.registry import find_op
+from siirl.nodes.context import OpContext
 from siirl.nodes.reward import finished
 from siirl.nodes.reward_combine import combine_rewards
-from siirl.observe.metrics import Metrics
+from siirl.nodes.services import find_op
 
 ENABLE = ("reward_model.enable=true", "reward_model.model.path=/models/rm")
 
@@ -92,11 +91,9 @@ def test_weights_without_a_node_that_adds_up_are_refused():
         compiled(dag.build(), 1)
 
 
-def context(*overrides: str, **more) -> NodeContext:
+def context(*overrides: str, **more) -> OpContext:
     cfg = load_config(["actor_rollout_ref.rollout.name=hf", *overrides])
-    return NodeContext(
-        "total", 0, cfg, 1, False, None, Metrics(), [], 0, None, writes=("score", "reward_info"), **more
-    )
+    return op_context("total", cfg, **more)
 
 
 def scored_rows(**columns):
@@ -151,7 +148,7 @@ def test_a_reward_that_is_no_number_is_named_with_its_sample(column, message):
 def test_the_score_of_a_custom_node_is_checked(tmp_path):
     code = tmp_path / "mine.py"
     code.write_text("def score(ctx, rows):\n    return ctx.options['out']\n")
-    node = SimpleNamespace(executable=f"{code}:score", op="custom", name="mine")
+    node = NodePlan("mine", 0, (), "custom", None, f"{code}:score", {}, {})
     rows = make_rows({"row_id": torch.tensor([7, 8])})
     for column, message in (([1.0, float("nan")], "row_id 8 with nan"), ([1.0], "shape .1. for 2 responses")):
         ctx = context(options={"out": make_rows({"score": torch.tensor(column)})})

@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from siirl.data.rows import make_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.nodes import advantage
+from siirl.nodes.context import Samples
 from siirl.nodes.credit import report_degenerate
 from siirl.nodes.policy_loss import make_loss_fn
 from siirl.nodes.reward import report_rewards
@@ -103,15 +104,14 @@ def scored(limit: int, validate: bool) -> tuple[Metrics, list[dict]]:
     ctx = SimpleNamespace(
         agent=0,
         validate=validate,
-        sample_limit=limit,
-        samples=[],
+        shown=Samples([], limit),
         metrics=Metrics(),
         node_id="reward",
         cfg=config(),
     )
     ctx.tokenizer = SimpleNamespace(decode=lambda tokens, **options: "text")
     report_rewards(ctx, rows, scores)
-    return ctx.metrics, ctx.samples
+    return ctx.metrics, ctx.shown.rows
 
 
 def test_a_validation_has_a_reward_for_each_speaker_of_a_policy():

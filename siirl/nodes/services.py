@@ -1,0 +1,64 @@
+"""What ops need besides their rows, built once for each node: a table by the names in the op table."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from siirl.dag.plan import NodePlan
+from siirl.dag.signatures import Call
+from siirl.dag.spec import load_object
+from siirl.dag.user_code import check_loaded
+from siirl.engines.rollout.base import RolloutEngine
+from siirl.engines.train.base import TrainEngine
+from siirl.nodes.context import LocalNode, Op
+from siirl.nodes.interaction import Interaction
+from siirl.rewards.conversations import ConversationEncoder, reward_tokenizer
+from siirl.rewards.judge import Judge
+from siirl.rewards.scorer import RewardScorer
+
+
+@dataclass(frozen=True)
+class OnRank:
+    """What nodes of this rank share."""
+
+    engines: Mapping[str, TrainEngine | RolloutEngine]
+    """By model."""
+
+    interactions: Mapping[str, Interaction]
+    """By entry node."""
+
+    def interaction_of(self, node: str) -> Interaction:
+        """The interaction that a node is a stage of."""
+        return next(x for x in self.interactions.values() if node in (s.node for s in x.plan.stages))
+
+
+SERVICES: dict[str, Callable[[LocalNode, OnRank], Any]] = {
+    "engine": lambda node, rank: rank.engines[str(node.plan.model)],
+    "scorer": lambda node, rank: RewardScorer(node.cfg, node.tokenizer),
+    "encoder": lambda node, rank: ConversationEncoder(node.cfg, node.tokenizer),
+    "judge": lambda node, rank: Judge(node.cfg),
+    "judge_tokenizer": lambda node, rank: reward_tokenizer(node.cfg),
+    "interaction": lambda node, rank: rank.interaction_of(node.plan.name),
+    "buffer": lambda node, rank: node.buffer,
+    "recordings": lambda node, rank: Path(node.cfg.actor_rollout_ref.rollout.replay_dir or "").expanduser(),
+}
+"""Name of what an op needs -> how it is made."""
+
+
+def find_op(node: NodePlan) -> Op:
+    """The function of a node: its op's, or the user's "pkg.mod:fn" or "file.py:fn" (else DagError)."""
+    code = built_in(node.spec.code)
+    if node.executable is None:
+        return code
+    who = f"node {node.name!r}: executable_ref"
+    function = load_object(node.executable, who)
+    check_loaded(function, f"{who} = {node.executable!r}", Call(("context", "rows"), node.needs, "needs"))
+    return code(function)
+
+
+def built_in(reference: str) -> Any:
+    """The function that "file:function" of the op table names, of a file beside this one."""
+    file, _, name = reference.partition(":")
+    return getattr(importlib.import_module(f".{file}", __package__), name)
