@@ -31,6 +31,7 @@ ASKS_FOR = {
     "self_play": (*GROUPS, f"dag.node_config.game.env_path={GAMES}:Nim"),
     "solver_verifier": GROUPS,
     "dag.py:with_bonus": ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS),
+    "dag.py:with_fluency": ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS),
 }
 """What a workflow cannot be run without: algorithm, samples to compare, reward model, environment."""
 
