@@ -6,7 +6,6 @@ siirl/dag/interactions.py.
 """
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from siirl.config.resolve import get
 from siirl.config.roles import role_group
 from siirl.dag.plan import ModelPlan
 from siirl.dag.resolve import ResolvedNode
+from siirl.dag.workflow import Nodes, Workflow
 from siirl.errors import DagError
 
 OWN_KEYS = ("lora_rank", "lora_alpha", "target_modules")
@@ -41,26 +41,11 @@ ENGINE_KEYS = {
 """Rollout engine that can hold a base for several agents -> what its agents must agree on."""
 
 
-def adapter_bases(nodes: Iterable[ResolvedNode]) -> dict[int, int]:
-    """Agent -> the agent on whose frozen base it trains an adapter of its own."""
-    nodes = list(nodes)
-    trained = {node.agent for node in nodes if node.op.trains_policy}
-    able = [node for node in nodes if node.op.is_rollout and node.agent in trained and _rank(node)]
-    return {node.agent: target for node in able if (target := _target(node)) is not None}
-
-
-def shared_policy(node: ResolvedNode, bases: dict[int, int]) -> int | None:
-    """The agent with whose policy a rollout speaks instead of its own, if it does."""
-    return None if node.agent in bases else _target(node)
-
-
-def check_bases(nodes: Iterable[ResolvedNode]) -> None:
+def check_bases(workflow: Workflow) -> None:
     """DagError for an adapter whose base is not there, is trained itself, or is of another model."""
-    nodes = list(nodes)
-    bases = adapter_bases(nodes)
-    rollouts = {node.agent: node for node in nodes if node.op.is_rollout}
-    trained = {node.agent for node in nodes if node.op.trains_policy}
-    for agent, owner in bases.items():
+    rollouts = workflow.rollouts
+    trained = {node.agent for node in workflow.nodes.values() if node.op.trains_policy}
+    for agent, owner in workflow.bases.items():
         node = rollouts[agent]
         key = f"{node}: rollout.agent.share_instance = {owner}"
         if owner not in rollouts:
@@ -69,17 +54,18 @@ def check_bases(nodes: Iterable[ResolvedNode]) -> None:
                 f"{key}: no agent {owner} has a model on whose base agent {agent} could train its adapter. "
                 f"Other agents with a rollout: {known}."
             )
-        if _target(rollouts[owner]) is not None:
+        if rollouts[owner].shares is not None:
             raise DagError(
-                f"{key}: agent {owner} uses the model of agent {_target(rollouts[owner])} itself "
+                f"{key}: agent {owner} uses the model of agent {rollouts[owner].shares} itself "
                 f"({_chain(agent, rollouts)}): it has no base of its own. Name an agent without "
                 "share_instance."
             )
-        if owner not in trained or not _rank(rollouts[owner]):
+        if owner not in trained or not rollouts[owner].lora_rank:
+            rank, actorless = rollouts[owner].lora_rank, ", and it has no ACTOR node"
             raise DagError(
-                f"{key}: agent {owner} trains no LoRA adapter (its model.lora_rank is "
-                f"{_rank(rollouts[owner])}{'' if owner in trained else ', and it has no ACTOR node'}), and "
-                "only weights that stay frozen can be shared. Set actor_rollout_ref.model.lora_rank for both "
+                f"{key}: agent {owner} trains no LoRA adapter (its model.lora_rank is {rank}"
+                f"{'' if owner in trained else actorless}), and only weights that "
+                "stay frozen can be shared. Set actor_rollout_ref.model.lora_rank for both "
                 f"agents and train both, or unset share_instance: agent {agent} then has a copy of its own."
             )
         _check_same_base(key, node, rollouts[owner])
@@ -100,13 +86,14 @@ def _check_same_base(key: str, node: ResolvedNode, owner: ResolvedNode) -> None:
             )
 
 
-def with_bases(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> dict[str, ModelPlan]:
-    """The models, those on a shared base with its name, after the model that holds it. nodes: the kept ones.
+def with_bases(models: dict[str, ModelPlan], workflow: Workflow) -> dict[str, ModelPlan]:
+    """The models, those on a shared base with its name, after the model that holds it.
 
     Models on other ranks than the base's, and references of other sizes or types, have a copy of their own.
     """
     found = dict(models)
-    bases = adapter_bases(nodes.values())
+    nodes = workflow.nodes
+    bases = {agent: owner for agent, owner in workflow.bases.items() if workflow.rollouts[agent].model}
     for agent, owner in [*bases.items(), *((owner, owner) for owner in dict.fromkeys(bases.values()))]:
         for role, source in (("actor", "actor"), ("ref", "actor"), ("rollout", "rollout")):
             model, base = found.get(f"agent_{agent}.{role}"), found.get(f"agent_{owner}.{source}")
@@ -118,11 +105,11 @@ def with_bases(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> 
     for name, model in found.items():
         if model.is_rollout and model.base == name:
             on_it = {other.name: nodes[other.node] for other in found.values() if other.base == name}
-            found[name] = replace(model, adapters={other: _rank(node) for other, node in on_it.items()})
+            found[name] = replace(model, adapters={other: node.lora_rank for other, node in on_it.items()})
     return dict(sorted(found.items(), key=lambda item: item[1].base not in (None, item[0])))
 
 
-def _can_share(model: ModelPlan, base: ModelPlan, nodes: dict[str, ResolvedNode]) -> bool:
+def _can_share(model: ModelPlan, base: ModelPlan, nodes: Nodes) -> bool:
     """Whether a model can use the tensors of another: they are in the same processes, cut in the same way."""
     if model.ranks != base.ranks or model.backend != base.backend:
         return False
@@ -142,7 +129,7 @@ def _can_share(model: ModelPlan, base: ModelPlan, nodes: dict[str, ResolvedNode]
     return False
 
 
-def _cut(model: ModelPlan, nodes: dict[str, ResolvedNode]) -> tuple[Any, ...]:
+def _cut(model: ModelPlan, nodes: Nodes) -> tuple[Any, ...]:
     """How the weights of a model lie on its ranks."""
     group = role_group(nodes[model.node].cfg, model.role)
     return model.dims, model.dims.dp_shard, group.fsdp_config.model_dtype
@@ -150,18 +137,9 @@ def _cut(model: ModelPlan, nodes: dict[str, ResolvedNode]) -> tuple[Any, ...]:
 
 def _chain(agent: int, rollouts: dict[int, ResolvedNode]) -> str:
     chain = [agent]
-    while (after := _target(rollouts[chain[-1]])) is not None:
+    while (after := rollouts[chain[-1]].shares) is not None:
         known = after in chain or after not in rollouts
         chain.append(after)
         if known:
             break
     return " -> ".join(map(str, chain))
-
-
-def _target(node: ResolvedNode) -> int | None:
-    target = node.cfg.actor_rollout_ref.rollout.agent.share_instance
-    return None if target is None else int(target)
-
-
-def _rank(node: ResolvedNode) -> int:
-    return node.cfg.actor_rollout_ref.model.lora_rank

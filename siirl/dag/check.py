@@ -5,16 +5,12 @@ from collections.abc import Iterable, Iterator
 from siirl.config import Config
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import normalizes_weights
-from siirl.dag.credit import interacting, joins_rows
-from siirl.dag.graph import Graph
-from siirl.dag.interactions import Interactions
 from siirl.dag.names import suggest
 from siirl.dag.ops import score_names, uses_critic, why_unread
 from siirl.dag.resolve import ResolvedNode
+from siirl.dag.workflow import Nodes, Workflow
 from siirl.errors import ConfigError, DagError, NotSupportedError, UserError, reworded
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
-
-Nodes = dict[str, ResolvedNode]
 
 
 def check_agents(nodes: Nodes) -> Iterator[UserError]:
@@ -33,25 +29,24 @@ def check_agents(nodes: Nodes) -> Iterator[UserError]:
         seen[place] = node
 
 
-def prune(
-    nodes: Nodes, graph: Graph, rollout_only: bool = False, together: Iterable[set[str]] = ()
-) -> dict[str, str]:
+def prune(workflow: Workflow, rollout_only: bool = False) -> dict[str, str]:
     """Node id -> why nothing needs it: it has no side effect, and no kept node reads what it writes.
 
-    rollout_only: rollouts and rewards are wanted for themselves, and nothing is trained. together: sets of
-    nodes of which all are needed if one is (those of an interaction).
+    Of an interaction all nodes are needed if one is. rollout_only: rollouts and rewards are wanted for
+    themselves, and nothing is trained.
     """
     needed: set[FieldKey] = set()
     pruned: dict[str, str] = {}
-    for node in (nodes[node_id] for node_id in reversed(graph.order)):
+    for node in (workflow.nodes[node_id] for node_id in reversed(workflow.graph.order)):
         if _is_wanted(node, rollout_only) or needed.intersection(node.writes):
             needed.update(node.reads)
         else:
             pruned[node.id] = _why_pruned(node, rollout_only)
-    for members in together:
+    for plan in workflow.interactions.values():
+        members = {stage.node for stage in plan.stages}
         if members - pruned.keys():
             pruned = {node_id: why for node_id, why in pruned.items() if node_id not in members}
-    return {node_id: pruned[node_id] for node_id in graph.order if node_id in pruned}
+    return {node_id: pruned[node_id] for node_id in workflow.graph.order if node_id in pruned}
 
 
 def _is_wanted(node: ResolvedNode, rollout_only: bool) -> bool:
@@ -73,33 +68,30 @@ def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
     return f"nothing reads {names}" + (f": {reason}" if reason else "")
 
 
-def check_kept(
-    nodes: Nodes, pruned: dict[str, str], rollout_only: bool, interactions: Interactions
-) -> Iterator[UserError]:
+def check_kept(kept: Workflow, rollout_only: bool) -> Iterator[UserError]:
     """Something is left to do, and every rollout that is left has a trainer to take weights from.
 
     In an interaction, an agent of which there is nothing but its rollout is frozen, and needs none.
     """
-    kept = [node for node in nodes.values() if node.id not in pruned]
     if rollout_only:
-        if not any(node.op.is_rollout for node in kept):
+        if not kept.rollouts:
             yield DagError(
                 "trainer.rollout_only is set, but the DAG has no rollout. Add a node with node_type "
                 "MODEL_INFERENCE and node_role ROLLOUT, or unset it."
             )
         return
-    trained = {node.agent for node in kept if node.op.trains_policy}
+    trained = {node.agent for node in kept.nodes.values() if node.op.trains_policy}
     if not trained:
         yield NotSupportedError(
             "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
             "node_role ACTOR; or set trainer.rollout_only=true to sample and score only."
         )
         return
-    untrained = {s.node for plan in interactions.values() for s in plan.stages if not s.rows}
-    for node in kept:
+    untrained = {stage.node for stage in kept.stages.values() if not stage.rows}
+    for node in kept.nodes.values():
         if node.op.is_rollout and node.agent not in trained and node.id not in untrained:
             frozen = ""
-            if any(node.id == stage.node for plan in interactions.values() for stage in plan.stages):
+            if node.id in kept.stages:
                 frozen = " Or remove its other nodes (reward, ...): the agent is then frozen."
             yield DagError(
                 f"{node}: agent {node.agent} has a rollout but no training, so nothing gives it weights. Add "
@@ -107,11 +99,11 @@ def check_kept(
             )
 
 
-def check_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
+def check_critics(kept: Workflow) -> Iterator[UserError]:
     """An agent whose advantages come from a critic trains one, and no other agent does."""
-    yield from _check_shared_critics(kept, graph)
-    learning = {node.agent for node in kept.values() if node.op.trains and node.op.on_critic}
-    for node in kept.values():
+    yield from _check_shared_critics(kept)
+    learning = {node.agent for node in kept.nodes.values() if node.op.trains and node.op.on_critic}
+    for node in kept.nodes.values():
         if node.op.credits and uses_critic(node.cfg) and node.agent not in learning:
             yield DagError(
                 f"{node} has algorithm.adv_estimator=gae, but no node trains the critic of agent "
@@ -126,11 +118,10 @@ def check_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
             )
 
 
-def _check_shared_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
+def _check_shared_critics(kept: Workflow) -> Iterator[UserError]:
     """A critic of several agents belongs to one of them, and learns after all of its values are there."""
-    critics = [node for node in kept.values() if node.op.on_critic]
+    critics = [node for node in kept.nodes.values() if node.op.on_critic]
     owners = {node.agent for node in critics if node.model_agent == node.agent and node.op.trains}
-    above = graph.ancestors()
     for node in critics:
         if node.cfg.critic.share_instance is not None and node.model_agent not in owners - {node.agent}:
             others = ", ".join(map(str, sorted(owners - {node.agent}))) or "none"
@@ -140,7 +131,7 @@ def _check_shared_critics(kept: Nodes, graph: Graph) -> Iterator[UserError]:
             )
         for trainer in critics:
             late = trainer.model == node.model and trainer.op.trains and not node.op.trains
-            if late and node.id not in above[trainer.id]:
+            if late and node.id not in kept.graph.above[trainer.id]:
                 yield DagError(
                     f"{trainer} and {node} share the critic of agent {node.model_agent}, and nothing says "
                     "which comes first: values must be those of before the update. Let the former depend on "
@@ -189,27 +180,26 @@ def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator
         )
 
 
-def check_sampling(kept: Nodes, interactions: Interactions) -> Iterator[UserError]:
+def check_sampling(kept: Workflow) -> Iterator[UserError]:
     """DagError if dynamic sampling is asked for, and no node of the agent does it.
 
     Agents without rows need none. NotSupportedError in an interaction of which several agents have rows.
     """
-    sampling = {node.agent for node in kept.values() if node.op.repeats}
-    asking = [n for n in kept.values() if n.op.is_rollout and n.cfg.algorithm.filter_groups.enable]
-    stages = {stage.node: stage for plan in interactions.values() for stage in plan.stages}
-    for plan in interactions.values():
+    sampling = {node.agent for node in kept.nodes.values() if node.op.repeats}
+    asking = [n for n in kept.nodes.values() if n.op.is_rollout and n.cfg.algorithm.filter_groups.enable]
+    for plan in kept.interactions.values():
         talking = [stage for stage in plan.stages if stage.rows]
         asked = [s for s in talking if s.agent in sampling or any(n.id == s.node for n in asking)]
         if len(talking) > 1 and asked:
             yield NotSupportedError(
-                f"not supported yet: algorithm.filter_groups.enable=true for {kept[asked[0].node]}: "
+                f"not supported yet: algorithm.filter_groups.enable=true for {kept.nodes[asked[0].node]}: "
                 f"agents {' and '.join(str(stage.agent) for stage in talking)} of its interaction are "
                 "trained, and the groups that one of them drops may be those that another one keeps. Set "
                 "algorithm.filter_groups.enable=false, and remove it from the configurations of nodes."
             )
             return
     for node in asking:
-        if node.agent not in sampling and (node.id not in stages or stages[node.id].rows):
+        if node.agent not in sampling and (node.id not in kept.stages or kept.stages[node.id].rows):
             yield DagError(
                 f"algorithm.filter_groups.enable=true, but no node filters the groups of {node}. Add a node "
                 "with node_type COMPUTE, node_role POSTPROCESS_SAMPLING below its reward, as in "
@@ -217,15 +207,14 @@ def check_sampling(kept: Nodes, interactions: Interactions) -> Iterator[UserErro
             )
 
 
-def check_resampling(kept: Nodes, graph: Graph, interactions: Interactions) -> Iterator[UserError]:
+def check_resampling(kept: Workflow) -> Iterator[UserError]:
     """DagError if PF-PPO is asked for, and no node of the agent resamples; or if its draws are joined.
 
     Agents without rows of their own need none.
     """
-    resampling = {node.agent: node for node in kept.values() if node.op.draws}
-    rowless = {stage.node for plan in interactions.values() for stage in plan.stages if not stage.rows}
-    above = graph.ancestors()
-    for node in kept.values():
+    resampling = {node.agent: node for node in kept.nodes.values() if node.op.draws}
+    rowless = {stage.node for stage in kept.stages.values() if not stage.rows}
+    for node in kept.nodes.values():
         sampler = resampling.get(node.agent)
         asks = node.op.is_rollout and node.cfg.algorithm.use_pf_ppo and node.id not in rowless
         if asks and sampler is None:
@@ -234,8 +223,8 @@ def check_resampling(kept: Nodes, graph: Graph, interactions: Interactions) -> I
                 "node_type COMPUTE, node_role POSTPROCESS_SAMPLING above the training, as in "
                 "dag_templates/ppo.yaml, or set algorithm.use_pf_ppo=false."
             )
-        others = [key for key in node.reads if joins_rows(node, key, kept)]
-        if sampler is not None and others and sampler.id in above[node.id]:
+        others = [key for key in node.reads if kept.joins(node, key)]
+        if sampler is not None and others and sampler.id in kept.graph.above[node.id]:
             yield DagError(
                 f"{node} reads {others[0]} by episode, below {sampler}, of which each draw is an episode of "
                 f"its own. Let {sampler.id!r} depend on {node.id!r} instead."
@@ -270,9 +259,9 @@ def _one_writer(one: ResolvedNode, other: ResolvedNode) -> str:
     return f"Remove one of the nodes, or give {renamed.id!r} other writes."
 
 
-def check_readers(kept: Iterable[ResolvedNode], nodes: Nodes, graph: Graph) -> Iterator[UserError]:
+def check_readers(kept: Iterable[ResolvedNode], workflow: Workflow) -> Iterator[UserError]:
     """What a kept node reads comes with the prompts or from a node above it; said once for each fix."""
-    ancestors = graph.ancestors()
+    nodes, ancestors = workflow.nodes, workflow.graph.above
     writers = {key: node for node in nodes.values() for key in node.writes}
     agents = {node.agent for node in nodes.values()}
     for node in kept:
@@ -285,7 +274,7 @@ def check_readers(kept: Iterable[ResolvedNode], nodes: Nodes, graph: Graph) -> I
                 what = f"but the DAG has no agent {key.agent}: its agents are {sorted(agents)}."
                 fix = f"agent {key.agent}"
             elif writer is None:
-                fix = _who_could_write(key, node, nodes)
+                fix = _who_could_write(key, node, workflow)
                 what = f"which no node writes. {fix}"
             elif writer.id not in ancestors[node.id]:
                 fix = f"Add {writer.id!r} to the dependencies of {node.id!r}."
@@ -297,7 +286,8 @@ def check_readers(kept: Iterable[ResolvedNode], nodes: Nodes, graph: Graph) -> I
                 yield DagError(f"{node} reads {key}, {what}")
 
 
-def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:
+def _who_could_write(key: FieldKey, node: ResolvedNode, workflow: Workflow) -> str:
+    nodes = workflow.nodes
     hint = _WRITERS.get(key.name)
     several = len({other.agent for other in nodes.values()}) > 1
     if hint and several and hint.startswith("a node"):
@@ -307,7 +297,7 @@ def _who_could_write(key: FieldKey, node: ResolvedNode, nodes: Nodes) -> str:
             f"{hint}; or take one optimizer step on each batch (ppo_mini_batch_size = train_batch_size, "
             "ppo_epochs = 1); or set actor_rollout_ref.actor.recompute_old_log_prob=False"
         )
-    if several and key.name == "score" and key.agent in interacting(nodes):
+    if several and key.name == "score" and key.agent in workflow.talking:
         hint = f"{hint}; or let it depend on the reward of an agent it talks with, whose scores it then gets"
     if hint:
         return f"Add {hint}."

@@ -2,6 +2,7 @@
 
 import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from siirl.config import Config
@@ -26,14 +27,9 @@ from siirl.dag.environments import with_environments
 from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
 from siirl.dag.idle_nodes import without_idle
-from siirl.dag.interactions import (
-    Interactions,
-    check_agents_of,
-    find_interactions,
-    silent_nodes,
-    with_interactions,
-)
-from siirl.dag.layouts import LayoutTable, agent_rows, place_nodes
+from siirl.dag.interactions import check_agents_of, with_interactions
+from siirl.dag.layouts import AgentRows, LayoutTable, agent_rows, place_nodes
+from siirl.dag.layouts import Place as NodePlace
 from siirl.dag.models import backend_of, plan_links, plan_models
 from siirl.dag.node_config import with_node_config
 from siirl.dag.ops import uses_critic
@@ -42,6 +38,7 @@ from siirl.dag.resolve import ResolvedNode, check_node_config, resolve_nodes
 from siirl.dag.rounds import check_rounds
 from siirl.dag.serving import heads_of, place_interactions, serving_ranks
 from siirl.dag.spec import DagSpec, load_object
+from siirl.dag.workflow import Nodes, Workflow
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import DagError, Place, UserError, joined
 from siirl.findings import Findings, ReadsBroken
@@ -122,74 +119,140 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
 
 
 def _compile(dag: DagSpec, cfg: Config, world_size: int, found: Findings) -> tuple[Plan, dict[str, Config]]:
-    dag, idle = with_filters(dag), {}
+    read, idle, graph = _read(dag, found)
+    resolved = _resolve(read, graph, cfg, found)
+    talking = _interact(resolved, found)
+    pruned = prune(talking, cfg.trainer.rollout_only)
+    kept, models = _check(talking, pruned, cfg, world_size, found)
+    placed = _place(kept, models, world_size, found)
+    return _emit(placed, dag.dag_id, idle | pruned, found)
+
+
+def _read(dag: DagSpec, found: Findings) -> tuple[DagSpec, dict[str, str], Graph | None]:
+    """The DAG with its filters as nodes, without nodes that compute nothing; why each of these is left out.
+
+    And the graph, where that is the one of all nodes already.
+    """
+    filtered = with_filters(dag)
     with found.at():
-        build_graph(dag)
-        dag, idle = without_idle(dag)
+        graph = build_graph(filtered)
+        busy, idle = without_idle(filtered)
+        return busy, idle, None if idle else graph
+    return filtered, {}, None
+
+
+def _resolve(dag: DagSpec, graph: Graph | None, cfg: Config, found: Findings) -> Workflow:
+    """The nodes with op and configuration, environments among them, and who depends on whom."""
     nodes = resolve_nodes(dag, cfg, found)
     if len(nodes) < len(dag.nodes):
         found.close()
         raise ReadsBroken
-    dag = with_environments(dag, nodes)
-    full_graph, nodes = build_graph(dag), resolve_nodes(dag, cfg, found)
-    nodes, interactions = _with_interactions(nodes, full_graph, found)
-    together = [{stage.node for stage in plan.stages} for plan in interactions.values()]
-    pruned = prune(nodes, full_graph, cfg.trainer.rollout_only, together)
+    whole = with_environments(dag, nodes)
+    if whole is not dag:
+        nodes, graph = resolve_nodes(whole, cfg, found, nodes), None
+    return Workflow(graph or build_graph(whole), nodes)
+
+
+def _interact(workflow: Workflow, found: Findings) -> Workflow:
+    """The workflow with its interactions. Raises where later checks would only repeat what is wrong."""
     so_far = len(found)
-    found.take(check_kept(nodes, pruned, cfg.trainer.rollout_only, interactions))
-    interactions = {entry: plan for entry, plan in interactions.items() if entry not in pruned}
-    graph = full_graph.without(set(pruned))
-    kept = {node_id: nodes[node_id] for node_id in graph.order}
-    found.take(check_critics(kept, graph))
-    found.take(check_sampling(kept, interactions))
-    found.take(check_resampling(kept, graph, interactions))
-    found.take(check_reward_models(nodes.values(), cfg))
-    found.take(check_reward_weights(nodes.values(), cfg))
-    found.take(check_readers(kept.values(), nodes, full_graph))
+    found.take(check_agents(workflow.nodes))
+    with found.at():
+        credited = with_credit(with_interactions(workflow))
+        found.take(check_writers(credited.nodes))
+        check_agents_of(credited)
+        if len(found) == so_far:
+            return credited
+    found.close()
+    raise ReadsBroken
+
+
+def _check(
+    whole: Workflow, pruned: dict[str, str], cfg: Config, world_size: int, found: Findings
+) -> tuple[Workflow, dict[str, ModelPlan]]:
+    """The nodes that are left, and their models. Raises if anything is wrong with them."""
+    so_far, kept = len(found), whole.without(pruned)
+    found.take(check_kept(kept, cfg.trainer.rollout_only))
+    found.take(check_critics(kept))
+    found.take(check_sampling(kept))
+    found.take(check_resampling(kept))
+    found.take(check_reward_models(whole.nodes.values(), cfg))
+    found.take(check_reward_weights(whole.nodes.values(), cfg))
+    found.take(check_readers(kept.nodes.values(), whole))
     of_run = {str(problem) for problem in contradictions(cfg)}
-    for node in kept.values():
+    for node in kept.nodes.values():
         found.take(check_node_config(node, of_run))
-    models = plan_models(kept.values(), world_size, found)
+    models = plan_models(kept, world_size, found)
     if len(found) > so_far:
         found.close()
-    interactions, models = place_interactions(interactions, models, kept)
-    kept = with_shares(interactions, models, kept)
+    return kept, models
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A workflow on its ranks."""
+
+    workflow: Workflow
+    models: dict[str, ModelPlan]
+    world_size: int
+    agents: dict[int, AgentRows]
+    table: LayoutTable
+    running: Graph
+    """The nodes that have an instruction of their own."""
+    places: dict[str, NodePlace]
+
+    def place(self, graph: Graph, found: Findings) -> dict[str, NodePlace]:
+        """The layouts of some of the nodes."""
+        drivers = {
+            stage.node: heads_of(self.models[talk.policies[0]])
+            for talk in self.workflow.interactions.values()
+            for stage in talk.stages
+        }
+        return place_nodes(
+            self.workflow, graph, self.models, self.agents, self.table, self.world_size, drivers, found
+        )
+
+
+def _place(kept: Workflow, models: dict[str, ModelPlan], world_size: int, found: Findings) -> Placed:
+    """Where models and rows lie. Raises if anything is wrong with that."""
+    interactions, moved = place_interactions(kept.interactions, models, kept.nodes)
+    shared = replace(kept, interactions=interactions, nodes=with_shares(interactions, moved, kept.nodes))
     with found.at():
-        check_awake(interactions, models, {node_id: node.cfg for node_id, node in kept.items()})
-    links = plan_links(models, kept)
-    agents = agent_rows(kept, interactions)
-    table = LayoutTable()
-    whole_graph, graph = graph, graph.without(silent_nodes(interactions))
-    drivers = {
-        stage.node: heads_of(models[plan.policies[0]])
-        for plan in interactions.values()
-        for stage in plan.stages
-    }
-    places = place_nodes(kept, graph, models, agents, table, world_size, drivers, found)
-    emitted = {node_id: kept[node_id] for node_id in graph.order}
+        check_awake(interactions, moved, {node.id: node.cfg for node in shared.nodes.values()})
+    running = kept.graph.without(shared.silent)
+    unplaced = Placed(shared, moved, world_size, agent_rows(shared), LayoutTable(), running, {})
+    placed = replace(unplaced, places=unplaced.place(running, found))
     with found.at():
-        check_rounds(emitted, graph, places)
+        check_rounds({name: shared.nodes[name] for name in running.order}, running, placed.places)
     found.close()
-    serving = {entry: serving_ranks(plan, models) for entry, plan in interactions.items()}
-    sections = Sections(kept, table, links, interactions, serving)
-    instructions = sections.emit(graph, places)
-    validated = graph.without(set(kept) - _validated(kept))
-    if any(node.op.changes_rows and not node.op.is_rollout for node in kept.values()):
-        to_validate = {node_id: kept[node_id] for node_id in validated.order}
-        places = place_nodes(to_validate, validated, models, agents, table, world_size, drivers, found)
-    validation = sections.emit(validated, places)
-    turns = turns_of_training(kept)
+    return placed
+
+
+def _emit(
+    placed: Placed, dag_id: str, pruned: dict[str, str], found: Findings
+) -> tuple[Plan, dict[str, Config]]:
+    """The plan, and the configuration of each node of it."""
+    workflow, models, table, world_size = placed.workflow, placed.models, placed.table, placed.world_size
+    nodes = workflow.nodes
+    links = plan_links(models, nodes)
+    serving = {entry: serving_ranks(talk, models) for entry, talk in workflow.interactions.items()}
+    sections = Sections(workflow, table, links, serving)
+    instructions = sections.emit(placed.running, placed.places)
+    validated = placed.running.without(nodes.keys() - _validated(nodes))
+    filters = any(node.op.changes_rows and not node.op.is_rollout for node in nodes.values())
+    validation = sections.emit(validated, placed.place(validated, found) if filters else placed.places)
+    turns = turns_of_training(nodes)
     plan = Plan(
-        dag_id=dag.dag_id,
+        dag_id=dag_id,
         world_size=world_size,
-        nodes={node.id: _node_plan(node, whole_graph, turns.get(node.id, {})) for node in kept.values()},
-        pruned=idle | pruned,
+        nodes={node.id: _node_plan(node, workflow.graph, turns.get(node.id, {})) for node in nodes.values()},
+        pruned=pruned,
         models=models,
         layouts=table.by_id,
         routes=sections.routes,
         links=links,
         loaders=sections.loaders,
-        interactions=interactions,
+        interactions=dict(workflow.interactions),
         groups=_groups(
             world_size,
             models.values(),
@@ -199,36 +262,19 @@ def _compile(dag: DagSpec, cfg: Config, world_size: int, found: Findings) -> tup
         instructions=instructions,
         validation=validation,
     )
-    return plan, {node_id: node.cfg for node_id, node in kept.items()}
+    return plan, {node.id: node.cfg for node in nodes.values()}
 
 
-def _with_interactions(
-    nodes: dict[str, ResolvedNode], graph: Graph, found: Findings
-) -> tuple[dict[str, ResolvedNode], Interactions]:
-    """The nodes as parts of their interactions. Raises where later checks would only repeat what is wrong."""
-    so_far = len(found)
-    found.take(check_agents(nodes))
-    with found.at():
-        interactions = find_interactions(nodes, graph)
-        nodes = with_credit(with_interactions(nodes, interactions), graph)
-        found.take(check_writers(nodes))
-        check_agents_of(interactions, nodes)
-        if len(found) == so_far:
-            return nodes, interactions
-    found.close()
-    raise ReadsBroken
-
-
-def _validated(kept: dict[str, ResolvedNode]) -> set[str]:
+def _validated(nodes: Nodes) -> set[str]:
     """Rollouts, reward nodes, and whatever writes a field that these need."""
-    writers = {key: node.id for node in kept.values() for key in node.writes}
-    todo = [node.id for node in kept.values() if node.op.is_rollout or node.op.scores]
+    writers = {key: node.id for node in nodes.values() for key in node.writes}
+    todo = [node.id for node in nodes.values() if node.op.is_rollout or node.op.scores]
     found: set[str] = set()
     while todo:
         node_id = todo.pop()
         if node_id not in found:
             found.add(node_id)
-            todo.extend(writers[key] for key in kept[node_id].reads if key in writers)
+            todo.extend(writers[key] for key in nodes[node_id].reads if key in writers)
     return found
 
 

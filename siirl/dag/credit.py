@@ -6,59 +6,40 @@ The rows of an agent are those of an interaction where its rollout writes episod
 from dataclasses import replace
 
 from siirl.config.algorithm_table import GROUPED
-from siirl.dag.adapters import adapter_bases, shared_policy
-from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
 from siirl.dag.ops import EPISODE
 from siirl.dag.resolve import ResolvedNode
 from siirl.dag.stages import is_member
+from siirl.dag.workflow import Nodes, Workflow
 from siirl.errors import DagError
 from siirl.types import FieldKey, Layout
 
-Nodes = dict[str, ResolvedNode]
 GROUP_KEYS = ("task", "agent", "turn")
 JOINED = {"score": (), "value": ("turn_id", "response_length", "env_reward")}
 """What an advantage node may read of another agent, and what it then reads, too."""
 
 
-def interacting(nodes: Nodes) -> set[int]:
-    """The agents whose rows are those of an interaction."""
-    return {
-        node.agent
-        for node in nodes.values()
-        if node.op.is_rollout and FieldKey(node.agent, "episode_id") in node.writes
-    }
-
-
-def joins_rows(node: ResolvedNode, key: FieldKey, nodes: Nodes) -> bool:
-    """Whether a node reads a field of another agent by episode, as both are in an interaction."""
-    return key.agent != node.agent and {key.agent, node.agent} <= interacting(nodes)
-
-
-def with_credit(nodes: Nodes, graph: Graph) -> Nodes:
-    """The nodes, where those of agents in an interaction read what their ops need of it.
+def with_credit(workflow: Workflow) -> Workflow:
+    """The workflow, where nodes of agents in an interaction read what their ops need of it.
 
     DagError for reads that an advantage node cannot use, and for groups that it cannot form.
     """
-    agents = interacting(nodes)
-    return {node_id: _with_reads(node, nodes, graph, agents) for node_id, node in nodes.items()}
+    return replace(workflow, nodes={node.id: _with_reads(node, workflow) for node in workflow.nodes.values()})
 
 
-def _with_reads(node: ResolvedNode, nodes: Nodes, graph: Graph, agents: set[int]) -> ResolvedNode:
+def _with_reads(node: ResolvedNode, workflow: Workflow) -> ResolvedNode:
     if node.op.credits:
-        _check_advantage(node, nodes, agents)
-    if node.agent not in agents:
+        _check_advantage(node, workflow)
+    if node.agent not in workflow.talking:
         return node
-    reads = _advantage_reads(node, nodes, graph, agents) if node.op.credits else node.reads
+    reads = _advantage_reads(node, workflow) if node.op.credits else node.reads
     own = [FieldKey(node.agent, name) for name in node.op.in_episodes]
     return replace(node, reads=tuple(dict.fromkeys([*reads, *own])))
 
 
-def _advantage_reads(
-    node: ResolvedNode, nodes: Nodes, graph: Graph, agents: set[int]
-) -> tuple[FieldKey, ...]:
+def _advantage_reads(node: ResolvedNode, workflow: Workflow) -> tuple[FieldKey, ...]:
     """What it reads without the interaction; of others their scores, where it has none of its own."""
-    above = graph.ancestors()[node.id]
+    nodes, agents, above = workflow.nodes, workflow.talking, workflow.graph.above[node.id]
     scored = {key.agent for other in nodes.values() for key in other.writes if key.name == "score"}
     of_others = [key for key in node.reads if key.agent != node.agent]
     reads = list(node.reads)
@@ -85,7 +66,7 @@ def _advantage_reads(
             "remove the reads."
         )
     elif node.cfg.algorithm.credit.team and not of_others:
-        _check_team(node, nodes, scored & agents)
+        _check_team(node, workflow, scored & agents)
     for key in of_others:
         more = [*EPISODE[:2], *JOINED[key.name]]
         reads += [key, *(FieldKey(key.agent, name) for name in more)]
@@ -99,11 +80,11 @@ def _has_environment(nodes: Nodes) -> bool:
     )
 
 
-def _check_team(node: ResolvedNode, nodes: Nodes, scored: set[int]) -> None:
+def _check_team(node: ResolvedNode, workflow: Workflow, scored: set[int]) -> None:
     """DagError if credit.team, as set at the node or for the whole run, counts for nobody."""
-    advantages = [other for other in nodes.values() if other.op.credits]
+    advantages = [other for other in workflow.nodes.values() if other.op.credits]
     of_node = "algorithm.credit.team" in node.overrides
-    if any(_has_team(other, scored, nodes) for other in ([node] if of_node else advantages)):
+    if any(_has_team(other, scored, workflow) for other in ([node] if of_node else advantages)):
         return
     others = [f"agent_{agent}.score" for agent in sorted(scored - {node.agent})]
     fix = f"Add reads: [{others[0]}]" if others else "Give another agent a reward"
@@ -114,30 +95,30 @@ def _check_team(node: ResolvedNode, nodes: Nodes, scored: set[int]) -> None:
     )
 
 
-def _has_team(node: ResolvedNode, scored: set[int], nodes: Nodes) -> bool:
+def _has_team(node: ResolvedNode, scored: set[int], workflow: Workflow) -> bool:
     """Whether an advantage node gets scores of others: it reads them, has none, or its policy is shared."""
     reads = any(key.agent != node.agent for key in node.reads)
-    return reads or node.agent not in scored or _speakers(node.agent, nodes) > 1
+    return reads or node.agent not in scored or _speakers(node.agent, workflow) > 1
 
 
-def _speakers(policy: int, nodes: Nodes) -> int:
+def _speakers(policy: int, workflow: Workflow) -> int:
     """How many agents speak with the policy of an agent, itself included."""
-    return 1 + sum(owner == policy for owner in _borrowed(nodes).values())
+    return 1 + sum(owner == policy for owner in _borrowed(workflow).values())
 
 
-def _borrowed(nodes: Nodes) -> dict[int, int]:
+def _borrowed(workflow: Workflow) -> dict[int, int]:
     """Agent -> the agent whose whole policy it speaks with."""
-    bases = adapter_bases(nodes.values())
-    rollouts = [node for node in nodes.values() if node.op.is_rollout]
-    return {node.agent: owner for node in rollouts if (owner := shared_policy(node, bases)) is not None}
+    owners = {agent: workflow.shared_policy(node) for agent, node in workflow.rollouts.items()}
+    return {agent: owner for agent, owner in owners.items() if owner is not None}
 
 
-def _why_no_rows(agent: int, reader: int, nodes: Nodes) -> str:
+def _why_no_rows(agent: int, reader: int, workflow: Workflow) -> str:
     """Why an agent has no scores that belong to rows of the reader's episodes, and what to do."""
+    nodes = workflow.nodes
     known = sorted({node.agent for node in nodes.values()})
     if agent not in known:
         return f"there is no agent {agent}: there are {', '.join(map(str, known))}. Correct the number."
-    owner = _borrowed(nodes).get(agent)
+    owner = _borrowed(workflow).get(agent)
     if owner == reader:
         return (
             f"agent {agent} speaks with agent {owner}'s policy: its scores are among agent {owner}'s, and "
@@ -156,8 +137,9 @@ def _why_no_rows(agent: int, reader: int, nodes: Nodes) -> str:
     )
 
 
-def _check_advantage(node: ResolvedNode, nodes: Nodes, agents: set[int]) -> None:
+def _check_advantage(node: ResolvedNode, workflow: Workflow) -> None:
     """DagError for reads of other agents that mean nothing, and for group keys that are not known."""
+    agents = workflow.talking
     credit, joined = node.cfg.algorithm.credit, [key for key in node.reads if key.agent != node.agent]
     for name in node.spec.reads or ():
         if not any(str(key) == name for key in joined) or name.partition(".")[2] not in JOINED:
@@ -167,7 +149,7 @@ def _check_advantage(node: ResolvedNode, nodes: Nodes, agents: set[int]) -> None
             )
     for key in joined:
         if not {key.agent, node.agent} <= agents:
-            raise DagError(f"{node} reads {key}, but {_why_no_rows(key.agent, node.agent, nodes)}")
+            raise DagError(f"{node} reads {key}, but {_why_no_rows(key.agent, node.agent, workflow)}")
         if key.name == "score" and not node.cfg.algorithm.share_reward_in_agent:
             raise DagError(
                 f"{node} reads {key}, but algorithm.share_reward_in_agent is False: agents see no score but "

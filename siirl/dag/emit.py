@@ -14,11 +14,9 @@ so they stay as long as a Reshard into the layout follows.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from siirl.dag.credit import joins_rows
 from siirl.dag.finished import Finished
 from siirl.dag.graph import Graph
-from siirl.dag.interactions import Interactions
-from siirl.dag.layouts import LayoutTable, Nodes, Place, union
+from siirl.dag.layouts import LayoutTable, Place, union
 from siirl.dag.plan import (
     Collect,
     Free,
@@ -35,6 +33,7 @@ from siirl.dag.plan import (
     Until,
 )
 from siirl.dag.resolve import ResolvedNode
+from siirl.dag.workflow import Workflow
 from siirl.errors import DagError
 from siirl.parallel.placement import Ranks
 from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey, Layout
@@ -61,10 +60,9 @@ class Sections:
     serving: entry of an interaction -> ranks that only answer in it.
     """
 
-    nodes: Nodes
+    workflow: Workflow
     table: LayoutTable
     links: dict[str, LinkPlan]
-    interactions: Interactions
     serving: dict[str, Ranks]
     routes: dict[str, RoutePlan] = field(default_factory=dict)
     loaders: dict[str, LoaderPlan] = field(default_factory=dict)
@@ -72,23 +70,23 @@ class Sections:
     def emit(self, graph: Graph, places: dict[str, Place]) -> tuple[Instruction, ...]:
         """The instructions that run the nodes of `graph`, in its order, regions in one piece."""
         section = _Section(self, graph, places)
-        above, done = graph.ancestors(), set()
-        regions = {node_id: above[node_id] for node_id in graph.order if self.nodes[node_id].op.repeats}
+        nodes, above, done = self.workflow.nodes, graph.above, set()
+        regions = {node_id: above[node_id] for node_id in graph.order if nodes[node_id].op.repeats}
         for node_id in graph.order:
             until = next((until for until, inside in regions.items() if node_id in inside), None)
             if until is not None and until not in done:
-                inside = [self.nodes[other] for other in graph.order if other in regions[until]]
-                section.add_region(self.nodes[until], inside)
+                inside = [nodes[other] for other in graph.order if other in regions[until]]
+                section.add_region(nodes[until], inside)
                 done |= {until, *regions[until]}
             if node_id not in done:
-                section.add(self.nodes[node_id])
+                section.add(nodes[node_id])
         return with_frees(section.instructions, self)
 
     def links_of(self, node: ResolvedNode) -> list[LinkPlan]:
         """The weights that must have arrived before a node runs: for an interaction, those of all agents."""
         if not node.op.asks_policy:
             return []
-        plan = self.interactions.get(node.id)
+        plan = self.workflow.interactions.get(node.id)
         targets = plan.policies if plan else (node.model,)
         return [link for target in targets for link in self.links.values() if link.target == target]
 
@@ -115,7 +113,7 @@ class _Section:
         self.homes: dict[tuple[FieldKey, str], list[str]] = {}
         self.finished = Finished(layout.ranks for layout in shared.table.by_id.values())
         self.until: dict[str, str] = {}  # node of a region that has ended -> the node that repeated it
-        nodes = [shared.nodes[node_id] for node_id in graph.order]
+        nodes = [shared.workflow.nodes[node_id] for node_id in graph.order]
         self.carried = {node.id: self._carried(node, nodes) for node in nodes if _takes_rows(node)}
         self.loaded = self._loaded(nodes)
 
@@ -146,7 +144,7 @@ class _Section:
             self._wait_for_parents(node, place.source)
             return (), ()
         level, carried = self.shared.level(place.source), self.carried.get(node.id, ())
-        joined = [key for key in node.reads if joins_rows(node, key, self.shared.nodes)]
+        joined = [key for key in node.reads if self.shared.workflow.joins(node, key)]
         columns = [FieldKey(place.data_agent, name) for name in routing(level)]
         reads = _ordered({*node.reads, *carried}.difference(joined) or columns[:1])
         self._bring(node, _ordered({*reads, *columns}), place.source, level)
@@ -241,8 +239,8 @@ class _Section:
                 if layout.rowset == name
                 else self.shared.table.add(Layout(layout.ranks, layout.shards, name))
             )
-            rollouts = [n for n in self.shared.nodes.values() if n.agent == agent and n.op.is_rollout]
-            self.shared.loaders[name] = LoaderPlan(name, agent, (rollouts or [node])[0].id, own)
+            reader = self.shared.workflow.rollouts.get(agent, node)
+            self.shared.loaders[name] = LoaderPlan(name, agent, reader.id, own)
         layout_id = self.shared.loaders[name].layout
         ranks = self.shared.table.by_id[layout_id].ranks
         self.instructions.append(Load(name, self.loaded[agent], layout_id, ranks))

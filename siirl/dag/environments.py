@@ -20,6 +20,8 @@ def with_environments(dag: DagSpec, nodes: Mapping[str, ResolvedNode]) -> DagSpe
     """
     acting = {node.node_id: f"{node.node_id}_env" for node in dag.nodes if _acts(nodes[node.node_id])}
     _check_uses(nodes, acting)
+    if not acting:
+        return dag
     changed: list[NodeSpec] = []
     for node in dag.nodes:
         below = tuple(acting.get(name, name) for name in node.dependencies)

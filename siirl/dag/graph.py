@@ -1,6 +1,6 @@
 """Who depends on whom: a read-only graph of node ids, in one order for every process and hash seed."""
 
-import heapq
+from collections.abc import Collection
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -11,34 +11,33 @@ from siirl.findings import Findings
 
 @dataclass(frozen=True)
 class Graph:
-    """order: topological, with the order of declaration among nodes that are free to run.
-
-    parents and children: of each node, in the order of declaration (parents: as the node lists them).
-    """
+    """Nodes by id, each below what it depends on."""
 
     order: tuple[str, ...]
+    """Topological, with the order of declaration among nodes that are free to run."""
+
     parents: dict[str, tuple[str, ...]]
+    """Of each node, as it lists them."""
+
     children: dict[str, tuple[str, ...]]
+    """Of each node, in the order of declaration."""
 
-    def ancestors(self) -> dict[str, set[str]]:
-        """All nodes that run before each node because it depends on them, directly or not."""
-        above: dict[str, set[str]] = {}
-        for node in self.order:
-            above[node] = set(self.parents[node]).union(*(above[parent] for parent in self.parents[node]))
-        return above
+    above: dict[str, frozenset[str]]
+    """All nodes that run before each node because it depends on them, directly or not."""
 
-    def without(self, removed: set[str]) -> "Graph":
+    def without(self, removed: Collection[str]) -> "Graph":
         """The graph of the other nodes; what a removed node depended on is passed on to its children."""
+        if not removed:
+            return self
         parents: dict[str, tuple[str, ...]] = {}
         for node in self.order:
             inherited: dict[str, None] = {}
             for parent in self.parents[node]:
                 inherited.update(dict.fromkeys(parents[parent] if parent in removed else (parent,)))
             parents[node] = tuple(inherited)
-        return _graph(
-            [n for n in self.order if n not in removed],
-            {n: p for n, p in parents.items() if n not in removed},
-        )
+        left = [node for node in self.order if node not in removed]
+        above = {node: self.above[node].difference(removed) for node in left}
+        return _graph(left, {node: parents[node] for node in left}, above)
 
 
 def build_graph(dag: DagSpec) -> Graph:
@@ -65,39 +64,27 @@ def _likely(name: str, ids: list[str]) -> str:
     return f"Did you mean {close[0]!r}? " if close else ""
 
 
-def _graph(declared: list[str], parents: dict[str, tuple[str, ...]]) -> Graph:
+def _graph(
+    declared: list[str],
+    parents: dict[str, tuple[str, ...]],
+    above: dict[str, frozenset[str]] | None = None,
+) -> Graph:
+    import networkx as nx  # here, as it takes a third of a second: only a command that compiles waits for it
+
+    found = nx.DiGraph()
+    found.add_nodes_from(declared)
+    found.add_edges_from((parent, node) for node in declared for parent in parents[node])
     position = {node: index for index, node in enumerate(declared)}
-    children: dict[str, list[str]] = {node: [] for node in declared}
-    for node in declared:
-        for parent in parents[node]:
-            children[parent].append(node)
-    waiting = {node: len(parents[node]) for node in declared}
-    ready = [position[node] for node in declared if not waiting[node]]
-    order: list[str] = []
-    while ready:
-        node = declared[heapq.heappop(ready)]
-        order.append(node)
-        for child in children[node]:
-            waiting[child] -= 1
-            if not waiting[child]:
-                heapq.heappush(ready, position[child])
-    if len(order) < len(declared):
-        stuck = [node for node in declared if waiting[node]]
+    try:
+        order = tuple(nx.lexicographical_topological_sort(found, key=position.__getitem__))
+    except nx.NetworkXUnfeasible:
+        cycle = [node for node, _ in nx.find_cycle(found)]
+        first = cycle.index(min(cycle, key=position.__getitem__))
+        shown = " -> ".join([*cycle[first:], *cycle[:first], cycle[first]])
         raise DagError(
-            f"the dependencies form a cycle: {' -> '.join(_cycle(stuck, parents))}. "
-            "Each node waits for the one before it, so none could start: remove one of these dependencies."
-        )
-    return Graph(tuple(order), parents, {node: tuple(below) for node, below in children.items()})
-
-
-def _cycle(stuck: list[str], parents: dict[str, tuple[str, ...]]) -> list[str]:
-    """A cycle among nodes that never become ready, in the direction of the rows, closed by its first node."""
-    members = set(stuck)
-    path = [stuck[0]]
-    while True:
-        parent = next(parent for parent in parents[path[-1]] if parent in members)
-        if parent in path:
-            cycle = [*path[path.index(parent) :], parent][::-1]
-            first = min(range(len(cycle) - 1), key=lambda index: stuck.index(cycle[index]))
-            return [*cycle[first:-1], *cycle[: first + 1]]
-        path.append(parent)
+            f"the dependencies form a cycle: {shown}. Each node waits for the one before it, so none could "
+            "start: remove one of these dependencies."
+        ) from None
+    if above is None:
+        above = {node: frozenset(nx.ancestors(found, node)) for node in order}
+    return Graph(order, parents, {node: tuple(found.successors(node)) for node in declared}, above)

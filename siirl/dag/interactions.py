@@ -8,13 +8,12 @@ import itertools
 from dataclasses import replace
 
 from siirl.config.resolve import get
-from siirl.dag.adapters import adapter_bases, check_bases, shared_policy
+from siirl.dag.adapters import check_bases
 from siirl.dag.graph import Graph
 from siirl.dag.ops import FROZEN_TURNS, INTERACTION, SHARED_TURNS, TURNS, OpSpec
 from siirl.dag.plan import InteractionPlan, StagePlan
 from siirl.dag.resolve import ResolvedNode
 from siirl.dag.stages import (
-    Nodes,
     assistant_turns,
     environment_of,
     is_conversation,
@@ -22,20 +21,23 @@ from siirl.dag.stages import (
     make_stage,
     rollout_cfg,
 )
+from siirl.dag.workflow import Interactions, Nodes, Workflow
 from siirl.errors import DagError, NotSupportedError
 from siirl.types import FieldKey
 
-Interactions = dict[str, InteractionPlan]
 
+def with_interactions(workflow: Workflow) -> Workflow:
+    """The workflow with its interactions, in execution order, and the ops of the nodes that are part of them.
 
-def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
-    """Entry node -> interaction, in execution order. DagError for one that cannot run or would not end."""
-    check_bases(nodes.values())
-    found: Interactions = {}
+    DagError for one that cannot run or would not end.
+    """
+    check_bases(workflow)
+    nodes, graph = workflow.nodes, workflow.graph
+    found: dict[str, InteractionPlan] = {}
     for members in _connected(nodes, graph):
         interacting = [nodes[node_id] for node_id in members]
         if len(members) > 1 or is_conversation(interacting[0]):
-            plan = _interaction(interacting, nodes, graph)
+            plan = _interaction(interacting, workflow)
             _check_sizes(plan, nodes)
             found[plan.entry] = plan
         elif interacting[0].op.is_environment:
@@ -44,18 +46,17 @@ def find_interactions(nodes: Nodes, graph: Graph) -> Interactions:
             )
     _check_no_node_between(nodes, graph, found)
     inside = {stage.node for plan in found.values() for stage in plan.stages}
-    bases = adapter_bases(nodes.values())
     for node in nodes.values():
         if node.id not in inside and (node.spec.loop or node.spec.agent_options):
             key = "loop" if node.spec.loop else "agent_options"
             raise DagError(f"{node} has {key}, but is no rollout or environment. Remove it.")
-        if node.id not in inside and node.op.is_rollout and shared_policy(node, bases) is not None:
+        if node.id not in inside and node.op.is_rollout and workflow.shared_policy(node) is not None:
             raise DagError(
                 f"{node} has rollout.agent.share_instance, but is in no interaction: it would make rows that "
                 "nobody trains on. Let it depend on another rollout; or give its agent an adapter of its "
                 "own: model.lora_rank above 0, and an ACTOR node."
             )
-    return found
+    return replace(workflow, nodes=_as_members(nodes, found), interactions=found)
 
 
 def _check_sizes(plan: InteractionPlan, nodes: Nodes) -> None:
@@ -78,7 +79,7 @@ def _check_sizes(plan: InteractionPlan, nodes: Nodes) -> None:
                 )
 
 
-def with_interactions(nodes: Nodes, interactions: Interactions) -> Nodes:
+def _as_members(nodes: Nodes, interactions: Interactions) -> Nodes:
     """The nodes, with the ops of those that are part of an interaction."""
     ops: dict[str, OpSpec] = {}
     for plan in interactions.values():
@@ -88,16 +89,6 @@ def with_interactions(nodes: Nodes, interactions: Interactions) -> Nodes:
                 ops[stage.node] = TURNS if stage.rows else silent
         ops[plan.entry] = INTERACTION
     return {name: _with_op(node, ops[name]) if name in ops else node for name, node in nodes.items()}
-
-
-def silent_nodes(interactions: Interactions) -> set[str]:
-    """Nodes of interactions that have no instruction of their own: environments, and agents without rows."""
-    return {
-        stage.node
-        for plan in interactions.values()
-        for stage in plan.stages
-        if stage.node != plan.entry and not stage.rows
-    }
 
 
 def _connected(nodes: Nodes, graph: Graph) -> list[list[str]]:
@@ -122,15 +113,15 @@ def _connected(nodes: Nodes, graph: Graph) -> list[list[str]]:
     return [sorted(set(group), key=order.__getitem__) for group in distinct]
 
 
-def _interaction(members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> InteractionPlan:
+def _interaction(members: list[ResolvedNode], workflow: Workflow) -> InteractionPlan:
     inside = {node.id for node in members}
-    entry = _entry(members, graph, inside)
-    stages = tuple(make_stage(node, members, nodes, graph) for node in members)
-    _check_sharing(members, adapter_bases(nodes.values()))
+    entry = _entry(members, workflow.graph, inside)
+    stages = tuple(make_stage(node, members, workflow) for node in members)
+    _check_sharing(members, workflow)
     _check_environments(members)
     speaking = [stage for stage in stages if stage.kind == "agent"]
     policies = dict.fromkeys(f"agent_{stage.policy}.rollout" for stage in speaking)
-    return InteractionPlan(entry.id, stages, tuple(policies), _most_turns(stages, nodes))
+    return InteractionPlan(entry.id, stages, tuple(policies), _most_turns(stages, workflow.nodes))
 
 
 def _most_turns(stages: tuple[StagePlan, ...], nodes: Nodes) -> int:
@@ -182,11 +173,11 @@ def _check_environments(members: list[ResolvedNode]) -> None:
             )
 
 
-def _check_sharing(members: list[ResolvedNode], bases: dict[int, int]) -> None:
+def _check_sharing(members: list[ResolvedNode], workflow: Workflow) -> None:
     """share_instance names another agent of the interaction that has a policy of its own."""
     agents = {node.agent: node for node in members if not node.op.is_environment}
     for position, node in enumerate(members):
-        target = None if node.op.is_environment else shared_policy(node, bases)
+        target = None if node.op.is_environment else workflow.shared_policy(node)
         if target is None:
             continue
         key = f"{node}: rollout.agent.share_instance = {target}"
@@ -194,7 +185,7 @@ def _check_sharing(members: list[ResolvedNode], bases: dict[int, int]) -> None:
             known = ", ".join(str(agent) for agent in agents if agent != node.agent) or "none"
             raise DagError(f"{key}: agent {target} is not in its interaction. Other agents there: {known}.")
         chain = [node.agent, target]
-        while (after := shared_policy(agents[chain[-1]], bases)) is not None:
+        while (after := workflow.shared_policy(agents[chain[-1]])) is not None:
             if after in chain or after not in agents:
                 chain.append(after)
                 break
@@ -212,9 +203,10 @@ def _check_sharing(members: list[ResolvedNode], bases: dict[int, int]) -> None:
             )
 
 
-def check_agents_of(interactions: Interactions, nodes: Nodes) -> None:
+def check_agents_of(workflow: Workflow) -> None:
     """DagError for an agent that shares a policy and has nodes of its own, or is scored but not trained."""
-    for plan in interactions.values():
+    nodes = workflow.nodes
+    for plan in workflow.interactions.values():
         for stage in plan.stages:
             if stage.kind == "env":
                 continue
@@ -237,7 +229,7 @@ def check_agents_of(interactions: Interactions, nodes: Nodes) -> None:
 
 def _check_no_node_between(nodes: Nodes, graph: Graph, found: Interactions) -> None:
     """Rollouts wait for other agents' rollouts turn by turn, not for what is computed of whole batches."""
-    above = graph.ancestors()
+    above = graph.above
     home = {stage.node: plan.entry for plan in found.values() for stage in plan.stages}
     rollouts = [node for node in nodes.values() if node.op.is_rollout]
     for node in rollouts:

@@ -6,17 +6,15 @@ from dataclasses import dataclass, field, replace
 from siirl.config.batch import BatchArithmetic, batch_of, generated_prompts
 from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS
-from siirl.dag.credit import check_groups, joins_rows
+from siirl.dag.credit import check_groups
 from siirl.dag.graph import Graph
-from siirl.dag.interactions import Interactions
 from siirl.dag.models import ModelPlan
 from siirl.dag.resolve import ResolvedNode
+from siirl.dag.workflow import Nodes, Workflow
 from siirl.errors import DagError, NotSupportedError, PlacementError
 from siirl.findings import Findings
 from siirl.parallel.placement import Ranks, format_ranks, parse_placement
 from siirl.types import Layout
-
-Nodes = dict[str, ResolvedNode]
 
 
 @dataclass
@@ -77,13 +75,13 @@ class Place:
         return self.depth + node.op.changes_rows
 
 
-def agent_rows(kept: Nodes, interactions: Interactions) -> dict[int, AgentRows]:
+def agent_rows(workflow: Workflow) -> dict[int, AgentRows]:
     """The agents that have a rollout. DagError unless the mini-batches of their trainers divide the batch.
 
     How many rows an agent of an interaction gets is known when it has spoken: its mini-batches are runs of
     prompts, of any number of rows.
     """
-    talking = {stage.node for plan in interactions.values() for stage in plan.stages}
+    kept = workflow.nodes
     trainers = [node for node in kept.values() if node.op.trains]
     rows: dict[int, AgentRows] = {}
     for node in kept.values():
@@ -92,7 +90,7 @@ def agent_rows(kept: Nodes, interactions: Interactions) -> dict[int, AgentRows]:
         batch = batch_of(node.cfg)
         own = [trainer for trainer in trainers if trainer.agent == node.agent]
         mini = {_role(trainer): _mini_batch_rows(trainer, batch) for trainer in own}
-        if node.id in talking:
+        if node.id in workflow.stages:
             mini = dict.fromkeys(mini, 0)
         balance = any(
             x.cfg.trainer.balance_batch or batch_of(x.cfg, _role(x)).optimizer_steps > 1 for x in own
@@ -108,7 +106,7 @@ def agent_rows(kept: Nodes, interactions: Interactions) -> dict[int, AgentRows]:
             batch.samples,
             mini,
             balance or filters,
-            node.id in talking,
+            node.id in workflow.stages,
         )
     return rows
 
@@ -130,7 +128,7 @@ def _mini_batch_rows(trainer: ResolvedNode, sampled: BatchArithmetic) -> int:
 
 
 def place_nodes(
-    kept: Nodes,
+    workflow: Workflow,
     graph: Graph,
     models: dict[str, ModelPlan],
     agents: dict[int, AgentRows],
@@ -139,12 +137,12 @@ def place_nodes(
     drivers: dict[str, Ranks],
     found: Findings,
 ) -> dict[str, Place]:
-    """The layouts of every kept node, in execution order; graph holds kept nodes only.
+    """The layouts of the nodes of `graph`, which are among those of the workflow, in execution order.
 
     drivers: rollout of an interaction -> the ranks that play it, which make its rows. Rows that do not go
     with a layout go to `found`.
     """
-    above = graph.ancestors()
+    kept, above = workflow.nodes, graph.above
     places: dict[str, Place] = {}
     dealt: set[tuple] = set()
     for node_id in graph.order:
@@ -166,8 +164,8 @@ def place_nodes(
         places[node_id] = Place(table.add(source), table.add(target), agent, len(changers))
         with found.at():
             check_groups(node, source)
-            check_joins(node, source, kept, places, table)
-            check_rows_pair(node, agent, source, agents, kept)
+            check_joins(node, source, workflow, places, table)
+            check_rows_pair(node, agent, source, agents, workflow)
             if rows is not None and _dealing(source) not in dealt:
                 dealt.add(_dealing(source))
                 _check_full(node, source, rows)
@@ -175,7 +173,7 @@ def place_nodes(
 
 
 def _row_changers(
-    node: ResolvedNode, agent: int, kept: Nodes, above: dict[str, set[str]]
+    node: ResolvedNode, agent: int, kept: Nodes, above: dict[str, frozenset[str]]
 ) -> list[ResolvedNode]:
     """The nodes above that change the rows of an agent, in the order in which they do."""
     found = [
@@ -258,13 +256,12 @@ def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
 
 
 def check_joins(
-    node: ResolvedNode, layout: Layout, kept: Nodes, places: dict[str, Place], table: LayoutTable
+    node: ResolvedNode, layout: Layout, workflow: Workflow, places: dict[str, Place], table: LayoutTable
 ) -> None:
     """Rows of other agents in an interaction can be joined where it left all rows of an episode together."""
-    joined = {key.agent for key in node.reads if joins_rows(node, key, kept)}
+    joined = {key.agent for key in node.reads if workflow.joins(node, key)}
     for agent in sorted(joined):
-        rollout = next(other for other in kept.values() if other.op.is_rollout and other.agent == agent)
-        made = table.by_id[places[rollout.id].target]
+        made = table.by_id[places[workflow.rollouts[agent].id].target]
         if layout.num_shards > 1 and (layout.ranks, layout.shards) != (made.ranks, made.shards):
             raise PlacementError(
                 f"{node} on ranks {format_ranks(layout.ranks)} reads fields of agent {agent}, whose rows lie "
@@ -279,7 +276,7 @@ def check_joins(
 
 
 def check_rows_pair(
-    node: ResolvedNode, agent: int, layout: Layout, agents: dict[int, AgentRows], kept: Nodes
+    node: ResolvedNode, agent: int, layout: Layout, agents: dict[int, AgentRows], workflow: Workflow
 ) -> None:
     """Fields of other agents can be read where their rows pair up one to one with the node's own.
 
@@ -287,7 +284,7 @@ def check_rows_pair(
     whole groups. Agents of an interaction are left to check_joins.
     """
     own = agents.get(agent)
-    paired = [key for key in node.reads if not joins_rows(node, key, kept)]
+    paired = [key for key in node.reads if not workflow.joins(node, key)]
     for other_agent in dict.fromkeys(key.agent for key in paired if key.agent != agent):
         other = agents.get(other_agent)
         if own and other and (own.talks or other.talks):
@@ -301,7 +298,7 @@ def check_rows_pair(
                 f"not supported yet: {node} reads fields of agents {agent} and {other_agent}, whose rows "
                 "do not pair up: both need a rollout, the same data.train_batch_size and the same rollout.n."
             )
-        check_same_prompts(node, kept[own.rollout], kept[other.rollout])
+        check_same_prompts(node, workflow.nodes[own.rollout], workflow.nodes[other.rollout])
         if layout.split != "group" or own.prompts % layout.num_shards:
             raise NotSupportedError(
                 f"not supported yet: {node} reads fields of agents {agent} and {other_agent} where rows lie "

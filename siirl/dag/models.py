@@ -31,6 +31,7 @@ from siirl.dag.names import suggest
 from siirl.dag.ops import ModelRole
 from siirl.dag.plan import LinkPlan, ModelPlan
 from siirl.dag.resolve import ResolvedNode
+from siirl.dag.workflow import Nodes, Workflow
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
 from siirl.findings import Findings, ReadsBroken
 from siirl.parallel.dims import ParallelDims
@@ -256,10 +257,10 @@ def backend_of(model: ModelPlan) -> Backend:
     return (ROLLOUT_BACKENDS if model.generates else TRAIN_BACKENDS)[model.backend]
 
 
-def plan_models(kept: Iterable[ResolvedNode], world_size: int, found: Findings) -> dict[str, ModelPlan]:
+def plan_models(workflow: Workflow, world_size: int, found: Findings) -> dict[str, ModelPlan]:
     """Name -> model, in execution order of the first node that uses it; what is wrong goes to `found`."""
     users: dict[str, list[ResolvedNode]] = {}
-    for node in kept:
+    for node in workflow.nodes.values():
         if node.model is not None:
             users.setdefault(node.model, []).append(node)
     models: dict[str, ModelPlan] = {}
@@ -270,7 +271,7 @@ def plan_models(kept: Iterable[ResolvedNode], world_size: int, found: Findings) 
         raise ReadsBroken
     nodes = {node.id: node for nodes in users.values() for node in nodes}
     _check_policies_agree(models, nodes)
-    return with_bases(models | _weight_sources(models, nodes), nodes)
+    return with_bases(models | _weight_sources(models, nodes), workflow)
 
 
 def plan_advice(models: Iterable[ModelPlan], configs: dict[str, Config]) -> list[str]:
@@ -278,7 +279,7 @@ def plan_advice(models: Iterable[ModelPlan], configs: dict[str, Config]) -> list
     return [line for model in models for line in backend_of(model).advice(model, configs[model.node])]
 
 
-def plan_links(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]) -> dict[str, LinkPlan]:
+def plan_links(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan]:
     """One link for each rollout, from the actor of its agent; nodes: the kept ones by id."""
     links: dict[str, LinkPlan] = {}
     for target in models.values():

@@ -1,8 +1,8 @@
 """Each node's configuration: the run's, with the overrides of the node applied."""
 
 import functools
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from siirl.config import Config
@@ -61,6 +61,17 @@ class ResolvedNode:
         return self.spec.agent_group
 
     @property
+    def shares(self) -> int | None:
+        """The agent whose policy, or whose frozen base, a rollout uses instead of its own."""
+        target = self.cfg.actor_rollout_ref.rollout.agent.share_instance
+        return None if target is None else int(target)
+
+    @property
+    def lora_rank(self) -> int:
+        """Of the adapter that its agent's policy has; 0: none."""
+        return self.cfg.actor_rollout_ref.model.lora_rank
+
+    @property
     def model_agent(self) -> int:
         """The agent whose model its op runs on: its own, unless its critic is another agent's."""
         shared = self.cfg.critic.share_instance if self.op.on_critic else None
@@ -79,16 +90,26 @@ class ResolvedNode:
         return str(self.spec)
 
 
-def resolve_nodes(dag: DagSpec, cfg: Config, found: Findings) -> dict[str, ResolvedNode]:
+def resolve_nodes(
+    dag: DagSpec, cfg: Config, found: Findings, known: Mapping[str, ResolvedNode] | None = None
+) -> dict[str, ResolvedNode]:
     """The nodes of the DAG with op and configuration, in the order of declaration.
 
-    What is wrong goes to `found`, with the name of its node. A node without an op or fields is left out; in
-    the configuration of the others, keys with a wrong value are broken.
+    known: nodes that are resolved already, and differ at most in what they depend on. What is wrong goes to
+    `found`, with the name of its node. A node without an op or fields is left out; in the configuration of
+    the others, keys with a wrong value are broken.
     """
-    own = {node.node_id: _absolute_keys(node, found) for node in dag.nodes}
-    nodes: dict[str, ResolvedNode] = {}
+    known = known or {}
+    new = [node for node in dag.nodes if node.node_id not in known]
+    own = {
+        node.node_id: _absolute_keys(node, Findings() if node.node_id in known else found)
+        for node in dag.nodes
+    }
+    nodes = {
+        node.node_id: replace(known[node.node_id], spec=node) for node in dag.nodes if node.node_id in known
+    }
     said: set[str] = set()
-    for node in sorted(dag.nodes, key=lambda node: not node.is_rollout):
+    for node in sorted(new, key=lambda node: not node.is_rollout):
         with found.at():
             wide = _agent_wide(node, dag, own)
             nodes[node.node_id] = _resolve(node, cfg, wide, *own[node.node_id], found, said)

@@ -1,14 +1,17 @@
 """Nodes above one that repeats run once a round: what of them may be used elsewhere. Pure."""
 
+from collections.abc import Mapping
+
 from siirl.dag.graph import Graph
-from siirl.dag.layouts import Nodes, Place
+from siirl.dag.layouts import Place
 from siirl.dag.resolve import ResolvedNode
+from siirl.dag.workflow import Nodes
 from siirl.errors import DagError, NotSupportedError
 
 
-def check_rounds(kept: Nodes, graph: Graph, places: dict[str, Place]) -> None:
+def check_rounds(kept: Nodes, graph: Graph, places: Mapping[str, Place]) -> None:
     """None of them trains, each is in the rounds of one node, and no row of theirs is used past these."""
-    ancestors = graph.ancestors()
+    ancestors = graph.above
     repeating = [node for node in kept.values() if node.op.repeats]
     for node in repeating:
         for other_id in ancestors[node.id]:
@@ -30,7 +33,7 @@ def check_rounds(kept: Nodes, graph: Graph, places: dict[str, Place]) -> None:
         _check_use(node, kept, ancestors[node.id], places)
 
 
-def _check_use(node: ResolvedNode, kept: Nodes, inside: set[str], places: dict[str, Place]) -> None:
+def _check_use(node: ResolvedNode, kept: Nodes, inside: frozenset[str], places: Mapping[str, Place]) -> None:
     """No node outside the rounds of `node` works on rows that are made in them, or reads their fields."""
     makers = {places[other].data_agent: other for other in sorted(inside, reverse=True)}
     sampled = places[node.id].data_agent

@@ -6,16 +6,14 @@ a shard answers for its engine.
 
 from dataclasses import replace
 
-from siirl.dag.interactions import Interactions
 from siirl.dag.models import backend_of
 from siirl.dag.plan import InteractionPlan, ModelPlan, StreamPlan
-from siirl.dag.resolve import ResolvedNode
+from siirl.dag.workflow import Interactions, Nodes
 from siirl.errors import PlacementError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks, format_ranks
 
 Models = dict[str, ModelPlan]
-Nodes = dict[str, ResolvedNode]
 
 
 def place_interactions(
@@ -25,7 +23,7 @@ def place_interactions(
 
     PlacementError for a service that is placed elsewhere.
     """
-    placed: Interactions = {}
+    placed: dict[str, InteractionPlan] = {}
     moved = dict(models)
     for entry, plan in interactions.items():
         drivers = heads_of(models[plan.policies[0]])

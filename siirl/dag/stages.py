@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config.rollout import ASSISTANT_TURNS, MultiTurnConfig
-from siirl.dag.adapters import adapter_bases, shared_policy
 from siirl.dag.graph import Graph
 from siirl.dag.names import suggest
 from siirl.dag.plan import StagePlan
@@ -19,9 +18,8 @@ from siirl.dag.user_code import (
     source_of,
     top_functions,
 )
+from siirl.dag.workflow import Nodes, Workflow
 from siirl.errors import DagError, NotSupportedError
-
-Nodes = dict[str, ResolvedNode]
 
 LOOP_KEYS = ("to", "max_turns", "until")
 AGENT_KEYS = ("process_path", "pre_process_kwargs", "post_process_kwargs", "route")
@@ -36,11 +34,11 @@ PROCESS = {"pre_process": ("messages", "episode"), "post_process": ("text", "epi
 """Functions around a turn, and what they are called with."""
 
 
-def make_stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, graph: Graph) -> StagePlan:
+def make_stage(node: ResolvedNode, members: list[ResolvedNode], workflow: Workflow) -> StagePlan:
     """The stage of a node; members: the nodes of its interaction, in order. DagError if it cannot be one."""
     if node.op.is_rollout and node.op.model is None:
         raise NotSupportedError(f"not supported yet: {node}: rollout.name=replay in an interaction.")
-    order = [member.id for member in members]
+    order, graph = [member.id for member in members], workflow.graph
     is_env = node.op.is_environment
     options = dict(node.spec.agent_options or {})
     _check_keys(node, "agent_options", options, ("route",) if is_env else AGENT_KEYS)
@@ -57,13 +55,13 @@ def make_stage(node: ResolvedNode, members: list[ResolvedNode], nodes: Nodes, gr
             check_reference(reference, f"{node}: {name}", Call(("episode",)))
     if not is_env:
         _check_tools(node)
-    share = None if is_env else shared_policy(node, adapter_bases(nodes.values()))
+    share = None if is_env else workflow.shared_policy(node)
     return StagePlan(
         node=node.id,
         kind="env" if is_env else "agent",
         agent=node.agent,
         policy=None if is_env else node.agent if share is None else share,
-        rows=not is_env and share is None and not _is_frozen(node, nodes),
+        rows=not is_env and share is None and not _is_frozen(node, workflow.nodes),
         following=children[0] if len(children) == 1 else None,
         back_to=back_to,
         max_turns=max_turns,

@@ -58,7 +58,7 @@ def test_children_of_removed_nodes_inherit_what_these_depended_on():
 
 
 def test_ancestors_are_all_nodes_above():
-    assert graph_of(a="", b="a", c="b", x="").ancestors() == {
+    assert graph_of(a="", b="a", c="b", x="").above == {
         "a": set(),
         "b": {"a"},
         "c": {"a", "b"},
