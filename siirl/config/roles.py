@@ -1,49 +1,19 @@
-"""Which group of the configuration describes a model, by its role: the one place that knows."""
+"""What each role of a model is: its row says which keys describe it. The one place that knows."""
 
 import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.common import ModelConfig
 from siirl.config.critic import CriticConfig
+from siirl.config.resolve import get
 from siirl.config.reward import RewardModelConfig
 from siirl.config.root import Config
 
-ROLE_GROUPS = {
-    "actor": "actor_rollout_ref.actor",
-    "ref": "actor_rollout_ref.ref",
-    "critic": "critic",
-    "reward": "reward_model",
-    "judge": "reward_model.judge",
-    "rollout": "actor_rollout_ref.rollout",
-}
-"""Role -> full name of the group that holds its settings, for messages."""
-
-
-OWN_MODELS = ("critic", "reward", "judge")
-"""Roles that load a model of their own, not the policy's."""
-
-SAMPLERS = ("rollout", "judge")
-"""Roles whose model generates in a rollout engine. All others run in a training engine."""
-
-
-def role_group(cfg: Config, role: str) -> ActorConfig | RefConfig | CriticConfig | RewardModelConfig:
-    """The settings of a model of that role, its batches, sharding and checkpoints; not of SAMPLERS."""
-    actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
-    return {"actor": actor, "ref": ref, "critic": cfg.critic, "reward": cfg.reward_model}[role]
-
-
-def role_model(cfg: Config, role: str) -> ModelConfig:
-    """Which model a role loads: that of the policy, or one of its own."""
-    if role in ("reward", "judge"):
-        return cfg.reward_model.model
-    return cfg.critic.model if role == "critic" else cfg.actor_rollout_ref.model
-
-
-def model_key(role: str) -> str:
-    """Full name of the group that role_model gives, for messages."""
-    groups = {"critic": "critic", "reward": "reward_model", "judge": "reward_model"}
-    return f"{groups.get(role, 'actor_rollout_ref')}.model"
-
+Head = Literal["lm", "value", "score"]
+"""What a model on a training engine computes: log-probs of tokens, their values, or a score of each row."""
 
 TEMPLATE_TOKENS = 1024
 """Tokens of a judge's question beyond those of prompt and response, if reward_model.max_length is not set."""
@@ -69,11 +39,121 @@ def judge_config(cfg: Config) -> Config:
     return dataclasses.replace(cfg, actor_rollout_ref=policy)
 
 
-def normalizes_weights(cfg: Config) -> bool:
-    """Whether the weights of several rewards are divided by their sum."""
-    return bool(cfg.reward_model.reward_kwargs.get("normalize_weights", False))
+@dataclass(frozen=True)
+class BatchKeys:
+    """Full names of the keys that say how much is computed at once."""
+
+    dynamic: str
+    """Whether by tokens, or by rows."""
+
+    max_tokens: str
+    max_rows: str
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a model is for. Names of groups and keys are full ones."""
+
+    group: str
+    """The group of its settings."""
+
+    model: str = "actor_rollout_ref.model"
+    """The group that says which model it loads."""
+
+    trainer: str = "actor_rollout_ref.actor"
+    """The group with its optimizer, if it is trained."""
+
+    head: Head = "lm"
+    """On a training engine."""
+
+    forward: BatchKeys | None = None
+    """Of a pass without gradient on a training engine."""
+
+    train: BatchKeys | None = None
+    """Of an optimizer step."""
+
+    generates: bool = False
+    """It runs in a rollout engine; all others in a training engine."""
+
+    takes_weights: bool = False
+    """It has no weights of its own: its agent's trainer sends them."""
+
+    any_length: bool = False
+    """It takes rows that are longer than the model can read: they are cut, or not asked about."""
+
+    engine_cfg: Callable[[Config], Config] = lambda cfg: cfg
+    """The configuration that its engine is built from."""
+
+    @property
+    def own_model(self) -> bool:
+        """Whether it loads a model of its own, not the policy's."""
+        return self.model != Role.model
+
+
+def _log_prob(group: str) -> BatchKeys:
+    keys = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+    return BatchKeys(*(f"{group}.log_prob_{key}" for key in keys))
+
+
+def _ppo(group: str, tokens: str = "ppo_max_token_len_per_gpu") -> BatchKeys:
+    return BatchKeys(f"{group}.use_dynamic_bsz", f"{group}.{tokens}", f"{group}.ppo_micro_batch_size_per_gpu")
+
+
+ROLES: dict[str, Role] = {
+    "actor": Role(
+        "actor_rollout_ref.actor",
+        forward=_log_prob("actor_rollout_ref.rollout"),
+        train=_ppo("actor_rollout_ref.actor"),
+    ),
+    "ref": Role("actor_rollout_ref.ref", forward=_log_prob("actor_rollout_ref.ref")),
+    "critic": Role(
+        "critic",
+        "critic.model",
+        trainer="critic",
+        head="value",
+        forward=_ppo("critic", "forward_max_token_len_per_gpu"),
+        train=_ppo("critic"),
+    ),
+    "reward": Role(
+        "reward_model",
+        "reward_model.model",
+        head="score",
+        forward=BatchKeys(
+            "reward_model.use_dynamic_bsz",
+            "reward_model.forward_max_token_len_per_gpu",
+            "reward_model.micro_batch_size_per_gpu",
+        ),
+        any_length=True,
+    ),
+    "judge": Role(
+        "reward_model.judge",
+        "reward_model.model",
+        generates=True,
+        any_length=True,
+        engine_cfg=judge_config,
+    ),
+    "rollout": Role("actor_rollout_ref.rollout", generates=True, takes_weights=True),
+}
+
+ROLE_GROUPS = {name: role.group for name, role in ROLES.items()}
+"""Role -> full name of the group that holds its settings, for messages."""
+
+
+def role_group(cfg: Config, role: str) -> ActorConfig | RefConfig | CriticConfig | RewardModelConfig:
+    """The settings of a model on a training engine: its batches, sharding and checkpoints."""
+    return get(cfg, ROLES[role].group)
+
+
+def role_model(cfg: Config, role: str) -> ModelConfig:
+    """Which model a role loads: that of the policy, or one of its own."""
+    return get(cfg, ROLES[role].model)
 
 
 def trained_group(cfg: Config, role: str) -> ActorConfig | CriticConfig:
     """The settings of a model that is trained."""
-    return cfg.critic if role == "critic" else cfg.actor_rollout_ref.actor
+    return get(cfg, ROLES[role].trainer)
+
+
+def normalizes_weights(cfg: Config) -> bool:
+    """Whether the weights of several rewards are divided by their sum."""
+    return bool(cfg.reward_model.reward_kwargs.get("normalize_weights", False))

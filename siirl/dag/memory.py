@@ -13,7 +13,8 @@ from typing import Any, Literal
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.common import ModelConfig
-from siirl.config.roles import role_group, role_model
+from siirl.config.resolve import get
+from siirl.config.roles import ROLES, role_group, role_model
 from siirl.dag.ops import uses_full_kl
 from siirl.dag.plan import ModelPlan
 
@@ -274,10 +275,10 @@ def full_kl_lines(
 
     width: bytes of a number in the type that the model computes in.
     """
-    if not uses_full_kl(cfg) or not (model.trains if model.role == "actor" else model.role == "ref"):
+    if not uses_full_kl(cfg) or not ((model.trains and model.is_policy) or model.is_reference):
         return []
     tokens = rows_per_shard * cfg.actor_rollout_ref.rollout.response_length
-    if model.role == "ref":
+    if model.is_reference:
         return [MemoryLine(model.name, "hidden states", tokens * shape.hidden * width, (), host=True)]
     tokens = min(tokens, micro_batch_tokens(model, cfg, trains=True))
     words = -(-shape.vocabulary // model.dims.tp)
@@ -299,22 +300,11 @@ def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:
     """
     policy = cfg.actor_rollout_ref
     row = policy.rollout.prompt_length + policy.rollout.response_length
-    if model.role == "critic":
-        group, dynamic = cfg.critic, cfg.critic.use_dynamic_bsz
-        budget = group.ppo_max_token_len_per_gpu if trains else group.forward_max_token_len_per_gpu
-        rows = group.ppo_micro_batch_size_per_gpu
-    elif model.role == "reward":
-        group = cfg.reward_model
-        row = group.max_length or row
-        dynamic, budget = group.use_dynamic_bsz, group.forward_max_token_len_per_gpu
-        rows = group.micro_batch_size_per_gpu
-    elif trains:
-        dynamic = policy.actor.use_dynamic_bsz
-        budget, rows = policy.actor.ppo_max_token_len_per_gpu, policy.actor.ppo_micro_batch_size_per_gpu
-    else:
-        group = policy.rollout if model.role == "actor" else policy.ref
-        dynamic = group.log_prob_use_dynamic_bsz
-        budget, rows = group.log_prob_max_token_len_per_gpu, group.log_prob_micro_batch_size_per_gpu
+    if model.head == "score":
+        row = cfg.reward_model.max_length or row
+    keys = ROLES[model.role].train if trains else ROLES[model.role].forward
+    assert keys is not None, f"{model.name} computes on no training engine"
+    dynamic, budget, rows = (get(cfg, key) for key in (keys.dynamic, keys.max_tokens, keys.max_rows))
     return (max(budget // row, 1) if dynamic else rows) * row
 
 

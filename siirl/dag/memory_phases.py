@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from siirl.config import Config
 from siirl.config.batch import batch_of
-from siirl.config.roles import judge_config
+from siirl.config.roles import ROLES
 from siirl.dag.memory import ENGINE_PARTS, GIB, Activity, MemoryLine, read_shape
 from siirl.dag.models import backend_of
 from siirl.dag.plan import ModelPlan, Plan, Run
@@ -53,9 +53,7 @@ def memory_lines(plan: Plan, configs: Configs) -> dict[str, list[MemoryLine]] | 
     """Model -> what it has on a rank, or why there is no estimate: a config.json that is not known."""
     lines: dict[str, list[MemoryLine]] = {}
     for model in plan.models.values():
-        cfg = configs[model.node]
-        if model.role == "judge":
-            cfg = judge_config(cfg)
+        cfg = ROLES[model.role].engine_cfg(configs[model.node])
         shape = read_shape(cfg, model.role)
         if isinstance(shape, str):
             return shape

@@ -5,7 +5,7 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.config.resolve import get
-from siirl.config.roles import ROLE_GROUPS, model_key
+from siirl.config.roles import ROLE_GROUPS, ROLES
 from siirl.config.tree import with_overrides
 from siirl.dag.memory import GIB
 from siirl.dag.memory_phases import PhasePeak, memory_lines, phase_peaks
@@ -138,12 +138,12 @@ def _of_model(model: ModelPlan, cfg: Config) -> Iterator[tuple[str, Any]]:
     for name in backend.offloads + (backend.offloads_trained if model.trains else ()):
         yield f"{group}.{name}", True
     if model.trains:
-        yield f"{model_key(model.role)}.enable_gradient_checkpointing", True
+        yield f"{ROLES[model.role].model}.enable_gradient_checkpointing", True
         yield from _halved(
             cfg, f"{group}.use_dynamic_bsz", group, "ppo_max_token_len", "ppo_micro_batch_size"
         )
-    if model.role in ("actor", "ref"):
-        owner = rollout if model.role == "actor" else group
+    if model.is_policy or model.is_reference:
+        owner = rollout if model.is_policy else group
         names = ("log_prob_max_token_len", "log_prob_micro_batch_size")
         yield from _halved(cfg, f"{owner}.log_prob_use_dynamic_bsz", owner, *names)
 

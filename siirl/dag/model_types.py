@@ -12,8 +12,7 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.config.actor import STRATEGIES
-from siirl.config.roles import ROLE_GROUPS, role_group, role_model
-from siirl.dag.plan import Head
+from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model
 from siirl.errors import NotSupportedError
 
 OF_ANY_HEAD = (
@@ -46,17 +45,13 @@ def known_types(strategy: str, head: Head = "lm") -> tuple[str, ...]:
     return tuple(sorted(OF_ANY_HEAD + (LANGUAGE_MODELS if head == "lm" else ())))
 
 
-HEADS: dict[str, Head] = {"actor": "lm", "ref": "lm", "critic": "value", "reward": "score"}
-"""The head of each role's model on a training engine."""
-
-
 def check_trained_model(cfg: Config, role: str, who: str) -> None:
     """NotSupportedError if a role's strategy cannot train its model, as far as config.json tells.
 
     A config.json that cannot be read is left to others, a model of code of its own to its engine, and what a
     rollout engine runs, to that.
     """
-    if role not in HEADS:
+    if ROLES[role].generates:
         return
     model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
     try:
@@ -67,7 +62,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         return
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
     config = {**raw, **model.override_config}
-    problem = why_not(config, strategy, HEADS[role])
+    problem = why_not(config, strategy, ROLES[role].head)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(

@@ -8,8 +8,9 @@ from typing import Any
 from siirl.config import Config
 from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.critic import CriticConfig
+from siirl.config.resolve import get
 from siirl.config.reward import RewardModelConfig
-from siirl.config.roles import ROLE_GROUPS, judge_config, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.dag.adapters import with_bases
 from siirl.dag.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.dag.megatron_memory import MegatronMemory, megatron_lines
@@ -26,7 +27,7 @@ from siirl.dag.memory import (
     read_shape,
     vllm_lines,
 )
-from siirl.dag.model_types import HEADS, check_trained_model
+from siirl.dag.model_types import check_trained_model
 from siirl.dag.names import suggest
 from siirl.dag.ops import ModelRole
 from siirl.dag.plan import LinkPlan, ModelPlan
@@ -128,24 +129,8 @@ def _megatron_model(
 
 def _token_budgets(cfg: Config, role: ModelRole) -> dict[str, int]:
     """Key -> tokens of a micro-batch, of the budgets that a role's model has."""
-    actor, rollout, ref = (
-        cfg.actor_rollout_ref.actor,
-        cfg.actor_rollout_ref.rollout,
-        cfg.actor_rollout_ref.ref,
-    )
-    found: dict[str, int] = {}
-    if role == "actor" and actor.use_dynamic_bsz:
-        found["actor_rollout_ref.actor.ppo_max_token_len_per_gpu"] = actor.ppo_max_token_len_per_gpu
-    for name, owner, group in (("rollout", "actor", rollout), ("ref", "ref", ref)):
-        if role == owner and group.log_prob_use_dynamic_bsz:
-            key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
-            found[key] = group.log_prob_max_token_len_per_gpu
-    if role == "reward" and cfg.reward_model.use_dynamic_bsz:
-        found["reward_model.forward_max_token_len_per_gpu"] = cfg.reward_model.forward_max_token_len_per_gpu
-    if role == "critic" and cfg.critic.use_dynamic_bsz:
-        found["critic.ppo_max_token_len_per_gpu"] = cfg.critic.ppo_max_token_len_per_gpu
-        found["critic.forward_max_token_len_per_gpu"] = cfg.critic.forward_max_token_len_per_gpu
-    return found
+    batches = [keys for keys in (ROLES[role].train, ROLES[role].forward) if keys is not None]
+    return {keys.max_tokens: get(cfg, keys.max_tokens) for keys in batches if get(cfg, keys.dynamic)}
 
 
 def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
@@ -320,7 +305,7 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
     _check_overrides_agree(name, builder, nodes)
     ranks = _ranks(name, nodes, world_size)
     backend_name, backend = _backend(role, builder)
-    cfg = judge_config(builder.cfg) if role == "judge" else builder.cfg
+    cfg = ROLES[role].engine_cfg(builder.cfg)
     dims = backend.dims(cfg, role, len(ranks))
     dims.check(str(builder), ranks)
     check_trained_model(cfg, role, str(builder))
@@ -330,7 +315,7 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
         agent=builder.agent,
         role=role,
         backend=backend_name,
-        head=HEADS.get(role, "lm"),
+        head=ROLES[role].head,
         trains=builder.op.trains,
         ranks=ranks,
         dims=dims,
@@ -340,13 +325,9 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
 
 
 def _backend(role: ModelRole, node: ResolvedNode) -> tuple[str, Backend]:
-    if role == "rollout":
-        key, name, known = "name", node.cfg.actor_rollout_ref.rollout.name, ROLLOUT_BACKENDS
-    elif role == "judge":
-        key, name, known = "name", node.cfg.reward_model.judge.name or "", ROLLOUT_BACKENDS
-    else:
-        key, name, known = "strategy", role_group(node.cfg, role).strategy, TRAIN_BACKENDS
-    key = f"{ROLE_GROUPS[role]}.{key}"
+    generates = ROLES[role].generates
+    key = f"{ROLES[role].group}.{'name' if generates else 'strategy'}"
+    name, known = get(node.cfg, key) or "", ROLLOUT_BACKENDS if generates else TRAIN_BACKENDS
     if name not in known:
         raise ConfigError(f"{node}: unknown {key}={name}. {suggest(name, known)} Known: {', '.join(known)}.")
     if known[name].later:

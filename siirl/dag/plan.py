@@ -6,15 +6,12 @@ A plan is the same for every rank, process and hash seed; it travels to the work
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from siirl.config.roles import SAMPLERS
+from siirl.config.roles import ROLES, Head
 from siirl.dag import plan_json
 from siirl.dag.ops import OPS, ModelRole, OpSpec
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.placement import Ranks
 from siirl.types import FieldKey, Layout
-
-Head = Literal["lm", "value", "score"]
-"""What a model computes: log-probs of tokens, a value of each token, or a score of each row."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +70,22 @@ class ModelPlan:
     @property
     def generates(self) -> bool:
         """Whether it is a rollout engine; all others run in a training engine."""
-        return self.role in SAMPLERS
+        return ROLES[self.role].generates
 
     @property
     def is_rollout(self) -> bool:
         """Whether it is a rollout engine that takes the weights of its agent's trainer."""
-        return self.role == "rollout"
+        return ROLES[self.role].takes_weights
 
     @property
     def is_policy(self) -> bool:
         """Whether it is the model on a training engine whose weights its agent's rollout takes."""
         return self.role == "actor"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the frozen model that the policy is kept close to."""
+        return self.role == "ref"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.config import Config, with_overrides
-from siirl.config.roles import judge_config, role_model
+from siirl.config.roles import ROLES, role_model
 from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
@@ -77,7 +77,7 @@ class DAGWorker:
                 make = make_rollout_engine if model.generates else make_train_engine
                 engines = self.rollout_engines if model.generates else self.train_engines
                 node_cfg = self.node_cfg(model.node)
-                cfg_of_model = judge_config(node_cfg) if model.role == "judge" else node_cfg
+                cfg_of_model = ROLES[model.role].engine_cfg(node_cfg)
                 base = engines[model.base] if model.base not in (None, name) else None
                 path = role_model(node_cfg, model.role).path
                 folder = path if on_hub(path) else os.path.abspath(Path(path).expanduser())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from siirl.config import Config, with_overrides
 from siirl.config.common import ModelConfig
-from siirl.config.roles import OWN_MODELS, model_key, role_model
+from siirl.config.roles import ROLES, role_model
 from siirl.dag.plan import NodePlan, Plan
 from siirl.data.hub import MODELSCOPE_SWITCH, HubRepo, fetch, fetch_cached, is_hub_id, is_on
 from siirl.data.model_files import check_config_file, check_tokenizer_files, check_weight_files
@@ -59,20 +59,20 @@ def token_to_environment(cfg: Config, env: MutableMapping[str, str] = os.environ
 
     No file of the run holds it then. ConfigError for two different tokens.
     """
-    roles = ("actor", *OWN_MODELS)
+    roles = ("actor", *(name for name, role in ROLES.items() if role.own_model))
     tokens = {role_model(cfg, role).hf_hub_token for role in roles} - {None}
     if not tokens:
         return cfg
     if len(tokens) > 1:
-        names = " and ".join(dict.fromkeys(f"{model_key(role)}.hf_hub_token" for role in roles))
+        names = " and ".join(dict.fromkeys(f"{ROLES[role].model}.hf_hub_token" for role in roles))
         raise ConfigError(f"{names} are two different tokens: a run has one. Set only one of them.")
     env[TOKEN_VARIABLE] = tokens.pop()
-    return with_overrides(cfg, {f"{model_key(role)}.hf_hub_token": None for role in roles})
+    return with_overrides(cfg, {f"{ROLES[role].model}.hf_hub_token": None for role in roles})
 
 
 def _local_node(cfg: Config, plan: Plan, node: NodePlan, find: Find) -> NodePlan:
     role = plan.models[node.model].role if node.model else "actor"
-    roles = ("actor", role) if role in OWN_MODELS else ("actor",)
+    roles = ("actor", role) if ROLES[role].own_model else ("actor",)
     node_cfg = with_overrides(cfg, node.overrides)
     local = dict(_local_paths(node_cfg, roles, find))
     tokenizer = node_cfg.data.tokenizer
@@ -87,7 +87,7 @@ def _local_paths(cfg: Config, roles: Sequence[str], find: Find) -> Iterator[tupl
     for role in roles:
         model = role_model(cfg, role)
         if on_hub(model.path):
-            yield f"{model_key(role)}.path", str(find(_repo(model, model.path), MODEL_PATTERNS))
+            yield f"{ROLES[role].model}.path", str(find(_repo(model, model.path), MODEL_PATTERNS))
 
 
 def _repo(model: ModelConfig, name: str) -> HubRepo:

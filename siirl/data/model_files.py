@@ -8,7 +8,7 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.config.common import ModelConfig
-from siirl.config.roles import ROLE_GROUPS, SAMPLERS, model_key, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.dag.model_types import check_trained_model
 from siirl.errors import ConfigError, DataError
 
@@ -120,19 +120,19 @@ def check_tokenizer_files(path: Path) -> None:
 
 def check_model_files(cfg: Config, role: str) -> None:
     """DataError unless the model of a role can be built; all but a rollout read the weights, too."""
-    path = model_dir(role_model(cfg, role).path, f"{model_key(role)}.path")
+    path = model_dir(role_model(cfg, role).path, f"{ROLES[role].model}.path")
     check_config_file(path)
     check_lengths(cfg, path, role)
     check_trained_model(cfg, role, f"{_here()}: {path}")
-    if role != "rollout":
+    if not ROLES[role].takes_weights:
         _check_weights(cfg, path, role)
-    if role == "reward":
+    if ROLES[role].head == "score":
         check_reward_model(cfg, path)
 
 
 def _check_weights(cfg: Config, path: Path, role: str) -> None:
     """DataError unless a model has weights where it reads them from; tensors are not read."""
-    group = None if role in SAMPLERS else role_group(cfg, role)
+    group = None if ROLES[role].generates else role_group(cfg, role)
     if group is None or group.strategy != "megatron" or not group.megatron.use_dist_checkpointing:
         check_weight_files(path)
         return
@@ -208,7 +208,7 @@ def check_lengths(cfg: Config, path: Path, role: str) -> None:
 
     A reward model cuts longer ones; a judge is not asked about them.
     """
-    if role in ("reward", "judge"):
+    if ROLES[role].any_length:
         return
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length

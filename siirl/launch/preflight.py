@@ -20,7 +20,7 @@ from siirl.checkpoint.files import (
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.algorithm_choice import policy_loss_name
 from siirl.config.reward_weights import RewardWeights
-from siirl.config.roles import ROLE_GROUPS, model_key, normalizes_weights, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, ROLES, normalizes_weights, role_group, role_model
 from siirl.dag.arguments import user_errors
 from siirl.dag.ops import score_names
 from siirl.dag.plan import ModelPlan, Plan
@@ -183,7 +183,7 @@ def check_packages(cfg: Config, role: str) -> None:
     group, name = role_group(cfg, role), ROLE_GROUPS[role]
     on_megatron = group.strategy == "megatron"
     needs = {
-        ("liger-kernel", "liger"): (role_model(cfg, role).use_liger, f"{model_key(role)}.use_liger=True"),
+        ("liger-kernel", "liger"): (role_model(cfg, role).use_liger, f"{ROLES[role].model}.use_liger=True"),
         ("megatron-core", "megatron"): (on_megatron, f"{name}.strategy=megatron"),
         ("mbridge", "megatron"): (
             on_megatron and group.megatron.use_mbridge,

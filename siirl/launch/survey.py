@@ -59,7 +59,7 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
             if (folder / "config.json").is_file():
                 check_lengths(configs[model.node], folder, model.role)
                 check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
-                if model.role == "reward":
+                if model.head == "score":
                     check_reward_model(configs[model.node], folder)
     check_code(seen.plan, configs, found)
     if not elsewhere:
