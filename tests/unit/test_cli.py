@@ -182,6 +182,14 @@ def test_check_starts_quickly_and_without_torch():
     assert seconds < 3, "CPU seconds, so that other work on the machine does not count"
 
 
+def test_help_loads_no_graph_library_and_no_torch():
+    code = "import sys; from siirl.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    modules = set(run.stdout.split())
+    assert "siirl.cli" in modules, run.stderr
+    assert modules.isdisjoint({"networkx", "torch", "transformers"})
+
+
 def test_config_path_and_config_name_are_hydras(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(
         "hydra:\n  searchpath: [file://elsewhere]\ndefaults: [ppo_dag_trainer, _self_]\n"

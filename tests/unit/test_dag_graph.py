@@ -1,5 +1,8 @@
 """The graph: order, cycles, unknown dependencies, removal of nodes."""
 
+import heapq
+import random
+
 import pytest
 
 from siirl.dag.graph import build_graph
@@ -64,3 +67,41 @@ def test_ancestors_are_all_nodes_above():
         "c": {"a", "b"},
         "x": set(),
     }
+
+
+def by_heap(parents: dict[str, list[str]]) -> list[str]:
+    """Kahn's order: of the nodes that are free to run, the one that was declared first."""
+    declared, waiting = list(parents), {node: set(above) for node, above in parents.items()}
+    ready = [index for index, node in enumerate(declared) if not waiting[node]]
+    order = []
+    while ready:
+        node = declared[heapq.heappop(ready)]
+        order.append(node)
+        for index, child in enumerate(declared):
+            if node in waiting[child]:
+                waiting[child].remove(node)
+                if not waiting[child]:
+                    heapq.heappush(ready, index)
+    return order
+
+
+def test_the_order_of_random_workflows_is_that_of_the_definition():
+    for seed in range(300):
+        draw = random.Random(seed)
+        ids = [f"n{index}" for index in range(draw.randint(1, 12))]
+        hidden = draw.sample(ids, len(ids))  # a topological order
+        parents = {
+            node: draw.sample(hidden[:at], draw.randint(0, min(at, 3))) for at, node in enumerate(hidden)
+        }
+        declared = {node: parents[node] for node in ids}
+        graph = graph_of(**{node: " ".join(above) for node, above in declared.items()})
+        assert list(graph.order) == by_heap(declared), declared
+        above: dict[str, set[str]] = {}
+        for node in graph.order:
+            above[node] = set(declared[node]).union(*(above[parent] for parent in declared[node]))
+        assert graph.above == above
+        assert graph.children == {node: tuple(x for x in ids if node in declared[x]) for node in ids}
+        removed = set(draw.sample(ids, draw.randint(0, len(ids) - 1)))
+        left = graph.without(removed)
+        assert left.above == {node: above[node] - removed for node in left.order}
+        assert set(left.order) == set(ids) - removed
