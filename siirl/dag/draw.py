@@ -293,8 +293,8 @@ def _agents(plan: Plan) -> dict[int, str]:
     """Agent -> what the legend calls it: its number, and the first node that speaks for it."""
     speakers: dict[int, str] = {}
     talking = [name for name, stage in _stages(plan).items() if stage.kind == "agent"]
-    models = sorted(plan.nodes, key=lambda name: "rollout" not in str(plan.nodes[name].model))
-    for name in (*talking, *models):
+    rollouts_first = sorted(plan.nodes, key=lambda name: not plan.nodes[name].spec.is_rollout)
+    for name in (*talking, *rollouts_first):
         speakers.setdefault(plan.nodes[name].agent, name)
     return {agent: f"agent {agent}: {speakers[agent]}" for agent in sorted(speakers)}
 

@@ -14,7 +14,7 @@ from siirl.config.batch import batch_of
 from siirl.config.roles import ROLES
 from siirl.dag.memory import ENGINE_PARTS, GIB, Activity, MemoryLine, read_shape
 from siirl.dag.models import backend_of
-from siirl.dag.plan import ModelPlan, Plan, Run
+from siirl.dag.plan import ModelPlan, NodePlan, Plan, Run
 from siirl.parallel.placement import Ranks
 
 CONTEXT_BYTES = int(0.6 * GIB)
@@ -113,11 +113,13 @@ def _phases(plan: Plan) -> list[tuple[str, dict[str, Activity]]]:
         elif ins.node not in played:
             users = [model for model in plan.models.values() if ins.node in model.nodes]
             if users:
-                phases.append((ins.node, {model.name: _activity(model, ins.node) for model in users}))
+                phases.append(
+                    (ins.node, {model.name: _activity(model, plan.nodes[ins.node]) for model in users})
+                )
     return phases
 
 
-def _activity(model: ModelPlan, node: str) -> Activity:
+def _activity(model: ModelPlan, node: NodePlan) -> Activity:
     if model.generates:
         return "generate"
-    return "update" if model.trains and node == model.node else "forward"
+    return "update" if node.spec.trains else "forward"
