@@ -344,9 +344,9 @@ def make_rows(job: Job) -> None:
     from siirl.config import load_config
     from siirl.data.chat import load_tokenizer
     from siirl.data.loader import make_loader
-    from siirl.data.recorded import step_folder
-    from siirl.engines.rollout.replay import conditions, record
-    from siirl.nodes.rollout import samples_of
+    from siirl.data.recorded_rollouts import step_folder
+    from siirl.data.replayed_rows import conditions, record
+    from siirl.nodes.generate import samples_of
     from siirl.types import FINISH_LENGTH
 
     cfg = load_config([*common_keys(job), *replay_keys(job), f"trainer.output_dir={job.folder}"])

@@ -48,9 +48,9 @@ from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated, Policy
 from siirl.agents.pump import Pump
 from siirl.agents.runner import Game, Speaker, run_all, turn_seed
+from siirl.compiler.plan import InteractionPlan, ModelPlan, StagePlan
 from siirl.config import load_config
-from siirl.dag.plan import InteractionPlan, ModelPlan, StagePlan
-from siirl.engines.registry import make_rollout_engine
+from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, RolloutEngine, SamplingParams
 from siirl.parallel.dims import ParallelDims
 

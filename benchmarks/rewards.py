@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from siirl.rewards.choose import CUSTOM
+from siirl.rewards.by_data_source import CUSTOM
 from siirl.rewards.pool import WorkerPool
 from siirl.rewards.sample import Sample
 

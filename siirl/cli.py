@@ -13,12 +13,12 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from siirl import main_dag
+from siirl.command_line import add_config_arguments, parse_settings, print_text, user_errors
+from siirl.compiler.plan_warnings import plan_notes
 from siirl.config.load import read_config
-from siirl.dag.advice import plan_notes
-from siirl.dag.arguments import add_config_arguments, parse_settings, print_text, user_errors
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.findings import Findings
-from siirl.migrate.files import read_source, translate_source
+from siirl.migrate.foreign_files import read_source, translate_source
 from siirl.migrate.page import page
 from siirl.migrate.translate import ORIGINS
 from siirl.observe.trace import merge_trace

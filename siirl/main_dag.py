@@ -6,26 +6,26 @@ import socket
 import sys
 import time
 
+from siirl.command_line import parse_arguments, print_text, user_errors
+from siirl.compiler.plan import Plan
 from siirl.config import Config, to_dict
 from siirl.config.load import read_config
 from siirl.config.tree import print_config
-from siirl.dag.arguments import parse_arguments, print_text, user_errors
-from siirl.dag.memory_words import memory_warnings
-from siirl.dag.plan import Plan
-from siirl.dag.report import batch_arithmetic, model_setup
-from siirl.data.local_models import token_to_environment
 from siirl.errors import Place
 from siirl.findings import Findings
-from siirl.launch.choose import Launcher, choose_launcher
 from siirl.launch.devices import check_gpus, device_memory_gib
 from siirl.launch.job import Job
+from siirl.launch.launcher_choice import Launcher, choose_launcher
 from siirl.launch.local import run_local
 from siirl.launch.preflight import preflight
 from siirl.launch.run_folder import held, with_absolute_folders
 from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.survey import survey, survey_inputs
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun
+from siirl.model_files.local_models import token_to_environment
 from siirl.observe.logs import setup_logging
+from siirl.show.memory_text import memory_warnings
+from siirl.show.plan_text import batch_arithmetic, model_setup
 
 log = logging.getLogger(__name__)
 

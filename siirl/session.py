@@ -8,18 +8,18 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from siirl import main_dag
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_warnings import plan_notes
 from siirl.config import Config
-from siirl.dag.advice import plan_notes
-from siirl.dag.draw import draw, drawn_as_svg
-from siirl.dag.memory_words import memory_warnings
-from siirl.dag.plan import Plan
-from siirl.dag.report import report
 from siirl.errors import WorkerError
 from siirl.findings import Findings
 from siirl.launch.devices import device_memory_gib
 from siirl.launch.run_folder import absolute
 from siirl.launch.survey import survey, survey_inputs
 from siirl.observe.curve import METRICS_FILE, Series, read_series
+from siirl.show.memory_text import memory_warnings
+from siirl.show.plan_picture import draw, drawn_as_svg
+from siirl.show.plan_text import report
 
 
 @dataclass(frozen=True)

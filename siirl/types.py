@@ -169,6 +169,6 @@ class Layout:
         except ValueError:
             raise KeyError(f"rank {rank} holds no rows of {self}") from None
 
-    def speaks(self, rank: int) -> bool:
+    def is_shard_leader(self, rank: int) -> bool:
         """Whether `rank` is the first of those that hold its rows: the one that counts them."""
         return self.ranks[self.shards.index(self.shard_of(rank))] == rank

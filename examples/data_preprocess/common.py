@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from siirl.data.hub import HubRepo, fetch
 from siirl.errors import DataError
+from siirl.model_files.hub import HubRepo, fetch
 
 Row = dict[str, Any]
 ENDINGS = (".parquet", ".jsonl", ".json")

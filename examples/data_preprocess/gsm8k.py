@@ -11,7 +11,7 @@ if __name__ == "__main__":  # this folder has a math.py, which would hide the st
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from examples.data_preprocess.common import Problem, RawDataset, Row, main
-from siirl.dag.arguments import user_errors
+from siirl.command_line import user_errors
 
 ANSWER = re.compile(r"####\s*(-?[\d.,]*\d)")
 

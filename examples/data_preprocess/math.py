@@ -13,7 +13,7 @@ if __name__ == "__main__":  # else `import math` would find this file
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from examples.data_preprocess.common import Problem, RawDataset, Row, main
-from siirl.dag.arguments import user_errors
+from siirl.command_line import user_errors
 from siirl.rewards.rules import last_boxed
 
 WITHOUT_BRACES = re.compile(r"\\boxed\s+([^\s${}]+)")

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from siirl.data.rows import make_rows, objects
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import OpContext, declare_op
-from siirl.nodes.reward import finished
+from siirl.nodes.function_reward import finished
 from siirl.rewards.scorer import RewardScorer
 
 WEIGHT = 0.1

@@ -14,8 +14,8 @@ from typing import Any, NoReturn, Protocol
 
 from siirl.agents.gym_adapter import GymEnvironment, is_gym_class
 from siirl.agents.user_thread import Hung, Places, Raised, UserThread
-from siirl.dag.spec import load_object
 from siirl.errors import DagError, EpisodeFailed
+from siirl.user_code.load_object import load_object
 
 Texts = str | dict[int, str]
 """What agents read: the same text for all, or a text of its own for each agent that is named."""

@@ -16,7 +16,7 @@ from siirl.agents.episode import Episode, Message
 from siirl.agents.policy import Policy
 from siirl.agents.tool_use import ToolUse
 from siirl.agents.user_thread import where_raised
-from siirl.dag.plan import InteractionPlan, StagePlan
+from siirl.compiler.plan import InteractionPlan, StagePlan
 from siirl.errors import EpisodeFailed, UserCodeError
 
 

@@ -12,9 +12,10 @@ from siirl.agents.builtin_tools import BUILTIN_TOOLS
 from siirl.agents.tool_schema import check_schema
 from siirl.agents.tools import Tool, Toolbox
 from siirl.config.rollout import MultiTurnConfig
-from siirl.dag.signatures import Call, misfits, needed_names, signature_of
-from siirl.dag.spec import load_object
-from siirl.dag.user_code import (
+from siirl.errors import ConfigError
+from siirl.user_code.load_object import load_object
+from siirl.user_code.signatures import Call, misfits, needed_names, signature_of
+from siirl.user_code.source import (
     check_call,
     check_init,
     check_loaded,
@@ -22,7 +23,6 @@ from siirl.dag.user_code import (
     methods_of,
     split_reference,
 )
-from siirl.errors import ConfigError
 
 KEY = "rollout.multi_turn.tool_config_path"
 

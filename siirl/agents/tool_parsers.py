@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.dag.spec import load_object
 from siirl.errors import ConfigError
+from siirl.user_code.load_object import load_object
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from siirl.agents.episode import Episode, Message
 from siirl.agents.tool_files import load_tools
 from siirl.agents.tool_parsers import ToolParser, tool_parser
 from siirl.agents.tools import Toolbox, ToolLimits, run_tools
+from siirl.compiler.interactions.stages import assistant_turns
 from siirl.config.rollout import MultiTurnConfig
-from siirl.dag.stages import assistant_turns
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from siirl.checkpoint import files, tree
+from siirl.checkpoint import files, state_tree
 from siirl.checkpoint.export import export_folder, export_hf
 from siirl.checkpoint.files import STATE_FILE
-from siirl.checkpoint.hf import copy_hf_files
-from siirl.data.model_files import check_weight_files, model_dir
-from siirl.data.stored_tensors import INDEX_FILE, save_tensors
-from siirl.data.weight_slices import SafetensorsFolder
+from siirl.checkpoint.hf_directory import copy_hf_files
 from siirl.errors import ConfigError
+from siirl.model_files.directory import check_weight_files, model_dir
+from siirl.model_files.stored_tensors import INDEX_FILE, save_tensors
+from siirl.model_files.weight_slices import SafetensorsFolder
 
 CHUNK_BYTES = 64 << 20
 
@@ -65,7 +65,7 @@ def to_distributed(source: Path, out: Path, chunk_bytes: int = CHUNK_BYTES) -> N
     aside.mkdir(parents=True)
     with SafetensorsFolder(source) as weights:
         state = {name: FileTensor(weights, name, chunk_bytes) for name in weights.names()}
-        values, tensors = tree.split(state, "model")
+        values, tensors = state_tree.split(state, "model")
         save_tensors(tensors, aside, None)
     copy_hf_files(str(source), aside / "hf")
     files.write_file(aside / STATE_FILE, json.dumps({"lora_alpha": None, "state": {"model": values}}))

@@ -12,12 +12,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from siirl.checkpoint import files
 from siirl.checkpoint.files import STATE_FILE
-from siirl.checkpoint.hf import declared_dtype, save_hf
-from siirl.data.adapter_files import write_adapter
-from siirl.data.model_files import weights_digest
-from siirl.data.stored_tensors import load_tensors, stored_tensors
-from siirl.data.weight_slices import SafetensorsFolder
+from siirl.checkpoint.hf_directory import declared_dtype, save_hf
 from siirl.errors import CheckpointError, ConfigError, DataError
+from siirl.model_files.adapter_files import write_adapter
+from siirl.model_files.directory import weights_digest
+from siirl.model_files.stored_tensors import load_tensors, stored_tensors
+from siirl.model_files.weight_slices import SafetensorsFolder
 
 READ_BYTES = 2 * 10**9
 _PREFIX = "model/"

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from siirl.data.disk import naming
+from siirl.disk import naming
 from siirl.errors import CheckpointError, ConfigError, StorageError
 
 log = logging.getLogger(__name__)

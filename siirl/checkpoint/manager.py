@@ -13,13 +13,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from siirl.checkpoint import files, tree
+from siirl.checkpoint import files, state_tree
 from siirl.checkpoint.files import EXTRA_FILE, STATE_FILE
 from siirl.checkpoint.staging import PARTS, SavedModel, Staged, Stager
 from siirl.checkpoint.together import Together, for_each
 from siirl.checkpoint.writer import write_checkpoint
-from siirl.data.stored_tensors import load_tensors
 from siirl.errors import CheckpointError
+from siirl.model_files.stored_tensors import load_tensors
 
 
 @dataclass(frozen=True)
@@ -158,16 +158,16 @@ def _load_model(folder: Path, model: SavedModel) -> None:
     tensors: dict[str, Tensor] = {}
     values = {key: saved[key] for key in load_keys}
     for key in load_keys:
-        own, of_key = tree.split(state[key], key)
+        own, of_key = state_tree.split(state[key], key)
         if of_key:  # a part of tensors: this rank has its own names, not those of the rank that wrote JSON
             values[key] = own
             tensors |= of_key
     load_tensors(tensors, folder, model.group)
-    model.model.load_state_dict(state | {key: tree.join(values[key], tensors) for key in load_keys})
+    model.model.load_state_dict(state | {key: state_tree.join(values[key], tensors) for key in load_keys})
 
 
 def _load_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:
     path = checkpoint / "ranks" / f"rank_{rank}.json"
     if not path.exists():
         return None
-    return tree.join(json.loads(path.read_text()), load_file(path.with_suffix(".safetensors")))
+    return state_tree.join(json.loads(path.read_text()), load_file(path.with_suffix(".safetensors")))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
-from siirl.checkpoint import tree
+from siirl.checkpoint import state_tree
 from siirl.checkpoint.together import for_each, rank_in
 
 PARTS = {"model": ("model",), "optimizer": ("optimizer", "scheduler")}
@@ -91,7 +91,7 @@ class Stager:
 
         Collective over the ranks of a model if its HF weights are copied.
         """
-        value, tensors = tree.split(rank_state, "rank")
+        value, tensors = state_tree.split(rank_state, "rank")
         tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         staged: dict[str, StagedModel] = {}
         for_each(models, lambda name, model: staged.update({name: self._model(name, model, copy)}))
@@ -127,7 +127,7 @@ def split_state(model: SavedModel) -> tuple[dict[str, Any], dict[str, Tensor]]:
     values, tensors = {}, {}
     for key, part in model.model.state_dict().items():
         if key not in dropped:
-            values[key], part_tensors = tree.split(part, key)
+            values[key], part_tensors = state_tree.split(part, key)
             tensors |= part_tensors
     return values, tensors
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from siirl.checkpoint.files import current_step
-from siirl.data.disk import FULL
+from siirl.disk import FULL
 from siirl.errors import CheckpointError, SiirlError, StorageError
 from siirl.observe.spans import phase
 

@@ -9,12 +9,12 @@ from safetensors.torch import save_file
 
 from siirl.checkpoint import files
 from siirl.checkpoint.files import EXTRA_FILE, STATE_FILE
-from siirl.checkpoint.hf import copy_hf_files, save_hf
+from siirl.checkpoint.hf_directory import copy_hf_files, save_hf
 from siirl.checkpoint.staging import Staged, StagedModel
 from siirl.checkpoint.together import Together, for_each, rank_in
-from siirl.data.disk import naming
-from siirl.data.stored_tensors import save_tensors
+from siirl.disk import naming
 from siirl.errors import CheckpointError
+from siirl.model_files.stored_tensors import save_tensors
 
 
 def write_checkpoint(staged: Staged, keep: int, ranks: Together) -> Path:

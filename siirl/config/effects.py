@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from siirl.config.advice import default_warnings
 from siirl.config.algorithm_choice import may_use_critic, policy_loss_name, policy_loss_of
 from siirl.config.aliases import ALIASES
+from siirl.config.config_warnings import default_warnings
 from siirl.config.keys import Key
 from siirl.config.resolve import FOLLOWS, followed_value, get
 from siirl.config.root import TOP_GROUPS, Config, all_keys

@@ -5,7 +5,7 @@ from typing import Any
 
 from siirl.config.actor import STRATEGIES
 from siirl.config.common import ForwardMegatronConfig, FSDPConfig, ModelConfig
-from siirl.config.judge import JudgeConfig
+from siirl.config.judge_service import JudgeConfig
 from siirl.config.keys import group, key
 
 FROZEN = "a reward model is never trained"

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from siirl.dag.names import suggest
 from siirl.dag.spec import DagSpec, NodeSpec, dag_spec, node_spec
 from siirl.errors import DagError, Place
 from siirl.findings import Findings
+from siirl.spelling import suggest
 
 _KEYS = ("fn", "reads")
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from siirl.dag.names import suggest
 from siirl.dag.spec import DagSpec, NodeSpec, dag_spec
 from siirl.errors import DagError, Place
 from siirl.findings import Findings
+from siirl.spelling import suggest
 
 
 def with_node_config(dag: DagSpec, node_config: Mapping[str, Any]) -> DagSpec:

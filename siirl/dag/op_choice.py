@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from siirl.config import Config
-from siirl.dag.names import suggest
 from siirl.dag.ops import (
     ACTOR_TRAIN,
     ADVANTAGE,
@@ -35,6 +34,7 @@ from siirl.dag.ops import (
 from siirl.dag.spec import NodeSpec
 from siirl.dag.user_ops import declared_op
 from siirl.errors import DagError, NotSupportedError
+from siirl.spelling import suggest
 from siirl.types import FIELDS
 
 _MODEL = ("MODEL_INFERENCE", "MODEL_TRAIN")

@@ -12,8 +12,8 @@ from siirl.config import Config
 from siirl.config.algorithm_choice import estimator_of, policy_loss_of
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.batch import batch_of
-from siirl.dag.user_code import declared_needs
 from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
+from siirl.user_code.source import declared_needs
 
 Names = tuple[str, ...]
 ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge"]
@@ -187,7 +187,7 @@ ROLLOUT = OpSpec(
     "rollout",
     fixed("row_id", "group_id", "prompt_ids", "prompt_length"),
     fixed(*ROLLOUT_FIELDS),
-    "rollout:rollout",
+    "generate:rollout",
     needs=("engine",),
     model="rollout",
     split="group",
@@ -231,7 +231,7 @@ FUNCTION_REWARD = OpSpec(
     "function_reward",
     fixed(*_TASK, "extra_info", "response_ids", "response_length"),
     fixed("score", "reward_info"),
-    "reward:function_reward",
+    "function_reward:function_reward",
     needs=("scorer",),
     in_episodes=SHOWN_REWARD,
     scores=True,
@@ -301,7 +301,9 @@ REFERENCE = replace(
     code="log_prob:reference_log_prob",
     model="ref",
 )
-VALUES = replace(OLD_LOG_PROB, name="values", writes=fixed("value"), code="critic:values", model="critic")
+VALUES = replace(
+    OLD_LOG_PROB, name="values", writes=fixed("value"), code="value_model:values", model="critic"
+)
 ACTOR_TRAIN = OpSpec(
     "actor_train",
     _actor_train_reads,
@@ -319,7 +321,7 @@ CRITIC_TRAIN = replace(
     ACTOR_TRAIN,
     name="critic_train",
     reads=fixed("row_id", *_TOKENS, "value", "return_"),
-    code="critic:critic_train",
+    code="value_model:critic_train",
     model="critic",
     unique="critic training",
 )
@@ -353,7 +355,7 @@ FILTER = OpSpec(
     changes_rows=True,
     wanted=lambda cfg: True,
 )
-CUSTOM = OpSpec("custom", fixed(), fixed(), "reward:custom_op")
+CUSTOM = OpSpec("custom", fixed(), fixed(), "function_reward:custom_op")
 """The user's code, on the fields that it declares, or on those of the op whose place it takes."""
 
 OPS: dict[str, OpSpec] = {

@@ -1,19 +1,14 @@
 """The DAG as the user wrote it: NodeSpec and DagSpec, made by Python or read from YAML (yaml_file.py)."""
 
-import importlib
-import importlib.util
 import json
 import re
-import sys
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from siirl.dag.names import suggest
-from siirl.dag.user_code import import_problem, split_reference
 from siirl.errors import DagError, Place
 from siirl.findings import Findings
+from siirl.spelling import suggest
 
 NODE_TYPES = (
     "COMPUTE",
@@ -243,47 +238,6 @@ _KINDS = {
     "loop": (dict, "a mapping like {to: NODE, max_turns: 4}"),
     "max_lag": (int, "a whole number"),
 }
-
-
-def load_object(reference: str, who: str, kind: str = "function") -> Any:
-    """The object that "pkg.mod:name" or "path/file.py:name" names. DagError if it cannot be imported.
-
-    who: the key that names it. kind: "function" or "class", for messages.
-    """
-    where, name = split_reference(reference, who, kind)
-    try:
-        module = (
-            _module_of_file(Path(where).expanduser())
-            if where.endswith(".py")
-            else importlib.import_module(where)
-        )
-    except (ImportError, OSError, SyntaxError) as error:
-        raise DagError(f"{who} = {reference!r}: {import_problem(where, error)}") from error
-    except (Exception, SystemExit) as error:  # the user's code runs here: it may raise anything
-        raise DagError(
-            f"{who} = {reference!r}: {where!r} raised {type(error).__name__} when it was imported: {error}. "
-            "Correct it."
-        ) from error
-    if not hasattr(module, name):
-        raise DagError(f"{who} = {reference!r}: {where!r} has no {name!r}. Name a {kind} that it defines.")
-    return getattr(module, name)
-
-
-def _module_of_file(path: Path) -> ModuleType:
-    name = "siirl_user_" + re.sub(r"\W", "_", str(path.resolve()))
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"no such file: {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]  # half of a module would be taken for the whole the next time
-        raise
-    return module
 
 
 def _choice(value: Any, choices: tuple[str, ...], key: str, who: str) -> str:

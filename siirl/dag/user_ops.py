@@ -4,10 +4,10 @@ import ast
 from dataclasses import replace
 from typing import Any, get_args
 
-from siirl.dag.names import suggest
 from siirl.dag.ops import CUSTOM, Names, OpSpec, fixed
-from siirl.dag.user_code import source_of, split_reference, top_functions
 from siirl.errors import DagError
+from siirl.spelling import suggest
+from siirl.user_code.source import source_of, split_reference, top_functions
 
 DECORATOR = "declare_op"
 MODELS = ("actor", "ref", "critic", "rollout")

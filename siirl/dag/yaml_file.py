@@ -5,10 +5,10 @@ from typing import Any
 
 import yaml
 
-from siirl.dag.names import suggest
 from siirl.dag.spec import DagSpec, dag_spec, node_spec
 from siirl.errors import DagError, Place, reworded
 from siirl.findings import Findings
+from siirl.spelling import suggest
 
 _TOP_KEYS = ("dag_id", "description", "global_config", "nodes")
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from siirl.config import Config
 from siirl.observe.clock import common_zero_s
-from siirl.observe.memory import DeviceMemory, HostMemory
+from siirl.observe.memory_probe import DeviceMemory, HostMemory
 from siirl.observe.position import PositionFile
 from siirl.observe.spans import Observer
 from siirl.observe.trace import TRACE_DIR, TraceFile, merge_trace

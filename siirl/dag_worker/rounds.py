@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from siirl.dag.plan import Repeat
+from siirl.compiler.plan import Repeat
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import SamplingError
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from siirl.dag.plan import (
+from siirl.compiler.plan import (
     Collect,
     Free,
     Instruction,

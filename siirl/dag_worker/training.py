@@ -9,17 +9,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from siirl.checkpoint.hf import save_hf
+from siirl.checkpoint.hf_directory import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
+from siirl.compiler.interactions.credit_reads import trains_in
+from siirl.compiler.plan import Plan
 from siirl.config import Config, to_dict
 from siirl.config.batch import batch_of
 from siirl.config.roles import role_group, role_model
-from siirl.dag.credit import trains_in
-from siirl.dag.plan import Plan
 from siirl.dag_worker.observing import finish_trace, make_observer
-from siirl.dag_worker.report import Report, closing_report
 from siirl.dag_worker.step import run_step
+from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import NumericsError
 from siirl.observe.metrics import Metrics

@@ -15,19 +15,19 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
+from siirl.compiler.plan import Collect, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
 from siirl.config import Config, with_overrides
 from siirl.config.roles import ROLES, role_model
-from siirl.dag.plan import Collect, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
 from siirl.data.chat import load_tokenizer
 from siirl.data.loader import PromptLoader, make_loader
-from siirl.data.local_models import on_hub
 from siirl.data.rows import take_rows
 from siirl.data.store import FieldStore
 from siirl.data.transport import Transport
+from siirl.engines.engine_registry import make_rollout_engine, make_train_engine
 from siirl.engines.links import WeightLink, make_link
-from siirl.engines.registry import make_rollout_engine, make_train_engine
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
+from siirl.model_files.local_models import on_hub
 from siirl.nodes.context import LocalNode, Moment, Op, OpContext, Peers, Samples
 from siirl.nodes.interaction import Interaction, build_interaction
 from siirl.nodes.services import SERVICES, OnRank, built_in, find_op
@@ -194,18 +194,18 @@ class DAGWorker:
 
     def _count(self, ins: Run | Collect, context: OpContext, record: StepRecord) -> None:
         """Keep a node's metrics; of ranks that hold the same rows, only the first one's."""
-        if self.plan.layouts[ins.source].speaks(self.rank):
+        if self.plan.layouts[ins.source].is_shard_leader(self.rank):
             record.metrics.merge(context.metrics, self._prefix(self.nodes[ins.node]))
 
     def _context(self, ins: Run | Collect, record: StepRecord) -> OpContext:
         layout = self.plan.layouts[ins.source]
-        speaks = layout.speaks(self.rank)
+        is_shard_leader = layout.is_shard_leader(self.rank)
         return OpContext(
             self.nodes[ins.node],
             Moment(record.step, record.validate, record.round),
-            Peers(self.groups.get(layout.ranks), speaks),
+            Peers(self.groups.get(layout.ranks), is_shard_leader),
             Metrics(),
-            Samples(record.samples if speaks else [], self.sample_limit),
+            Samples(record.samples if is_shard_leader else [], self.sample_limit),
             tuple(key.name for key in ins.writes) if isinstance(ins, Run) else (),
         )
 
@@ -214,7 +214,7 @@ class DAGWorker:
         mine = {}
         for name, node in self.nodes.items():
             layout = self.plan.layouts[self.plan.run_of(name).source] if node.plan.spec.repeats else None
-            if layout is not None and layout.speaks(self.rank):
+            if layout is not None and layout.is_shard_leader(self.rank):
                 mine[name] = node.buffer.state()
         parts: list[Any] = [None] * self.plan.world_size
         dist.all_gather_object(parts, mine, group=self.groups.world)
@@ -266,7 +266,7 @@ class DAGWorker:
         """Whether this rank counts its rows of a node; peers of a shard hold the same rows."""
         both = (*self.plan.instructions, *self.plan.validation)
         run = next(ins for ins in both if isinstance(ins, Run) and ins.node == name)
-        return self.plan.layouts[run.source].speaks(self.rank)
+        return self.plan.layouts[run.source].is_shard_leader(self.rank)
 
     def _runs(self, name: str) -> bool:
         both = (*self.plan.instructions, *self.plan.validation)

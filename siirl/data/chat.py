@@ -8,8 +8,8 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.data.model_files import check_tokenizer_files
 from siirl.errors import DataError
+from siirl.model_files.directory import check_tokenizer_files
 
 Messages = list[dict[str, Any]]
 Prompt = str | Messages

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.chat import Prompt, as_messages, encode_prompts
-from siirl.data.inspect import EXTRA_KEY, GROUND_TRUTH_KEY, check_columns, list_files, open_parquet
+from siirl.data.check_files import EXTRA_KEY, GROUND_TRUTH_KEY, check_columns, list_files, open_parquet
 from siirl.errors import DataError
 
 log = logging.getLogger(__name__)

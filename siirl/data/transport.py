@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from siirl.dag.plan import RoutePlan
+from siirl.compiler.plan import RoutePlan
 from siirl.data.assign import Moves, assign, plan_moves, stays_in_place, tabulate
 from siirl.data.header import ColumnSpec, Header, common_specs
 from siirl.data.rows import object_column, object_element, objects

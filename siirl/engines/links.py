@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from siirl.dag.plan import LinkPlan
+from siirl.compiler.plan import LinkPlan
 from siirl.engines.link_folder import read_weights, write_weights
 from siirl.engines.rollout.base import RolloutEngine, WeightPart
 from siirl.engines.train.base import TrainEngine

@@ -4,10 +4,10 @@ import contextlib
 import socket
 import time
 
-from siirl.launch.console import ConsoleTee
 from siirl.launch.failure import Death, death_of, only_followers, oom_kill_count
 from siirl.launch.job import Job
 from siirl.launch.outcome import Stop, catch_signals, conclude
+from siirl.launch.output_relay import ConsoleTee
 from siirl.launch.process import POLL_S, Worker, end_all, lifeline, start_worker, worker_environment
 
 GATHER_S = 0.5  # after a first death, wait for those that follow: the one seen first need not be the first

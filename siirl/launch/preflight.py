@@ -17,27 +17,27 @@ from siirl.checkpoint.files import (
     pointer_problem,
     replaced,
 )
+from siirl.command_line import user_errors
+from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.algorithm_choice import policy_loss_name
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLE_GROUPS, ROLES, normalizes_weights, role_group, role_model
-from siirl.dag.arguments import user_errors
 from siirl.dag.ops import score_names
-from siirl.dag.plan import ModelPlan, Plan
-from siirl.dag.signatures import Call
-from siirl.dag.user_code import check_reference
-from siirl.data.inspect import data_sources, inspect_data
-from siirl.data.local_models import on_hub, with_local_models
-from siirl.data.model_files import check_model_files, check_tokenizer
-from siirl.data.recorded import check_recorded
-from siirl.engines.rollout.vllm_version import vllm_version
+from siirl.data.check_files import data_sources, inspect_data
+from siirl.data.recorded_rollouts import check_recorded
+from siirl.engines.rollout.vllm.version import vllm_version
 from siirl.errors import ConfigError, Place
 from siirl.findings import Findings
 from siirl.launch.job import Job
 from siirl.launch.run_folder import refuse_used
-from siirl.rewards.choose import RewardChooser
+from siirl.model_files.directory import check_model_files, check_tokenizer
+from siirl.model_files.local_models import on_hub, with_local_models
+from siirl.rewards.by_data_source import RewardChooser
 from siirl.rewards.judge import check_judge
 from siirl.rewards.user_function import check_user_function
+from siirl.user_code.signatures import Call
+from siirl.user_code.source import check_reference
 
 
 def preflight(cfg: Config, plan: Plan) -> None:

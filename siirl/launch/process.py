@@ -67,7 +67,7 @@ def start_worker(
 ) -> Worker:
     """Start the process of a rank. job: path of its job file; fds: what it inherits besides its output."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "siirl.launch.worker", "--job", job],
+        [sys.executable, "-m", "siirl.launch.worker_entry", "--job", job],
         stdin=stdin,
         stdout=output,
         stderr=subprocess.STDOUT,

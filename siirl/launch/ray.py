@@ -12,10 +12,10 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.errors import ConfigError, PlacementError
-from siirl.launch.console import ConsoleWriter
 from siirl.launch.failure import Death
 from siirl.launch.job import Job
 from siirl.launch.outcome import Stop, catch_signals, conclude
+from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
 from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
 from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, reserve

@@ -24,9 +24,9 @@ import psutil
 
 from siirl.config import from_dict
 from siirl.errors import UserError
-from siirl.launch.console import OutputSource
 from siirl.launch.failure import Death, death_of, oom_kill_count
 from siirl.launch.job import Job
+from siirl.launch.output_relay import OutputSource
 from siirl.launch.process import Worker, end_all, end_with_parent, lifeline, start_worker, worker_environment
 from siirl.launch.run_folder import held
 from siirl.launch.run_record import is_recorded, open_folder

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from siirl.launch.console import ConsoleWriter
 from siirl.launch.failure import Death, only_followers, write_failure
 from siirl.launch.job import Job
 from siirl.launch.outcome import Stop
+from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.ray_actor import Host, Reply
 from siirl.launch.ray_cluster import Node, Stopped, alive_nodes
 from siirl.observe.position import Position

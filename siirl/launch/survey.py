@@ -3,20 +3,20 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.model_types import check_trained_model
+from siirl.compiler.plan import Plan
+from siirl.compiler.plan_warnings import plan_warnings
 from siirl.config import Config
 from siirl.config.checks import find_contradictions
 from siirl.config.roles import role_model
-from siirl.dag.advice import plan_warnings
-from siirl.dag.compile import compile_plan, load_dag
-from siirl.dag.model_types import check_trained_model
-from siirl.dag.plan import Plan
-from siirl.data.inspect import inspect_data
-from siirl.data.local_models import on_hub, with_local_configs
-from siirl.data.model_files import check_lengths, check_model_files, check_reward_model, check_tokenizer
+from siirl.data.check_files import inspect_data
 from siirl.errors import DataError, Place
 from siirl.findings import Findings
 from siirl.launch.preflight import check_code, check_inputs, check_resumed, check_reward_code
 from siirl.launch.run_folder import refuse_busy
+from siirl.model_files.directory import check_lengths, check_model_files, check_reward_model, check_tokenizer
+from siirl.model_files.local_models import on_hub, with_local_configs
 
 
 @dataclass(frozen=True)

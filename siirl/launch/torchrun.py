@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from siirl.errors import ConfigError
 from siirl.launch.job import Job
 from siirl.launch.process import end_with_parent
-from siirl.launch.worker import ProcessPlace, run_rank
+from siirl.launch.worker_entry import ProcessPlace, run_rank
 
 
 def is_first_process(env: Mapping[str, str] = os.environ) -> bool:

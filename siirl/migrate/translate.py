@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from siirl.compiler.checks.megatron_options import Kind as MegatronMap
+from siirl.compiler.checks.megatron_options import refusal
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.aliases import ALIASES
 from siirl.config.foreign import OTHER_DEFAULTS, POLICY, ROLLOUT, foreign
@@ -14,8 +16,6 @@ from siirl.config.resolve import FOLLOWS
 from siirl.config.root import all_groups, all_keys
 from siirl.config.tree import split_name
 from siirl.config.values import check_available, closest, convert, plain, show
-from siirl.dag.megatron_options import Kind as MegatronMap
-from siirl.dag.megatron_options import refusal
 from siirl.errors import ConfigError, NotSupportedError, UserError
 from siirl.migrate.correction import GROUP, translate_correction
 

@@ -8,9 +8,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.token_picks import pick_tokens, token_noise
+from siirl.compiler.interactions.credit_reads import trains_in
 from siirl.config.algorithm_choice import policy_loss_name, policy_loss_of
 from siirl.config.batch import batch_of
-from siirl.dag.credit import trains_in
 from siirl.dag.ops import old_log_prob_source, uses_full_kl
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import OpContext, sum_over_ranks
@@ -48,7 +48,7 @@ def _picked(ctx: OpContext, rows: TensorDict) -> Tensor:
     """The tokens of a mini-batch that its loss picks, bool [B, T]. Collective over ctx.group."""
 
     def all_gather(values: Tensor) -> Tensor:
-        values = values if ctx.speaks else torch.full_like(values, -torch.inf)
+        values = values if ctx.is_shard_leader else torch.full_like(values, -torch.inf)
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(ctx.group))]
         dist.all_gather(parts, values, group=ctx.group)
         return torch.cat(parts)

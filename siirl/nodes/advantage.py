@@ -12,10 +12,17 @@ from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
 from siirl.algorithms.stats import advantage_stats, group_stats, length_stats, score_stats
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.dag.ops import old_log_prob_source
-from siirl.dag.spec import load_object
 from siirl.nodes.context import OpContext, sum_over_ranks
-from siirl.nodes.credit import Estimated, estimate, in_interaction, outcome, report_turns, turn_rewards
-from siirl.nodes.reward import check_scores
+from siirl.nodes.function_reward import check_scores
+from siirl.nodes.interaction_credit import (
+    Estimated,
+    estimate,
+    in_interaction,
+    outcome,
+    report_turns,
+    turn_rewards,
+)
+from siirl.user_code.load_object import load_object
 
 
 def advantage(ctx: OpContext, rows: TensorDict) -> TensorDict:

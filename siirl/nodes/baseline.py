@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from siirl.engines.rollout.base import RolloutEngine, SamplingParams
 from siirl.nodes.context import OpContext
-from siirl.nodes.rollout import padded, prompt_seed, prompt_tokens, stop_token_ids
+from siirl.nodes.generate import padded, prompt_seed, prompt_tokens, stop_token_ids
 from siirl.rewards.scorer import RewardScorer
 
 

@@ -11,9 +11,9 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from siirl.compiler.plan import NodePlan
 from siirl.config import Config
 from siirl.dag.ops import INFO
-from siirl.dag.plan import NodePlan
 from siirl.data.buffer import RowBuffer
 from siirl.observe.metrics import Metrics
 
@@ -58,7 +58,7 @@ class Peers(NamedTuple):
     group: dist.ProcessGroup
     """For counts; rows move by routes."""
 
-    speaks: bool = True
+    is_shard_leader: bool = True
     """Of the ranks that hold the same rows (tensor-parallel ones), the one that counts in sums over ranks."""
 
 
@@ -135,8 +135,8 @@ class OpContext:
         return self.peers.group
 
     @property
-    def speaks(self) -> bool:
-        return self.peers.speaks
+    def is_shard_leader(self) -> bool:
+        return self.peers.is_shard_leader
 
     @property
     def reward_name(self) -> str:
@@ -150,7 +150,7 @@ NodeContext = OpContext
 
 def sum_over_ranks(ctx: OpContext, totals: Tensor) -> Tensor:
     """The float64 totals of all rows: each rank gives those of its own. Collective over ctx.group."""
-    totals = totals if ctx.speaks else torch.zeros_like(totals)
+    totals = totals if ctx.is_shard_leader else torch.zeros_like(totals)
     dist.all_reduce(totals, group=ctx.group)
     return totals
 

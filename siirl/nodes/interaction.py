@@ -15,17 +15,14 @@ from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
 from siirl.agents.runner import Game, Played, Speaker, run_all
 from siirl.agents.tool_use import ToolUse, tool_use
+from siirl.compiler.interactions.stages import process_call
+from siirl.compiler.plan import InteractionPlan, StagePlan
 from siirl.config import Config
-from siirl.dag.plan import InteractionPlan, StagePlan
-from siirl.dag.signatures import Call
-from siirl.dag.spec import load_object
-from siirl.dag.stages import process_call
-from siirl.dag.user_code import check_loaded
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
 from siirl.nodes.context import OpContext, sum_over_ranks
-from siirl.nodes.rollout import (
+from siirl.nodes.generate import (
     prompt_seed,
     prompt_tokens,
     report,
@@ -36,6 +33,9 @@ from siirl.nodes.rollout import (
 from siirl.nodes.streams import Policies, Streams
 from siirl.observe.metrics import MOST_TURNS, Metrics
 from siirl.types import FINISH_LENGTH, FINISH_STOP, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
+from siirl.user_code.load_object import load_object
+from siirl.user_code.signatures import Call
+from siirl.user_code.source import check_loaded
 
 log = logging.getLogger(__name__)
 UNBOUNDED = 1 << 30  # positions of a context whose tokens only a service counts

@@ -18,9 +18,9 @@ from siirl.config.algorithm_choice import policy_loss_name
 from siirl.config.algorithm_table import LOSSES
 from siirl.config.batch import batch_of
 from siirl.dag.ops import old_log_prob_source
-from siirl.dag.spec import load_object
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
 from siirl.observe.metrics import MOST_TURNS, Metrics
+from siirl.user_code.load_object import load_object
 
 BY_TURN = ("ref_kl", "approx_kl", "entropy", "clip_fraction")
 """What is also reported by speaker and by turn, in an interaction."""

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from tensordict import TensorDict
 
-from siirl.data.recorded import step_folder
-from siirl.engines.rollout.replay import conditions, record
+from siirl.data.recorded_rollouts import step_folder
+from siirl.data.replayed_rows import conditions, record
 from siirl.nodes.context import OpContext
 from siirl.observe.spans import phase
 

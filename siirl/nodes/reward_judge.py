@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from siirl.data.chat import decode_responses, encode_prompts
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine, SamplingParams
-from siirl.engines.rollout.weights import stored_weights
+from siirl.engines.rollout.weight_loading import stored_weights
 from siirl.nodes.context import OpContext
-from siirl.nodes.reward import finished
-from siirl.nodes.rollout import prompt_seed
+from siirl.nodes.function_reward import finished
+from siirl.nodes.generate import prompt_seed
 from siirl.rewards.judge import Judge
 
 

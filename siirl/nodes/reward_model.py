@@ -5,7 +5,7 @@ from tensordict import TensorDict
 from siirl.data.rows import make_rows
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import OpContext
-from siirl.nodes.reward import finished
+from siirl.nodes.function_reward import finished
 from siirl.rewards.conversations import ConversationEncoder
 
 

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from siirl.dag.plan import NodePlan
-from siirl.dag.signatures import Call
-from siirl.dag.spec import load_object
-from siirl.dag.user_code import check_loaded
+from siirl.compiler.plan import NodePlan
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import LocalNode, Op
@@ -17,6 +14,9 @@ from siirl.nodes.interaction import Interaction
 from siirl.rewards.conversations import ConversationEncoder, reward_tokenizer
 from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
+from siirl.user_code.load_object import load_object
+from siirl.user_code.signatures import Call
+from siirl.user_code.source import check_loaded
 
 
 @dataclass(frozen=True)

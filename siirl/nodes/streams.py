@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from siirl.agents.policy import Policy
 from siirl.agents.pump import Pump
-from siirl.dag.plan import InteractionPlan
+from siirl.compiler.plan import InteractionPlan
 from siirl.engines.rollout.base import Request, RolloutEngine
 from siirl.engines.rollout.remote import Address, RemoteStream, StreamServer, gather_addresses
 from siirl.errors import PeerError

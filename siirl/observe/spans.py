@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.observe.memory import MemoryMeter
+from siirl.observe.memory_probe import MemoryMeter
 from siirl.observe.metrics import Metrics
 from siirl.observe.position import PositionFile
 from siirl.observe.trace import TraceFile

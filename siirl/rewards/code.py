@@ -8,7 +8,7 @@ from typing import Any
 
 from siirl.errors import ScoreTimeoutError
 from siirl.rewards.fusion import fusion_sandbox
-from siirl.rewards.registry import register_reward
+from siirl.rewards.reward_registry import register_reward
 from siirl.rewards.unit_tests import UnitTests, read_tests, same_text, same_value
 from siirl.sandbox.box import Box
 from siirl.sandbox.limits import MIB, SLEEPS, STARVES, Limits, Result

@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.chat import Prompt, as_messages, decode_responses, read_tokenizer
-from siirl.data.model_files import has_tokenizer_files, model_positions
 from siirl.data.rows import make_rows, objects
 from siirl.errors import DataError
+from siirl.model_files.directory import has_tokenizer_files, model_positions
 
 FIX = "Set reward_model.model.rm_tokenizer to the directory of the reward model's tokenizer"
 

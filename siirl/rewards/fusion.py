@@ -9,8 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from siirl.data.endpoint import Endpoint, EndpointSettings
 from siirl.errors import ConfigError, EndpointError
+from siirl.http_service import Endpoint, EndpointSettings
 from siirl.sandbox.limits import MIB, Limits, Result, Status
 
 KEY = "reward_model.sandbox_fusion"

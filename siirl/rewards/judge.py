@@ -10,10 +10,10 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.config.roles import judge_config
-from siirl.dag.spec import load_object
-from siirl.data.endpoint import Endpoint, EndpointSettings
-from siirl.data.model_files import model_positions
 from siirl.errors import ConfigError
+from siirl.http_service import Endpoint, EndpointSettings
+from siirl.model_files.directory import model_positions
+from siirl.user_code.load_object import load_object
 
 PROMPT = """Grade the answer of an assistant from 0 to 10: 10 is right and helpful, 0 is wrong or useless.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from siirl.errors import ScoreTimeoutError
 from siirl.rewards.cpu_limit import cpu_limit
-from siirl.rewards.registry import accepted_answers, register_reward
+from siirl.rewards.reward_registry import accepted_answers, register_reward
 from siirl.rewards.rules import last_boxed
 
 TAIL_CHARS = 500  # an answer that is not boxed is looked for at the end of the response only

@@ -146,8 +146,9 @@ class WorkerPool:
             "OMP_NUM_THREADS": "1",
         }
         with theirs:
+            module = "siirl.rewards.scoring_process"
             process = subprocess.Popen(
-                [sys.executable, "-m", "siirl.rewards.worker", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what a reward function prints goes to our log

@@ -5,7 +5,7 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from siirl.errors import ConfigError
-from siirl.rewards.registry import accepted_answers, register_reward
+from siirl.rewards.reward_registry import accepted_answers, register_reward
 
 FINAL_CHARS = 300  # a GSM8K answer is looked for at the end of the response only
 STRICT_ANSWER = re.compile(r"####\s*\$?\s*(-?\$?[0-9.,]*[0-9])")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from siirl.errors import DataError, EndpointError, SandboxError, ScoreTimeoutError
 from siirl.observe.printable import printable
-from siirl.rewards.registry import BATCH_ARGUMENTS, ScoreFn
+from siirl.rewards.reward_registry import BATCH_ARGUMENTS, ScoreFn
 
 LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 """The largest number of float32, in which scores are kept."""

@@ -18,11 +18,11 @@ from siirl.data.rows import make_rows, objects, renamed
 from siirl.errors import DataError, EndpointError, RewardError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
-from siirl.rewards.choose import CUSTOM, RewardChooser
+from siirl.rewards.by_data_source import CUSTOM, RewardChooser
 from siirl.rewards.code import longest_s
 from siirl.rewards.pool import GIVEN_UP, WorkerPool
-from siirl.rewards.registry import REWARDS, Executor
-from siirl.rewards.remote import REMOTE
+from siirl.rewards.reward_registry import REWARDS, Executor
+from siirl.rewards.reward_service import REMOTE
 from siirl.rewards.sample import Outcome, Sample, failed, score_sample
 from siirl.rewards.user_function import check_user_function
 

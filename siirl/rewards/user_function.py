@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
-from siirl.dag.signatures import Call, Function, misfits, signature_of
-from siirl.dag.user_code import import_problem, may_define, module_source, parse_source, top_functions
 from siirl.errors import ConfigError
-from siirl.rewards.registry import BATCH_ARGUMENTS, SAMPLE_ARGUMENTS, ScoreFn
+from siirl.rewards.reward_registry import BATCH_ARGUMENTS, SAMPLE_ARGUMENTS, ScoreFn
+from siirl.user_code.signatures import Call, Function, misfits, signature_of
+from siirl.user_code.source import import_problem, may_define, module_source, parse_source, top_functions
 
 CALL = "compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)"
 BATCH_CALL = "compute_score(data_sources, solution_strs, ground_truths, extra_infos, **reward_kwargs)"

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.sandbox import landlock, seccomp
+from siirl.sandbox.file_system import DEVICES
 from siirl.sandbox.linux import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, drop_capabilities, prctl
-from siirl.sandbox.root import DEVICES
 
 MAIN = "main.py"
 FIRST_PRIVATE_UID, PRIVATE_UID_BITS = 0x60000000, 28

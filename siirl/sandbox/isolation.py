@@ -15,7 +15,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from siirl.sandbox.root import SYSTEM
+from siirl.sandbox.file_system import SYSTEM
 
 MODES = ("namespaces", "user_namespaces", "process")
 

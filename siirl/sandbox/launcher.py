@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from siirl.sandbox import child, frames, landlock, linux, root, seccomp
-from siirl.sandbox.clock import TICK_S, RunClock
+from siirl.sandbox import child, file_system, frames, landlock, linux, seccomp
+from siirl.sandbox.processor_clock import TICK_S, RunClock
 
 sys.path.pop(0)
 
@@ -65,7 +65,7 @@ def _run(
         folder = os.path.join(confinement.folder, f"run_{number}")
     else:
         folder = confinement.folder
-        root.renew_tmp(request["limits"]["file_bytes"])
+        file_system.renew_tmp(request["limits"]["file_bytes"])
     standard_input = _memory_file(request["stdin"].encode("utf-8", "replace"))
     pid = os.fork()
     if pid == 0:
@@ -111,7 +111,7 @@ def _shut_in(setup: dict[str, Any]) -> tuple[child.Confinement, int]:
         _, status = os.waitpid(pid, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     linux.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
-    root.enter(stage, readable)
+    file_system.enter(stage, readable)
     return child.Confinement(mode, "/tmp/box", readable, user), 0 if mode == "namespaces" else 2
 
 

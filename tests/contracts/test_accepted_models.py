@@ -10,9 +10,9 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from train_engine_cases import Scenario
 
+from siirl.compiler.model_types import OF_ANY_HEAD, known_types
 from siirl.config import load_config
 from siirl.config.actor import STRATEGIES
-from siirl.dag.model_types import OF_ANY_HEAD, known_types
 from siirl.errors import NotSupportedError
 
 SOME = {"fsdp": ("mistral", "opt", "gemma3_text"), "megatron": ("mixtral",)}
@@ -27,8 +27,8 @@ def results(rank: int, world: int, kinds: list[str], strategy: str) -> dict[str,
 def wrong(kind: str, strategy: str) -> str:
     from transformers import AutoModelForCausalLM
 
-    from siirl.engines.rollout.hf import build_model
-    from siirl.engines.rollout.weights import tensor_names
+    from siirl.engines.rollout.hf.hf_rollout import build_model
+    from siirl.engines.rollout.weight_loading import tensor_names
 
     folder = Path(tempfile.mkdtemp(prefix="siirl-model-type-"))
     causal_lms.write_model(folder, causal_lms.tiny_config(kind))

@@ -1,7 +1,8 @@
 """Every option of Megatron-Core that siirl passes on does something, and trains the same where it should.
 
-For each of the table (siirl/dag/megatron_options.py) two engines make two steps, with it and without it.
-What the engine without does is held against plain Hugging Face by test_megatron_engine.py and its neighbours.
+For each of the table (siirl/compiler/checks/megatron_options.py) two engines make two steps, with and without
+it. What the engine without does is held against plain Hugging Face by test_megatron_engine.py and its
+neighbours.
 """
 
 import functools
@@ -17,7 +18,7 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
-from siirl.dag.megatron_options import OPTIONS
+from siirl.compiler.checks.megatron_options import OPTIONS
 
 pytestmark = pytest.mark.timeout(900)  # the first case runs all of them
 ACTOR = "actor_rollout_ref.actor"

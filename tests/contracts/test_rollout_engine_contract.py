@@ -13,9 +13,9 @@ from fixtures_tiny import make_tiny_model_dir
 from sampling_reference import drawn_tokens, next_token_log_probs, truncated
 from transformers import AutoModelForCausalLM
 
+from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.dag.plan import ModelPlan
-from siirl.engines.registry import make_rollout_engine
+from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError, WeightSyncError

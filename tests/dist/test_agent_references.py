@@ -9,9 +9,9 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from plan_cases import ONE_STEP
 
+from siirl.compiler.compile import compile_plan, load_dag
 from siirl.config import load_config
-from siirl.dag.compile import compile_plan, load_dag
-from siirl.engines.registry import make_train_engine
+from siirl.engines.engine_registry import make_train_engine
 from siirl.parallel.process_groups import ProcessGroupManager
 
 TYPE = "actor.fsdp_config.mixed_precision.param_dtype"

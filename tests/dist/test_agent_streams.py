@@ -11,10 +11,10 @@ from dist_harness import WorkerFailure, run_workers
 from fixtures_tiny import make_tiny_model_dir
 from plan_cases import add_agent, compiled
 
+from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import load_config
-from siirl.dag.plan import ModelPlan, Plan
 from siirl.dag.spec import DagBuilder
-from siirl.engines.registry import make_rollout_engine
+from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
 from siirl.errors import PeerError, RolloutError
 from siirl.nodes.streams import Streams

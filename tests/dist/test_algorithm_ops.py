@@ -16,8 +16,8 @@ from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.errors import RewardError
 from siirl.nodes.advantage import advantage, token_reward
+from siirl.nodes.function_reward import check_scores, report_validation
 from siirl.nodes.policy_loss import make_loss_fn
-from siirl.nodes.reward import check_scores, report_validation
 from siirl.observe.metrics import Metrics
 
 ELSEWHERE = {"remax", "gae_marft"}  # what they read is not in `batch`; tests/dist/test_credit_ops.py
@@ -52,10 +52,10 @@ def advantages(rank: int, world_size: int, copies: bool) -> dict[str, list]:
     out = {}
     for name in ESTIMATORS:
         ctx = context(f"algorithm.adv_estimator={name}", "algorithm.gamma=0.9")
-        ctx.speaks = not copies or rank == 0
+        ctx.is_shard_leader = not copies or rank == 0
         out[name] = advantage(ctx, mine)["advantage"].tolist()
     ctx = context("algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=True", *ADAPTIVE)
-    ctx.speaks = not copies or rank == 0
+    ctx.is_shard_leader = not copies or rank == 0
     out["shaped"] = advantage(ctx, mine)["advantage"].tolist()
     return out | {"coefficient": [ctx.state["coef"]]}
 
@@ -73,7 +73,7 @@ def context(*overrides: str) -> SimpleNamespace:
     pairs = (text.partition("=") for text in overrides)
     cfg = with_overrides(default_config(), {name: yaml.safe_load(value) for name, _, value in pairs})
     return SimpleNamespace(
-        cfg=cfg, group=dist.group.WORLD, metrics=Metrics(), state={}, speaks=True, node_id="op"
+        cfg=cfg, group=dist.group.WORLD, metrics=Metrics(), state={}, is_shard_leader=True, node_id="op"
     )
 
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from siirl.checkpoint import files, writer
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
-from siirl.data import stored_tensors
 from siirl.errors import CheckpointError, StorageError
+from siirl.model_files import stored_tensors
 
 CPU = torch.device("cpu")
 WIDTH = 7  # not a multiple of the rank counts: shards are uneven

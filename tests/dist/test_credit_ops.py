@@ -70,7 +70,13 @@ def default_config() -> Config:
 
 def context(keys: dict, others: dict[int, TensorDict]) -> SimpleNamespace:
     cfg = with_overrides(default_config(), keys)
-    common = {"group": dist.group.WORLD, "state": {}, "speaks": True, "node_id": "advantage", "agent": 0}
+    common = {
+        "group": dist.group.WORLD,
+        "state": {},
+        "is_shard_leader": True,
+        "node_id": "advantage",
+        "agent": 0,
+    }
     return SimpleNamespace(cfg=cfg, metrics=Metrics(), others=others, **common)
 
 

@@ -10,11 +10,11 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoModelForCausalLM
 
+from siirl.compiler.plan import LinkPlan, ModelPlan
 from siirl.config import load_config
-from siirl.dag.plan import LinkPlan, ModelPlan
 from siirl.engines import link_folder, links
+from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.links import make_link
-from siirl.engines.registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims

@@ -11,10 +11,10 @@ from fixtures_tiny import make_tiny_model_dir
 from torch import Tensor, nn
 from train_engine_cases import Scenario
 
+from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config, with_overrides
-from siirl.dag.plan import ModelPlan
 from siirl.data.rows import take_rows
-from siirl.engines.registry import make_train_engine
+from siirl.engines.engine_registry import make_train_engine
 from siirl.engines.train.fsdp import FSDPEngine
 from siirl.parallel.process_groups import ProcessGroupManager
 

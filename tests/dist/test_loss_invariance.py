@@ -225,7 +225,7 @@ def updates(
         engine, _ = engines.build_engine(one, path)
         check_hidden(engine, rows, hidden_BTD)
         shards = engines.dims_of(one, tuple(range(world)))[0].data_shards()
-        speaks = shards.index(shards[rank]) == rank
+        is_shard_leader = shards.index(shards[rank]) == rank
         moments: dict[str, Tensor] = {}
         for number, (name, keys) in enumerate(cases.items()):
             owner = torch.randint(
@@ -233,7 +233,7 @@ def updates(
             )
             mine = take_rows(rows, (owner == engine.dp_rank).nonzero().squeeze(1))
             ctx = SimpleNamespace(cfg=with_overrides(base_config(), keys), step=STEP, group=dist.group.WORLD)
-            ctx.metrics, ctx.speaks = Metrics(), speaks
+            ctx.metrics, ctx.is_shard_leader = Metrics(), is_shard_leader
             actor_train(ctx, mine, engine)
             results[f"{one.name}: {name}"] = joined(ctx)
             state = engine.state_dict()["optimizer"].items()
@@ -254,7 +254,7 @@ def check_hidden(engine: TrainEngine, rows: TensorDict, want_BTD: Tensor) -> Non
 def joined(ctx: SimpleNamespace) -> Update:
     """The metrics of all ranks, those of each shard once."""
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, ctx.metrics.entries if ctx.speaks else {})
+    dist.all_gather_object(parts, ctx.metrics.entries if ctx.is_shard_leader else {})
     metrics = Metrics()
     for part in parts:
         metrics.merge(Metrics(part))

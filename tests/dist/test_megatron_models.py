@@ -13,7 +13,7 @@ from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
 from siirl.data.rows import take_rows
-from siirl.nodes.critic import make_value_loss_fn
+from siirl.nodes.value_model import make_value_loss_fn
 from siirl.parallel.process_groups import ProcessGroupManager
 
 PLAIN_OPTIMIZER = ("actor_rollout_ref.actor.megatron.use_distributed_optimizer=False",)

@@ -314,8 +314,8 @@ def test_workers_get_settings_threads_and_a_terminal(cluster, tmp_path):
 
 def real_plan(folder: Path, model: str) -> Job:
     """The main job's plan on two machines, with a model that is looked for on each of them."""
+    from siirl.compiler.compile import compile_plan, load_dag
     from siirl.config import load_config, to_dict
-    from siirl.dag.compile import compile_plan, load_dag
 
     inputs = Inputs.make(folder / "inputs")
     settings = [*TWO, f"actor_rollout_ref.model.path={model}"]

@@ -8,9 +8,9 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 
 from siirl.agents.pump import Pump
+from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.dag.plan import ModelPlan
-from siirl.engines.registry import make_rollout_engine
+from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.remote import RemoteStream, StreamServer, gather_addresses
 from siirl.parallel.dims import ParallelDims

@@ -7,12 +7,12 @@ import torch
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir, make_tiny_reward_model, make_tiny_tokenizer
 
+from siirl.compiler.compile import TEMPLATES, compile_plan
 from siirl.config import load_config
-from siirl.dag.compile import TEMPLATES, compile_plan
 from siirl.dag.yaml_file import load_dag_file
 from siirl.data.chat import load_tokenizer, read_tokenizer
 from siirl.data.rows import make_rows, take_rows
-from siirl.engines.registry import make_train_engine
+from siirl.engines.engine_registry import make_train_engine
 from siirl.parallel.process_groups import ProcessGroupManager
 from siirl.rewards.conversations import ConversationEncoder
 

@@ -33,7 +33,7 @@ def standardize(rank: int, world: int) -> tuple[list[float], list[float], list[f
             }
         )
         now = Moment(step, step == 0)
-        ctx = op_context("total", cfg, group=dist.group.WORLD, now=now, speaks=rank < 2, state=state)
+        ctx = op_context("total", cfg, group=dist.group.WORLD, now=now, is_shard_leader=rank < 2, state=state)
         results.append(combine_rewards(ctx, rows)["score"].tolist())
     return (*results, state)
 

@@ -11,7 +11,7 @@ from dist_harness import WorkerFailure, run_workers
 from tensordict import TensorDict
 
 from siirl.algorithms.row_cost import row_cost
-from siirl.dag.plan import RoutePlan
+from siirl.compiler.plan import RoutePlan
 from siirl.data.rows import make_rows, objects, take_rows
 from siirl.data.store import FieldStore
 from siirl.data.transport import Transport

@@ -115,7 +115,7 @@ def check_same(finished, beside):
 
 def work_in_shards(rank, world_size, arguments, output):
     """A worker of a run whose engines are of two ranks each, as with tensor parallelism; HF on every rank."""
-    from siirl.dag import models
+    from siirl.compiler import models
     from siirl.parallel.dims import ParallelDims
 
     models.ROLLOUT_BACKENDS["hf"] = replace(

@@ -19,7 +19,7 @@ def inputs(tmp_path_factory):
 
 def filtered(folder) -> str:
     """GRPO whose training leaves out rows, by a plugin."""
-    from siirl.dag.compile import TEMPLATES
+    from siirl.compiler.compile import TEMPLATES
 
     (folder / "plugin.py").write_text(PLUGIN)
     text = (TEMPLATES / "grpo.yaml").read_text()

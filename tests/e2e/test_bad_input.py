@@ -339,7 +339,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_model_directories_are_refused(name, inputs, tmp_path):
-    from siirl.data.model_files import check_config_file, check_weight_files
+    from siirl.model_files.directory import check_config_file, check_weight_files
 
     damage, message = DAMAGES[name]
     model = Folder(tmp_path, inputs).model()
@@ -352,7 +352,7 @@ def test_damaged_model_directories_are_refused(name, inputs, tmp_path):
 
 
 def test_whole_shards_are_accepted(inputs, tmp_path):
-    from siirl.data.model_files import check_weight_files
+    from siirl.model_files.directory import check_weight_files
 
     model = Folder(tmp_path, inputs).model()
     shards(model, "model-1.safetensors")

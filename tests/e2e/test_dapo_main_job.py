@@ -70,7 +70,7 @@ def checked(folder, placed_apart: bool) -> str:
 
     placed_apart: rollout and training on ranks of their own, and the filter across both.
     """
-    from siirl.dag.compile import TEMPLATES
+    from siirl.compiler.compile import TEMPLATES
 
     text = (TEMPLATES / "dapo.yaml").read_text()
     if placed_apart:

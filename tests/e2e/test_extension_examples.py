@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from job_harness import ROOT, Finished, Inputs, overrides, run_job
 
+from siirl.compiler.compile import compile_plan, load_dag
 from siirl.config import load_config
-from siirl.dag.compile import compile_plan, load_dag
 from siirl.errors import ConfigError
 
 EXTEND = Path(__file__).parents[2] / "examples" / "extend"

@@ -7,8 +7,8 @@ from fixtures_tiny import make_tiny_model_dir, make_tiny_reward_model
 from job_harness import Inputs, overrides
 
 from siirl import main_dag
+from siirl.compiler.plan import Plan
 from siirl.config.roles import ROLE_GROUPS
-from siirl.dag.plan import Plan
 
 FROZEN = """
 dag_id: one_of_two_is_frozen

@@ -7,7 +7,7 @@ import torch
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Finished, Inputs, overrides, run_job
 
-from siirl.engines.rollout.weights import stored_parts
+from siirl.engines.rollout.weight_loading import stored_parts
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"

@@ -37,7 +37,7 @@ def one_rank(inputs, tmp_path_factory):
 
 def placed_apart(folder) -> str:
     """The PPO template with the critic on a rank of its own."""
-    from siirl.dag.compile import TEMPLATES
+    from siirl.compiler.compile import TEMPLATES
 
     text = (TEMPLATES / "ppo.yaml").read_text()
     text = text.replace("node_role: CRITIC", "node_role: CRITIC, placement: '1'", 2)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from job_harness import Inputs, overrides, run_job
 
+from siirl.compiler.compile import compile_plan, load_dag
 from siirl.config import load_config
-from siirl.dag.compile import compile_plan, load_dag
 from siirl.errors import DagError, NotSupportedError
 
 NO_VALIDATION = ["trainer.val_before_train=False", "trainer.test_freq=-1"]

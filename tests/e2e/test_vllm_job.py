@@ -52,7 +52,7 @@ def test_an_engine_that_dies_ends_the_run_with_its_name(inputs, tmp_path):
         while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
             time.sleep(0.2)
         for child in psutil.Process().children(recursive=True):
-            if "siirl.engines.rollout.vllm_server" in " ".join(child.cmdline()):
+            if "siirl.engines.rollout.vllm.server" in " ".join(child.cmdline()):
                 os.kill(child.pid, signal.SIGKILL)
                 ends.append(time.monotonic())
 

@@ -12,9 +12,9 @@ import yaml
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Finished, Inputs, overrides
 
+from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.dag.plan import ModelPlan
-from siirl.engines.registry import make_rollout_engine
+from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.parallel.dims import ParallelDims
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from siirl.observe.memory import DeviceMemory
+from siirl.observe.memory_probe import DeviceMemory
 from siirl.observe.spans import Observer
 
 pytestmark = [

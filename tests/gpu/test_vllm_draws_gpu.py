@@ -6,9 +6,9 @@ from fixtures_tiny import make_tiny_model_dir
 from sampling_reference import drawn_tokens
 from transformers import AutoModelForCausalLM
 
+from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
-from siirl.dag.plan import ModelPlan
-from siirl.engines.registry import make_rollout_engine
+from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.parallel.dims import ParallelDims

@@ -3,12 +3,12 @@
 import pytest
 from plan_cases import add_agent, compiled, config, run_symbolically
 
-from siirl.dag.compile import compile_plan
-from siirl.dag.memory_phases import engine_rows
-from siirl.dag.plan import Plan, Serve, SyncWeights
-from siirl.dag.report import report
+from siirl.compiler.compile import compile_plan
+from siirl.compiler.memory.phases import engine_rows
+from siirl.compiler.plan import Plan, Serve, SyncWeights
 from siirl.dag.spec import DagBuilder
 from siirl.errors import PlacementError
+from siirl.show.plan_text import report
 
 VLLM = (
     "actor_rollout_ref.rollout.name=vllm",

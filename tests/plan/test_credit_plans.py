@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from plan_cases import add_agent, compiled, run_symbolically
 
-from siirl.dag.credit import trains_in
-from siirl.dag.plan import Plan, Run
+from siirl.compiler.interactions.credit_reads import trains_in
+from siirl.compiler.plan import Plan, Run
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.errors import DagError, PlacementError
 

@@ -3,13 +3,13 @@
 import pytest
 from plan_cases import add_agent, compiled, config, template_plan
 
+from siirl.compiler.compile import compile_plan
+from siirl.compiler.memory.awake_engines import awake_shares, shares_text
+from siirl.compiler.memory.estimate import fsdp_lines, model_shape
 from siirl.config import with_overrides
-from siirl.dag.awake import awake_shares, shares_text
-from siirl.dag.compile import compile_plan
-from siirl.dag.memory import fsdp_lines, model_shape
-from siirl.dag.report import report
 from siirl.dag.spec import DagBuilder
 from siirl.errors import PlacementError
+from siirl.show.plan_text import report
 
 SHARE = "actor_rollout_ref.rollout.gpu_memory_utilization"
 VLLM = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.path=/no/such/model")

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from plan_cases import add_agent, compiled, config, custom, run_symbolically, template_plan
 
-from siirl.dag.compile import TEMPLATES, compile_plan
+from siirl.compiler.compile import TEMPLATES, compile_plan
+from siirl.compiler.plan import Plan
 from siirl.dag.node_config import with_node_config
-from siirl.dag.plan import Plan
-from siirl.dag.report import report
 from siirl.dag.spec import DagBuilder, DagSpec, NodeSpec, dag_spec
 from siirl.dag.yaml_file import load_dag_file
+from siirl.show.plan_text import report
 
 GOLDEN = Path(__file__).parent / "golden"
 KL = "actor_rollout_ref.actor.use_kl_loss=true"

@@ -3,8 +3,8 @@
 import pytest
 from plan_cases import add_agent, config
 
-from siirl.dag.advice import plan_notes, plan_warnings
-from siirl.dag.compile import compile_plan
+from siirl.compiler.compile import compile_plan
+from siirl.compiler.plan_warnings import plan_notes, plan_warnings
 from siirl.dag.spec import DagBuilder
 
 TOOLS = "rollout.multi_turn.tool_config_path"

@@ -7,7 +7,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from plan_cases import add_agent, compiled, custom, moves, order, run_symbolically, template_plan
 
-from siirl.dag.plan import Free, Load, Plan, Reshard, Run, SyncWeights
+from siirl.compiler.plan import Free, Load, Plan, Reshard, Run, SyncWeights
 from siirl.dag.spec import DagBuilder
 from siirl.errors import DagError, NotSupportedError, UserError
 from siirl.types import FieldKey, Layout

@@ -3,10 +3,10 @@
 import pytest
 from plan_cases import add_agent, config
 
-from siirl.dag.compile import compile_plan
-from siirl.dag.draw import draw
-from siirl.dag.report import report
+from siirl.compiler.compile import compile_plan
 from siirl.dag.spec import DagBuilder
+from siirl.show.plan_picture import draw
+from siirl.show.plan_text import report
 
 ACTOR = "actor_rollout_ref.actor"
 MINI = (f"{ACTOR}.ppo_mini_batch_size=2", f"{ACTOR}.recompute_old_log_prob=False")

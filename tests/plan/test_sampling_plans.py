@@ -3,7 +3,7 @@
 import pytest
 from plan_cases import compiled, run_symbolically
 
-from siirl.dag.plan import Collect, Repeat
+from siirl.compiler.plan import Collect, Repeat
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.errors import DagError, NotSupportedError
 

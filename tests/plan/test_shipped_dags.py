@@ -8,8 +8,8 @@ import yaml
 from plan_cases import run_symbolically
 from plan_rows import Interpreter
 
+from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
 from siirl.config import Config, load_config, with_overrides
-from siirl.dag.compile import TEMPLATES, compile_plan, load_dag
 
 ROOT = Path(__file__).parents[2]
 GAMES = "examples/multi_agent/games.py"

@@ -5,8 +5,8 @@ from collections import Counter
 import networkx as nx
 from plan_cases import config
 
-from siirl.dag import resolve
-from siirl.dag.compile import compile_plan
+from siirl.compiler import resolved_node
+from siirl.compiler.compile import compile_plan
 from siirl.dag.spec import DagBuilder
 
 
@@ -29,7 +29,7 @@ class World:
 
 def test_a_node_is_resolved_once_and_asked_once_what_is_above_it(monkeypatch):
     resolved, asked = Counter(), Counter()
-    op_under, ancestors = resolve.op_under, nx.ancestors
+    op_under, ancestors = resolved_node.op_under, nx.ancestors
 
     def counted_op(node, cfg):
         resolved[node.node_id] += 1
@@ -39,7 +39,7 @@ def test_a_node_is_resolved_once_and_asked_once_what_is_above_it(monkeypatch):
         asked[node] += 1
         return ancestors(graph, node)
 
-    monkeypatch.setattr(resolve, "op_under", counted_op)
+    monkeypatch.setattr(resolved_node, "op_under", counted_op)
     monkeypatch.setattr(nx, "ancestors", counted_ancestors)
     plan, _ = compile_plan(in_an_environment(), config(), 2)
     assert set(resolved) == {"rollout", "rollout_env", "reward", "advantage", "train"} >= set(plan.nodes)

@@ -7,7 +7,7 @@ from siirl.agents.contexts import ChatRenderer, Limits
 from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated
 from siirl.agents.runner import Game, Played, Speaker, run_all
-from siirl.dag.plan import InteractionPlan, StagePlan
+from siirl.compiler.plan import InteractionPlan, StagePlan
 
 END = 3  # the token that ends a turn
 

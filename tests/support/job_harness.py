@@ -150,11 +150,11 @@ def work(rank: int, world_size: int, arguments: list[str], output: str) -> None:
     from siirl import main_dag
     from siirl.config.load import read_config
     from siirl.findings import Findings
-    from siirl.launch import worker
+    from siirl.launch import worker_entry
 
     def exit_now(code: int) -> None:
         raise RuntimeError(f"the worker ends with exit code {code}")
 
-    worker._exit_now = exit_now
+    worker_entry._exit_now = exit_now
     found = Findings()
     assert main_dag.run(read_config(arguments, "ppo_dag_trainer", found), found) == 0

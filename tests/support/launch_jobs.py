@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
+from siirl.compiler.plan import Plan
 from siirl.config import load_config, to_dict
-from siirl.dag.plan import Plan
 from siirl.launch.job import Job
 
 ROOT = Path(__file__).parents[2]

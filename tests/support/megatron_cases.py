@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from plan_cases import config
 
+from siirl.compiler.checks import megatron_checks
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.plan import Plan
 from siirl.config import Config
-from siirl.dag import megatron_checks
-from siirl.dag.compile import compile_plan, load_dag
-from siirl.dag.plan import Plan
 
 ACTOR = "actor_rollout_ref.actor.megatron"
 REF = "actor_rollout_ref.ref.megatron"

@@ -5,8 +5,8 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from siirl.compiler.plan import NodePlan
 from siirl.config import Config
-from siirl.dag.plan import NodePlan
 from siirl.nodes.context import LocalNode, Moment, OpContext, Peers, Samples
 from siirl.observe.metrics import Metrics
 
@@ -20,7 +20,7 @@ def op_context(
     *,
     group: dist.ProcessGroup | None = None,
     now: Moment = FIRST_STEP,
-    speaks: bool = True,
+    is_shard_leader: bool = True,
     state: dict[str, float] | None = None,
     options: dict[str, Any] | None = None,
     writes: tuple[str, ...] = ("score", "reward_info"),
@@ -28,4 +28,4 @@ def op_context(
     """A call of a node of agent 0 in step 1, which shows no rows."""
     plan = NodePlan(node_id, 0, (), "custom", None, None, {}, options or {})
     node = LocalNode(plan, cfg, tokenizer, {} if state is None else state)
-    return OpContext(node, now, Peers(group, speaks), Metrics(), Samples([], 0), writes)
+    return OpContext(node, now, Peers(group, is_shard_leader), Metrics(), Samples([], 0), writes)

@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.instructions import routing
+from siirl.compiler.plan import Collect, Free, Load, Plan, Repeat, Reshard, Run, Serve, SyncWeights, Until
 from siirl.config import Config, load_config, with_overrides
-from siirl.dag.compile import compile_plan, load_dag
-from siirl.dag.emit import routing
-from siirl.dag.plan import Collect, Free, Load, Plan, Repeat, Reshard, Run, Serve, SyncWeights, Until
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.types import FieldKey
 

@@ -12,9 +12,9 @@ from zlib import crc32
 
 import numpy as np
 
+from siirl.compiler.plan import Collect, Free, Instruction, Load, Plan, Repeat, Reshard, Run, Until
 from siirl.config import Config
 from siirl.config.batch import generated_prompts
-from siirl.dag.plan import Collect, Free, Instruction, Load, Plan, Repeat, Reshard, Run, Until
 from siirl.data.assign import assign, tabulate
 from siirl.types import FieldKey, Layout
 

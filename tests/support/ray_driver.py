@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
+from siirl.command_line import user_errors
 from siirl.config import from_dict
-from siirl.dag.arguments import user_errors
 from siirl.launch.job import Job
 from siirl.launch.ray import RayTrainer
 

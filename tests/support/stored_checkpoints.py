@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from siirl.checkpoint import files
-from siirl.data.stored_tensors import load_tensors, stored_tensors
+from siirl.model_files.stored_tensors import load_tensors, stored_tensors
 
 
 def tensors_of(model: Path) -> dict[str, torch.Tensor]:

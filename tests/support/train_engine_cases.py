@@ -14,8 +14,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config, with_overrides
-from siirl.dag.plan import ModelPlan
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
 from siirl.observe.metrics import Metrics

@@ -10,13 +10,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from train_engine_cases import Scenario
 
+from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config
-from siirl.dag.plan import ModelPlan
 from siirl.data.rows import take_rows
-from siirl.engines.registry import make_train_engine
+from siirl.engines.engine_registry import make_train_engine
 from siirl.engines.train.base import TrainEngine
 from siirl.engines.train.hf_model import load_hf_config, load_source
-from siirl.nodes.critic import make_value_loss_fn
+from siirl.nodes.value_model import make_value_loss_fn
 from siirl.parallel.process_groups import ProcessGroupManager
 
 STEPS, LR, CLIP_RANGE = 2, 1e-3, 0.2

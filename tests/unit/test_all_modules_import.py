@@ -18,4 +18,4 @@ def test_module_imports(name):
 
 
 def test_the_list_of_modules_is_not_empty():
-    assert {"siirl.types", "siirl.dag.plan", "siirl.engines.registry"} <= set(MODULES)
+    assert {"siirl.types", "siirl.compiler.plan", "siirl.engines.engine_registry"} <= set(MODULES)

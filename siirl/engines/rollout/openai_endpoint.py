@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.dag.plan import ModelPlan
-from siirl.data.endpoint import Endpoint, EndpointSettings
 from siirl.engines.rollout.base import (
     Completion,
     Key,
@@ -22,6 +21,7 @@ from siirl.engines.rollout.base import (
     check_keys,
 )
 from siirl.errors import EndpointError, EpisodeFailed, NotSupportedError, RolloutError
+from siirl.http_service import Endpoint, EndpointSettings
 from siirl.parallel.process_groups import ProcessGroupManager
 
 BEGIN, MIDDLE, END = "\ue000", "\ue001", "\ue002"

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.dag.plan import ModelPlan
-from siirl.data.model_files import weights_digest
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn
 from siirl.engines.train.frozen_base import FrozenBase
@@ -32,6 +31,7 @@ from siirl.engines.train.packing import count_micro_batches, new_columns, row_le
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import CheckpointError
+from siirl.model_files.directory import weights_digest
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager

@@ -8,8 +8,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 
-from siirl.dag.memory import SMALL_MODEL_BYTES
-from siirl.dag.plan import ModelPlan
+from siirl.compiler.memory.estimate import SMALL_MODEL_BYTES
+from siirl.compiler.plan import ModelPlan
 from siirl.engines.train.frozen_base import join_shards, use_base
 from siirl.engines.train.hf_model import (
     build_skeleton,

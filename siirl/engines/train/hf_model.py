@@ -17,12 +17,12 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
+from siirl.compiler.model_types import known_types, why_not
+from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
-from siirl.dag.model_types import known_types, why_not
-from siirl.dag.plan import Head
-from siirl.data.model_files import check_weight_files, model_dir
 from siirl.engines.train.attention import PACKED_ATTENTION
 from siirl.errors import ConfigError, DataError, NotSupportedError
+from siirl.model_files.directory import check_weight_files, model_dir
 
 MODEL_CLASSES: dict[Head, Any] = {
     "lm": AutoModelForCausalLM,

@@ -12,8 +12,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
-from siirl.dag.memory import KEPT_LOGITS_BYTES, LOGITS_CHUNK
-from siirl.dag.plan import Head
+from siirl.compiler.memory.estimate import KEPT_LOGITS_BYTES, LOGITS_CHUNK
+from siirl.compiler.plan import Head
 from siirl.engines.train.attention import SequenceBounds
 from siirl.engines.train.packing import PackedBatch
 

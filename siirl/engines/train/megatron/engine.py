@@ -14,15 +14,15 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.dag.plan import ModelPlan
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, LossFn
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_head
 from siirl.engines.train.language_model import pass_flops
 from siirl.engines.train.megatron.adamw import StatePlace, state_place
-from siirl.engines.train.megatron.context import SumOverRanks
-from siirl.engines.train.megatron.export import Exporter
+from siirl.engines.train.megatron.context_parallel import SumOverRanks
+from siirl.engines.train.megatron.exporter import Exporter
 from siirl.engines.train.megatron.micro_batch import MicroBatch, make_micro_batch, make_rope
 from siirl.engines.train.megatron.model import LocalParams, all_agree, build_stages, wrap_stages
 from siirl.engines.train.megatron.options import ddp_config, optimizer_config, transformer_config

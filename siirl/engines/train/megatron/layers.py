@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from siirl.engines.train.attention import SequenceBounds, packed_attention
-from siirl.engines.train.megatron.context import ContextShard, context_attention
+from siirl.engines.train.megatron.context_parallel import ContextShard, context_attention
 
 
 @dataclass

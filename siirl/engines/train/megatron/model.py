@@ -15,15 +15,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from siirl.dag.plan import Head
-from siirl.data.model_files import check_weight_files
-from siirl.data.weight_slices import SafetensorsFolder
+from siirl.compiler.plan import Head
 from siirl.engines.train.megatron.experts import GroupedExperts
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
+from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token
 from siirl.engines.train.megatron.scope import MegatronScope
-from siirl.engines.train.megatron.stages import STAGES, Stage, freeze_padding_token
 from siirl.engines.train.megatron.weights import Entry, entries, hf_shapes, runs, tied_head
 from siirl.errors import DataError
+from siirl.model_files.directory import check_weight_files
+from siirl.model_files.weight_slices import SafetensorsFolder
 from siirl.parallel.dims import ParallelDims
 
 

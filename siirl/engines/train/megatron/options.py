@@ -10,8 +10,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
 from transformers import PretrainedConfig
 
+from siirl.compiler.checks.megatron_options import Kind, passed_on, recomputation, refusal
 from siirl.config.common import MegatronConfig, OptimConfig
-from siirl.dag.megatron_options import Kind, passed_on, recomputation, refusal
 from siirl.engines.train.hf_model import torch_dtype
 from siirl.engines.train.megatron.adamw import OWN_OPTIONS
 from siirl.engines.train.megatron.weights import family_of, head_dim

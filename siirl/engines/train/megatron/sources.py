@@ -14,9 +14,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from siirl.data.model_files import check_weight_files, model_dir
-from siirl.data.stored_tensors import load_tensors, stored_tensors
-from siirl.data.weight_slices import SafetensorsFolder
 from siirl.engines.train.hf_model import VALUE_HEAD, torch_dtype
 from siirl.engines.train.megatron.model import LocalParams, read_parameter, read_weights
 from siirl.engines.train.megatron.pieces import Piece, PiecewiseTensor
@@ -24,6 +21,9 @@ from siirl.engines.train.megatron.state import pieces_of
 from siirl.engines.train.megatron.weights import EMBEDDING, Entry, hf_shapes
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import CheckpointError, ConfigError, DataError
+from siirl.model_files.directory import check_weight_files, model_dir
+from siirl.model_files.stored_tensors import load_tensors, stored_tensors
+from siirl.model_files.weight_slices import SafetensorsFolder
 
 _PREFIX = "model/"
 

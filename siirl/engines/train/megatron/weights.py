@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PretrainedConfig
 
-from siirl.dag.model_types import why_not
-from siirl.dag.plan import Head
+from siirl.compiler.model_types import why_not
+from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.errors import NotSupportedError
 

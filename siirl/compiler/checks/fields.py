@@ -1,0 +1,337 @@
+"""What must hold between nodes: each field has one writer, above its readers; unneeded nodes are pruned."""
+
+from collections.abc import Iterable, Iterator
+
+from siirl.compiler.resolved_node import ResolvedNode
+from siirl.compiler.workflow import Nodes, Workflow
+from siirl.config import Config
+from siirl.config.reward_weights import RewardWeights
+from siirl.config.roles import normalizes_weights
+from siirl.dag.ops import score_names, uses_critic, why_unread
+from siirl.errors import ConfigError, DagError, NotSupportedError, UserError, reworded
+from siirl.spelling import suggest
+from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
+
+
+def check_agents(nodes: Nodes) -> Iterator[UserError]:
+    """One rollout and one trainer for each agent."""
+    seen: dict[tuple[str, int], ResolvedNode] = {}
+    for node in nodes.values():
+        if not node.op.unique:
+            continue
+        place = (node.op.unique, node.agent)
+        if place in seen:
+            yield DagError(
+                f"{seen[place]} and {node} are both the {node.op.unique} of agent {node.agent}: they would "
+                "share fields and weights. Remove one. A second agent has a rollout, a reward, an "
+                "advantage and a training of its own, all with its agent_group."
+            )
+        seen[place] = node
+
+
+def prune(workflow: Workflow, rollout_only: bool = False) -> dict[str, str]:
+    """Node id -> why nothing needs it: it has no side effect, and no kept node reads what it writes.
+
+    Of an interaction all nodes are needed if one is. rollout_only: rollouts and rewards are wanted for
+    themselves, and nothing is trained.
+    """
+    needed: set[FieldKey] = set()
+    pruned: dict[str, str] = {}
+    for node in (workflow.nodes[node_id] for node_id in reversed(workflow.graph.order)):
+        if _is_wanted(node, rollout_only) or needed.intersection(node.writes):
+            needed.update(node.reads)
+        else:
+            pruned[node.id] = _why_pruned(node, rollout_only)
+    for plan in workflow.interactions.values():
+        members = {stage.node for stage in plan.stages}
+        if members - pruned.keys():
+            pruned = {node_id: why for node_id, why in pruned.items() if node_id not in members}
+    return {node_id: pruned[node_id] for node_id in workflow.graph.order if node_id in pruned}
+
+
+def _is_wanted(node: ResolvedNode, rollout_only: bool) -> bool:
+    if rollout_only:
+        effect = node.op.side_effect and not node.op.trains
+        return effect or node.op.is_rollout or node.op.scores
+    return node.op.side_effect or node.op.wanted(node.cfg)
+
+
+def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
+    if rollout_only and node.op.trains:
+        return "trainer.rollout_only is set: nothing is trained"
+    if node.op.is_rollout:
+        return "no node that is needed reads its responses"
+    if node.op.changes_rows:
+        return "nothing asks for it (algorithm.filter_groups.enable and algorithm.use_pf_ppo are off)"
+    names = ", ".join(key.name for key in node.writes)
+    reason = next((why for key in node.writes if (why := why_unread(key.name, node.cfg))), None)
+    return f"nothing reads {names}" + (f": {reason}" if reason else "")
+
+
+def check_kept(kept: Workflow, rollout_only: bool) -> Iterator[UserError]:
+    """Something is left to do, and every rollout that is left has a trainer to take weights from.
+
+    In an interaction, an agent of which there is nothing but its rollout is frozen, and needs none.
+    """
+    if rollout_only:
+        if not kept.rollouts:
+            yield DagError(
+                "trainer.rollout_only is set, but the DAG has no rollout. Add a node with node_type "
+                "MODEL_INFERENCE and node_role ROLLOUT, or unset it."
+            )
+        return
+    trained = {node.agent for node in kept.nodes.values() if node.op.trains_policy}
+    if not trained:
+        yield NotSupportedError(
+            "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
+            "node_role ACTOR; or set trainer.rollout_only=true to sample and score only."
+        )
+        return
+    untrained = {stage.node for stage in kept.stages.values() if not stage.rows}
+    for node in kept.nodes.values():
+        if node.op.is_rollout and node.agent not in trained and node.id not in untrained:
+            frozen = ""
+            if node.id in kept.stages:
+                frozen = " Or remove its other nodes (reward, ...): the agent is then frozen."
+            yield DagError(
+                f"{node}: agent {node.agent} has a rollout but no training, so nothing gives it weights. Add "
+                f"a node with node_type MODEL_TRAIN, node_role ACTOR, agent_group {node.agent}.{frozen}"
+            )
+
+
+def check_critics(kept: Workflow) -> Iterator[UserError]:
+    """An agent whose advantages come from a critic trains one, and no other agent does."""
+    yield from _check_shared_critics(kept)
+    learning = {node.agent for node in kept.nodes.values() if node.op.trains and node.op.on_critic}
+    for node in kept.nodes.values():
+        if node.op.credits and uses_critic(node.cfg) and node.agent not in learning:
+            yield DagError(
+                f"{node} has algorithm.adv_estimator=gae, but no node trains the critic of agent "
+                f"{node.agent}: its values would stay random. Add a node with "
+                "node_type MODEL_TRAIN, node_role CRITIC, or set another adv_estimator."
+            )
+        if node.op.trains and node.op.on_critic and not uses_critic(node.cfg):
+            yield DagError(
+                f"{node} trains a critic, but algorithm.adv_estimator="
+                f"{node.cfg.algorithm.adv_estimator} uses none. "
+                "Set algorithm.adv_estimator=gae, or remove the node."
+            )
+
+
+def _check_shared_critics(kept: Workflow) -> Iterator[UserError]:
+    """A critic of several agents belongs to one of them, and learns after all of its values are there."""
+    critics = [node for node in kept.nodes.values() if node.op.on_critic]
+    owners = {node.agent for node in critics if node.model_agent == node.agent and node.op.trains}
+    for node in critics:
+        if node.cfg.critic.share_instance is not None and node.model_agent not in owners - {node.agent}:
+            others = ", ".join(map(str, sorted(owners - {node.agent}))) or "none"
+            yield DagError(
+                f"{node}: critic.share_instance = {node.model_agent}: agent {node.model_agent} trains no "
+                f"critic of its own. Agents that do: {others}."
+            )
+        for trainer in critics:
+            late = trainer.model == node.model and trainer.op.trains and not node.op.trains
+            if late and node.id not in kept.graph.above[trainer.id]:
+                yield DagError(
+                    f"{trainer} and {node} share the critic of agent {node.model_agent}, and nothing says "
+                    "which comes first: values must be those of before the update. Let the former depend on "
+                    "the latter."
+                )
+
+
+def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[UserError]:
+    """A node that scores by a model has one, and reward_model.enable; where that is set, there is a node."""
+    scoring = [node for node in nodes if node.op.by_model]
+    for node in scoring:
+        if not node.cfg.reward_model.enable:
+            yield DagError(
+                f"{node} scores by a model, but reward_model.enable is False. Set reward_model.enable=True "
+                "and reward_model.model.path, or remove the node."
+            )
+        elif node.op.model is not None and "reward_model.model.path" not in node.cfg.explicit:
+            yield ConfigError(
+                f"{node}: reward_model.model.path is not set: the node has no model to score by. Name a "
+                "directory of a Hugging Face model with a score head (ForSequenceClassification), or of a "
+                "judge (reward_model.judge.name)."
+            )
+    if cfg.reward_model.enable and not scoring:
+        yield DagError(
+            "reward_model.enable=True, but no node of the DAG scores by a model. Add a node with node_type "
+            "MODEL_INFERENCE, node_role REWARD, as in dag_templates/grpo_reward_model.yaml, or set "
+            "reward_model.enable=False."
+        )
+
+
+def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[UserError]:
+    """reward_model.weights names rewards that its node reads; without such a node it is an error."""
+    combining = [node for node in nodes if node.op.combines]
+    for node in combining:
+        reward_model = node.cfg.reward_model
+        try:
+            RewardWeights(
+                reward_model.weights, score_names(node.spec.reads or ()), normalizes_weights(node.cfg)
+            )
+        except ConfigError as error:
+            yield reworded(error, lambda message, node=node: f"{node}: {message}")
+    if cfg.reward_model.weights and not combining:
+        yield DagError(
+            "reward_model.weights is set, but no node of the DAG adds up rewards. Add a node with node_type "
+            "COMPUTE, node_role REWARD and reads: [the rewards' names], or remove the weights."
+        )
+
+
+def check_sampling(kept: Workflow) -> Iterator[UserError]:
+    """DagError if dynamic sampling is asked for, and no node of the agent does it.
+
+    Agents without rows need none. NotSupportedError in an interaction of which several agents have rows.
+    """
+    sampling = {node.agent for node in kept.nodes.values() if node.op.repeats}
+    asking = [n for n in kept.nodes.values() if n.op.is_rollout and n.cfg.algorithm.filter_groups.enable]
+    for plan in kept.interactions.values():
+        talking = [stage for stage in plan.stages if stage.rows]
+        asked = [s for s in talking if s.agent in sampling or any(n.id == s.node for n in asking)]
+        if len(talking) > 1 and asked:
+            yield NotSupportedError(
+                f"not supported yet: algorithm.filter_groups.enable=true for {kept.nodes[asked[0].node]}: "
+                f"agents {' and '.join(str(stage.agent) for stage in talking)} of its interaction are "
+                "trained, and the groups that one of them drops may be those that another one keeps. Set "
+                "algorithm.filter_groups.enable=false, and remove it from the configurations of nodes."
+            )
+            return
+    for node in asking:
+        if node.agent not in sampling and (node.id not in kept.stages or kept.stages[node.id].rows):
+            yield DagError(
+                f"algorithm.filter_groups.enable=true, but no node filters the groups of {node}. Add a node "
+                "with node_type COMPUTE, node_role POSTPROCESS_SAMPLING below its reward, as in "
+                "dag_templates/dapo.yaml, or set algorithm.filter_groups.enable=false."
+            )
+
+
+def check_resampling(kept: Workflow) -> Iterator[UserError]:
+    """DagError if PF-PPO is asked for, and no node of the agent resamples; or if its draws are joined.
+
+    Agents without rows of their own need none.
+    """
+    resampling = {node.agent: node for node in kept.nodes.values() if node.op.draws}
+    rowless = {stage.node for stage in kept.stages.values() if not stage.rows}
+    for node in kept.nodes.values():
+        sampler = resampling.get(node.agent)
+        asks = node.op.is_rollout and node.cfg.algorithm.use_pf_ppo and node.id not in rowless
+        if asks and sampler is None:
+            yield DagError(
+                f"algorithm.use_pf_ppo=true, but no node resamples the rows of {node}. Add a node with "
+                "node_type COMPUTE, node_role POSTPROCESS_SAMPLING above the training, as in "
+                "dag_templates/ppo.yaml, or set algorithm.use_pf_ppo=false."
+            )
+        others = [key for key in node.reads if kept.joins(node, key)]
+        if sampler is not None and others and sampler.id in kept.graph.above[node.id]:
+            yield DagError(
+                f"{node} reads {others[0]} by episode, below {sampler}, of which each draw is an episode of "
+                f"its own. Let {sampler.id!r} depend on {node.id!r} instead."
+            )
+
+
+def check_writers(nodes: Nodes) -> Iterator[UserError]:
+    """Each field has one writer, and none is written over the loader's."""
+    writers: dict[FieldKey, ResolvedNode] = {}
+    for node in nodes.values():
+        for key in node.writes:
+            if key in writers:
+                yield DagError(
+                    f"{writers[key]} and {node} both write {key}: readers could not tell which to take. "
+                    f"{_one_writer(writers[key], node)}"
+                )
+            if key.name in PROMPT_FIELDS and not node.op.is_rollout:
+                yield DagError(f"{node} writes {key}, which comes with the prompts. Choose another name.")
+            writers.setdefault(key, node)
+
+
+def _one_writer(one: ResolvedNode, other: ResolvedNode) -> str:
+    """What makes two writers of a field one."""
+    if one.op.scores and other.op.scores:
+        return (
+            "Give each a name by writes: [NAME], and add a node of role REWARD that adds them up: "
+            "reads: [NAME, ...] (docs/rewards.md); or remove one."
+        )
+    renamed = next((node for node in (other, one) if node.spec.executable_ref is not None), None)
+    if renamed is None:
+        return "Remove one of the nodes."
+    return f"Remove one of the nodes, or give {renamed.id!r} other writes."
+
+
+def check_readers(kept: Iterable[ResolvedNode], workflow: Workflow) -> Iterator[UserError]:
+    """What a kept node reads comes with the prompts or from a node above it; said once for each fix."""
+    nodes, ancestors = workflow.nodes, workflow.graph.above
+    writers = {key: node for node in nodes.values() for key in node.writes}
+    agents = {node.agent for node in nodes.values()}
+    for node in kept:
+        fixes: set[str] = set()
+        for key in node.reads:
+            writer = writers.get(key)
+            if key.name in PROMPT_FIELDS and key.agent in agents:
+                continue
+            if key.agent not in agents:
+                what = f"but the DAG has no agent {key.agent}: its agents are {sorted(agents)}."
+                fix = f"agent {key.agent}"
+            elif writer is None:
+                fix = _who_could_write(key, node, workflow)
+                what = f"which no node writes. {fix}"
+            elif writer.id not in ancestors[node.id]:
+                fix = f"Add {writer.id!r} to the dependencies of {node.id!r}."
+                what = f"which {writer} writes, but does not depend on it: it could run first. {fix}"
+            else:
+                continue
+            if fix not in fixes:
+                fixes.add(fix)
+                yield DagError(f"{node} reads {key}, {what}")
+
+
+def _who_could_write(key: FieldKey, node: ResolvedNode, workflow: Workflow) -> str:
+    nodes = workflow.nodes
+    hint = _WRITERS.get(key.name)
+    several = len({other.agent for other in nodes.values()}) > 1
+    if hint and several and hint.startswith("a node"):
+        hint += f", agent_group {key.agent}"
+    if key.name == "old_log_prob" and not node.cfg.algorithm.use_kl_in_reward:
+        hint = (
+            f"{hint}; or take one optimizer step on each batch (ppo_mini_batch_size = train_batch_size, "
+            "ppo_epochs = 1); or set actor_rollout_ref.actor.recompute_old_log_prob=False"
+        )
+    if several and key.name == "score" and key.agent in workflow.talking:
+        hint = f"{hint}; or let it depend on the reward of an agent it talks with, whose scores it then gets"
+    if hint:
+        return f"Add {hint}."
+    known = [*FIELDS, *(k.name for other in nodes.values() for k in other.writes if k.agent == key.agent)]
+    return (
+        suggest(key.name, dict.fromkeys(n for n in known if n != key.name)) + " Or add a node that writes it."
+    )
+
+
+_INTERACTION = "an interaction: a rollout node that depends on another agent's, on an environment or on tools"
+_WRITERS = (
+    dict.fromkeys(("episode_id", "speaker", "turn_id", "env_reward"), _INTERACTION)
+    | {
+        "baseline_score": (
+            "a rollout and a reward node with only_forward_compute: true above the rollout, as in "
+            "dag_templates/remax.yaml"
+        ),
+        "ref_log_prob": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
+        "ref_hidden": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
+        "old_log_prob": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
+        "score": "a node with node_type COMPUTE, node_role REWARD",
+        "advantage": "a node with node_type COMPUTE, node_role ADVANTAGE",
+        "value": "a node with node_type MODEL_TRAIN, node_role CRITIC, only_forward_compute: true",
+        "return_": "a node with node_type COMPUTE, node_role ADVANTAGE, and set algorithm.adv_estimator=gae",
+    }
+    | dict.fromkeys(
+        (
+            "response_ids",
+            "response_length",
+            "response_mask",
+            "rollout_log_prob",
+            "finish_reason",
+            "weight_version",
+        ),
+        "a node with node_type MODEL_INFERENCE, node_role ROLLOUT, of this agent",
+    )
+)

@@ -1,0 +1,322 @@
+"""What must hold for a Megatron model before anything starts, beyond what ParallelDims.check finds.
+
+Pure: sizes come from the configuration and the model's config.json; megatron.core need not be installed.
+Rules are those of megatron-core 0.16 unless they name another reason.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.compiler.checks.megatron_options import MODULES, Kind, refusal
+from siirl.compiler.memory.estimate import ModelShape
+from siirl.config.common import MegatronConfig
+from siirl.errors import ConfigError, NotSupportedError
+from siirl.parallel.dims import ParallelDims
+from siirl.parallel.pipeline_layers import SPLIT_OPTIONS, split_layers, suggest_split
+from siirl.parallel.placement import Ranks, format_ranks
+
+
+@dataclass(frozen=True)
+class MegatronModel:
+    """A Megatron model as the checks see it. group: full name of the role's group, "actor_rollout_ref.actor".
+
+    shape: its sizes, or why they are not known; checks that need them are then left to the engine.
+    longest_row: most tokens of prompt and response. budgets: key -> tokens of a micro-batch, if it acts.
+    """
+
+    who: str
+    group: str
+    section: MegatronConfig
+    optimizer_options: Mapping[str, Any]
+    trains: bool
+    dims: ParallelDims
+    shape: ModelShape | str
+    lora_rank: int
+    longest_row: int
+    budgets: Mapping[str, int]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return self.section.override_transformer_config
+
+    @property
+    def keys(self) -> str:
+        return f"{self.group}.megatron"
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are padded to a multiple of so many tokens: CP cuts each in 2 cp pieces, SP over tp ranks."""
+        cut = 2 * self.dims.cp if self.dims.cp > 1 else 1
+        return cut * (self.dims.tp if self.section.sequence_parallel else 1)
+
+
+LATER: dict[str, Callable[[MegatronModel], bool]] = {
+    "LoRA adapters (model.lora_rank) under megatron. Set lora_rank=0, or strategy=fsdp": lambda model: (
+        model.lora_rank > 0
+    ),
+}
+"""What the engine does not do yet, with the fix -> whether a model asks for it. Entries go as it learns."""
+
+
+def check_megatron(model: MegatronModel) -> None:
+    """ConfigError with all that is wrong, a line each; NotSupportedError for what does not exist yet."""
+    for feature, is_asked in LATER.items():
+        if is_asked(model):
+            raise NotSupportedError(f"not supported yet: {model.who}: {feature}.")
+    checks: tuple[Callable[[MegatronModel], Iterator[str]], ...] = (
+        _options,
+        _weights,
+        _recompute,
+        _gradients,
+        _rows,
+        _optimizer,
+    )
+    if isinstance(model.shape, ModelShape):
+        checks += (_layers, _attention, _mlp, _vocabulary, _experts)
+    problems = [f"{model.who}: {problem}" for check in checks for problem in check(model)]
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _options(model: MegatronModel) -> Iterator[str]:
+    """What siirl does not pass on, and values that an option cannot have."""
+    maps: list[tuple[Kind, str, Mapping[str, Any]]] = [
+        ("transformer", f"{model.keys}.override_transformer_config", model.options)
+    ]
+    if model.trains:
+        maps += [
+            ("ddp", f"{model.keys}.override_ddp_config", model.section.override_ddp_config),
+            ("optimizer", f"{model.group}.optim.override_optimizer_config", model.optimizer_options),
+        ]
+    for kind, where, options in maps:
+        for name, value in options.items():
+            problem = refusal(kind, name, value, model.group)
+            if problem:
+                yield f"{where}.{name}{problem if problem.startswith('=') else ' ' + problem}"
+
+
+def _weights(model: MegatronModel) -> Iterator[str]:
+    """Weights are read from one place."""
+    section = model.section
+    if section.use_dist_checkpointing and not section.dist_checkpointing_path:
+        yield (
+            f"{model.keys}.use_dist_checkpointing=true without a checkpoint. Set "
+            f"{model.keys}.dist_checkpointing_path to the directory that `siirl convert` wrote."
+        )
+    if section.use_dist_checkpointing and section.use_mbridge:
+        yield (
+            f"{model.keys}.use_mbridge and use_dist_checkpointing are both true: weights are read from "
+            "Hugging Face files by mbridge, or from a converted checkpoint. Set one of them to false."
+        )
+
+
+def _layers(model: MegatronModel) -> Iterator[str]:
+    dims, shape = model.dims, model.shape
+    assert isinstance(shape, ModelShape)
+    try:
+        chunks = split_layers(shape.layers, dims.pp, dims.vpp, model.options)
+    except ValueError as error:
+        options = suggest_split(shape.layers, dims.pp, dims.vpp)
+        settings = " ".join(f"+{model.keys}.override_transformer_config.{k}={v}" for k, v in options.items())
+        fits = [str(pp) for pp in range(1, shape.layers + 1) if shape.layers % (pp * dims.vpp) == 0]
+        given = ", ".join(name for name in SPLIT_OPTIONS if name in model.options)
+        remedy = f"Set {settings}" if settings else f"Remove {given}"
+        yield (
+            f"{error}. {remedy}, or a pipeline_model_parallel_size that divides them "
+            f"({', '.join(fits)} with vpp({dims.vpp}))."
+        )
+        return
+    empty = [stage for stage, counts in enumerate(chunks) if sum(counts) == 0]
+    if len(empty) > 0 and "pipeline_model_parallel_layout" not in model.options:
+        yield (
+            f"pipeline rank {empty[0]} of pp({dims.pp}) would hold none of the {shape.layers} layers. Lower "
+            f"{model.keys}.pipeline_model_parallel_size."
+        )
+
+
+def _attention(model: MegatronModel) -> Iterator[str]:
+    tp, shape = model.dims.tp, model.shape
+    assert isinstance(shape, ModelShape)
+    key = f"{model.keys}.tensor_model_parallel_size"
+    if shape.heads % tp:
+        fits = _common_divisors(shape.heads, tp)
+        yield f"{shape.heads} attention heads do not divide over tp({tp}) ranks. Set {key}={fits}."
+    elif shape.kv_heads % tp and tp % shape.kv_heads:
+        fits = _common_divisors(shape.kv_heads, tp)
+        yield (
+            f"tp({tp}) is neither a divisor nor a multiple of the {shape.kv_heads} KV heads: they can be "
+            f"split over ranks or repeated, not both. Set {key}={fits}."
+        )
+
+
+def _mlp(model: MegatronModel) -> Iterator[str]:
+    dims, shape = model.dims, model.shape
+    assert isinstance(shape, ModelShape)
+    widths = [("tensor_model_parallel_size", "tp", dims.tp, "shared expert width", shape.shared_width)]
+    if shape.moe_layers < shape.layers:
+        widths.append(("tensor_model_parallel_size", "tp", dims.tp, "intermediate_size", shape.intermediate))
+    if shape.experts:
+        widths.append(("expert_tensor_parallel_size", "etp", dims.etp, "expert width", shape.expert_width))
+    for key, axis, size, what, width in widths:
+        if width % size:
+            fits = _common_divisors(width, size)
+            yield f"{what} {width} does not divide over {axis}({size}) ranks. Set {model.keys}.{key}={fits}."
+
+
+def _vocabulary(model: MegatronModel) -> Iterator[str]:
+    """Ranks hold equal shares of the words, rounded up; the last one must still have some."""
+    tp, shape = model.dims.tp, model.shape
+    assert isinstance(shape, ModelShape)
+    if (tp - 1) * -(-shape.vocabulary // tp) >= shape.vocabulary:
+        yield (
+            f"a vocabulary of {shape.vocabulary} words leaves some of tp({tp}) ranks without any. Lower "
+            f"{model.keys}.tensor_model_parallel_size."
+        )
+
+
+def _rows(model: MegatronModel) -> Iterator[str]:
+    """Context parallelism cuts each row into 2 cp equal pieces, so a row is padded first."""
+    multiple = model.row_multiple
+    padded = -(-model.longest_row // multiple) * multiple
+    for key, budget in model.budgets.items():
+        if budget < padded:
+            yield (
+                f"{key}={budget} does not hold the longest row: its {model.longest_row} tokens are padded to "
+                f"{padded}, a multiple of {multiple}, under cp({model.dims.cp}) and tp({model.dims.tp}). Set "
+                f"it to {padded} or more."
+            )
+
+
+def _experts(model: MegatronModel) -> Iterator[str]:
+    dims, shape, options = model.dims, model.shape, model.options
+    assert isinstance(shape, ModelShape)
+    if not shape.experts:
+        for key, axis, size in (
+            ("expert_model_parallel_size", "ep", dims.ep),
+            ("expert_tensor_parallel_size", "etp", dims.etp),
+        ):
+            if size > 1:
+                yield f"{axis}({size}): {shape.family} has no experts. Set {model.keys}.{key}=1."
+        for name in options:
+            if name.startswith("moe_") and options[name] not in (None, False, "none", 0):
+                where = f"{model.keys}.override_transformer_config.{name}"
+                yield f"{where}: {shape.family} has no experts. Remove it."
+        return
+    if shape.experts % dims.ep:
+        fits = _common_divisors(shape.experts, dims.ep)
+        yield (
+            f"{shape.experts} experts do not divide over ep({dims.ep}) ranks. Set "
+            f"{model.keys}.expert_model_parallel_size={fits}."
+        )
+    if dims.tp > 1 and not model.section.sequence_parallel:
+        yield (
+            f"a mixture of experts with tp({dims.tp}) and without sequence parallelism: the dispatcher takes "
+            f"each rank's own tokens, and without it all tp ranks have the same. Set "
+            f"{model.keys}.sequence_parallel=true, or tensor_model_parallel_size=1."
+        )
+    if options.get("moe_token_dispatcher_type") == "allgather" and dims.pp > 1:
+        yield (
+            f"moe_token_dispatcher_type=allgather with pp({dims.pp}): pipeline ranks exchange packed rows of "
+            "varying length, which it does not take. Set moe_token_dispatcher_type=alltoall."
+        )
+    balancing, coefficient = options.get("moe_router_load_balancing_type"), options.get("moe_aux_loss_coeff")
+    if balancing == "none" and coefficient:
+        yield f"moe_aux_loss_coeff={coefficient} with moe_router_load_balancing_type=none: remove one."
+    if balancing == "aux_loss" and not coefficient:
+        yield "moe_router_load_balancing_type=aux_loss weighs nothing. Set moe_aux_loss_coeff."
+
+
+def _recompute(model: MegatronModel) -> Iterator[str]:
+    options = model.options
+    granularity, method = options.get("recompute_granularity"), options.get("recompute_method")
+    layers = options.get("recompute_num_layers")
+    if granularity == "full" and (method is None or layers is None):
+        yield "recompute_granularity=full needs recompute_method=uniform|block and recompute_num_layers >= 1."
+    if granularity == "selective" and layers is not None:
+        yield (
+            f"recompute_granularity=selective with recompute_num_layers={layers}: it recomputes the "
+            "recompute_modules of every layer. Remove recompute_num_layers, or choose full."
+        )
+    others = [name for name in options if name.startswith("recompute_")]
+    if options.get("moe_layer_recompute") and others:
+        yield f"moe_layer_recompute decides all of recomputation. Remove it, or {', '.join(others)}."
+    if not isinstance(model.shape, ModelShape) or granularity != "selective":
+        return
+    here = {"core_attn", "moe" if model.shape.experts else "mlp"}
+    absent = sorted(set(options.get("recompute_modules") or ()) - here - set(MODULES))
+    if absent:
+        yield (
+            f"recompute_modules names {', '.join(absent)}: a layer of {model.shape.family} has none. It may "
+            f"name {', '.join(sorted(here))}."
+        )
+
+
+def _gradients(model: MegatronModel) -> Iterator[str]:
+    """Options of gradient buffers that need each other."""
+    if not model.trains:
+        return
+    options, where = model.section.override_ddp_config, f"{model.keys}.override_ddp_config"
+    if options.get("overlap_param_gather") and not model.section.use_distributed_optimizer:
+        yield (
+            f"{where}.overlap_param_gather without the distributed optimizer: every rank updates whole "
+            f"weights, so nothing is gathered. Remove it, or set {model.keys}.use_distributed_optimizer=True."
+        )
+    for name in ("overlap_param_gather", "bucket_size"):
+        if options.get(name) and not options.get("overlap_grad_reduce"):
+            yield (
+                f"{where}.{name} without overlap_grad_reduce: gradients are then reduced all at once. "
+                f"Remove it, or set {where}.overlap_grad_reduce=True."
+            )
+
+
+def _optimizer(model: MegatronModel) -> Iterator[str]:
+    """Where AdamW's state lies, and in which types: see siirl/engines/train/megatron/adamw.py."""
+    options, where = model.optimizer_options, f"{model.group}.optim.override_optimizer_config"
+    for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"):
+        if options.get(name) and not options.get("optimizer_cpu_offload"):
+            yield f"{where}.{name}: nothing is on the host. Set {where}.optimizer_cpu_offload=True."
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        value = options.get(name, "fp32")
+        if value != "fp32" and not options.get("use_precision_aware_optimizer"):
+            yield f"{where}.{name}={value} needs {where}.use_precision_aware_optimizer=True. Set it."
+    if "eps" in options and "adam_eps" in options:
+        yield f"{where} has eps and adam_eps, which are the same. Remove one of them."
+
+
+def _common_divisors(width: int, size: int) -> str:
+    """The divisors of width up to size, greatest first: sizes that fit."""
+    return "|".join(str(d) for d in range(size, 0, -1) if width % d == 0)
+
+
+def advice(model: MegatronModel, ranks: Ranks, ranks_per_node: int, num_micro_batches: int) -> list[str]:
+    """What works but is slow or has no effect, a line each. num_micro_batches: of a mini-batch on a rank."""
+    dims, options = model.dims, model.options
+    lines = []
+    if isinstance(model.shape, str):
+        lines.append(f"layers, heads and experts are not checked: {model.shape}")
+    groups = dims.mesh_groups(ranks).get("tp", ())
+    across = next((group for group in groups if len({rank // ranks_per_node for rank in group}) > 1), None)
+    if across:
+        lines.append(
+            f"tp({dims.tp}) reaches over machines (ranks {format_ranks(across)}): every layer then waits for "
+            f"the network. Keep tensor_model_parallel_size within the {ranks_per_node} devices of a machine."
+        )
+    if dims.tp > 1 and not model.section.sequence_parallel:
+        lines.append(
+            f"tp({dims.tp}) without sequence_parallel keeps norms and residuals whole on every rank. Set "
+            f"{model.keys}.sequence_parallel=true to split them too."
+        )
+    if dims.pp > 1 and model.trains:
+        idle = (dims.pp - 1) / (num_micro_batches * dims.vpp + dims.pp - 1)
+        if idle > 0.25:
+            lines.append(
+                f"pp({dims.pp}) with {num_micro_batches} micro-batches in a mini-batch idles {idle:.0%} of "
+                "the time. Make micro-batches smaller, mini-batches larger, or the pipeline shorter."
+            )
+    granularity = options.get("recompute_granularity")
+    if granularity != "selective" and options.get("recompute_modules"):
+        lines.append("recompute_modules has no effect without recompute_granularity=selective.")
+    if granularity == "selective" and options.get("recompute_method"):
+        lines.append("recompute_method has no effect with recompute_granularity=selective.")
+    return [f"{model.who}: {line}" for line in lines]

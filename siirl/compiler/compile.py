@@ -1,0 +1,308 @@
+"""compile_plan: DAG, configuration and cluster size in, Plan out. Pure; the same result in every process."""
+
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from siirl.compiler.checks.fields import (
+    check_agents,
+    check_critics,
+    check_kept,
+    check_readers,
+    check_resampling,
+    check_reward_models,
+    check_reward_weights,
+    check_sampling,
+    check_writers,
+    prune,
+)
+from siirl.compiler.checks.round_regions import check_rounds
+from siirl.compiler.instructions import Sections
+from siirl.compiler.interactions.credit_reads import turns_of_training, with_credit
+from siirl.compiler.interactions.env_shorthand import with_environments
+from siirl.compiler.interactions.find import check_agents_of, with_interactions
+from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_rows, place_nodes
+from siirl.compiler.memory.awake_engines import check_awake, with_shares
+from siirl.compiler.models import backend_of, plan_links, plan_models
+from siirl.compiler.plan import Instruction, LinkPlan, ModelPlan, NodePlan, Plan, Repeat, RoutePlan
+from siirl.compiler.resolved_node import ResolvedNode, check_node_config, resolve_nodes
+from siirl.compiler.serving import heads_of, place_interactions, serving_ranks
+from siirl.compiler.workflow import Nodes, Workflow
+from siirl.config import Config
+from siirl.config.algorithm_choice import estimator_of
+from siirl.config.checks import contradictions
+from siirl.dag.filters import with_filters
+from siirl.dag.graph import Graph, build_graph
+from siirl.dag.idle_nodes import without_idle
+from siirl.dag.node_config import with_node_config
+from siirl.dag.ops import uses_critic
+from siirl.dag.spec import DagSpec
+from siirl.dag.yaml_file import load_dag_file
+from siirl.errors import DagError, Place, UserError, joined
+from siirl.findings import Findings, ReadsBroken
+from siirl.parallel.placement import Ranks
+from siirl.types import Layout
+from siirl.user_code.load_object import load_object
+
+TEMPLATES = Path(__file__).parents[2] / "dag_templates"
+
+
+def load_dag(cfg: Config) -> DagSpec:
+    """The DAG of dag.custom_pipeline_fn, of dag.workflow_path, or the algorithm's template.
+
+    With what dag.node_config says of its nodes.
+    """
+    return with_node_config(_dag(cfg), cfg.dag.node_config)
+
+
+def _dag(cfg: Config) -> DagSpec:
+    function = cfg.dag.custom_pipeline_fn
+    if function:
+        return _built(function)
+    return load_dag_file(cfg.dag.workflow_path or TEMPLATES / template_of(cfg))
+
+
+def _built(function: str) -> DagSpec:
+    """The DAG that the user's function returns. DagError for whatever it raises, with the line."""
+    key, own = "dag.custom_pipeline_fn", "Build it by siirl.dag.spec.DagBuilder (docs/dag_authoring.md)."
+    build = load_object(function, key)
+    if not callable(build):
+        raise DagError(
+            f"{key}={function} is {type(build).__name__}, not a function that returns a DAG. {own}"
+        )
+    try:
+        dag = build()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # the user's code runs here: it may raise anything
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise DagError(
+            f"{key}={function} raised {type(error).__name__}: {error} ({line.filename}, line {line.lineno}). "
+            f"A pipeline of another framework's classes is none here. {own}"
+        ) from error
+    if not isinstance(dag, DagSpec):
+        raise DagError(
+            f"{key}={function} returned {type(dag).__module__}.{type(dag).__name__}, not a DagSpec: a "
+            f"pipeline of another framework's classes is none here. {own} End it with builder.build()."
+        )
+    return dag
+
+
+def template_of(cfg: Config) -> str:
+    """The file in dag_templates/ that fits the algorithm."""
+    if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
+        return "dapo.yaml"
+    if estimator_of(cfg).uses_greedy:
+        return "remax.yaml"
+    if cfg.reward_model.enable:
+        return "ppo_reward_model.yaml" if uses_critic(cfg) else "grpo_reward_model.yaml"
+    return "ppo.yaml" if uses_critic(cfg) else "grpo.yaml"
+
+
+def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict[str, Config]]:
+    """The plan of a workflow on `world_size` ranks, and the configuration of each kept node.
+
+    Raises DagError, PlacementError, ConfigError or NotSupportedError, with the node and the fix.
+    """
+    found = Findings(Place.WORKFLOW)
+    try:
+        compiled = _compile(dag, cfg, world_size, found)
+    except UserError as error:
+        found.add(error)
+        raise joined(found.problems) from error
+    except ReadsBroken:
+        found.close()
+        raise
+    found.close()
+    return compiled
+
+
+def _compile(dag: DagSpec, cfg: Config, world_size: int, found: Findings) -> tuple[Plan, dict[str, Config]]:
+    read, idle, graph = _read(dag, found)
+    resolved = _resolve(read, graph, cfg, found)
+    talking = _interact(resolved, found)
+    pruned = prune(talking, cfg.trainer.rollout_only)
+    kept, models = _check(talking, pruned, cfg, world_size, found)
+    placed = _place(kept, models, world_size, found)
+    return _emit(placed, dag.dag_id, idle | pruned, found)
+
+
+def _read(dag: DagSpec, found: Findings) -> tuple[DagSpec, dict[str, str], Graph | None]:
+    """The DAG with its filters as nodes, without nodes that compute nothing; why each of these is left out.
+
+    And the graph, where that is the one of all nodes already.
+    """
+    filtered = with_filters(dag)
+    with found.at():
+        graph = build_graph(filtered)
+        busy, idle = without_idle(filtered)
+        return busy, idle, None if idle else graph
+    return filtered, {}, None
+
+
+def _resolve(dag: DagSpec, graph: Graph | None, cfg: Config, found: Findings) -> Workflow:
+    """The nodes with op and configuration, environments among them, and who depends on whom."""
+    nodes = resolve_nodes(dag, cfg, found)
+    if len(nodes) < len(dag.nodes):
+        found.close()
+        raise ReadsBroken
+    whole = with_environments(dag, nodes)
+    if whole is not dag:
+        nodes, graph = resolve_nodes(whole, cfg, found, nodes), None
+    return Workflow(graph or build_graph(whole), nodes)
+
+
+def _interact(workflow: Workflow, found: Findings) -> Workflow:
+    """The workflow with its interactions. Raises where later checks would only repeat what is wrong."""
+    so_far = len(found)
+    found.take(check_agents(workflow.nodes))
+    with found.at():
+        credited = with_credit(with_interactions(workflow))
+        found.take(check_writers(credited.nodes))
+        check_agents_of(credited)
+        if len(found) == so_far:
+            return credited
+    found.close()
+    raise ReadsBroken
+
+
+def _check(
+    whole: Workflow, pruned: dict[str, str], cfg: Config, world_size: int, found: Findings
+) -> tuple[Workflow, dict[str, ModelPlan]]:
+    """The nodes that are left, and their models. Raises if anything is wrong with them."""
+    so_far, kept = len(found), whole.without(pruned)
+    found.take(check_kept(kept, cfg.trainer.rollout_only))
+    found.take(check_critics(kept))
+    found.take(check_sampling(kept))
+    found.take(check_resampling(kept))
+    found.take(check_reward_models(whole.nodes.values(), cfg))
+    found.take(check_reward_weights(whole.nodes.values(), cfg))
+    found.take(check_readers(kept.nodes.values(), whole))
+    of_run = {str(problem) for problem in contradictions(cfg)}
+    for node in kept.nodes.values():
+        found.take(check_node_config(node, of_run))
+    models = plan_models(kept, world_size, found)
+    if len(found) > so_far:
+        found.close()
+    return kept, models
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A workflow on its ranks."""
+
+    workflow: Workflow
+    models: dict[str, ModelPlan]
+    world_size: int
+    agents: dict[int, AgentRows]
+    table: LayoutTable
+    running: Graph
+    """The nodes that have an instruction of their own."""
+    places: dict[str, NodePlacement]
+
+    def place(self, graph: Graph, found: Findings) -> dict[str, NodePlacement]:
+        """The layouts of some of the nodes."""
+        drivers = {
+            stage.node: heads_of(self.models[talk.policies[0]])
+            for talk in self.workflow.interactions.values()
+            for stage in talk.stages
+        }
+        return place_nodes(
+            self.workflow, graph, self.models, self.agents, self.table, self.world_size, drivers, found
+        )
+
+
+def _place(kept: Workflow, models: dict[str, ModelPlan], world_size: int, found: Findings) -> Placed:
+    """Where models and rows lie. Raises if anything is wrong with that."""
+    interactions, moved = place_interactions(kept.interactions, models, kept.nodes)
+    shared = replace(kept, interactions=interactions, nodes=with_shares(interactions, moved, kept.nodes))
+    with found.at():
+        check_awake(interactions, moved, {node.id: node.cfg for node in shared.nodes.values()})
+    running = kept.graph.without(shared.silent)
+    unplaced = Placed(shared, moved, world_size, agent_rows(shared), LayoutTable(), running, {})
+    placed = replace(unplaced, places=unplaced.place(running, found))
+    with found.at():
+        check_rounds({name: shared.nodes[name] for name in running.order}, running, placed.places)
+    found.close()
+    return placed
+
+
+def _emit(
+    placed: Placed, dag_id: str, pruned: dict[str, str], found: Findings
+) -> tuple[Plan, dict[str, Config]]:
+    """The plan, and the configuration of each node of it."""
+    workflow, models, table, world_size = placed.workflow, placed.models, placed.table, placed.world_size
+    nodes = workflow.nodes
+    links = plan_links(models, nodes)
+    serving = {entry: serving_ranks(talk, models) for entry, talk in workflow.interactions.items()}
+    sections = Sections(workflow, table, links, serving)
+    instructions = sections.emit(placed.running, placed.places)
+    validated = placed.running.without(nodes.keys() - _validated(nodes))
+    filters = any(node.op.changes_rows and not node.op.is_rollout for node in nodes.values())
+    validation = sections.emit(validated, placed.place(validated, found) if filters else placed.places)
+    turns = turns_of_training(nodes)
+    plan = Plan(
+        dag_id=dag_id,
+        world_size=world_size,
+        nodes={node.id: _node_plan(node, workflow.graph, turns.get(node.id, {})) for node in nodes.values()},
+        pruned=pruned,
+        models=models,
+        layouts=table.by_id,
+        routes=sections.routes,
+        links=links,
+        loaders=sections.loaders,
+        interactions=dict(workflow.interactions),
+        groups=_groups(
+            world_size,
+            models.values(),
+            [*table.by_id.values(), *sections.routes.values(), *links.values()],
+            instructions,
+        ),
+        instructions=instructions,
+        validation=validation,
+    )
+    return plan, {node.id: node.cfg for node in nodes.values()}
+
+
+def _validated(nodes: Nodes) -> set[str]:
+    """Rollouts, reward nodes, and whatever writes a field that these need."""
+    writers = {key: node.id for node in nodes.values() for key in node.writes}
+    todo = [node.id for node in nodes.values() if node.op.is_rollout or node.op.scores]
+    found: set[str] = set()
+    while todo:
+        node_id = todo.pop()
+        if node_id not in found:
+            found.add(node_id)
+            todo.extend(writers[key] for key in nodes[node_id].reads if key in writers)
+    return found
+
+
+def _node_plan(node: ResolvedNode, graph: Graph, more: dict[str, int]) -> NodePlan:
+    return NodePlan(
+        name=node.id,
+        agent=node.agent,
+        dependencies=graph.parents[node.id],
+        op=node.op.name,
+        model=node.model,
+        executable=node.spec.executable_ref,
+        overrides=node.overrides,
+        options=node.options | more,
+        own_needs=node.op.needs if node.spec.executable_ref else (),
+    )
+
+
+def _groups(
+    world_size: int,
+    models: Iterable[ModelPlan],
+    others: Iterable[Layout | RoutePlan | LinkPlan],
+    instructions: Iterable[Instruction],
+) -> tuple[Ranks, ...]:
+    """The distinct rank tuples that anything communicates over, the world first."""
+    groups: dict[Ranks, None] = {tuple(range(world_size)): None}
+    for model in models:
+        groups[model.ranks] = None
+        groups.update(dict.fromkeys(backend_of(model).groups(model.dims, model.ranks)))
+    for item in (*others, *(ins for ins in instructions if isinstance(ins, Repeat))):
+        groups[item.ranks] = None
+    return tuple(groups)

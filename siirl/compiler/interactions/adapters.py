@@ -1,0 +1,145 @@
+"""Agents that train a LoRA adapter of their own on the frozen base of another agent's model. Pure.
+
+Such an agent has `rollout.agent.share_instance: M`, an ACTOR node, and `model.lora_rank` above 0; so has
+agent M, less `share_instance`. Without an ACTOR node `share_instance` means the whole policy: see
+siirl/compiler/interactions/find.py.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from siirl.compiler.plan import ModelPlan
+from siirl.compiler.resolved_node import ResolvedNode
+from siirl.compiler.workflow import Nodes, Workflow
+from siirl.config.common import ModelConfig
+from siirl.config.resolve import get
+from siirl.config.roles import role_group
+from siirl.errors import DagError
+
+OWN_KEYS = ("lora_rank", "lora_alpha", "target_modules")
+"""What an adapter has of its own; the rest of actor_rollout_ref.model describes the base."""
+ENGINE_KEYS = {
+    "hf": ("name", "dtype"),
+    "vllm": (
+        "name",
+        "dtype",
+        "prompt_length",
+        "response_length",
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enable_chunked_prefill",
+        "enforce_eager",
+        "disable_log_stats",
+        "gpu_memory_utilization",
+        "free_cache_engine",
+        "tensor_model_parallel_size",
+        "engine_kwargs.vllm",
+    ),
+}
+"""Rollout engine that can hold a base for several agents -> what its agents must agree on."""
+
+
+def check_bases(workflow: Workflow) -> None:
+    """DagError for an adapter whose base is not there, is trained itself, or is of another model."""
+    rollouts = workflow.rollouts
+    trained = {node.agent for node in workflow.nodes.values() if node.op.trains_policy}
+    for agent, owner in workflow.bases.items():
+        node = rollouts[agent]
+        key = f"{node}: rollout.agent.share_instance = {owner}"
+        if owner not in rollouts:
+            known = ", ".join(str(other) for other in rollouts if other != agent) or "none"
+            raise DagError(
+                f"{key}: no agent {owner} has a model on whose base agent {agent} could train its adapter. "
+                f"Other agents with a rollout: {known}."
+            )
+        if rollouts[owner].shares is not None:
+            raise DagError(
+                f"{key}: agent {owner} uses the model of agent {rollouts[owner].shares} itself "
+                f"({_chain(agent, rollouts)}): it has no base of its own. Name an agent without "
+                "share_instance."
+            )
+        if owner not in trained or not rollouts[owner].lora_rank:
+            rank, actorless = rollouts[owner].lora_rank, ", and it has no ACTOR node"
+            raise DagError(
+                f"{key}: agent {owner} trains no LoRA adapter (its model.lora_rank is {rank}"
+                f"{'' if owner in trained else actorless}), and only weights that "
+                "stay frozen can be shared. Set actor_rollout_ref.model.lora_rank for both "
+                f"agents and train both, or unset share_instance: agent {agent} then has a copy of its own."
+            )
+        _check_same_base(key, node, rollouts[owner])
+
+
+def _check_same_base(key: str, node: ResolvedNode, owner: ResolvedNode) -> None:
+    """DagError unless both describe the same base, and rollouts that one engine can do."""
+    names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in OWN_KEYS]
+    kind = owner.cfg.actor_rollout_ref.rollout.name
+    compared = [f"actor_rollout_ref.model.{name}" for name in names]
+    compared += [f"actor_rollout_ref.rollout.{name}" for name in ENGINE_KEYS.get(kind, ())]
+    for name in compared:
+        own, shared = get(node.cfg, name), get(owner.cfg, name)
+        if own != shared:
+            raise DagError(
+                f"{key}, but {name} is {own} here and {shared} at {owner}: both use one base. Set it alike, "
+                f"or unset share_instance. Adapters differ in model.{{{', '.join(OWN_KEYS)}}}."
+            )
+
+
+def with_bases(models: dict[str, ModelPlan], workflow: Workflow) -> dict[str, ModelPlan]:
+    """The models, those on a shared base with its name, after the model that holds it.
+
+    Models on other ranks than the base's, and references of other sizes or types, have a copy of their own.
+    """
+    found = dict(models)
+    nodes = workflow.nodes
+    bases = {agent: owner for agent, owner in workflow.bases.items() if workflow.rollouts[agent].model}
+    for agent, owner in [*bases.items(), *((owner, owner) for owner in dict.fromkeys(bases.values()))]:
+        for role, source in (("actor", "actor"), ("ref", "actor"), ("rollout", "rollout")):
+            model, base = found.get(f"agent_{agent}.{role}"), found.get(f"agent_{owner}.{source}")
+            if model is not None and base is not None and _can_share(model, base, nodes):
+                found[model.name] = replace(model, base=base.name)
+    used = {model.base for model in found.values() if model.base not in (None, model.name)}
+    alone = [model.name for model in found.values() if model.base == model.name and model.name not in used]
+    found |= {name: replace(found[name], base=None) for name in alone}
+    for name, model in found.items():
+        if model.is_rollout and model.base == name:
+            on_it = {other.name: nodes[other.node] for other in found.values() if other.base == name}
+            found[name] = replace(model, adapters={other: node.lora_rank for other, node in on_it.items()})
+    return dict(sorted(found.items(), key=lambda item: item[1].base not in (None, item[0])))
+
+
+def _can_share(model: ModelPlan, base: ModelPlan, nodes: Nodes) -> bool:
+    """Whether a model can use the tensors of another: they are in the same processes, cut in the same way."""
+    if model.ranks != base.ranks or model.backend != base.backend:
+        return False
+    if model.is_rollout:
+        return model.backend in ENGINE_KEYS
+    if model.backend != "fsdp":
+        return False
+    mine, its = _cut(model, nodes), _cut(base, nodes)
+    if mine == its:
+        return True
+    if model.is_policy:
+        raise DagError(
+            f"node {model.node!r} and node {base.node!r} train adapters on one base on the same ranks, but "
+            f"with other values of actor.fsdp_config (fsdp_size, model_dtype: {mine[1:]} and {its[1:]}): one "
+            "copy is cut in one way. Set the same for both."
+        )
+    return False
+
+
+def _cut(model: ModelPlan, nodes: Nodes) -> tuple[Any, ...]:
+    """How the weights of a model lie on its ranks."""
+    group = role_group(nodes[model.node].cfg, model.role)
+    return model.dims, model.dims.dp_shard, group.fsdp_config.model_dtype
+
+
+def _chain(agent: int, rollouts: dict[int, ResolvedNode]) -> str:
+    chain = [agent]
+    while (after := rollouts[chain[-1]].shares) is not None:
+        known = after in chain or after not in rollouts
+        chain.append(after)
+        if known:
+            break
+    return " -> ".join(map(str, chain))

@@ -1,0 +1,206 @@
+"""What nodes read besides in an interaction: which episode a row belongs to, who spoke, what others got.
+
+The rows of an agent are those of an interaction where its rollout writes episode_id.
+"""
+
+from dataclasses import replace
+
+from siirl.compiler.interactions.stages import is_member
+from siirl.compiler.resolved_node import ResolvedNode
+from siirl.compiler.workflow import Nodes, Workflow
+from siirl.config.algorithm_table import GROUPED
+from siirl.dag.ops import EPISODE
+from siirl.errors import DagError
+from siirl.spelling import suggest
+from siirl.types import FieldKey, Layout
+
+GROUP_KEYS = ("task", "agent", "turn")
+JOINED = {"score": (), "value": ("turn_id", "response_length", "env_reward")}
+"""What an advantage node may read of another agent, and what it then reads, too."""
+
+
+def with_credit(workflow: Workflow) -> Workflow:
+    """The workflow, where nodes of agents in an interaction read what their ops need of it.
+
+    DagError for reads that an advantage node cannot use, and for groups that it cannot form.
+    """
+    return replace(workflow, nodes={node.id: _with_reads(node, workflow) for node in workflow.nodes.values()})
+
+
+def _with_reads(node: ResolvedNode, workflow: Workflow) -> ResolvedNode:
+    if node.op.credits:
+        _check_advantage(node, workflow)
+    if node.agent not in workflow.talking:
+        return node
+    reads = _advantage_reads(node, workflow) if node.op.credits else node.reads
+    own = [FieldKey(node.agent, name) for name in node.op.in_episodes]
+    return replace(node, reads=tuple(dict.fromkeys([*reads, *own])))
+
+
+def _advantage_reads(node: ResolvedNode, workflow: Workflow) -> tuple[FieldKey, ...]:
+    """What it reads without the interaction; of others their scores, where it has none of its own."""
+    nodes, agents, above = workflow.nodes, workflow.talking, workflow.graph.above[node.id]
+    scored = {key.agent for other in nodes.values() for key in other.writes if key.name == "score"}
+    of_others = [key for key in node.reads if key.agent != node.agent]
+    reads = list(node.reads)
+    if node.agent not in scored:
+        offered = [
+            key
+            for other_id in sorted(above)
+            for key in nodes[other_id].writes
+            if key.name == "score" and key.agent in agents
+        ]
+        if offered and not node.cfg.algorithm.share_reward_in_agent:
+            raise DagError(
+                f"{node}: agent {node.agent} has no reward node, and algorithm.share_reward_in_agent is "
+                "False, so it would get no reward. Add a node with node_type COMPUTE, node_role REWARD, "
+                f"agent_group {node.agent}, or set algorithm.share_reward_in_agent=True to give it the "
+                "scores of the others."
+            )
+        of_others = of_others or offered
+        rewarded = any(key.name == "score" for key in of_others) or _has_environment(nodes)
+        reads = [key for key in reads if key != FieldKey(node.agent, "score") or not rewarded]
+    elif any(key.name == "score" for key in of_others) and not node.cfg.algorithm.credit.team:
+        raise DagError(
+            f"{node} reads scores of other agents, but algorithm.credit.team, their weight, is 0. Set it, or "
+            "remove the reads."
+        )
+    elif node.cfg.algorithm.credit.team and not of_others:
+        _check_team(node, workflow, scored & agents)
+    for key in of_others:
+        more = [*EPISODE[:2], *JOINED[key.name]]
+        reads += [key, *(FieldKey(key.agent, name) for name in more)]
+    return tuple(reads)
+
+
+def _has_environment(nodes: Nodes) -> bool:
+    return any(
+        node.op.is_environment or (node.op.is_rollout and node.cfg.actor_rollout_ref.rollout.agent.env_path)
+        for node in nodes.values()
+    )
+
+
+def _check_team(node: ResolvedNode, workflow: Workflow, scored: set[int]) -> None:
+    """DagError if credit.team, as set at the node or for the whole run, counts for nobody."""
+    advantages = [other for other in workflow.nodes.values() if other.op.credits]
+    of_node = "algorithm.credit.team" in node.overrides
+    if any(_has_team(other, scored, workflow) for other in ([node] if of_node else advantages)):
+        return
+    others = [f"agent_{agent}.score" for agent in sorted(scored - {node.agent})]
+    fix = f"Add reads: [{others[0]}]" if others else "Give another agent a reward"
+    raise DagError(
+        f"{node}: algorithm.credit.team = {node.cfg.algorithm.credit.team:g} has nobody to count: the node "
+        f"reads no score of another agent, and agent {node.agent} alone speaks with its policy. {fix}, or "
+        "remove credit.team."
+    )
+
+
+def _has_team(node: ResolvedNode, scored: set[int], workflow: Workflow) -> bool:
+    """Whether an advantage node gets scores of others: it reads them, has none, or its policy is shared."""
+    reads = any(key.agent != node.agent for key in node.reads)
+    return reads or node.agent not in scored or _speakers(node.agent, workflow) > 1
+
+
+def _speakers(policy: int, workflow: Workflow) -> int:
+    """How many agents speak with the policy of an agent, itself included."""
+    return 1 + sum(owner == policy for owner in _borrowed(workflow).values())
+
+
+def _borrowed(workflow: Workflow) -> dict[int, int]:
+    """Agent -> the agent whose whole policy it speaks with."""
+    owners = {agent: workflow.shared_policy(node) for agent, node in workflow.rollouts.items()}
+    return {agent: owner for agent, owner in owners.items() if owner is not None}
+
+
+def _why_no_rows(agent: int, reader: int, workflow: Workflow) -> str:
+    """Why an agent has no scores that belong to rows of the reader's episodes, and what to do."""
+    nodes = workflow.nodes
+    known = sorted({node.agent for node in nodes.values()})
+    if agent not in known:
+        return f"there is no agent {agent}: there are {', '.join(map(str, known))}. Correct the number."
+    owner = _borrowed(workflow).get(agent)
+    if owner == reader:
+        return (
+            f"agent {agent} speaks with agent {owner}'s policy: its scores are among agent {owner}'s, and "
+            "credit.team counts them. Remove it from reads."
+        )
+    if owner is not None:
+        return (
+            f"agent {agent} speaks with agent {owner}'s policy: its scores are among agent {owner}'s. "
+            f"Read agent_{owner}.score."
+        )
+    if not any(node.agent == agent and not is_member(node) for node in nodes.values()):
+        return f"agent {agent} is frozen: no rows of it are made, and none are scored. Remove it from reads."
+    return (
+        f"agents {reader} and {agent} make rows in no interaction: nothing says which rows belong together. "
+        "Connect their rollout nodes."
+    )
+
+
+def _check_advantage(node: ResolvedNode, workflow: Workflow) -> None:
+    """DagError for reads of other agents that mean nothing, and for group keys that are not known."""
+    agents = workflow.talking
+    credit, joined = node.cfg.algorithm.credit, [key for key in node.reads if key.agent != node.agent]
+    for name in node.spec.reads or ():
+        if not any(str(key) == name for key in joined) or name.partition(".")[2] not in JOINED:
+            raise DagError(
+                f"{node}: reads: [{name}]: besides what its op reads, an advantage node reads scores and "
+                "values of other agents. Write agent_N.score or agent_N.value."
+            )
+    for key in joined:
+        if not {key.agent, node.agent} <= agents:
+            raise DagError(f"{node} reads {key}, but {_why_no_rows(key.agent, node.agent, workflow)}")
+        if key.name == "score" and not node.cfg.algorithm.share_reward_in_agent:
+            raise DagError(
+                f"{node} reads {key}, but algorithm.share_reward_in_agent is False: agents see no score but "
+                "their own. Remove one of the two."
+            )
+    for name in credit.group_by:
+        if ":" not in name and name not in GROUP_KEYS:
+            raise DagError(
+                f"{node}: algorithm.credit.group_by has {name!r}. {suggest(name, GROUP_KEYS)} Or name a "
+                "function: file.py:name."
+            )
+    changed = {key.rpartition(".")[2] for key in node.cfg.explicit if key.startswith("algorithm.credit.")}
+    if changed and not agents:
+        raise DagError(
+            f"{node}: algorithm.credit.{sorted(changed)[0]} is set, but the DAG has no interaction: no "
+            "rollout node depends on another, on an environment or on tools. Remove it."
+        )
+
+
+def turns_of_training(kept: Nodes) -> dict[str, dict[str, int]]:
+    """Actor training node -> its place among those that take turns, and their number; {} if none do.
+
+    DagError unless all agents name the same rollout.agent.train_cycle.
+    """
+    trainers = sorted((n for n in kept.values() if n.op.trains_policy), key=lambda node: node.agent)
+    cycles = {node.id: node.cfg.actor_rollout_ref.rollout.agent.train_cycle for node in trainers}
+    if len(set(cycles.values())) > 1:
+        named = ", ".join(f"{node_id!r}: {cycle}" for node_id, cycle in cycles.items())
+        raise DagError(
+            f"rollout.agent.train_cycle differs between agents ({named}): they take turns only together. Set "
+            "it for the whole run."
+        )
+    if not trainers or cycles[trainers[0].id] is None:
+        return {}
+    return {node.id: {"place": place, "agents": len(trainers)} for place, node in enumerate(trainers)}
+
+
+def trains_in(step: int, warmup: int, cycle: int | None, turn: dict[str, int]) -> bool:
+    """Whether a policy is trained in a step: after the critics' warm-up, and when it is its turn."""
+    if step <= warmup:
+        return False
+    return cycle is None or (step - warmup - 1) // cycle % turn["agents"] == turn["place"]
+
+
+def check_groups(node: ResolvedNode, layout: Layout) -> None:
+    """DagError if groups span several shards: only those of one task lie on one."""
+    algorithm = node.cfg.algorithm
+    grouped = node.op.credits and algorithm.adv_estimator in GROUPED
+    if grouped and "task" not in algorithm.credit.group_by and layout.num_shards > 1:
+        raise DagError(
+            f"{node}: algorithm.credit.group_by = [{', '.join(algorithm.credit.group_by)}] has no task: its "
+            f"groups span {layout.num_shards} shards of rows. Add task, or place the node on one rank: "
+            'placement: "0".'
+        )

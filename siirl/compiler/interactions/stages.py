@@ -1,0 +1,250 @@
+"""The nodes of an interaction, one by one: what each says of its turns, checked, as a stage. Pure."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from siirl.compiler.plan import StagePlan
+from siirl.compiler.resolved_node import ResolvedNode
+from siirl.compiler.workflow import Nodes, Workflow
+from siirl.config.rollout import ASSISTANT_TURNS, MultiTurnConfig
+from siirl.dag.graph import Graph
+from siirl.errors import DagError, NotSupportedError
+from siirl.spelling import suggest
+from siirl.user_code.signatures import Call
+from siirl.user_code.source import (
+    check_environment,
+    check_reference,
+    import_problem,
+    may_define,
+    source_of,
+    top_functions,
+)
+
+LOOP_KEYS = ("to", "max_turns", "until")
+AGENT_KEYS = ("process_path", "pre_process_kwargs", "post_process_kwargs", "route")
+ENV_SEEDS = ("sample", "prompt")
+ENV_KEYS = (
+    *("env_path", "env_kwargs", "env_seed", "deadline_s", "max_concurrent"),
+    *("obs_with_env", "rewards_with_env"),
+)
+ENV_DEADLINE_S = 60.0
+ENV_MAX_CONCURRENT = 64
+PROCESS = {"pre_process": ("messages", "episode"), "post_process": ("text", "episode")}
+"""Functions around a turn, and what they are called with."""
+
+
+def make_stage(node: ResolvedNode, members: list[ResolvedNode], workflow: Workflow) -> StagePlan:
+    """The stage of a node; members: the nodes of its interaction, in order. DagError if it cannot be one."""
+    if node.op.is_rollout and node.op.model is None:
+        raise NotSupportedError(f"not supported yet: {node}: rollout.name=replay in an interaction.")
+    order, graph = [member.id for member in members], workflow.graph
+    is_env = node.op.is_environment
+    options = dict(node.spec.agent_options or {})
+    _check_keys(node, "agent_options", options, ("route",) if is_env else AGENT_KEYS)
+    route = options.pop("route", None)
+    children = [child for child in graph.children[node.id] if child in order]
+    if len(children) > 1 and route is None:
+        raise DagError(
+            f"{node} is followed by {' and '.join(map(repr, children))}, and nothing says where an episode "
+            'goes. Add agent_options: {route: "file.py:fn"}, whose fn(episode) returns one of these.'
+        )
+    back_to, max_turns, until = _loop(node, order)
+    for name, reference in (("until", until), ("route", route)):
+        if reference is not None:
+            check_reference(reference, f"{node}: {name}", Call(("episode",)))
+    if not is_env:
+        _check_tools(node)
+    share = None if is_env else workflow.shared_policy(node)
+    return StagePlan(
+        node=node.id,
+        kind="env" if is_env else "agent",
+        agent=node.agent,
+        policy=None if is_env else node.agent if share is None else share,
+        rows=not is_env and share is None and not _is_frozen(node, workflow.nodes),
+        following=children[0] if len(children) == 1 else None,
+        back_to=back_to,
+        max_turns=max_turns,
+        until=until,
+        route=route,
+        options=_env_options(node, _speaking_in_turn(members, graph))
+        if is_env
+        else _process_options(node, options),
+    )
+
+
+def rollout_cfg(node: ResolvedNode) -> Any:
+    """The rollout group of a node's configuration."""
+    return node.cfg.actor_rollout_ref.rollout
+
+
+def assistant_turns(multi_turn: MultiTurnConfig) -> int:
+    """How often an agent speaks at most, until it is another's turn: again after each answer of tools."""
+    if not multi_turn.enable:
+        return 1
+    users = multi_turn.max_user_turns
+    bounds = [multi_turn.max_assistant_turns, None if users is None else users + 1]
+    return min((bound for bound in bounds if bound is not None), default=ASSISTANT_TURNS)
+
+
+def is_member(node: ResolvedNode) -> bool:
+    """Whether a node can be in an interaction."""
+    return node.op.is_environment or node.op.is_rollout
+
+
+def is_conversation(node: ResolvedNode) -> bool:
+    """Whether a rollout that is connected to no other is an interaction: it has turns, or code around it."""
+    if not node.op.is_rollout:
+        return False
+    return bool(node.spec.loop or node.spec.agent_options or rollout_cfg(node).multi_turn.enable)
+
+
+def _is_frozen(node: ResolvedNode, nodes: Nodes) -> bool:
+    """Whether the agent is never trained: the DAG has nothing for it but its rollout."""
+    return not any(other.agent == node.agent and not is_member(other) for other in nodes.values())
+
+
+def _check_tools(node: ResolvedNode) -> None:
+    """DagError unless the file of its tools and its parser are there; the run loads them."""
+    multi_turn = rollout_cfg(node).multi_turn
+    if not multi_turn.enable:
+        return
+    if ":" in multi_turn.format:
+        check_reference(multi_turn.format, f"{node}: rollout.multi_turn.format", Call(("text",)))
+    path = multi_turn.tool_config_path
+    if path is not None and not Path(path).expanduser().is_file():
+        raise DagError(
+            f"{node}: rollout.multi_turn.tool_config_path = {path!r}: there is no such file. Correct "
+            "the path, or leave it out: then there are no tools."
+        )
+
+
+def _check_keys(node: ResolvedNode, key: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise DagError(f"{node}: {key} has the unknown key {name!r}. {suggest(name, known)}")
+
+
+def _loop(node: ResolvedNode, order: list[str]) -> tuple[str | None, int, str | None]:
+    """(where an episode goes back to, most visits of the node, reference of until)."""
+    loop = node.spec.loop
+    if loop is None:
+        return None, 1, None
+    _check_keys(node, "loop", loop, LOOP_KEYS)
+    turns = loop.get("max_turns")
+    if not isinstance(turns, int) or isinstance(turns, bool) or turns < 1:
+        raise DagError(
+            f"{node}: loop.max_turns = {turns!r}: without a whole number of at least 1 an episode might "
+            "never end. Set how often the node may run in one episode, e.g. loop: {max_turns: 4}."
+        )
+    target = loop.get("to", order[0])
+    if target not in order[: order.index(node.id) + 1]:
+        raise DagError(
+            f"{node}: loop.to = {target!r} is no node of its interaction up to it "
+            f"({', '.join(order[: order.index(node.id) + 1])}): a loop goes back. "
+            f"{suggest(str(target), order)}"
+        )
+    return target, turns, loop.get("until")
+
+
+def _process_options(node: ResolvedNode, options: dict[str, Any]) -> dict[str, Any]:
+    """process_path and the arguments of its functions: of agent_options, else of rollout.agent."""
+    agent = rollout_cfg(node).agent
+    path = options.get("process_path", agent.process_path)
+    kwargs = {
+        "pre_process_kwargs": options.get("pre_process_kwargs", agent.pre_process_kwargs),
+        "post_process_kwargs": options.get("post_process_kwargs", agent.post_process_kwargs),
+    }
+    for name, value in kwargs.items():
+        if not isinstance(value, dict):
+            raise DagError(f"{node}: {name} = {value!r} is no mapping of arguments. Write {{name: value}}.")
+        if path is None and value:
+            raise DagError(f"{node}: {name} are arguments of no function. Set process_path.")
+    if path is None:
+        return {}
+    found = _process_functions(path, f"{node}: process_path = {path!r}")
+    for name in PROCESS:
+        key = f"{name}_kwargs"
+        if name in found:
+            check_reference(f"{path}:{name}", f"{node}: {name}", process_call(name, kwargs[key]))
+        elif kwargs[key]:
+            raise DagError(f"{node}: {key} are arguments of no function: {path} has no {name}. Add it.")
+    return {"process_path": path, **{f"{name}_kwargs": kwargs[f"{name}_kwargs"] for name in found}}
+
+
+def process_call(name: str, kwargs: Mapping[str, Any]) -> Call:
+    """How pre_process or post_process is called."""
+    return Call(PROCESS[name], tuple(map(str, kwargs)), f"{name}_kwargs")
+
+
+def _process_functions(path: Any, who: str) -> list[str]:
+    """Which functions around a turn the file or module has. DagError if it has none."""
+    if not isinstance(path, str):
+        raise DagError(f"{who} is no text. Write the path of a file.py, or a module pkg.mod.")
+    try:
+        tree = source_of(path)
+    except (ImportError, OSError, SyntaxError) as error:
+        raise DagError(f"{who}: {import_problem(path, error)}") from error
+    found = list(PROCESS)
+    if tree is not None:
+        found = [name for name in PROCESS if name in top_functions(tree) or may_define(tree, name)]
+    if not found:
+        raise DagError(f"{who}: it defines neither pre_process nor post_process. Define one of them.")
+    return found
+
+
+def _speaking_in_turn(members: list[ResolvedNode], graph: Graph) -> tuple[str, ...]:
+    """Two rollouts of an interaction of which one follows the other without an environment between them."""
+    rollouts = {node.id for node in members if not node.op.is_environment}
+    pairs = ((node.id, child) for node in members for child in graph.children[node.id])
+    return next((pair for pair in pairs if rollouts.issuperset(pair)), ())
+
+
+def _env_options(node: ResolvedNode, several: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What the node says of its environment. several: nodes that speak before it steps, if that is known."""
+    _check_keys(node, "config", node.options, ENV_KEYS)
+    path, kwargs = node.options.get("env_path"), node.options.get("env_kwargs", {})
+    path = path[0] if isinstance(path, list) and len(path) == 1 else path
+    if isinstance(path, list) and len(path) > 1:
+        raise DagError(
+            f"{node}: env_path = {path} names {len(path)} environments: an episode has one. Name one, which "
+            "may hold others."
+        )
+    if not isinstance(kwargs, dict):
+        raise DagError(f"{node}: env_kwargs = {kwargs!r} is no mapping of arguments. Write {{name: value}}.")
+    if path is not None:
+        check_environment(path, f"{node}: env_path", kwargs, several)
+    deadline_s = node.options.get("deadline_s", ENV_DEADLINE_S)
+    if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or deadline_s <= 0:
+        raise DagError(f"{node}: deadline_s = {deadline_s!r} is no number of seconds above 0. Correct it.")
+    places = node.options.get("max_concurrent", ENV_MAX_CONCURRENT)
+    if isinstance(places, bool) or not isinstance(places, int) or places < 1:
+        raise DagError(
+            f"{node}: max_concurrent = {places!r} is no whole number of at least 1: so many environments run "
+            "at once on each rank. Correct it."
+        )
+    seed = node.options.get("env_seed", "sample")
+    if seed not in ENV_SEEDS:
+        raise DagError(
+            f"{node}: env_seed = {seed!r} is neither 'sample' (each episode draws an instance of its own) "
+            "nor 'prompt' (all episodes of a prompt play the same one). Set one of them."
+        )
+    uses = {key: node.options.get(key, True) for key in ("obs_with_env", "rewards_with_env")}
+    for key, value in uses.items():
+        if not isinstance(value, bool):
+            raise DagError(f"{node}: {key} = {value!r} is neither true nor false. Correct it.")
+    if path is None:
+        return uses
+    return {
+        "env_path": path,
+        "env_kwargs": kwargs,
+        "env_seed": seed,
+        "deadline_s": float(deadline_s),
+        "max_concurrent": places,
+        **uses,
+    }
+
+
+def environment_of(node: ResolvedNode) -> dict[str, Any]:
+    """What says which environment it is: the options, without how the node uses it."""
+    return {key: value for key, value in _env_options(node).items() if not key.endswith("_with_env")}

@@ -1,0 +1,364 @@
+"""What each model keeps on a rank, and when: an estimate from the model's config.json.
+
+Counted: parameters, gradients, AdamW's two moments, gathered weights, activations of one micro-batch, the
+log-prob head, the rollout's weights and KV cache. memory_phases.py adds up what is there at once. The
+benchmarks' peaks on H200s are within 15% of it (tests/unit/compiler/test_memory_phases.py).
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from siirl.compiler.plan import ModelPlan
+from siirl.config import Config
+from siirl.config.batch import batch_of
+from siirl.config.common import ModelConfig
+from siirl.config.resolve import get
+from siirl.config.roles import ROLES, role_group, role_model
+from siirl.dag.ops import uses_full_kl
+
+SMALL_MODEL_BYTES = 2 << 30
+"""Up to so many bytes of fp32 weights a model stays gathered under FSDP2, with whole gradients, in a
+mini-batch."""
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+GIB = 2**30
+LOGITS_CHUNK = 1 << 28
+"""Logits that a log-prob head works on at a time: 1 GiB in fp32."""
+KEPT_LOGITS_BYTES = 2 * GIB
+"""Up to so many a training micro-batch keeps its logits for backward; else they are computed again."""
+ENGINE_GRAPHS_BYTES = 9 * GIB
+"""What a vLLM engine has beside its share, asleep too: CUDA graphs and workspace; 5.5 to 12 GiB measured."""
+ENGINE_CONTEXT_BYTES = 2 * GIB
+"""The same of an engine without CUDA graphs (enforce_eager)."""
+ENGINE_PARTS = ("share of the device", "graphs and context")
+"""What a vLLM engine has on a device: not tensors of a trainer's allocator."""
+
+Activity = Literal["idle", "forward", "update", "generate"]
+"""What a model does while a node runs: nothing, a pass without gradient, a mini-batch, a rollout."""
+
+ALWAYS: tuple[Activity, ...] = ("idle", "forward", "update", "generate")
+COMPUTING: tuple[Activity, ...] = ("forward", "update")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What is computed from a model's sizes. params: all, tied ones once; layer_params: of the largest layer.
+
+    intermediate: width of dense MLPs; expert_width: of each expert; shared_width: of the expert that all
+    tokens pass. experts, top_k: 0 in a dense model. moe_layers: layers that have experts; expert_params: all
+    experts of one of them.
+    """
+
+    family: str
+    params: int
+    embedding_params: int
+    layer_params: int
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    kv_width: int
+    heads: int
+    kv_heads: int
+    tied: bool
+    experts: int
+    top_k: int
+    expert_width: int
+    shared_width: int
+    expert_params: int
+    moe_layers: int
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """Memory of one kind that a model has on the device of one rank during some of its activities.
+
+    share: of the device, besides num_bytes. host: in the other activities it waits in host memory.
+    """
+
+    model: str
+    what: str
+    num_bytes: int
+    during: tuple[Activity, ...] = ALWAYS
+    host: bool = False
+    share: float = 0.0
+
+    def on_device(self, activity: Activity, device_bytes: int) -> int:
+        """Bytes on a device of this size while the model does this."""
+        return (self.num_bytes + int(self.share * device_bytes)) * (activity in self.during)
+
+    def on_host(self, activity: Activity) -> int:
+        """Bytes in host memory while the model does this."""
+        return self.num_bytes * (self.host and activity not in self.during)
+
+
+def read_shape(cfg: Config, role: str) -> ModelShape | str:
+    """The shape of a role's model, or why it is not known: the estimate is then left out."""
+    model = role_model(cfg, role)
+    directory = Path(model.path).expanduser()
+    try:
+        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        return f"{directory / 'config.json'} cannot be read ({type(error).__name__})"
+    raw = {**raw, **model.override_config}
+    if raw.get("model_type") not in FAMILIES:
+        return f"model_type {raw.get('model_type')!r} is none of {', '.join(FAMILIES)}"
+    try:
+        return model_shape(raw)
+    except KeyError as error:
+        return f"{directory / 'config.json'} lacks {error}"
+
+
+def model_shape(raw: dict[str, Any]) -> ModelShape:
+    """Parameter counts of a Llama-shaped decoder, dense or with experts, from its config.json."""
+    hidden, layers, heads = raw["hidden_size"], raw["num_hidden_layers"], raw["num_attention_heads"]
+    family = raw["model_type"]
+    head_dim = raw.get("head_dim") or hidden // heads
+    q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
+    attention = 2 * hidden * q_width + 2 * hidden * kv_width
+    if family.startswith("qwen2"):
+        attention += q_width + 2 * kv_width
+    elif raw.get("attention_bias"):
+        attention += q_width + 2 * kv_width + hidden
+    if family.startswith("qwen3"):
+        attention += 2 * head_dim
+    norms = 2 * hidden
+    per_layer = [attention + norms + _mlp_params(raw, index) for index in range(layers)]
+    moe_layers = sum(_has_experts(raw, index) for index in range(layers))
+    experts = (raw.get("num_experts") or raw["num_local_experts"]) if moe_layers else 0
+    expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
+    embedding = raw["vocab_size"] * hidden
+    copies = 1 if raw.get("tie_word_embeddings") else 2
+    return ModelShape(
+        family=family,
+        params=sum(per_layer) + hidden + copies * embedding,
+        embedding_params=copies * embedding,
+        layer_params=max(per_layer, default=0),
+        layers=layers,
+        hidden=hidden,
+        intermediate=raw["intermediate_size"],
+        vocabulary=raw["vocab_size"],
+        kv_width=kv_width,
+        heads=heads,
+        kv_heads=raw.get("num_key_value_heads") or heads,
+        tied=copies == 1,
+        experts=experts,
+        top_k=raw.get("num_experts_per_tok", 0) if moe_layers else 0,
+        expert_width=expert_width,
+        shared_width=raw.get("shared_expert_intermediate_size", 0) if moe_layers else 0,
+        expert_params=experts * 3 * hidden * expert_width,
+        moe_layers=moe_layers,
+    )
+
+
+def _has_experts(raw: dict[str, Any], layer: int) -> bool:
+    if raw["model_type"] == "mixtral":
+        return True
+    dense = layer in raw.get("mlp_only_layers", []) or (layer + 1) % raw.get("decoder_sparse_step", 1)
+    return raw["model_type"].endswith("_moe") and not dense
+
+
+def _mlp_params(raw: dict[str, Any], layer: int) -> int:
+    hidden, width = raw["hidden_size"], raw["intermediate_size"]
+    if raw["model_type"] == "mixtral":
+        experts = raw["num_local_experts"]
+        return experts * 3 * hidden * width + hidden * experts
+    if not raw["model_type"].endswith("_moe"):
+        bias = 2 * width + hidden if raw.get("mlp_bias") else 0
+        return 3 * hidden * width + bias
+    if not _has_experts(raw, layer):
+        return 3 * hidden * width
+    experts = raw.get("num_experts") or raw["num_local_experts"]
+    count = experts * 3 * hidden * raw["moe_intermediate_size"] + hidden * experts
+    if raw["model_type"] == "qwen2_moe":
+        count += 3 * hidden * raw["shared_expert_intermediate_size"] + hidden
+    return count
+
+
+def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """What one rank holds of a model under FSDP2.
+
+    One shard, and a model that stays gathered (SMALL_MODEL_BYTES), gather all layers; others
+    two at a time. Embedding and head stay gathered in a mini-batch.
+    """
+    fsdp, name = role_group(cfg, model.role).fsdp_config, model.name
+    master, compute = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.param_dtype]
+    shards = model.dims.dp_shard
+    adapter = adapter_params(role_model(cfg, model.role), shape) if model.trains else 0
+    own = (shape.params if model.base in (None, name) else 0) + adapter
+    lines = [offloadable(name, "parameters", -(-own // shards) * master, fsdp.param_offload, COMPUTING)]
+    if model.trains:
+        trained = -(-(adapter or shape.params) // shards)
+        moments = offloadable(name, "optimizer", 2 * trained * master, fsdp.optimizer_offload, ("update",))
+        lines += [MemoryLine(name, "gradients", trained * master, ("update",)), moments]
+    whole = shards == 1 or 4 * shape.params <= SMALL_MODEL_BYTES
+    gathered = shape.params if whole else 2 * shape.layer_params + shape.embedding_params
+    lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
+    fused = role_model(cfg, model.role).use_liger
+    kept = kept_values(shape, fused) * shape.layers
+    if role_model(cfg, model.role).enable_gradient_checkpointing:
+        kept = shape.layers * shape.hidden + kept_values(shape, fused)
+    lines += activation_lines(model, cfg, shape, kept, forward_values(shape, fused), compute)
+    if model.head == "lm":
+        lines += head_lines(model, cfg, shape.vocabulary, shape.hidden, compute)
+    return lines + full_kl_lines(model, cfg, shape, rows_per_shard, compute)
+
+
+def offloadable(
+    model: str, what: str, num_bytes: int, offload: bool, during: tuple[Activity, ...]
+) -> MemoryLine:
+    """Memory that is on the device always or, offloaded, during some activities."""
+    return MemoryLine(model, what, num_bytes, during if offload else ALWAYS, host=offload)
+
+
+def activation_lines(
+    model: ModelPlan, cfg: Config, shape: ModelShape, kept: float, passing: float, width: int
+) -> list[MemoryLine]:
+    """Activations of a micro-batch: `kept` values a token for backward, `passing` without gradient."""
+    line = MemoryLine
+    tokens = micro_batch_tokens(model, cfg, trains=False)
+    lines = [line(model.name, "activations", int(tokens * passing) * width, ("forward",))]
+    if model.trains:
+        tokens = micro_batch_tokens(model, cfg, trains=True)
+        lines.append(line(model.name, "activations", int(tokens * kept) * width, ("update",)))
+    return lines
+
+
+def head_lines(model: ModelPlan, cfg: Config, vocabulary: int, hidden: int, width: int) -> list[MemoryLine]:
+    """The log-prob head of so many words on a rank: logits, whole where they are few, else a chunk of them;
+    in a mini-batch its weight's gradient too, in fp32 and twice in the compute type."""
+    forward = min(LOGITS_CHUNK, micro_batch_tokens(model, cfg, trains=False) * vocabulary)
+    lines = [MemoryLine(model.name, "log-prob head", forward * width, ("forward",))]
+    if model.trains:
+        logits = micro_batch_tokens(model, cfg, trains=True) * vocabulary
+        kept = logits if logits * width <= KEPT_LOGITS_BYTES else min(LOGITS_CHUNK, logits)
+        update = kept * width + vocabulary * hidden * (4 + 2 * width)
+        lines.append(MemoryLine(model.name, "log-prob head", update, ("update",)))
+    return lines
+
+
+def kept_values(shape: ModelShape, fused: bool) -> int:
+    """Values per token that a layer keeps for its backward pass, of the compute type's width.
+
+    Fused kernels (Liger, Megatron-Core's): two norms keep input and output (4 h); norms of query and key
+    their input (q + k); attention its inputs and output (2 q + 2 k); the MLP gate, up and their product.
+    Without, each norm keeps a copy in fp32 and the normalised input, and the activation its output.
+    """
+    q_width = shape.kv_width // shape.kv_heads * shape.heads
+    qk_norm = (q_width + shape.kv_width) * shape.family.startswith("qwen3")
+    attention = 2 * q_width + 2 * shape.kv_width
+    if fused:
+        return 4 * shape.hidden + qk_norm + attention + mlp_values(shape, 3)
+    return 8 * shape.hidden + 3 * qk_norm + attention + mlp_values(shape, 4)
+
+
+def forward_values(shape: ModelShape, fused: bool) -> int:
+    """Values per token at the fullest point of a pass without gradient, inside an MLP."""
+    return 4 * shape.hidden + mlp_values(shape, 3 if fused else 4)
+
+
+def mlp_values(shape: ModelShape, widths: int) -> int:
+    """Values that the MLP of a layer has of a token, so many of its width; each chosen expert gets a copy."""
+    if not shape.experts:
+        return widths * shape.intermediate
+    return shape.top_k * (widths * shape.expert_width + 2 * shape.hidden) + widths * shape.shared_width
+
+
+def full_kl_lines(
+    model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int, width: int
+) -> list[MemoryLine]:
+    """What the KL over the whole vocabulary adds: the reference's last hidden states of all rows of a rank,
+    on the host until the update; at the actor those of a micro-batch, and the reference's output layer.
+
+    width: bytes of a number in the type that the model computes in.
+    """
+    if not uses_full_kl(cfg) or not ((model.trains and model.is_policy) or model.is_reference):
+        return []
+    tokens = rows_per_shard * cfg.actor_rollout_ref.rollout.response_length
+    if model.is_reference:
+        return [MemoryLine(model.name, "hidden states", tokens * shape.hidden * width, (), host=True)]
+    tokens = min(tokens, micro_batch_tokens(model, cfg, trains=True))
+    words = -(-shape.vocabulary // model.dims.tp)
+    return [MemoryLine(model.name, "hidden states", (words + tokens) * shape.hidden * width)]
+
+
+def adapter_params(model: ModelConfig, shape: ModelShape) -> int:
+    """Numbers in a LoRA adapter on all linear layers of a dense model; fewer target_modules have fewer."""
+    q_width = shape.hidden if not shape.heads else shape.kv_width // shape.kv_heads * shape.heads
+    widths = [(shape.hidden, q_width), (q_width, shape.hidden), *2 * [(shape.hidden, shape.kv_width)]]
+    widths += 3 * [(shape.hidden, shape.intermediate)]
+    return model.lora_rank * shape.layers * sum(map(sum, widths))
+
+
+def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:
+    """The most tokens of a micro-batch on a rank: whole rows of the longest kind, at least one.
+
+    trains: in a mini-batch, not in a pass without gradient.
+    """
+    policy = cfg.actor_rollout_ref
+    row = policy.rollout.prompt_length + policy.rollout.response_length
+    if model.head == "score":
+        row = cfg.reward_model.max_length or row
+    keys = ROLES[model.role].train if trains else ROLES[model.role].forward
+    assert keys is not None, f"{model.name} computes on no training engine"
+    dynamic, budget, rows = (get(cfg, key) for key in (keys.dynamic, keys.max_tokens, keys.max_rows))
+    return (max(budget // row, 1) if dynamic else rows) * row
+
+
+def micro_batches(model: ModelPlan, cfg: Config) -> int:
+    """Micro-batches of a mini-batch on a rank of a trained model; by token budget, of the longest rows."""
+    rollout = cfg.actor_rollout_ref.rollout
+    row = rollout.prompt_length + rollout.response_length
+    rows = -(-batch_of(cfg, model.role).mini_rows // model.dims.dp)
+    return -(-rows * row // micro_batch_tokens(model, cfg, trains=True))
+
+
+def hf_rollout_lines(
+    model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int
+) -> list[MemoryLine]:
+    """What one rank holds of a transformers model that samples. rows_per_shard: rows of a whole batch."""
+    rollout = cfg.actor_rollout_ref.rollout
+    weights, cache = _engine_bytes(model, cfg, shape, rows_per_shard)
+    return [
+        offloadable(model.name, "weights", weights, rollout.free_cache_engine, ("generate",)),
+        MemoryLine(model.name, "KV cache", cache, ("generate",)),
+    ]
+
+
+def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """What one rank holds of a vLLM engine: on a GPU its share of the device, of which weights are a part.
+
+    On a CPU weights, and the KV cache of all rows that run at once.
+    """
+    rollout = cfg.actor_rollout_ref.rollout
+    weights, cache = _engine_bytes(model, cfg, shape, rows_per_shard)
+    if cfg.trainer.device == "cpu":
+        return [
+            MemoryLine(model.name, "weights", weights),
+            MemoryLine(model.name, "KV cache", cache),
+        ]
+    if model.base not in (None, model.name):
+        return []  # one engine, and its cache, for all adapters
+    share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
+    beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
+    return [
+        MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=float(share)),
+        MemoryLine(model.name, ENGINE_PARTS[1], beside),
+    ]
+
+
+def _engine_bytes(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> tuple[int, int]:
+    """Weights, and the KV cache of a batch's rows as far as they run at once; adapters have no cache."""
+    rollout = cfg.actor_rollout_ref.rollout
+    width, tp = BYTES[rollout.dtype], model.dims.tp
+    at_once = min(rows_per_shard, rollout.max_num_seqs)
+    cache = 2 * shape.layers * shape.kv_width * at_once * (rollout.prompt_length + rollout.response_length)
+    if model.backend == "vllm" and model.base not in (None, model.name):
+        cache = 0
+    adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
+    params = (shape.params if model.base in (None, model.name) else 0) + adapter
+    return -(-params // tp) * width, -(-cache // tp) * width

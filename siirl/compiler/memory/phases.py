@@ -1,0 +1,125 @@
+"""What is on a device at once: the peak of each phase of a step, against the size of a device. Pure.
+
+A phase is a Run of the plan, or an interaction. The models of its node do what it asks of them, all others on
+the same ranks are idle. docs/scaling.md works cases by hand.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from siirl.compiler.memory.estimate import ENGINE_PARTS, GIB, Activity, MemoryLine, read_shape
+from siirl.compiler.models import backend_of
+from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Run
+from siirl.config import Config
+from siirl.config.batch import batch_of
+from siirl.config.roles import ROLES
+from siirl.parallel.placement import Ranks
+
+CONTEXT_BYTES = int(0.6 * GIB)
+"""CUDA context of a worker."""
+SLACK = 1.06
+"""What the allocator reserves for a byte that the trainer uses at its peak; 1.03 to 1.08 measured."""
+
+Configs = Mapping[str, Config]
+
+
+@dataclass(frozen=True)
+class PhasePeak:
+    """Memory of one rank in a phase. parts: (model, kind) -> bytes on the device, the largest first.
+
+    host: bytes that wait in host memory meanwhile.
+    """
+
+    node: str
+    ranks: Ranks
+    parts: dict[tuple[str, str], int]
+    host: int
+
+    @property
+    def tensors(self) -> int:
+        """Bytes of the trainers' tensors, which torch counts as allocated."""
+        return sum(size for (_, what), size in self.parts.items() if what not in ENGINE_PARTS)
+
+    @property
+    def device(self) -> int:
+        """Bytes that the phase takes of the device, with the allocators' slack and the worker's context."""
+        engines = sum(self.parts.values()) - self.tensors
+        return int(self.tensors * SLACK) + engines + CONTEXT_BYTES
+
+
+def memory_lines(plan: Plan, configs: Configs) -> dict[str, list[MemoryLine]] | str:
+    """Model -> what it has on a rank, or why there is no estimate: a config.json that is not known."""
+    lines: dict[str, list[MemoryLine]] = {}
+    for model in plan.models.values():
+        cfg = ROLES[model.role].engine_cfg(configs[model.node])
+        shape = read_shape(cfg, model.role)
+        if isinstance(shape, str):
+            return shape
+        lines[model.name] = backend_of(model).memory(model, cfg, shape, engine_rows(plan, model, configs))
+    return lines
+
+
+def phase_peaks(plan: Plan, lines: Mapping[str, list[MemoryLine]], device_bytes: int) -> list[PhasePeak]:
+    """Each phase on each set of ranks that holds the same models, in the order of a step."""
+    holders: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(plan.world_size):
+        here = tuple(model.name for model in plan.models.values() if rank in set(model.ranks))
+        holders.setdefault(here, []).append(rank)
+    peaks = []
+    for node, active in _phases(plan):
+        for here, ranks in holders.items():
+            if active.keys().isdisjoint(here):
+                continue
+            parts: Counter[tuple[str, str]] = Counter()
+            host = 0
+            for name in here:
+                activity = active.get(name, "idle")
+                for line in lines[name]:
+                    parts[name, line.what] += line.on_device(activity, device_bytes)
+                    host += line.on_host(activity)
+            largest = {part: size for part, size in parts.most_common() if size}
+            peaks.append(PhasePeak(node, tuple(ranks), largest, host))
+    return peaks
+
+
+def engine_rows(plan: Plan, model: ModelPlan, configs: Configs) -> int:
+    """Responses of a batch on a shard; in an interaction, the most episodes that one engine answers."""
+    interaction = next((x for x in plan.interactions.values() if model.name in x.policies), None)
+    cfg = configs[interaction.entry if interaction else model.node]
+    rows = batch_of(cfg).rows
+    if interaction is None:
+        return -(-rows // model.dims.dp)
+    drivers = plan.run_of(interaction.entry).ranks
+    loads = dict.fromkeys(model.ranks, 0.0)
+    for driver in drivers:
+        heads = interaction.heads(model.name, driver)
+        for head in heads:
+            loads[head] += rows / len(drivers) / len(heads)
+    return math.ceil(max(loads.values()))
+
+
+def _phases(plan: Plan) -> list[tuple[str, dict[str, Activity]]]:
+    """(node, model -> what it does) of the Runs of a training step that use models."""
+    phases: list[tuple[str, dict[str, Activity]]] = []
+    played = {stage.node for talk in plan.interactions.values() for stage in talk.stages}
+    for ins in plan.instructions:
+        if not isinstance(ins, Run):
+            continue
+        if ins.node in plan.interactions:
+            policies = plan.interactions[ins.node].policies
+            phases.append((ins.node, dict.fromkeys(policies, "generate")))
+        elif ins.node not in played:
+            users = [model for model in plan.models.values() if ins.node in model.nodes]
+            if users:
+                phases.append(
+                    (ins.node, {model.name: _activity(model, plan.nodes[ins.node]) for model in users})
+                )
+    return phases
+
+
+def _activity(model: ModelPlan, node: NodePlan) -> Activity:
+    if model.generates:
+        return "generate"
+    return "update" if node.spec.trains else "forward"

@@ -1,0 +1,342 @@
+"""The plan: what the compiler makes of a DAG, and all that a worker needs to know of it. Data only, no torch.
+
+A plan is the same for every rank, process and hash seed; it travels to the workers as JSON (`to_json`).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from siirl.compiler import plan_json
+from siirl.config.roles import ROLES, Head
+from siirl.dag.ops import OPS, ModelRole, OpSpec
+from siirl.parallel.dims import ParallelDims
+from siirl.parallel.placement import Ranks
+from siirl.types import FieldKey, Layout
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What a kept node runs. Its configuration is `with_overrides(cfg, overrides)` of the run's cfg.
+
+    dependencies: kept nodes that run before it. op: name in the op table (siirl/dag/ops.py). executable:
+    "pkg.mod:fn" of the user's code; `options` are further arguments of it, `own_needs` what it needs. model:
+    the ModelPlan whose worker the op runs on.
+    """
+
+    name: str
+    agent: int
+    dependencies: tuple[str, ...]
+    op: str
+    model: str | None
+    executable: str | None
+    overrides: dict[str, Any]
+    options: dict[str, Any]
+    own_needs: tuple[str, ...] = ()
+
+    @property
+    def spec(self) -> OpSpec:
+        """The row of its op in the table."""
+        return OPS[self.op]
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """SERVICES that its code gets by keyword."""
+        return self.own_needs or self.spec.needs
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """One model of one role: a model worker lives on each of its ranks.
+
+    name: "agent_0.actor". node: the node whose resolved config it is built from; nodes: all that use it.
+    base: the model that holds the frozen weights on which this one has an adapter, or (a reference) nothing
+    of its own; may be this one itself. They are on the same ranks, and `base` is built first. adapters: of a
+    rollout that is a base, the rollouts on it and their LoRA ranks.
+    """
+
+    name: str
+    agent: int
+    role: ModelRole
+    backend: str
+    head: Head
+    trains: bool
+    ranks: Ranks
+    dims: ParallelDims
+    node: str
+    nodes: tuple[str, ...]
+    base: str | None = None
+    adapters: dict[str, int] | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is a rollout engine; all others run in a training engine."""
+        return ROLES[self.role].generates
+
+    @property
+    def is_rollout(self) -> bool:
+        """Whether it is a rollout engine that takes the weights of its agent's trainer."""
+        return ROLES[self.role].takes_weights
+
+    @property
+    def is_policy(self) -> bool:
+        """Whether it is the model on a training engine whose weights its agent's rollout takes."""
+        return self.role == "actor"
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the frozen model that the policy is kept close to."""
+        return self.role == "ref"
+
+
+@dataclass(frozen=True)
+class LinkPlan:
+    """Weights of `source` (a training engine) are copied into `target` (a rollout engine).
+
+    kind: "local", every rank of the target holds the source too; "broadcast", to ranks that do not, over
+    NCCL or gloo; "checkpoint", by a folder that all ranks see.
+    """
+
+    name: str
+    source: str
+    target: str
+    ranks: Ranks
+    kind: Literal["local", "broadcast", "checkpoint"]
+
+
+@dataclass(frozen=True)
+class RoutePlan:
+    """Rows move from layout `source` to layout `target` (ids into Plan.layouts) within the group of `ranks`.
+
+    ranks: the union of both layouts' ranks, sorted. Rows are assigned to shards by row_id, group_id,
+    prompt_length and, once the row set has it, response_length. The compiler keeps these columns alive in
+    `source` at every Reshard, and the first Reshard of an agent's fields into `target` carries them, so that
+    `target` can be a source later. A Reshard of these columns alone is an order: a node on other ranks waits
+    for one that it depends on but reads nothing of; for this to hold, an exchange must not end on any rank
+    before all its ranks have begun it.
+    """
+
+    name: str
+    source: str
+    target: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class LoaderPlan:
+    """Prompts of one agent, loaded by the ranks of `layout` as the configuration of `node` says.
+
+    Both instruction lists name the same loader: the worker has training prompts and validation prompts for
+    each.
+    """
+
+    name: str
+    agent: int
+    node: str
+    layout: str
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A node of an interaction: what happens there to an episode, and where it goes next."""
+
+    node: str
+    kind: Literal["agent", "env"]
+    agent: int
+    """Who speaks."""
+    policy: int | None
+    """The agent whose rollout model it speaks with; None for an environment."""
+    rows: bool
+    """Whether rows of it are made; those of an agent that shares a policy are among the owner's."""
+    following: str | None
+    """Where an episode goes that does not go back; None: it ends."""
+    back_to: str | None
+    """Where it goes back to, unless `until` is true or the node has run max_turns times."""
+    max_turns: int
+    until: str | None
+    """A function of the episode: whether it does not go back."""
+    route: str | None
+    """A function of the episode that chooses the node instead."""
+    options: dict[str, Any]
+    """process_path, pre_process_kwargs and post_process_kwargs of an agent; of an environment env_path,
+    env_kwargs, env_seed, deadline_s, max_concurrent, and whether its observations and rewards are used
+    (obs_with_env, rewards_with_env)."""
+
+
+@dataclass(frozen=True)
+class StreamPlan:
+    """Whom a driver, a rank that plays episodes, asks for the turns of a policy: the engines on `heads`.
+
+    An episode keeps to one of them. An engine that several ranks ask, or another one, is served.
+    """
+
+    policy: str
+    driver: int
+    heads: Ranks
+
+
+@dataclass(frozen=True)
+class InteractionPlan:
+    """A conversation of agents, episode by episode, which the Run of `entry` plays."""
+
+    entry: str
+    stages: tuple[StagePlan, ...]
+    """In the order of dependencies, the entry first."""
+    policies: tuple[str, ...]
+    """Names of the rollout models, the entry's first, of which all have their trainer's weights before that
+    Run."""
+    most_turns: int
+    """Of an episode, over all agents."""
+    streams: tuple[StreamPlan, ...] = ()
+    """Of the policies that are not on the drivers' ranks alone; drivers ask their own engines of the
+    others."""
+
+    def heads(self, policy: str, driver: int) -> Ranks:
+        """The ranks whose engines answer the episodes of a driver."""
+        found = (x.heads for x in self.streams if (x.policy, x.driver) == (policy, driver))
+        return next(found, (driver,))
+
+    def clients(self, policy: str, head: int) -> Ranks:
+        """The drivers that the engine of a rank is served to; none if only its own rank asks it."""
+        asking = tuple(x.driver for x in self.streams if x.policy == policy and head in x.heads)
+        return () if asking == (head,) else asking
+
+
+@dataclass(frozen=True)
+class Load:
+    """Take the next batch of prompts into the store."""
+
+    loader: str
+    keys: tuple[FieldKey, ...]
+    layout: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Reshard:
+    """Copy fields from one layout to another."""
+
+    keys: tuple[FieldKey, ...]
+    route: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Run:
+    """Run a node's op: rows of `reads` in layout `source` in, rows of `writes` in layout `target` out."""
+
+    node: str
+    reads: tuple[FieldKey, ...]
+    writes: tuple[FieldKey, ...]
+    source: str
+    target: str
+    ranks: Ranks
+    joins: tuple[tuple[FieldKey, str], ...] = ()
+    """What it reads of other agents in its interaction, where their rows lie (layout ids): each rank has the
+    rows of the same episodes in all of them, in whatever number."""
+
+
+@dataclass(frozen=True)
+class Serve:
+    """Answer the turns that the Run of `node`, an interaction's entry, asks of the engines on these ranks.
+
+    It lasts until all who play that interaction are done. The ranks have no part in that Run.
+    """
+
+    node: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class SyncWeights:
+    """Bring a rollout engine to its trainer's weights; does nothing when the versions already agree."""
+
+    link: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Free:
+    """Drop columns (field, layout id) that nobody reads any more."""
+
+    keys: tuple[tuple[FieldKey, str], ...]
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Run the instructions up to the Until of the same node, as often as the node needs rows.
+
+    All of `ranks` agree before each round whether there is another; none may be needed at all. What a round
+    makes is freed within it: rows leave it through the node's Collect alone.
+    """
+
+    node: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Give a node rows of `reads` in layout `source`, which it keeps, all or some, until its Run."""
+
+    node: str
+    reads: tuple[FieldKey, ...]
+    source: str
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Until:
+    """The end of a Repeat, on the same ranks."""
+
+    node: str
+    ranks: Ranks
+
+
+Instruction = Load | Reshard | Run | Serve | SyncWeights | Free | Repeat | Collect | Until
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The compiled workflow. `instructions` is one training step; `validation` one validation batch."""
+
+    dag_id: str
+    world_size: int
+    nodes: dict[str, NodePlan]
+    """Kept nodes by id, in execution order."""
+    pruned: dict[str, str]
+    """Node id -> why it costs nothing in this run."""
+    models: dict[str, ModelPlan]
+    layouts: dict[str, Layout]
+    routes: dict[str, RoutePlan]
+    links: dict[str, LinkPlan]
+    loaders: dict[str, LoaderPlan]
+    interactions: dict[str, InteractionPlan]
+    """By entry node; of their nodes, environments and agents without rows have no Run."""
+    groups: tuple[Ranks, ...]
+    """Distinct rank tuples, in creation order, the world first; every rank creates all of them in this order.
+    They are the ranks of the models, of their mesh axes, and of all layouts, routes and links."""
+    instructions: tuple[Instruction, ...]
+    validation: tuple[Instruction, ...]
+
+    def of_rank(self, rank: int, section: Literal["instructions", "validation"] = "instructions"):
+        """The instructions of one rank, in the one global order."""
+        return [ins for ins in getattr(self, section) if rank in ins.ranks]
+
+    def run_of(self, node: str) -> Run:
+        """The Run of a node in a training step."""
+        return next(ins for ins in self.instructions if isinstance(ins, Run) and ins.node == node)
+
+    def before(self, node: str) -> list[Instruction]:
+        """What happens between the Run before a node's and its own: the loads and reshards that it needs."""
+        end = self.instructions.index(self.run_of(node))
+        start = max((i for i in range(end) if isinstance(self.instructions[i], Run)), default=-1)
+        return list(self.instructions[start + 1 : end])
+
+    def to_json(self) -> str:
+        """The plan as JSON text: the same for every process and hash seed, exact under from_json."""
+        return plan_json.encode(self)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The plan that to_json wrote."""
+        return plan_json.decode(text, Plan)

@@ -1,0 +1,74 @@
+"""What works in a plan but is hardly meant, and what a reader of the DAG file might not expect. Pure."""
+
+from collections.abc import Iterator, Mapping
+
+from siirl.compiler.models import backend_of, plan_advice
+from siirl.compiler.plan import Plan
+from siirl.compiler.resolved_node import AGENT_WIDE
+from siirl.config import Config
+from siirl.config.effects import effect_warnings, why_no_effect
+from siirl.config.resolve import get
+from siirl.config.root import all_keys
+from siirl.config.values import show
+
+
+def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> list[str]:
+    """One line for each key without effect, of the run or of a node, and for what works badly.
+
+    node_cfgs: the configuration of each node.
+    """
+    lines = [*effect_warnings(cfg, node_cfgs.values()), *_node_warnings(plan, node_cfgs)]
+    return list(dict.fromkeys([*lines, *plan_advice(plan.models.values(), dict(node_cfgs))]))
+
+
+def _node_warnings(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:
+    """Keys in the config of nodes that change nothing there; an agent's keys are named at its rollout."""
+    speaking = {stage.node for inter in plan.interactions.values() for stage in inter.stages}
+    rollouts = {model.node for model in plan.models.values() if model.is_rollout} | speaking
+    at_rollout = {(plan.nodes[node].agent, key) for node in rollouts for key in plan.nodes[node].overrides}
+    for name, node in plan.nodes.items():
+        for key in node.overrides:
+            repeated = key.startswith(AGENT_WIDE) and (node.agent, key) in at_rollout and name not in rollouts
+            if repeated or key not in all_keys():
+                continue
+            value, known = get(node_cfgs[name], key), all_keys()[key]
+            if value != known.default and (why := why_no_effect(node_cfgs[name], key)):
+                yield f"node {name!r}: {key}={show(known, value)} has no effect: {why}."
+
+
+def plan_notes(plan: Plan) -> list[str]:
+    """Which agents learn from rewards of others, and which are never trained, as the DAG file implies."""
+    trained = {node.agent for node in plan.nodes.values() if node.spec.trains_policy}
+    scored = {
+        key.agent for run in plan.instructions for key in getattr(run, "writes", ()) if key.name == "score"
+    }
+    notes = []
+    for stage in (stage for inter in plan.interactions.values() for stage in inter.stages):
+        if stage.kind == "env" or stage.policy != stage.agent:
+            continue
+        who = f"agent {stage.agent} ({stage.node})"
+        if stage.agent in trained - scored:
+            from_others = ", ".join(map(str, _scores_of(plan, stage.agent)))
+            whose = f"the scores of agent {from_others}" if from_others else "what its environment gives"
+            notes.append(f"{who} has no reward node of its own: it learns from {whose}")
+        elif trained and stage.agent not in trained and _has_weights(plan, stage.agent):
+            others = " or ".join(str(agent) for agent in sorted(trained))
+            notes.append(
+                f"{who} speaks and is not trained: it is frozen. To let it speak with another's policy, "
+                f"set rollout.agent.share_instance ({others}) in its config; to train it, add a reward, an "
+                "advantage and an ACTOR node"
+            )
+    return notes
+
+
+def _scores_of(plan: Plan, agent: int) -> list[int]:
+    """The agents whose scores the advantages of an agent are made of."""
+    names = [name for name, node in plan.nodes.items() if node.agent == agent and node.spec.credits]
+    joined = {key.agent for name in names for key, _ in plan.run_of(name).joins if key.name == "score"}
+    return sorted(joined - {agent})
+
+
+def _has_weights(plan: Plan, agent: int) -> bool:
+    """Whether a rollout engine of this run speaks for the agent, rather than a service."""
+    model = plan.models.get(f"agent_{agent}.rollout")
+    return model is not None and backend_of(model).weights

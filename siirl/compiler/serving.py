@@ -1,0 +1,86 @@
+"""Where the policies of an interaction live, and which of their engines answer which rank's episodes. Pure.
+
+A rank that plays episodes is a driver: the first rank of each shard of the entry's rollout. The first rank of
+a shard answers for its engine.
+"""
+
+from dataclasses import replace
+
+from siirl.compiler.models import backend_of
+from siirl.compiler.plan import InteractionPlan, ModelPlan, StreamPlan
+from siirl.compiler.workflow import Interactions, Nodes
+from siirl.errors import PlacementError
+from siirl.parallel.dims import ParallelDims
+from siirl.parallel.placement import Ranks, format_ranks
+
+Models = dict[str, ModelPlan]
+
+
+def place_interactions(
+    interactions: Interactions, models: Models, nodes: Nodes
+) -> tuple[Interactions, Models]:
+    """The interactions with their streams, and the models with services where the episodes are.
+
+    PlacementError for a service that is placed elsewhere.
+    """
+    placed: dict[str, InteractionPlan] = {}
+    moved = dict(models)
+    for entry, plan in interactions.items():
+        drivers = heads_of(models[plan.policies[0]])
+        streams: list[StreamPlan] = []
+        for name in plan.policies:
+            if not backend_of(models[name]).weights:
+                moved[name] = _beside(models[name], drivers, nodes)
+            streams += _streams(name, drivers, heads_of(moved[name]))
+        placed[entry] = replace(plan, streams=tuple(streams))
+    return placed, moved
+
+
+def heads_of(model: ModelPlan) -> Ranks:
+    """The first rank of each shard of a model, in the order of the shards."""
+    shards = model.dims.data_shards()
+    return tuple(model.ranks[shards.index(shard)] for shard in range(max(shards) + 1))
+
+
+def serving_ranks(plan: InteractionPlan, models: Models) -> Ranks:
+    """The ranks that hold an engine of an interaction and play no episodes."""
+    drivers = heads_of(models[plan.policies[0]])
+    everyone = {rank for name in plan.policies for rank in models[name].ranks}
+    return tuple(sorted(everyone.difference(drivers)))
+
+
+def _beside(model: ModelPlan, drivers: Ranks, nodes: Nodes) -> ModelPlan:
+    """A service has no engine of its own: every driver asks it."""
+    missing = sorted(set(drivers).difference(model.ranks))
+    if missing and nodes[model.node].spec.placement is not None:
+        raise PlacementError(
+            f"{nodes[model.node]} is placed on ranks {format_ranks(model.ranks)}, and its service is asked "
+            f"from where the episodes are played (ranks {format_ranks(drivers)}). Remove its placement."
+        )
+    return replace(model, ranks=drivers, dims=ParallelDims(len(drivers), dp_replicate=len(drivers)))
+
+
+def _streams(policy: str, drivers: Ranks, heads: Ranks) -> list[StreamPlan]:
+    """Which heads answer each driver; nothing to say where each asks the one on its own rank.
+
+    A driver asks the engine of its own rank if it has one. Engines of ranks that play nothing go to the
+    drivers without one, else to all; where there are none of these, drivers answer for each other.
+    """
+    local, idle = [rank for rank in drivers if rank in heads], sorted(set(heads).difference(drivers))
+    remote = [rank for rank in drivers if rank not in heads]
+    if not remote and not idle:
+        return []
+    asked = {rank: {rank} for rank in local}
+    helped, helpers = remote or local, idle or sorted(heads)
+    for position, rank in enumerate(helped):
+        asked.setdefault(rank, set()).update(_dealt(helpers, position, len(helped)))
+    return [StreamPlan(policy, rank, tuple(sorted(asked[rank]))) for rank in drivers]
+
+
+def _dealt(helpers: list[int], position: int, count: int) -> list[int]:
+    """The part of one of `count` askers, of equal loads; all of them if they cannot be dealt evenly."""
+    if len(helpers) % count == 0:
+        return helpers[position::count]
+    if count % len(helpers) == 0:
+        return [helpers[position % len(helpers)]]
+    return helpers

@@ -1,0 +1,112 @@
+"""What a run tells its user: metrics of all ranks joined on rank 0, sampled rollouts, the closing summary."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from siirl.config import Config
+from siirl.dag_worker.worker import DAGWorker
+from siirl.observe.curve import METRICS_FILE, reward_curve_png
+from siirl.observe.derived import derived_metrics
+from siirl.observe.flops import mfu
+from siirl.observe.metrics import Metrics
+from siirl.observe.sinks import Sinks, tensorboard_dir
+from siirl.observe.summary import closing_summary
+from siirl.show.conversation_page import write_page
+from siirl.show.conversation_text import split_episodes
+
+PAGES = "conversations"
+"""Folder of the pages in a run's output."""
+
+
+class Report:
+    """Joins the metrics of all ranks. All ranks call its methods; rank 0 alone has sinks."""
+
+    def __init__(self, worker: DAGWorker, sinks: Sinks | None):
+        self._worker, self._sinks = worker, sinks
+
+    def log(self, step: int, *parts: Metrics) -> None:
+        """Join the parts of this rank, then those of all ranks, and give the numbers to the sinks."""
+        mine = Metrics()
+        for part in parts:
+            mine.merge(part)
+        with self._worker.observer.span("report", step):
+            joined = Metrics()
+            for entries in self._gather(mine.entries):
+                joined.merge(Metrics(entries))
+            if self._sinks is not None:
+                values = joined.values()
+                self._sinks.log(step, values | derived_metrics(values) | self._rates(values))
+
+    def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
+        """Give sampled rollouts of all ranks to the sinks, and draw the conversations of a validation."""
+        rows = [row for part in self._gather(samples) for row in part]
+        if self._sinks is not None and rows:
+            rows, episodes = split_episodes(rows)
+            self._sinks.text(step, kind, rows)
+            if episodes and kind == "validation":
+                cfg = self._worker.cfg
+                path = Path(cfg.trainer.output_dir).expanduser() / PAGES / f"step_{step}.html"
+                title = run_title(cfg, self._worker.plan.dag_id)
+                write_page(path, episodes, f"{title}: {kind}, step {step}")
+
+    def close(self) -> None:
+        if self._sinks is not None:
+            self._sinks.close()
+
+    def _gather(self, mine: Any) -> list[Any]:
+        world = self._worker.groups.world
+        parts: list[Any] | None = [None] * dist.get_world_size() if self._worker.rank == 0 else None
+        dist.gather_object(mine, parts, group=world)
+        return parts or []
+
+    def _rates(self, values: dict[str, float]) -> dict[str, float]:
+        """Rates of a training step: tokens per second, and the update's share of the devices' peak."""
+        step_s = values.get("time/step_s")
+        if not step_s:
+            return {}
+        world_size = self._worker.plan.world_size
+        tokens = sum(value for name, value in values.items() if name.endswith("perf/tokens"))
+        rates = {
+            "perf/tokens_per_s": tokens / step_s,
+            "perf/tokens_per_s_per_device": tokens / step_s / world_size,
+        }
+        trainers = [name for name, node in self._worker.plan.nodes.items() if node.spec.trains_policy]
+        train_s = sum(values.get(f"time/{name}_s", 0.0) for name in trainers)
+        flops = sum(value for name, value in values.items() if name.endswith("flops/train"))
+        device = self._worker.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        share = mfu(flops, train_s, world_size, name)
+        return rates if share is None else rates | {"perf/mfu": share}
+
+
+def run_title(cfg: Config, dag_id: str) -> str:
+    """What pages and pictures call the run: its experiment, or the DAG where nobody has named one."""
+    return cfg.trainer.experiment_name if "trainer.experiment_name" in cfg.explicit else dag_id
+
+
+def closing_report(
+    cfg: Config,
+    dag_id: str,
+    output_dir: Path,
+    checkpoint: Path | None,
+    exported: list[Path],
+    trace: Path | None,
+    total_s: float,
+) -> str:
+    """The closing summary; draws the reward curve that it names."""
+    metrics_file = output_dir / METRICS_FILE
+    curve = reward_curve_png(metrics_file, output_dir / "reward_curve.png", run_title(cfg, dag_id))
+    pages = sorted((output_dir / PAGES).glob("step_*.html"), key=lambda page: int(page.stem[len("step_") :]))
+    places = {
+        "TensorBoard": tensorboard_dir(output_dir) if "tensorboard" in cfg.trainer.logger else None,
+        "metrics": metrics_file,
+        "reward curve": curve,
+        "conversations": pages[-1] if pages else None,
+        "trace": trace,
+        "checkpoint": checkpoint,
+    }
+    places |= {f"HF model{f' {path.name}' if len(exported) > 1 else ''}": path for path in exported}
+    return closing_summary(metrics_file, total_s, places)

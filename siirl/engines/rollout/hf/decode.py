@@ -1,0 +1,145 @@
+"""The decode loop of the HF engine: prompts and per-row seeds in, sampled tokens out, for one batch.
+
+Each distinct prompt is prefilled once and its cache repeated for its samples; rows that ended leave the
+batch when that pays. Shapes: D distinct prompts, B samples, S positions, T response tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.hf.kv_cache import gather, keep_rows
+from siirl.engines.rollout.hf.prefill import read_prompts
+from siirl.engines.rollout.sampling import sample_tokens, uniforms
+from siirl.observe.spans import note, phase
+
+KEEP_SHARE = 0.8
+"""Ended rows leave the batch once no more than this share of it still runs: the cache is copied for it."""
+CHECK_EVERY = {"cpu": 1, "cuda": 8}
+"""Steps between two looks at which rows ended: a look waits for the device."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was sampled, on the host.
+
+    token_BT and log_prob_BT hold garbage past length_B. stopped_B: the row ended with a stop token.
+    """
+
+    token_BT: Tensor
+    log_prob_BT: Tensor
+    length_B: Tensor
+    stopped_B: Tensor
+
+
+@dataclass
+class _Running:
+    """The rows that still run, and the cache of what they have read."""
+
+    cache: Cache
+    mask_BS: (
+        Tensor | None
+    )  # 1 for real tokens of prompts, 0 for left padding, 1 for responses; None: no padding
+    position_B: Tensor  # position of the next token
+    row_B: Tensor  # index of the row among the samples
+    ended_B: Tensor
+
+    def drop_ended(self) -> None:
+        keep = (~self.ended_B).nonzero()[:, 0]
+        keep_rows(self.cache, keep)
+        self.mask_BS = None if self.mask_BS is None else self.mask_BS[keep]
+        self.position_B, self.row_B, self.ended_B = (
+            self.position_B[keep],
+            self.row_B[keep],
+            self.ended_B[keep],
+        )
+
+
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    counts: Sequence[int],
+    seeds: list[int],
+    params: SamplingParams,
+    prefill_tokens: int,
+) -> Samples:
+    """Sample counts[d] responses of prompts[d]; seeds: one per sample, in that order. No communication.
+
+    prefill_tokens bounds the padded tokens of one prefill forward (at least one prompt goes through).
+    """
+    device = model.device
+    length_D = torch.tensor([len(prompt) for prompt in prompts])
+    count_D = torch.tensor(counts)
+    with phase("prefill", prompts=len(prompts), tokens=int(length_D.sum())):
+        logits_BV, run = _prefill(model, prompts, length_D, count_D, params.max_tokens, prefill_tokens)
+    uniform_TB = torch.from_numpy(uniforms(seeds, params.max_tokens)).to(device)
+    token_TB = torch.zeros(params.max_tokens, len(seeds), dtype=torch.int64, device=device)
+    log_prob_TB = torch.zeros(params.max_tokens, len(seeds), device=device)
+    stops_V = torch.zeros(logits_BV.shape[1], dtype=torch.bool, device=device)
+    if not params.ignore_eos:
+        stops_V[[stop for stop in params.stop_token_ids if stop < len(stops_V)]] = True
+    width, check_every = run.cache.get_seq_length(), CHECK_EVERY.get(device.type, 8)
+
+    with phase("decode", rows=len(seeds)):
+        for step in range(params.max_tokens):
+            token_B, log_prob_B = sample_tokens(logits_BV, uniform_TB[step, run.row_B], params)
+            token_TB[step, run.row_B], log_prob_TB[step, run.row_B] = token_B, log_prob_B
+            run.ended_B |= stops_V[token_B]
+            if step + 1 == params.max_tokens:
+                break
+            if (step + 1) % check_every == 0:
+                running = int((~run.ended_B).sum())
+                if running == 0:
+                    break
+                if running <= KEEP_SHARE * len(run.row_B):
+                    token_B = token_B[~run.ended_B]
+                    run.drop_ended()
+            logits_BV = model(
+                input_ids=token_B[:, None],
+                position_ids=run.position_B[:, None],
+                attention_mask=None if run.mask_BS is None else run.mask_BS[:, : width + step + 1],
+                past_key_values=run.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+            run.position_B += 1
+        note(steps=step + 1)
+    return _collect(token_TB.T.cpu(), log_prob_TB.T.cpu(), stops_V.cpu(), step + 1)
+
+
+def _prefill(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    length_D: Tensor,
+    count_D: Tensor,
+    max_tokens: int,
+    prefill_tokens: int,
+) -> tuple[Tensor, _Running]:
+    """Read each prompt once; logits of the first response token and the cache, both repeated per sample."""
+    device = model.device
+    width = int(length_D.max())
+    limit = width + max_tokens
+    logits_BV, blocks = read_prompts(model, prompts, count_D, prefill_tokens)
+    length_B = length_D.repeat_interleave(count_D)
+    padded = bool((length_D < width).any())
+    slot_S = torch.arange(limit)
+    return logits_BV, _Running(
+        cache=gather(blocks, limit),
+        mask_BS=(slot_S >= width - length_B[:, None]).to(device) if padded else None,
+        position_B=length_B.to(device),
+        row_B=torch.arange(len(length_B), device=device),
+        ended_B=torch.zeros(len(length_B), dtype=torch.bool, device=device),
+    )
+
+
+def _collect(token_BT: Tensor, log_prob_BT: Tensor, stops_V: Tensor, steps: int) -> Samples:
+    """Cut each row behind its first stop token, or at the last step."""
+    token_BT, log_prob_BT = token_BT[:, :steps], log_prob_BT[:, :steps]
+    stop_BT = stops_V[token_BT]
+    stopped_B = stop_BT.any(1)
+    length_B = torch.where(stopped_B, stop_BT.int().argmax(1) + 1, steps)
+    return Samples(token_BT, log_prob_BT, length_B, stopped_B)

@@ -1,0 +1,258 @@
+"""The rollout engine on transformers' own models: no further dependency, on CPU and GPU."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from siirl.compiler.plan import ModelPlan
+from siirl.config import Config
+from siirl.config.common import ModelConfig
+from siirl.engines.rollout.base import (
+    Completion,
+    Key,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightPart,
+)
+from siirl.engines.rollout.call_limits import CallLimits, WeightState, check_finite
+from siirl.engines.rollout.hf.decode import Samples, decode
+from siirl.engines.rollout.sampling import derive_seed
+from siirl.engines.rollout.weight_loading import (
+    SharedBase,
+    WeightSpecs,
+    checked_weights,
+    stored_parts,
+    tensor_names,
+)
+from siirl.engines.train.frozen_base import use_base
+from siirl.engines.train.hf_model import load_hf_config
+from siirl.engines.train.lora import adapter_name, add_lora
+from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
+from siirl.parallel.process_groups import ProcessGroupManager
+
+CACHED_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types whose state is keys and values of each position: what can be padded and repeated."""
+
+
+class HFRollout(RolloutEngine):
+    """Samples with a transformers model on one device; weights arrive by `load_weights` alone."""
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        cfg: Config,
+        groups: ProcessGroupManager,
+        device: torch.device | str,
+        base: "HFRollout | None" = None,
+    ) -> None:
+        """Build the architecture of actor_rollout_ref.model, without reading weights. No communication.
+
+        base: the engine whose base this one's adapter is for; it has the same tensors in a module tree of its
+        own, so both may run at once.
+        """
+        self.name = plan.name
+        self.weight_version = -1
+        self._rollout = cfg.actor_rollout_ref.rollout
+        if self._rollout.tensor_model_parallel_size != 1:
+            raise ConfigError(
+                "actor_rollout_ref.rollout.tensor_model_parallel_size="
+                f"{self._rollout.tensor_model_parallel_size}: rollout 'hf' runs on one device. Set it to 1."
+            )
+        self._device = torch.device(device)
+        model_cfg = cfg.actor_rollout_ref.model
+        self._model = build_model(
+            model_cfg, self._rollout.dtype, self._device if base is None else torch.device("meta")
+        )
+        self._shared: SharedBase | None = None
+        if plan.base is not None:
+            self._shared = SharedBase() if base is None else base._shared
+            add_lora(self._model, model_cfg, cfg.trainer.seed)
+            self._model.requires_grad_(False)
+        if base is not None:
+            use_base(self._model, base._model, self._device)
+        positions = getattr(self._model.config, "max_position_embeddings", None)
+        max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
+        vocab = self._model.get_input_embeddings().num_embeddings
+        self._limits = CallLimits(plan.name, vocab, max_context)
+        self._specs, self._aliases = tensor_names(self._model)
+        self._state: WeightState = "empty"
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See RolloutEngine; wakes the engine.
+
+        RolloutError before the first complete sync, for a prompt that cannot run (too long, empty, unknown
+        tokens), and for weights that give log-probs that are not finite.
+        """
+        self.check_idle("generate")
+        self._limits.check(self._state, prompts, params, seeds)
+        if not prompts:
+            return []
+        self.wake()
+        distinct = sorted(set(map(tuple, prompts)), key=lambda prompt: (len(prompt), prompt))
+        place = {prompt: index for index, prompt in enumerate(distinct)}
+        # (distinct prompt, prompt of the call, sample): equal prompts together, similar lengths together.
+        rows = sorted(
+            (place[tuple(prompt)], call, sample)
+            for call, prompt in enumerate(prompts)
+            for sample in range(params.n)
+        )
+        max_rows = self._rows_per_pass(params.n, len(distinct[-1]) + params.max_tokens)
+        found: dict[tuple[int, int], Completion] = {}
+        with torch.inference_mode():
+            for start, stop in _passes(len(rows), max_rows):
+                part = rows[start:stop]
+                samples = self._decode(distinct, part, params, seeds)
+                for (_, call, sample), completion in zip(part, self._completions(samples), strict=True):
+                    found[call, sample] = completion
+        check_finite(
+            ((f"sample {sample} of prompt {call}", one) for (call, sample), one in found.items()),
+            str(self._model.dtype),
+        )
+        return [[found[call, sample] for sample in range(params.n)] for call in range(len(prompts))]
+
+    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
+        """See RolloutEngine and CallLimits."""
+        return self._limits.check_requests(self._state, requests, pending)
+
+    @property
+    def takes(self) -> WeightPart:
+        """See RolloutEngine."""
+        if self._shared is None:
+            return "merged"
+        return "adapter" if self._shared.loaded else "base_and_adapter"
+
+    def weight_specs(self) -> WeightSpecs:
+        """See RolloutEngine."""
+        return {
+            name: spec
+            for name, spec in self._specs.items()
+            if self.takes != "adapter" or adapter_name(name) is not None
+        }
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See RolloutEngine; wakes the engine."""
+        self.check_idle("take weights")
+        self.wake()
+        self._state, self.weight_version = "loading", -1
+        own = stored_parts(self._model)
+        with torch.no_grad():
+            for name, tensor in checked_weights(weights, self.weight_specs(), self._aliases, self.name):
+                own[name].copy_(tensor, non_blocking=True)
+        self._state, self.weight_version = "ready", version
+        if self._shared is not None:
+            self._shared.loaded = True
+
+    def sleep(self) -> None:
+        """Move the weights to host memory, on a GPU and with rollout.free_cache_engine. Idempotent."""
+        self.check_idle("sleep")
+        if self._device.type != "cpu" and self._rollout.free_cache_engine:
+            self._model.to("cpu")
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Bring the weights back to the device. Idempotent."""
+        self._model.to(self._device)
+
+    def close(self) -> None:
+        """Release the model."""
+        self._state, self.weight_version = "empty", -1
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = None
+        del self._model
+
+    def _decode(
+        self,
+        distinct: Sequence[tuple[int, ...]],
+        rows: Sequence[tuple[int, int, int]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+    ) -> Samples:
+        first, last = rows[0][0], rows[-1][0]
+        counts = [0] * (last + 1 - first)
+        for index, _, _ in rows:
+            counts[index - first] += 1
+        row_seeds = [derive_seed(seeds[call], sample) for _, call, sample in rows]
+        prompts = distinct[first : last + 1]
+        return decode(self._model, prompts, counts, row_seeds, params, self._rollout.max_num_batched_tokens)
+
+    def _completions(self, samples: Samples) -> list[Completion]:
+        columns = (samples.token_BT, samples.log_prob_BT, samples.length_B, samples.stopped_B)
+        return [
+            Completion(ids[:length], log_probs[:length], "stop" if stopped else "length", self.weight_version)
+            for ids, log_probs, length, stopped in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+    def _rows_per_pass(self, n: int, max_context: int) -> int:
+        """Samples decoded together: the configured bounds, and on a GPU the memory for their cache."""
+        rows = self._rollout.max_num_seqs
+        if self._rollout.micro_batch_size is not None:
+            rows = min(rows, self._rollout.micro_batch_size * n)
+        if self._device.type == "cuda":
+            rows = min(rows, self._cache_positions() // max_context)
+        return max(rows, 1)
+
+    def _cache_positions(self) -> int:
+        """Positions for whose keys and values the GPU has memory now; engines with open streams share it."""
+        free_bytes, _ = torch.cuda.mem_get_info(self._device)
+        own_bytes = free_bytes * self._rollout.gpu_memory_utilization / self.num_open_streams
+        return int(own_bytes / _cache_bytes_per_token(self._model))
+
+
+def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The model of `model_cfg` on `device`, for inference, its weights uninitialised memory.
+
+    dtype: "auto" (what config.json says, else float32), "float32", "bfloat16" or "float16". DataError
+    without a config.json; NotSupportedError for layers that are not plain softmax attention.
+    """
+    config = load_hf_config(model_cfg)
+    others = set(getattr(config, "layer_types", None) or ()) - CACHED_LAYERS
+    if others:
+        raise NotSupportedError(
+            f"not supported yet: rollout 'hf' for layers of type {', '.join(sorted(others))} "
+            f"({model_cfg.path}). Use a model of {' and '.join(sorted(CACHED_LAYERS))} layers."
+        )
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    if softcap is not None:
+        raise _unplain(model_cfg, f"attn_logit_softcapping={softcap}")
+    torch_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    with torch.device(device), no_init_weights():
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch_dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=model_cfg.trust_remote_code,
+            )
+        except ValueError as error:
+            if "attention implementation" not in str(error):
+                raise
+            raise _unplain(model_cfg, str(error)) from error
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def _unplain(model_cfg: ModelConfig, what: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"not supported yet: rollout 'hf' for {model_cfg.path}, a model without plain softmax attention: "
+        f"{what}. Use rollout.name=vllm, or another model."
+    )
+
+
+def _cache_bytes_per_token(model: PreTrainedModel) -> int:
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+
+
+def _passes(num_rows: int, max_rows: int) -> list[tuple[int, int]]:
+    """[start, stop) of passes of equal size, give or take one row, none above max_rows."""
+    count = -(-num_rows // max_rows)
+    return [(num_rows * index // count, num_rows * (index + 1) // count) for index in range(count)]

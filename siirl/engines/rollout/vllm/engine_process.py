@@ -1,0 +1,173 @@
+"""An engine process of this worker: started, asked, watched, ended. Imports no vLLM."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from siirl.engines.rollout.channel import Channel, ChannelClosed
+from siirl.errors import ConfigError, RolloutError
+from siirl.observe.logs import last_lines
+
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+)
+"""Environment of our torch.distributed, which vLLM's must not see, and what Megatron wants of CUDA."""
+POLL_S = 0.5
+STOP_GRACE_S = 3.0
+
+Reply = tuple[dict[str, Any], dict[str, np.ndarray]]
+
+
+class EngineProcess:
+    """One process that runs a vLLM engine. Every wait for it has a deadline; its death is named at once."""
+
+    def __init__(self, name: str, env: dict[str, str], log_path: Path, deadline_s: float) -> None:
+        """Start it. env: on top of this worker's environment. Its output goes to log_path."""
+        self._what = f"rollout engine {name!r}"
+        self.deadline_s = deadline_s
+        self._log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        clean = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+        with log_path.open("ab") as log, theirs:
+            self._log_offset = log.tell()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "siirl.engines.rollout.vllm.server", str(theirs.fileno())],
+                env=clean | env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+            )
+        self._channel = Channel(ours)
+        self._heard_s = time.monotonic()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, kind: str, arrays: dict[str, np.ndarray] | None = None, **values: Any) -> Reply:
+        """Send a request and wait for its answer: (values, arrays).
+
+        RolloutError: the process died, said nothing for the deadline, or reported an error. ConfigError: it
+        reported that the configuration cannot work.
+        """
+        self.send(kind, arrays, **values)
+        return self.wait(kind)
+
+    def send(self, kind: str, arrays: dict[str, np.ndarray] | None = None, **values: Any) -> None:
+        """Send a request whose answer is awaited by `wait`."""
+        try:
+            self._channel.send(kind, arrays, **values)
+        except ChannelClosed:
+            raise self._death(kind) from None
+
+    def wait(self, kind: str) -> Reply:
+        """The answer to the request `kind`; see ask. Messages of a stream that come before it are dropped."""
+        self._heard_s, progress = time.monotonic(), ""
+        while True:
+            message = self._receive(kind, POLL_S, progress)
+            if message is None:
+                continue
+            answer, values, arrays = message
+            if answer == "alive":
+                progress = f" ({values['progress']})"
+            elif answer == "error":
+                raise self._reported(kind, values)
+            elif answer == "done":
+                return values, arrays
+
+    def listen(self, timeout_s: float) -> list[Reply]:
+        """What a stream has finished: the replies that are there, or the first within timeout_s seconds.
+
+        Only while something is pending. Errors as those of ask; the deadline counts from the last message, or
+        from `expect`.
+        """
+        replies: list[Reply] = []
+        until_s = time.monotonic() + timeout_s
+        while True:
+            left_s = 0.0 if replies else max(0.0, until_s - time.monotonic())
+            message = self._receive("stream", min(POLL_S, left_s), "")
+            if message is None:
+                if replies or time.monotonic() >= until_s:
+                    return replies
+            elif message[0] == "stream_error":
+                raise self._reported("stream", message[1])
+            elif message[0] == "finished":
+                replies.append(message[1:])
+
+    def expect(self) -> None:
+        """Let the deadline of `listen` begin now: the process was idle, and has work from here on."""
+        self._heard_s = time.monotonic()
+
+    def _receive(
+        self, kind: str, timeout_s: float, progress: str
+    ) -> tuple[str, dict[str, Any], dict[str, np.ndarray]] | None:
+        """The next message, or None after timeout_s. RolloutError if the process died or hangs."""
+        if not self._channel.ready(timeout_s):
+            if self._process.poll() is not None and not self._channel.ready(0):
+                raise self._death(kind)
+            if time.monotonic() - self._heard_s > self.deadline_s:
+                raise RolloutError(
+                    f"{self._what} (pid {self.pid}) hangs: no word in {self.deadline_s:g} s while this "
+                    f"worker waits for {kind!r}{progress}. Raise trainer.deadline_s if that is too short "
+                    f"for this model.{self._tail()}"
+                )
+            return None
+        try:
+            message = self._channel.receive()
+        except ChannelClosed:
+            raise self._death(kind) from None
+        self._heard_s = time.monotonic()
+        return message
+
+    def _reported(self, kind: str, values: dict[str, Any]) -> RolloutError | ConfigError:
+        if values["user_error"]:
+            return ConfigError(values["text"])
+        return RolloutError(f"{self._what}, {kind}: {values['text']}{self._tail()}")
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        with contextlib.suppress(ChannelClosed):
+            self._channel.send("stop")
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_GRACE_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _death(self, kind: str) -> RolloutError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(STOP_GRACE_S)
+        code = self._process.poll()
+        how = f"exit code {code}"
+        if code is None:
+            how = "it closed its connection"
+        elif code < 0:
+            how = f"killed by {signal.Signals(-code).name}"
+        hint = " Often that is the out-of-memory killer." if code == -signal.SIGKILL else ""
+        return RolloutError(f"{self._what} (pid {self.pid}) died during {kind!r}: {how}.{hint}{self._tail()}")
+
+    def _tail(self) -> str:
+        """The last lines that the process wrote."""
+        lines = last_lines(self._log_path, self._log_offset)
+        where = f"last lines of {self._log_path}:"
+        return "".join(f"\n  | {line}" for line in [where, *lines]) if lines else ""

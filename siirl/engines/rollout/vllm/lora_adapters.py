@@ -1,0 +1,80 @@
+"""Several adapters in one vLLM engine: what its users share, and how an adapter gets into it."""
+
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from siirl.config import Config
+from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.weight_loading import WeightSpecs
+from siirl.engines.train.lora import adapter_name
+from siirl.errors import ConfigError
+from siirl.model_files.adapter_files import write_adapter
+
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of LoRA that vLLM has room for: a smaller one takes the next."""
+MEMORY_FOLDER = Path("/dev/shm")
+
+
+class Policy(Protocol):
+    """Who uses a vLLM engine, alone or with others."""
+
+    def check_idle(self, what: str) -> None:
+        """RolloutError if a stream of it has pending requests, so that the engine cannot do `what`."""
+
+    def lose_weights(self) -> None:
+        """Its weights are about to be replaced with the base's: until its next sync it has none."""
+
+
+@dataclass
+class SharedEngine:
+    """A vLLM engine, and who uses it: several policies, if they are adapters on one base.
+
+    loaded: whether the base has its weights. keeps_weights: `sleep` moves the weights to host memory, instead
+    of forgetting them: a frozen base is never sent again.
+    """
+
+    users: list[Policy] = field(default_factory=list)
+    keeps_weights: bool = False
+    loaded: bool = False
+    weights_sleep: bool = False
+    cache_sleeps: bool = False
+
+
+def adapter_arguments(adapters: Mapping[str, int]) -> dict[str, Any]:
+    """Arguments of vLLM's engine for adapters of these ranks, all of them in memory at once."""
+    most = max(adapters.values())
+    room = next((rank for rank in RANKS if rank >= most), None)
+    if room is None:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_rank={most}: vLLM takes adapters up to rank {RANKS[-1]}. Lower "
+            "it, or set rollout.name=hf."
+        )
+    number = len(adapters)
+    return {"enable_lora": True, "max_loras": number, "max_cpu_loras": number, "max_lora_rank": room}
+
+
+def base_alone(
+    weights: Iterable[tuple[str, Tensor]], specs: WeightSpecs, adapter: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of the base; those of the adapter are put into `adapter`, in the engine's type."""
+    for name, tensor in weights:
+        if adapter_name(name) is None:
+            yield name, tensor
+        else:
+            adapter[name] = tensor.detach().to("cpu", specs[name][1], copy=True).contiguous()
+
+
+def load_adapter(
+    process: EngineProcess, name: str, number: int, adapter: Mapping[str, Tensor], cfg: Config
+) -> None:
+    """Have the engine take an adapter, by way of a folder in memory that is gone afterwards."""
+    model = cfg.actor_rollout_ref.model
+    place = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="siirl-adapter-", dir=place) as folder:
+        write_adapter(Path(folder), adapter, model.lora_rank, model.lora_alpha)
+        process.ask("load_adapter", name=name, number=number, folder=folder)

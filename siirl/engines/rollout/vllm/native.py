@@ -1,0 +1,366 @@
+"""All that siirl knows of vLLM's own interfaces, versions 0.24 to 0.32: this file alone depends on them.
+
+Imported in an engine process and in vLLM's workers, never in a training worker.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm import SamplingParams as VLLMSamplingParams
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.layers import BaseLayerWithLoRA
+from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.sampling import invert, uniforms
+from siirl.engines.rollout.vllm.shared_buffer import open_buffer
+from siirl.errors import ConfigError
+from siirl.spelling import suggest
+
+TRANSFER_BACKEND = "siirl"
+"""Name under which vLLM finds BucketTransfer."""
+LOG_PROBS_MODE = "processed_logprobs"
+"""Log-probs at the sampling temperature; WorkerExtension moves them before top-k and top-p."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A response that vLLM has completed."""
+
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    num_cached_tokens: int
+
+
+class NativeEngine:
+    """A vLLM engine in this process: requests in, finished responses out, weights through BucketTransfer."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        """Start it; arguments: those of vLLM's EngineArgs. ConfigError for one that vLLM does not have."""
+        known = {item.name for item in dataclasses.fields(EngineArgs)}
+        for name in arguments:
+            if name not in known:
+                raise ConfigError(
+                    f"actor_rollout_ref.rollout.engine_kwargs.vllm.{name}: vLLM's engine has no such "
+                    f"argument. {suggest(name, known)}"
+                )
+        fixed = {
+            "logprobs_mode": LOG_PROBS_MODE,
+            "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
+            "weight_transfer_config": {"backend": TRANSFER_BACKEND},
+        }
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
+        self._engine.collective_rpc("take_log_probs_before_truncation")
+        self._keeps_stats = self._engine.log_stats
+        self._adapters: dict[str | None, LoRARequest] = {}
+
+    def add(
+        self, request_id: str, prompt: list[int], params: SamplingParams, seed: int, adapter: str | None
+    ) -> None:
+        """Queue one response. The seed makes it independent of what else is in the batch.
+
+        adapter: under which name it was loaded; None: the model alone.
+        """
+        sampling = VLLMSamplingParams(
+            n=1,
+            temperature=params.temperature,
+            top_k=params.top_k if params.top_k > 0 else 0,
+            top_p=params.top_p,
+            seed=seed if params.temperature else None,
+            max_tokens=params.max_tokens,
+            stop_token_ids=[] if params.ignore_eos else list(params.stop_token_ids),
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._engine.add_request(
+            request_id, {"prompt_token_ids": prompt}, sampling, lora_request=self._adapters.get(adapter)
+        )
+
+    def step(self) -> list[Finished]:
+        """One iteration of the scheduler and the model; the responses that it completed."""
+        finished = []
+        for output in self._engine.step():
+            if output.finished:
+                response = output.outputs[0]
+                flat = response.logprobs
+                finished.append(
+                    Finished(
+                        output.request_id,
+                        list(response.token_ids),
+                        [flat.logprobs[start] for start in flat.start_indices],
+                        response.finish_reason or "unknown",
+                        output.num_cached_tokens or 0,
+                    )
+                )
+        return finished
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Forget requests that were added under these names."""
+        self._engine.abort_request(request_ids)
+
+    def sleep(self, keeps_weights: bool) -> None:
+        """Give back the device memory of weights and KV cache. The weights are gone, or in host memory."""
+        self._engine.sleep(level=1 if keeps_weights else 2)
+
+    def wake(self, part: str) -> None:
+        """Take memory again: part "weights" or "kv_cache"."""
+        self._engine.wake_up(tags=[part])
+
+    def begin_update(self) -> None:
+        """Begin to replace the weights; adapters are forgotten."""
+        self._engine.collective_rpc("unwrap_layers")
+        self._engine.collective_rpc("unpack_experts")
+        self._engine.collective_rpc("start_weight_update")
+
+    def update(self, bucket: dict[str, Any]) -> None:
+        """Load the tensors of a bucket (see BucketInfo) in all workers of the engine."""
+        self._engine.collective_rpc("update_weights", kwargs={"update_info": bucket})
+
+    def finish_update(self) -> None:
+        """Complete an update; what was computed with other weights is forgotten."""
+        self._engine.collective_rpc("finish_weight_update")
+        self._engine.collective_rpc("complete_update")
+        self._engine.collective_rpc("wrap_layers")
+        self._engine.reset_prefix_cache()
+
+    def load_adapter(self, name: str, number: int, folder: str) -> None:
+        """Load a LoRA adapter as peft stores it, in the place of the one before under this name and number.
+
+        The folder is not read again.
+        """
+        if number in self._engine.list_loras():
+            self._engine.remove_lora(number)
+        self._adapters[name] = LoRARequest(name, number, folder)
+        self._engine.add_lora(self._adapters[name])
+        self._engine.reset_prefix_cache()
+
+    def read_tensor(self, name: str) -> list[Tensor]:
+        """A parameter under vLLM's own name, float32 on the CPU, of each worker."""
+        parts = self._engine.collective_rpc("read_tensor", args=(name,))
+        return [torch.tensor(values).view(shape) for values, shape in parts]
+
+    def stats(self) -> dict[str, float]:
+        """Counters and gauges of vLLM since its start, by their own names; none with disable_log_stats."""
+        if not self._keeps_stats:
+            return {}
+        values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+
+@dataclass
+class NoInfo(WeightTransferInitInfo):
+    """A bucket transfer needs no rendezvous."""
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """Tensors in one buffer of bytes, JSON values: where each begins, and where the buffer is.
+
+    place: SharedBuffer.place.
+    """
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    starts: list[int]
+    size: int
+    place: dict[str, Any]
+
+
+class BucketTransfer(WeightTransferEngine):
+    """vLLM's weight-transfer interface over shared memory: of the GPU (CUDA IPC), or of the host."""
+
+    init_info_cls = NoInfo
+    update_info_cls = BucketInfo
+
+    def __init__(self, config: Any, *others: Any) -> None:
+        super().__init__(config, *others)
+        self._source: tuple[str, Tensor] | None = None  # what is mapped, and the mapping
+
+    def init_transfer_engine(self, init_info: NoInfo) -> None:
+        """Nothing to meet."""
+
+    def start_weight_update(self) -> None:  # from 0.25 on; before, vLLM's worker does this
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def receive_weights(self, update_info: BucketInfo, load_weights: Callable | None = None) -> None:
+        """Load a bucket. The model keeps references until a layer is complete, so it gets copies."""
+        buffer = self._buffer(update_info)
+        copies = [(name, part.clone()) for name, part in _cut(buffer, update_info)]
+        (load_weights or self.model.load_weights)(copies)
+        if buffer.is_cuda:
+            torch.cuda.synchronize()
+
+    def shutdown(self) -> None:
+        """Let go of the buffer."""
+        self._source = None
+
+    def _buffer(self, info: BucketInfo) -> Tensor:
+        key = str(info.place)
+        if self._source is None or self._source[0] != key:
+            self._source = None  # let go of the one before first
+            device = getattr(self, "device", None) or torch.device("cuda", torch.cuda.current_device())
+            self._source = (key, open_buffer(info.place, info.size, device))
+        return self._source[1]
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Part of the interface of 0.24; siirl's links send the weights."""
+        raise RuntimeError("weights are sent by a siirl weight link")
+
+
+WeightTransferEngineFactory.register_engine(TRANSFER_BACKEND, BucketTransfer)
+
+
+def _cut(buffer: Tensor, info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
+    for name, dtype_name, shape, start in zip(info.names, info.dtypes, info.shapes, info.starts, strict=True):
+        dtype = getattr(torch, dtype_name)
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        yield name, buffer[start : start + size].view(dtype).view(shape)
+
+
+class WorkerExtension:
+    """Methods that vLLM's workers get from us: called by name through collective_rpc."""
+
+    def take_log_probs_before_truncation(self) -> None:
+        """Have the sampler return log-probs at the temperature, before top-k and top-p."""
+        sampler = self.model_runner.sampler
+        if hasattr(sampler, "topk_topp_sampler"):
+            sampler.topk_topp_sampler = _SeededSampler()
+        else:
+            sampler.sample = _untruncated_sample(sampler)
+
+    def unpack_experts(self) -> None:
+        """On the CPU, give experts memory of the shapes in which weights come; complete_update packs it.
+
+        A reload copies what came over what the kernel reads. vLLM's CPU kernels fill the width of experts up
+        to a multiple of 32 with zeros: where they do, the one does not fit over the other.
+        """
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        for layer in _cpu_experts(self.model_runner.model):
+            shapes, _ = get_layerwise_info(layer).restore_metadata
+            for name in ("w13_weight", "w2_weight"):
+                weight = getattr(layer, name)
+                weight.data = weight.data.new_empty(shapes[name].shape)
+
+    def complete_update(self) -> None:
+        """Unmap the buffer in which the weights came; on the CPU, repack a tied output head, and experts.
+
+        vLLM's CPU kernels multiply by a packed copy of a layer's weights. A reload packs those layers again
+        that got weights under their own name, and a tied head gets them under the embedding's. Experts are
+        packed when their kernel is built, and vLLM 0.32 builds it once.
+        """
+        self.weight_transfer_engine.shutdown()
+        for layer in self.model_runner.model.modules():
+            if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
+                layer.quant_method.process_weights_after_loading(layer)
+        for layer in _cpu_experts(self.model_runner.model):
+            layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    def unwrap_layers(self) -> None:
+        """Put layers in the place of those that add LoRA to them: weights are loaded by the layers' names."""
+        model, self._wrappers = self.model_runner.model, {}
+        if self.model_runner.lora_config:
+            self.model_runner.lora_manager.remove_all_adapters()
+            found = model.named_modules()
+            self._wrappers = {name: layer for name, layer in found if isinstance(layer, BaseLayerWithLoRA)}
+        for name, wrapper in self._wrappers.items():
+            model.set_submodule(name, wrapper.base_layer)
+
+    def wrap_layers(self) -> None:
+        """Undo unwrap_layers."""
+        for name, wrapper in self._wrappers.items():
+            self.model_runner.model.set_submodule(name, wrapper)
+
+    def read_tensor(self, name: str) -> tuple[list, list[int]]:
+        """A parameter as plain numbers and its shape, for tests."""
+        tensor = self.model_runner.model.get_parameter(name).detach().float().cpu()
+        return tensor.flatten().tolist(), list(tensor.shape)
+
+
+def _cpu_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of experts whose weights a CPU kernel reads."""
+    found = [layer for layer in model.modules() if "w13_weight" in layer._parameters]
+    return [layer for layer in found if layer.get_parameter("w13_weight").device.type == "cpu"]
+
+
+class _SeededSampler(torch.nn.Module):
+    """Sampler of vLLM's first model runner in place of its own, which launches kernels for each seed.
+
+    Rows with a seed draw what the HF engine would, all at once. Log-probs are those before top-k and top-p.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_draws: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
+
+    def forward(
+        self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(Tokens int64 [B], log-probs [B, V]). generators: by row; others are greedy, or vLLM warms up."""
+        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
+        seeds, positions = [0] * len(logits), [0] * len(logits)
+        for row, generator in generators.items():
+            seeds[row], positions[row] = generator.initial_seed(), self._position(generator)
+        # A copy that waits would hold the host here until the forward pass is done.
+        uniform = torch.from_numpy(uniforms(seeds, 1, positions)[0]).to(logits.device, non_blocking=True)
+        if k is None and p is None:
+            return invert(log_probs.exp(), uniform), log_probs
+        return invert(apply_top_k_top_p(logits, k, p).softmax(-1, torch.float32), uniform), log_probs
+
+    def _position(self, generator: torch.Generator) -> int:
+        """How many numbers a generator has given; counts one more.
+
+        vLLM takes 4 off the offset of a generator of a GPU whose draw it throws away.
+        """
+        if generator.device.type == "cuda":
+            offset = generator.get_offset()
+            generator.set_offset(offset + 4)
+            return offset // 4
+        count = self._num_draws.get(generator, 0)
+        self._num_draws[generator] = count + 1
+        return count
+
+
+def _untruncated_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`sample` of vLLM's second model runner, which returns the logits that log-probs are taken of."""
+    inner = sampler.sample
+
+    def sample(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        sampled, processed = inner(*args, **options)
+        rows = next(value for value in args if isinstance(value, np.ndarray))  # idx_mapping_np
+        top_k, top_p = sampler.sampling_states.get_top_k_top_p(args[1], rows)
+        if top_k is None and top_p is None:
+            return sampled, processed
+        return sampled, sampler.apply_sampling_params(*args, skip_top_k_top_p=True)
+
+    return sample

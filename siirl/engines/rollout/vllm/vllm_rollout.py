@@ -1,0 +1,423 @@
+"""The rollout engine on vLLM, in a process of its own: one code path for GPU and CPU."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from siirl.compiler.plan import ModelPlan
+from siirl.config import Config
+from siirl.engines.rollout.base import (
+    Completion,
+    Key,
+    Request,
+    RolloutEngine,
+    SamplingParams,
+    WeightPart,
+)
+from siirl.engines.rollout.call_limits import CallLimits, WeightState, check_complete_responses, check_finite
+from siirl.engines.rollout.sampling import derive_seed
+from siirl.engines.rollout.vllm.arguments import (
+    engine_arguments,
+    engine_environment,
+    max_model_len,
+    physical_gpu,
+)
+from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.vllm.lora_adapters import (
+    SharedEngine,
+    adapter_arguments,
+    base_alone,
+    load_adapter,
+)
+from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
+from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
+from siirl.engines.rollout.vllm.version import vllm_version
+from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights, tensor_names
+from siirl.engines.train.hf_model import load_hf_config
+from siirl.engines.train.lora import adapter_name, add_lora
+from siirl.errors import EpisodeFailed, NotSupportedError, RolloutError, WeightSyncError
+from siirl.model_files.directory import model_dir
+from siirl.observe.metrics import Metrics
+from siirl.observe.spans import phase
+from siirl.parallel.process_groups import ProcessGroupManager
+
+log = logging.getLogger(__name__)
+
+BUCKET_BYTES = 256 << 20
+"""Weights reach the engine through a buffer of this size, or of the largest tensor."""
+ALIGN_BYTES = 16
+
+
+class VLLMRollout(RolloutEngine):
+    """Samples with a vLLM engine on the GPUs of a shard's ranks, or on the CPU.
+
+    With tensor parallelism the first rank of a shard owns the engine's process; its peers hand over their
+    copy of the weights, and get the results. Weights come by `load_weights` alone. On a GPU `sleep` gives
+    back the memory of the weights and of the KV cache; the next sync brings the weights again.
+    """
+
+    def __init__(
+        self,
+        plan: ModelPlan,
+        cfg: Config,
+        groups: ProcessGroupManager | None,
+        device: torch.device | str,
+        base: "VLLMRollout | None" = None,
+    ) -> None:
+        """Start the engine, which takes about a minute on a GPU. Collective over the ranks of the shard.
+
+        base: whose engine this one uses instead, with an adapter of its own.
+        ConfigError: vLLM is missing, of another version, or refuses the configuration; RolloutError: it died.
+        """
+        vllm_version()
+        self.name = plan.name
+        self.weight_version = -1
+        self._device = torch.device(device)
+        self._dtype = cfg.actor_rollout_ref.rollout.dtype
+        self._state: WeightState = "empty"
+        self._metrics = Metrics()
+        self._cfg, self._adapter = cfg, plan.name if plan.base else None
+        self._engine = base._engine if base else SharedEngine(keeps_weights=plan.base is not None)
+        self._engine.users.append(self)
+        self._join_shard(plan, groups)
+        model = cfg.actor_rollout_ref.model
+        hf_config = load_hf_config(model)
+        self._specs, self._aliases = _weight_names(hf_config, cfg, plan.base is not None)
+        self._limits = CallLimits(
+            plan.name, hf_config.get_text_config().vocab_size, max_model_len(cfg, hf_config)
+        )
+        self._gives_memory_back = (
+            self._device.type == "cuda" and cfg.actor_rollout_ref.rollout.free_cache_engine
+        )
+        self._process: EngineProcess | None = base._process if base else None
+        self._router: StreamRouter | None = base._router if base else None
+        if base is None:
+            self._start(plan, hf_config, groups)
+            self.sleep()
+
+    def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroupManager | None) -> None:
+        """Start the process, on the first rank of the shard; the others wait."""
+        cfg = self._cfg
+        gpus = self._gather(physical_gpu(self._device))
+        if self._leads:
+            rank = groups.rank if groups else 0
+            logs = Path(cfg.trainer.output_dir).expanduser().absolute() / "logs"
+            log_path = logs / f"vllm_{plan.name}_rank_{rank}.log"
+            log.info("starting vLLM for %s; its output is in %s", plan.name, log_path)
+            self._process = EngineProcess(
+                plan.name,
+                engine_environment(len(self._shard), self._device, gpus),
+                log_path,
+                cfg.trainer.deadline_s,
+            )
+            self._router = StreamRouter(self._process)
+            folder = str(model_dir(cfg.actor_rollout_ref.model.path))
+            arguments = engine_arguments(cfg, folder, hf_config, len(self._shard), self._device)
+            if plan.adapters:
+                arguments |= adapter_arguments(plan.adapters)
+            with phase("start_vllm"):
+                self._process.ask("start", arguments=arguments)
+        self._meet()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[list[Completion]]:
+        """See RolloutEngine. Each sample is a request of its own; a prompt is prefilled once.
+
+        RolloutError before the first complete sync, for a prompt that cannot run, for log-probs that are not
+        finite, and when the engine dies, hangs or fails.
+        """
+        self._check_all_idle("generate")
+        self._limits.check(self._state, prompts, params, seeds)
+        if not prompts:
+            return []
+        result = self._generate(prompts, params, seeds) if self._leads else None
+        reasons, arrays = self._share(result)
+        bounds = np.cumsum(arrays["lengths"])[:-1]
+        tokens = [part.tolist() for part in np.split(arrays["tokens"], bounds)]
+        log_probs = [part.tolist() for part in np.split(arrays["log_probs"], bounds)]
+        samples = [
+            Completion(ids, values, reason, self.weight_version)
+            for ids, values, reason in zip(tokens, log_probs, reasons, strict=True)
+        ]
+        completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
+        check_finite(
+            (
+                (f"sample {sample} of prompt {call}", completion)
+                for call, row in enumerate(completions)
+                for sample, completion in enumerate(row)
+            ),
+            self._dtype,
+        )
+        return completions
+
+    def new_stream(self) -> VLLMStream:
+        """See RolloutEngine: the engine's process admits requests between two of its steps."""
+        if self._router is None:
+            raise RolloutError(
+                f"rollout engine {self.name!r}: rank {self._shard[0]}, the first of its shard, has its stream"
+            )
+        return VLLMStream(self, self._router, self._dtype, self._adapter)
+
+    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
+        """Which requests of a stream cannot run, and why, see CallLimits; wakes the KV cache."""
+        refused = self._limits.check_requests(self._state, requests, pending)
+        self._wake_cache()
+        return refused
+
+    def count(self, stats: dict[str, float], prompt_tokens: int) -> None:
+        """Keep vLLM's statistics for drain_metrics; prompt_tokens: of the responses that they tell of."""
+        self._metrics.mean("rollout/prefix_cache_hits", stats["cached_tokens"], prompt_tokens)
+        for name, metric in (
+            ("vllm:num_preemptions", "rollout/vllm_preemptions_total"),
+            ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
+        ):
+            if name in stats:
+                self._metrics.max(metric, stats[name])
+
+    @property
+    def takes(self) -> WeightPart:
+        """See RolloutEngine."""
+        if self._adapter is None:
+            return "merged"
+        return "adapter" if self._engine.loaded else "base_and_adapter"
+
+    def weight_specs(self) -> WeightSpecs:
+        """See RolloutEngine."""
+        wanted = self.takes
+        return {name: spec for name, spec in self._specs.items() if wanted != "adapter" or adapter_name(name)}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See RolloutEngine; wakes the weights. Collective over the ranks of the shard."""
+        self._check_all_idle("take weights")
+        self.wake()
+        self._state, self.weight_version = "loading", -1
+        checked = checked_weights(weights, self.weight_specs(), self._aliases, self.name)
+        adapter: dict[str, Tensor] = {}
+        base = base_alone(checked, self._specs, adapter)
+        try:
+            if self.takes == "adapter":
+                for _ in base:
+                    pass
+            else:
+                self._load_base(base)
+            if self._adapter is not None and self._process is not None:
+                number = self._engine.users.index(self) + 1
+                with phase("load_adapter", tensors=len(adapter)):
+                    load_adapter(self._process, self._adapter, number, adapter, self._cfg)
+        except RolloutError as error:
+            raise WeightSyncError(str(error)) from error
+        self._meet()
+        self._state, self.weight_version = "ready", version
+
+    def _load_base(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replace all weights but adapters, which the engine then has none of."""
+        for user in self._engine.users:
+            user.lose_weights()
+        self._state, self._engine.loaded = "loading", False
+        buffer = SharedBuffer(self._buffer_bytes(), self._device)
+        try:
+            with phase("begin"):
+                self._tell("begin_update")
+            complete = False
+            try:
+                places = self._gather(buffer.place)
+                for bucket in self._buckets(weights, buffer):
+                    with phase("load", tensors=len(bucket["names"])):
+                        self._tell("update", bucket=bucket | {"size": buffer.size, "place": _joined(places)})
+                        self._meet()
+                complete = True
+            finally:  # after a failure, which is the one to tell of, finishing may fail too
+                with phase("finish"), nullcontext() if complete else suppress(RolloutError):
+                    self._tell("finish_update")
+        finally:
+            buffer.close()
+        self._meet()
+        self._engine.loaded = True
+
+    def lose_weights(self) -> None:
+        """See Policy."""
+        self._state, self.weight_version = "empty", -1
+
+    def sleep(self) -> None:
+        """Give back the memory of weights and KV cache, on a GPU with free_cache_engine. Idempotent.
+
+        A base with adapters moves to host memory, and is as it was after `wake`.
+        """
+        self._check_all_idle("sleep")
+        engine = self._engine
+        if not self._gives_memory_back or engine.weights_sleep:
+            return
+        with phase("sleep"):
+            self._tell("sleep", keeps_weights=engine.keeps_weights)
+        engine.weights_sleep = engine.cache_sleeps = True
+        if not engine.keeps_weights:
+            self._state, self.weight_version = "asleep", -1
+
+    def wake(self) -> None:
+        """Take memory for the weights again, without values; the KV cache wakes to generate. Idempotent."""
+        if self._engine.weights_sleep:
+            with phase("wake"):
+                torch.cuda.empty_cache()  # what this worker has cached is not the engine's to take
+                self._tell("wake", part="weights")
+            self._engine.weights_sleep = False
+            self._state = "empty" if self._state == "asleep" else self._state
+
+    def close(self) -> None:
+        """End the engine's process, for all its users."""
+        self._stream = None
+        self._state, self.weight_version = "empty", -1
+        if self._process is not None:
+            self._process.close()
+
+    def drain_metrics(self) -> Metrics:
+        """What vLLM counted since the last call."""
+        metrics, self._metrics = self._metrics, Metrics()
+        return metrics
+
+    def read_tensor(self, name: str) -> list[Tensor]:
+        """A parameter under vLLM's own name, of each of its workers; float32. For checks; first rank only."""
+        assert self._process is not None
+        _, arrays = self._process.ask("read_tensor", name=name)
+        return [torch.from_numpy(array.copy()) for array in arrays.values()]
+
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+    ) -> tuple[list[str], dict[str, np.ndarray]]:
+        self._wake_cache()
+        table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
+        arrays = {
+            "prompts": np.array([token for prompt in prompts for token in prompt], np.int64),
+            "prompt_lengths": np.array([len(prompt) for prompt in prompts], np.int64),
+            "seeds": np.array(table, np.int64),
+        }
+        assert self._process is not None
+        with phase("generate", rows=params.n * len(prompts)):
+            values, results = self._process.ask(
+                "generate", arrays, params=dataclasses.asdict(params), adapter=self._adapter
+            )
+        check_complete_responses(values["finish_reasons"], self.name)
+        self.count(values["stats"], params.n * sum(len(prompt) for prompt in prompts))
+        return values["finish_reasons"], results
+
+    def _wake_cache(self) -> None:
+        if self._engine.keeps_weights:
+            self.wake()
+        if self._engine.cache_sleeps:
+            with phase("wake"):
+                torch.cuda.empty_cache()
+                self._tell("wake", part="kv_cache")
+            self._engine.cache_sleeps = False
+
+    def _check_all_idle(self, what: str) -> None:
+        """RolloutError if a stream of this engine has pending requests, whoever's it is."""
+        for user in self._engine.users:
+            user.check_idle(what)
+
+    def _buckets(
+        self, weights: Iterator[tuple[str, Tensor]], buffer: SharedBuffer
+    ) -> Iterator[dict[str, Any]]:
+        """Fill the buffer with as many tensors as fit, cast to the engine's types; describe each filling."""
+        entries: list[tuple[str, torch.dtype, list[int], int]] = []
+        filled = 0
+
+        def described() -> dict[str, Any]:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            return {
+                "names": [name for name, _, _, _ in entries],
+                "dtypes": [str(dtype).removeprefix("torch.") for _, dtype, _, _ in entries],
+                "shapes": [shape for _, _, shape, _ in entries],
+                "starts": [start for _, _, _, start in entries],
+            }
+
+        for name, tensor in weights:
+            shape, dtype = self._specs[name]
+            size = math.prod(shape) * dtype.itemsize
+            if entries and filled + size > buffer.size:
+                yield described()
+                entries, filled = [], 0
+            buffer.data[filled : filled + size].view(dtype).view(shape).copy_(tensor)
+            entries.append((name, dtype, list(shape), filled))
+            filled += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        if entries:
+            yield described()
+
+    def _buffer_bytes(self) -> int:
+        sizes = [
+            -(-math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+            for name, (shape, dtype) in self._specs.items()
+            if adapter_name(name) is None
+        ]
+        return max(max(sizes), min(sum(sizes), BUCKET_BYTES))
+
+    def _tell(self, kind: str, **values: Any) -> None:
+        """A request without a result; only the first rank of the shard sends it."""
+        if self._process is not None:
+            self._process.ask(kind, **values)
+
+    def _join_shard(self, plan: ModelPlan, groups: ProcessGroupManager | None) -> None:
+        """The ranks that share this engine, and whether this rank is their first."""
+        self._shard: tuple[int, ...] = (plan.ranks[0],)
+        self._group = None
+        if plan.dims.tp > 1:
+            if groups is None:
+                raise NotSupportedError("not supported yet: tensor parallelism outside of a run")
+            self._shard = next(
+                ranks for ranks in plan.dims.mesh_groups(plan.ranks)["tp"] if groups.rank in ranks
+            )
+            self._group = groups.get(self._shard)
+        self._leads = self._group is None or dist.get_rank(self._group) == 0
+
+    def _meet(self) -> None:
+        if self._group is not None:
+            dist.all_reduce(torch.zeros(1), group=self._group)
+
+    def _gather(self, mine: Any) -> list[Any]:
+        """A JSON value of each rank of the shard."""
+        if self._group is None:
+            return [mine]
+        parts: list[Any] = [None] * len(self._shard)
+        dist.all_gather_object(parts, mine, group=self._group)
+        return parts
+
+    def _share(
+        self, result: tuple[list[str], dict[str, np.ndarray]] | None
+    ) -> tuple[list[str], dict[str, np.ndarray]]:
+        """The first rank's result, on all ranks of the shard."""
+        box = [result]
+        if self._group is not None:
+            dist.broadcast_object_list(box, src=self._shard[0], group=self._group)
+        assert box[0] is not None
+        return box[0]
+
+
+def _joined(places: list[dict[str, Any]]) -> dict[str, Any]:
+    """One place for the workers of an engine: the first rank's memory, or the handles of all GPUs."""
+    if "path" in places[0]:
+        return places[0]
+    return {"handles": {uuid: handle for place in places for uuid, handle in place["handles"].items()}}
+
+
+def _weight_names(hf_config: Any, cfg: Config, adapted: bool) -> tuple[WeightSpecs, dict[str, str]]:
+    """Names, shapes and types of the tensors of a Hugging Face directory, and of its adapter."""
+    dtype, source = cfg.actor_rollout_ref.rollout.dtype, cfg.actor_rollout_ref.model
+    torch_dtype = (hf_config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch_dtype, trust_remote_code=source.trust_remote_code
+        )
+    model.tie_weights()
+    if adapted:
+        add_lora(model, source, cfg.trainer.seed)
+    return tensor_names(model)

@@ -1,0 +1,164 @@
+"""Strict weight loading, shared by the rollout engines: every tensor exactly once, of the right shape."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from siirl.engines.train.lora import plain_name
+from siirl.errors import DataError, NotSupportedError, WeightSyncError
+from siirl.model_files.directory import check_weight_files, weight_files
+
+WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
+"""Name -> (shape, dtype)."""
+
+
+@dataclass
+class SharedBase:
+    """Of a base that several engines use: whether it has its weights, which never change afterwards."""
+
+    loaded: bool = False
+
+
+FIX = "Build trainer and rollout from the same model.path and override_config."
+
+
+def checked_weights(
+    weights: Iterable[tuple[str, Tensor]], specs: WeightSpecs, aliases: dict[str, str], engine: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Pass weights on under the names of `specs`, each once; no communication.
+
+    aliases: further names of tied tensors -> their name in specs; a tensor that arrives under several of its
+    names is passed on the first time. WeightSyncError for an unknown or repeated name, another shape or
+    another kind of dtype at once, for missing tensors at the end.
+    """
+    seen: set[str] = set()
+    passed: set[str] = set()
+    for name, tensor in weights:
+        if name in seen:
+            raise WeightSyncError(
+                f"weight {name!r} arrived twice in one sync at {engine!r}: names must differ."
+            )
+        seen.add(name)
+        own_name = check_weight(name, tensor, specs, aliases, engine)
+        if own_name not in passed:
+            passed.add(own_name)
+            yield own_name, tensor
+    check_complete(passed, specs, engine)
+
+
+def stored_weights(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of these names from a model directory's safetensors files, one at a time; further are left.
+
+    DataError if the directory has none, or lacks one of them.
+    """
+    check_weight_files(folder)
+    wanted = set(names)
+    for file_name in sorted(weight_files(folder)):
+        with safe_open(folder / file_name, framework="pt") as file:
+            for name in sorted(wanted & set(file.keys())):
+                yield name, file.get_tensor(name)
+                wanted.remove(name)
+    if wanted:
+        raise DataError(
+            f"{folder} lacks {len(wanted)} tensors of its model, {', '.join(sorted(wanted)[:5])}: a judge is "
+            "a language model, with its output head. Give another directory."
+        )
+
+
+def check_weight(name: str, tensor: Tensor, specs: WeightSpecs, aliases: dict[str, str], engine: str) -> str:
+    """The name under which the engine knows this weight. WeightSyncError if it is not what specs say.
+
+    Floating types may differ (the engine casts); an integer tensor for a floating one may not.
+    """
+    own_name = aliases.get(name, name)
+    if own_name not in specs:
+        raise WeightSyncError(f"weight {name!r} is unknown to rollout engine {engine!r}: other model. {FIX}")
+    shape, dtype = specs[own_name]
+    if tuple(tensor.shape) != shape:
+        raise WeightSyncError(
+            f"weight {name!r} has shape {list(tensor.shape)}, rollout engine {engine!r} needs {list(shape)}: "
+            f"other model. {FIX}"
+        )
+    if tensor.dtype != dtype and not (tensor.is_floating_point() and dtype.is_floating_point):
+        raise WeightSyncError(
+            f"weight {name!r} has dtype {tensor.dtype}, rollout engine {engine!r} needs {dtype}: "
+            f"other model. {FIX}"
+        )
+    return own_name
+
+
+def check_complete(arrived: set[str], specs: WeightSpecs, engine: str) -> None:
+    """WeightSyncError unless every name of `specs` has arrived."""
+    missing = [name for name in specs if name not in arrived]
+    if missing:
+        some = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise WeightSyncError(
+            f"{len(missing)} of {len(specs)} weights did not arrive at rollout engine {engine!r} ({some}): "
+            f"it would mix old and new weights. {FIX}"
+        )
+
+
+def tensor_names(model: PreTrainedModel) -> tuple[WeightSpecs, dict[str, str]]:
+    """(name -> shape and dtype, tied tensors once; further names of tied tensors -> the name used).
+
+    Names are those of the model's files, which trainers export: see stored_parts.
+    """
+    first_name: dict[int, str] = {}
+    used, further = {}, {}
+    for name, tensor in _own_tensors(model).items():
+        is_first = first_name.setdefault(id(tensor), name) == name
+        (used if is_first else further)[name] = tensor
+    parts = stored_parts(model, used)
+    name_at = {_place(part): name for name, part in parts.items()}
+    specs = {name: (tuple(part.shape), part.dtype) for name, part in parts.items()}
+    aliases = {name: name_at[_place(part)] for name, part in stored_parts(model, further).items()}
+    return specs, aliases
+
+
+def stored_parts(model: PreTrainedModel, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The model's tensors as its files have them: file name -> a view of the model's own memory.
+
+    transformers fuses some tensors of the files in its modules, as all experts of a layer, and splits them
+    again where it saves a model: by that same conversion the views are found here, on the meta device, too.
+    tensors: some of the model's, by the names of its modules without what adapters add to them; None: all.
+    NotSupportedError if a tensor of the files is no part of one of the model.
+    """
+    own = _own_tensors(model) if tensors is None else tensors
+    parts = revert_weight_conversion(model, {name: x.detach().as_subclass(_Part) for name, x in own.items()})
+    places = {_storage(tensor) for tensor in own.values()}
+    for name, part in parts.items():
+        if _storage(part) not in places:
+            raise NotSupportedError(
+                f"not supported yet: rollouts of model type {model.config.model_type}: {name} of its files "
+                "is no part of a tensor that transformers computes with. Use another model."
+            )
+    return {name: part.as_subclass(Tensor) for name, part in parts.items()}
+
+
+class _Part(Tensor):
+    """A tensor whose parts stay views of it: asked for a contiguous copy, it gives itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.contiguous:
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _place(tensor: Tensor) -> tuple[int, int, torch.Size]:
+    return _storage(tensor), tensor.storage_offset(), tensor.shape

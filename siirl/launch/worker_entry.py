@@ -1,0 +1,184 @@
+"""The entry of every worker process, started by the local launcher or by torchrun."""
+
+import argparse
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from siirl.compiler.models import backend_of
+from siirl.compiler.plan import Plan
+from siirl.config import from_dict
+from siirl.errors import ConfigError
+from siirl.launch.failure import describe_exception, write_failure
+from siirl.launch.job import Job
+from siirl.model_files.local_models import with_local_models
+from siirl.observe.logs import setup_logging
+from siirl.observe.position import read_position
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class ProcessPlace:
+    """This process among all: what the launcher's environment says."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> "ProcessPlace":
+        rank, world_size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        return cls(
+            rank, int(env.get("LOCAL_RANK", rank)), world_size, int(env.get("LOCAL_WORLD_SIZE", world_size))
+        )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank of the job in --job."""
+    parser = argparse.ArgumentParser(description="one worker of a siirl run; started by the launcher")
+    parser.add_argument("--job", required=True, type=Path)
+    watched = _end_with_launcher()
+    return run_rank(Job.read(parser.parse_args(argv).job), ProcessPlace.from_env(os.environ), watched)
+
+
+def run_rank(job: Job, place: ProcessPlace, watched: bool = False) -> int:
+    """Run this rank to its end. On an exception: leave a failure record, say so, end the process at once.
+
+    At once, because peers blocked in a collective with this rank notice only when it is gone. watched: our
+    launcher waits for this process and will show a user error itself.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    try:
+        setup_logging(place.rank, job.log_dir)
+        _run(job, place)
+    except Exception as error:  # noqa: BLE001 - the edge of the process
+        failure = describe_exception(error, place.rank, read_position(job.position_path(place.rank)))
+        write_failure(job.error_path(place.rank), failure)
+        if not failure.user_error:
+            print(
+                f"[rank {place.rank}, node {failure.node}, step {failure.step}] {failure.traceback}",
+                file=sys.stderr,
+            )
+        elif not watched:
+            print(f"siirl: {failure.error}", file=sys.stderr)
+        _exit_now(2 if failure.user_error else 1)
+    return 0
+
+
+def _run(job: Job, place: ProcessPlace) -> None:
+    import torch
+    import torch.distributed as dist
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    cfg = from_dict(job.config)
+    plan = with_local_models(cfg, Plan.from_json(job.plan), cached_first=True)
+    entry = _load_entry(job.entry)
+    os.environ.update(cuda_variables(plan, place.rank, os.environ))
+    device = pick_device(cfg.trainer.device, place)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    timeout = timedelta(seconds=cfg.trainer.deadline_s)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=_store(place, timeout),
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+    )
+    entry(cfg, plan, place.rank, place.world_size, device, job)
+    dist.destroy_process_group()
+
+
+def cuda_variables(plan: Plan, rank: int, env: Mapping[str, str]) -> dict[str, str]:
+    """What the models of this rank want CUDA to be told before it starts, less what env says already."""
+    wanted: dict[str, str] = {}
+    for model in plan.models.values():
+        if rank in model.ranks:
+            wanted |= backend_of(model).environment(model.dims)
+    return {name: value for name, value in wanted.items() if name not in env}
+
+
+def pick_device(wanted: str, place: ProcessPlace) -> "torch.device":
+    """This rank's device. auto: a GPU for each rank of this machine if it has GPUs, else the CPU.
+
+    ConfigError: GPUs are there or asked for, but fewer are visible than this machine has ranks.
+    """
+    import torch
+
+    visible = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cpu" or (wanted == "auto" and not visible):
+        return torch.device("cpu")
+    if visible < place.local_world_size:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+        raise ConfigError(
+            f"trainer.device={wanted} with trainer.n_gpus_per_node={place.local_world_size}, but {visible} "
+            f"GPU(s) are visible here (CUDA_VISIBLE_DEVICES: {shown}): each rank needs its own. Set "
+            f"trainer.n_gpus_per_node={max(visible, 1)}, or trainer.device=cpu."
+        )
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _store(place: ProcessPlace, timeout: timedelta) -> Any:
+    """The rendezvous store. Rank 0 of a local run serves it on the socket that the launcher opened."""
+    import torch.distributed as dist
+
+    if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
+        return next(iter(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)))[0]
+    listen_fd = os.environ.pop("SIIRL_STORE_FD", None)
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        place.world_size,
+        place.rank == 0,
+        timeout=timeout,
+        **({"master_listen_fd": int(listen_fd)} if listen_fd else {}),
+    )
+
+
+def _load_entry(name: str) -> Callable[..., None]:
+    module, function = name.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _end_with_launcher() -> bool:
+    """End this process and all that it started when the launcher is gone, even if it was killed.
+
+    A thread blocks on the reading end of a pipe whose only writer is the launcher. False: no launcher to
+    watch.
+    """
+    lifeline_fd = os.environ.pop("SIIRL_LIFELINE_FD", None)
+    if lifeline_fd is None:
+        return False
+
+    def wait() -> None:
+        os.read(int(lifeline_fd), 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    return True
+
+
+def _exit_now(code: int) -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Slices of the tensors of a Hugging Face model directory, read as they are asked for. No communication."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from siirl.errors import DataError
+from siirl.model_files.directory import INDEX, WEIGHTS
+
+
+class SafetensorsFolder:
+    """Slices of the tensors of a model directory; a context manager."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+        index = folder / INDEX
+        self._file_of = json.loads(index.read_text())["weight_map"] if index.is_file() else None
+
+    def __enter__(self) -> "SafetensorsFolder":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def names(self) -> list[str]:
+        """All tensors, file by file."""
+        files = [WEIGHTS] if self._file_of is None else sorted(set(self._file_of.values()))
+        return [name for file in files for name in self._opened(file).keys()]
+
+    def like(self, name: str) -> Tensor:
+        """A tensor without memory, of the type and shape of one that is there."""
+        part = self._file_with(name).get_slice(name)
+        shape = part.get_shape()
+        return torch.empty(shape, dtype=(part[0:0] if shape else part[...]).dtype, device="meta")
+
+    def part(self, name: str, first: int, last: int) -> Tensor:
+        """Rows first to last - 1 of a tensor that is there; all of one without dimensions."""
+        part = self._file_with(name).get_slice(name)
+        return part[first:last] if part.get_shape() else part[...]
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        file = self._file_with(name)
+        return file is not None and name in file.keys()
+
+    def read(
+        self, name: str, shape: tuple[int, ...], rows: tuple[int, int], columns: tuple[int, int] | None
+    ) -> Tensor:
+        """A rectangle of a tensor, which must have this whole shape. DataError if there is none such."""
+        file = self._file_with(name)
+        if file is None or name not in file.keys():
+            raise DataError(
+                f"{self._folder} has no tensor {name}: its config.json describes another model. "
+                "Check the directory, or override_config."
+            )
+        part = file.get_slice(name)
+        if tuple(part.get_shape()) != shape:
+            raise DataError(
+                f"{self._folder}: {name} has the shape {part.get_shape()}, and config.json means "
+                f"{list(shape)}. Check the directory, or override_config."
+            )
+        return part[slice(*rows)] if columns is None else part[slice(*rows), slice(*columns)]
+
+    def _file_with(self, tensor: str) -> Any:
+        """The open file that should hold a tensor; None if the index lists none."""
+        name = WEIGHTS if self._file_of is None else self._file_of.get(tensor)
+        return None if name is None else self._opened(name)
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(self._folder / file, framework="pt"))
+        return self._open[file]

@@ -1,0 +1,215 @@
+"""The rule-based reward op: responses in, scores out, computed beside whatever the DAG lets run meanwhile.
+
+And what every reward op does with its scores: check them, report them, show them.
+"""
+
+from collections import defaultdict
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.algorithms.stats import group_stats, score_stats
+from siirl.dag.ops import INFO
+from siirl.data.rows import objects, renamed
+from siirl.errors import RewardError
+from siirl.nodes.context import Op, OpContext
+from siirl.rewards.scorer import RewardScorer
+from siirl.show.conversation_text import CHAT, EPISODE
+
+
+def function_reward(
+    ctx: OpContext, rows: TensorDict, scorer: RewardScorer
+) -> TensorDict | Future[TensorDict]:
+    """score [B] and reward_info [B], or under the node's own name. No communication.
+
+    A Future in training, so that the scorer's processes work while the next nodes run; rows in validation,
+    on the steps whose responses are shown to the user, and where nothing follows (trainer.rollout_only).
+    """
+    if ctx.reward_name != "score":
+        return scorer.submit(rows, names=column_names(ctx))
+    future = scorer.submit(rows, by_domain=not ctx.validate)
+    if not (ctx.validate or ctx.shown.limit or ctx.cfg.trainer.rollout_only):
+        return future
+    scored = future.result()
+    report_rewards(ctx, rows, scored)
+    return scored
+
+
+def column_names(ctx: OpContext) -> dict[str, str]:
+    """The fields that a reward node writes its score and further values to."""
+    if ctx.reward_name == "score":
+        return {"score": "score", "reward_info": "reward_info"}
+    return {"score": ctx.reward_name, "reward_info": f"{ctx.reward_name}{INFO}"}
+
+
+def finished(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> TensorDict:
+    """The columns that a reward op gives, checked, counted by domain, and shown to the user.
+
+    A score under a name of its own is not the row's reward yet: the node that adds it up reports it.
+    """
+    check_scores(ctx, rows, scored["score"])
+    if ctx.reward_name != "score":
+        return renamed(scored, column_names(ctx))
+    if not ctx.validate:
+        infos = objects(scored, "reward_info")
+        columns = zip(objects(rows, "data_source"), scored["score"].tolist(), infos, strict=True)
+        for source, score, info in columns:
+            ctx.metrics.mean(f"reward/{source}/mean", score)
+            for name, value in info.items():
+                if isinstance(value, int | float):
+                    ctx.metrics.mean(f"reward/{source}/{name}/mean", float(value))
+    report_rewards(ctx, rows, scored)
+    return scored
+
+
+def custom_op(function: Op) -> Op:
+    """The user's function; if it writes the rows' score, that is checked."""
+
+    def run(ctx: OpContext, rows: TensorDict, **needs: Any) -> TensorDict | Future[TensorDict]:
+        out = function(ctx, rows, **needs)
+        if "score" in ctx.writes and isinstance(out, TensorDict):
+            check_scores(ctx, rows, out["score"])
+        return out
+
+    return run
+
+
+def report_rewards(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
+    """What the user sees of scores at once: of a validation, of a run that only samples, of sampled rows."""
+    if ctx.validate:
+        report_validation(ctx, rows, scored)
+    elif ctx.cfg.trainer.rollout_only:
+        report_groups(ctx, rows, scored)
+    show(ctx, rows, scored)
+
+
+def check_scores(ctx: OpContext, rows: TensorDict, score_B: Tensor, name: str = "") -> None:
+    """RewardError, with the sample's index, unless there is one finite score for each row.
+
+    name: the field that holds them, if it is not the node's own.
+    """
+    whose = f"node {ctx.node_id!r} reads {name!r}, which" if name else f"node {ctx.node_id!r}"
+    if score_B.shape != (len(rows),):
+        raise RewardError(
+            f"{whose} gave scores of shape {list(score_B.shape)} for {len(rows)} responses: one for each is "
+            "needed. Correct the model or the node's code."
+        )
+    wrong = (~torch.isfinite(score_B.float())).nonzero().flatten().tolist()
+    if wrong:
+        first = wrong[0]
+        raise RewardError(
+            f"{whose} scored {len(wrong)} of {len(rows)} responses with a number that is not finite in "
+            f"float32, first {_sample(rows, first)} with {float(score_B[first])}: nothing can be learnt from "
+            "that. Correct the node's code, or the reward model's weights and number types (param_dtype)."
+        )
+
+
+def _sample(rows: TensorDict, row: int) -> str:
+    """How a message names a row, by what is known of it."""
+    if "sample_index" in rows.keys():
+        source = (
+            f" (data_source {objects(rows, 'data_source')[row]!r})" if "data_source" in rows.keys() else ""
+        )
+        return f"sample_index {int(rows['sample_index'][row])}{source}"
+    return f"row_id {int(rows['row_id'][row])}" if "row_id" in rows.keys() else f"row {row}"
+
+
+def report_validation(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
+    """Mean reward, over all and by data source; with several samples also the mean of each prompt's best."""
+    scores, sources = scored["score"].tolist(), objects(rows, "data_source")
+    for score, source, info in zip(scores, sources, objects(scored, "reward_info"), strict=True):
+        ctx.metrics.mean("val/reward/mean", score)
+        ctx.metrics.mean(f"val/{source}/reward/mean", score)
+        for name, value in (info or {}).items():
+            if isinstance(value, int | float):
+                ctx.metrics.mean(f"val/{source}/{name}/mean", float(value))
+    for episode, score in zip(_episodes(rows), scores, strict=True):
+        if episode is not None:
+            ctx.metrics.mean(f"val/speaker_{episode['agent']}/reward/mean", score)
+    n = ctx.cfg.actor_rollout_ref.rollout.val_kwargs.n
+    if n > 1:
+        best: dict[tuple[int, str], float] = defaultdict(lambda: float("-inf"))
+        for prompt, score, source in zip(rows["sample_index"].tolist(), scores, sources, strict=True):
+            key = (prompt, source)
+            best[key] = max(best[key], score)
+        for (_, source), score in best.items():
+            ctx.metrics.mean(f"val/{source}/reward/best_of_{n}", score)
+
+
+def report_groups(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
+    """The scores, and those of the samples of each prompt, which the advantage op reports in training."""
+    ctx.metrics.merge(group_stats(scored["score"], rows["sample_index"]), "reward/")
+    ctx.metrics.merge(score_stats(scored["score"]), "reward/")
+
+
+def show(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
+    """Put up to shown.limit rows into ctx.shown.rows, as text; of an interaction, all of as many episodes.
+
+    Of as many prompts as there are: the first sample of each, then the second ones.
+    """
+    episodes = _episodes(rows)
+    for index in _shown(rows, episodes, ctx.shown.limit):
+        extra = episodes[index]
+        length = int(rows["response_length"][index])
+        response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
+        info: dict[str, Any] = scored["reward_info"][index] or {}
+        episode = {}
+        if extra is not None:
+            names = ("agent", "episode_id", "conversation", "ended")
+            turn = int(rows["turn_id"][index].max()) if "turn_id" in rows.keys() else None
+            episode = {EPISODE: {**{name: extra.get(name, "") for name in names}, "turn": turn}}
+        ctx.shown.rows.append(
+            {
+                **episode,
+                "node": ctx.node_id,
+                "data_source": rows["data_source"][index],
+                "sample_index": int(rows["sample_index"][index]),
+                "score": float(scored["score"][index]),
+                **info,
+                CHAT: {"agent": ctx.agent, "prompt": as_messages(rows["raw_prompt"][index])},
+                "prompt": as_text(rows["raw_prompt"][index]),
+                "response": response,
+                "ground_truth": str(rows["ground_truth"][index]),
+            }
+        )
+
+
+def _shown(rows: TensorDict, episodes: list[dict[str, Any] | None], limit: int) -> list[int]:
+    """The rows to be shown, in their order: all of `limit` samples (-1: of all)."""
+    samples: dict[tuple[Any, ...], list[Any]] = defaultdict(list)  # prompt -> its samples
+    sample_of: list[tuple[tuple[Any, ...], Any]] = []
+    prompts = zip(objects(rows, "data_source"), rows["sample_index"].tolist(), strict=True)
+    for index, (prompt, extra) in enumerate(zip(prompts, episodes, strict=True)):
+        sample = index if extra is None else extra["episode_id"]
+        if sample not in samples[prompt]:
+            samples[prompt].append(sample)
+        sample_of.append((prompt, sample))
+    if limit < 0:
+        return list(range(len(rows)))
+    turns = max(map(len, samples.values()), default=0)
+    ordered = [(prompt, own[n]) for n in range(turns) for prompt, own in samples.items() if n < len(own)]
+    taken = set(ordered[:limit])
+    return [index for index, sample in enumerate(sample_of) if sample in taken]
+
+
+def _episodes(rows: TensorDict) -> list[dict[str, Any] | None]:
+    """extra_info of the rows of interactions (agent, episode_id, conversation, ended); None for others."""
+    extras = objects(rows, "extra_info") if "extra_info" in rows.keys() else [None] * len(rows)
+    return [x if isinstance(x, dict) and "conversation" in x else None for x in extras]
+
+
+def as_text(raw_prompt: Any) -> str:
+    """A chat as text: one "role: content" paragraph per message; a plain prompt as it is."""
+    if isinstance(raw_prompt, str):
+        return raw_prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in raw_prompt)
+
+
+def as_messages(raw_prompt: Any) -> list[dict[str, Any]]:
+    """A chat as messages of a conversation, each with role and content; a plain prompt is one of a user."""
+    if isinstance(raw_prompt, str):
+        return [{"role": "user", "content": raw_prompt}]
+    return [{"role": message["role"], "content": message["content"]} for message in raw_prompt]

@@ -1,0 +1,198 @@
+"""Episodes as one HTML page that needs nothing but itself: no scripts, fonts or pictures from elsewhere.
+
+Everything that a model, a tool or an environment wrote is escaped; the page forbids itself all connections.
+"""
+
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from siirl.show.conversation_text import (
+    ShownEpisode,
+    details_of,
+    errors_of,
+    has_env_rewards,
+    notes_of,
+    reward_text,
+    rewards_of,
+    shown_text,
+    speaker_name,
+)
+from siirl.show.plan_picture import AGENT_COLORS
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+GOOD, BAD = "44, 150, 90", "205, 70, 70"  # red, green, blue
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #22262b; --faint: #6b737c; --page: #fafafa; --box: #fff;
+  --line: #d9dde1; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8ea; --faint: #9aa2ab; --page: #17191c; --box: #202327; --line: #3a3f45; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--page); }
+header { position: sticky; top: 0; padding: 10px 20px; background: var(--box);
+  border-bottom: 1px solid var(--line); }
+h1 { margin: 0 0 6px; font-size: 17px; }
+form { display: flex; flex-wrap: wrap; gap: 6px 18px; align-items: center; color: var(--faint); }
+label { display: inline-flex; gap: 6px; align-items: center; }
+input, select { font: inherit; color: var(--ink); background: var(--page); border: 1px solid var(--line);
+  border-radius: 4px; padding: 2px 6px; }
+input[type=number] { width: 6em; }
+main { max-width: 960px; margin: 16px auto; padding: 0 20px; }
+details { content-visibility: auto; contain-intrinsic-size: auto 320px; /* hundreds stay fast */ }
+details { margin: 0 0 14px; background: var(--box); border: 1px solid var(--line); border-radius: 8px; }
+summary { padding: 8px 14px; cursor: pointer; font-weight: 600; }
+.chip { margin-left: 8px; padding: 1px 8px; border-radius: 9px; font-weight: 400; font-size: 13px;
+  border: 1px solid var(--agent, var(--line)); }
+.message { margin: 8px 14px; padding: 6px 12px; border-left: 4px solid var(--agent, var(--line)); }
+.message.other { opacity: .3; }
+.head { display: flex; flex-wrap: wrap; gap: 10px; align-items: baseline; font-size: 13px;
+  color: var(--faint); }
+.name { font-weight: 600; color: var(--agent, var(--faint)); }
+.reward { padding: 0 8px; border-radius: 9px; font-variant-numeric: tabular-nums; color: var(--ink); }
+.text { margin: 2px 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
+  font: 14px/1.45 ui-monospace, monospace; }
+.error { padding: 0 8px; border-radius: 9px; color: #fff; background: #b03a48; }
+.tool { margin-left: 44px; background: var(--page); }
+.note { margin: 0; padding: 0 14px 10px; color: var(--faint); font-size: 13px; }
+[hidden] { display: none; }
+"""
+
+SCRIPT = """
+const form = document.forms[0], count = document.getElementById("count");
+const episodes = [...document.querySelectorAll("details")];
+function show() {
+  const agent = form.agent.value, words = form.words.value.toLowerCase();
+  const least = form.least.value === "" ? -Infinity : Number(form.least.value);
+  const most = form.most.value === "" ? Infinity : Number(form.most.value);
+  let shown = 0;
+  for (const episode of episodes) {
+    const reward = agent === "" ? episode.dataset.reward : episode.getAttribute("data-reward-" + agent);
+    const visible = reward !== null && Number(reward) >= least && Number(reward) <= most
+      && (words === "" || episode.textContent.toLowerCase().includes(words));
+    episode.hidden = !visible;
+    shown += visible;
+    for (const message of episode.querySelectorAll(".message[data-agent]"))
+      message.classList.toggle("other", agent !== "" && message.dataset.agent !== agent);
+  }
+  count.textContent = shown + " of " + episodes.length + " episodes";
+}
+form.addEventListener("input", show);
+form.addEventListener("submit", event => event.preventDefault());
+form.order.addEventListener("input", () => {
+  const sign = { worst: 1, best: -1 }[form.order.value] || 0;
+  const key = episode => sign ? sign * Number(episode.dataset.reward) : Number(episode.dataset.place);
+  for (const episode of [...episodes].sort((a, b) => key(a) - key(b))) episode.parentNode.append(episode);
+});
+show();
+"""
+
+
+def page(episodes: Sequence[ShownEpisode], title: str) -> str:
+    """The page as text. Turns are coloured by agent, their rewards by sign and size; a form filters episodes
+    by agent, reward and words, and orders them.
+    """
+    agents = sorted({agent for episode in episodes for agent in _agents(episode)})
+    strongest = max((abs(reward) for episode in episodes for reward in _rewards(episode)), default=0.0)
+    options = "".join(f'<option value="{agent}">agent {agent}</option>' for agent in agents)
+    body = "\n".join(_episode(place, episode, strongest) for place, episode in enumerate(episodes))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{_safe(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<header>
+<h1>{_safe(title)}</h1>
+<form>
+<label>agent <select name="agent"><option value="">all</option>{options}</select></label>
+<label>reward from <input name="least" type="number" step="any"></label>
+<label>to <input name="most" type="number" step="any"></label>
+<label>words <input name="words" type="search"></label>
+<label>order <select name="order"><option value="">as it was</option>
+<option value="worst">worst first</option><option value="best">best first</option></select></label>
+<span id="count"></span>
+</form>
+</header>
+<main>
+{body or "<p>No episodes.</p>"}
+</main>
+<script>{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def write_page(path: Path, episodes: Sequence[ShownEpisode], title: str) -> None:
+    """Write the page to `path`, whole or not at all; its folder is made. One rank calls it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".part")
+    draft.write_bytes(page(episodes, title).encode("utf-8", "replace"))
+    os.replace(draft, path)
+
+
+def _agents(episode: ShownEpisode) -> set[int]:
+    spoke = {message["agent"] for message in episode.messages if message.get("agent") is not None}
+    return spoke | set(episode.rewards)
+
+
+def _rewards(episode: ShownEpisode) -> list[float]:
+    return [*episode.rewards.values(), *(message.get("reward") or 0.0 for message in episode.messages)]
+
+
+def _episode(place: int, episode: ShownEpisode, strongest: float) -> str:
+    by_agent = {agent: episode.rewards.get(agent, 0.0) for agent in sorted(_agents(episode))}
+    data = "".join(f' data-reward-{agent}="{reward:.6g}"' for agent, reward in by_agent.items())
+    chips = "".join(
+        f'<span class="chip" style="{_color(agent)}">agent {agent} {_reward(reward, strongest)}</span>'
+        for agent, reward in episode.rewards.items()
+    )
+    with_env = has_env_rewards(episode)
+    messages = "\n".join(_message(message, strongest, with_env) for message in episode.messages)
+    notes = "".join(f'\n<p class="note">{_safe(note)}</p>' for note in notes_of(episode))
+    turns = f"{episode.turns} turn{'' if episode.turns == 1 else 's'}"
+    return (
+        f'<details open data-place="{place}" data-reward="{episode.mean_reward:.6g}"{data}>\n'
+        f'<summary>{_safe(episode.title)}{chips}<span class="chip">{turns}</span></summary>\n'
+        f"{messages}{notes}\n</details>"
+    )
+
+
+def _message(message: Any, strongest: float, with_env: bool) -> str:
+    agent, turn = message.get("agent"), message.get("turn")
+    mine = f' data-agent="{int(agent)}" style="{_color(agent)}"' if agent is not None else ""
+    parts = [f"<span>{int(turn)}</span>"] if turn is not None else []
+    parts.append(f'<span class="name">{_safe(speaker_name(message))}</span>')
+    parts += [_reward(value, strongest, f"{source} ") for source, value in rewards_of(message, with_env)]
+    parts += [f"<span>{_safe(detail)}</span>" for detail in details_of(message)]
+    if errors := errors_of(message):
+        parts.append(f'<span class="error">{_safe(errors)}</span>')
+    text = _safe(message.get("content", ""))
+    kind = "message tool" if message.get("role") == "tool" else "message"
+    return (
+        f'<div class="{kind}"{mine}><div class="head">{"".join(parts)}</div>'
+        f'<pre class="text">\n{text}</pre></div>'  # HTML drops the first line break
+    )
+
+
+def _reward(reward: float, strongest: float, source: str = "") -> str:
+    """A reward on a ground of green or red, as strong as it is large. The sign is also written out."""
+    strength = 0.15 + 0.45 * abs(reward) / strongest if reward and strongest else 0
+    ground = f"rgba({GOOD if reward > 0 else BAD}, {strength:.2f})"
+    return f'<span class="reward" style="background: {ground}">{source}{reward_text(reward)}</span>'
+
+
+def _color(agent: int) -> str:
+    return f"--agent: {AGENT_COLORS[agent % len(AGENT_COLORS)]}"
+
+
+def _safe(text: Any) -> str:
+    return escape(shown_text(text), quote=True)

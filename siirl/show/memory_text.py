@@ -1,0 +1,157 @@
+"""The memory estimate in words: a table of the phases, whether they fit a device, and what helps if not."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from siirl.compiler.memory.estimate import GIB
+from siirl.compiler.memory.phases import PhasePeak, memory_lines, phase_peaks
+from siirl.compiler.models import backend_of
+from siirl.compiler.plan import ModelPlan, Plan
+from siirl.config import Config
+from siirl.config.resolve import get
+from siirl.config.roles import ROLE_GROUPS, ROLES
+from siirl.config.tree import with_overrides
+from siirl.parallel.placement import Ranks, format_ranks
+from siirl.show.text_table import table
+
+ASSUMED_GIB = 80.0
+_SHOWN = 5  # largest parts of a phase
+_SMALL = 0.01  # of a phase: parts below are left out
+_MOST_CHANGES = 6
+
+Configs = Mapping[str, Config]
+
+
+def memory_table(plan: Plan, configs: Configs, device_gib: float | None) -> list[str]:
+    """What each phase takes of the device of a rank, then the verdict; or why there is no estimate.
+
+    device_gib: what a device has, if trainer.device_memory_gib does not say.
+    """
+    cfg = next(iter(configs.values()))
+    if cfg.trainer.device == "cpu":
+        return ["left out: the processes share the memory of a machine without a GPU (trainer.device=cpu)"]
+    gib = cfg.trainer.device_memory_gib or device_gib or ASSUMED_GIB
+    lines = memory_lines(plan, configs)
+    if isinstance(lines, str):
+        return [f"left out: {lines}"]
+    rows = [["phase", "ranks", "device", "host", "the largest parts, GiB"]]
+    for peak in phase_peaks(plan, lines, int(gib * GIB)):
+        host = gib_text(peak.host) if peak.host else ""
+        rows.append([peak.node, format_ranks(peak.ranks), gib_text(peak.device), host, _largest(peak)])
+    known = cfg.trainer.device_memory_gib or device_gib
+    assumed = [] if known else ["(80 GiB is assumed: trainer.device_memory_gib sets what your devices have)"]
+    return [*table(rows), *_verdicts(plan, configs, gib), *assumed]
+
+
+def memory_warnings(plan: Plan, configs: Configs, device_gib: float | None) -> list[str]:
+    """A line for each set of ranks whose fullest phase does not fit a device of known size."""
+    cfg = next(iter(configs.values()))
+    gib = cfg.trainer.device_memory_gib or device_gib
+    if gib is None or cfg.trainer.device == "cpu":
+        return []
+    return [f"memory: {line}" for line in _verdicts(plan, configs, gib) if "does not fit" in line]
+
+
+def gib_text(num_bytes: int) -> str:
+    """In GiB, or in MiB where that is little."""
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < GIB // 10 else f"{num_bytes / GIB:.1f} GiB"
+
+
+def _largest(peak: PhasePeak) -> str:
+    """The largest parts of a phase, model by model."""
+    of_model: dict[str, list[str]] = {}
+    for (model, what), size in list(peak.parts.items())[:_SHOWN]:
+        if size >= _SMALL * peak.device:
+            of_model.setdefault(model, []).append(f"{what} {size / GIB:.1f}")
+    return "; ".join(f"{model}: {', '.join(parts)}" for model, parts in of_model.items())
+
+
+def _fullest(plan: Plan, configs: Configs, gib: float) -> dict[Ranks, PhasePeak]:
+    """The fullest phase of each set of ranks; nothing where there is no estimate."""
+    lines = memory_lines(plan, configs)
+    fullest: dict[Ranks, PhasePeak] = {}
+    if isinstance(lines, str):
+        return fullest
+    for peak in phase_peaks(plan, lines, int(gib * GIB)):
+        fullest[peak.ranks] = max(fullest.get(peak.ranks, peak), peak, key=lambda one: one.device)
+    return fullest
+
+
+def _verdicts(plan: Plan, configs: Configs, gib: float) -> list[str]:
+    """For each set of ranks whether its fullest phase fits a device; what to change if not."""
+    fullest = _fullest(plan, configs, gib)
+    lines = []
+    for ranks, peak in fullest.items():
+        where = f"ranks {format_ranks(ranks)}: " if len(fullest) > 1 else ""
+        need = f"{peak.device / GIB:.0f} in {peak.node}"
+        if peak.device <= gib * GIB:
+            lines.append(f"{where}fits {gib:g} GiB: yes, {need}")
+        else:
+            lines.append(f"{where}does not fit {gib:g} GiB: {need}. {_advice(plan, configs, ranks, gib)}")
+    return lines
+
+
+def _advice(plan: Plan, configs: Configs, ranks: Ranks, gib: float) -> str:
+    """The keys that make the fullest phase smaller, one after the other the one that helps most."""
+    chosen: list[str] = []
+    peak = _fullest(plan, configs, gib)[ranks]
+    while peak.device > gib * GIB and len(chosen) < _MOST_CHANGES:
+        tried = []
+        for key, value in _remedies(plan, configs, ranks):
+            changed = {node: with_overrides(cfg, {key: value}) for node, cfg in configs.items()}
+            tried.append((_fullest(plan, changed, gib)[ranks], f"{key}={value}", changed))
+        best = min(tried, key=lambda one: one[0].device, default=None)
+        if best is None or best[0].device >= peak.device:
+            break
+        peak, text, configs = best
+        name = text.partition("=")[0]
+        chosen = [item for item in chosen if item.partition("=")[0] != name] + [text]
+    reached = f"{peak.device / GIB:.0f} in {peak.node}"
+    if peak.device <= gib * GIB:
+        return f"With {' '.join(chosen)}: {reached}."
+    tried_all = f"Even with {' '.join(chosen)}: {reached}. " if chosen else ""
+    return f"{tried_all}Shard its models over more devices."
+
+
+def _remedies(plan: Plan, configs: Configs, ranks: Ranks) -> Iterator[tuple[str, Any]]:
+    """Keys that free memory, with their next value, for the models on these ranks. They change no result."""
+    here = set(ranks)
+    for model in plan.models.values():
+        if here.isdisjoint(model.ranks):
+            continue
+        cfg = configs[model.node]
+        for key, value in _of_model(model, cfg):
+            if get(cfg, key) != value:
+                yield key, value
+
+
+def _of_model(model: ModelPlan, cfg: Config) -> Iterator[tuple[str, Any]]:
+    rollout = "actor_rollout_ref.rollout"
+    if model.generates:
+        share = get(cfg, f"{rollout}.gpu_memory_utilization")
+        if share > 0.2:
+            yield f"{rollout}.gpu_memory_utilization", round(share - 0.05, 2)
+        yield f"{rollout}.free_cache_engine", True
+        return
+    group = ROLE_GROUPS[model.role]
+    backend = backend_of(model)
+    for name in backend.offloads + (backend.offloads_trained if model.trains else ()):
+        yield f"{group}.{name}", True
+    if model.trains:
+        yield f"{ROLES[model.role].model}.enable_gradient_checkpointing", True
+        yield from _halved(
+            cfg, f"{group}.use_dynamic_bsz", group, "ppo_max_token_len", "ppo_micro_batch_size"
+        )
+    if model.is_policy or model.is_reference:
+        owner = rollout if model.is_policy else group
+        names = ("log_prob_max_token_len", "log_prob_micro_batch_size")
+        yield from _halved(cfg, f"{owner}.log_prob_use_dynamic_bsz", owner, *names)
+
+
+def _halved(cfg: Config, dynamic: str, group: str, tokens: str, rows: str) -> Iterator[tuple[str, int]]:
+    """Half the micro-batch: its token budget, but for one row of the longest kind, or its rows."""
+    rollout = cfg.actor_rollout_ref.rollout
+    key = f"{group}.{tokens if get(cfg, dynamic) else rows}_per_gpu"
+    least = rollout.prompt_length + rollout.response_length if get(cfg, dynamic) else 1
+    if get(cfg, key) // 2 >= least:
+        yield key, get(cfg, key) // 2

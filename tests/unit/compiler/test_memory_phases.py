@@ -1,0 +1,247 @@
+"""The memory estimate by phase: within 15% of what was measured on H200s, and advice that holds."""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from plan_cases import add_agent, compiled, config
+
+from siirl.cli import main
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.memory.estimate import head_lines
+from siirl.compiler.memory.phases import memory_lines, phase_peaks
+from siirl.compiler.models import TRAIN_BACKENDS
+from siirl.config import load_config
+from siirl.config.root import all_keys
+from siirl.dag.spec import DagBuilder, DagSpec
+from siirl.show.memory_text import memory_table, memory_warnings
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+backends_gpu, grpo_gpu = (importlib.import_module(name) for name in ("backends_gpu", "grpo_gpu"))
+
+GIB = 2**30
+H200_GIB = 139.8
+RESULTS = ROOT / "benchmarks" / "results"
+GRPO = ("A_1", "A_1_memory", "A_2", "A_2_tp2", "A_4", "A_4_tp2", "B_1")
+BACKENDS = [
+    (file.stem, run)
+    for file in sorted(RESULTS.glob("backends_gpu_[sv]*.json"))
+    for run in json.loads(file.read_text())["runs"]
+]
+
+
+def peaks(keys: list[str], world: int):
+    cfg = load_config(keys)
+    plan, configs = compile_plan(load_dag(cfg), cfg, world)
+    lines = memory_lines(plan, configs)
+    assert not isinstance(lines, str), lines
+    return phase_peaks(plan, lines, int(H200_GIB * GIB))
+
+
+def write_config(folder: Path, sizes: dict) -> None:
+    (folder / "model").mkdir()
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **grpo_gpu.COMMON, **sizes}
+    config.pop("prompts", None)
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", GRPO)
+def test_peaks_of_grpo_on_h200s_are_within_15_percent_of_the_estimate(name, tmp_path):
+    result = json.loads((RESULTS / f"grpo_gpu_{name}.json").read_text())
+    measured = {key: found["median"] for key, found in result["metrics"].items()}
+    workload, gpus = result["workload"], result["gpus"]
+    write_config(tmp_path, grpo_gpu.SHAPES[workload])
+    arguments = argparse.Namespace(
+        train_tokens=40960,
+        forward_tokens=81920,
+        tensor_parallel=result["tensor_parallel"],
+        gpu_memory=0.6,
+        gpus=gpus,
+        steps=6,
+        keys=result["keys"],
+    )
+    found = peaks(grpo_gpu.overrides(arguments, tmp_path, grpo_gpu.SHAPES[workload]["prompts"] * gpus), gpus)
+    asleep = measured["memory/load_device_gib"] - measured["memory/load_reserved_gib"]
+    for peak in found:
+        assert peak.tensors / GIB == pytest.approx(measured[f"memory/{peak.node}_peak_gib"], rel=0.15), peak
+    rollout = next(peak for peak in found if peak.node == "rollout_actor")
+    train = next(peak for peak in found if peak.node == "actor_train")
+    assert rollout.device / GIB == pytest.approx(measured["memory/rollout_actor_device_gib"], rel=0.15)
+    on_device = measured["memory/actor_train_reserved_gib"] + asleep
+    assert train.device / GIB == pytest.approx(on_device, rel=0.15)
+    assert max(found, key=lambda peak: peak.device) is train or on_device < rollout.device / GIB
+
+
+@pytest.mark.parametrize(("name", "run"), BACKENDS)
+def test_peaks_of_both_strategies_on_h200s_are_within_15_percent_of_the_estimate(name, run, tmp_path):
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    settings, values = result["settings"], result["runs"][run]
+    measured = {
+        key: value["median"] if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key.startswith("memory/")
+    }
+    write_config(tmp_path, backends_gpu.SHAPES[settings["shape"]].sizes)
+    keys = [key for key in result["keys"][run] if ".model.path=" not in key]
+    found = peaks([*keys, f"actor_rollout_ref.model.path={tmp_path}/model"], settings["gpus"])
+    if "memory/peak_gib" in measured:
+        assert max(peak.tensors for peak in found) / GIB == pytest.approx(
+            measured["memory/peak_gib"], rel=0.15
+        )
+    else:
+        rollout = next(peak for peak in found if peak.node == "rollout_actor")
+        assert rollout.device / GIB == pytest.approx(measured["memory/device_gib"], rel=0.15)
+
+
+def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
+    write_config(tmp_path, grpo_gpu.SHAPES["A"])
+    keys = [
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        "algorithm.adv_estimator=grpo",
+        "data.train_files=train.parquet",
+        "data.val_files=val.parquet",
+        "data.train_batch_size=32",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+    ]
+    found = {peak.node: peak for peak in peaks([*keys, "trainer.n_gpus_per_node=1"], 1)}
+    rollout, train = found["rollout_actor"], found["actor_train"]
+    awake = {what for (_, what), _ in rollout.parts.items()}
+    assert "share of the device" in awake
+    assert not awake & {"activations", "gradients", "optimizer"}
+    assert "share of the device" not in {what for _, what in train.parts}
+    moments = train.parts["agent_0.actor", "optimizer"]
+    assert rollout.host == moments
+    assert train.host == 0
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        ["actor_rollout_ref.model.enable_gradient_checkpointing=false"],
+        ["actor_rollout_ref.rollout.gpu_memory_utilization=0.9"],
+        [
+            "actor_rollout_ref.actor.use_dynamic_bsz=true",
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=400000",
+        ],
+        ["actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.ref.strategy=megatron"],
+    ],
+)
+@pytest.mark.heavy
+def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, monkeypatch, capsys):
+    from megatron_cases import available
+
+    available(monkeypatch)
+    write_config(tmp_path, {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36})
+    command = [
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        "algorithm.adv_estimator=grpo",
+        "data.train_files=train.parquet",
+        "data.val_files=val.parquet",
+        "data.train_batch_size=512",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=128",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.n=8",
+        "trainer.n_gpus_per_node=8",
+        "trainer.device_memory_gib=60",
+        *extra,
+    ]
+    line = verdict(command)
+    assert "does not fit 60 GiB" in line
+    keys = re.search(r"With (.+?): \d+ in", line).group(1).split()
+    assert "fits 60 GiB: yes" in verdict([*command, *keys])
+    assert main(["check", "--elsewhere", *command]) == 0
+    assert "memory: does not fit 60 GiB" in capsys.readouterr().err
+    assert main(["check", "--elsewhere", *command, *keys]) == 0
+    assert "does not fit" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("rows", "logits"),
+    [(1, 1024 * 150_000 * 2), (4, 4 * 1024 * 150_000 * 2), (16, 2**28 * 2)],
+)
+def test_logits_are_kept_whole_where_they_are_few_and_in_chunks_where_not(rows, logits):
+    """Rows of 1,024 tokens and 150,000 words in bf16: 2 GiB are seven rows, a chunk is 2^28 logits."""
+    plan = compiled(add_one_agent(), 1)
+    cfg = config(f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={rows}")
+    [update] = [
+        line
+        for line in head_lines(plan.models["agent_0.actor"], cfg, 150_000, 64, 2)
+        if "update" in line.during
+    ]
+    of_the_weight = 150_000 * 64 * (4 + 2 + 2)  # its gradient in fp32 and twice in bf16
+    assert update.num_bytes == logits + of_the_weight
+
+
+def add_one_agent() -> DagSpec:
+    dag = DagBuilder("one")
+    add_agent(dag)
+    return dag.build()
+
+
+def test_an_interaction_is_one_phase_in_which_all_its_policies_generate(tmp_path):
+    write_config(tmp_path, grpo_gpu.SHAPES["A"])
+    dag = DagBuilder("pair")
+    above = add_agent(dag, 0)["rollout"]
+    add_agent(dag, 1, dependencies=[above])
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}/model")
+    plan, configs = compile_plan(dag.build(), cfg, 2)
+    lines = memory_lines(plan, configs)
+    assert not isinstance(lines, str), lines
+    found = {peak.node: peak.parts for peak in phase_peaks(plan, lines, int(H200_GIB * GIB))}
+    assert found.keys() == {"rollout_0", "train_0", "train_1"}
+    for agent in (0, 1):
+        assert found["rollout_0"][f"agent_{agent}.rollout", "KV cache"] > 0
+        assert (f"agent_{agent}.rollout", "KV cache") not in found["train_0"]
+
+
+@pytest.mark.parametrize("group", ["actor_rollout_ref.actor", "critic"])
+@pytest.mark.parametrize(("name", "section"), [("fsdp", "fsdp_config"), ("megatron", "megatron")])
+def test_the_advice_knows_every_key_that_offloads_a_trained_model(group, name, section):
+    backend = TRAIN_BACKENDS[name]
+    known = {key.removeprefix(f"{group}.") for key in all_keys() if key.endswith("_offload")}
+    assert {*backend.offloads, *backend.offloads_trained} == {k for k in known if k.startswith(f"{section}.")}
+
+
+def verdict(keys: list[str]) -> str:
+    cfg = load_config(keys)
+    plan, configs = compile_plan(load_dag(cfg), cfg, cfg.trainer.n_gpus_per_node)
+    (line,) = [text for text in memory_table(plan, configs, None) if "fit" in text]
+    return line
+
+
+def test_a_device_of_unknown_size_is_assumed_in_the_plan_and_no_warning(tmp_path):
+    write_config(tmp_path, {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 64})
+    cfg = load_config(
+        [
+            f"actor_rollout_ref.model.path={tmp_path}/model",
+            "data.train_files=train.parquet",
+            "data.val_files=val.parquet",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+            "actor_rollout_ref.rollout.name=vllm",
+            "trainer.n_gpus_per_node=1",
+        ]
+    )
+    plan, configs = compile_plan(load_dag(cfg), cfg, 1)
+    table = memory_table(plan, configs, None)
+    assert any("does not fit 80 GiB" in line and "more devices" in line for line in table)
+    assert "80 GiB is assumed" in table[-1]
+    assert memory_warnings(plan, configs, None) == []
+    assert len(memory_warnings(plan, configs, 139.8)) == 1
+    on_cpu = {
+        node: dataclasses.replace(node_cfg, trainer=dataclasses.replace(node_cfg.trainer, device="cpu"))
+        for node, node_cfg in configs.items()
+    }
+    assert memory_table(plan, on_cpu, None)[0].startswith("left out")

@@ -1,0 +1,185 @@
+"""Models that an engine cannot train are refused by `siirl check`, under each strategy, with the reason."""
+
+import json
+import re
+from pathlib import Path
+
+import causal_lms
+import pytest
+from plan_cases import config
+
+from siirl.cli import main
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.model_types import (
+    LANGUAGE_MODELS,
+    LENGTH_DEPENDENT,
+    MEGATRON,
+    OF_ANY_HEAD,
+    known_types,
+    why_not,
+    why_not_so_long,
+)
+from siirl.config.actor import STRATEGIES
+from siirl.errors import NotSupportedError
+
+ACTOR = "actor_rollout_ref.actor"
+REFUSED = {
+    "deepseek_v3": ({"kv_lora_rank": 512, "n_routed_experts": 256}, "kv_lora_rank=512"),
+    "gpt_oss": ({"num_local_experts": 32, "quantization_config": {}}, "num_local_experts=32|no model type"),
+    "qwen3_next": (
+        {"layer_types": ["linear_attention", "full_attention"]},
+        "layers of kind linear_attention",
+    ),
+    "llama4": ({"text_config": {"num_local_experts": 16}}, "a text_config"),
+    "glm4_moe": ({"n_routed_experts": 160}, "n_routed_experts=160|no model type"),
+    "kimi_k2": ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
+    "qwen2_5_vl": ({"vision_config": {"depth": 32}}, "a vision_config"),
+    "gemma2": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    "nemotron": ({}, "nemotron is no model type whose results"),
+    "falcon": ({}, "falcon is no model type whose results"),
+    "doge": ({}, "doge is no model type whose results"),
+}
+
+
+def check(folder, strategy: str, **model) -> None:
+    """Compile a run of a model, as `siirl check` does."""
+    (folder / "config.json").write_text(json.dumps(model))
+    cfg = config(f"actor_rollout_ref.model.path={folder}", f"{ACTOR}.strategy={strategy}")
+    compile_plan(load_dag(cfg), cfg, 1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_that_no_engine_computes_is_refused_by_its_trait(tmp_path, kind, strategy):
+    values, words = REFUSED[kind]
+    with pytest.raises(
+        NotSupportedError, match=f"strategy={strategy}: {kind}.*(Use|use) a usual model"
+    ) as caught:
+        check(tmp_path, strategy, model_type=kind, **values)
+    assert any(word in str(caught.value) for word in words.split("|")), caught.value
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_other_model_that_transformers_knows_is_refused_with_a_reason(strategy):
+    kinds = set(causal_lms.model_types()) - set(known_types(strategy))
+    assert len(kinds) > 100
+    for kind in kinds:
+        assert kind in why_not({"model_type": kind}, strategy), kind
+
+
+def test_a_mixture_of_experts_under_fsdp_is_pointed_to_megatron(tmp_path):
+    with pytest.raises(
+        NotSupportedError, match=r"num_experts=128 \(a mixture of experts\)\. Set strategy=megatron"
+    ):
+        check(tmp_path, "fsdp", model_type="qwen3_moe", num_experts=128)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            {"model_type": "llama", "attention_bias": True},
+            r"llama with attention_bias=True\. Set strategy=fsdp",
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True}, r"sliding windows\. Set strategy=fsdp"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, r"sliding windows\. Use"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "dense layers among those of experts"),
+        ({"model_type": "qwen3", "hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"model_type": "mistral"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
+    ],
+)
+def test_variants_that_megatron_would_build_differently_are_refused(model, words):
+    problem = why_not(model, "megatron")
+    assert re.search(words, problem), problem
+
+
+def test_a_critic_needs_a_value_head_of_transformers():
+    assert why_not({"model_type": "olmo2"}, "fsdp") == ""
+    assert "olmo2 with a value head, which transformers does not have" in why_not(
+        {"model_type": "olmo2"}, "fsdp", "value"
+    )
+    assert why_not({"model_type": "qwen3"}, "fsdp", "value") == ""
+
+
+def test_the_check_of_a_user_says_it(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nemotron"}))
+    keys = ("actor_rollout_ref.rollout.n=4", f"actor_rollout_ref.model.path={tmp_path}")
+    code = main(["check", "--elsewhere", "algorithm.adv_estimator=grpo", *keys])
+    assert code == 2
+    assert "strategy=fsdp: nemotron is no model type" in capsys.readouterr().err
+
+
+def test_a_model_of_its_own_code_is_left_to_its_engine(tmp_path):
+    own = {"model_type": "mine", "auto_map": {"AutoModelForCausalLM": "mine.Mine"}}
+    with pytest.raises(NotSupportedError, match="mine is no model type"):
+        check(tmp_path, "fsdp", **own)
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.model.trust_remote_code=True")
+    compile_plan(load_dag(cfg), cfg, 1)
+
+
+def test_the_engine_has_a_family_for_every_type_of_the_table():
+    pytest.importorskip("megatron.core")
+    from siirl.engines.train.megatron.weights import FAMILIES
+
+    assert set(FAMILIES) == set(MEGATRON)
+
+
+def test_the_page_of_models_lists_the_table():
+    page = (Path(__file__).parents[3] / "docs" / "models.md").read_text()
+    rows = [line.split("|")[3] for line in page.splitlines() if line.startswith(("| fsdp", "| megatron"))]
+    assert [tuple(kind.strip() for kind in row.split(",")) for row in rows] == [
+        tuple(sorted(OF_ANY_HEAD)),
+        tuple(sorted(LANGUAGE_MODELS)),
+        tuple(sorted(MEGATRON)),
+    ]
+
+
+ROPES = {
+    "dynamic": {"factor": 4.0},
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "longrope": {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0},
+    "proportional": {"factor": 4.0},
+    "yarn": {"factor": 4.0},
+}
+FIRST = 16  # positions of the first training
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_frequencies_that_follow_the_longest_row_are_refused_from_where_they_do(tmp_path, kind):
+    """Against transformers: the rotary embedding of a short row alone, and packed with a longer one."""
+    import torch
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    assert ROPES.keys() == ROPE_INIT_FUNCTIONS.keys(), "transformers has other types"
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": FIRST} | ROPES[kind]
+    positions = FIRST if kind == "dynamic" else 4 * FIRST
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": positions}
+    raw = {"model_type": "llama", **sizes, "rope_parameters": rope}
+
+    def follows(longest: int) -> bool:
+        rotary = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=dict(rope)))
+        short, long = torch.arange(FIRST // 2), torch.arange(longest)
+        (alone, _), (packed, _) = (
+            rotary(torch.zeros(1), ids[None]) for ids in (short, torch.cat([short, long]))
+        )
+        return not torch.equal(alone[0], packed[0, : FIRST // 2])
+
+    for longest in (FIRST, FIRST + 1, 2 * FIRST):
+        assert bool(why_not_so_long(raw, longest)) == follows(longest), longest
+    assert follows(2 * FIRST) == (kind in LENGTH_DEPENDENT)
+    by_layer = raw | {"rope_parameters": {"full_attention": rope}}
+    assert bool(why_not_so_long(by_layer, 2 * FIRST)) == follows(2 * FIRST)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_beyond_what_each_is_computed_by_itself_are_refused_by_check(tmp_path, strategy):
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 512} | ROPES["longrope"]
+    model = {"model_type": "llama", "max_position_embeddings": 4096, "rope_scaling": rope}
+    words = r"rope_type=longrope, with rows of up to \d+ tokens: beyond 512 tokens .* to 512, or set another"
+    with pytest.raises(NotSupportedError, match=words):
+        check(tmp_path, strategy, **model)
+    rope["original_max_position_embeddings"] = 4096
+    assert not why_not_so_long(model, 4096)

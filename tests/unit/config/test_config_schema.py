@@ -1,0 +1,124 @@
+"""The schema knows every key of siiRL, explains each of its own, and the reference page says what it says."""
+
+import ast
+import inspect
+import json
+import typing
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from siirl.config import Config, effect_warnings, from_dict, to_dict, with_overrides
+from siirl.config.aliases import ALIASES
+from siirl.config.deviations import DEVIATIONS
+from siirl.config.keys import walk
+from siirl.config.reference import reference_page
+from siirl.config.resolve import FOLLOWS, followed_keys, get, status
+from siirl.config.root import TOP_GROUPS, all_groups, all_keys, get_group_class
+from siirl.config.tree import default_config
+from siirl.config.values import plain
+from siirl.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+
+
+def reference_defaults() -> dict[str, typing.Any]:
+    """Key -> default, as siiRL has them."""
+    lines = (Path(__file__).parent / "config_reference_keys.txt").read_text().splitlines()
+    pairs = (line.partition(" = ") for line in lines)
+    return {name: plain(ast.literal_eval(value)) for name, _, value in pairs}
+
+
+def test_every_key_of_siirl_is_known_with_its_default():
+    wrong = {}
+    for name, expected in reference_defaults().items():
+        ours = plain(get(default_config(), name)) if name in all_keys() else "unknown"
+        if name in DEVIATIONS:
+            assert DEVIATIONS[name].reference == expected, name
+            assert ours != expected, f"{name} does not deviate any more"
+        elif ours != expected:
+            wrong[name] = (expected, ours)
+    assert wrong == {}
+    assert set(DEVIATIONS) <= set(reference_defaults())
+
+
+def test_every_key_is_explained_and_has_one_status():
+    for name, key in all_keys().items():
+        rule = key.rule
+        assert rule.doc and "|" not in rule.doc, name
+        assert sum(map(bool, (rule.later, rule.ignored, rule.replaced))) <= 1, name
+        if key.default is None and name not in FOLLOWS:
+            assert type(None) in typing.get_args(key.type), name
+        if rule.choices and key.default is not None:
+            default = key.default if isinstance(key.default, tuple) else (key.default,)
+            assert set(default) <= set(rule.choices) | set(rule.later_choices), name
+        for condition in filter(None, (rule.when, rule.within)):
+            needed = condition.partition("=")[0]
+            absolute = needed.split(".")[0] in TOP_GROUPS
+            assert (needed if absolute else f"{name.rsplit('.', 1)[0]}.{needed}") in all_keys(), name
+
+
+def test_older_names_and_followers_point_at_keys_that_act():
+    for alias, targets in ALIASES.items():
+        assert alias in all_keys()
+        assert {status(target) for target in targets} == {"supported"}, alias
+    for name, template in FOLLOWS.items():
+        source = all_keys().get(template.removeprefix("${").removesuffix("}"))
+        same = source is not None and source.default == all_keys()[name].default
+        assert all_keys()[name].default is None or same, name
+    assert followed_keys() <= set(all_keys())
+
+
+def test_group_names_cover_every_level():
+    assert {
+        "data",
+        "actor_rollout_ref",
+        "actor_rollout_ref.actor",
+        "actor_rollout_ref.actor.optim",
+    } <= all_groups()
+    assert not all_groups() & set(all_keys())
+
+
+def test_the_reference_page_is_current():
+    committed = (ROOT / "docs" / "configuration.md").read_text()
+    if committed != reference_page():
+        pytest.fail("docs/configuration.md is out of date: run `make docs`")
+
+
+def test_keys_that_do_nothing_say_so_in_the_same_words():
+    """config_unused_keys.txt: a key, a value that is not its default, and what is said of it."""
+    lines = (Path(__file__).parent / "config_unused_keys.txt").read_text().splitlines()
+    named = {line.partition(" = ")[0] for line in lines}
+    assert named == {name for name in all_keys() if status(name) != "supported"}
+    accepted = {}
+    for line in lines:
+        setting, _, expected = line.partition(" | ")
+        name, _, value = setting.partition(" = ")
+        try:
+            cfg = with_overrides(default_config(), {name: json.loads(value)})
+        except UserError as error:
+            assert str(error) == expected
+            continue
+        kept, wanted = plain(get(cfg, name)), json.loads(value)
+        assert (kept | wanted if isinstance(wanted, dict) else wanted) == kept and name in cfg.explicit
+        accepted[name] = wanted
+        if name in ALIASES:
+            assert expected == " ".join(["sets", *sorted(set(cfg.explicit) - {name})])
+        else:
+            assert [line for line in effect_warnings(cfg) if line.startswith(f"{name}=")] == [expected]
+    cfg = with_overrides(
+        default_config(), {name: accepted[name] for name in accepted.keys() - ALIASES.keys()}
+    )
+    assert from_dict(to_dict(cfg)) == cfg and len(cfg.unused) > 100
+
+
+def test_the_schema_holds_only_keys_that_do_something():
+    """A field of a class that several groups have acts in one of them."""
+    acts: dict[tuple[type, str], set[str]] = defaultdict(set)
+    for name in walk(Config()):
+        group, _, last = name.rpartition(".")
+        classes = typing.cast(type, get_group_class(group)).__mro__
+        owner = next(owner for owner in classes if last in inspect.get_annotations(owner))
+        acts[owner, last].add(status(name))
+    assert [field for field, found in acts.items() if "supported" not in found] == []

