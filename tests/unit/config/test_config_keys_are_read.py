@@ -10,6 +10,7 @@ result of a function that returns the group.
 import ast
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from siirl.config.algorithm_table import ESTIMATORS, LOSSES
 from siirl.config.keys import has_one_value
 from siirl.config.resolve import followed_keys, status
+from siirl.config.roles import ROLES
 from siirl.config.root import Config, all_groups, all_keys, get_group_class
 
 PACKAGE = Path(__file__).parents[3] / "siirl"
@@ -200,6 +202,10 @@ TAKEN = {f"algorithm.{key}" for row in ESTIMATORS.values() for key in row.keys} 
     for group in (ACTOR, f"{ACTOR}.policy_loss")
 }
 """Keys that nodes hand to estimators and losses as the table says (test_algorithms_names.py)."""
+TAKEN |= {
+    key for role in ROLES.values() for keys in (role.forward, role.train) if keys for key in astuple(keys)
+}
+"""Keys that tables name, for whoever asks the row."""
 
 
 @pytest.mark.heavy
