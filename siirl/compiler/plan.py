@@ -16,22 +16,24 @@ from siirl.types import FieldKey, Layout
 
 @dataclass(frozen=True)
 class NodePlan:
-    """What a kept node runs. Its configuration is `with_overrides(cfg, overrides)` of the run's cfg.
-
-    dependencies: kept nodes that run before it. op: name in the op table (siirl/dag/ops.py). executable:
-    "pkg.mod:fn" of the user's code; `options` are further arguments of it, `own_needs` what it needs. model:
-    the ModelPlan whose worker the op runs on.
-    """
+    """What a kept node runs."""
 
     name: str
     agent: int
     dependencies: tuple[str, ...]
+    """Kept nodes that run before it."""
     op: str
+    """Name in the op table (siirl/dag/ops.py)."""
     model: str | None
+    """The ModelPlan whose worker the op runs on."""
     executable: str | None
+    """Where the user's code is: pkg.mod:fn."""
     overrides: dict[str, Any]
+    """Full keys; its configuration is `with_overrides(cfg, overrides)` of the run's cfg."""
     options: dict[str, Any]
+    """Further arguments of the user's code."""
     own_needs: tuple[str, ...] = ()
+    """SERVICES that the user's code needs."""
 
     @property
     def spec(self) -> OpSpec:
@@ -46,15 +48,10 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model of one role: a model worker lives on each of its ranks.
-
-    name: "agent_0.actor". node: the node whose resolved config it is built from; nodes: all that use it.
-    base: the model that holds the frozen weights on which this one has an adapter, or (a reference) nothing
-    of its own; may be this one itself. They are on the same ranks, and `base` is built first. adapters: of a
-    rollout that is a base, the rollouts on it and their LoRA ranks.
-    """
+    """One model of one role: a model worker lives on each of its ranks."""
 
     name: str
+    """agent_0.actor, for one."""
     agent: int
     role: ModelRole
     backend: str
@@ -63,9 +60,14 @@ class ModelPlan:
     ranks: Ranks
     dims: ParallelDims
     node: str
+    """The node whose resolved configuration it is built from."""
     nodes: tuple[str, ...]
+    """All that use it."""
     base: str | None = None
+    """The model that holds the frozen weights on which this one has an adapter, or (a reference) nothing of
+    its own; may be this one itself. They are on the same ranks, and `base` is built first."""
     adapters: dict[str, int] | None = None
+    """Of a rollout that is a base: the rollouts on it and their LoRA ranks."""
 
     @property
     def generates(self) -> bool:

@@ -39,7 +39,7 @@ def main() -> None:
     while True:
         try:
             samples = [Sample(**given) for given in json.loads(pipe.recv_bytes())]
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # the pool has closed, or died with answers unread
             return
         outcomes = _score_batch(functions, samples) if setup["batch"] else _score_each(functions, samples)
         for outcome in outcomes:
