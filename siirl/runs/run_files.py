@@ -24,9 +24,11 @@ from siirl.observe.printable import printable
 JOB_FILE, STATUS_DIR, ERRORS_DIR = "job.json", "status", "errors"
 MARKS = (RUN_FILE, CONFIG_FILE, METRICS_FILE)
 """A folder with one of these is a run's."""
-TAIL_BYTES = 1 << 18
+TAIL_BYTES, LATEST_BYTES = 1 << 18, 1 << 20
 PACE_STEPS = 20
 """Steps over which the pace of a run is measured, as in the console's table."""
+DEEPEST = 100
+"""Nesting of YAML that is read; configurations have five levels."""
 _NUMBER = rb"-?\d{1,15}(?:\.\d+)?(?:[eE][-+]?\d{1,3})?"
 _LINE = re.compile(rb'\{"step": (\d{1,15}), "time_s": (' + _NUMBER + rb")[,}]")
 _REWARDS = re.compile(
@@ -60,8 +62,6 @@ class MetricsScan:
     """(step, time) of the last PACE_STEPS + 1 steps, the newest last; a resumed run begins them anew."""
     rewards: dict[str, dict[int, float]] = field(default_factory=dict)
     """Metric -> {step: value} of the rewards; what a run did after the step that it resumed from is gone."""
-    latest: dict[str, float] = field(default_factory=dict)
-    """All metrics of the last lines, the newest value of each."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,6 @@ def scan_metrics(folder: Path, unreadable: Unreadable, since_s: float = 0.0) -> 
             scan.times = [*scan.times[-PACE_STEPS:], (step, time_s)]
         for name, value in _REWARDS.findall(line):
             scan.rewards.setdefault(name.decode(), {})[step] = float(value)
-    for line in lines[-PACE_STEPS - 1 : -1]:
-        scan.latest |= _numbers(line)
     if damaged:
         unreadable.add(path, f"{damaged} of {len(lines) - 1} lines are no metrics")
     return scan
@@ -145,6 +143,15 @@ def _numbers(line: bytes) -> dict[str, float]:
         for name, value in (record.items() if isinstance(record, dict) else ())
         if name not in ("step", "time_s") and _is_number(value)
     }
+
+
+def latest_metrics(folder: Path) -> dict[str, float]:
+    """The newest value of each metric of the last PACE_STEPS lines."""
+    lines = content(folder / METRICS_FILE, Unreadable(), LATEST_BYTES).split(b"\n")
+    latest: dict[str, float] = {}
+    for line in lines[-PACE_STEPS - 1 : -1]:
+        latest |= _numbers(line)
+    return latest
 
 
 def all_metrics(folder: Path, unreadable: Unreadable) -> dict[str, dict[int, float]]:
@@ -281,7 +288,12 @@ def _yaml(text: str) -> Any:
     import yaml
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is there
+    depth = 0
     try:
+        for event in yaml.parse(text, Loader=loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:  # its constructor recurses in C, and would take the process with it
+                return None
         return yaml.load(text, Loader=loader)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError):
         return None

@@ -87,8 +87,6 @@ class RunState:
     directory: str
     """Where that was."""
     ranks: tuple[RankState, ...]
-    latest: Mapping[str, float]
-    """The newest value of each metric of the last 20 lines."""
     failures: tuple[Failure, ...]
     """What ended ranks of its last start, the likeliest first cause first."""
     unreadable: Mapping[str, str]
@@ -177,7 +175,6 @@ def read_run(folder: Path) -> RunState:
         command=start.command,
         directory=start.directory,
         ranks=ranks,
-        latest=scan.latest,
         failures=tuple(failures),
         unreadable=unreadable,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from siirl.observe.columns import COLUMNS, agents_of, cell, matches
 from siirl.observe.summary import duration
 from siirl.parallel.placement import format_ranks
-from siirl.runs.run_files import one_line
+from siirl.runs.run_files import latest_metrics, one_line
 from siirl.runs.run_state import RankState, RunState, last_problem, read_run
 from siirl.runs.run_text import age_text, cut, last_and_best, line_width, moment_text, path_text
 
@@ -102,10 +102,11 @@ def _span(seconds: Iterable[float]) -> str:
 
 def _metric_lines(run: RunState) -> list[str]:
     """The columns of the console's table that the run fills, by its newest values."""
-    agents = sorted({agent for column in COLUMNS for agent in agents_of(column, run.latest)})
+    latest = latest_metrics(run.folder)
+    agents = sorted({agent for column in COLUMNS for agent in agents_of(column, latest)})
     cells = [
-        f"{column.header} {one_line(cell(column, run.latest, agents))}"
+        f"{column.header} {one_line(cell(column, latest, agents))}"
         for column in COLUMNS
-        if matches(column, run.latest)
+        if matches(column, latest)
     ]
     return ["last metrics", f"  {', '.join(cells)}"] if cells else []

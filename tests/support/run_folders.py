@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from unittest.mock import patch
 
@@ -29,18 +30,17 @@ class Written:
     folder: Path
     cfg: Config
     num_ranks: int = 2
-    began_s: float = field(default_factory=lambda: time.time() - 1000)
+    began_s: float = field(default_factory=lambda: int(time.time()) - 1000)
 
-    @property
+    @cached_property
     def job(self) -> Job:
         return Job(to_dict(self.cfg), "{}", str(self.folder), self.num_ranks, self.num_ranks)
 
     def start(self, at_s: float | None = None, command: Sequence[str] = COMMAND) -> "Written":
         """One start: its record, its job, empty errors and positions."""
         at_s = self.began_s if at_s is None else at_s
-        with patch(
-            "siirl.launch.run_record.time.strftime", lambda form: time.strftime(form, time.localtime(at_s))
-        ):
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(at_s))
+        with patch("siirl.launch.run_record.time.strftime", lambda _form: started):
             write_record(self.folder, self.cfg, command, "id")
         self.job.prepare()
         return self

@@ -13,7 +13,7 @@ from siirl.cli import main
 from siirl.launch.run_folder import held
 from siirl.observe.curve import read_series
 from siirl.observe.printable import UNPRINTABLE
-from siirl.runs.run_files import Unreadable, all_metrics, scan_metrics
+from siirl.runs.run_files import Unreadable, all_metrics, latest_metrics, scan_metrics
 from siirl.runs.run_list import find_runs, size_on_disk
 from siirl.runs.run_state import read_run
 
@@ -98,7 +98,10 @@ def test_the_quick_scan_reads_the_numbers_that_the_json_has(seed, tmp_path):
     assert all_metrics(run.folder, Unreadable()) == {
         name: p for name, p in series.items() if name != "time_s"
     }
-    assert scan.latest.items() <= {name: points[max(points)] for name, points in series.items()}.items()
+    assert (
+        latest_metrics(run.folder).items()
+        <= {name: points[max(points)] for name, points in series.items()}.items()
+    )
 
 
 def test_the_steps_of_an_unset_total_are_those_of_the_console(tmp_path, capsys):

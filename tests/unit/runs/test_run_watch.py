@@ -21,7 +21,7 @@ def shown(folder, capsys) -> str:
 
 
 def test_a_running_run_shows_its_pace_and_what_each_rank_does(tmp_path, capsys):
-    now_s = time.time()
+    now_s = float(int(time.time()))
     run = written(tmp_path, num_ranks=8, began_s=now_s - 130).start().steps(rewards(range(1, 13)))
     run.positions(
         {rank: (13, "rollout", now_s - 9.0) for rank in range(6)}
