@@ -1,4 +1,5 @@
-"""The console script: siirl check | plan | run | migrate | export | convert | trace.
+"""The console script: siirl check | plan | run | migrate | export | convert | trace
+| ls | compare | watch | doctor.
 
 A user error is one message and exit code 2. check and plan need neither torch nor devices; export and
 convert import what they need when they are called.
@@ -22,6 +23,7 @@ from siirl.migrate.foreign_files import read_source, translate_source
 from siirl.migrate.page import page
 from siirl.migrate.translate import ORIGINS
 from siirl.observe.trace import merge_trace
+from siirl.runs.run_commands import add_run_commands
 from siirl.session import PlannedRun, planned
 
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
@@ -187,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="join the traces of a run's ranks, also after a crash")
     trace.add_argument("output_dir", help="trainer.output_dir of a run with trainer.trace=true")
     trace.set_defaults(command=_trace)
+    add_run_commands(commands)
     return parser
 
 

@@ -134,6 +134,25 @@ def refuse_busy(cfg: Config) -> None:
                 raise _busy(key, folder)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a run goes on in a folder, as far as this machine's kernel knows. Writes nothing."""
+    with contextlib.suppress(OSError), (folder / LOCK).open() as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def holder(folder: Path) -> dict[str, Any]:
+    """Who held a folder last, and may hold it now: run_id, host, pid, since; empty if it cannot be read."""
+    try:
+        told = json.loads((folder / LOCK).read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
 def with_absolute_folders(cfg: Config) -> Config:
     """The configuration with whole paths of all folders that a run writes: what it prints can be found."""
     names = (
@@ -169,7 +188,7 @@ def _locked(key: str, folder: Path, run_id: str) -> Iterator[None]:
                 file.truncate(0)
                 file.write(json.dumps(about))
                 file.flush()
-        elif _holder(folder).get("run_id") != run_id:
+        elif holder(folder).get("run_id") != run_id:
             raise _busy(key, folder)
         yield
 
@@ -186,24 +205,17 @@ def _try_lock(fd: int, kind: int) -> bool:
 
 
 def _busy(key: str, folder: Path) -> ConfigError:
-    holder = _holder(folder)
+    about = holder(folder)
     who = ""
-    if holder:
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since"]))
-        who = f" (process {holder['pid']} on {holder['host']}, since {since})"
+    if about:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["since"]))
+        who = f" (process {about['pid']} on {about['host']}, since {since})"
     return ConfigError(
         f"{key}={folder} is in use by a run{who}: two would write the same files. Three ways "
         "out: end it, or wait for its end, and go on from its last checkpoint by this command "
         f"(trainer.resume_mode=auto); or choose another folder ({key}); or end it "
         "and start over (trainer.resume_mode=disable trainer.overwrite=true)."
     )
-
-
-def _holder(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / LOCK).read_text())
-    except (OSError, ValueError):
-        return {}
 
 
 def _is_filled(path: Path) -> bool:

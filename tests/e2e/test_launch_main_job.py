@@ -13,6 +13,8 @@ import pytest
 from fixtures_tiny import arithmetic_rows, write_parquet
 from job_harness import Inputs, overrides
 
+from siirl.runs.run_state import read_run
+
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
 FAILING = """
@@ -89,6 +91,9 @@ def test_a_reward_that_raises_ends_the_run_and_names_sample_source_and_function(
         "custom_reward_function.on_error=zero",
     ):
         assert fragment in done.stderr, done.stderr
+    state = read_run(tmp_path / "out")
+    assert (state.status, state.starts, state.total_steps) == ("failed", 1, 1)
+    assert state.cause.startswith("rank 0, step 1, function_reward: RewardError"), state.cause
 
 
 def test_failed_rewards_count_as_zero_if_asked_and_a_damaged_checkpoint_is_passed_over(
@@ -157,6 +162,10 @@ def test_sigterm_ends_a_running_job_within_30_s_and_leaves_no_process_and_no_sec
         second = run([*MAIN, *overrides(inputs, tmp_path / "out", *settings)])
         assert second.returncode == 2, second.stderr
         assert f"{tmp_path / 'out'} is in use by a run (process {job.pid} on " in second.stderr
+        state = read_run(tmp_path / "out")
+        assert (state.status, state.pid, state.total_steps) == ("running", job.pid, 100000)
+        assert state.step >= 1 and [rank.rank for rank in state.ranks] == [0, 1]
+        assert min(rank.step for rank in state.ranks) >= state.step and state.left_s
         children = psutil.Process(job.pid).children(recursive=True)
         assert len(children) >= 2 + 2, "2 ranks and their reward workers"
         start_s = time.monotonic()
@@ -168,6 +177,8 @@ def test_sigterm_ends_a_running_job_within_30_s_and_leaves_no_process_and_no_sec
         job.wait()
     assert [child for child in children if is_running(child)] == []
     assert "stopped by SIGTERM" in log_path.read_text()
+    state = read_run(tmp_path / "out")
+    assert state.status == "interrupted" and state.cause.startswith("in step "), state
 
 
 def wait_for_steps(job: subprocess.Popen, path: Path, log_path: Path) -> None:

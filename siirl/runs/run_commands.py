@@ -1,0 +1,64 @@
+"""The commands that find their way among runs, and doctor. Each loads its code when it is called."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from siirl.command_line import print_text
+
+
+def add_run_commands(commands: Any) -> None:
+    """Add them to the subparsers of `siirl`; each is called with (arguments, overrides)."""
+    ls = commands.add_parser("ls", help="the runs below a folder: state, step, reward, size, command")
+    ls.add_argument("folder", nargs="?", default="outputs", metavar="DIR", help="where to look [outputs]")
+    ls.add_argument("--json", action="store_true", help="an array of objects, for programs")
+    ls.set_defaults(command=_ls)
+    compare = commands.add_parser("compare", help="what two runs differ in: keys, versions, metrics")
+    compare.add_argument("runs", nargs=2, metavar="RUN", help="trainer.output_dir of a run")
+    compare.add_argument(
+        "--all", action="store_true", help="all metrics, not only those of the console's table"
+    )
+    compare.add_argument("--json", action="store_true", help="one object with all metrics, for programs")
+    compare.set_defaults(command=_compare)
+    watch = commands.add_parser("watch", help="the state of a run as text, refreshed until it is over")
+    watch.add_argument("run", metavar="RUN", help="trainer.output_dir of a run, which may have ended")
+    watch.add_argument("--once", action="store_true", help="print it once and end")
+    watch.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between two looks [2]")
+    watch.set_defaults(command=_watch)
+    doctor = commands.add_parser("doctor", help="look at this machine: what a run would miss, and what to do")
+    doctor.add_argument("folder", nargs="?", default="outputs", metavar="DIR", help="of outputs [outputs]")
+    doctor.set_defaults(command=_doctor)
+
+
+def _ls(args: argparse.Namespace, _overrides: list[str]) -> None:
+    from siirl.runs.run_list import list_json, list_text
+    from siirl.runs.run_text import line_width
+
+    folder = Path(args.folder).expanduser()
+    print_text(json.dumps(list_json(folder), indent=1) if args.json else list_text(folder, line_width()))
+
+
+def _compare(args: argparse.Namespace, _overrides: list[str]) -> None:
+    from siirl.runs.run_compare import compare_text, compared
+    from siirl.runs.run_state import run_folder
+    from siirl.runs.run_text import line_width
+
+    one, two = map(run_folder, args.runs)
+    if args.json:
+        print_text(json.dumps(compared((one, two)), indent=1, default=str))
+    else:
+        print_text(compare_text((one, two), args.all, line_width()))
+
+
+def _watch(args: argparse.Namespace, _overrides: list[str]) -> None:
+    from siirl.runs.run_state import run_folder
+    from siirl.runs.run_watch import watch
+
+    watch(run_folder(args.run), max(args.every, 0.1), args.once)
+
+
+def _doctor(args: argparse.Namespace, _overrides: list[str]) -> int:
+    from siirl.launch.doctor import examine
+
+    return examine(Path(args.folder).expanduser())

@@ -1,0 +1,250 @@
+"""The state of a run, from the files of its folder alone: live or long ended, here or copied. No torch."""
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from siirl.errors import ConfigError
+from siirl.launch.failure import Failure
+from siirl.launch.run_folder import LOCK, holder, is_held
+from siirl.observe.columns import REWARD, VALIDATION_REWARD
+from siirl.observe.curve import Series, of_column
+from siirl.runs.run_files import (
+    MARKS,
+    TAIL_BYTES,
+    MetricsScan,
+    Unreadable,
+    content,
+    one_line,
+    read_config,
+    read_failures,
+    read_positions,
+    read_starts,
+    scan_metrics,
+)
+
+CURVE_FILE, LOG_FILE = "reward_curve.png", "logs/rank_0.log"
+FRESH_S = 120.0
+"""A run on another machine whose last sign of life is younger is taken to go on: locks may not reach here."""
+CLOCK_S = 2.0
+"""How far the clock of a file system may be behind that of a run's machine."""
+_TABLE_ROW = re.compile(rb"^ *(\d{1,15})/(\d{1,15})  ", re.M)
+_PROBLEM = re.compile(rb"^.*\[rank \d+\] [WEC] .*$", re.M)
+
+Status = Literal["running", "ended", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Where a rank is, or was when it ended."""
+
+    rank: int
+    step: int
+    """0: before the first step."""
+    node: str
+    """The node or other part of the step that it entered last; "start": it builds its models."""
+    since_s: float
+    """When it entered it, since the epoch."""
+    error: str = ""
+    """What ended it, in one line; "" if nothing is known to have."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run, as its folder tells. Texts are printable and of one line."""
+
+    folder: Path
+    status: Status
+    """running: a process holds the folder; ended: it came to its end and drew its reward curve; failed: a
+    rank left an error; interrupted: none of these, so somebody or the kernel ended it."""
+    cause: str
+    """Why it failed, where it was interrupted, or how it is known to run; "" if there is nothing to say."""
+    step: int
+    """The last step that is done."""
+    total_steps: int | None
+    """None: the run has not told yet."""
+    rewards: Series
+    """Metric -> {step: value} of the training and validation rewards, agents apart."""
+    starts: int
+    """How often it was started; 0: unknown."""
+    started_s: float
+    """When it was started last, since the epoch; 0: unknown."""
+    last_sign_s: float
+    """When it wrote last how far it is, since the epoch; 0: never."""
+    step_s: float | None
+    """Seconds a step, all between two steps included, over the last 20 of this start."""
+    host: str
+    """The machine of its launcher."""
+    pid: int | None
+    """The launcher's process there."""
+    command: str
+    """What it was started by, without tokens."""
+    directory: str
+    """Where that was."""
+    ranks: tuple[RankState, ...]
+    failures: tuple[Failure, ...]
+    """What ended ranks of its last start, the likeliest first cause first."""
+    unreadable: Mapping[str, str]
+    """File -> why it, or a part of it, could not be read."""
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the last step, at the pace of the last ones; None unless it runs and has a pace."""
+        if self.status != "running" or self.step_s is None or self.total_steps is None:
+            return None
+        return max(0, self.total_steps - self.step) * self.step_s
+
+    def reward(self) -> Series:
+        """The validation rewards by agent, or the training rewards of a run that does not validate."""
+        return of_column(self.rewards, VALIDATION_REWARD) or of_column(self.rewards, REWARD)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has a file by which a run's is known."""
+    return any(os.path.isfile(folder / name) for name in MARKS)
+
+
+def run_folder(text: str) -> Path:
+    """The run folder that a user names. ConfigError: there is none, or it may not be read."""
+    folder = Path(text).expanduser()
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except FileNotFoundError:
+        raise ConfigError(
+            f"there is no folder {one_line(text)}: nothing can be read of it. Give the trainer.output_dir of "
+            "a run; `siirl ls DIR` lists the runs below a folder."
+        ) from None
+    except NotADirectoryError:
+        raise ConfigError(
+            f"{one_line(text)} is a file: a run is a folder. Give the folder that it lies in, "
+            "trainer.output_dir of the run."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{one_line(text)} cannot be read: {error.strerror}. Ask its owner for the right to read it, or "
+            "for a copy: a copied run folder can be read anywhere."
+        ) from None
+    if not names & set(MARKS):
+        raise ConfigError(
+            f"{one_line(text)} is not the folder of a run: it has none of {', '.join(MARKS)}. Give the "
+            "trainer.output_dir of a run; `siirl ls DIR` lists the runs below a folder."
+        )
+    return folder
+
+
+def read_run(folder: Path) -> RunState:
+    """The state of the run in a folder. Reads only; damaged files are in `unreadable`, nothing is raised."""
+    unreadable = Unreadable()
+    starts, start = read_starts(folder, unreadable)
+    scan = scan_metrics(folder, unreadable, start.started_s)
+    config = read_config(folder, unreadable)
+    log = content(folder / LOG_FILE, unreadable, TAIL_BYTES)
+    positions = read_positions(folder, unreadable)
+    failures = read_failures(folder, unreadable)
+    errors = {failure.rank: _first_line(failure.error) for failure in failures}
+    ranks = tuple(
+        RankState(rank, at.step, at.node, at.time_s, errors.get(rank, "")) for rank, at in positions.items()
+    )
+    lockable = os.path.isfile(folder / LOCK)
+    about = holder(folder) if lockable else {}
+    last_sign_s = max([scan.time_s, *(rank.since_s for rank in ranks)])
+    host = one_line(str(about.get("host") or start.host))
+    pid = about.get("pid")
+    if lockable and is_held(folder):
+        status, cause = "running", ""
+    else:
+        status, cause = _status(folder, failures, ranks, scan, start.started_s, host, last_sign_s)
+    return RunState(
+        folder=folder,
+        status=status,
+        cause=cause,
+        step=scan.step,
+        total_steps=_total_steps(config, log),
+        rewards=scan.rewards,
+        starts=starts,
+        started_s=start.started_s,
+        last_sign_s=last_sign_s,
+        step_s=_pace(scan),
+        host=host,
+        pid=pid if isinstance(pid, int) else None,
+        command=start.command,
+        directory=start.directory,
+        ranks=ranks,
+        failures=tuple(failures),
+        unreadable=unreadable,
+    )
+
+
+def last_problem(run: RunState) -> str:
+    """What went wrong last: the cause of a failure, else the last warning or error of rank 0's log; or ""."""
+    if run.failures:
+        return failure_text(run.failures[0])
+    found = _PROBLEM.findall(content(run.folder / LOG_FILE, Unreadable(), TAIL_BYTES))
+    return one_line(found[-1].decode(errors="replace")) if found else ""
+
+
+def failure_text(failure: Failure) -> str:
+    """Where a rank failed, and why, in one line."""
+    where = [f"rank {failure.rank}"]
+    if failure.step:
+        where.append(f"step {failure.step}")
+    if failure.node:
+        where.append(str(failure.node))
+    return one_line(f"{', '.join(where)}: {_first_line(failure.error)}")
+
+
+def _status(
+    folder: Path,
+    failures: list[Failure],
+    ranks: tuple[RankState, ...],
+    scan: MetricsScan,
+    started_s: float,
+    host: str,
+    last_sign_s: float,
+) -> tuple[Status, str]:
+    """The status of a run whose folder no process of this machine holds, and what there is to say of it."""
+    if failures:
+        return "failed", failure_text(failures[0])
+    if _drawn_s(folder) >= max(scan.time_s, started_s) - CLOCK_S:
+        return "ended", ""
+    elsewhere = bool(host) and host != socket.gethostname()
+    if elsewhere and 0 <= time.time() - last_sign_s < FRESH_S:
+        return "running", f"on {host}, by its last sign of life"
+    if not ranks:
+        return "interrupted", "before its workers began"
+    behind = min(ranks, key=lambda rank: (rank.step, rank.since_s))
+    return "interrupted", f"in step {behind.step}, {behind.node}" if behind.step else f"in {behind.node}"
+
+
+def _drawn_s(folder: Path) -> float:
+    """When the reward curve was drawn, the last thing that a run does; minus infinity if it was not."""
+    try:
+        return (folder / CURVE_FILE).stat().st_mtime
+    except OSError:
+        return float("-inf")
+
+
+def _pace(scan: MetricsScan) -> float | None:
+    if len(scan.times) < 2:
+        return None
+    (first, first_s), (last, last_s) = scan.times[0], scan.times[-1]
+    return max(0.0, last_s - first_s) / (last - first)
+
+
+def _total_steps(config: Mapping[str, Any], log: bytes) -> int | None:
+    """As it was set, or as the table of the console says where it follows from the data."""
+    wanted = config.get("trainer.total_training_steps")
+    if isinstance(wanted, int) and wanted > 0:
+        return wanted
+    rows = _TABLE_ROW.findall(log)
+    return int(rows[-1][1]) if rows else None
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return one_line(lines[0]) if lines else "unknown error"

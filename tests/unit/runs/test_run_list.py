@@ -1,0 +1,251 @@
+"""`siirl ls`: every state of a run, whatever has become of its folder."""
+
+import json
+import os
+import random
+import re
+import shutil
+
+import pytest
+from run_folders import COMMAND, rewards, written
+
+from siirl.cli import main
+from siirl.launch.run_folder import held
+from siirl.observe.curve import read_series
+from siirl.observe.printable import UNPRINTABLE
+from siirl.runs.run_files import Unreadable, all_metrics, latest_metrics, scan_metrics
+from siirl.runs.run_list import find_runs, size_on_disk
+from siirl.runs.run_state import read_run
+
+
+def ended(folder, *keys):
+    return (
+        written(folder, *keys).start().steps(rewards(range(1, 41))).positions({0: (40, "actor", 1e9)}).end()
+    )
+
+
+def told(folder, capsys) -> dict[str, dict]:
+    """Name of the folder -> its object in the JSON of `siirl ls`."""
+    assert main(["ls", str(folder), "--json"]) == 0
+    return {run["folder"].rpartition("/")[2]: run for run in json.loads(capsys.readouterr().out)}
+
+
+def test_each_state_of_a_run_is_told_by_what_it_wrote(tmp_path, capsys):
+    ended(tmp_path / "ended")
+    failed = written(tmp_path / "failed").start().steps(rewards(range(1, 8)))
+    failed.failure(0, RuntimeError("Connection closed by peer"), 8, "reshard")
+    failed.failure(1, MemoryError("no room for 3 GiB\nat all"), 8, "actor_train")
+    cut = written(tmp_path / "deep" / "cut").start().steps(rewards(range(1, 4)))
+    cut.positions({0: (4, "rollout", 1e9), 1: (4, "actor_train", 1e9)})
+    running = written(tmp_path / "running").start().steps(rewards(range(1, 13)))
+    with held(running.cfg, "id"):
+        runs = told(tmp_path, capsys)
+        assert main(["ls", str(tmp_path)]) == 0
+    table = capsys.readouterr().out
+    assert {name: run["state"] for name, run in runs.items()} == {
+        "ended": "ended", "failed": "failed", "cut": "interrupted", "running": "running",
+    }  # fmt: skip
+    assert runs["failed"]["cause"] == "rank 1, step 8, actor_train: MemoryError: no room for 3 GiB"
+    assert runs["cut"]["cause"] == "in step 4, rollout"
+    assert (runs["running"]["step"], runs["running"]["total_steps"]) == (12, 40)
+    assert runs["ended"]["validation_reward"]["val/reward/mean"] == {
+        "last": 0.8,
+        "best": 0.8,
+        "best_step": 40,
+    }
+    assert runs["ended"]["command"] == " ".join(COMMAND)
+    rows = {line.split("  ")[0]: line for line in table.splitlines()}
+    assert re.search(r"failed: rank 1, step 8, actor_train: Memory", rows["failed"])
+    assert re.search(r" 12/40 +0\.200 +0\.200 @10 +1 ", rows["running"])
+    assert "deep/cut" in rows
+    assert read_run(tmp_path / "running").status == "interrupted"  # the lock is gone with its holder
+
+
+def test_a_killed_run_that_had_drawn_a_curve_before_it_went_on_has_not_ended(tmp_path):
+    run = ended(tmp_path / "run")
+    begin_s = os.stat(run.folder / "reward_curve.png").st_mtime + 60
+    run.start(begin_s)
+    assert (read_run(run.folder).status, read_run(run.folder).starts) == ("interrupted", 2)
+
+
+def test_what_a_run_did_after_the_step_that_it_went_on_from_does_not_count(tmp_path):
+    run = written(tmp_path / "run").start()
+    run.steps({step: {"reward/score": 9.0 if step == 7 else step / 10} for step in range(1, 8)})
+    run.start(run.began_s + 500).steps(
+        {5: {"reward/score": 0.5}, 6: {"reward/score": 0.6}}, 20.0, run.began_s + 500
+    )
+    state = read_run(run.folder)
+    assert (state.step, state.starts, state.step_s) == (6, 2, 20.0)
+    assert state.rewards == {"reward/score": {step: step / 10 for step in range(1, 7)}}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_quick_scan_reads_the_numbers_that_the_json_has(seed, tmp_path):
+    dice = random.Random(seed)
+    agents = dice.choice([[""], ["agent_0/", "agent_1/", "agent_12/"]])
+    names = [f"{agent}{name}" for agent in agents for name in ("reward/score", "val/reward/mean")]
+    values = {
+        step: {
+            name: dice.choice([dice.gauss(0, 1), 1e-9 * dice.random(), 3.0, 0, float("nan"), -1e12, 1e300])
+            for name in [*names, "reward/score_max", "actor/lr", "val/reward/mean@4"]
+            if dice.random() < 0.8
+        }
+        for step in range(30)
+    }
+    run = written(tmp_path).start().steps(values)
+    scan, series = scan_metrics(run.folder, Unreadable()), read_series(run.folder / "metrics.jsonl")
+    assert scan.rewards == {name: points for name, points in series.items() if name in names}
+    assert all_metrics(run.folder, Unreadable()) == {
+        name: p for name, p in series.items() if name != "time_s"
+    }
+    assert (
+        latest_metrics(run.folder).items()
+        <= {name: points[max(points)] for name, points in series.items()}.items()
+    )
+
+
+def test_the_steps_of_an_unset_total_are_those_of_the_console(tmp_path, capsys):
+    from siirl.observe.console import ConsoleSink
+
+    sink = ConsoleSink(625)
+    for step, values in rewards(range(1, 9)).items():
+        sink.log(step, values)
+    table = capsys.readouterr().out
+    run = written(tmp_path, "trainer.total_training_steps=null").start().steps(rewards(range(1, 9)))
+    assert read_run(run.folder).total_steps is None
+    (run.folder / "logs" / "rank_0.log").write_text(table)
+    assert read_run(run.folder).total_steps == 625
+
+
+def damage(folder, dice: random.Random) -> None:
+    """Something of a run folder is cut, overwritten, of another kind, or gone."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    path = dice.choice(files)
+    content = path.read_bytes()
+    match dice.randrange(9):
+        case 0:
+            path.write_bytes(content[: dice.randrange(len(content) + 1)])
+        case 1:
+            at = dice.randrange(len(content) + 1)
+            path.write_bytes(content[:at] + dice.randbytes(20) + content[at + 20 :])
+        case 2:
+            path.unlink()
+            path.mkdir()
+        case 3:
+            path.unlink()
+            os.mkfifo(path)
+        case 4:
+            path.unlink()
+        case 5:
+            path.write_bytes(b"[" * 100_000)
+        case 6:
+            path.write_bytes(
+                dice.choice([b"null\n", b"[1]\n", b'"text"\n', b"---\n- 1\n", b'{"step": "x"}\n', b"\0" * 99])
+            )
+        case 7:
+            path.write_bytes(re.sub(rb"\d+", b"9" * 5000, content, count=dice.randrange(1, 9)))
+        case _:
+            path.write_bytes(re.sub(rb'("[a-z]+"|[a-z]+): [^,\n]+', rb"\1: {}", content))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_damage_ends_a_command_with_a_traceback(seed, tmp_path, capsys, template):
+    dice = random.Random(seed)
+    for name in ("one", "two"):
+        shutil.copytree(template, tmp_path / name)
+        for _ in range(dice.randrange(1, 5)):
+            damage(tmp_path / name, dice)
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert main(["ls", str(tmp_path)]) == 0
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    for command in (["watch", one, "--once"], ["compare", one, two], ["compare", one, two, "--json"]):
+        assert main(command) in (0, 2)
+    said = capsys.readouterr()
+    assert UNPRINTABLE.search(said.out + said.err) is None
+    assert "one" in said.out or not any(find_runs(tmp_path / "one", Unreadable()))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("template") / "run"
+    run = ended(folder).failure(0, ValueError("wrong"))
+    run.positions({0: (40, "rollout", 1e9), 1: (39, "actor_train", 1e9)})
+    with held(run.cfg, "id"):
+        (folder / "logs" / "rank_0.log").write_text(" 40/40  0.4\n12:00:00 [rank 0] W siirl: slow\n")
+    return folder
+
+
+def test_names_and_texts_of_others_move_no_cursor(tmp_path, capsys):
+    evil = "\x1b[2Jred\u202e"
+    run = written(tmp_path / evil).start(command=["python", "-m", "siirl.main_dag", f"a={evil}"])
+    run.failure(0, RuntimeError(evil), node=evil).positions({0: (1, evil, 1e9)})
+    (tmp_path / os.fsdecode(b"\xff\xfe")).mkdir()
+    shutil.copy(run.folder / "run.yaml", tmp_path / os.fsdecode(b"\xff\xfe"))
+    for command in (["ls", str(tmp_path)], ["watch", str(run.folder), "--once"]):
+        assert main(command) == 0
+        out = capsys.readouterr().out
+        assert r"\x1b[2Jred\u202e" in out and UNPRINTABLE.search(out) is None
+
+
+def test_what_a_run_writes_is_not_searched_and_runs_in_runs_are_found(tmp_path):
+    for name in ("run", "run/sweep/a", "run/rollouts/x", "run/global_step_5/y", ".hidden/z", "plain/b/c/d/e"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.jsonl").touch()
+    os.symlink(tmp_path / "run", tmp_path / "again")
+    found = {str(path.relative_to(tmp_path)) for path in find_runs(tmp_path, Unreadable())}
+    assert found == {"run", "run/sweep/a", "plain/b/c/d/e"}
+    os.makedirs(tmp_path / "plain/b/c/d/e/f")
+    (tmp_path / "plain/b/c/d/e/f/metrics.jsonl").touch()
+    assert len(list(find_runs(tmp_path, Unreadable()))) == 3  # six folders down: too deep
+
+
+def test_the_size_is_what_du_says(tmp_path):
+    import subprocess
+
+    ended(tmp_path / "run")
+    (tmp_path / "run" / "big").write_bytes(b"x" * 300_000)
+    os.symlink("/usr", tmp_path / "run" / "link")
+    du = subprocess.run(
+        ["du", "-s", "--block-size=1", tmp_path / "run"], capture_output=True, text=True, check=True
+    )
+    folders = sum(
+        p.stat().st_blocks * 512
+        for p in [tmp_path / "run", *(tmp_path / "run").rglob("*")]
+        if p.is_dir() and not p.is_symlink()
+    )
+    assert size_on_disk(tmp_path / "run") == int(du.stdout.split()[0]) - folders
+
+
+@pytest.mark.parametrize("command", [["ls"], ["watch", "--once"], ["compare", "{run}"]])
+def test_a_folder_that_cannot_be_read_is_refused_with_what_to_do(command, tmp_path, capsys):
+    ended(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    command = [word.format(run=tmp_path / "run") for word in command]
+    assert main([*command, str(tmp_path / "none")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "file")]) == 2
+    if command == ["ls"]:
+        assert main(["ls", str(tmp_path / "empty")]) == 0
+        assert "no runs in" in capsys.readouterr().out
+    else:
+        assert main([*command, str(tmp_path / "empty")]) == 2
+        assert "is not the folder of a run" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user who may not read")
+@pytest.mark.parametrize("command", [["ls"], ["watch", "--once"]])
+def test_a_folder_of_somebody_else_is_refused_with_what_to_do(command, tmp_path, capsys):
+    ended(tmp_path / "run")
+    (tmp_path / "run").chmod(0o700)
+    for parent in (tmp_path, *tmp_path.parents[:2]):
+        parent.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        assert main([*command, str(tmp_path / "run")]) == 2
+        assert "cannot be read: Permission denied." in capsys.readouterr().err
+        if command == ["ls"]:
+            assert main(["ls", str(tmp_path)]) == 0
+            assert "not read" in capsys.readouterr().out
+    finally:
+        os.seteuid(0)
