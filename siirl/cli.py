@@ -1,4 +1,4 @@
-"""The console script: siirl check | plan | run | migrate | export | convert | trace.
+"""The console script: siirl check | plan | run | migrate | export | convert | trace | view.
 
 A user error is one message and exit code 2. check and plan need neither torch nor devices; export and
 convert import what they need when they are called.
@@ -23,6 +23,7 @@ from siirl.migrate.page import page
 from siirl.migrate.translate import ORIGINS
 from siirl.observe.trace import merge_trace
 from siirl.session import PlannedRun, planned
+from siirl.view import view_command
 
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 """A variable of a script on the command line of `siirl migrate`: settings have small letters and dots."""
@@ -187,6 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="join the traces of a run's ranks, also after a crash")
     trace.add_argument("output_dir", help="trainer.output_dir of a run with trainer.trace=true")
     trace.set_defaults(command=_trace)
+    view_command.add_command(commands)
     return parser
 
 
