@@ -30,7 +30,7 @@ def write_run(
     metrics, samples = JsonlSink(folder / "metrics.jsonl"), SampleSink(folder, {})
     for step in range(1, steps + 1):
         nodes = {f"time/{node}_s": STEP_S / len(plan.nodes) for node in plan.nodes}
-        metrics.log(step, {"reward/score": step / steps, "time/step_s": STEP_S, **nodes})
+        metrics.log(step, {"reward/score": step / steps, "time/step_s": STEP_S, f"x/{text}": 1.0, **nodes})
         if step in (1, steps):
             samples.text(step, "validation", _conversations(step, text))
             samples.text(step, "train", [_row(step, text)])

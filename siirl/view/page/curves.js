@@ -2,7 +2,10 @@
 
 const CHART = { width: 440, height: 210, left: 52, right: 10, top: 8, bottom: 24 };
 const MOST_CHARTS = 60;
-const FIRST = /(^|\/)(reward\/score|val\/reward\/mean|actor\/entropy|actor\/ppo_kl|actor\/ref_kl|actor\/grad_norm|actor\/clip_fraction|rollout\/response_length|time\/step_s|actor\/rollout_log_prob_diff|perf\/tokens_per_s|reward\/group_degenerate)$/;
+const FIRST = [
+  "reward/score", "val/reward/mean", "reward/group_degenerate", "actor/entropy", "actor/ppo_kl", "actor/ref_kl",
+  "actor/grad_norm", "actor/clip_fraction", "actor/rollout_log_prob_diff", "rollout/response_length", "time/step_s", "perf/tokens_per_s",
+];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 
 function agentOf(name) { const found = /^agent_(\d+)\//.exec(name); return found ? Number(found[1]) : null; }
@@ -118,14 +121,17 @@ section("curves", "Curves", () => {
   const grid = make("div", { class: "grid" }), count = make("span", { class: "faint", role: "status" });
   const render = () => {
     const wanted = keep("metric", "").toLowerCase().split(/\s+/).filter(Boolean);
-    const found = [...names].filter(name => wanted.length ? wanted.some(word => name.toLowerCase().includes(word)) : FIRST.test(name)).sort();
+    const found = [...names].filter(name => wanted.length ? wanted.some(word => name.toLowerCase().includes(word)) : FIRST.includes(name)).sort();
     const charts = found.slice(0, MOST_CHARTS).map(name => [name, linesOf(name, keep("agent", ""), Number(keep("window", 1)))]);
     grid.replaceChildren(...charts.filter(([, lines]) => lines.length).map(([name, lines]) => chart(name, lines)));
     count.textContent = Math.min(found.length, MOST_CHARTS) + " of " + plural(names.size, "metric")
       + (wanted.length ? "" : " (the usual ones; type to see others)");
   };
   const set = key => value => { page.state[key] = value; render(); };
-  const search = make("input", { type: "search", list: "metrics", value: words, placeholder: "entropy, time/, ...", oninput: event => set("metric")(event.target.value) });
+  const search = make("input", {
+    type: "search", list: "metrics", value: words, placeholder: "entropy, time/, ...",
+    oninput: event => set("metric")(event.target.value),
+  });
   const bar = make("div", { class: "bar" }, make("label", {}, "metrics with", search),
     make("datalist", { id: "metrics" }, [...names].sort().map(name => make("option", { value: name }))),
     choice("smoothing", window, [[1, "none"], [5, "5 points"], [15, "15 points"], [51, "51 points"], [151, "151 points"]], set("window")),

@@ -36,8 +36,11 @@ section("dag", "DAG", () => {
   });
   const now = run().overview.state === "running" ? "ranks in it now" : "ranks in it last";
   const heads = ["node", "op", "agent", "ranks", "time", "share", "", now];
-  return [make("div", { class: "bar" }, choice("colours by", by, [["time", "share of the step's time"], ["state", now]], value => { page.state.by = value; redraw(); }),
-    make("span", { class: "faint" }, "times are of the slowest rank, mean of the last 10 steps; nodes on other ranks run at the same time, so shares may add up to more than 100%")),
-  dag.svg ? picture(dag, by, ranksIn) : null,
-  make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "nodes" }, make("tr", {}, heads.map(head => make("th", { scope: "col" }, head))), rows))];
+  const colors = choice("colours by", by, [["time", "share of the step's time"], ["state", now]], value => { page.state.by = value; redraw(); });
+  const about = "times are of the slowest rank, mean of the last 10 steps; nodes on other ranks run at the same time, "
+    + "so shares may add up to more than 100%";
+  const head = make("tr", {}, heads.map(title => make("th", { scope: "col" }, title)));
+  return [make("div", { class: "bar" }, colors, make("span", { class: "faint" }, about)),
+    dag.svg ? picture(dag, by, ranksIn) : null,
+    make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "nodes" }, head, rows))];
 });

@@ -14,14 +14,16 @@ function lanesPicture(trace, view, chosen, choose) {
   const color = name => { const at = names.indexOf(name); return at < 0 ? "#8a929b" : COLORS[at % COLORS.length]; };
   const scale = (LANE.width - LANE.left) / (view.end - view.start);
   let y = LANE.top, hidden = 0;
-  const svg = draw("svg", { id: "lanes", tabindex: 0, role: "application", "aria-label": "timeline: arrows choose an interval, plus and minus zoom, Escape shows all" });
+  const svg = draw("svg", { id: "lanes", tabindex: 0, role: "application",
+    "aria-label": "timeline: arrows choose an interval, plus and minus zoom, Escape shows all" });
   for (const at of ticks(view.start, view.end, 8)) {
     const x = LANE.left + (at - view.start) * scale;
     svg.append(draw("text", { x, y: 13, class: "axis", "text-anchor": "middle" }, short(at) + " ms"));
   }
   trace.lanes.forEach((lane, index) => {
     const deep = Math.min(DEEPEST, Math.max(0, ...lane.spans.map(span => span[3])));
-    svg.append(draw("text", { x: 4, y: y + 12 }, draw("title", {}, lane.label), ("rank " + lane.rank + (lane.lane && lane.lane !== "instructions" ? " " + lane.lane : "")).slice(0, 22)));
+    const title = "rank " + lane.rank + (lane.lane && lane.lane !== "instructions" ? " " + lane.lane : "");
+    svg.append(draw("text", { x: 4, y: y + 12 }, draw("title", {}, lane.label), title.slice(0, 22)));
     lane.spans.forEach((span, place) => {
       const [name, start, duration, depth] = span;
       if (start + duration < view.start || start > view.end || depth > DEEPEST) return;
@@ -48,7 +50,8 @@ function lanesPicture(trace, view, chosen, choose) {
 
 section("timeline", "Timeline", () => {
   const trace = run().timeline;
-  if (!trace) return [make("p", { class: "box" }, "There is no trace of a whole step: run with trainer.trace=true (and trainer.trace_steps=[...] for some steps only).")];
+  if (!trace) return [make("p", { class: "box" },
+    "There is no trace of a whole step: run with trainer.trace=true (and trainer.trace_steps=[...] for some steps only).")];
   const all = { start: 0, end: Math.max(1e-3, ...trace.steps.map(step => step.end)) };
   let view = keep("view", null) || all, chosen = null;
   const holder = make("div", { class: "lanes box" }), note = make("span", { class: "faint", role: "status" });
@@ -56,10 +59,15 @@ section("timeline", "Timeline", () => {
     const [svg, hidden] = lanesPicture(trace, view, chosen, pick => { chosen = pick; render(true); });
     holder.replaceChildren(svg);
     svg.addEventListener("keydown", keys);
-    svg.addEventListener("wheel", event => { if (event.ctrlKey) { event.preventDefault(); zoom(event.deltaY < 0 ? 0.7 : 1.4); } }, { passive: false });
+    svg.addEventListener("wheel", event => {
+      if (!event.ctrlKey) return;
+      event.preventDefault();
+      zoom(event.deltaY < 0 ? 0.7 : 1.4);
+    }, { passive: false });
     if (focus) svg.focus();
     const span = chosen && trace.lanes[chosen[0]].spans[chosen[1]];
-    note.textContent = span ? spanText(span, trace.lanes[chosen[0]]).replaceAll("\n", "; ") : hidden ? plural(hidden, "interval") + " too short to be seen: zoom in" : "";
+    note.textContent = span ? spanText(span, trace.lanes[chosen[0]]).replaceAll("\n", "; ")
+      : hidden ? plural(hidden, "interval") + " too short to be seen: zoom in" : "";
   };
   const look = next => { view = page.state.view = next; tip(""); render(true); };
   const zoom = times => {
@@ -90,7 +98,8 @@ section("timeline", "Timeline", () => {
     } else return;
     event.preventDefault();
   };
-  const steps = trace.steps.map(step => make("button", { type: "button", onclick: () => look({ start: step.start, end: Math.max(step.end, step.start + 1e-3) }) }, "step " + step.step));
+  const steps = trace.steps.map(step => make("button", { type: "button",
+    onclick: () => look({ start: step.start, end: Math.max(step.end, step.start + 1e-3) }) }, "step " + step.step));
   render();
   return [make("div", { class: "bar" }, steps, make("button", { type: "button", onclick: () => look(all) }, "all"),
     make("button", { type: "button", onclick: () => zoom(0.5), "aria-label": "zoom in" }, "+"),
