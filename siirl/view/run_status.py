@@ -28,9 +28,7 @@ def read_job(output_dir: Path) -> dict[str, Any]:
 
 def trainer_of(job: dict[str, Any]) -> dict[str, Any]:
     """The keys of `trainer` in the run's configuration."""
-    config = job.get("config")
-    trainer = config.get("trainer") if isinstance(config, dict) else None
-    return trainer if isinstance(trainer, dict) else {}
+    return _table(_table(job, "config"), "trainer")
 
 
 def overview(
@@ -44,8 +42,7 @@ def overview(
     step = history.step
     state = _state(output_dir, step, total)
     name = str(trainer.get("experiment_name") or output_dir.name)
-    packages = last.get("packages") if isinstance(last.get("packages"), dict) else {}
-    source = last.get("siirl") if isinstance(last.get("siirl"), dict) else {}
+    packages, source = _table(last, "packages"), _table(last, "siirl")
     return {
         "name": printable(name),
         "folder": printable(str(output_dir)),
@@ -93,6 +90,12 @@ def _state(output_dir: Path, step: int | None, total: int | None) -> str:
     if numbered(output_dir / "errors", "rank_", ".json"):
         return "failed"
     return "finished" if step is not None and total and step >= total else "ended"
+
+
+def _table(data: dict[str, Any], key: str) -> dict[str, Any]:
+    """What lies under a key, if that is a table."""
+    found = data.get(key)
+    return found if isinstance(found, dict) else {}
 
 
 def _starts(output_dir: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ function short(value) {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(4)));
 }
 function seconds(value) {
-  if (value < 120) return short(Math.round(value * 10) / 10) + " s";
+  if (value < 120) return String(Number(value < 10 ? value.toPrecision(2) : value.toFixed(1))) + " s";
   const minutes = Math.round(value / 60);
   return minutes < 120 ? minutes + " min" : Math.floor(minutes / 60) + " h " + (minutes % 60) + " min";
 }
