@@ -12,7 +12,7 @@ function picture(dag, by, ranksIn) {
     const ground = svg.querySelector("#" + CSS.escape(node.mark) + " path");
     if (!ground) continue;
     const busy = ranksIn(node.name).length, paint = by === "time" ? node.share !== null && heat(node.share) : busy && "#4f8fe0";
-    if (paint) { ground.style.fill = paint; ground.style.opacity = by === "time" ? 0.2 + 0.6 * Math.min(1, node.share * 1.6) : 0.6; }
+    if (paint) { ground.style.fill = paint; ground.style.opacity = by === "time" ? 0.15 + 0.35 * Math.min(1, node.share * 1.6) : 0.45; }
     ground.setAttribute("data-node", node.name);
     ground.append(draw("title", {}, node.name + ": " + said(node)));
   }
