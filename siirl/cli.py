@@ -1,5 +1,5 @@
 """The console script: siirl check | plan | run | migrate | export | convert | trace
-| ls | compare | watch | doctor.
+| ls | compare | watch | view | doctor.
 
 A user error is one message and exit code 2. check and plan need neither torch nor devices; export and
 convert import what they need when they are called.
@@ -25,6 +25,7 @@ from siirl.migrate.translate import ORIGINS
 from siirl.observe.trace import merge_trace
 from siirl.runs.run_commands import add_run_commands
 from siirl.session import PlannedRun, planned
+from siirl.view import view_command
 
 VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 """A variable of a script on the command line of `siirl migrate`: settings have small letters and dots."""
@@ -190,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     trace.add_argument("output_dir", help="trainer.output_dir of a run with trainer.trace=true")
     trace.set_defaults(command=_trace)
     add_run_commands(commands)
+    view_command.add_command(commands)
     return parser
 
 

@@ -129,18 +129,14 @@ def clear(cfg: Config) -> None:
 def refuse_busy(cfg: Config) -> None:
     """ConfigError if a run that goes on now holds a folder of this one. Writes nothing."""
     for key, folder in written_folders(cfg).items():
-        with contextlib.suppress(OSError), (folder / LOCK).open() as file:
-            if not _try_lock(file.fileno(), fcntl.LOCK_SH):
-                raise _busy(key, folder)
+        if is_held(folder):
+            raise _busy(key, folder)
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run goes on in a folder, as far as this machine's kernel knows. Writes nothing."""
+    """Whether a run that goes on now, on this machine, holds the folder. Writes nothing."""
     with contextlib.suppress(OSError), (folder / LOCK).open() as file:
-        try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+        return not _try_lock(file.fileno(), fcntl.LOCK_SH)
     return False
 
 

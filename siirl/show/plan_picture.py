@@ -74,6 +74,11 @@ def drawn_as_svg(plan: Plan, configs: Configs) -> str:
     return file.getvalue().decode()
 
 
+def node_mark(plan: Plan, name: str) -> str:
+    """The id of the ground of a node's box in the SVG, for a page that colours it."""
+    return f"node-{list(plan.nodes).index(name)}"
+
+
 def _save(figure: Any, file: Any, kind: str) -> None:
     import matplotlib
 
@@ -338,6 +343,7 @@ def _draw_node(axes: Any, plan: Plan, name: str, center: Point, configs: Configs
     outline = FancyBboxPatch(corner, _BOX_W, _BOX_H, boxstyle=style, fc="white", ec=color, lw=1.6, zorder=3)
     axes.add_patch(outline)
     tint = FancyBboxPatch(corner, _BOX_W, _BOX_H, boxstyle=style, fc=color, ec="none", alpha=0.1, zorder=3)
+    tint.set_gid(node_mark(plan, name))
     axes.add_patch(tint)
     stripe = Rectangle(corner, 0.1, _BOX_H, fc=color, ec="none", zorder=4)
     axes.add_patch(stripe)

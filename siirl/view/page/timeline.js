@@ -1,0 +1,109 @@
+// Ranks over time, from the trace: intervals of nodes, their phases below them. Zoomed by buttons, keys and Ctrl + wheel.
+
+const LANE = { left: 150, row: 15, gap: 7, top: 22, width: 1240 };
+const LEAST_PIXELS = 0.4, DEEPEST = 3;
+
+function spanText([name, start, duration, , open, args], lane) {
+  const facts = Object.entries(args).map(([key, value]) => key + " " + (typeof value === "number" ? short(value) : value));
+  return [name + (open ? " (has no end on record)" : ""), (lane.label || "rank " + lane.rank) + (lane.lane ? ", " + lane.lane : ""),
+    short(duration) + " ms, from " + short(start) + " ms on", ...facts].join("\n");
+}
+
+function lanesPicture(trace, view, chosen, choose) {
+  const names = [...new Set(trace.lanes.flatMap(lane => lane.spans.filter(span => span[3] === 0).map(span => span[0])))];
+  const color = name => { const at = names.indexOf(name); return at < 0 ? "#8a929b" : COLORS[at % COLORS.length]; };
+  const scale = (LANE.width - LANE.left) / (view.end - view.start);
+  let y = LANE.top, hidden = 0;
+  const svg = draw("svg", { id: "lanes", tabindex: 0, role: "application",
+    "aria-label": "timeline: arrows choose an interval, plus and minus zoom, Escape shows all" });
+  for (const at of ticks(view.start, view.end, 8)) {
+    const x = LANE.left + (at - view.start) * scale;
+    svg.append(draw("text", { x, y: 13, class: "axis", "text-anchor": "middle" }, short(at) + " ms"));
+  }
+  trace.lanes.forEach((lane, index) => {
+    const deep = Math.min(DEEPEST, Math.max(0, ...lane.spans.map(span => span[3])));
+    const title = "rank " + lane.rank + (lane.lane && lane.lane !== "instructions" ? " " + lane.lane : "");
+    svg.append(draw("text", { x: 4, y: y + 12 }, draw("title", {}, lane.label), title.slice(0, 22)));
+    lane.spans.forEach((span, place) => {
+      const [name, start, duration, depth] = span;
+      if (start + duration < view.start || start > view.end || depth > DEEPEST) return;
+      const x = Math.max(LANE.left, LANE.left + (start - view.start) * scale);
+      const wide = Math.min(LANE.width, LANE.left + (start + duration - view.start) * scale) - x;
+      const mine = chosen && chosen[0] === index && chosen[1] === place;
+      if (wide < LEAST_PIXELS && !mine) { hidden++; return; }
+      const box = draw("rect", { class: "span", x: x.toFixed(1), y: y + depth * LANE.row, width: Math.max(0.8, wide).toFixed(1), height: LANE.row - 1,
+        fill: color(name), "fill-opacity": depth ? 0.45 : 0.9, "data-name": name });
+      if (mine) { box.style.stroke = "var(--ink)"; box.style.strokeWidth = "2"; }
+      box.addEventListener("pointermove", event => tip(spanText(span, lane), event.clientX, event.clientY));
+      box.addEventListener("pointerleave", () => tip(""));
+      box.addEventListener("click", () => choose([index, place]));
+      svg.append(box);
+      if (wide > 7 * name.length + 8) svg.append(draw("text", { x: x + 4, y: y + depth * LANE.row + 11, "pointer-events": "none" }, name));
+    });
+    y += (deep + 1) * LANE.row + LANE.gap;
+  });
+  svg.setAttribute("viewBox", `0 0 ${LANE.width} ${y}`);
+  svg.setAttribute("width", LANE.width);
+  svg.setAttribute("height", y);
+  return [svg, hidden];
+}
+
+section("timeline", "Timeline", () => {
+  const trace = run().timeline;
+  if (!trace) return [make("p", { class: "box" },
+    "There is no trace of a whole step: run with trainer.trace=true (and trainer.trace_steps=[...] for some steps only).")];
+  const all = { start: 0, end: Math.max(1e-3, ...trace.steps.map(step => step.end)) };
+  let view = keep("view", null) || all, chosen = null;
+  const holder = make("div", { class: "lanes box" }), note = make("span", { class: "faint", role: "status" });
+  const render = focus => {
+    const [svg, hidden] = lanesPicture(trace, view, chosen, pick => { chosen = pick; render(true); });
+    holder.replaceChildren(svg);
+    svg.addEventListener("keydown", keys);
+    svg.addEventListener("wheel", event => {
+      if (!event.ctrlKey) return;
+      event.preventDefault();
+      zoom(event.deltaY < 0 ? 0.7 : 1.4);
+    }, { passive: false });
+    if (focus) svg.focus();
+    const span = chosen && trace.lanes[chosen[0]].spans[chosen[1]];
+    note.textContent = span ? spanText(span, trace.lanes[chosen[0]]).replaceAll("\n", "; ")
+      : hidden ? plural(hidden, "interval") + " too short to be seen: zoom in" : "";
+  };
+  const look = next => { view = page.state.view = next; tip(""); render(true); };
+  const zoom = times => {
+    const middle = (view.start + view.end) / 2, half = Math.max(0.005, (view.end - view.start) / 2 * times);
+    look({ start: Math.max(all.start, middle - half), end: Math.min(all.end, middle + half) });
+  };
+  const pan = part => {
+    const wide = view.end - view.start, start = Math.min(all.end - wide, Math.max(all.start, view.start + part * wide));
+    look({ start, end: start + wide });
+  };
+  const keys = event => {
+    const { key } = event;
+    if (key === "+" || key === "=") zoom(0.5);
+    else if (key === "-") zoom(2);
+    else if (key === "Escape") { chosen = null; look(all); }
+    else if (key.startsWith("Arrow")) {
+      const [lane, place] = chosen || [0, -1];
+      if (key === "ArrowRight" || key === "ArrowLeft") {
+        const next = place + (key === "ArrowRight" ? 1 : -1);
+        if (trace.lanes[lane].spans[next]) chosen = [lane, next];
+      } else {
+        const next = lane + (key === "ArrowDown" ? 1 : -1);
+        if (trace.lanes[next]) chosen = [next, 0];
+      }
+      const span = chosen && trace.lanes[chosen[0]].spans[chosen[1]];
+      if (span && (span[1] > view.end || span[1] + span[2] < view.start)) pan((span[1] - view.start) / (view.end - view.start));
+      else render(true);
+    } else return;
+    event.preventDefault();
+  };
+  const steps = trace.steps.map(step => make("button", { type: "button",
+    onclick: () => look({ start: step.start, end: Math.max(step.end, step.start + 1e-3) }) }, "step " + step.step));
+  render();
+  return [make("div", { class: "bar" }, steps, make("button", { type: "button", onclick: () => look(all) }, "all"),
+    make("button", { type: "button", onclick: () => zoom(0.5), "aria-label": "zoom in" }, "+"),
+    make("button", { type: "button", onclick: () => zoom(2), "aria-label": "zoom out" }, "\u2212"),
+    make("button", { type: "button", onclick: () => pan(-0.5), "aria-label": "earlier" }, "\u2190"),
+    make("button", { type: "button", onclick: () => pan(0.5), "aria-label": "later" }, "\u2192"), note), holder];
+});

@@ -1,0 +1,76 @@
+"""The page on loopback: for who has the address, and for no page of another site."""
+
+import http.client
+import json
+import threading
+
+import pytest
+from viewed_runs import write_run
+
+from siirl.errors import ConfigError
+from siirl.view import page_server
+from siirl.view.page_server import PageServer
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    monkeypatch.setattr(page_server, "MIN_AGE_S", 0.0)
+    folder = write_run(tmp_path / "run")
+    with PageServer([folder]) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield folder, server
+        server.shutdown()
+        thread.join()
+
+
+def ask(server, path, method="GET", **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    return answer.status, dict(answer.getheaders()), answer.read().decode()
+
+
+def test_the_page_and_its_data_are_served_to_who_has_the_token(served):
+    folder, server = served
+    status, headers, text = ask(server, f"/{server.token}/")
+    assert status == 200 and headers["Cache-Control"] == "no-store"
+    assert "connect-src 'self'" in text and '"live":true' in text
+    status, headers, text = ask(server, f"/{server.token}/data.json")
+    assert status == 200 and json.loads(text)["runs"][0]["overview"]["step"] == 6
+    tag = headers["ETag"]
+    assert ask(server, f"/{server.token}/data.json", **{"If-None-Match": tag})[0] == 304
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "reward/score": 0.25}\n')
+    status, headers, text = ask(server, f"/{server.token}/data.json", **{"If-None-Match": tag})
+    assert status == 200 and json.loads(text)["runs"][0]["overview"]["step"] == 7
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/data.json", "/x/data.json", "/{}x/", "/{}", "/{}/../{}/x", "/{}/job.json", "*"]
+)
+def test_nothing_else_is_served(served, path):
+    _, server = served
+    status, _, text = ask(server, path.replace("{}", server.token))
+    assert status == 404 and "reward/score" not in text
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:{}", "127.0.0.1", "127.0.0.1:1", ""])
+def test_a_name_that_was_bound_to_loopback_is_refused(served, host):
+    _, server = served
+    status, _, text = ask(server, f"/{server.token}/", Host=host.replace("{}", str(server.server_port)))
+    assert status == 403 and "reward/score" not in text
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD"])
+def test_get_is_the_only_method(served, method):
+    _, server = served
+    assert ask(server, f"/{server.token}/", method)[0] == 501
+
+
+def test_it_listens_on_loopback_alone_and_says_when_a_port_is_taken(served):
+    folder, server = served
+    assert server.server_address[0] == "127.0.0.1" and len(server.token) >= 32
+    for port in (server.server_port, 70_000):
+        with pytest.raises(ConfigError, match=f"--port {port} cannot be served on"):
+            PageServer([folder], port)

@@ -1,0 +1,75 @@
+"""The page in a real browser: what it shows, also of hostile text. Skipped where there is no browser."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from viewed_runs import HOSTILE, write_error, write_run
+
+from siirl.view.view_page import export, read_runs
+from siirl.view.view_page import page as page_text
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+LIMIT_S = 200
+
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(LIMIT_S + 40)]
+
+
+@pytest.fixture
+def dom(tmp_path):
+    """Gives the elements that a browser makes of a page's address."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip(f"none of {', '.join(BROWSERS)} is installed: the page was not opened in a browser")
+
+    def opened(address: str) -> str:
+        flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+        flags += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
+        done = subprocess.run(
+            [browser, *flags, address], capture_output=True, text=True, timeout=LIMIT_S, check=True
+        )
+        return re.sub(r"<script.*?</script>", "", done.stdout, flags=re.DOTALL)
+
+    return opened
+
+
+EVERY_SECTION = """
+for (const item of SECTIONS) {
+  show(item.id);
+  const copy = document.getElementById("panel").cloneNode(true);
+  copy.id = "copy-" + item.id;
+  document.body.append(copy);
+}
+"""
+
+
+def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, monkeypatch):
+    folder = write_run(tmp_path / "run", text=HOSTILE)
+    write_error(folder, 0, HOSTILE)
+    second = write_run(tmp_path / "second", name="other")
+    data = read_runs([folder, second])
+    plain = page_text(data)
+    monkeypatch.setattr("siirl.view.view_page.LAST_WORDS", "start();\n" + EVERY_SECTION)
+    (tmp_path / "page.html").write_text(page_text(data))
+    assert page_text(data) != plain
+    shown = dom((tmp_path / "page.html").as_uri())
+    parts = dict(re.findall(r'id="copy-(\w+)"(.*?)(?=id="copy-|</body>)', shown, flags=re.DOTALL))
+    assert "6 of 6" in re.sub("<[^>]*>", "", parts["overview"]) and "failed" in parts["overview"]
+    assert 'data-metric="reward/score"' in parts["curves"] and parts["curves"].count("<polyline") >= 4
+    assert parts["dag"].count("data-node=") == len(data["runs"][0]["dag"]["nodes"]), "all boxes are coloured"
+    assert parts["timeline"].count('class="span"') >= len(data["runs"][0]["dag"]["nodes"]) * 3 * 2
+    assert parts["conversations"].count("<details") == 4 and "2+2?" in parts["conversations"]
+    assert "hello from rank 1" in parts["health"] and "&lt;img src=x" in parts["health"]
+    assert (
+        "<title>owned" not in shown
+        and "<img" not in shown
+        and "onerror=" not in re.sub("&lt;.*?&gt;", "", shown)
+    )
+
+
+def test_an_exported_page_opens_at_a_section_by_its_address(tmp_path, dom):
+    out = export([write_run(tmp_path / "run")], tmp_path / "page.html")
+    shown = dom(f"{out.as_uri()}#conversations")
+    assert 'id="episodes"' in shown and "four in step 6" in shown
+    assert re.search(r'<button[^>]*id="tab-conversations"[^>]*aria-selected="true"', shown)

@@ -1,0 +1,242 @@
+"""What the page knows of a run comes from its folder: whole, going on, damaged, too large, or of no run."""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from viewed_runs import STEP_S, write_error, write_run
+
+from siirl.errors import DataError
+from siirl.launch.run_folder import LOCK
+from siirl.observe.sinks import JsonlSink
+from siirl.observe.trace import TRACE_DIR, merge_trace
+from siirl.view import episodes, timeline, view_page
+from siirl.view.alerts import alerts
+from siirl.view.metric_curves import MOST_POINTS, MetricHistory, curves, read_history, thin
+from siirl.view.view_page import find_runs, read_run
+
+
+def test_a_run_is_read_from_its_folder(tmp_path):
+    run = read_run(write_run(tmp_path / "run"))
+    about = run["overview"]
+    assert (about["state"], about["step"], about["total"], about["name"]) == ("finished", 6, 6, "small")
+    assert about["command"] == "python -m siirl.main_dag trainer.token=..."
+    assert (about["host"], about["commit"]) == ("node7", "0123456789ab (changed)")
+    assert [(rank["rank"], rank["step"]) for rank in about["ranks"]] == [(0, 6), (1, 6)]
+    assert run["curves"]["reward/score"]["steps"] == [1, 2, 3, 4, 5, 6]
+    assert run["curves"]["reward/score"]["values"][-1] == 1.0
+    assert [(e["step"], e["kind"]) for e in run["episodes"]] == [
+        (6, "validation"),
+        (6, "train"),
+        (1, "validation"),
+        (1, "train"),
+    ]
+    assert run["episodes"][0]["rewards"] == {"0": 1.0, "1": -0.5}
+    assert run["episodes"][0]["messages"][2]["rewards"] == [["score", -0.5]]
+    assert "hello from rank 1" in run["health"]["logs"][1]["lines"]
+    assert run["notes"] == []
+
+
+def test_the_nodes_of_the_plan_have_their_share_of_the_step(tmp_path):
+    dag = read_run(write_run(tmp_path / "run"))["dag"]
+    assert sum(node["share"] for node in dag["nodes"]) == pytest.approx(1, abs=0.01)
+    assert all(f'id="{node["mark"]}"' in dag["svg"] for node in dag["nodes"])
+    assert "http" not in dag["svg"].replace('"http://www.w3.org/', "")
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_the_timeline_has_the_last_steps_of_every_rank(tmp_path, merged):
+    folder = write_run(tmp_path / "run", steps=6)
+    if merged:
+        merge_trace(folder)
+        shutil.rmtree(folder / TRACE_DIR)
+    shown = read_run(folder)["timeline"]
+    assert [step["step"] for step in shown["steps"]] == [4, 5, 6]
+    assert [step["start"] for step in shown["steps"]] == [0, STEP_S * 1e3, 2 * STEP_S * 1e3]
+    assert [lane["rank"] for lane in shown["lanes"]] == [0, 1]
+    spans = shown["lanes"][0]["spans"]
+    outer = [span for span in spans if span[3] == 0 and not span[4]]
+    assert sum(span[2] for span in outer) == pytest.approx(3 * STEP_S * 1e3, rel=1e-3)
+    assert ["micro_batch", {"tokens": 128, "bytes": 4096}] in [[span[0], span[5]] for span in spans]
+    assert [span[0] for span in spans if span[4]] == ["hangs"], "what had no end is shown as such"
+
+
+def test_a_long_trace_and_many_ranks_are_cut_and_said(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", steps=40)
+    monkeypatch.setattr(timeline, "MOST_BYTES", 8_000)
+    monkeypatch.setattr(timeline, "MOST_RANKS", 1)
+    run = read_run(folder)
+    assert {lane["rank"] for lane in run["timeline"]["lanes"]} == {0}
+    assert run["timeline"]["steps"][-1]["step"] == 40
+    assert any("1 of 2 ranks" in note for note in run["notes"])
+    assert any(note.startswith("rank_0.jsonl: its first") for note in run["notes"])
+
+
+def test_the_state_is_that_of_the_folder(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert read_run(folder)["overview"]["state"] == "finished"
+    (folder / "metrics.jsonl").write_text('{"step": 2, "a": 1}\n')
+    assert read_run(folder)["overview"]["state"] == "ended"
+    write_error(folder, 1, "PeerError: gone", secondary=True)
+    write_error(folder, 0, "ValueError: no such column")
+    run = read_run(folder)
+    assert run["overview"]["state"] == "failed"
+    assert [error["rank"] for error in run["health"]["errors"]] == [0, 1], "the first cause first"
+    script = (
+        f"import fcntl, sys; f = open({str(folder / LOCK)!r}, 'a'); fcntl.flock(f, fcntl.LOCK_EX); "
+        "print(1, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
+        assert read_run(folder)["overview"]["state"] == "running"
+        holder.communicate()
+    assert read_run(folder)["overview"]["state"] == "failed"
+
+
+def test_a_curve_of_many_points_keeps_its_ends_and_extremes():
+    points = [(step, 0.0) for step in range(100_000)]
+    points[77_777], points[12_345] = (77_777, 9.0), (12_345, -9.0)
+    kept = thin(points, MOST_POINTS)
+    assert len(kept) <= MOST_POINTS and kept == sorted(set(kept))
+    assert {points[0], points[-1], (77_777, 9.0), (12_345, -9.0)} <= set(kept)
+    history = MetricHistory(series={"loss": dict(points)})
+    shown = curves(history)
+    assert shown["loss"]["of"] == 100_000 and len(shown["loss"]["steps"]) <= MOST_POINTS
+    assert history.notes == [
+        "1 curve of more than 2000 points: of each stretch the lowest and the highest point are shown"
+    ]
+
+
+def test_the_newest_conversations_come_first_up_to_a_bound(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run")
+    monkeypatch.setattr(episodes, "MOST_EPISODES", 2)
+    run = read_run(folder)
+    assert [episode["step"] for episode in run["episodes"]] == [6, 6]
+    assert any(note.startswith("conversations: the newest 2 are shown") for note in run["notes"])
+
+
+def history_of(name, values, tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl", fresh=True)
+    for step, value in enumerate(values, 1):
+        sink.log(step, {name: value})
+    sink.close()
+    return read_history(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "words"),
+    [
+        ("actor/ref_kl", [0.01] * 10 + [0.5] * 6, "moves away from the reference"),
+        ("agent_1/actor/ppo_kl", [0.01] * 10 + [0.5] * 6, "each update changes the policy more"),
+        ("actor/entropy", [1.5] + [0.001] * 6, "nearly the same each time"),
+        ("agent_0/reward/group_degenerate", [0.95] * 5, "score alike and teach nothing"),
+        ("actor/skipped_step", [0, 0, 1, 0], "optimizer step was left out"),
+        ("actor/rollout_log_prob_diff", [0.2] * 3, "disagree on the probabilities"),
+        ("rollout/truncated", [0.6] * 3, "cut at data.max_response_length"),
+        ("reward/failed", [0, 2], "raised or ran out of time"),
+        ("actor/grad_norm", [1.0, float("nan")], "was not a finite number in 1 step"),
+    ],
+)
+def test_what_asks_for_a_look_is_an_alert(tmp_path, name, values, words):
+    (alert,) = alerts(history_of(name, values, tmp_path))
+    assert alert.metric == name and words in alert.text
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("actor/ref_kl", [0.001 * step for step in range(20)]),
+        ("actor/ref_kl", [0.5] * 20),
+        ("actor/entropy", [1.5, 1.2, 0.9, 0.6, 0.5]),
+        ("actor/entropy", [0.01] * 9),
+        ("reward/group_degenerate", [1.0, 0.2, 0.3, 0.3, 0.2, 0.3]),
+        ("actor/skipped_step", [0] * 5),
+        ("actor/rollout_log_prob_diff", [0.01] * 5),
+    ],
+)
+def test_a_quiet_run_has_no_alert(tmp_path, name, values):
+    assert alerts(history_of(name, values, tmp_path)) == []
+
+
+def test_of_two_lines_for_a_step_the_later_counts(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step":1,"a":null}\n{"step":1,"a":2}\n{"step":2,"a":1}\n{"step":2,"a":3'
+    )
+    history = read_history(tmp_path)
+    assert history.series == {"a": {1: 2.0, 2: 1.0}} and not history.broken["a"]
+
+
+NASTY = [
+    "", "{", "[]", "null", "7", '"x"', '{"step": -1}', '{"step": "1", "a": 1}', '{"step": 1e999, "a": 1}',
+    '{"step": 3, "a": NaN, "b": Infinity, "c": [1], "d": {}, "e": true, "f": 1' + "0" * 400 + "}",
+    '{"step": 3, "messages": 7}', '{"messages": [7], "rewards": {"x": 1}}', '{"response": 1}', "[" * 100_000,
+    '{"ph": "E", "ts": 1, "tid": 0}', '{"ph": "B", "ts": "x"}', '{"ph": "X", "ts": 1, "dur": -5, "args": 7}',
+    '{"ph": "M", "args": []}', '{"plan": "{}"}', '{"plan": 7, "config": {"trainer": []}}', "\x00\xff",
+    '{"messages": [{"turn": {}, "agent": "x", "reward": "y"}], "rewards": []}', "--- [\n", "--- {a: b\n",
+    '{"plan": "{\\"nodes\\": 3}"}', '{"rank": 1}', "1\tnode\tnan", "x\ty",
+]  # fmt: skip
+"""What no run writes; a line of any file, or the whole of one."""
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_damaged_folder_is_still_a_page(tmp_path, seed):
+    folder, draw = write_run(tmp_path / "run"), random.Random(seed)
+    write_error(folder, 0, "ValueError: x")
+    merge_trace(folder)
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in draw.sample(paths, len(paths) // 2):
+        data = path.read_bytes()
+        match draw.randrange(5):
+            case 0:
+                path.write_bytes(data[: draw.randrange(len(data) + 1)])
+            case 1:
+                path.unlink()
+                path.mkdir()
+            case 2:
+                path.write_text(draw.choice(NASTY), errors="replace")
+            case 3:
+                lines = data.split(b"\n")
+                lines.insert(draw.randrange(len(lines)), draw.choice(NASTY).encode(errors="replace"))
+                path.write_bytes(b"\n".join(lines))
+            case 4:
+                path.write_bytes(draw.randbytes(200))
+    run = read_run(folder)
+    assert json.loads(json.dumps(run, allow_nan=False)) == run
+
+
+@pytest.mark.parametrize("line", NASTY)
+def test_any_line_in_any_file_of_a_run_is_survived(tmp_path, line):
+    folder = write_run(tmp_path / "run")
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".jsonl", ".yaml")):
+        path.write_bytes(path.read_bytes() + line.encode(errors="replace") + b"\n")
+    for path in (folder / "job.json", folder / "status" / "rank_0", folder / "errors" / "rank_1.json"):
+        path.write_text(line, errors="replace")
+    run = read_run(folder)
+    assert run["curves"]["reward/score"]["values"][0] > 0
+    json.dumps(run, allow_nan=False)
+
+
+def test_folders_of_no_run_are_refused(tmp_path):
+    with pytest.raises(DataError, match="there is no such folder"):
+        find_runs([str(tmp_path / "nothing")])
+    with pytest.raises(DataError, match="no run wrote there"):
+        find_runs([str(tmp_path)])
+    (tmp_path / "metrics.jsonl").touch()
+    assert find_runs([str(tmp_path)]) == [tmp_path]
+    run = read_run(tmp_path)
+    assert run["overview"]["step"] is None and run["dag"] is None and run["timeline"] is None
+
+
+def test_reading_writes_nothing(tmp_path):
+    folder = write_run(tmp_path / "run")
+    before = {path: os.stat(path).st_mtime_ns for path in folder.rglob("*")}
+    view_page.page(view_page.read_runs([folder]))
+    assert {path: os.stat(path).st_mtime_ns for path in folder.rglob("*")} == before
+    assert Path(folder, "errors").is_dir()
