@@ -138,18 +138,19 @@ def test_agents_whose_engines_are_of_several_ranks_learn_the_same(
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("ending", "cause"),
+    ("ending", "code", "causes"),
     [
         (
             'raise ValueError("the user\'s code")',
-            "rank 0 on HOST, in node 'solver', step 2: RolloutError: node 'verifier':",
+            2,
+            ["node 'verifier': ", " raised ValueError: the user's code (", "process.py, line 16)"],
         ),
-        ("server().kill()", "rank 1 on HOST, in node 'serve', step 2: killed by SIGKILL"),
+        ("server().kill()", 1, ["rank 1 on HOST, in node 'serve', step 2: killed by SIGKILL"]),
     ],
     ids=["driver fails", "server dies"],
 )
 def test_a_rank_that_ends_in_an_interaction_ends_the_run_and_is_named(
-    ending, cause, inputs, other_model, tmp_path
+    ending, code, causes, inputs, other_model, tmp_path
 ):
     arguments = apart(inputs, other_model, tmp_path / "apart", "0", "1", ending=ending)
     done = subprocess.run(
@@ -159,5 +160,6 @@ def test_a_rank_that_ends_in_an_interaction_ends_the_run_and_is_named(
         text=True,
         timeout=280,
     )
-    assert done.returncode == 1
-    assert cause.replace("HOST", socket.gethostname()) in done.stderr, done.stderr
+    assert done.returncode == code
+    for cause in causes:
+        assert cause.replace("HOST", socket.gethostname()) in done.stderr, done.stderr
