@@ -6,6 +6,7 @@ import time
 
 import pytest
 from fixtures_tiny import make_tiny_tokenizer
+from scored_rows import rows_of
 from transformers import AutoTokenizer
 
 from siirl.config import load_config
@@ -39,20 +40,6 @@ def scorer_of(tmp_path, tokenizer):
     yield make
     for scorer in scorers:
         scorer.close()
-
-
-def rows_of(tokenizer, responses, truths=None, source="arithmetic", eos=True):
-    ids = [tokenizer(text)["input_ids"] + [1] * eos for text in responses]
-    return make_rows(
-        {
-            "response_ids": ids,
-            "response_length": [len(row) for row in ids],
-            "data_source": [source] * len(ids),
-            "ground_truth": truths or ["42"] * len(ids),
-            "extra_info": [{"index": index} for index in range(len(ids))],
-            "sample_index": [100 + index for index in range(len(ids))],
-        }
-    )
 
 
 def test_built_in_rules_score_in_this_process(scorer_of, tokenizer):

@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 from fixtures_tiny import make_tiny_tokenizer
-from test_rewards_scorer import rows_of
+from scored_rows import rows_of
 from transformers import AutoTokenizer
 
 from siirl.config import load_config

@@ -105,7 +105,7 @@ def test_log_lines_are_printable(tmp_path):
 def test_a_surrogate_in_what_a_reward_function_returns_reaches_the_files(tmp_path):
     """The user's way: a function, its process, the scorer's rows, the sample files."""
     from fixtures_tiny import make_tiny_tokenizer
-    from test_rewards_scorer import rows_of
+    from scored_rows import rows_of
     from transformers import AutoTokenizer
 
     from siirl.config import load_config
