@@ -1,6 +1,8 @@
 """Makes the shared helpers of the test suite importable."""
 
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +10,15 @@ import pytest
 
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS / "support"), str(TESTS)]
+
+
+@pytest.fixture
+def public_path() -> Iterator[Path]:
+    """A folder that every user of the machine can reach; those above `tmp_path` are closed to others."""
+    folder = Path(tempfile.mkdtemp(prefix="siirl_test_"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """`siirl ls`: the runs below a folder, a line each, or as JSON."""
 
 import os
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,9 +61,9 @@ def size_on_disk(folder: Path) -> int:
 def listed(folder: Path) -> tuple[list[tuple[RunState, int]], Unreadable]:
     """(runs with their sizes, the one that was started last first; folders that could not be read).
 
-    ConfigError: there is no such folder.
+    ConfigError: there is no such folder, or this user may not read it.
     """
-    if not os.path.isdir(folder):
+    if not _may_be_folder(folder):
         raise ConfigError(
             f"there is no folder {path_text(folder)}: runs cannot be looked for in it. Give a folder above "
             "your runs; without trainer.output_dir they are in outputs/PROJECT/EXPERIMENT of where they "
@@ -76,6 +77,16 @@ def listed(folder: Path) -> tuple[list[tuple[RunState, int]], Unreadable]:
             "user may read."
         )
     return sorted(runs, key=lambda run: -_when(run[0])), unreadable
+
+
+def _may_be_folder(folder: Path) -> bool:
+    """Whether something can be a folder: it is one, or lies in a folder that this user may not look into."""
+    try:
+        return stat.S_ISDIR(folder.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def list_text(folder: Path, width: int | None) -> str:

@@ -235,17 +235,18 @@ def test_a_folder_that_cannot_be_read_is_refused_with_what_to_do(command, tmp_pa
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user who may not read")
 @pytest.mark.parametrize("command", [["ls"], ["watch", "--once"]])
-def test_a_folder_of_somebody_else_is_refused_with_what_to_do(command, tmp_path, capsys):
-    ended(tmp_path / "run")
-    (tmp_path / "run").chmod(0o700)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
+def test_a_folder_of_somebody_else_is_refused_with_what_to_do(command, public_path, capsys):
+    folder, inside = public_path / "run", public_path / "run" / "inside"
+    ended(folder)
+    ended(inside)
+    folder.chmod(0o700)
     os.seteuid(65534)
     try:
-        assert main([*command, str(tmp_path / "run")]) == 2
-        assert "cannot be read: Permission denied." in capsys.readouterr().err
+        for named in (folder, inside):
+            assert main([*command, str(named)]) == 2
+            assert "cannot be read: Permission denied." in capsys.readouterr().err
         if command == ["ls"]:
-            assert main(["ls", str(tmp_path)]) == 0
+            assert main(["ls", str(public_path)]) == 0
             assert "not read" in capsys.readouterr().out
     finally:
         os.seteuid(0)

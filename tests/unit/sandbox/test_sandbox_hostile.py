@@ -37,12 +37,11 @@ def mode(request):
 
 
 @pytest.fixture
-def outside(tmp_path):
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o777)
-    (tmp_path / "secret").write_text(sandbox_cases.SECRET)
-    (tmp_path / "secret").chmod(0o666)
-    return tmp_path
+def outside(public_path):
+    public_path.chmod(0o777)
+    (public_path / "secret").write_text(sandbox_cases.SECRET)
+    (public_path / "secret").chmod(0o666)
+    return public_path
 
 
 @pytest.fixture
@@ -92,11 +91,9 @@ def test_no_process_outlives_its_run(mode):
     assert not launcher.is_running()
 
 
-def test_no_process_outlives_the_process_that_started_the_sandbox(mode, tmp_path):
+def test_no_process_outlives_the_process_that_started_the_sandbox(mode, public_path):
     code = f"from siirl.sandbox.box import Box\nbox = Box({mode!r})\nbox.run('import time; time.sleep(60)')"
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path)}
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "TMPDIR": str(public_path)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environment)
     depth = 1 if mode == "process" else 2
     deadline = time.monotonic() + 30
@@ -109,16 +106,13 @@ def test_no_process_outlives_the_process_that_started_the_sandbox(mode, tmp_path
     assert not alive
 
 
-def test_nothing_is_left_in_the_temporary_folder(mode, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    tmp_path.chmod(0o755)
-    for folder in tmp_path.parents[:2]:
-        folder.chmod(0o755)
+def test_nothing_is_left_in_the_temporary_folder(mode, public_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(public_path))
     with Box(mode) as box:
         for name in ("deep folders", "unreadable folders", "huge file"):
             box.run(sandbox_cases.HOSTILE[name].code)
-            assert [path for stage in tmp_path.iterdir() for path in stage.iterdir()] == []
-    assert list(tmp_path.iterdir()) == []
+            assert [path for stage in public_path.iterdir() for path in stage.iterdir()] == []
+    assert list(public_path.iterdir()) == []
 
 
 def test_many_files_do_not_fill_the_machine(mode):
