@@ -10,6 +10,7 @@ from siirl.errors import ConfigError
 from siirl.observe.printable import printable
 
 QUIET = (
+    "httpcore",
     "httpx",
     "urllib3",
     "filelock",

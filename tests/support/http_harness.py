@@ -1,5 +1,6 @@
-"""A local HTTP server for tests: answers JSON by a function, counts requests and how many run at once."""
+"""A local HTTP server for tests: answers JSON by a function, counts connections and requests at once."""
 
+import contextlib
 import json
 import threading
 import time
@@ -11,11 +12,15 @@ class Service:
     """answer: message -> (status, JSON), or (status, JSON, headers)."""
 
     def __init__(self, answer):
-        self.messages, self.headers, self.times = [], [], []
+        self.messages, self.headers, self.times, self.paths = [], [], [], []
+        self.connections = set()
         self.most_at_once = 0
         now, lock, service = 0, threading.Lock(), self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # connections are kept
+            disable_nagle_algorithm = True
+
             def do_POST(self):
                 nonlocal now
                 message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -24,6 +29,8 @@ class Service:
                     service.most_at_once = max(service.most_at_once, now)
                     service.messages.append(message)
                     service.headers.append(dict(self.headers))
+                    service.paths.append(self.path)
+                    service.connections.add(self.client_address)
                     service.times.append(time.monotonic())
                 status, reply, *more = answer(message)
                 with lock:
@@ -34,7 +41,8 @@ class Service:
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                self.wfile.write(body)
+                with contextlib.suppress(ConnectionError):  # nobody waits any more
+                    self.wfile.write(body)
 
             def log_message(self, *arguments):
                 """Quiet."""

@@ -59,6 +59,90 @@ def test_a_refusal_is_not_tried_again():
     assert len(service.messages) == 1
 
 
+def test_connections_are_kept_from_one_message_to_the_next():
+    with serving(lambda message: (200, message)) as service:
+        asked = asking(service.url)
+        assert [asked.post(number) for number in range(5)] == list(range(5))
+    assert len(service.connections) == 1
+
+
+def test_a_service_that_has_moved_is_not_followed_with_the_token(monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    with serving(lambda message: (200, 1)) as other:
+        moved = (302, {}, {"Location": other.url})
+        with (
+            serving(lambda message: moved) as service,
+            pytest.raises(
+                EndpointError, match=rf"{service.url} .* after 1 try: HTTP 302 Found to {other.url}"
+            ),
+        ):
+            asking(service.url, token_env="MY_TOKEN").post({})
+    assert not other.connections
+
+
+@pytest.mark.parametrize("token", ["s3cret\nX-Other: 1", "s3crét"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_shown(monkeypatch, token):
+    monkeypatch.setenv("MY_TOKEN", token)
+    with (
+        serving(lambda message: (200, 1)) as service,
+        pytest.raises(EndpointError, match="MY_TOKEN") as caught,
+    ):
+        asking(service.url, token_env="MY_TOKEN").post({})
+    assert "s3c" not in str(caught.value) and not service.messages
+
+
+@pytest.mark.parametrize(("token", "sent"), [("abc\n", "Bearer abc"), ("", None)])
+def test_a_token_is_sent_without_the_end_of_line_of_its_file(monkeypatch, token, sent):
+    monkeypatch.setenv("MY_TOKEN", token)
+    with serving(lambda message: (200, 1)) as service:
+        assert asking(service.url, token_env="MY_TOKEN").post({}) == 1
+    assert service.headers[0].get("Authorization") == sent
+
+
+def test_an_answer_without_end_is_given_up(monkeypatch):
+    monkeypatch.setattr(http_service, "MAX_ANSWER_BYTES", 1 << 20)
+    with (
+        serving(lambda message: (200, "x" * (1 << 21))) as service,
+        pytest.raises(EndpointError, match="more than 1 MiB"),
+    ):
+        asking(service.url, max_tries=1).post({})
+
+
+PROXY_KEYS = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+
+
+@pytest.fixture
+def no_proxies(monkeypatch):
+    for name in PROXY_KEYS:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("http_proxy", "http://"), ("HTTP_PROXY", "")])
+def test_a_proxy_of_the_environment_is_asked(monkeypatch, no_proxies, name, scheme):
+    with serving(lambda message: (200, "of the proxy")) as proxy:
+        monkeypatch.setenv(name, scheme + proxy.url.removeprefix("http://").removesuffix("/score"))
+        assert asking("http://judge.invalid/score").post({}) == "of the proxy"
+    assert proxy.paths == ["http://judge.invalid/score"]
+
+
+@pytest.mark.parametrize("named", ["127.0.0.1", "*", "judge.invalid,127.0.0.1"])
+def test_hosts_of_no_proxy_are_asked_themselves(monkeypatch, no_proxies, named):
+    monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", named)
+    with serving(lambda message: (200, 7)) as service:
+        assert asking(service.url).post({}) == 7
+
+
+def test_a_proxy_of_another_kind_is_refused_where_it_would_be_used_alone(monkeypatch, no_proxies):
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")  # for other programs
+    with serving(lambda message: (200, 7)) as service:
+        assert asking(service.url).post({}) == 7
+        monkeypatch.setenv("http_proxy", "socks5://127.0.0.1:9")
+        with pytest.raises(EndpointError, match=rf"{service.url}: http_proxy names a proxy of kind socks5"):
+            asking(service.url)
+
+
 def test_an_unreachable_service_is_named_with_the_tries():
     with serving(lambda message: (200, 1)) as service:
         pass
