@@ -12,15 +12,6 @@ POLL_S = 0.002
 """Longest wait for an answer before new requests are looked for."""
 
 
-class Answer(Protocol):
-    """What a stream says to a request: the engine's Completion."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str
-    weight_version: int
-
-
 class Stream(Protocol):
     """What the pump needs of an engine's RolloutStream."""
 
@@ -29,7 +20,9 @@ class Stream(Protocol):
 
     def submit(self, requests: Sequence[Any]) -> None: ...
 
-    def collect(self, timeout_s: float) -> list[tuple[Any, Any]]: ...
+    def collect(self, timeout_s: float) -> list[tuple[Any, Any]]:
+        """By key an EpisodeFailed, or what has the fields of Generated: the engine's Completion."""
+        ...
 
     def close(self) -> None: ...
 
@@ -142,14 +135,11 @@ class Pump:
             stream.submit(ready)
         return True
 
-    def _answer(self, answers: Sequence[tuple[int, Answer | EpisodeFailed]]) -> None:
+    def _answer(self, answers: Sequence[tuple[int, Any]]) -> None:
         with self._news:
             waiters = [self._waiters.pop(key) for key, _ in answers]
         results = [
-            said
-            if isinstance(said, EpisodeFailed)
-            else Generated(said.token_ids, said.log_probs, said.finish_reason, said.weight_version)
-            for _, said in answers
+            said if isinstance(said, EpisodeFailed) else Generated(**vars(said)) for _, said in answers
         ]
         _tell(list(zip(waiters, results, strict=True)))
 

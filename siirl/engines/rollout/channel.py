@@ -1,16 +1,28 @@
-"""Messages over a socket, to an engine's process or another rank: a JSON header and raw arrays. No pickle."""
+"""Typed messages over a socket, to an engine's process or another rank: a length, then msgpack. No pickle."""
 
 import contextlib
-import json
 import math
+import re
 import select
 import socket
 import struct
 from typing import Any
 
-import numpy as np
+import msgspec
 
-_LENGTHS = struct.Struct("<QQ")  # bytes of the header, bytes of all arrays
+_LENGTH = struct.Struct("<Q")  # bytes of the message
+
+
+class Message(msgspec.Struct, frozen=True, tag=lambda name: re.sub(r"\B(?=[A-Z])", "_", name).lower()):
+    """What one side says to the other: a type for each kind.
+
+    Fields may be dataclasses, as Request and Completion are: what is added to one of them crosses by itself.
+    """
+
+    @property
+    def kind(self) -> str:
+        """Its type in small letters, as begin_update: its tag, and its name in errors."""
+        return type(self).__struct_config__.tag
 
 
 class ChannelClosed(Exception):
@@ -20,22 +32,20 @@ class ChannelClosed(Exception):
 class Channel:
     """One end of a connection. Messages are whole: `receive` returns one, or waits for the rest of it."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, receives: Any) -> None:
+        """receives: the type of messages that the other side sends, or their union."""
         self._sock = sock
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
+        self._decoder = msgspec.msgpack.Decoder(receives)
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
-    def send(self, kind: str, arrays: dict[str, np.ndarray] | None = None, **values: Any) -> None:
-        """Send one message. values: JSON values. ChannelClosed if nobody is there to read it."""
-        arrays = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
-        described = {name: [array.dtype.str, array.shape] for name, array in arrays.items()}
-        header = json.dumps({"kind": kind, "values": values, "arrays": described}).encode()
-        size = sum(array.nbytes for array in arrays.values())
+    def send(self, message: Message) -> None:
+        """Send a message. ChannelClosed if nobody is there to read it."""
+        data = self._encoder.encode(message)
         try:
-            self._sock.sendall(_LENGTHS.pack(len(header), size) + header)
-            for array in arrays.values():
-                self._sock.sendall(array.reshape(-1).view(np.uint8).data)
+            self._sock.sendall(_LENGTH.pack(len(data)) + data)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
 
@@ -45,24 +55,13 @@ class Channel:
         poll.register(self._sock, select.POLLIN)
         return bool(poll.poll(math.ceil(timeout_s * 1000)))
 
-    def receive(self) -> tuple[str, dict[str, Any], dict[str, np.ndarray]]:
-        """(kind, values, arrays) of the next message. ChannelClosed at the end."""
-        header_size, size = _LENGTHS.unpack(self._read(_LENGTHS.size))
-        header = json.loads(bytes(self._read(header_size)))
-        data, start, arrays = self._read(size), 0, {}
-        for name, (dtype, shape) in header["arrays"].items():
-            count = int(np.prod(shape, dtype=np.int64))
-            arrays[name] = np.frombuffer(data, dtype, count, start).reshape(shape)
-            start += arrays[name].nbytes
-        return header["kind"], header["values"], arrays
+    def receive(self) -> Any:
+        """The next message. ChannelClosed at the end."""
+        (size,) = _LENGTH.unpack(self.read(_LENGTH.size))
+        return self._decoder.decode(self.read(size))
 
-    def close(self) -> None:
-        """End the connection, also for a thread that waits for a message. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
-
-    def _read(self, size: int) -> bytearray:
+    def read(self, size: int) -> bytearray:
+        """The next bytes, outside of a message. ChannelClosed at the end."""
         data = bytearray(size)
         view, got = memoryview(data), 0
         while got < size:
@@ -74,3 +73,14 @@ class Channel:
                 raise ChannelClosed("end of stream")
             got += count
         return data
+
+    def close(self) -> None:
+        """End the connection, also for a thread that waits for a message. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def _plain(value: Any) -> Any:
+    """A number or sequence of numpy or torch, or a range, as msgpack has it."""
+    return value.tolist() if hasattr(value, "tolist") else list(value)

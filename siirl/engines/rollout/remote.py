@@ -3,7 +3,7 @@
 The rank that has the engine makes a StreamServer once; addresses reach the other ranks by `gather_addresses`.
 For each interaction it then calls `serve`, while every client rank opens a RemoteStream, uses it like any
 stream, and closes it. A connection begins with the server's random token, which only ranks of the run know;
-after it come messages of JSON and raw arrays, no pickle. Each side says "alive" about every second.
+before it nothing is read. Then come typed messages, a Hello first. Each side says Alive about every second.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import hmac
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections import defaultdict, deque
@@ -19,24 +20,59 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 
-from siirl.engines.rollout.base import (
-    Completion,
-    Key,
-    Request,
-    RolloutStream,
-    SamplingParams,
-    check_keys,
-)
-from siirl.engines.rollout.channel import Channel, ChannelClosed
+from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, check_keys
+from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 
 ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0
 TOKEN_BYTES = 32
 
-Message = tuple[str, dict[str, Any], dict[str, np.ndarray]]
+
+class Hello(Message):
+    """Which rank opens a stream."""
+
+    rank: int
+
+
+class Submit(Message):
+    """Requests of a client."""
+
+    requests: list[Request]
+
+
+class Finished(Message):
+    """The completion of a request."""
+
+    key: Key
+    completion: Completion
+
+
+class Unanswered(Message):
+    """A request that failed alone: the reason and kind of its EpisodeFailed."""
+
+    key: Key
+    reason: str
+    why: str
+
+
+class Alive(Message):
+    """The sender works, and has nothing else to say."""
+
+
+class Failed(Message):
+    """The sender cannot go on."""
+
+    reason: str
+
+
+class Done(Message):
+    """The client closes its stream."""
+
+
+FromClient = Hello | Submit | Alive | Failed | Done
+FromServer = Finished | Unanswered | Alive | Failed
 
 
 @dataclass(frozen=True)
@@ -62,12 +98,12 @@ class Connection:
 
     def __init__(self, rank: int, channel: Channel) -> None:
         self.rank, self.channel = rank, channel
-        self.inbox: deque[Message | None] = deque()  # None: the end
+        self.inbox: deque[FromClient | None] = deque()  # None: the end
 
     def refuse(self, text: str) -> None:
         """Say why there will be no more answers."""
         with contextlib.suppress(ChannelClosed):
-            self.channel.send("error", text=text)
+            self.channel.send(Failed(text))
 
 
 class StreamServer:
@@ -160,16 +196,13 @@ class StreamServer:
 
     def _read(self, sock: socket.socket) -> None:
         """Read what one client says, so that it can always send; strangers are sent away."""
-        connection = None
+        connection, channel = None, Channel(sock, FromClient)
         try:
             sock.settimeout(HELLO_S)
-            if not hmac.compare_digest(_read_exactly(sock, TOKEN_BYTES), self.address.token):
-                sock.close()
+            if not hmac.compare_digest(channel.read(TOKEN_BYTES), self.address.token):
                 return
             _configure(sock, self._deadline_s)
-            channel = Channel(sock)
-            _, values, _ = channel.receive()
-            connection = Connection(values["rank"], channel)
+            connection = Connection(channel.receive().rank, channel)
             with self._news:
                 self._arrived[connection.rank].append(connection)
                 failure = self._failure
@@ -179,12 +212,14 @@ class StreamServer:
             while True:
                 self._put(connection, channel.receive())
         except (ChannelClosed, OSError):
+            pass
+        finally:
             if connection is None:
-                sock.close()
+                channel.close()
             else:
                 self._put(connection, None)
 
-    def _put(self, connection: Connection, message: Message | None) -> None:
+    def _put(self, connection: Connection, message: FromClient | None) -> None:
         with self._news:
             connection.inbox.append(message)
             self._news.notify()
@@ -200,42 +235,40 @@ class Session:
         self._num_asked = 0
         self._spoken_s = time.monotonic()
 
-    def hear(self, rank: int, message: Message | None) -> None:
-        """Take a message of a client. PeerError if it has failed or gone."""
-        kind, values, arrays = message or ("end", {}, {})
-        if kind == "submit":
-            requests = []
-            for request in _unpacked(values, arrays):
-                self._asked[self._num_asked] = (rank, request.key)
-                requests.append(dataclasses.replace(request, key=self._num_asked))
-                self._num_asked += 1
-            self.stream.submit(requests)
-        elif kind == "done":
-            self.open.pop(rank).channel.close()
-        elif kind == "failed":
-            raise PeerError(f"rank {rank}, which {self._service()} to, failed: {values['text']}")
-        elif kind == "end" and rank in self.open:
-            raise self._gone(rank)
+    def hear(self, rank: int, message: FromClient | None) -> None:
+        """Take a message of a client; None: it has gone. PeerError if it has failed, or gone too early."""
+        match message:
+            case Submit(requests):
+                numbered = dict(enumerate(requests, self._num_asked))
+                self._num_asked += len(numbered)
+                self._asked |= {number: (rank, request.key) for number, request in numbered.items()}
+                self.stream.submit([dataclasses.replace(r, key=number) for number, r in numbered.items()])
+            case Done():
+                self.open.pop(rank).channel.close()
+            case Failed(reason):
+                raise PeerError(f"rank {rank}, which {self._service()} to, failed: {reason}")
+            case None if rank in self.open:
+                raise self._gone(rank)
 
     def answer(self) -> None:
         """Hand out what has completed, and say that we are alive. PeerError if a client has gone."""
         for key, completion in self.stream.collect(COLLECT_S):
             rank, own_key = self._asked.pop(key)
             if rank in self.open:  # else it closed its stream before
-                self._send(rank, "finished", *_packed_answer(own_key, completion))
+                self._send(rank, _answer(own_key, completion))
         if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
             self._spoken_s = time.monotonic()
             for rank in self.open:
-                self._send(rank, "alive", {}, {})
+                self._send(rank, Alive())
 
     def close(self) -> None:
         for connection in self.open.values():
             connection.channel.close()
         self.stream.close()
 
-    def _send(self, rank: int, kind: str, values: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    def _send(self, rank: int, message: FromServer) -> None:
         try:
-            self.open[rank].channel.send(kind, arrays, **values)
+            self.open[rank].channel.send(message)
         except ChannelClosed:
             raise self._gone(rank) from None
 
@@ -265,8 +298,8 @@ class RemoteStream(RolloutStream):
             sock.sendall(address.token)
         except OSError as error:
             raise PeerError(f"{self._server()} cannot be reached: {error}. Look at its log.") from error
-        self._channel = Channel(sock)
-        self._send("hello", rank=rank)
+        self._channel = Channel(sock, FromServer)
+        self._send(Hello(rank))
         threading.Thread(target=self._say_alive, daemon=True).start()
 
     @property
@@ -280,8 +313,7 @@ class RemoteStream(RolloutStream):
         check_keys(requests, self._pending)
         if not self._pending:
             self._heard_s = time.monotonic()
-        values, arrays = _packed(requests)
-        self._send("submit", arrays, **values)
+        self._send(Submit(list(requests)))
         self._pending |= {request.key for request in requests}
 
     def collect(self, timeout_s: float) -> list[tuple[Key, Completion | EpisodeFailed]]:
@@ -305,14 +337,14 @@ class RemoteStream(RolloutStream):
     def fail(self, text: str) -> None:
         """Tell the server that this rank cannot go on, and why; from any thread. Then close the stream."""
         with contextlib.suppress(RolloutError):
-            self._send("failed", text=text)
+            self._send(Failed(text))
 
     def close(self) -> None:
         """See RolloutStream. The server is told that this rank is done."""
         if not self._closed.is_set():
             self._closed.set()
             with contextlib.suppress(RolloutError, ChannelClosed):
-                self._send("done")
+                self._send(Done())
                 while self._channel.ready(GOODBYE_S):  # closing over unread answers could lose our last word
                     self._channel.receive()
             self._channel.close()
@@ -320,28 +352,33 @@ class RemoteStream(RolloutStream):
 
     def _received(self) -> list[tuple[Key, Completion | EpisodeFailed]]:
         try:
-            kind, values, arrays = self._channel.receive()
+            message = self._channel.receive()
         except ChannelClosed:
             raise self._death() from None
         self._heard_s = time.monotonic()
-        if kind == "error":
-            raise PeerError(f"{self._server()} failed: {values['text']}")
-        if kind != "finished":
-            return []
-        self._pending.remove(values["key"])
-        return [(values["key"], _unpacked_answer(values, arrays))]
+        match message:
+            case Failed(reason):
+                raise PeerError(f"{self._server()} failed: {reason}")
+            case Finished(key, completion):
+                answer = completion
+            case Unanswered(key, reason, why):
+                answer = EpisodeFailed(reason, why)
+            case _:
+                return []
+        self._pending.remove(key)
+        return [(key, answer)]
 
-    def _send(self, kind: str, arrays: dict[str, np.ndarray] | None = None, **values: Any) -> None:
+    def _send(self, message: FromClient) -> None:
         try:
             with self._sending:
-                self._channel.send(kind, arrays, **values)
+                self._channel.send(message)
         except ChannelClosed:
             raise self._death() from None
 
     def _say_alive(self) -> None:
         with contextlib.suppress(RolloutError):  # `collect` will find out
             while not self._closed.wait(ALIVE_EVERY_S):
-                self._send("alive")
+                self._send(Alive())
 
     def _server(self) -> str:
         where = f"{self._address.host}:{self._address.port}"
@@ -365,55 +402,10 @@ def _configure(sock: socket.socket, deadline_s: float) -> None:
     """Small messages go out at once; a send that nobody reads ends after the deadline."""
     sock.settimeout(None)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    seconds = np.array([int(deadline_s) + 1, 0], np.int64)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds.tobytes())
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(deadline_s) + 1, 0))
 
 
-def _read_exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = sock.recv(size - len(data))
-        if not part:
-            raise ChannelClosed("end of stream")
-        data += part
-    return data
-
-
-def _packed(requests: Sequence[Request]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    asked = [[request.key, dataclasses.asdict(request.params), request.seed] for request in requests]
-    return {"requests": asked}, {
-        "prompts": np.array([token for request in requests for token in request.prompt], np.int64),
-        "lengths": np.array([len(request.prompt) for request in requests], np.int64),
-    }
-
-
-def _unpacked(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> list[Request]:
-    prompts = np.split(arrays["prompts"], np.cumsum(arrays["lengths"])[:-1])
-    return [
-        Request(key, prompt.tolist(), _params(params), seed)
-        for (key, params, seed), prompt in zip(values["requests"], prompts, strict=True)
-    ]
-
-
-def _params(values: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**values | {"stop_token_ids": tuple(values["stop_token_ids"])})
-
-
-def _packed_answer(
-    key: Key, answer: Completion | EpisodeFailed
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _answer(key: Key, answer: Completion | EpisodeFailed) -> Finished | Unanswered:
     if isinstance(answer, EpisodeFailed):
-        return {"key": key, "failed": str(answer), "why": answer.kind}, {}
-    values = {"key": key, "finish_reason": answer.finish_reason, "weight_version": answer.weight_version}
-    arrays = {
-        "tokens": np.array(answer.token_ids, np.int64),
-        "log_probs": np.array(answer.log_probs, np.float32),
-    }
-    return values, arrays
-
-
-def _unpacked_answer(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> Completion | EpisodeFailed:
-    if "failed" in values:
-        return EpisodeFailed(values["failed"], values["why"])
-    tokens, log_probs = arrays["tokens"].tolist(), arrays["log_probs"].tolist()
-    return Completion(tokens, log_probs, values["finish_reason"], values["weight_version"])
+        return Unanswered(key, str(answer), answer.kind)
+    return Finished(key, answer)

@@ -4,12 +4,13 @@ import socket
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
 from siirl.engines.rollout import remote
 from siirl.engines.rollout.base import Completion, Request, RolloutStream, SamplingParams
-from siirl.engines.rollout.remote import RemoteStream, StreamServer
+from siirl.engines.rollout.remote import RemoteStream, StreamServer, Unanswered
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 from siirl.launch.failure import describe_exception
 
@@ -71,8 +72,12 @@ def serving(stream, *sessions, deadline_s=20.0):
         assert not thread.is_alive()
 
 
+def request(p):
+    return Request(f"key {p}", [p, 1], PARAMS, (1 << 63) - 1)
+
+
 def ask(stream, *prompts):
-    stream.submit([Request(f"key {p}", [p, 1], PARAMS, (1 << 63) - 1) for p in prompts])
+    stream.submit([request(p) for p in prompts])
 
 
 def collected(stream):
@@ -97,9 +102,7 @@ def test_requests_and_answers_cross_unchanged_whoever_asks():
     assert answers[1] == [("key 7", Completion([8, 5], [-0.5, -0.25], "stop", 7))]
     assert sorted(key for key, _ in answers[0]) == ["key 2", "key 9"]
     asked = sorted(script.asked, key=lambda request: request.prompt)
-    assert [(r.prompt, r.params, r.seed) for r in asked] == [
-        ([p, 1], PARAMS, (1 << 63) - 1) for p in (2, 7, 9)
-    ]
+    assert [replace(r, key=0) for r in asked] == [replace(request(p), key=0) for p in (2, 7, 9)]
 
 
 def test_a_request_that_fails_alone_reaches_its_asker_as_that():
@@ -181,6 +184,17 @@ def test_a_client_that_dies_is_named():
         client._closed.set()
         client._channel.close()
     assert "rank 2 has gone before it closed its stream of 'agent_1.rollout'" in str(errors[0])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the cause, for the log
+def test_a_client_that_says_what_nobody_understands_is_named_at_once():
+    with serving(Script(), [2]) as (address, errors):
+        client = RemoteStream(address, 2, 10.0)
+        client._channel.send(Unanswered("key 1", "", ""))  # what only servers say
+        before = time.monotonic()
+    assert "rank 2 has gone before it closed its stream" in str(errors[0])
+    assert time.monotonic() - before < 5
+    client.close()
 
 
 def test_a_client_that_never_comes_is_named():

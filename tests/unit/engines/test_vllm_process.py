@@ -2,12 +2,15 @@
 
 import importlib.metadata
 import json
+import math
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +19,20 @@ import torch
 from fixtures_tiny import make_tiny_model_dir
 
 from siirl.config import load_config
+from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.vllm import version
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, physical_gpu
 from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.vllm.messages import (
+    Call,
+    Done,
+    Finished,
+    FromEngine,
+    FromWorker,
+    Response,
+    Submit,
+)
 from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer, open_buffer
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.errors import ConfigError, RolloutError
@@ -38,62 +51,82 @@ def process(tmp_path):
 
 def test_an_error_of_the_engine_names_it_and_the_request(process):
     with pytest.raises(RolloutError, match=r"'agent_0.rollout', sleep: AttributeError"):
-        process.ask("sleep")
-    with pytest.raises(RolloutError, match="wake"):
-        process.ask("wake", part="weights")
-    request = {
-        "prompts": np.array([5]),
-        "prompt_lengths": np.array([1]),
-        "seeds": np.array([0]),
-    }
-    process.send("submit", request, names=["0"], params=[{"max_tokens": 1}])
+        process.call("sleep")
+    with pytest.raises(RolloutError, match=r"'agent_0.rollout', wake: AttributeError"):
+        process.call("wake", part="weights")
+    process.send(Submit([Request("0", [5], SamplingParams(max_tokens=1), 0)], None))
     with pytest.raises(RolloutError, match=r"'agent_0.rollout', stream: AttributeError"):
         process.listen(60.0)
     assert process.listen(0.0) == []
+
+
+def test_an_engine_that_cannot_read_a_message_ends_and_shows_why(process):
+    process.send(Done())
+    with pytest.raises(RolloutError, match=r"died during 'sleep': exit code 0(?s:.*)Invalid value 'done'"):
+        process.call("sleep")
 
 
 def test_an_error_shows_what_was_logged_without_lines_of_pages(process, tmp_path):
     with (tmp_path / "logs" / "vllm.log").open("a") as log:
         log.write("the cause\nstate: " + 50_000 * "x" + "\n")
     with pytest.raises(RolloutError, match=r"\| the cause\n  \| state: x{393} \.\.\.") as caught:
-        process.ask("sleep")
+        process.call("sleep")
     assert len(str(caught.value)) < 10_000
 
 
 def test_a_killed_engine_is_named_with_its_signal(process):
     with pytest.raises(RolloutError):
-        process.ask("sleep")  # it runs
+        process.call("sleep")  # it runs
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(RolloutError, match="died during 'stream': killed by SIGKILL"):
         process.listen(60.0)
     with pytest.raises(RolloutError, match=rf"pid {process.pid}\) died during 'sleep': killed by SIGKILL"):
-        process.ask("sleep")
+        process.call("sleep")
 
 
 def test_a_silent_engine_is_noticed_within_the_deadline(process):
     with pytest.raises(RolloutError):
-        process.ask("sleep")
+        process.call("sleep")
     os.kill(process.pid, signal.SIGSTOP)
     process.deadline_s = 1.0
     with pytest.raises(RolloutError, match=r"hangs: no word in 1 s .*'sleep'"):
-        process.ask("sleep")
+        process.call("sleep")
     process.expect()
     with pytest.raises(RolloutError, match=r"hangs: no word in 1 s .*'stream'"):
         process.listen(60.0)
 
 
-def test_messages_carry_values_and_arrays_exactly():
-    one, other = (Channel(end) for end in socket.socketpair())
-    arrays = {"a": np.arange(6, dtype=np.int64).reshape(2, 3), "none": np.zeros((0, 2), np.float32)}
-    one.send("kind", arrays, number=3, text="ö")
-    kind, values, got = other.receive()
-    assert (kind, values) == ("kind", {"number": 3, "text": "ö"})
-    for name, array in arrays.items():
-        assert got[name].dtype == array.dtype and got[name].shape == array.shape
-        assert (got[name] == array).all()
+def test_messages_carry_their_fields_exactly():
+    one, other = (Channel(end, FromWorker) for end in socket.socketpair())
+    rng = random.Random(0)
+    params = SamplingParams(max_tokens=3, temperature=rng.random(), stop_token_ids=(4, 9))
+    requests = [
+        Request(key, [rng.randrange(1 << 32) for _ in range(size)], params, rng.randrange(1 << 63))
+        for key, size in [("ö", 5), (-3, 0), ("long", 100_000)]
+    ]
+    threading.Thread(target=one.send, args=(Submit(requests, None),), daemon=True).start()
+    assert other.receive() == Submit(requests, None)
+    call = Call("update", {"shapes": [[2, 0], []], "handle": [None, True, {"bytes": "00ff"}]})
+    one.send(call)
+    assert other.receive() == call
     one.close()
     with pytest.raises(ChannelClosed):
         other.receive()
+
+
+@pytest.mark.parametrize("prompt", [np.arange(3), torch.arange(3), [np.int64(0), 1, 2], range(3), (0, 1, 2)])
+def test_a_prompt_may_be_any_sequence_of_numbers(prompt):
+    one, other = (Channel(end, FromWorker) for end in socket.socketpair())
+    one.send(Submit([Request(0, prompt, SamplingParams(max_tokens=1), np.int64(7))], "adapter"))
+    assert other.receive() == Submit([Request(0, [0, 1, 2], SamplingParams(max_tokens=1), 7)], "adapter")
+
+
+def test_numbers_that_are_none_arrive_as_such():
+    one, other = (Channel(end, FromEngine) for end in socket.socketpair())
+    values = [math.nan, -math.inf, -0.1, np.float32(-0.1).item()]
+    one.send(Finished([Response("x_0", [1, 2, 3, 4], values, "stop", 0)], {"gauge": 0.5}))
+    (response,) = other.receive().responses
+    assert math.isnan(response.log_probs[0]) and response.log_probs[1:] == values[1:]
 
 
 def test_a_host_buffer_is_seen_by_who_opens_its_place_and_leaves_nothing_behind():

@@ -2,11 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
-from siirl.engines.rollout.vllm.stream import VLLMStream
+from siirl.engines.rollout.vllm.messages import Finished, Response
+from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
 from siirl.errors import EpisodeFailed, RolloutError
 
 PARAMS = SamplingParams(max_tokens=3)
@@ -18,13 +18,14 @@ class Engine:
     name, weight_version = "agent_0.rollout", 7
 
     def __init__(self):
-        self.prompt_tokens = 0
+        self.prompt_tokens, self.stats = 0, []
 
     def check_requests(self, requests, pending):
         return {r.key: EpisodeFailed("too long", kind="request") for r in requests if len(r.prompt) > 9}
 
-    def count(self, stats, prompt_tokens):
+    def count(self, responses, prompt_tokens, stats):
         self.prompt_tokens += prompt_tokens
+        self.stats.append(stats)
 
 
 class Board:
@@ -36,19 +37,12 @@ class Board:
     def open(self, stream):
         return None
 
-    def submit(self, arrays, first, names, params, adapter):
-        self.names += names
+    def submit(self, message, first):
+        self.names += [request.key for request in message.requests]
 
     def listen(self, stream, timeout_s):
-        reasons, log_probs = zip(*self.ends, strict=True)
-        values = {"names": self.names, "finish_reasons": reasons, "stats": {}}
-        count = len(self.names)
-        arrays = {
-            "tokens": np.arange(count),
-            "log_probs": np.array(log_probs),
-            "lengths": np.ones(count, int),
-        }
-        return [(values, arrays)]
+        ends = enumerate(zip(self.names, self.ends, strict=True))
+        return [Finished([Response(name, [i], [value], end, 0) for i, (name, (end, value)) in ends], {})]
 
 
 def stream_of(*ends):
@@ -84,3 +78,38 @@ def test_log_probs_that_are_not_finite_end_the_stream():
     ask(stream, 2)
     with pytest.raises(RolloutError, match="'of 2' has log-probs that are not finite"):
         stream.collect(0.0)
+
+
+class Process:
+    """What a router asks of the engine's process; what its steps complete is given."""
+
+    def __init__(self, *steps):
+        self.steps, self.sent = [*steps], []
+
+    def expect(self):
+        return None
+
+    def send(self, message):
+        self.sent += [request.key for request in message.requests]
+
+    def listen(self, timeout_s):
+        return self.steps.pop(0)
+
+
+def test_each_stream_of_an_engine_gets_its_own_answers_whoever_listens():
+    def ended(name, token):
+        return Response(name, [token], [-1.0], "stop", 2)
+
+    mixed = Finished([ended("b_0", 1), ended("a_0", 2), ended("gone_0", 3), ended("b_1", 4)], {"gauge": 0.5})
+    process, engines = Process([mixed, Finished([ended("a_1", 5)], {})]), {}
+    router, streams = StreamRouter(process), {}
+    for name in ("a", "b"):
+        engines[name] = Engine()
+        engines[name].name = name
+        streams[name] = VLLMStream(engines[name], router, "float32")
+        ask(streams[name], 2, 4)
+    assert process.sent == ["a_0", "a_1", "b_0", "b_1"]
+    found = {name: streams[name].collect(0.0) for name in ("a", "b")}
+    tokens = {name: [(key, said.token_ids) for key, said in answers] for name, answers in found.items()}
+    assert tokens == {"a": [("of 2", [2]), ("of 4", [5])], "b": [("of 2", [1]), ("of 4", [4])]}
+    assert (engines["a"].stats, engines["b"].stats) == ([{}, {}], [{"gauge": 0.5}])

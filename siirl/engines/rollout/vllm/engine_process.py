@@ -10,9 +10,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from siirl.engines.rollout.channel import Channel, ChannelClosed
+from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
+from siirl.engines.rollout.vllm.messages import (
+    Alive,
+    Call,
+    Done,
+    Failed,
+    Finished,
+    FromEngine,
+    Generated,
+    Stop,
+)
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.logs import last_lines
 
@@ -31,8 +39,6 @@ LAUNCHER_VARIABLES = (
 """Environment of our torch.distributed, which vLLM's must not see, and what Megatron wants of CUDA."""
 POLL_S = 0.5
 STOP_GRACE_S = 3.0
-
-Reply = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class EngineProcess:
@@ -56,70 +62,64 @@ class EngineProcess:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
             )
-        self._channel = Channel(ours)
+        self._channel = Channel(ours, FromEngine)
         self._heard_s = time.monotonic()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def ask(self, kind: str, arrays: dict[str, np.ndarray] | None = None, **values: Any) -> Reply:
-        """Send a request and wait for its answer: (values, arrays).
+    def ask(self, message: Message) -> Any:
+        """Send a message and wait for its answer. What of a stream comes before it is dropped.
 
         RolloutError: the process died, said nothing for the deadline, or reported an error. ConfigError: it
         reported that the configuration cannot work.
         """
-        self.send(kind, arrays, **values)
-        return self.wait(kind)
-
-    def send(self, kind: str, arrays: dict[str, np.ndarray] | None = None, **values: Any) -> None:
-        """Send a request whose answer is awaited by `wait`."""
-        try:
-            self._channel.send(kind, arrays, **values)
-        except ChannelClosed:
-            raise self._death(kind) from None
-
-    def wait(self, kind: str) -> Reply:
-        """The answer to the request `kind`; see ask. Messages of a stream that come before it are dropped."""
+        self.send(message)
         self._heard_s, progress = time.monotonic(), ""
         while True:
-            message = self._receive(kind, POLL_S, progress)
-            if message is None:
-                continue
-            answer, values, arrays = message
-            if answer == "alive":
-                progress = f" ({values['progress']})"
-            elif answer == "error":
-                raise self._reported(kind, values)
-            elif answer == "done":
-                return values, arrays
+            match self._receive(message.kind, POLL_S, progress):
+                case Alive(said):
+                    progress = f" ({said})"
+                case Failed(of_stream=False) as failed:
+                    raise self._reported(message.kind, failed)
+                case Done() | Generated() as answer:
+                    return answer
 
-    def listen(self, timeout_s: float) -> list[Reply]:
-        """What a stream has finished: the replies that are there, or the first within timeout_s seconds.
+    def call(self, method: str, **arguments: Any) -> Any:
+        """What a method of the engine, NativeEngine, returns. Errors as of ask."""
+        return self.ask(Call(method, arguments)).result
+
+    def send(self, message: Message) -> None:
+        """Send a message that has no answer of its own. RolloutError: the process died."""
+        try:
+            self._channel.send(message)
+        except ChannelClosed:
+            raise self._death(message.kind) from None
+
+    def listen(self, timeout_s: float) -> list[Finished]:
+        """What a stream has finished: what is there, or the first within timeout_s seconds.
 
         Only while something is pending. Errors as those of ask; the deadline counts from the last message, or
         from `expect`.
         """
-        replies: list[Reply] = []
+        found: list[Finished] = []
         until_s = time.monotonic() + timeout_s
         while True:
-            left_s = 0.0 if replies else max(0.0, until_s - time.monotonic())
-            message = self._receive("stream", min(POLL_S, left_s), "")
-            if message is None:
-                if replies or time.monotonic() >= until_s:
-                    return replies
-            elif message[0] == "stream_error":
-                raise self._reported("stream", message[1])
-            elif message[0] == "finished":
-                replies.append(message[1:])
+            left_s = 0.0 if found else max(0.0, until_s - time.monotonic())
+            match self._receive("stream", min(POLL_S, left_s), ""):
+                case None if found or time.monotonic() >= until_s:
+                    return found
+                case Failed(of_stream=True) as failed:
+                    raise self._reported("stream", failed)
+                case Finished() as finished:
+                    found.append(finished)
 
     def expect(self) -> None:
         """Let the deadline of `listen` begin now: the process was idle, and has work from here on."""
         self._heard_s = time.monotonic()
 
-    def _receive(
-        self, kind: str, timeout_s: float, progress: str
-    ) -> tuple[str, dict[str, Any], dict[str, np.ndarray]] | None:
+    def _receive(self, kind: str, timeout_s: float, progress: str) -> FromEngine | None:
         """The next message, or None after timeout_s. RolloutError if the process died or hangs."""
         if not self._channel.ready(timeout_s):
             if self._process.poll() is not None and not self._channel.ready(0):
@@ -138,15 +138,15 @@ class EngineProcess:
         self._heard_s = time.monotonic()
         return message
 
-    def _reported(self, kind: str, values: dict[str, Any]) -> RolloutError | ConfigError:
-        if values["user_error"]:
-            return ConfigError(values["text"])
-        return RolloutError(f"{self._what}, {kind}: {values['text']}{self._tail()}")
+    def _reported(self, kind: str, failed: Failed) -> RolloutError | ConfigError:
+        if failed.user_error:
+            return ConfigError(failed.text)
+        return RolloutError(f"{self._what}, {kind}: {failed.text}{self._tail()}")
 
     def close(self) -> None:
         """End the process. Idempotent."""
         with contextlib.suppress(ChannelClosed):
-            self._channel.send("stop")
+            self._channel.send(Stop())
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_GRACE_S)

@@ -77,4 +77,4 @@ def load_adapter(
     place = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="siirl-adapter-", dir=place) as folder:
         write_adapter(Path(folder), adapter, model.lora_rank, model.lora_alpha)
-        process.ask("load_adapter", name=name, number=number, folder=folder)
+        process.call("load_adapter", name=name, number=number, folder=folder)

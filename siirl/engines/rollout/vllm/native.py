@@ -27,8 +27,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.sampling import invert, uniforms
+from siirl.engines.rollout.vllm.messages import Response
 from siirl.engines.rollout.vllm.shared_buffer import open_buffer
 from siirl.errors import ConfigError
 from siirl.spelling import suggest
@@ -37,17 +38,6 @@ TRANSFER_BACKEND = "siirl"
 """Name under which vLLM finds BucketTransfer."""
 LOG_PROBS_MODE = "processed_logprobs"
 """Log-probs at the sampling temperature; WorkerExtension moves them before top-k and top-p."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A response that vLLM has completed."""
-
-    request_id: str
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str
-    num_cached_tokens: int
 
 
 class NativeEngine:
@@ -72,19 +62,18 @@ class NativeEngine:
         self._keeps_stats = self._engine.log_stats
         self._adapters: dict[str | None, LoRARequest] = {}
 
-    def add(
-        self, request_id: str, prompt: list[int], params: SamplingParams, seed: int, adapter: str | None
-    ) -> None:
-        """Queue one response. The seed makes it independent of what else is in the batch.
+    def add(self, request: Request, adapter: str | None) -> None:
+        """Queue one response. Its seed makes it independent of what else is in the batch.
 
         adapter: under which name it was loaded; None: the model alone.
         """
+        params = request.params
         sampling = VLLMSamplingParams(
             n=1,
             temperature=params.temperature,
             top_k=params.top_k if params.top_k > 0 else 0,
             top_p=params.top_p,
-            seed=seed if params.temperature else None,
+            seed=request.seed if params.temperature else None,
             max_tokens=params.max_tokens,
             stop_token_ids=[] if params.ignore_eos else list(params.stop_token_ids),
             ignore_eos=True,
@@ -93,11 +82,10 @@ class NativeEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        self._engine.add_request(
-            request_id, {"prompt_token_ids": prompt}, sampling, lora_request=self._adapters.get(adapter)
-        )
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        self._engine.add_request(str(request.key), prompt, sampling, lora_request=self._adapters.get(adapter))
 
-    def step(self) -> list[Finished]:
+    def step(self) -> list[Response]:
         """One iteration of the scheduler and the model; the responses that it completed."""
         finished = []
         for output in self._engine.step():
@@ -105,8 +93,8 @@ class NativeEngine:
                 response = output.outputs[0]
                 flat = response.logprobs
                 finished.append(
-                    Finished(
-                        output.request_id,
+                    Response(
+                        output.request_id.split("-")[0],
                         list(response.token_ids),
                         [flat.logprobs[start] for start in flat.start_indices],
                         response.finish_reason or "unknown",
@@ -155,10 +143,9 @@ class NativeEngine:
         self._engine.add_lora(self._adapters[name])
         self._engine.reset_prefix_cache()
 
-    def read_tensor(self, name: str) -> list[Tensor]:
-        """A parameter under vLLM's own name, float32 on the CPU, of each worker."""
-        parts = self._engine.collective_rpc("read_tensor", args=(name,))
-        return [torch.tensor(values).view(shape) for values, shape in parts]
+    def read_tensor(self, name: str) -> list[tuple[list[float], list[int]]]:
+        """A parameter under vLLM's own name, float32, of each worker: values and shape."""
+        return self._engine.collective_rpc("read_tensor", args=(name,))
 
     def stats(self) -> dict[str, float]:
         """Counters and gauges of vLLM since its start, by their own names; none with disable_log_stats."""

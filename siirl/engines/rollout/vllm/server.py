@@ -2,11 +2,10 @@
 
     python -m siirl.engines.rollout.vllm.server FD
 
-FD: the inherited socket. The first message, "start", brings vLLM's arguments; each later one is answered by
-"done", or by "error". "submit" alone has no such answer: its requests join those that run, and those that a
-step has completed are told by a "finished", whatever else the worker sends (or by a "stream_error", which
-ends them all). While it generates, the process says "alive" about every second, from the thread that runs the
-engine: an engine that hangs falls silent.
+FD: the inherited socket. What is said over it stands in messages.py. The requests of a Submit join those that
+run, and those that a step has completed are told by a Finished, whatever else the worker sends. While it
+generates, the process says Alive about every second, from the thread that runs the engine: an engine that
+hangs falls silent.
 """
 
 import argparse
@@ -19,22 +18,30 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
+from siirl.engines.rollout.vllm.messages import (
+    Abort,
+    Alive,
+    Call,
+    Done,
+    Failed,
+    Finished,
+    FromWorker,
+    Generate,
+    Generated,
+    Response,
+    Start,
+    Stop,
+    Submit,
+)
 from siirl.errors import UserError
 
 ALIVE_EVERY_S = 1.0
 PR_SET_PDEATHSIG = 1
-
-
-Message = tuple[str, dict[str, Any], dict[str, np.ndarray]]
-Result = tuple[dict[str, Any], dict[str, np.ndarray]]
 
 
 class Server:
@@ -45,144 +52,96 @@ class Server:
         self._engine: Any = None
         self._running: set[str] = set()  # requests of the stream
         self._spoken_s = time.monotonic()
-        self._inbox: queue.Queue[Message | None] = queue.Queue()
+        self._inbox: queue.Queue[FromWorker | None] = queue.Queue()
 
     def run(self) -> None:
-        """Until the worker closes the channel or says "stop"."""
+        """Until the worker closes the channel or says Stop."""
         # A reader of its own: the worker can always send, also while it does not read what we send.
         threading.Thread(target=self._read, daemon=True).start()
         while True:
             while self._running and self._inbox.empty():
-                self._guarded("stream_error", self._advance)
-            message = self._inbox.get()
-            if message is None or message[0] == "stop":
-                return
-            if message[0] == "submit":
-                self._guarded("stream_error", self._submit, *message[1:])
-            else:
-                self._guarded("error", self._answer, *message)
+                self._guarded(True, self._advance)
+            match self._inbox.get():
+                case None | Stop():
+                    return
+                case Submit() as submitted:
+                    self._guarded(True, self._submit, submitted)
+                case message:
+                    self._guarded(False, self._answer, message)
 
     def _read(self) -> None:
-        with contextlib.suppress(ChannelClosed):
-            while True:
-                self._inbox.put(self._channel.receive())
-        self._inbox.put(None)
+        try:
+            with contextlib.suppress(ChannelClosed):
+                while True:
+                    self._inbox.put(self._channel.receive())
+        finally:  # also after a message that cannot be read: the end of the process shows it at once
+            self._inbox.put(None)
 
-    def _answer(self, kind: str, values: dict, arrays: dict) -> None:
-        values, arrays = getattr(self, f"on_{kind}")(values, arrays) or ({}, {})
-        self._channel.send("done", arrays, **values)
+    def _answer(self, message: FromWorker) -> None:
+        answer: Done | Generated = Done()
+        match message:
+            case Start(arguments):
+                from siirl.engines.rollout.vllm.native import NativeEngine
 
-    def _guarded(self, report: str, work: Callable[..., None], *arguments: Any) -> None:
-        """Do it; an error goes to the worker, under the name `report`, which ends the run or goes on."""
+                self._engine = NativeEngine(arguments)
+            case Call(method, arguments):
+                answer = Done(getattr(self._engine, method)(**arguments))
+            case Generate():
+                answer = self._generate(message)
+            case Abort():
+                self._abort()
+        self._channel.send(answer)
+
+    def _guarded(self, of_stream: bool, work: Callable[..., None], *arguments: Any) -> None:
+        """Do it; an error goes to the worker, which ends the run or goes on. of_stream: of its requests."""
         try:
             work(*arguments)
         except ChannelClosed:
             raise
         except Exception as error:  # noqa: BLE001 - the edge of the process: the worker is told
-            if report == "stream_error":
-                self.on_abort({}, {})
+            if of_stream:
+                self._abort()
             known = isinstance(error, UserError)
-            self._channel.send(
-                report,
-                text=str(error) if known else f"{type(error).__name__}: {error}",
-                user_error=known,
-                traceback=traceback.format_exc(),
-            )
+            text = str(error) if known else f"{type(error).__name__}: {error}"
+            self._channel.send(Failed(text, known, of_stream))
 
-    def _submit(self, values: dict, arrays: dict) -> None:
-        """Let requests join those that run. Arrays as in on_generate; a seed for each of values["names"]."""
-        bounds = np.cumsum(arrays["prompt_lengths"])[:-1]
-        prompts = np.split(arrays["prompts"], bounds)
-        for name, prompt, params, seed in zip(
-            values["names"], prompts, values["params"], arrays["seeds"].tolist(), strict=True
-        ):
-            self._engine.add(name, prompt.tolist(), SamplingParams(**params), seed, values["adapter"])
-            self._running.add(name)
+    def _submit(self, submitted: Submit) -> None:
+        for request in submitted.requests:
+            self._engine.add(request, submitted.adapter)
+            self._running.add(str(request.key))
 
     def _advance(self) -> None:
         """One step of the engine for the stream's requests."""
-        finished = self._engine.step()
-        names = [response.request_id.split("-")[0] for response in finished]
-        self._running.difference_update(names)
-        if finished:
-            values, arrays = _responses(finished)
-            if not self._running:
-                values["stats"] |= self._engine.stats()
-            self._channel.send("finished", arrays, names=names, **values)
+        responses = self._engine.step()
+        self._running.difference_update(response.name for response in responses)
+        if responses:
+            self._channel.send(Finished(responses, {} if self._running else self._engine.stats()))
         self._say_alive(f"{len(self._running)} requests are running")
 
-    def _say_alive(self, progress: str) -> None:
-        if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
-            self._spoken_s = time.monotonic()
-            self._channel.send("alive", progress=progress)
-
-    def on_abort(self, values: dict, arrays: dict) -> None:
-        """Forget the requests of the stream."""
+    def _abort(self) -> None:
         if self._running:
             self._engine.abort(sorted(self._running))
         self._running.clear()
 
-    def on_start(self, values: dict, arrays: dict) -> Any:
-        from siirl.engines.rollout.vllm.native import NativeEngine
-
-        self._engine = NativeEngine(values["arguments"])
-
-    def on_generate(self, values: dict, arrays: dict) -> Any:
-        """Arrays prompts (all tokens in a row), prompt_lengths, seeds [prompt, sample]; a row a sample."""
-        params = SamplingParams(**values["params"])
-        bounds = np.cumsum(arrays["prompt_lengths"])[:-1]
-        prompts = [part.tolist() for part in np.split(arrays["prompts"], bounds)]
-        pending: dict[str, int] = {}
-        for prompt, seeds in zip(prompts, arrays["seeds"].tolist(), strict=True):
+    def _generate(self, asked: Generate) -> Generated:
+        responses: dict[int, Response | None] = {}
+        for prompt, seeds in zip(asked.prompts, asked.seeds, strict=True):
             for seed in seeds:
-                row = len(pending)
-                self._engine.add(str(row), prompt, params, seed, values["adapter"])
-                pending[str(row)] = row
-        rows: list[Any] = [None] * len(pending)
+                request = Request(len(responses), prompt, asked.params, seed)
+                self._engine.add(request, asked.adapter)
+                responses[len(responses)] = None
         done = 0
-        while done < len(rows):
-            for finished in self._engine.step():
-                rows[int(finished.request_id.split("-")[0])] = finished
-                done += 1
-            self._say_alive(f"{done} of {len(rows)} responses are complete")
-        values, arrays = _responses(rows)
-        values["stats"] |= self._engine.stats()
-        return values, arrays
+        while done < len(responses):
+            finished = self._engine.step()
+            responses |= {int(response.name): response for response in finished}
+            done += len(finished)
+            self._say_alive(f"{done} of {len(responses)} responses are complete")
+        return Generated([*responses.values()], self._engine.stats())
 
-    def on_sleep(self, values: dict, arrays: dict) -> None:
-        self._engine.sleep(values["keeps_weights"])
-
-    def on_wake(self, values: dict, arrays: dict) -> None:
-        self._engine.wake(values["part"])
-
-    def on_begin_update(self, values: dict, arrays: dict) -> None:
-        self._engine.begin_update()
-
-    def on_update(self, values: dict, arrays: dict) -> None:
-        self._engine.update(values["bucket"])
-
-    def on_finish_update(self, values: dict, arrays: dict) -> None:
-        self._engine.finish_update()
-
-    def on_load_adapter(self, values: dict, arrays: dict) -> None:
-        self._engine.load_adapter(values["name"], values["number"], values["folder"])
-
-    def on_read_tensor(self, values: dict, arrays: dict) -> Any:
-        parts = self._engine.read_tensor(values["name"])
-        return {}, {str(worker): part.numpy() for worker, part in enumerate(parts)}
-
-
-def _responses(finished: Sequence[Any]) -> Result:
-    """Completed responses as one message: tokens and log-probs of all in a row, and their lengths."""
-    cached = float(sum(response.num_cached_tokens for response in finished))
-    return {
-        "finish_reasons": [response.finish_reason for response in finished],
-        "stats": {"cached_tokens": cached},
-    }, {
-        "tokens": np.array([token for response in finished for token in response.token_ids], np.int64),
-        "log_probs": np.array([value for response in finished for value in response.log_probs], np.float32),
-        "lengths": np.array([len(response.token_ids) for response in finished], np.int64),
-    }
+    def _say_alive(self, progress: str) -> None:
+        if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
+            self._spoken_s = time.monotonic()
+            self._channel.send(Alive(progress))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -194,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     sock = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
     with contextlib.suppress(ChannelClosed):
-        Server(Channel(sock)).run()
+        Server(Channel(sock, FromWorker)).run()
     sys.stdout.flush()
     os._exit(0)  # vLLM's own teardown can hang; nothing is left to save
 

@@ -1,25 +1,17 @@
 """A stream of requests to a vLLM engine's process, which admits them between two of its steps."""
 
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from dataclasses import replace
+from typing import Protocol
 
 from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream
 from siirl.engines.rollout.call_limits import COMPLETE, check_finite
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.vllm.engine_process import EngineProcess, Reply
+from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.vllm.messages import Abort, Finished, Response, Submit
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A request in the engine's process."""
-
-    key: Key
-    num_prompt_tokens: int
 
 
 class StreamRouter:
@@ -31,7 +23,7 @@ class StreamRouter:
     def __init__(self, process: EngineProcess) -> None:
         self.process = process
         self._lock = threading.Lock()
-        self._boxes: dict[str, list[Reply]] = {}
+        self._boxes: dict[str, list[Finished]] = {}
         self._failure: RolloutError | ConfigError | None = None
 
     def open(self, stream: str) -> None:
@@ -41,14 +33,14 @@ class StreamRouter:
                 self._failure = None
             self._boxes[stream] = []
 
-    def submit(self, arrays: dict[str, np.ndarray], first: bool, **values: Any) -> None:
+    def submit(self, message: Submit, first: bool) -> None:
         """Send requests. first: the stream was idle."""
         with self._lock:
             if first:
                 self.process.expect()
-            self.process.send("submit", arrays, **values)
+            self.process.send(message)
 
-    def listen(self, stream: str, timeout_s: float) -> list[Reply]:
+    def listen(self, stream: str, timeout_s: float) -> list[Finished]:
         """What is there for a stream; waits up to timeout_s for the first. Errors reach all streams."""
         with self._lock:
             if self._failure is not None:
@@ -66,35 +58,26 @@ class StreamRouter:
                 self._failure = RolloutError(
                     f"requests ended: stream {stream!r} of the same engine was closed"
                 )
-                self.process.ask("abort")
+                self.process.ask(Abort())
 
     def _receive(self, timeout_s: float) -> None:
         try:
-            replies = self.process.listen(timeout_s)
+            found = self.process.listen(timeout_s)
         except (RolloutError, ConfigError) as error:
             self._failure = error
             raise
-        for reply in replies:
-            for stream, part in _by_stream(*reply).items():
+        for finished in found:
+            stats = finished.stats  # what the engine counted meanwhile goes to the first stream
+            for stream, responses in _by_stream(finished.responses).items():
                 if stream in self._boxes:
-                    self._boxes[stream].append(part)
+                    self._boxes[stream].append(Finished(responses, stats))
+                stats = {}
 
 
-def _by_stream(values: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, Reply]:
-    """A reply cut into those of each stream; what the engine counted meanwhile goes to the first."""
-    rows: dict[str, list[int]] = {}
-    for row, name in enumerate(values["names"]):
-        rows.setdefault(name.rpartition("_")[0], []).append(row)
-    if len(rows) == 1:
-        return {stream: (values, arrays) for stream in rows}
-    bounds = np.cumsum(arrays["lengths"])[:-1]
-    pieces = {name: np.split(arrays[name], bounds) for name in ("tokens", "log_probs")}
-    parts: dict[str, Reply] = {}
-    for stream, mine in rows.items():
-        own = {name: [values[name][row] for row in mine] for name in ("names", "finish_reasons")}
-        stats = {"cached_tokens": 0.0} if parts else values["stats"]
-        cut = {name: np.concatenate([pieces[name][row] for row in mine]) for name in pieces}
-        parts[stream] = (own | {"stats": stats}, cut | {"lengths": arrays["lengths"][mine]})
+def _by_stream(responses: Sequence[Response]) -> dict[str, list[Response]]:
+    parts: dict[str, list[Response]] = defaultdict(list)
+    for response in responses:
+        parts[response.name.rpartition("_")[0]].append(response)
     return parts
 
 
@@ -108,7 +91,7 @@ class StreamedEngine(Protocol):
         """See VLLMRollout."""
         ...
 
-    def count(self, stats: dict[str, float], prompt_tokens: int) -> None:
+    def count(self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float]) -> None:
         """See VLLMRollout."""
         ...
 
@@ -121,7 +104,7 @@ class VLLMStream(RolloutStream):
     ) -> None:
         """adapter: name of the LoRA adapter that its requests are for."""
         self._engine, self._router, self._dtype, self._adapter = engine, router, dtype, adapter
-        self._pending: dict[str, Pending] = {}  # under the names that the process knows
+        self._pending: dict[str, Request] = {}  # under the names that the process knows
         self._refused: list[tuple[Key, EpisodeFailed]] = []
         self._num_submitted = 0
         self._name = engine.name
@@ -135,61 +118,51 @@ class VLLMStream(RolloutStream):
         """See RolloutStream; wakes the engine's KV cache. RolloutError also when the process died."""
         if not requests:
             return
-        keys = [*(pending.key for pending in self._pending.values()), *(key for key, _ in self._refused)]
+        keys = [*(request.key for request in self._pending.values()), *(key for key, _ in self._refused)]
         refused = self._engine.check_requests(requests, keys)
         self._refused += refused.items()
         requests = [request for request in requests if request.key not in refused]
         if not requests:
             return
-        names = [f"{self._name}_{self._num_submitted + index}" for index in range(len(requests))]
-        self._num_submitted += len(requests)
-        arrays = {
-            "prompts": np.array([token for request in requests for token in request.prompt], np.int64),
-            "prompt_lengths": np.array([len(request.prompt) for request in requests], np.int64),
-            "seeds": np.array([derive_seed(request.seed, 0) for request in requests], np.int64),
-        }
-        params = [vars(request.params) for request in requests]
-        first = not self._pending
-        self._router.submit(arrays, first, names=names, params=params, adapter=self._adapter)
-        for name, request in zip(names, requests, strict=True):
-            self._pending[name] = Pending(request.key, len(request.prompt))
+        named = {f"{self._name}_{self._num_submitted + i}": request for i, request in enumerate(requests)}
+        self._num_submitted += len(named)
+        drawn = [
+            replace(request, key=name, seed=derive_seed(request.seed, 0)) for name, request in named.items()
+        ]
+        self._router.submit(Submit(drawn, self._adapter), first=not self._pending)
+        self._pending |= named
 
     def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream. RolloutError for log-probs that are not finite: the weights are broken."""
         if self._refused or not self._pending:
             refused, self._refused = self._refused, []
             return refused
-        replies = self._router.listen(self._name, timeout_s)
-        return [answer for reply in replies for answer in self._answers(*reply)]
+        found = self._router.listen(self._name, timeout_s)
+        return [answer for finished in found for answer in self._answers(finished)]
 
     def close(self) -> None:
         """See RolloutStream. RolloutError if the process died."""
         pending, self._pending, self._refused = bool(self._pending), {}, []
         self._router.close(self._name, pending)
 
-    def _answers(
-        self, values: dict[str, Any], arrays: dict[str, np.ndarray]
-    ) -> list[tuple[Key, Completion | EpisodeFailed]]:
+    def _answers(self, finished: Finished) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """The responses that one step of the engine has ended."""
-        reasons, version = values["finish_reasons"], self._engine.weight_version
-        bounds = np.cumsum(arrays["lengths"])[:-1]
-        parts = (np.split(arrays[name], bounds) for name in ("tokens", "log_probs"))
         completions: list[tuple[Key, Completion]] = []
         broken: list[tuple[Key, EpisodeFailed]] = []
         prompt_tokens = 0
-        for name, reason, tokens, log_probs in zip(values["names"], reasons, *parts, strict=True):
-            pending = self._pending.pop(name, None)
-            if pending is None:
+        for response in finished.responses:
+            request = self._pending.pop(response.name, None)
+            if request is None:
                 raise RolloutError(
                     f"rollout engine {self._engine.name!r} answered a request that is not pending."
                 )
-            prompt_tokens += pending.num_prompt_tokens
+            prompt_tokens += len(request.prompt)
+            reason = response.finish_reason
             if reason not in COMPLETE:
                 text = f"rollout engine {self._engine.name!r} ended the response with {reason}: incomplete."
-                broken.append((pending.key, EpisodeFailed(text, kind="request")))
+                broken.append((request.key, EpisodeFailed(text, kind="request")))
                 continue
-            completion = Completion(tokens.tolist(), log_probs.tolist(), reason, version)
-            completions.append((pending.key, completion))
+            completions.append((request.key, response.completion(self._engine.weight_version)))
         check_finite(((f"request {key!r}", completion) for key, completion in completions), self._dtype)
-        self._engine.count(values["stats"], prompt_tokens)
+        self._engine.count(finished.responses, prompt_tokens, finished.stats)
         return [*completions, *broken]

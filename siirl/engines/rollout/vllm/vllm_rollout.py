@@ -8,7 +8,6 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,6 +38,7 @@ from siirl.engines.rollout.vllm.lora_adapters import (
     base_alone,
     load_adapter,
 )
+from siirl.engines.rollout.vllm.messages import Generate, Response, Start
 from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
 from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
 from siirl.engines.rollout.vllm.version import vllm_version
@@ -126,7 +126,7 @@ class VLLMRollout(RolloutEngine):
             if plan.adapters:
                 arguments |= adapter_arguments(plan.adapters)
             with phase("start_vllm"):
-                self._process.ask("start", arguments=arguments)
+                self._process.ask(Start(arguments))
         self._meet()
 
     def generate(
@@ -141,15 +141,8 @@ class VLLMRollout(RolloutEngine):
         self._limits.check(self._state, prompts, params, seeds)
         if not prompts:
             return []
-        result = self._generate(prompts, params, seeds) if self._leads else None
-        reasons, arrays = self._share(result)
-        bounds = np.cumsum(arrays["lengths"])[:-1]
-        tokens = [part.tolist() for part in np.split(arrays["tokens"], bounds)]
-        log_probs = [part.tolist() for part in np.split(arrays["log_probs"], bounds)]
-        samples = [
-            Completion(ids, values, reason, self.weight_version)
-            for ids, values, reason in zip(tokens, log_probs, reasons, strict=True)
-        ]
+        responses = self._share(self._generate(prompts, params, seeds) if self._leads else None)
+        samples = [response.completion(self.weight_version) for response in responses]
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
         check_finite(
             (
@@ -175,9 +168,10 @@ class VLLMRollout(RolloutEngine):
         self._wake_cache()
         return refused
 
-    def count(self, stats: dict[str, float], prompt_tokens: int) -> None:
-        """Keep vLLM's statistics for drain_metrics; prompt_tokens: of the responses that they tell of."""
-        self._metrics.mean("rollout/prefix_cache_hits", stats["cached_tokens"], prompt_tokens)
+    def count(self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float]) -> None:
+        """Keep what vLLM says for drain_metrics; prompt_tokens: of the responses."""
+        cached = float(sum(response.num_cached_tokens for response in responses))
+        self._metrics.mean("rollout/prefix_cache_hits", cached, prompt_tokens)
         for name, metric in (
             ("vllm:num_preemptions", "rollout/vllm_preemptions_total"),
             ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
@@ -288,27 +282,21 @@ class VLLMRollout(RolloutEngine):
     def read_tensor(self, name: str) -> list[Tensor]:
         """A parameter under vLLM's own name, of each of its workers; float32. For checks; first rank only."""
         assert self._process is not None
-        _, arrays = self._process.ask("read_tensor", name=name)
-        return [torch.from_numpy(array.copy()) for array in arrays.values()]
+        parts = self._process.call("read_tensor", name=name)
+        return [torch.tensor(values).view(shape) for values, shape in parts]
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> tuple[list[str], dict[str, np.ndarray]]:
+    ) -> list[Response]:
         self._wake_cache()
         table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
-        arrays = {
-            "prompts": np.array([token for prompt in prompts for token in prompt], np.int64),
-            "prompt_lengths": np.array([len(prompt) for prompt in prompts], np.int64),
-            "seeds": np.array(table, np.int64),
-        }
+        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter)
         assert self._process is not None
         with phase("generate", rows=params.n * len(prompts)):
-            values, results = self._process.ask(
-                "generate", arrays, params=dataclasses.asdict(params), adapter=self._adapter
-            )
-        check_complete_responses(values["finish_reasons"], self.name)
-        self.count(values["stats"], params.n * sum(len(prompt) for prompt in prompts))
-        return values["finish_reasons"], results
+            answer = self._process.ask(asked)
+        check_complete_responses((response.finish_reason for response in answer.responses), self.name)
+        self.count(answer.responses, params.n * sum(len(prompt) for prompt in prompts), answer.stats)
+        return answer.responses
 
     def _wake_cache(self) -> None:
         if self._engine.keeps_weights:
@@ -361,10 +349,10 @@ class VLLMRollout(RolloutEngine):
         ]
         return max(max(sizes), min(sum(sizes), BUCKET_BYTES))
 
-    def _tell(self, kind: str, **values: Any) -> None:
-        """A request without a result; only the first rank of the shard sends it."""
+    def _tell(self, method: str, **arguments: Any) -> None:
+        """Have the engine do something that has no result; the first rank of the shard does."""
         if self._process is not None:
-            self._process.ask(kind, **values)
+            self._process.call(method, **arguments)
 
     def _join_shard(self, plan: ModelPlan, groups: ProcessGroupManager | None) -> None:
         """The ranks that share this engine, and whether this rank is their first."""
@@ -391,9 +379,7 @@ class VLLMRollout(RolloutEngine):
         dist.all_gather_object(parts, mine, group=self._group)
         return parts
 
-    def _share(
-        self, result: tuple[list[str], dict[str, np.ndarray]] | None
-    ) -> tuple[list[str], dict[str, np.ndarray]]:
+    def _share(self, result: list[Response] | None) -> list[Response]:
         """The first rank's result, on all ranks of the shard."""
         box = [result]
         if self._group is not None:

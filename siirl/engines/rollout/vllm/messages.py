@@ -1,0 +1,111 @@
+"""What a worker and the process of its vLLM engine say to each other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from siirl.engines.rollout.base import Completion, Request, SamplingParams
+from siirl.engines.rollout.channel import Message
+
+
+class Start(Message):
+    """Start the engine: the first message. Answered by Done."""
+
+    arguments: dict[str, Any]
+    """Of vLLM's EngineArgs."""
+
+
+class Call(Message):
+    """Call a method of NativeEngine. Answered by Done with what it returns."""
+
+    method: str
+    arguments: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """See Message: the method's name."""
+        return self.method
+
+
+class Generate(Message):
+    """Answered by Generated: a response for each seed of each prompt, in this order."""
+
+    prompts: Sequence[Sequence[int]]
+    params: SamplingParams
+    """With n = 1."""
+    seeds: list[list[int]]
+    adapter: str | None
+    """Name of a loaded one; None: the model alone."""
+
+
+class Submit(Message):
+    """Let requests join those that run. Each is answered by itself, by and by, in a Finished."""
+
+    requests: list[Request]
+    """Under keys "STREAM_number", with the seeds of their samples."""
+    adapter: str | None
+
+
+class Abort(Message):
+    """Forget all requests that were submitted. Answered by Done."""
+
+
+class Stop(Message):
+    """End the process. Not answered."""
+
+
+class Response(msgspec.Struct, frozen=True):
+    """A response that vLLM has completed."""
+
+    name: str
+    """Key of its request."""
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+    num_cached_tokens: int
+    """Of the prompt, in the prefix cache."""
+
+    def completion(self, weight_version: int) -> Completion:
+        """What an engine's caller gets of it."""
+        return Completion(self.token_ids, self.log_probs, self.finish_reason, weight_version)
+
+
+class Done(Message):
+    """The answer to a message that could be followed."""
+
+    result: Any = None
+
+
+class Generated(Message):
+    """The answer to Generate."""
+
+    responses: list[Response]
+    stats: dict[str, float]
+    """See NativeEngine.stats."""
+
+
+class Finished(Message):
+    """Submitted requests that a step of the engine has completed."""
+
+    responses: list[Response]
+    stats: dict[str, float]
+    """None while others run."""
+
+
+class Alive(Message):
+    """Sent about every second by the thread that runs the engine, while it generates."""
+
+    progress: str
+
+
+class Failed(Message):
+    """The answer to a message that failed; of_stream: the end of all requests that were submitted."""
+
+    text: str
+    user_error: bool
+    of_stream: bool
+
+
+FromWorker = Start | Call | Generate | Submit | Abort | Stop
+FromEngine = Done | Generated | Finished | Alive | Failed
