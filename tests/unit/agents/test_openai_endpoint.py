@@ -1,6 +1,7 @@
 """External agents over real HTTP on this machine: what they are asked, what they say, and what goes wrong."""
 
 import asyncio
+import dataclasses
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from siirl.agents.pump import Pump
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Request, SamplingParams
+from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.openai_endpoint import BEGIN, Messages
 from siirl.errors import EpisodeFailed, NotSupportedError
 from siirl.parallel.dims import ParallelDims
@@ -131,6 +132,11 @@ def test_a_service_that_says_nothing_is_left_at_its_deadline():
     with serving(lambda message: time.sleep(1) or says("late")) as service:
         (failed,) = ask_all(engine_at(service.url, "max_tries=1", "timeout_s=0.2"), [CHAT])
     assert isinstance(failed, EpisodeFailed) and "timed out" in str(failed)
+
+
+def test_agents_know_a_turn_by_the_fields_of_a_completion():
+    names = [[field.name for field in dataclasses.fields(kind)] for kind in (Generated, Completion)]
+    assert names[0] == names[1]
 
 
 def test_tools_of_an_external_agent_are_refused():

@@ -19,7 +19,7 @@ import torch
 from fixtures_tiny import make_tiny_model_dir
 
 from siirl.config import load_config
-from siirl.engines.rollout.base import Request, SamplingParams
+from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.vllm import version
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, physical_gpu
@@ -124,9 +124,10 @@ def test_a_prompt_may_be_any_sequence_of_numbers(prompt):
 def test_numbers_that_are_none_arrive_as_such():
     one, other = (Channel(end, FromEngine) for end in socket.socketpair())
     values = [math.nan, -math.inf, -0.1, np.float32(-0.1).item()]
-    one.send(Finished([Response("x_0", [1, 2, 3, 4], values, "stop", 0)], {"gauge": 0.5}))
+    one.send(Finished([Response("x_0", Completion([1, 2, 3, 4], values, "stop", 0), 0)], {"gauge": 0.5}))
     (response,) = other.receive().responses
-    assert math.isnan(response.log_probs[0]) and response.log_probs[1:] == values[1:]
+    got = response.completion.log_probs
+    assert math.isnan(got[0]) and got[1:] == values[1:]
 
 
 def test_a_host_buffer_is_seen_by_who_opens_its_place_and_leaves_nothing_behind():

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
-from siirl.engines.rollout.vllm.messages import Finished, Response
+from siirl.engines.rollout.vllm.messages import UNKNOWN, Finished, Response
 from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
 from siirl.errors import EpisodeFailed, RolloutError
 
@@ -42,7 +42,11 @@ class Board:
 
     def listen(self, stream, timeout_s):
         ends = enumerate(zip(self.names, self.ends, strict=True))
-        return [Finished([Response(name, [i], [value], end, 0) for i, (name, (end, value)) in ends], {})]
+        return [Finished([ended(name, i, value, end) for i, (name, (end, value)) in ends], {})]
+
+
+def ended(name, token, log_prob=-1.0, reason="stop"):
+    return Response(name, Completion([token], [log_prob], reason, UNKNOWN), 0)
 
 
 def stream_of(*ends):
@@ -97,9 +101,6 @@ class Process:
 
 
 def test_each_stream_of_an_engine_gets_its_own_answers_whoever_listens():
-    def ended(name, token):
-        return Response(name, [token], [-1.0], "stop", 2)
-
     mixed = Finished([ended("b_0", 1), ended("a_0", 2), ended("gone_0", 3), ended("b_1", 4)], {"gauge": 0.5})
     process, engines = Process([mixed, Finished([ended("a_1", 5)], {})]), {}
     router, streams = StreamRouter(process), {}

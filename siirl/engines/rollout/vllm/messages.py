@@ -1,12 +1,16 @@
 """What a worker and the process of its vLLM engine say to each other."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Message
+
+UNKNOWN = -1
+"""Weight version of what vLLM's process completes."""
 
 
 class Start(Message):
@@ -60,15 +64,14 @@ class Response(msgspec.Struct, frozen=True):
 
     name: str
     """Key of its request."""
-    token_ids: list[int]
-    log_probs: list[float]
-    finish_reason: str
+    completion: Completion
+    """With vLLM's finish_reason, and weight_version UNKNOWN: the worker counts the versions."""
     num_cached_tokens: int
     """Of the prompt, in the prefix cache."""
 
-    def completion(self, weight_version: int) -> Completion:
-        """What an engine's caller gets of it."""
-        return Completion(self.token_ids, self.log_probs, self.finish_reason, weight_version)
+    def at_version(self, weight_version: int) -> Completion:
+        """The completion, of these weights."""
+        return replace(self.completion, weight_version=weight_version)
 
 
 class Done(Message):

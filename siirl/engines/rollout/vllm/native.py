@@ -27,9 +27,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from siirl.engines.rollout.base import Request
+from siirl.engines.rollout.base import Completion, Request
 from siirl.engines.rollout.sampling import invert, uniforms
-from siirl.engines.rollout.vllm.messages import Response
+from siirl.engines.rollout.vllm.messages import UNKNOWN, Response
 from siirl.engines.rollout.vllm.shared_buffer import open_buffer
 from siirl.errors import ConfigError
 from siirl.spelling import suggest
@@ -90,17 +90,16 @@ class NativeEngine:
         finished = []
         for output in self._engine.step():
             if output.finished:
-                response = output.outputs[0]
-                flat = response.logprobs
-                finished.append(
-                    Response(
-                        output.request_id.split("-")[0],
-                        list(response.token_ids),
-                        [flat.logprobs[start] for start in flat.start_indices],
-                        response.finish_reason or "unknown",
-                        output.num_cached_tokens or 0,
-                    )
+                sampled = output.outputs[0]
+                flat = sampled.logprobs
+                completion = Completion(
+                    token_ids=list(sampled.token_ids),
+                    log_probs=[flat.logprobs[start] for start in flat.start_indices],
+                    finish_reason=sampled.finish_reason or "unknown",
+                    weight_version=UNKNOWN,
                 )
+                name = output.request_id.split("-")[0]
+                finished.append(Response(name, completion, output.num_cached_tokens or 0))
         return finished
 
     def abort(self, request_ids: list[str]) -> None:

@@ -157,12 +157,12 @@ class VLLMStream(RolloutStream):
                     f"rollout engine {self._engine.name!r} answered a request that is not pending."
                 )
             prompt_tokens += len(request.prompt)
-            reason = response.finish_reason
+            reason = response.completion.finish_reason
             if reason not in COMPLETE:
                 text = f"rollout engine {self._engine.name!r} ended the response with {reason}: incomplete."
                 broken.append((request.key, EpisodeFailed(text, kind="request")))
                 continue
-            completions.append((request.key, response.completion(self._engine.weight_version)))
+            completions.append((request.key, response.at_version(self._engine.weight_version)))
         check_finite(((f"request {key!r}", completion) for key, completion in completions), self._dtype)
         self._engine.count(finished.responses, prompt_tokens, finished.stats)
         return [*completions, *broken]

@@ -142,7 +142,7 @@ class VLLMRollout(RolloutEngine):
         if not prompts:
             return []
         responses = self._share(self._generate(prompts, params, seeds) if self._leads else None)
-        samples = [response.completion(self.weight_version) for response in responses]
+        samples = [response.at_version(self.weight_version) for response in responses]
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
         check_finite(
             (
@@ -294,7 +294,7 @@ class VLLMRollout(RolloutEngine):
         assert self._process is not None
         with phase("generate", rows=params.n * len(prompts)):
             answer = self._process.ask(asked)
-        check_complete_responses((response.finish_reason for response in answer.responses), self.name)
+        check_complete_responses((one.completion.finish_reason for one in answer.responses), self.name)
         self.count(answer.responses, params.n * sum(len(prompt) for prompt in prompts), answer.stats)
         return answer.responses
 
