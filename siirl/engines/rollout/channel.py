@@ -17,6 +17,7 @@ class Message(msgspec.Struct, frozen=True, tag=lambda name: re.sub(r"\B(?=[A-Z])
     """What one side says to the other: a type for each kind.
 
     Fields may be dataclasses, as Request and Completion are: what is added to one of them crosses by itself.
+    Texts of errors, which quote anything, are made printable first: halves of surrogate pairs cannot cross.
     """
 
     @property

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, check_keys
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
+from siirl.observe.printable import printable
 
 ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0
 TOKEN_BYTES = 32
@@ -103,7 +104,7 @@ class Connection:
     def refuse(self, text: str) -> None:
         """Say why there will be no more answers."""
         with contextlib.suppress(ChannelClosed):
-            self.channel.send(Failed(text))
+            self.channel.send(Failed(printable(text)))
 
 
 class StreamServer:
@@ -337,7 +338,7 @@ class RemoteStream(RolloutStream):
     def fail(self, text: str) -> None:
         """Tell the server that this rank cannot go on, and why; from any thread. Then close the stream."""
         with contextlib.suppress(RolloutError):
-            self._send(Failed(text))
+            self._send(Failed(printable(text)))
 
     def close(self) -> None:
         """See RolloutStream. The server is told that this rank is done."""
@@ -407,5 +408,5 @@ def _configure(sock: socket.socket, deadline_s: float) -> None:
 
 def _answer(key: Key, answer: Completion | EpisodeFailed) -> Finished | Unanswered:
     if isinstance(answer, EpisodeFailed):
-        return Unanswered(key, str(answer), answer.kind)
+        return Unanswered(key, printable(str(answer)), answer.kind)
     return Finished(key, answer)

@@ -36,13 +36,13 @@ class Script(RolloutStream):
         time.sleep(self.frozen_s)
         ready = sorted((r for r in self.waiting if r.prompt[0]), key=lambda r: r.prompt[0])
         if any(request.prompt[0] == 13 for request in ready):
-            raise RolloutError("engine 'x' cannot read 13")
+            raise RolloutError("engine 'x' cannot read 13\udcff")
         self.waiting = [request for request in self.waiting if request not in ready]
         return [(r.key, self.answer(r.prompt[0])) for r in ready]
 
     def answer(self, p):
         if p == 12:
-            return EpisodeFailed("engine 'x' has no answer to 12", kind="request")
+            return EpisodeFailed("engine 'x' has no answer to 12\udcff", kind="request")
         return Completion([p + 1, 5], [-0.5, -0.25], "stop", 7)
 
     def close(self):
@@ -115,7 +115,7 @@ def test_a_request_that_fails_alone_reaches_its_asker_as_that():
     assert answers.pop("key 3").token_ids == [4, 5]
     (failed,) = answers.values()
     assert isinstance(failed, EpisodeFailed) and failed.kind == "request"
-    assert str(failed) == "engine 'x' has no answer to 12"
+    assert str(failed) == r"engine 'x' has no answer to 12\udcff"
 
 
 def test_each_stream_of_a_rank_belongs_to_one_session_also_if_it_comes_early():
@@ -171,10 +171,19 @@ def test_a_failure_of_the_engine_reaches_both_sides():
     with serving(script, [0]) as (address, errors):
         client = RemoteStream(address, 0, 10.0)
         ask(client, 13)
-        with pytest.raises(RolloutError, match=r"rank 5 .*'agent_1.rollout', failed: .*cannot read 13"):
+        with pytest.raises(RolloutError, match=r"rank 5 .*'agent_1.rollout', failed: .*read 13\\udcff"):
             collected(client)
         client.close()
     assert "cannot read 13" in str(errors[0]) and script.closed == 1
+
+
+def test_a_client_that_fails_says_why_whatever_the_words():
+    with serving(Script(), [2]) as (address, errors):
+        client = RemoteStream(address, 2, 10.0)
+        client.fail("ValueError: no \udcff\nin the file")
+        client.close()
+    assert isinstance(errors[0], PeerError)
+    assert str(errors[0]).endswith("to, failed: ValueError: no \\udcff\nin the file")
 
 
 def test_a_client_that_dies_is_named():

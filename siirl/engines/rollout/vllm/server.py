@@ -39,6 +39,7 @@ from siirl.engines.rollout.vllm.messages import (
     Submit,
 )
 from siirl.errors import UserError
+from siirl.observe.printable import printable
 
 ALIVE_EVERY_S = 1.0
 PR_SET_PDEATHSIG = 1
@@ -103,7 +104,7 @@ class Server:
                 self._abort()
             known = isinstance(error, UserError)
             text = str(error) if known else f"{type(error).__name__}: {error}"
-            self._channel.send(Failed(text, known, of_stream))
+            self._channel.send(Failed(printable(text), known, of_stream))
 
     def _submit(self, submitted: Submit) -> None:
         for request in submitted.requests:

@@ -283,7 +283,7 @@ class VLLMRollout(RolloutEngine):
         """A parameter under vLLM's own name, of each of its workers; float32. For checks; first rank only."""
         assert self._process is not None
         parts = self._process.call("read_tensor", name=name)
-        return [torch.tensor(values).view(shape) for values, shape in parts]
+        return [torch.tensor(values, dtype=torch.float32).view(shape) for values, shape in parts]
 
     def _generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
