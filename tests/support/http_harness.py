@@ -41,8 +41,11 @@ class Service:
                     self.send_header(name, value)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
+                self.wfile.write(body)
+
+            def handle(self):
                 with contextlib.suppress(ConnectionError):  # nobody waits any more
-                    self.wfile.write(body)
+                    super().handle()
 
             def log_message(self, *arguments):
                 """Quiet."""

@@ -1,6 +1,7 @@
 """Typed messages over a socket, to an engine's process or another rank: a length, then msgpack. No pickle."""
 
 import contextlib
+import logging
 import math
 import re
 import select
@@ -9,6 +10,8 @@ import struct
 from typing import Any
 
 import msgspec
+
+log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")  # bytes of the message
 
@@ -57,9 +60,13 @@ class Channel:
         return bool(poll.poll(math.ceil(timeout_s * 1000)))
 
     def receive(self) -> Any:
-        """The next message. ChannelClosed at the end."""
+        """The next message. ChannelClosed at the end, and for one that is no message of the other side's."""
         (size,) = _LENGTH.unpack(self.read(_LENGTH.size))
-        return self._decoder.decode(self.read(size))
+        try:
+            return self._decoder.decode(self.read(size))
+        except msgspec.DecodeError as error:
+            log.error("a message cannot be read: %s", error)
+            raise ChannelClosed(str(error)) from error
 
     def read(self, size: int) -> bytearray:
         """The next bytes, outside of a message. ChannelClosed at the end."""

@@ -71,12 +71,10 @@ class Server:
                     self._guarded(False, self._answer, message)
 
     def _read(self) -> None:
-        try:
-            with contextlib.suppress(ChannelClosed):
-                while True:
-                    self._inbox.put(self._channel.receive())
-        finally:  # also after a message that cannot be read: the end of the process shows it at once
-            self._inbox.put(None)
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                self._inbox.put(self._channel.receive())
+        self._inbox.put(None)
 
     def _answer(self, message: FromWorker) -> None:
         answer: Done | Generated = Done()
