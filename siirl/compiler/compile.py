@@ -30,14 +30,13 @@ from siirl.compiler.resolved_node import ResolvedNode, check_node_config, resolv
 from siirl.compiler.serving import heads_of, place_interactions, serving_ranks
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config import Config
-from siirl.config.algorithm_choice import estimator_of
 from siirl.config.checks import contradictions
 from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
-from siirl.dag.idle_nodes import without_idle
+from siirl.dag.idle_nodes import idle_nodes
 from siirl.dag.node_config import with_node_config
 from siirl.dag.ops import uses_critic
-from siirl.dag.spec import DagSpec
+from siirl.dag.spec import DagSpec, dag_spec
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import DagError, Place, UserError, joined
 from siirl.findings import Findings, ReadsBroken
@@ -93,7 +92,7 @@ def template_of(cfg: Config) -> str:
     """The file in dag_templates/ that fits the algorithm."""
     if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
         return "dapo.yaml"
-    if estimator_of(cfg).uses_greedy:
+    if cfg.algorithm.estimator.uses_greedy:
         return "remax.yaml"
     if cfg.reward_model.enable:
         return "ppo_reward_model.yaml" if uses_critic(cfg) else "grpo_reward_model.yaml"
@@ -129,28 +128,28 @@ def _compile(dag: DagSpec, cfg: Config, world_size: int, found: Findings) -> tup
 
 
 def _read(dag: DagSpec, found: Findings) -> tuple[DagSpec, dict[str, str], Graph | None]:
-    """The DAG with its filters as nodes, without nodes that compute nothing; why each of these is left out.
+    """The DAG with its filters as nodes, without those that compute nothing; why each of these is left out.
 
-    And the graph, where that is the one of all nodes already.
+    And the graph of the nodes that are left; None if there is something wrong with it.
     """
     filtered = with_filters(dag)
     with found.at():
-        graph = build_graph(filtered)
-        busy, idle = without_idle(filtered)
-        return busy, idle, None if idle else graph
+        graph, idle = build_graph(filtered), idle_nodes(filtered)
+        busy = [node for node in filtered.nodes if node.node_id not in idle]
+        return dag_spec(dag.dag_id, busy), idle, graph.without(idle)
     return filtered, {}, None
 
 
 def _resolve(dag: DagSpec, graph: Graph | None, cfg: Config, found: Findings) -> Workflow:
     """The nodes with op and configuration, environments among them, and who depends on whom."""
     nodes = resolve_nodes(dag, cfg, found)
-    if len(nodes) < len(dag.nodes):
+    if graph is None or len(nodes) < len(dag.nodes):
         found.close()
         raise ReadsBroken
-    whole = with_environments(dag, nodes)
-    if whole is not dag:
-        nodes, graph = resolve_nodes(whole, cfg, found, nodes), None
-    return Workflow(graph or build_graph(whole), nodes)
+    whole, environments = with_environments(dag, nodes)
+    if not environments:
+        return Workflow(graph, nodes)
+    return Workflow(graph.with_followers(environments), resolve_nodes(whole, cfg, found, nodes))
 
 
 def _interact(workflow: Workflow, found: Findings) -> Workflow:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from siirl.config.algorithm_table import LOSSES, losses_with
+from siirl.config.algorithm_table import LOSSES, OWN_LOSS, PolicyLoss, losses_with
 from siirl.config.common import (
     CheckpointConfig,
     ForwardMegatronConfig,
@@ -145,6 +145,16 @@ class ActorConfig:
     use_cpgd_loss: bool = key(False, "short for policy_loss.loss_mode=cpgd")
     policy_drift_coeff: float = key(0.0, "weight of the policy drift in the cpgd loss", low=0)
     data_loader_seed: int = key(None, "seed of shuffle", when="shuffle")
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the policy loss."""
+        return "cpgd" if self.use_cpgd_loss else self.policy_loss.loss_mode
+
+    @property
+    def loss(self) -> PolicyLoss:
+        """What is known of the policy loss."""
+        return LOSSES.get(self.loss_name, OWN_LOSS)
 
 
 @dataclass(frozen=True)

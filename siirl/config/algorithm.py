@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config.actor import EMBODIED, KL_TYPES
-from siirl.config.algorithm_table import ESTIMATORS, GROUPED, estimators_with
+from siirl.config.algorithm_table import ESTIMATORS, GROUPED, OWN_ESTIMATOR, Estimator, estimators_with
 from siirl.config.keys import group, key
 
 
@@ -129,3 +129,13 @@ class AlgorithmConfig:
         "how: reweight_method (pow, max_min, max_random) and, for pow, weight_pow",
         when="use_pf_ppo",
     )
+
+    @property
+    def estimator(self) -> Estimator:
+        """What is known of the advantage estimator."""
+        return ESTIMATORS.get(self.adv_estimator, OWN_ESTIMATOR)
+
+    @property
+    def may_use_critic(self) -> bool:
+        """Whether the estimator uses a critic; an estimator of the user's own may."""
+        return self.estimator.uses_critic or ":" in self.adv_estimator

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator
 
-from siirl.config.algorithm_choice import estimator_of, may_use_critic
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.common import OptimConfig
 from siirl.config.root import Config, all_keys
@@ -51,7 +50,7 @@ def _batch(cfg: Config) -> Iterator[str]:
         ("critic", cfg.critic.ppo_mini_batch_size),
     ):
         follows = mini == cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-        if not batch % mini or (group == "critic" and (follows or not may_use_critic(cfg))):
+        if not batch % mini or (group == "critic" and (follows or not cfg.algorithm.may_use_critic)):
             continue
         why = "is larger than" if mini > batch else "does not divide"
         fix = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
@@ -64,7 +63,7 @@ def _batch(cfg: Config) -> Iterator[str]:
 
 def _groups(cfg: Config) -> Iterator[str]:
     n, estimator = cfg.actor_rollout_ref.rollout.n, cfg.algorithm.adv_estimator
-    if estimator_of(cfg).compares_groups and n < 2:
+    if cfg.algorithm.estimator.compares_groups and n < 2:
         yield (
             f"actor_rollout_ref.rollout.n={n} with algorithm.adv_estimator={estimator}: the advantage is "
             "relative to the other samples of a prompt, and there are none. Set "
@@ -278,7 +277,7 @@ def _resampling(cfg: Config) -> Iterator[str]:
 
 
 def _critic(cfg: Config) -> Iterator[str]:
-    if not may_use_critic(cfg) and cfg.trainer.critic_warmup:
+    if not cfg.algorithm.may_use_critic and cfg.trainer.critic_warmup:
         yield (
             f"trainer.critic_warmup={cfg.trainer.critic_warmup} with algorithm.adv_estimator="
             f"{cfg.algorithm.adv_estimator}, which uses no critic: nothing would be trained in these "
@@ -288,7 +287,7 @@ def _critic(cfg: Config) -> Iterator[str]:
 
 def _critic_budgets(cfg: Config) -> Iterator[str]:
     critic, rollout = cfg.critic, cfg.actor_rollout_ref.rollout
-    if not may_use_critic(cfg):
+    if not cfg.algorithm.may_use_critic:
         return
     longest = rollout.prompt_length + rollout.response_length
     for name, budget in (
@@ -305,7 +304,7 @@ def _critic_budgets(cfg: Config) -> Iterator[str]:
 
 def _critic_training(cfg: Config) -> Iterator[str]:
     critic = cfg.critic
-    if not may_use_critic(cfg):
+    if not cfg.algorithm.may_use_critic:
         return
     yield from _schedule(critic.optim, "critic.optim")
     if "model" not in critic.checkpoint.save_contents:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from siirl.config.algorithm_choice import estimator_of, policy_loss_name, policy_loss_of
 from siirl.config.aliases import POLICY
 from siirl.config.batch import batch_of
 from siirl.config.resolve import COMPUTE_DTYPE, compute_dtype, get
@@ -18,22 +17,21 @@ def default_warnings(cfg: Config) -> Iterator[str]:
 
 
 def _unlike_its_paper(cfg: Config) -> Iterator[str]:
-    mode, of_paper = "actor_rollout_ref.actor.loss_agg_mode", policy_loss_of(cfg).paper_mode
+    actor, mode = cfg.actor_rollout_ref.actor, "actor_rollout_ref.actor.loss_agg_mode"
+    default, of_paper = actor.loss_agg_mode, actor.loss.paper_mode
     if of_paper == "seq-mean-token-mean" and mode not in cfg.explicit:
-        default = cfg.actor_rollout_ref.actor.loss_agg_mode
         yield (
-            f"{mode}={default} is the default, but the paper of policy_loss.loss_mode="
-            f"{policy_loss_name(cfg)} averages over each response first. Set {mode}={of_paper} (or "
-            f"{default})."
+            f"{mode}={default} is the default, but the paper of policy_loss.loss_mode={actor.loss_name} "
+            f"averages over each response first. Set {mode}={of_paper} (or {default})."
         )
 
 
 def _averaged_advantages(cfg: Config) -> Iterator[str]:
     """Advantages that differ within a row, under a loss that takes their mean."""
-    if not policy_loss_of(cfg).row_advantage:
+    actor, algorithm = cfg.actor_rollout_ref.actor, cfg.algorithm
+    if not actor.loss.row_advantage:
         return
-    algorithm, estimator = cfg.algorithm, estimator_of(cfg)
-    credit = algorithm.credit
+    credit, estimator = algorithm.credit, algorithm.estimator
     causes = [f"adv_estimator={algorithm.adv_estimator}"] if estimator.form == "token" else []
     if estimator.form == "reward to go":
         causes += ["use_kl_in_reward=true"] if algorithm.use_kl_in_reward else []
@@ -43,7 +41,7 @@ def _averaged_advantages(cfg: Config) -> Iterator[str]:
     causes += ["credit.equal_weight=turn"] if credit.equal_weight == "turn" else []
     if causes:
         yield (
-            f"policy_loss.loss_mode={policy_loss_name(cfg)} takes the mean of a row's advantages, as its "
+            f"policy_loss.loss_mode={actor.loss_name} takes the mean of a row's advantages, as its "
             f"paper has one for a row, but algorithm.{causes[0]} gives the tokens of a row different ones: "
             "the differences are lost. Set policy_loss.loss_mode=gspo, whose ratio is that of the row as "
             "well and keeps them."
@@ -71,7 +69,7 @@ def _row_by_row(cfg: Config) -> Iterator[str]:
     passes = (
         ("actor_rollout_ref.rollout.log_prob_", "", "the old log-probs", old),
         ("actor_rollout_ref.ref.log_prob_", "", "the reference", reference),
-        ("critic.", "ppo_", "the critic", estimator_of(cfg).uses_critic),
+        ("critic.", "ppo_", "the critic", cfg.algorithm.estimator.uses_critic),
     )
     for prefix, infix, what, used in passes:
         size, dynamic = f"{prefix}{infix}micro_batch_size_per_gpu", f"{prefix}use_dynamic_bsz"

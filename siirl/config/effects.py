@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-from siirl.config.algorithm_choice import may_use_critic, policy_loss_name, policy_loss_of
 from siirl.config.aliases import ALIASES
 from siirl.config.config_warnings import default_warnings
 from siirl.config.keys import Key
@@ -71,7 +70,7 @@ def _no_reference(cfg: Config, name: str) -> str:
 
 def _no_critic(cfg: Config, name: str) -> str:
     """Why a key of the critic has no effect, or an empty string."""
-    if not name.startswith("critic.") or may_use_critic(cfg):
+    if not name.startswith("critic.") or cfg.algorithm.may_use_critic:
         return ""
     return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
 
@@ -90,8 +89,10 @@ def _other_loss(cfg: Config, name: str) -> str:
     group, _, key = name.rpartition(".")
     if group != "actor_rollout_ref.actor" or key not in LOSS_KEYS:
         return ""
-    loss = policy_loss_name(cfg)
-    return "" if ":" in loss or policy_loss_of(cfg).takes(key) else f"policy_loss.loss_mode is {loss}"
+    actor = cfg.actor_rollout_ref.actor
+    if ":" in actor.loss_name or actor.loss.takes(key):
+        return ""
+    return f"policy_loss.loss_mode is {actor.loss_name}"
 
 
 ABSENT = (_no_reference, _no_critic, _other_loss, _without)

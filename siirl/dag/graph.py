@@ -1,8 +1,9 @@
 """Who depends on whom: a read-only graph of node ids, in one order for every process and hash seed."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 
 from siirl.dag.spec import DagSpec
 from siirl.errors import DagError, Place
@@ -17,13 +18,18 @@ class Graph:
     """Topological, with the order of declaration among nodes that are free to run."""
 
     parents: dict[str, tuple[str, ...]]
-    """Of each node, as it lists them."""
+    """Of each node, as it lists them; nodes in the order of declaration."""
 
     children: dict[str, tuple[str, ...]]
     """Of each node, in the order of declaration."""
 
-    above: dict[str, frozenset[str]]
-    """All nodes that run before each node because it depends on them, directly or not."""
+    @cached_property
+    def above(self) -> dict[str, frozenset[str]]:
+        """All nodes that run before each node because it depends on them, directly or not."""
+        above: dict[str, frozenset[str]] = {}
+        for node in self.order:
+            above[node] = frozenset(self.parents[node]).union(*(above[up] for up in self.parents[node]))
+        return above
 
     def without(self, removed: Collection[str]) -> "Graph":
         """The graph of the other nodes; what a removed node depended on is passed on to its children."""
@@ -35,9 +41,17 @@ class Graph:
             for parent in self.parents[node]:
                 inherited.update(dict.fromkeys(parents[parent] if parent in removed else (parent,)))
             parents[node] = tuple(inherited)
-        left = [node for node in self.order if node not in removed]
-        above = {node: self.above[node].difference(removed) for node in left}
-        return _graph(left, {node: parents[node] for node in left}, above)
+        return _graph({node: parents[node] for node in self.parents if node not in removed})
+
+    def with_followers(self, followers: Mapping[str, str]) -> "Graph":
+        """The graph with new nodes, node -> the new one below it; what depended on the former, then depends
+        on the latter."""
+        parents: dict[str, tuple[str, ...]] = {}
+        for node in self.parents:
+            parents[node] = tuple(followers.get(parent, parent) for parent in self.parents[node])
+            if node in followers:
+                parents[followers[node]] = (node,)
+        return _graph(parents)
 
 
 def build_graph(dag: DagSpec) -> Graph:
@@ -55,7 +69,7 @@ def build_graph(dag: DagSpec) -> Graph:
         if dependency not in known
     )
     found.close()
-    return _graph(ids, {node.node_id: node.dependencies for node in dag.nodes})
+    return _graph({node.node_id: node.dependencies for node in dag.nodes})
 
 
 def _likely(name: str, ids: list[str]) -> str:
@@ -64,17 +78,13 @@ def _likely(name: str, ids: list[str]) -> str:
     return f"Did you mean {close[0]!r}? " if close else ""
 
 
-def _graph(
-    declared: list[str],
-    parents: dict[str, tuple[str, ...]],
-    above: dict[str, frozenset[str]] | None = None,
-) -> Graph:
+def _graph(parents: dict[str, tuple[str, ...]]) -> Graph:
     import networkx as nx  # here, as it takes a third of a second: only a command that compiles waits for it
 
     found = nx.DiGraph()
-    found.add_nodes_from(declared)
-    found.add_edges_from((parent, node) for node in declared for parent in parents[node])
-    position = {node: index for index, node in enumerate(declared)}
+    found.add_nodes_from(parents)
+    found.add_edges_from((parent, node) for node, above in parents.items() for parent in above)
+    position = {node: index for index, node in enumerate(parents)}
     try:
         order = tuple(nx.lexicographical_topological_sort(found, key=position.__getitem__))
     except nx.NetworkXUnfeasible:
@@ -85,6 +95,4 @@ def _graph(
             f"the dependencies form a cycle: {shown}. Each node waits for the one before it, so none could "
             "start: remove one of these dependencies."
         ) from None
-    if above is None:
-        above = {node: frozenset(nx.ancestors(found, node)) for node in order}
-    return Graph(order, parents, {node: tuple(found.successors(node)) for node in declared}, above)
+    return Graph(order, parents, {node: tuple(found.successors(node)) for node in parents})

@@ -1,8 +1,6 @@
 """Nodes that move rows or wait, and compute nothing: the plan does that by itself, so they are left out."""
 
-from dataclasses import replace
-
-from siirl.dag.spec import DagSpec, NodeSpec, dag_spec
+from siirl.dag.spec import DagSpec, NodeSpec
 from siirl.errors import DagError
 
 ROWS_MOVE = "rows move by themselves to the ranks of the nodes that read them"
@@ -23,23 +21,10 @@ SIIRLS_SAMPLING = (
 """Code of siiRL that marks the groups which its POSTPROCESS_SAMPLING node then drops."""
 
 
-def without_idle(dag: DagSpec) -> tuple[DagSpec, dict[str, str]]:
-    """(the DAG without nodes that compute nothing, node id -> why each of them is not needed).
-
-    What depended on such a node depends on its dependencies. The DAG has no cycle. DagError for one that
-    brings code of its own.
-    """
+def idle_nodes(dag: DagSpec) -> dict[str, str]:
+    """Id of each node that computes nothing -> why it is not needed. DagError for one that brings code."""
     samples = any(node.node_role == "POSTPROCESS_SAMPLING" for node in dag.nodes)
-    idle = {node.node_id: why for node in dag.nodes if (why := _why_idle(node, samples))}
-    if not idle:
-        return dag, {}
-    nodes = {node.node_id: node for node in dag.nodes}
-    kept = [
-        replace(node, dependencies=_above(node, nodes, idle))
-        for node in dag.nodes
-        if node.node_id not in idle
-    ]
-    return dag_spec(dag.dag_id, kept, dag.description), idle
+    return {node.node_id: why for node in dag.nodes if (why := _why_idle(node, samples))}
 
 
 def _why_idle(node: NodeSpec, samples: bool) -> str:
@@ -53,11 +38,3 @@ def _why_idle(node: NodeSpec, samples: bool) -> str:
             "and its code would never run. Set node_type: CUSTOM, or remove executable_ref."
         )
     return why
-
-
-def _above(node: NodeSpec, nodes: dict[str, NodeSpec], idle: dict[str, str]) -> tuple[str, ...]:
-    """The dependencies of a node, those of idle nodes in their place."""
-    found: dict[str, None] = {}
-    for name in node.dependencies:
-        found.update(dict.fromkeys(_above(nodes[name], nodes, idle) if name in idle else (name,)))
-    return tuple(found)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from siirl.config import Config
-from siirl.config.algorithm_choice import estimator_of, policy_loss_of
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.batch import batch_of
 from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
@@ -127,10 +126,10 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     is off. "current": the loss's own log-probs, detached, which are equal because the batch gets one
     optimizer step.
     """
-    if not cfg.actor_rollout_ref.actor.recompute_old_log_prob:
+    actor = cfg.actor_rollout_ref.actor
+    if not actor.recompute_old_log_prob:
         return "rollout"
-    picks = policy_loss_of(cfg).picks_tokens
-    return "field" if picks or batch_of(cfg).optimizer_steps > 1 else "current"
+    return "field" if actor.loss.picks_tokens or batch_of(cfg).optimizer_steps > 1 else "current"
 
 
 def uses_full_kl(cfg: Config) -> bool:
@@ -154,7 +153,7 @@ def _estimator_needs(cfg: Config) -> Names:
     if ":" in name:
         needs = declared_needs(name, "register_advantage", "algorithm.adv_estimator")
     else:
-        needs, had = estimator_of(cfg).reads, (*had, "other_turns")
+        needs, had = cfg.algorithm.estimator.reads, (*had, "other_turns")
     return tuple(field for field in needs if field not in had)
 
 

@@ -20,7 +20,6 @@ from siirl.checkpoint.files import (
 from siirl.command_line import user_errors
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config, from_dict, with_overrides
-from siirl.config.algorithm_choice import policy_loss_name
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLE_GROUPS, ROLES, normalizes_weights, role_group, role_model
 from siirl.dag.ops import score_names
@@ -78,7 +77,7 @@ def check_code(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> 
     check_tools(plan, node_cfgs, found)
     for name, node in plan.nodes.items():
         cfg = node_cfgs[name]
-        loss = policy_loss_name(cfg)
+        loss = cfg.actor_rollout_ref.actor.loss_name
         with found.at(Place.WORKFLOW):
             if node.spec.trains_policy and ":" in loss:
                 check_reference(loss, f"node {name!r}: policy_loss.loss_mode")

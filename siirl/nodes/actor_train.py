@@ -9,7 +9,6 @@ from torch import Tensor
 
 from siirl.algorithms.token_picks import pick_tokens, token_noise
 from siirl.compiler.interactions.credit_reads import trains_in
-from siirl.config.algorithm_choice import policy_loss_name, policy_loss_of
 from siirl.config.batch import batch_of
 from siirl.dag.ops import old_log_prob_source, uses_full_kl
 from siirl.engines.train.base import TrainEngine
@@ -36,7 +35,7 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
     outputs = ("log_prob", "entropy", *(("full_kl",) if uses_full_kl(ctx.cfg) else ()))
     for mine_B in mini_batches(ctx, rows, batch_of(ctx.cfg), seed):
         mini_batch = rows[mine_B]
-        if policy_loss_of(ctx.cfg).picks_tokens:
+        if actor.loss.picks_tokens:
             mini_batch["picked"] = _picked(ctx, mini_batch)
         metrics = engine.train_mini_batch(mini_batch, loss_fn, outputs, rollout.temperature)
         ctx.metrics.merge(metrics, "actor/")
@@ -53,7 +52,7 @@ def _picked(ctx: OpContext, rows: TensorDict) -> Tensor:
         dist.all_gather(parts, values, group=ctx.group)
         return torch.cat(parts)
 
-    name, mask_BT = policy_loss_name(ctx.cfg), rows["response_mask"]
+    name, mask_BT = ctx.cfg.actor_rollout_ref.actor.loss_name, rows["response_mask"]
     old_BT = rows[OLD_LOG_PROB_FIELDS[old_log_prob_source(ctx.cfg)]]
     noise_BT = token_noise(rows["row_id"], mask_BT.shape[1], ctx.cfg.trainer.seed * 1_000_003 + ctx.step)
     options = policy_loss_options(ctx.cfg)

@@ -30,7 +30,6 @@ from siirl.algorithms.episode_credit import (
 from siirl.algorithms.groups import is_varied
 from siirl.algorithms.rewards import score_to_token_reward
 from siirl.algorithms.turns import NO_TURNS, Turns
-from siirl.config.algorithm_choice import estimator_of
 from siirl.errors import DagError
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.observe.metrics import MOST_TURNS, Metrics
@@ -108,7 +107,7 @@ def _group_keys(ctx: OpContext) -> tuple[str, ...]:
 
 def _by_turn(ctx: OpContext) -> bool:
     """Whether rewards are looked at turn by turn."""
-    return "turn" in _group_keys(ctx) or estimator_of(ctx.cfg).by_turn
+    return "turn" in _group_keys(ctx) or ctx.cfg.algorithm.estimator.by_turn
 
 
 def _estimator(ctx: OpContext) -> str:
@@ -134,7 +133,7 @@ def estimate(ctx: OpContext, rows: TensorDict, fields: Mapping[str, Tensor], opt
     fields, cut = dict(fields), None
     if "turn" in _group_keys(ctx):
         where = (rows["turn_id"], rows["episode_id"], rows["speaker"])
-        gamma, by_token = ctx.cfg.algorithm.credit.turn_gamma, not estimator_of(ctx.cfg).compares_groups
+        gamma, by_token = ctx.cfg.algorithm.credit.turn_gamma, not ctx.cfg.algorithm.estimator.compares_groups
         cut = turn_rows(fields["reward"], *where, gamma, by_token)
         made = {"reward": cut.reward_UL, "response_mask": cut.mask_UL, "score": cut.reward_UL.sum(-1)}
         needed = fields.keys() & set(ADVANTAGES.get(name).needs) - made.keys()

@@ -14,7 +14,6 @@ from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rollout_correction import Correction, correction_stats, correction_weights
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
-from siirl.config.algorithm_choice import policy_loss_name
 from siirl.config.algorithm_table import LOSSES
 from siirl.config.batch import batch_of
 from siirl.dag.ops import old_log_prob_source
@@ -33,7 +32,7 @@ def make_loss_fn(cfg: Config) -> LossFn:
     """policy loss - entropy_coeff * entropy + kl_loss_coef * KL, aggregated by loss_agg_mode."""
     actor = cfg.actor_rollout_ref.actor
     who = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    name = POLICY_LOSSES.resolve(policy_loss_name(cfg), partial(load_object, who=who))
+    name = POLICY_LOSSES.resolve(actor.loss_name, partial(load_object, who=who))
     options = policy_loss_options(cfg)
     correction = rollout_correction(actor)
     old_field = OLD_LOG_PROB_FIELDS[old_log_prob_source(cfg)]

@@ -26,7 +26,6 @@ from siirl.algorithms.aggregate import AGGREGATIONS
 from siirl.algorithms.policy_losses import POLICY_LOSSES
 from siirl.algorithms.token_picks import pick_tokens, token_noise
 from siirl.config import Config, load_config, with_overrides
-from siirl.config.algorithm_choice import policy_loss_name, policy_loss_of
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
 from siirl.nodes.actor_train import actor_train
@@ -194,11 +193,11 @@ def whole_update(keys: dict[str, Any]) -> Update:
     losses, norms, metrics = [], [], Metrics()
     for index in order.split(PROMPTS * SAMPLES):
         mini, mask_BT = take_rows(rows, index), rows["response_mask"][index]
-        name = policy_loss_name(cfg)
-        if policy_loss_of(cfg).picks_tokens:
+        actor = cfg.actor_rollout_ref.actor
+        if actor.loss.picks_tokens:
             noise_BT = token_noise(mini["row_id"], WIDTH, cfg.trainer.seed * 1_000_003 + STEP)
             given = (mini["old_log_prob"], mini["advantage"], mask_BT, noise_BT, policy_loss_options(cfg))
-            mini["picked"] = pick_tokens(name, *given)
+            mini["picked"] = pick_tokens(actor.loss_name, *given)
         counts = BatchCounts(float(mask_BT.sum()), float(mask_BT.any(-1).sum()), cfg.data.max_response_length)
         outputs = TokenOutputs(log_prob_BT[index], entropy_BT[index], plain_full_kl()[index])
         loss, of_mini = make_loss_fn(cfg)(outputs, mini, counts)

@@ -1,12 +1,13 @@
-"""What the compiler does once: resolve a node, look for what is above it."""
+"""What the compiler does once: resolve a node, build the graph, look for what is above its nodes."""
 
 from collections import Counter
 
-import networkx as nx
 from plan_cases import config
 
+from siirl.compiler import compile as compiler
 from siirl.compiler import resolved_node
 from siirl.compiler.compile import compile_plan
+from siirl.dag.graph import Graph
 from siirl.dag.spec import DagBuilder
 
 
@@ -27,21 +28,29 @@ class World:
     def step(self, actions): ...
 
 
-def test_a_node_is_resolved_once_and_asked_once_what_is_above_it(monkeypatch):
-    resolved, asked = Counter(), Counter()
-    op_under, ancestors = resolved_node.op_under, nx.ancestors
+def test_nodes_are_resolved_once_and_their_graph_is_built_once(monkeypatch):
+    resolved, built, asked = Counter(), [], []
+    op_under, build_graph, above = resolved_node.op_under, compiler.build_graph, Graph.__dict__["above"].func
 
     def counted_op(node, cfg):
         resolved[node.node_id] += 1
         return op_under(node, cfg)
 
-    def counted_ancestors(graph, node):
-        asked[node] += 1
-        return ancestors(graph, node)
+    def counted_graph(dag):
+        built.append([node.node_id for node in dag.nodes])
+        return build_graph(dag)
+
+    def counted_above(graph):
+        asked.append(set(graph.order))
+        return above(graph)
 
     monkeypatch.setattr(resolved_node, "op_under", counted_op)
-    monkeypatch.setattr(nx, "ancestors", counted_ancestors)
+    monkeypatch.setattr(compiler, "build_graph", counted_graph)
+    monkeypatch.setattr(Graph.__dict__["above"], "func", counted_above)
     plan, _ = compile_plan(in_an_environment(), config(), 2)
-    assert set(resolved) == {"rollout", "rollout_env", "reward", "advantage", "train"} >= set(plan.nodes)
+    written = {"rollout", "reward", "advantage", "train"}
+    assert set(resolved) == written | {"rollout_env"} >= set(plan.nodes)
     assert set(resolved.values()) == {1}
-    assert asked["rollout_env"] == 1 and max(asked.values()) <= 2, "once in the DAG as written, once as run"
+    assert [set(nodes) for nodes in built] == [written]
+    assert asked.count(written | {"rollout_env"}) == 1, "as run"
+    assert asked.count(written) == 1, "those with an instruction of their own; not the DAG as written besides"

@@ -12,20 +12,18 @@ from siirl.errors import DagError
 USES = ("obs_with_env", "rewards_with_env")
 
 
-def with_environments(dag: DagSpec, nodes: Mapping[str, ResolvedNode]) -> DagSpec:
-    """The DAG with a node "<id>_env" below every rollout that has rollout.agent.env_path.
+def with_environments(dag: DagSpec, nodes: Mapping[str, ResolvedNode]) -> tuple[DagSpec, dict[str, str]]:
+    """The DAG with a node "<id>_env" for every rollout that has rollout.agent.env_path, and these by rollout.
 
-    What depended on the rollout depends on that node, which also takes its loop and its route: where an
-    episode goes is decided when the environment has answered.
+    It is below the rollout, and takes its loop and its route: where an episode goes is decided when the
+    environment has answered.
     """
     acting = {node.node_id: f"{node.node_id}_env" for node in dag.nodes if _acts(nodes[node.node_id])}
     _check_uses(nodes, acting)
     if not acting:
-        return dag
+        return dag, {}
     changed: list[NodeSpec] = []
     for node in dag.nodes:
-        below = tuple(acting.get(name, name) for name in node.dependencies)
-        node = replace(node, dependencies=below)
         if node.node_id not in acting:
             changed.append(node)
             continue
@@ -33,7 +31,7 @@ def with_environments(dag: DagSpec, nodes: Mapping[str, ResolvedNode]) -> DagSpe
         route = options.pop("route", None)
         changed.append(replace(node, loop=None, agent_options=options or None))
         changed.append(_environment(node, acting[node.node_id], _agent(nodes[node.node_id]), route))
-    return dag_spec(dag.dag_id, changed, dag.description)
+    return dag_spec(dag.dag_id, changed, dag.description), acting
 
 
 def _agent(node: ResolvedNode) -> AgentConfig:

@@ -26,7 +26,8 @@ SUFFIXES = ("_cfg", "_config", "_options", "_keys", "_params")
 
 
 def module_trees(package: Path, leave_out: tuple[str, ...] = ("config",)) -> Iterator[ast.Module]:
-    readers = [package / "config" / name for name in ("algorithm_choice.py", "batch.py")]  # for rooms above
+    names = ("actor.py", "algorithm.py", "batch.py")  # what rooms above ask is computed there
+    readers = [package / "config" / name for name in names]
     for file in sorted(package.rglob("*.py")):
         if file in readers or file.relative_to(package).parts[0] not in leave_out:
             yield ast.parse(file.read_text())
@@ -78,6 +79,8 @@ def aliases_of(tree: ast.Module, class_groups: dict[str, set[str]]) -> dict[str,
                 for inner in ast.walk(node):
                     if isinstance(inner, ast.Return) and inner.value is not None:
                         aliases[name] |= names_of(inner.value)
+        if isinstance(node, ast.ClassDef):
+            aliases["self"] |= class_groups.get(node.name, set())
         if isinstance(node, ast.arg):
             aliases[node.arg] |= annotated(node.annotation, class_groups)
         if isinstance(node, ast.AnnAssign):
