@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.checks.fields import (
     check_agents,
     check_critics,
@@ -24,7 +25,7 @@ from siirl.compiler.interactions.env_shorthand import with_environments
 from siirl.compiler.interactions.find import check_agents_of, with_interactions
 from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_rows, place_nodes
 from siirl.compiler.memory.awake_engines import check_awake, with_shares
-from siirl.compiler.models import backend_of, plan_links, plan_models
+from siirl.compiler.models import plan_links, plan_models
 from siirl.compiler.plan import Instruction, LinkPlan, ModelPlan, NodePlan, Plan, Repeat, RoutePlan
 from siirl.compiler.resolved_node import ResolvedNode, check_node_config, resolve_nodes
 from siirl.compiler.serving import heads_of, place_interactions, serving_ranks
@@ -121,8 +122,8 @@ def _compile(dag: DagSpec, cfg: Config, world_size: int, found: Findings) -> tup
     read, idle, graph = _read(dag, found)
     resolved = _resolve(read, graph, cfg, found)
     talking = _interact(resolved, found)
-    pruned = prune(talking, cfg.trainer.rollout_only)
-    kept, models = _check(talking, pruned, cfg, world_size, found)
+    pruned = prune(talking)
+    kept, models = _check(talking, pruned, world_size, found)
     placed = _place(kept, models, world_size, found)
     return _emit(placed, dag.dag_id, idle | pruned, found)
 
@@ -148,8 +149,8 @@ def _resolve(dag: DagSpec, graph: Graph | None, cfg: Config, found: Findings) ->
         raise ReadsBroken
     whole, environments = with_environments(dag, nodes)
     if not environments:
-        return Workflow(graph, nodes)
-    return Workflow(graph.with_followers(environments), resolve_nodes(whole, cfg, found, nodes))
+        return Workflow(cfg, graph, nodes)
+    return Workflow(cfg, graph.with_followers(environments), resolve_nodes(whole, cfg, found, nodes))
 
 
 def _interact(workflow: Workflow, found: Findings) -> Workflow:
@@ -167,18 +168,18 @@ def _interact(workflow: Workflow, found: Findings) -> Workflow:
 
 
 def _check(
-    whole: Workflow, pruned: dict[str, str], cfg: Config, world_size: int, found: Findings
+    whole: Workflow, pruned: dict[str, str], world_size: int, found: Findings
 ) -> tuple[Workflow, dict[str, ModelPlan]]:
     """The nodes that are left, and their models. Raises if anything is wrong with them."""
     so_far, kept = len(found), whole.without(pruned)
-    found.take(check_kept(kept, cfg.trainer.rollout_only))
+    found.take(check_kept(kept))
     found.take(check_critics(kept))
     found.take(check_sampling(kept))
     found.take(check_resampling(kept))
-    found.take(check_reward_models(whole.nodes.values(), cfg))
-    found.take(check_reward_weights(whole.nodes.values(), cfg))
+    found.take(check_reward_models(whole))
+    found.take(check_reward_weights(whole))
     found.take(check_readers(kept.nodes.values(), whole))
-    of_run = {str(problem) for problem in contradictions(cfg)}
+    of_run = {str(problem) for problem in contradictions(whole.run)}
     for node in kept.nodes.values():
         found.take(check_node_config(node, of_run))
     models = plan_models(kept, world_size, found)

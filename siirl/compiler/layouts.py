@@ -4,12 +4,11 @@ import itertools
 from dataclasses import dataclass, field, replace
 
 from siirl.compiler.interactions.credit_reads import check_groups
-from siirl.compiler.models import ModelPlan
+from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config.batch import BatchArithmetic, batch_of, generated_prompts
 from siirl.config.resolve import get
-from siirl.config.roles import ROLE_GROUPS
 from siirl.dag.graph import Graph
 from siirl.errors import DagError, NotSupportedError, PlacementError
 from siirl.findings import Findings
@@ -37,38 +36,42 @@ class LayoutTable:
 
 @dataclass(frozen=True)
 class AgentRows:
-    """How many rows one agent makes in a step, and how its trainers cut them.
-
-    rollout: node id. generated: prompts of one rollout; prompts, samples: what is trained on, which differs
-    with dynamic sampling. mini_batch_rows: role of a trainer -> rows of its mini-batches, 0 for the whole
-    batch. balance: spread rows over ranks by cost. talks: in an interaction, where row counts vary.
-    """
+    """How many rows one agent makes in a step, and how its trainers cut them."""
 
     agent: int
     rollout: str
+    """Node id."""
     prompts: int
+    """What is trained on."""
     generated: int
+    """Prompts of one rollout: others with dynamic sampling."""
     n: int
+    """Responses of each prompt."""
     mini_batch_rows: dict[str, int]
+    """Group of a trainer -> rows of its mini-batches, 0 for the whole batch."""
     balance: bool
+    """Rows are spread over ranks by cost."""
     talks: bool
+    """In an interaction, where row counts vary."""
 
     @property
     def samples(self) -> int:
+        """Responses that are trained on."""
         return self.prompts * self.n
 
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """The layouts (ids) of the rows that a node takes and gives; they differ where the op changes rows.
-
-    depth: how many nodes above it have changed the rows of its agent; 0 where a row is a prompt.
-    """
+    """Where the rows of a node lie."""
 
     source: str
+    """Layout (id) of the rows that it takes."""
     target: str
+    """That of the rows that it gives: another one where the op changes rows."""
     data_agent: int
+    """Whose rows they are."""
     depth: int
+    """How many nodes above it have changed the rows of its agent; 0 where a row is a prompt."""
 
     def target_depth(self, node: ResolvedNode) -> int:
         """The depth of the rows that the node gives."""
@@ -89,7 +92,7 @@ def agent_rows(workflow: Workflow) -> dict[int, AgentRows]:
             continue
         batch = batch_of(node.cfg)
         own = [trainer for trainer in trainers if trainer.agent == node.agent]
-        mini = {_role(trainer): _mini_batch_rows(trainer, batch) for trainer in own}
+        mini = {_trainer(trainer): _mini_batch_rows(trainer, batch) for trainer in own}
         if node.id in workflow.stages:
             mini = dict.fromkeys(mini, 0)
         balance = any(
@@ -207,13 +210,14 @@ def _data_agent(node: ResolvedNode, agents: dict[int, AgentRows]) -> int:
 def _model_layout(node: ResolvedNode, model: ModelPlan, rowset: str, rows: AgentRows | None) -> Layout:
     shards = model.dims.data_shards()
     if node.op.split == "cost" and rows is not None and rows.balance and model.dims.dp > 1:
-        return Layout(model.ranks, shards, rowset, "cost", rows.mini_batch_rows[_cut_like(node)])
+        return Layout(model.ranks, shards, rowset, "cost", rows.mini_batch_rows[_trainer(node)])
     return Layout(model.ranks, shards, rowset)
 
 
-def _cut_like(node: ResolvedNode) -> str:
-    """The role whose mini-batches the rows of a model node are balanced in."""
-    return "critic" if node.op.on_critic else "actor"
+def _trainer(node: ResolvedNode) -> str:
+    """The group with the mini-batches that the rows of a model node are balanced in."""
+    assert node.op.role is not None, f"{node} has no model"
+    return node.op.role.trainer
 
 
 def _compute_layout(
@@ -247,7 +251,7 @@ def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
     shards = layout.num_shards
     if layout.split == "cost":
         unit, count = "rows of a mini-batch", layout.mini_batch_rows or rows.samples
-        keys = f"{ROLE_GROUPS[_cut_like(node)]}.ppo_mini_batch_size or actor_rollout_ref.rollout.n"
+        keys = f"{_trainer(node)}.ppo_mini_batch_size or actor_rollout_ref.rollout.n"
         arithmetic = f" ({count // rows.n} prompts x {rows.n} responses)"
     else:
         unit, count, arithmetic = "prompts of a batch", rows.generated, ""

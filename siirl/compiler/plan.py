@@ -82,12 +82,12 @@ class ModelPlan:
     @property
     def is_policy(self) -> bool:
         """Whether it is the model on a training engine whose weights its agent's rollout takes."""
-        return self.role == "actor"
+        return ROLES[self.role].gives_weights
 
     @property
     def is_reference(self) -> bool:
         """Whether it is the frozen model that the policy is kept close to."""
-        return self.role == "ref"
+        return ROLES[self.role].is_reference
 
 
 @dataclass(frozen=True)

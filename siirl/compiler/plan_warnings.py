@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from siirl.compiler.models import backend_of, plan_advice
+from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
 from siirl.compiler.resolved_node import AGENT_WIDE
 from siirl.config import Config
@@ -18,7 +18,9 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
     node_cfgs: the configuration of each node.
     """
     lines = [*effect_warnings(cfg, node_cfgs.values()), *_node_warnings(plan, node_cfgs)]
-    return list(dict.fromkeys([*lines, *plan_advice(plan.models.values(), dict(node_cfgs))]))
+    for model in plan.models.values():
+        lines += backend_of(model).advice(model, node_cfgs[model.node])
+    return list(dict.fromkeys(lines))
 
 
 def _node_warnings(plan: Plan, node_cfgs: Mapping[str, Config]) -> Iterator[str]:

@@ -9,8 +9,8 @@ from siirl.config import Config
 from siirl.config.aliases import ALIASES, POLICY
 from siirl.config.checks import contradictions
 from siirl.config.resolve import FOLLOWS, REFERENCE, get
-from siirl.config.root import TOP_GROUPS, all_keys
-from siirl.config.tree import is_known, overridden
+from siirl.config.root import TOP_GROUPS, all_groups, all_keys
+from siirl.config.tree import is_known, overridden, split_name
 from siirl.config.values import SECRET_KEYS
 from siirl.dag.op_choice import op_under
 from siirl.dag.ops import OpSpec
@@ -19,20 +19,9 @@ from siirl.errors import DagError, NotSupportedError, Place, UserError, reworded
 from siirl.findings import Findings
 from siirl.types import FieldKey
 
-_GROUP_OF_ROLE = {
-    "ROLLOUT": "actor_rollout_ref",
-    "ACTOR": "actor_rollout_ref",
-    "REFERENCE": "actor_rollout_ref",
-    "ADVANTAGE": "algorithm",
-    "POSTPROCESS_SAMPLING": "algorithm",
-    "REWARD": "reward_model",
-    "CRITIC": "critic",
-}
 _WHOLE_RUN = ("trainer", "dag", "profiler")
 AGENT_WIDE = ("data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.")
 """What the rollout node overrides here holds for every node of its agent that does not itself override it."""
-_FOLLOWERS = {"REFERENCE": f"{POLICY}.ref.", "CRITIC": "critic."}
-"""Node role -> its keys, some of which follow the actor's."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +48,14 @@ class ResolvedNode:
     @property
     def agent(self) -> int:
         return self.spec.agent_group
+
+    def value(self, key: str) -> Any:
+        """The value of a key, a group of keys, or something in a map, in its configuration."""
+        name, path = (key, "") if key in all_groups() else split_name(key)
+        value = get(self.cfg, name)
+        for part in path.split(".") if path else ():
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     @property
     def shares(self) -> int | None:
@@ -109,7 +106,7 @@ def resolve_nodes(
         node.node_id: replace(known[node.node_id], spec=node) for node in dag.nodes if node.node_id in known
     }
     said: set[str] = set()
-    for node in sorted(new, key=lambda node: not node.is_rollout):
+    for node in sorted(new, key=lambda node: not node.role.makes_samples):
         with found.at():
             wide = _agent_wide(node, dag, own)
             nodes[node.node_id] = _resolve(node, cfg, wide, *own[node.node_id], found, said)
@@ -121,30 +118,29 @@ def _agent_wide(
 ) -> dict[str, Any]:
     """Overrides of other nodes of its agent that hold for a node: the rollout's (AGENT_WIDE), and for a
     reference or critic those of the actor's trainer that keys of its own follow."""
-    followed = _followed_by(node.node_role)
+    followed = _followed_by(node.role.follows)
     wide: dict[str, Any] = {}
     for other in dag.nodes:
         if other.agent_group != node.agent_group:
             continue
         of_other = own[other.node_id][0].items()
-        if other.is_rollout:
+        if other.role.makes_samples:
             wide |= {key: value for key, value in of_other if key.startswith(AGENT_WIDE)}
-        elif other.node_role == "ACTOR" and not other.only_forward_compute:
+        elif other.trains_policy:
             wide |= {key: value for key, value in of_other if f"{key}.".startswith(followed)}
     return wide
 
 
 @functools.cache
-def _followed_by(role: str) -> tuple[str, ...]:
-    """The actor's keys that keys of a role follow, and their older names, each with a dot at its end."""
-    prefix = _FOLLOWERS.get(role)
-    if prefix is None:
+def _followed_by(group: str) -> tuple[str, ...]:
+    """The actor's keys that keys of a group follow, and their older names, each with a dot at its end."""
+    if not group:
         return ()
     sources = {
         source
         for name, template in FOLLOWS.items()
         for source in REFERENCE.findall(template)
-        if name.startswith(prefix) and source.startswith(f"{POLICY}.actor.")
+        if name.startswith(f"{group}.") and source.startswith(f"{POLICY}.actor.")
     }
     older = {alias for alias, targets in ALIASES.items() if not sources.isdisjoint(targets)}
     return tuple(sorted(f"{name}." for name in sources | older))
@@ -206,7 +202,7 @@ def check_node_config(node: ResolvedNode, of_run: Collection[str] = ()) -> Itera
 
 def _absolute_keys(node: NodeSpec, found: Findings) -> tuple[dict[str, Any], dict[str, Any]]:
     """(overrides under absolute keys, options of a custom node's function or an environment)."""
-    group = _GROUP_OF_ROLE.get(node.node_role)
+    group = node.role.group
     overrides: dict[str, Any] = {}
     options: dict[str, Any] = {}
     for key, value in node.config.items():
@@ -220,11 +216,11 @@ def _absolute_keys(node: NodeSpec, found: Findings) -> tuple[dict[str, Any], dic
             )
         elif first in TOP_GROUPS:
             overrides[key] = value
-        elif group is not None:
+        elif group:
             overrides[f"{group}.{key}"] = value
         else:
             options[key] = value
-    if node.executable_ref is None and not node.is_environment:
+    if node.executable_ref is None and not node.type.is_environment:
         found.take(
             DagError(f"{node}: config {key!r} is no key. Start it with {', '.join(TOP_GROUPS)}.")
             for key in options

@@ -6,7 +6,7 @@ a shard answers for its engine.
 
 from dataclasses import replace
 
-from siirl.compiler.models import backend_of
+from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import InteractionPlan, ModelPlan, StreamPlan
 from siirl.compiler.workflow import Interactions, Nodes
 from siirl.errors import PlacementError

@@ -6,6 +6,7 @@ from functools import cached_property
 
 from siirl.compiler.plan import InteractionPlan, StagePlan
 from siirl.compiler.resolved_node import ResolvedNode
+from siirl.config import Config
 from siirl.dag.graph import Graph
 from siirl.types import FieldKey
 
@@ -16,6 +17,9 @@ Interactions = Mapping[str, InteractionPlan]
 @dataclass(frozen=True)
 class Workflow:
     """Read only: a pass that changes something gives a new one."""
+
+    run: Config
+    """What the user set for the whole run; each node has its own."""
 
     graph: Graph
 

@@ -75,8 +75,14 @@ class Role:
     generates: bool = False
     """It runs in a rollout engine; all others in a training engine."""
 
+    gives_weights: bool = False
+    """Its agent's rollout samples from it."""
+
     takes_weights: bool = False
     """It has no weights of its own: its agent's trainer sends them."""
+
+    is_reference: bool = False
+    """The policy is kept close to it."""
 
     any_length: bool = False
     """It takes rows that are longer than the model can read: they are cut, or not asked about."""
@@ -104,8 +110,9 @@ ROLES: dict[str, Role] = {
         "actor_rollout_ref.actor",
         forward=_log_prob("actor_rollout_ref.rollout"),
         train=_ppo("actor_rollout_ref.actor"),
+        gives_weights=True,
     ),
-    "ref": Role("actor_rollout_ref.ref", forward=_log_prob("actor_rollout_ref.ref")),
+    "ref": Role("actor_rollout_ref.ref", forward=_log_prob("actor_rollout_ref.ref"), is_reference=True),
     "critic": Role(
         "critic",
         "critic.model",

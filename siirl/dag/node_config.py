@@ -44,7 +44,7 @@ def with_node_config(dag: DagSpec, node_config: Mapping[str, Any]) -> DagSpec:
 
 
 def _keeps_maps(node: NodeSpec) -> bool:
-    return node.is_environment or node.executable_ref is not None
+    return node.type.is_environment or node.executable_ref is not None
 
 
 def _flat(config: Mapping[str, Any], keep_maps: bool, prefix: str = "") -> dict[str, Any]:

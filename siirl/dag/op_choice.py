@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from siirl.config import Config
+from siirl.dag.node_kinds import NODE_TYPES
 from siirl.dag.ops import (
     ACTOR_TRAIN,
     ADVANTAGE,
@@ -17,16 +18,13 @@ from siirl.dag.ops import (
     FUNCTION_REWARD,
     GREEDY_ROLLOUT,
     INFO,
-    JUDGE_REWARD,
-    JUDGE_SERVICE,
     MODEL_REWARD,
     OLD_LOG_PROB,
     REFERENCE,
-    REPLAY,
-    RESAMPLE,
     ROLLOUT,
     SCORED_READS,
     VALUES,
+    VARIANTS,
     OpSpec,
     advantage_reads,
     fixed,
@@ -37,7 +35,7 @@ from siirl.errors import DagError, NotSupportedError
 from siirl.spelling import suggest
 from siirl.types import FIELDS
 
-_MODEL = ("MODEL_INFERENCE", "MODEL_TRAIN")
+_MODEL = tuple(name for name, kind in NODE_TYPES.items() if kind.on_model)
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ def _either(op: OpSpec, forward: OpSpec | None = None) -> Callable[[NodeSpec], O
     return lambda node: forward if forward is not None and node.only_forward_compute else op
 
 
-ROLES: dict[str, RoleOps] = {
+ROLE_OPS: dict[str, RoleOps] = {
     "ROLLOUT": RoleOps(("MODEL_INFERENCE",), _either(ROLLOUT, GREEDY_ROLLOUT)),
     "REWARD": RoleOps(("COMPUTE", *_MODEL), lambda node: _reward(node), names_fields=True),
     "ADVANTAGE": RoleOps(("COMPUTE",), _either(ADVANTAGE), reads_more=True),
@@ -77,40 +75,18 @@ ROLES: dict[str, RoleOps] = {
 _OTHER = RoleOps(("COMPUTE", "CUSTOM"))
 
 
-def _sampling(cfg: Config) -> OpSpec:
-    algorithm = cfg.algorithm
-    return RESAMPLE if algorithm.use_pf_ppo and not algorithm.filter_groups.enable else DYNAMIC_SAMPLING
-
-
-def _scoring_model(cfg: Config) -> OpSpec:
-    """A score head, or a judge, here or behind a service."""
-    judge = cfg.reward_model.judge
-    if judge.url is not None:
-        return JUDGE_SERVICE
-    return MODEL_REWARD if judge.name is None else JUDGE_REWARD
-
-
-_KINDS: dict[str, Callable[[Config], OpSpec]] = {
-    ROLLOUT.name: lambda cfg: REPLAY if cfg.actor_rollout_ref.rollout.name == "replay" else ROLLOUT,
-    DYNAMIC_SAMPLING.name: _sampling,
-    MODEL_REWARD.name: _scoring_model,
-}
-"""Op of a role -> what it is under a configuration."""
-
-
 def op_under(node: NodeSpec, cfg: Config) -> OpSpec:
     """The op that a node runs under its resolved configuration; the errors of op_of."""
     op = op_of(node)
-    if op.name not in _KINDS:
-        return op
-    return replace(_KINDS[op.name](cfg), writes=op.writes, in_episodes=op.in_episodes)
+    variant = VARIANTS.get(op.name)
+    return replace(variant(cfg), writes=op.writes, in_episodes=op.in_episodes) if variant else op
 
 
 def op_of(node: NodeSpec) -> OpSpec:
     """The op that a node stands for; DagError or NotSupportedError if it means nothing or is not built."""
-    if node.is_environment and node.node_role not in ROLES:
+    if node.type.is_environment and node.node_role not in ROLE_OPS:
         return ENVIRONMENT
-    role = ROLES.get(node.node_role, _OTHER)
+    role = ROLE_OPS.get(node.node_role, _OTHER)
     declared = None if node.executable_ref is None else declared_op(node.executable_ref, str(node))
     types = role.types if declared is None else (*role.types, *_MODEL[: declared.model is not None])
     if node.node_type not in types and not (node.executable_ref and node.node_type in _OTHER.types):
@@ -126,7 +102,7 @@ def op_of(node: NodeSpec) -> OpSpec:
     if op is None:
         raise DagError(
             f"{node}: a node of role {node.node_role} has no code of its own. Set executable_ref: "
-            f"pkg.mod:fn, or a node_role. {suggest(node.node_role, ROLES)}"
+            f"pkg.mod:fn, or a node_role. {suggest(node.node_role, ROLE_OPS)}"
         )
     if role.names_fields or (node.reads is None and node.writes is None):
         return op
@@ -142,7 +118,7 @@ def _reward(node: NodeSpec) -> OpSpec:
     With `writes: [NAME]` the score is the field NAME, for a node that adds up several.
     """
     op = FUNCTION_REWARD
-    if node.node_type in _MODEL:
+    if node.type.on_model:
         op = MODEL_REWARD
     elif node.only_forward_compute:
         op = BASELINE_REWARD

@@ -11,6 +11,7 @@ from typing import Literal
 from siirl.config import Config
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.batch import batch_of
+from siirl.config.roles import ROLES, Role
 from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 from siirl.user_code.source import declared_needs
 
@@ -92,6 +93,11 @@ class OpSpec:
     """What messages call it, if an agent has one at most."""
 
     @property
+    def role(self) -> Role | None:
+        """What its model is for."""
+        return None if self.model is None else ROLES[self.model]
+
+    @property
     def repeats(self) -> bool:
         """Whether the nodes above it run in rounds, until it has collected enough rows."""
         return bool(self.collects)
@@ -99,17 +105,17 @@ class OpSpec:
     @property
     def trains_policy(self) -> bool:
         """Whether it trains the model that its agent's rollout samples from."""
-        return self.trains and self.model == "actor"
+        return self.trains and self.role is not None and self.role.gives_weights
 
     @property
     def on_critic(self) -> bool:
         """Whether it runs on a critic, which several agents may share."""
-        return self.model == "critic"
+        return self.role is not None and self.role.head == "value"
 
     @property
     def asks_policy(self) -> bool:
         """Whether it asks the rollout engine of its agent, which must have the trainer's weights by then."""
-        return self.model == "rollout" and not self.is_handed
+        return self.role is not None and self.role.takes_weights and not self.is_handed
 
 
 def fixed(*names: str) -> Callable[[Config], Names]:
@@ -367,6 +373,27 @@ OPS: dict[str, OpSpec] = {
     )
 }
 """Name -> op, as plans name them."""
+
+
+def _sampling(cfg: Config) -> OpSpec:
+    algorithm = cfg.algorithm
+    return RESAMPLE if algorithm.use_pf_ppo and not algorithm.filter_groups.enable else DYNAMIC_SAMPLING
+
+
+def _scoring_model(cfg: Config) -> OpSpec:
+    """A score head, or a judge, here or behind a service."""
+    judge = cfg.reward_model.judge
+    if judge.url is not None:
+        return JUDGE_SERVICE
+    return MODEL_REWARD if judge.name is None else JUDGE_REWARD
+
+
+VARIANTS: dict[str, Callable[[Config], OpSpec]] = {
+    ROLLOUT.name: lambda cfg: REPLAY if cfg.actor_rollout_ref.rollout.name == "replay" else ROLLOUT,
+    DYNAMIC_SAMPLING.name: _sampling,
+    MODEL_REWARD.name: _scoring_model,
+}
+"""Op of a node -> what it is under a configuration."""
 
 
 def score_names(reads: Iterable[str]) -> Names:

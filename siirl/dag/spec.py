@@ -2,36 +2,15 @@
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from siirl.dag.node_kinds import NODE_ROLES, NODE_TYPES, NodeRole, NodeType
 from siirl.errors import DagError, Place
 from siirl.findings import Findings
 from siirl.spelling import suggest
-
-NODE_TYPES = (
-    "COMPUTE",
-    "CUSTOM",
-    "MODEL_INFERENCE",
-    "MODEL_TRAIN",
-    "DATA_LOAD",
-    "ENV_INTERACT",
-    "PUT_TO_BUFFER",
-    "GET_FROM_BUFFER",
-    "BARRIER_SYNC",
-)
-NODE_ROLES = (
-    "DEFAULT",
-    "ROLLOUT",
-    "REWARD",
-    "REFERENCE",
-    "ADVANTAGE",
-    "ACTOR",
-    "CRITIC",
-    "POSTPROCESS_SAMPLING",
-    "DATA_REBALANCE",
-)
 
 _NODE_ID = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _REFERENCE = re.compile(r"[^:]+:[A-Za-z_]\w*")
@@ -39,39 +18,66 @@ _REFERENCE = re.compile(r"[^:]+:[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """One node of the file, with the defaults of what it leaves out.
-
-    config: dotted overrides, relative to the role's group of the configuration, or absolute. executable_ref:
-    "pkg.mod:fn" or "file.py:fn", the code of a custom node, whose fields `reads` and `writes` declare (None:
-    those of the role's own op). placement: see parse_placement; None: all ranks, or for a COMPUTE node those
-    of its parent.
-    """
+    """One node of the file, with the defaults of what it leaves out."""
 
     node_id: str
+
     node_type: str
+    """Of NODE_TYPES."""
+
     node_role: str = "DEFAULT"
+    """Of NODE_ROLES."""
+
     dependencies: tuple[str, ...] = ()
+    """Nodes that it waits for."""
+
     only_forward_compute: bool = False
+    """It trains nothing, though nodes of its type and role do; a rollout or reward: of a greedy baseline."""
+
     agent_group: int = 0
+    """The number of its agent."""
+
     config: dict[str, Any] = field(default_factory=dict)
+    """Dotted overrides, relative to the role's group of the configuration, or absolute."""
+
     executable_ref: str | None = None
+    """ "pkg.mod:fn" or "file.py:fn": code of its own."""
+
     filter_plugin: Any = None
+    """A function that filters its rows first (filters.py)."""
+
     agent_options: dict[str, Any] | None = None
+    """What surrounds the turns of a rollout in an interaction."""
+
     loop: dict[str, Any] | None = None
+    """Where an episode goes back to after this node, and how often."""
+
     placement: Any = None
+    """See parse_placement; None: all ranks, or for a COMPUTE node those of its parent."""
+
     reads: tuple[str, ...] | None = None
+    """Fields that its own code reads; None: those of the role's own op."""
+
     writes: tuple[str, ...] | None = None
+    """The same of what it writes."""
+
     max_lag: int | None = None
+    """Steps by which a rollout may run ahead of training."""
 
     @property
-    def is_environment(self) -> bool:
-        """Whether it answers the agents of an interaction."""
-        return self.node_type == "ENV_INTERACT"
+    def type(self) -> NodeType:
+        """The row of its type."""
+        return NODE_TYPES[self.node_type]
 
     @property
-    def is_rollout(self) -> bool:
-        """Whether it makes samples: those of its agent, or of a baseline."""
-        return self.node_role == "ROLLOUT"
+    def role(self) -> NodeRole:
+        """The row of its role."""
+        return NODE_ROLES[self.node_role]
+
+    @property
+    def trains_policy(self) -> bool:
+        """Whether it trains the model that its agent's rollout samples from."""
+        return self.role.on_policy and not self.only_forward_compute
 
     def __str__(self) -> str:
         return f"node {self.node_id!r}"
@@ -181,24 +187,15 @@ def node_spec(entry: dict[str, Any]) -> NodeSpec:
     return NodeSpec(**_options_in_config(values, who))
 
 
-OPTIONS_IN_CONFIG = {
-    "ROLLOUT": ("env_path", "env_seed", "obs_with_env", "rewards_with_env", "train_cycle", "share_instance"),
-    "ACTOR": ("train_cycle",),
-    "CRITIC": ("share_instance",),
-}
-"""Keys of rollout.agent (critic.share_instance) that agent_options may hold, too, as in siiRL."""
-
-
 def _options_in_config(values: dict[str, Any], who: str) -> dict[str, Any]:
-    """The entry of a node with those keys of its agent_options in its config. DagError if both differ."""
-    role, options = str(values.get("node_role")), values.get("agent_options", {})
-    moved = {key: value for key, value in options.items() if key in OPTIONS_IN_CONFIG.get(role, ())}
+    """The entry of a node with what its agent_options hold of its config there. DagError if both differ."""
+    role, options = NODE_ROLES[values.get("node_role", "DEFAULT")], values.get("agent_options", {})
+    moved = {key: value for key, value in options.items() if key in role.agent_options}
     if not moved:
         return values
-    group = "critic" if role == "CRITIC" else "actor_rollout_ref.rollout.agent"
     config = dict(values.get("config", {}))
     for key, value in moved.items():
-        absolute = f"{group}.{key}"
+        absolute = role.agent_options[key]
         relative = absolute.partition(".")[2]
         for name in (absolute, relative):
             if config.get(name, value) != value:
@@ -240,9 +237,9 @@ _KINDS = {
 }
 
 
-def _choice(value: Any, choices: tuple[str, ...], key: str, who: str) -> str:
+def _choice(value: Any, choices: Iterable[str], key: str, who: str) -> str:
     upper = value.upper() if isinstance(value, str) else value
-    if upper not in choices:
+    if upper not in tuple(choices):
         raise DagError(f"{who}: unknown {key} {value!r}. {suggest(upper, choices)}")
     return upper
 

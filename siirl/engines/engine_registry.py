@@ -1,7 +1,6 @@
-"""The one place where a backend is chosen: by its name in the plan, and for training also by the head of
-the model.
+"""Where engines are built: the class that the backend's row names (siirl/compiler/backends.py).
 
-Backends are imported when they are built, so that a run needs only the packages of those it uses.
+It is imported then, so that a run needs only the packages of the backends that it uses.
 """
 
 import importlib
@@ -9,37 +8,12 @@ from typing import Any
 
 import torch
 
-from siirl.compiler.plan import Head, ModelPlan
+from siirl.compiler.backends import backend_of
+from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
-from siirl.errors import ConfigError, NotSupportedError
 from siirl.parallel.process_groups import ProcessGroupManager
-from siirl.spelling import suggest
-
-FSDP_STRATEGIES: dict[Head, str] = {
-    "lm": "siirl.engines.train.fsdp:FSDPEngine",
-    "value": "siirl.engines.train.fsdp:FSDPEngine",
-    "score": "siirl.engines.train.fsdp:FSDPEngine",
-}
-"""Head -> class, under fsdp."""
-
-MEGATRON_STRATEGIES: dict[Head, str] = {
-    "lm": "siirl.engines.train.megatron.engine:MegatronEngine",
-    "value": "siirl.engines.train.megatron.engine:MegatronEngine",
-    "score": "siirl.engines.train.megatron.engine:MegatronEngine",
-}
-"""Head -> class, under megatron."""
-
-TRAIN_ENGINES: dict[str, dict[Head, str]] = {"fsdp": FSDP_STRATEGIES, "megatron": MEGATRON_STRATEGIES}
-"""Strategy -> head -> class."""
-
-ROLLOUT_ENGINES: dict[str, str] = {
-    "hf": "siirl.engines.rollout.hf.hf_rollout:HFRollout",
-    "vllm": "siirl.engines.rollout.vllm.vllm_rollout:VLLMRollout",
-    "openai": "siirl.engines.rollout.openai_endpoint:OpenAIRollout",
-}
-"""Name -> class."""
 
 
 def make_train_engine(
@@ -53,13 +27,7 @@ def make_train_engine(
 
     base: the engine of plan.base, if that is another model.
     """
-    heads = _named(TRAIN_ENGINES, plan.backend, "strategy", plan)
-    if plan.head not in heads:
-        raise NotSupportedError(
-            f"not supported yet: strategy {plan.backend!r} with a {plan.head} head (model {plan.name!r}): "
-            f"it has heads {', '.join(heads)}."
-        )
-    return _load(heads[plan.head])(plan, cfg, groups, device, **({"base": base} if base else {}))
+    return engine_class(plan)(plan, cfg, groups, device, **({"base": base} if base else {}))
 
 
 def make_rollout_engine(
@@ -73,19 +41,10 @@ def make_rollout_engine(
 
     base: the engine of plan.base, if that is another model.
     """
-    engine = _load(_named(ROLLOUT_ENGINES, plan.backend, "rollout engine", plan))
-    return engine(plan, cfg, groups, device, **({"base": base} if base else {}))
+    return engine_class(plan)(plan, cfg, groups, device, **({"base": base} if base else {}))
 
 
-def _named(table: dict[str, Any], name: str, kind: str, plan: ModelPlan) -> Any:
-    if name not in table:
-        raise ConfigError(
-            f"unknown {kind} {name!r} for model {plan.name!r}: known are {', '.join(table)}. "
-            f"{suggest(name, table)}"
-        )
-    return table[name]
-
-
-def _load(path: str) -> Any:
-    module, name = path.split(":")
+def engine_class(plan: ModelPlan) -> Any:
+    """The class of a model's engine."""
+    module, name = backend_of(plan).engine.split(":")
     return getattr(importlib.import_module(module), name)

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from siirl.compiler.models import backend_of
+from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
 from siirl.config import from_dict
 from siirl.errors import ConfigError

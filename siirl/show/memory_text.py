@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.estimate import GIB
 from siirl.compiler.memory.phases import PhasePeak, memory_lines, phase_peaks
-from siirl.compiler.models import backend_of
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config
 from siirl.config.resolve import get

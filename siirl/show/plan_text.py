@@ -3,10 +3,10 @@
 import itertools
 from collections.abc import Sequence
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.instructions import ROUTING
 from siirl.compiler.memory.awake_engines import awake_shares, shares_text
 from siirl.compiler.memory.estimate import micro_batch_tokens, read_shape
-from siirl.compiler.models import backend_of
 from siirl.compiler.plan import (
     Collect,
     Free,

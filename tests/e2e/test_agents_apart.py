@@ -115,11 +115,12 @@ def check_same(finished, beside):
 
 def work_in_shards(rank, world_size, arguments, output):
     """A worker of a run whose engines are of two ranks each, as with tensor parallelism; HF on every rank."""
-    from siirl.compiler import models
+    from siirl.compiler.backends import ROLLOUT_BACKENDS
     from siirl.parallel.dims import ParallelDims
 
-    models.ROLLOUT_BACKENDS["hf"] = replace(
-        models.ROLLOUT_BACKENDS["vllm"],
+    ROLLOUT_BACKENDS["hf"] = replace(
+        ROLLOUT_BACKENDS["vllm"],
+        engine=ROLLOUT_BACKENDS["hf"].engine,
         dims=lambda cfg, role, world: ParallelDims(world, tp=2, dp_replicate=world // 2),
         check=lambda *model: None,
     )

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Iterator
 
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
-from siirl.config import Config
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import normalizes_weights
 from siirl.dag.ops import score_names, uses_critic, why_unread
@@ -29,14 +28,15 @@ def check_agents(nodes: Nodes) -> Iterator[UserError]:
         seen[place] = node
 
 
-def prune(workflow: Workflow, rollout_only: bool = False) -> dict[str, str]:
+def prune(workflow: Workflow) -> dict[str, str]:
     """Node id -> why nothing needs it: it has no side effect, and no kept node reads what it writes.
 
-    Of an interaction all nodes are needed if one is. rollout_only: rollouts and rewards are wanted for
-    themselves, and nothing is trained.
+    Of an interaction all nodes are needed if one is. With trainer.rollout_only, rollouts and rewards are
+    wanted for themselves, and nothing is trained.
     """
     needed: set[FieldKey] = set()
     pruned: dict[str, str] = {}
+    rollout_only = workflow.run.trainer.rollout_only
     for node in (workflow.nodes[node_id] for node_id in reversed(workflow.graph.order)):
         if _is_wanted(node, rollout_only) or needed.intersection(node.writes):
             needed.update(node.reads)
@@ -68,12 +68,12 @@ def _why_pruned(node: ResolvedNode, rollout_only: bool) -> str:
     return f"nothing reads {names}" + (f": {reason}" if reason else "")
 
 
-def check_kept(kept: Workflow, rollout_only: bool) -> Iterator[UserError]:
+def check_kept(kept: Workflow) -> Iterator[UserError]:
     """Something is left to do, and every rollout that is left has a trainer to take weights from.
 
     In an interaction, an agent of which there is nothing but its rollout is frozen, and needs none.
     """
-    if rollout_only:
+    if kept.run.trainer.rollout_only:
         if not kept.rollouts:
             yield DagError(
                 "trainer.rollout_only is set, but the DAG has no rollout. Add a node with node_type "
@@ -139,9 +139,9 @@ def _check_shared_critics(kept: Workflow) -> Iterator[UserError]:
                 )
 
 
-def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[UserError]:
+def check_reward_models(workflow: Workflow) -> Iterator[UserError]:
     """A node that scores by a model has one, and reward_model.enable; where that is set, there is a node."""
-    scoring = [node for node in nodes if node.op.by_model]
+    scoring = [node for node in workflow.nodes.values() if node.op.by_model]
     for node in scoring:
         if not node.cfg.reward_model.enable:
             yield DagError(
@@ -154,7 +154,7 @@ def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[
                 "directory of a Hugging Face model with a score head (ForSequenceClassification), or of a "
                 "judge (reward_model.judge.name)."
             )
-    if cfg.reward_model.enable and not scoring:
+    if workflow.run.reward_model.enable and not scoring:
         yield DagError(
             "reward_model.enable=True, but no node of the DAG scores by a model. Add a node with node_type "
             "MODEL_INFERENCE, node_role REWARD, as in dag_templates/grpo_reward_model.yaml, or set "
@@ -162,9 +162,9 @@ def check_reward_models(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[
         )
 
 
-def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator[UserError]:
+def check_reward_weights(workflow: Workflow) -> Iterator[UserError]:
     """reward_model.weights names rewards that its node reads; without such a node it is an error."""
-    combining = [node for node in nodes if node.op.combines]
+    combining = [node for node in workflow.nodes.values() if node.op.combines]
     for node in combining:
         reward_model = node.cfg.reward_model
         try:
@@ -173,7 +173,7 @@ def check_reward_weights(nodes: Iterable[ResolvedNode], cfg: Config) -> Iterator
             )
         except ConfigError as error:
             yield reworded(error, lambda message, node=node: f"{node}: {message}")
-    if cfg.reward_model.weights and not combining:
+    if workflow.run.reward_model.weights and not combining:
         yield DagError(
             "reward_model.weights is set, but no node of the DAG adds up rewards. Add a node with node_type "
             "COMPUTE, node_role REWARD and reads: [the rewards' names], or remove the weights."

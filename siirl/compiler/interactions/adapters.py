@@ -9,36 +9,17 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
+from siirl.compiler.backends import ROLLOUT_BACKENDS, backend_of
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config.common import ModelConfig
 from siirl.config.resolve import get
-from siirl.config.roles import role_group
+from siirl.config.roles import ROLE_GROUPS
 from siirl.errors import DagError
 
 OWN_KEYS = ("lora_rank", "lora_alpha", "target_modules")
 """What an adapter has of its own; the rest of actor_rollout_ref.model describes the base."""
-ENGINE_KEYS = {
-    "hf": ("name", "dtype"),
-    "vllm": (
-        "name",
-        "dtype",
-        "prompt_length",
-        "response_length",
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "enable_chunked_prefill",
-        "enforce_eager",
-        "disable_log_stats",
-        "gpu_memory_utilization",
-        "free_cache_engine",
-        "tensor_model_parallel_size",
-        "engine_kwargs.vllm",
-    ),
-}
-"""Rollout engine that can hold a base for several agents -> what its agents must agree on."""
 
 
 def check_bases(workflow: Workflow) -> None:
@@ -74,9 +55,9 @@ def check_bases(workflow: Workflow) -> None:
 def _check_same_base(key: str, node: ResolvedNode, owner: ResolvedNode) -> None:
     """DagError unless both describe the same base, and rollouts that one engine can do."""
     names = [item.name for item in dataclasses.fields(ModelConfig) if item.name not in OWN_KEYS]
-    kind = owner.cfg.actor_rollout_ref.rollout.name
+    engine = ROLLOUT_BACKENDS.get(owner.cfg.actor_rollout_ref.rollout.name)
     compared = [f"actor_rollout_ref.model.{name}" for name in names]
-    compared += [f"actor_rollout_ref.rollout.{name}" for name in ENGINE_KEYS.get(kind, ())]
+    compared += [f"actor_rollout_ref.rollout.{name}" for name in (engine.base_keys if engine else ())]
     for name in compared:
         own, shared = get(node.cfg, name), get(owner.cfg, name)
         if own != shared:
@@ -113,10 +94,8 @@ def _can_share(model: ModelPlan, base: ModelPlan, nodes: Nodes) -> bool:
     """Whether a model can use the tensors of another: they are in the same processes, cut in the same way."""
     if model.ranks != base.ranks or model.backend != base.backend:
         return False
-    if model.is_rollout:
-        return model.backend in ENGINE_KEYS
-    if model.backend != "fsdp":
-        return False
+    if model.is_rollout or not backend_of(model).base_keys:
+        return bool(backend_of(model).base_keys)
     mine, its = _cut(model, nodes), _cut(base, nodes)
     if mine == its:
         return True
@@ -131,8 +110,9 @@ def _can_share(model: ModelPlan, base: ModelPlan, nodes: Nodes) -> bool:
 
 def _cut(model: ModelPlan, nodes: Nodes) -> tuple[Any, ...]:
     """How the weights of a model lie on its ranks."""
-    group = role_group(nodes[model.node].cfg, model.role)
-    return model.dims, model.dims.dp_shard, group.fsdp_config.model_dtype
+    node, group = nodes[model.node], ROLE_GROUPS[model.role]
+    agreed = (node.value(f"{group}.{key}") for key in backend_of(model).base_keys)
+    return model.dims, model.dims.dp_shard, *agreed
 
 
 def _chain(agent: int, rollouts: dict[int, ResolvedNode]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import InteractionPlan, ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config, with_overrides
@@ -66,7 +67,8 @@ def awake_shares(
         stays = name in talk.policies or not rollout.free_cache_engine
         if model.base not in (None, name):
             continue  # speaks with the engine of its base
-        if not model.is_rollout or model.backend != "vllm" or cfg.trainer.device == "cpu" or not stays:
+        on_gpu = backend_of(model).device_share and cfg.trainer.device != "cpu"
+        if not model.is_rollout or not on_gpu or not stays:
             continue
         own = rollout.engine_kwargs.vllm.get("gpu_memory_utilization")
         shares[name] = float(rollout.gpu_memory_utilization if own is None else own)

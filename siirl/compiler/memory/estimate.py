@@ -335,13 +335,14 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     """
     rollout = cfg.actor_rollout_ref.rollout
     weights, cache = _engine_bytes(model, cfg, shape, rows_per_shard)
+    on_another = model.base not in (None, model.name)  # one engine, and its cache, for all adapters
     if cfg.trainer.device == "cpu":
         return [
             MemoryLine(model.name, "weights", weights),
-            MemoryLine(model.name, "KV cache", cache),
+            MemoryLine(model.name, "KV cache", 0 if on_another else cache),
         ]
-    if model.base not in (None, model.name):
-        return []  # one engine, and its cache, for all adapters
+    if on_another:
+        return []
     share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
     awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
     beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
@@ -352,13 +353,11 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
 
 
 def _engine_bytes(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> tuple[int, int]:
-    """Weights, and the KV cache of a batch's rows as far as they run at once; adapters have no cache."""
+    """Weights, and the KV cache of a batch's rows as far as they run at once."""
     rollout = cfg.actor_rollout_ref.rollout
     width, tp = BYTES[rollout.dtype], model.dims.tp
     at_once = min(rows_per_shard, rollout.max_num_seqs)
     cache = 2 * shape.layers * shape.kv_width * at_once * (rollout.prompt_length + rollout.response_length)
-    if model.backend == "vllm" and model.base not in (None, model.name):
-        cache = 0
     adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
     params = (shape.params if model.base in (None, model.name) else 0) + adapter
     return -(-params // tp) * width, -(-cache // tp) * width

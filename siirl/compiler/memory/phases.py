@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.estimate import ENGINE_PARTS, GIB, Activity, MemoryLine, read_shape
-from siirl.compiler.models import backend_of
 from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Run
 from siirl.config import Config
 from siirl.config.batch import batch_of

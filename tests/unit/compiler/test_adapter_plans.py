@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from plan_cases import add_agent, compiled, config, run_symbolically
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.compile import compile_plan
 from siirl.compiler.memory.estimate import read_shape
-from siirl.compiler.models import backend_of
 from siirl.compiler.plan import Plan
 from siirl.dag.spec import DagBuilder, DagSpec
 from siirl.errors import DagError, NotSupportedError

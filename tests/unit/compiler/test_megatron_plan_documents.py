@@ -9,9 +9,9 @@ from megatron_cases import ACTOR, available, megatron_plan, option, sizes, write
 
 from siirl.algorithms.advantages import ADVANTAGES
 from siirl.cli import main
+from siirl.compiler.backends import backend_of
 from siirl.compiler.checks.megatron_options import FIXED, OPTIONS
 from siirl.compiler.memory.estimate import read_shape
-from siirl.compiler.models import backend_of
 from siirl.config import load_config
 from siirl.config.common import MegatronConfig
 from siirl.config.root import all_keys

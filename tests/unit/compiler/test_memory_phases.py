@@ -12,10 +12,10 @@ import pytest
 from plan_cases import add_agent, compiled, config
 
 from siirl.cli import main
+from siirl.compiler.backends import TRAIN_BACKENDS
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.estimate import head_lines
 from siirl.compiler.memory.phases import memory_lines, phase_peaks
-from siirl.compiler.models import TRAIN_BACKENDS
 from siirl.config import load_config
 from siirl.config.root import all_keys
 from siirl.dag.spec import DagBuilder, DagSpec

@@ -8,7 +8,7 @@ import pytest
 from siirl.cli import main
 from siirl.compiler.compile import TEMPLATES, compile_plan
 from siirl.config import load_config, with_overrides
-from siirl.dag.idle_nodes import IDLE_TYPES
+from siirl.dag.node_kinds import NODE_ROLES, NODE_TYPES
 from siirl.dag.spec import DagSpec, dag_spec, node_spec
 from siirl.dag.yaml_file import load_dag_file, parse_dag
 from siirl.errors import DagError
@@ -28,7 +28,8 @@ TALK = load_config(
     ]
 )
 TEMPLATE_CFGS = {"grpo.yaml": CFG, "ppo.yaml": load_config(SETTINGS)}
-IDLE = [(kind, "DEFAULT") for kind in IDLE_TYPES] + [("COMPUTE", "DATA_REBALANCE")]
+IDLE = [(name, "DEFAULT") for name, kind in NODE_TYPES.items() if kind.idle]
+IDLE += [("COMPUTE", name) for name, role in NODE_ROLES.items() if role.idle]
 ENVIRONMENT = """
 class Game:
     async def reset(self, task, seed):

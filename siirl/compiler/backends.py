@@ -1,0 +1,315 @@
+"""The table of backends: what is known of one besides its code, which its row names. Pure.
+
+A new backend is its engine and its row, and a choice of the key that picks it.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
+from siirl.compiler.memory.estimate import (
+    BYTES,
+    MemoryLine,
+    ModelShape,
+    fsdp_lines,
+    full_kl_lines,
+    head_lines,
+    hf_rollout_lines,
+    micro_batch_tokens,
+    micro_batches,
+    read_shape,
+    vllm_lines,
+)
+from siirl.compiler.memory.megatron_memory import MegatronMemory, megatron_lines
+from siirl.compiler.model_types import check_trained_model
+from siirl.compiler.plan import ModelPlan
+from siirl.compiler.resolved_node import ResolvedNode
+from siirl.config import Config
+from siirl.config.actor import ActorConfig, RefConfig
+from siirl.config.critic import CriticConfig
+from siirl.config.resolve import get
+from siirl.config.reward import RewardModelConfig
+from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
+from siirl.dag.ops import ModelRole
+from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
+from siirl.parallel.dims import ParallelDims
+from siirl.parallel.megatron_groups import megatron_groups
+from siirl.parallel.placement import Ranks
+from siirl.spelling import suggest
+
+
+@dataclass(frozen=True)
+class Backend:
+    """All that is known of a backend besides its code."""
+
+    engine: str
+    """ "module:Class", imported where an engine is built; empty for one that cannot be used yet."""
+
+    dims: Callable[[Config, ModelRole, int], ParallelDims]
+    """The parallel sizes that a model gets on so many ranks."""
+
+    memory: Callable[[ModelPlan, Config, ModelShape, int], list[MemoryLine]]
+    """What a rank holds; the last argument is the rows of a shard."""
+
+    groups: Callable[[ParallelDims, Ranks], Iterable[Ranks]] = lambda dims, ranks: ()
+    """The rank tuples that a model of these sizes, on these ranks, communicates over."""
+
+    check: Callable[[Config, ModelRole, ParallelDims, ResolvedNode], None] = lambda *model: None
+    """What must hold beyond the product of the sizes; raises UserError."""
+
+    advice: Callable[[ModelPlan, Config], list[str]] = lambda model, cfg: []
+    """What works, but badly, and what could not be checked: a line each."""
+
+    environment: Callable[[ParallelDims], dict[str, str]] = lambda dims: {}
+    """Variables that the processes of a model of these sizes need before CUDA starts."""
+
+    five_sizes: bool = False
+    """tp, pp, cp, ep and dp are always named."""
+
+    weights: bool = True
+    """It needs weights."""
+
+    device_share: bool = False
+    """On a GPU it takes a share of the device (rollout.gpu_memory_utilization) while it is awake."""
+
+    base_keys: tuple[str, ...] = ()
+    """Keys of its group that models of agents on one frozen base agree on; none: they cannot share a base."""
+
+    offloads: tuple[str, ...] = ()
+    """Keys in a model's group that move it to host memory while it is idle."""
+
+    offloads_trained: tuple[str, ...] = ()
+    """Further ones of a model that trains."""
+
+    later: str = ""
+    """The feature that does not exist yet."""
+
+
+def _along(*axes: str) -> Callable[[ParallelDims, Ranks], Iterable[Ranks]]:
+    """The groups of some mesh axes, in the order of the axes."""
+
+    def groups(dims: ParallelDims, ranks: Ranks) -> Iterable[Ranks]:
+        lines = dims.mesh_groups(ranks)
+        return [group for axis in axes for group in lines.get(axis, ())]
+
+    return groups
+
+
+def _fsdp_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+    size = role_group(cfg, role).fsdp_config.fsdp_size
+    shard = world if size < 1 or size > world else size
+    return ParallelDims(world, dp_shard=shard, dp_replicate=-(-world // shard))
+
+
+def _megatron_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+    section = role_group(cfg, role).megatron
+    tp, pp, cp = (
+        section.tensor_model_parallel_size,
+        section.pipeline_model_parallel_size,
+        section.context_parallel_size,
+    )
+    return ParallelDims(
+        world,
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=section.expert_model_parallel_size,
+        etp=section.expert_tensor_parallel_size,
+        vpp=section.virtual_pipeline_model_parallel_size or 1,
+        dp_replicate=max(1, world // (tp * pp * cp)),
+    )
+
+
+def _megatron_environment(dims: ParallelDims) -> dict[str, str]:
+    """Megatron-Core issues messages of tensor and context parallel groups ahead of the matrix products that
+    hide them, and counts on one hardware queue to keep the order (megatron-core 0.16.1,
+    tensor_parallel/layers.py). FSDP2 wants several queues, so that its prefetches overlap."""
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if max(dims.tp, dims.cp) > 1 else {}
+
+
+def _megatron_model(
+    cfg: Config, role: ModelRole, dims: ParallelDims, who: str, trains: bool
+) -> MegatronModel:
+    group = role_group(cfg, role)
+    return MegatronModel(
+        who=who,
+        group=ROLE_GROUPS[role],
+        section=group.megatron,
+        optimizer_options=_optimizer_options(group),
+        trains=trains,
+        dims=dims,
+        shape=read_shape(cfg, role),
+        lora_rank=role_model(cfg, role).lora_rank,
+        longest_row=cfg.actor_rollout_ref.rollout.prompt_length
+        + cfg.actor_rollout_ref.rollout.response_length,
+        budgets=_token_budgets(cfg, role),
+    )
+
+
+def _token_budgets(cfg: Config, role: ModelRole) -> dict[str, int]:
+    """Key -> tokens of a micro-batch, of the budgets that a role's model has."""
+    batches = [keys for keys in (ROLES[role].train, ROLES[role].forward) if keys is not None]
+    return {keys.max_tokens: get(cfg, keys.max_tokens) for keys in batches if get(cfg, keys.dynamic)}
+
+
+def _check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    check_trained_model(cfg, role, str(node))
+
+
+def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    check_trained_model(cfg, role, str(node))
+    model = _megatron_model(cfg, role, dims, str(node), node.op.trains)
+    dims.check(model.who, range(dims.world), model.section.sequence_parallel)
+    check_megatron(model)
+
+
+def _megatron_advice(model: ModelPlan, cfg: Config) -> list[str]:
+    described = _megatron_model(cfg, model.role, model.dims, f"node {model.node!r}", model.trains)
+    num_micro_batches = micro_batches(model, cfg) if model.trains else 0
+    return advice(described, model.ranks, cfg.trainer.n_gpus_per_node, num_micro_batches)
+
+
+def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int) -> list[MemoryLine]:
+    group = role_group(cfg, model.role)
+    width, words = BYTES[group.megatron.param_dtype], -(-shape.vocabulary // model.dims.tp)
+    settings = MegatronMemory(
+        section=group.megatron,
+        optimizer_options=_optimizer_options(group),
+        recompute=role_model(cfg, model.role).enable_gradient_checkpointing,
+        train_tokens=micro_batch_tokens(model, cfg, trains=True) if model.trains else 0,
+        forward_tokens=micro_batch_tokens(model, cfg, trains=False),
+        head=head_lines(model, cfg, words, shape.hidden, width) if model.head == "lm" else (),
+    )
+    full_kl = full_kl_lines(model, cfg, shape, rows, width)
+    return megatron_lines(model, shape, settings) + full_kl
+
+
+def _optimizer_options(group: ActorConfig | RefConfig | CriticConfig | RewardModelConfig) -> dict[str, Any]:
+    trained = isinstance(group, ActorConfig | CriticConfig)
+    return group.optim.override_optimizer_config or {} if trained else {}
+
+
+def _replicas(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+    return ParallelDims(world, dp_replicate=world)
+
+
+def _tensor_parallel_replicas(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
+    tp = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return ParallelDims(world, tp=tp, dp_replicate=max(1, world // tp))
+
+
+def _check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    url = cfg.actor_rollout_ref.rollout.agent.endpoint.url
+    if not (url or "").startswith(("http://", "https://")):
+        raise ConfigError(
+            f"{node}: rollout.agent.endpoint.url={url!r}: rollout.name=openai needs the http(s) address of a "
+            "service, e.g. http://localhost:8000/v1/chat/completions."
+        )
+    if not node.op.is_handed or node.writes:
+        raise DagError(
+            f"{node} has rollout.name=openai: a service speaks in interactions, but not first, and cannot be "
+            "trained (its tokens are unknown). Let the node depend on a rollout of another agent, and give "
+            "its agent no other nodes."
+        )
+
+
+def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp}"
+    if dims.tp > cfg.trainer.n_gpus_per_node:
+        raise PlacementError(
+            f"{node}: {key} is more than trainer.n_gpus_per_node={cfg.trainer.n_gpus_per_node}: the GPUs of "
+            "one engine are on one machine. Lower it."
+        )
+    shape = read_shape(cfg, role)
+    if isinstance(shape, str) or dims.tp == 1:
+        return
+    for what, count in (("attention heads", shape.heads), ("key-value heads", shape.kv_heads)):
+        whole = count % dims.tp == 0 or (count == shape.kv_heads and dims.tp % count == 0)
+        if not whole:
+            fits = [size for size in range(1, dims.tp) if count % size == 0]
+            raise PlacementError(
+                f"{node}: {key} does not divide the model's {count} {what}: each GPU holds whole heads. "
+                f"Set it to {' or '.join(map(str, fits))}."
+            )
+
+
+TRAIN_BACKENDS = {
+    "fsdp": Backend(
+        "siirl.engines.train.fsdp:FSDPEngine",
+        _fsdp_dims,
+        fsdp_lines,
+        groups=_along("dp_shard", "dp_replicate"),
+        check=_check_fsdp,
+        base_keys=("fsdp_config.model_dtype",),
+        offloads=("fsdp_config.param_offload",),
+        offloads_trained=("fsdp_config.optimizer_offload",),
+    ),
+    "megatron": Backend(
+        "siirl.engines.train.megatron.engine:MegatronEngine",
+        _megatron_dims,
+        _megatron_lines,
+        groups=megatron_groups,
+        check=_check_megatron,
+        advice=_megatron_advice,
+        environment=_megatron_environment,
+        five_sizes=True,
+        offloads=("megatron.param_offload",),
+        offloads_trained=("megatron.grad_offload", "megatron.optimizer_offload"),
+    ),
+}
+"""Strategy -> backend."""
+
+ROLLOUT_BACKENDS = {
+    "hf": Backend(
+        "siirl.engines.rollout.hf.hf_rollout:HFRollout",
+        _replicas,
+        hf_rollout_lines,
+        base_keys=("name", "dtype"),
+    ),
+    "vllm": Backend(
+        "siirl.engines.rollout.vllm.vllm_rollout:VLLMRollout",
+        _tensor_parallel_replicas,
+        vllm_lines,
+        groups=_along("tp"),
+        check=_check_vllm,
+        device_share=True,
+        base_keys=(
+            *("name", "dtype", "prompt_length", "response_length", "max_model_len", "max_num_seqs"),
+            *("max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager", "disable_log_stats"),
+            *("gpu_memory_utilization", "free_cache_engine", "tensor_model_parallel_size"),
+            "engine_kwargs.vllm",
+        ),
+    ),
+    "openai": Backend(
+        "siirl.engines.rollout.openai_endpoint:OpenAIRollout",
+        _replicas,
+        lambda *model: [],
+        check=_check_openai,
+        weights=False,
+    ),
+    "sglang": Backend(
+        "", _tensor_parallel_replicas, vllm_lines, groups=_along("tp"), later="the sglang rollout"
+    ),
+}
+"""rollout.name -> backend. A replay has none."""
+
+
+def backend_of(model: ModelPlan) -> Backend:
+    """The backend that a model runs on."""
+    return (ROLLOUT_BACKENDS if model.generates else TRAIN_BACKENDS)[model.backend]
+
+
+def choose_backend(role: ModelRole, node: ResolvedNode) -> tuple[str, Backend]:
+    """Name and row of the backend that a node's configuration gives a role; ConfigError for one unknown."""
+    generates = ROLES[role].generates
+    key = f"{ROLES[role].group}.{'name' if generates else 'strategy'}"
+    name, known = get(node.cfg, key) or "", ROLLOUT_BACKENDS if generates else TRAIN_BACKENDS
+    if name not in known:
+        raise ConfigError(f"{node}: unknown {key}={name}. {suggest(name, known)} Known: {', '.join(known)}.")
+    if known[name].later:
+        available = ", ".join(other for other, backend in known.items() if not backend.later)
+        raise NotSupportedError(
+            f"not supported yet: {node}: {key}={name}: {known[name].later}. Available: {available}."
+        )
+    return name, known[name]
