@@ -14,14 +14,17 @@ Dtype = Literal["int64", "int8", "float32", "bool", "object"]
 
 @dataclass(frozen=True)
 class FieldSpec:
-    """How a named column of a batch looks: trailing dims beyond B, dtype, unit, and how rows are padded."""
+    """A named column of a batch."""
 
     name: str
     dims: tuple[str, ...]
+    """Trailing ones, beyond B."""
     dtype: Dtype
     doc: str
+    """What it holds."""
     unit: str = ""
     pad_side: PadSide = "right"
+    """Where rows are filled up."""
     pad_value: float = 0
 
 

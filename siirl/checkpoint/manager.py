@@ -24,22 +24,22 @@ from siirl.model_files.stored_tensors import load_tensors
 
 @dataclass(frozen=True)
 class Restored:
-    """What load brings back besides the models.
-
-    rank_state: None on a rank that did not exist when it was saved.
-    """
+    """What load brings back besides the models."""
 
     step: int
     extra: dict[str, Any]
+    """What the first rank saved."""
     rank_state: dict[str, Any] | None
+    """None on a rank that did not exist when it was saved."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that has become current. total_s: from the call of save until then."""
+    """A checkpoint that has become current."""
 
     path: Path
     total_s: float
+    """From the call of save until then."""
 
 
 class CheckpointManager:

@@ -28,44 +28,49 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class SavedModel:
-    """One model of this rank, as a checkpoint sees it.
-
-    group: the ranks of the model; None: this process alone. hf_path: where its HF config and tokenizer come
-    from. save_contents, load_contents: of "model", "optimizer" (and its schedule), "extra" (the run's state:
-    see save), "hf_model" (also HF weights). lora_alpha: what an export needs to merge adapters.
-    hf_config_changes: where its config.json differs from that of hf_path. background_group: a second group of
-    the same ranks, gloo, for saves in the background.
-    """
+    """One model of this rank, as a checkpoint sees it."""
 
     model: Stateful
     group: dist.ProcessGroup | None
+    """The ranks of the model; None: this process alone."""
     hf_path: str | None = None
+    """Where its HF config and tokenizer come from."""
     save_contents: tuple[str, ...] = ("model", "optimizer", "extra")
+    """Of "model", "optimizer" (and its schedule), "extra" (the run's state: see save), "hf_model" (also HF
+    weights)."""
     load_contents: tuple[str, ...] = ("model", "optimizer", "extra")
+    """The same of what is restored."""
     lora_alpha: float | None = None
+    """What an export needs to merge adapters."""
     hf_config_changes: dict[str, Any] = field(default_factory=dict)
+    """Where its config.json differs from that of hf_path."""
     background_group: dist.ProcessGroup | None = None
+    """A second group of the same ranks, gloo, for saves in the background."""
 
 
 @dataclass(frozen=True)
 class StagedModel:
-    """What is written of one model. group: who writes it; hf_weights: None if they are not saved."""
+    """What is written of one model."""
 
     source: SavedModel
     group: dist.ProcessGroup | None
+    """Who writes it."""
     values: dict[str, Any]
     tensors: dict[str, Tensor]
     hf_weights: Iterator[tuple[str, Tensor]] | None
+    """None if they are not saved."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What this rank writes of a checkpoint. extra: on the first rank; rank_values, rank_tensors: of each."""
+    """What this rank writes of a checkpoint."""
 
     step: int
     models: dict[str, StagedModel]
     extra: dict[str, Any]
+    """On the first rank."""
     rank_values: Any
+    """Of each rank, as its tensors."""
     rank_tensors: dict[str, Tensor]
 
 

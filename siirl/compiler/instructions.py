@@ -55,15 +55,13 @@ _DECLARED = {name: position for position, name in enumerate(FIELDS)}
 
 @dataclass
 class Sections:
-    """What the instruction lists of one plan share: layouts, and the routes and loaders they need.
-
-    serving: entry of an interaction -> ranks that only answer in it.
-    """
+    """What the instruction lists of one plan share: layouts, and the routes and loaders they need."""
 
     workflow: Workflow
     table: LayoutTable
     links: dict[str, LinkPlan]
     serving: dict[str, Ranks]
+    """Entry of an interaction -> ranks that only answer in it."""
     routes: dict[str, RoutePlan] = field(default_factory=dict)
     loaders: dict[str, LoaderPlan] = field(default_factory=dict)
 

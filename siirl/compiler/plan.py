@@ -92,24 +92,22 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """Weights of `source` (a training engine) are copied into `target` (a rollout engine).
-
-    kind: "local", every rank of the target holds the source too; "broadcast", to ranks that do not, over
-    NCCL or gloo; "checkpoint", by a folder that all ranks see.
-    """
+    """Weights of `source` (a training engine) are copied into `target` (a rollout engine)."""
 
     name: str
     source: str
     target: str
     ranks: Ranks
     kind: Literal["local", "broadcast", "checkpoint"]
+    """ "local": every rank of the target holds the source too. "broadcast": to ranks that do not, over NCCL
+    or gloo. "checkpoint": by a folder that all ranks see."""
 
 
 @dataclass(frozen=True)
 class RoutePlan:
     """Rows move from layout `source` to layout `target` (ids into Plan.layouts) within the group of `ranks`.
 
-    ranks: the union of both layouts' ranks, sorted. Rows are assigned to shards by row_id, group_id,
+    Rows are assigned to shards by row_id, group_id,
     prompt_length and, once the row set has it, response_length. The compiler keeps these columns alive in
     `source` at every Reshard, and the first Reshard of an agent's fields into `target` carries them, so that
     `target` can be a source later. A Reshard of these columns alone is an order: a node on other ranks waits
@@ -121,20 +119,20 @@ class RoutePlan:
     source: str
     target: str
     ranks: Ranks
+    """Those of both layouts, sorted."""
 
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """Prompts of one agent, loaded by the ranks of `layout` as the configuration of `node` says.
-
-    Both instruction lists name the same loader: the worker has training prompts and validation prompts for
-    each.
-    """
+    """Prompts of one agent; both instruction lists name the same loader, which has training prompts and
+    validation prompts for each."""
 
     name: str
     agent: int
     node: str
+    """Whose configuration says which files, and in which order."""
     layout: str
+    """Where they are loaded (id): its ranks read them."""
 
 
 @dataclass(frozen=True)
@@ -166,14 +164,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """Whom a driver, a rank that plays episodes, asks for the turns of a policy: the engines on `heads`.
-
-    An episode keeps to one of them. An engine that several ranks ask, or another one, is served.
-    """
+    """Whom a driver, a rank that plays episodes, asks for the turns of a policy."""
 
     policy: str
+    """Name of the rollout model."""
     driver: int
     heads: Ranks
+    """The ranks of its engines; an episode keeps to one of them. An engine that several ranks ask, or
+    another one, is served."""
 
 
 @dataclass(frozen=True)

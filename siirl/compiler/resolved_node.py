@@ -26,20 +26,20 @@ AGENT_WIDE = ("data.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.")
 
 @dataclass(frozen=True)
 class ResolvedNode:
-    """A node with its op and its configuration.
-
-    reads, writes: the fields that its op declares under that configuration. overrides: absolute dotted keys
-    that make cfg from the run's configuration. options: the node's other config keys, for the function of a
-    custom node, or an environment.
-    """
+    """A node with its op and its configuration."""
 
     spec: NodeSpec
     op: OpSpec
     cfg: Config
+    """The run's configuration with what the node, and its agent, override."""
     reads: tuple[FieldKey, ...]
+    """Fields that its op declares under that configuration."""
     writes: tuple[FieldKey, ...]
+    """The same of what it writes."""
     overrides: dict[str, Any]
+    """Absolute dotted keys that make cfg from the run's configuration."""
     options: dict[str, Any]
+    """Its other config keys, for the function of a custom node, or an environment."""
 
     @property
     def id(self) -> str:

@@ -17,17 +17,17 @@ CORRECTION = f"{POLICY}.actor.rollout_correction"
 
 @dataclass(frozen=True)
 class Foreign:
-    """A key that is not one of siirl, or means something else here.
-
-    here: the key with its meaning, "" if there is none; a trailing `*` takes the rest of the name. why: what
-    became of it, for a comment. asks_nothing: values with which the key changes nothing; with any other, what
-    it asks for cannot be had (unless harmless). harmless: leaving the key out never changes what is computed.
-    """
+    """A key that is not one of siirl, or means something else here."""
 
     here: str = ""
+    """The key with its meaning, "" if there is none; a trailing `*` takes the rest of the name."""
     why: str = ""
+    """What became of it, for a comment."""
     asks_nothing: tuple[str, ...] = ()
+    """Values with which the key changes nothing; with any other, what it asks for cannot be had (unless
+    harmless)."""
     harmless: bool = False
+    """Leaving the key out never changes what is computed."""
 
 
 def _moved(here: str, why: str = "") -> Foreign:
@@ -195,15 +195,14 @@ FOLLOW_DYNAMIC = f"${{{POLICY}.actor.use_dynamic_bsz}}"
 
 @dataclass(frozen=True)
 class OtherDefault:
-    """A key of siirl whose default elsewhere is another; text in ${} names the key that it follows there.
-
-    when: "key=a|b": only then does the key act. changes: what the difference changes.
-    """
+    """A key of siirl whose default elsewhere is another; text in ${} names the key that it follows there."""
 
     changes: str
+    """What the difference changes."""
     verl: Any = None
     siirl: Any = None
     when: str = ""
+    """ "key=a|b": only then does the key act."""
 
 
 DYNAMIC = "micro-batches: speed and memory"

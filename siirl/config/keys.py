@@ -21,26 +21,32 @@ Status = Literal["supported", "later", "ignored", "replaced"]
 class Rule:
     """What is known of a key beyond its type.
 
-    At most one of later (the feature that does not exist yet: another value than the default is refused),
-    ignored (why any value is accepted and changes nothing: setting it warns) and replaced (what to set
-    instead: setting it is refused) is given; a key with none of them is supported. when: the sibling key
-    (or "group.key" from the root) that must be true, or "key=a|b" that must have one of the values, for
-    this key to have an effect; within: the same of its group, from the root. low: least value. choices: the
-    allowed names; later_choices: name -> feature that does not exist yet; synonyms: name -> the name that
-    it stands for; user_code: "file.py:function" and "pkg.mod:function" are names, too.
+    At most one of later, ignored and replaced is given; a key with none of them is supported.
     """
 
     doc: str
+    """What it means."""
     later: str = ""
+    """The feature that does not exist yet: another value than the default is refused."""
     ignored: str = ""
+    """Why any value is accepted and changes nothing: setting it warns."""
     replaced: str = ""
+    """What to set instead: setting it is refused."""
     when: str = ""
+    """The sibling key (or "group.key" from the root) that must be true, or "key=a|b" that must have one of
+    the values, for this key to have an effect."""
     within: str = ""
+    """The same of its group, from the root."""
     low: float | None = None
+    """Least value."""
     choices: tuple[str, ...] = ()
+    """The allowed names."""
     later_choices: Mapping[str, str] = field(default_factory=dict)
+    """Name -> feature that does not exist yet."""
     synonyms: Mapping[str, str] = field(default_factory=dict)
+    """Name -> the name that it stands for."""
     user_code: bool = False
+    """ "file.py:function" and "pkg.mod:function" are names, too."""
 
     @property
     def status(self) -> Status:

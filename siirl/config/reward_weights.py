@@ -12,16 +12,14 @@ from siirl.errors import ConfigError
 
 @dataclass(frozen=True)
 class WeightedPart:
-    """One reward of several: weight * (score - low) / (high - low).
-
-    standardize: the score is first brought to mean 0 and standard deviation 1.
-    """
+    """One reward of several: weight * (score - low) / (high - low)."""
 
     name: str
     weight: float = 1.0
     low: float = 0.0
     high: float = 1.0
     standardize: bool = False
+    """The score is first brought to mean 0 and standard deviation 1."""
 
     @property
     def scale(self) -> float:

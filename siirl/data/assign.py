@@ -12,15 +12,15 @@ from siirl.types import Layout
 
 @dataclass(frozen=True)
 class RowTable:
-    """All rows of a source layout, sorted by row_id: [N] each. `position` counts the rows of a source shard.
-
-    weight: the group_id or the length in tokens of each row, whichever the target's split asks for.
-    """
+    """All rows of a source layout, sorted by row_id: [N] each."""
 
     row_id: np.ndarray
     weight: np.ndarray
+    """The group_id or the length in tokens of each row, whichever the target's split asks for."""
     shard: np.ndarray
+    """The source shard that holds it."""
     position: np.ndarray
+    """Which row of that shard it is."""
 
     def __len__(self) -> int:
         return len(self.row_id)

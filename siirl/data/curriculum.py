@@ -11,13 +11,15 @@ from siirl.errors import DataError
 
 @dataclass(frozen=True)
 class Curriculum:
-    """Prompts in the order of difficulty [N]; num_batches: over which they become harder, 0 for an epoch.
+    """An order of prompts that become harder.
 
     Whoever resumes in the middle of an epoch gets the same order again, since nothing is remembered.
     """
 
     difficulty: np.ndarray
+    """Of each prompt [N]."""
     num_batches: int = 0
+    """Over which prompts become harder; 0: an epoch."""
 
     def order(self, seed: int, epoch: int, batch_size: int) -> np.ndarray:
         """The prompts of an epoch, each once.

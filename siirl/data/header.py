@@ -19,11 +19,13 @@ SIZES = 5
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """How a column looks on some rank: dtype ("object" for JSON), dims beyond B, whether it is on a GPU."""
+    """How a column looks on some rank."""
 
     name: str
     dtype: str
+    """ "object" for JSON."""
     dims: tuple[int, ...] = ()
+    """Beyond B."""
     on_gpu: bool = False
 
     @classmethod
@@ -48,16 +50,14 @@ class ColumnSpec:
 
 @dataclass(frozen=True)
 class Header:
-    """One rank's rows: row_id and weight [n] in the source layout, held [m] (row ids) in the target layout.
-
-    weight: group_id or length in tokens (-1: unknown), whichever the target's split goes by. held is None
-    when the rank has no rows in the target layout yet. A rank without the source layout has empty arrays and
-    no specs.
-    """
+    """One rank's rows. A rank without the source layout has empty arrays and no specs."""
 
     row_id: np.ndarray
+    """In the source layout, [n]."""
     weight: np.ndarray
+    """Of these, [n]: group_id or length in tokens (-1: unknown), whichever the target's split goes by."""
     held: np.ndarray | None
+    """Row ids in the target layout, [m]; None when the rank has no rows there yet."""
     specs: tuple[ColumnSpec, ...]
 
     def encode(self, check: int) -> np.ndarray:

@@ -47,19 +47,20 @@ _PEER_LOSS_PHRASES = (
 
 @dataclass(frozen=True)
 class Failure:
-    """The exception that ended a worker.
-
-    secondary: it only says that a peer went away or was waited for too long.
-    """
+    """The exception that ended a worker."""
 
     rank: int
     host: str
     node: str | None
+    """What it ran."""
     step: int | None
     error: str
     user_error: bool
+    """The user's input is wrong, and `error` is a message for them."""
     secondary: bool
+    """It only says that a peer went away or was waited for too long."""
     time_s: float
+    """When, by the clock of its machine."""
     traceback: str
 
 
@@ -107,20 +108,22 @@ def read_failure(path: Path) -> Failure | None:
 
 @dataclass(frozen=True)
 class Death:
-    """A worker that ended badly: exit status (negative: the signal), where it was, what it left behind.
-
-    lost: why nothing more is known of the worker, if its machine or what watched it there went away.
-    oom_kills: processes that the kernel's out-of-memory killer ended on the worker's machine during the run.
-    """
+    """A worker that ended badly."""
 
     rank: int
     returncode: int
+    """Exit status; negative: the signal."""
     seen_s: float
+    """When the launcher saw it."""
     failure: Failure | None
+    """What it left behind."""
     position: Position | None
+    """Where it was."""
     host: str = field(default_factory=socket.gethostname)
     lost: str = ""
+    """Why nothing more is known of it, if its machine or what watched it there went away."""
     oom_kills: int = 0
+    """Processes that the kernel's out-of-memory killer ended on its machine during the run."""
 
     @property
     def signal_name(self) -> str | None:

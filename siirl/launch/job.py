@@ -14,24 +14,23 @@ DEFAULT_ENTRY = "siirl.dag_worker.training:run_worker"
 
 @dataclass(frozen=True)
 class Job:
-    """One run, the same for every rank.
-
-    config: the composed Config as a dict (siirl.config.to_dict); plan: Plan.to_json(). output_dir: logs/,
-    errors/, status/ and what the run produces. local_world_size: processes on each machine. node_configs:
-    node id -> what the node's resolved config changes, JSON values. extra: anything else that the worker
-    wants, JSON values. entry: "pkg.mod:fn", called as fn(cfg, plan, rank, world_size, device, job) in every
-    process. run_id: tells this start from others in the same folder.
-    """
+    """One run, the same for every rank."""
 
     config: dict[str, Any]
+    """The composed Config as a dict (siirl.config.to_dict)."""
     plan: str
+    """Plan.to_json()."""
     output_dir: str
+    """Folder of logs/, errors/, status/ and what the run produces."""
     world_size: int
     local_world_size: int
-    node_configs: dict[str, Any] = field(default_factory=dict)
+    """Processes on each machine."""
     extra: dict[str, Any] = field(default_factory=dict)
+    """Anything else that the worker wants, JSON values."""
     entry: str = DEFAULT_ENTRY
+    """ "pkg.mod:fn", called as fn(cfg, plan, rank, world_size, device, job) in every process."""
     run_id: str = ""
+    """Tells this start from others in the same folder."""
 
     @property
     def output_path(self) -> Path:

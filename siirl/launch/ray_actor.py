@@ -45,39 +45,41 @@ NOT_FORWARDED = ("CUDA_VISIBLE_DEVICES", "PYTHONHOME", "SIIRL_LIFELINE_FD", "SII
 
 @dataclass(frozen=True)
 class Host:
-    """What an actor says of itself. gpus: its devices, as CUDA_VISIBLE_DEVICES names them."""
+    """What an actor says of itself."""
 
     name: str
     pid: int
     gpus: tuple[str, ...]
+    """Its devices, as CUDA_VISIBLE_DEVICES names them."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What an actor must know to start its worker.
-
-    job: Job.to_json(), because machines may share no files. gpus: all devices of the run on this machine, by
-    local rank. env: variables of the one who started the run. cwd: its directory, entered if it exists here.
-    window_size: of its terminal, empty if it has none.
-    """
+    """What an actor must know to start its worker."""
 
     job: str
+    """Job.to_json(), because machines may share no files."""
     rank: int
     master_addr: str
     master_port: int
     gpus: tuple[str, ...]
+    """All devices of the run on this machine, by local rank."""
     env: Mapping[str, str]
+    """Variables of the one who started the run."""
     cwd: str
+    """Its directory, entered if it exists here."""
     window_size: bytes = b""
+    """Of its terminal, empty if it has none."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What is new of a worker. ended: its exit status, once all its output has been fetched."""
+    """What is new of a worker."""
 
     output: bytes
     position: Position | None
     ended: int | None = None
+    """Its exit status, once all its output has been fetched."""
     death: Death | None = None
 
 

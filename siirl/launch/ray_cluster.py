@@ -33,15 +33,13 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Need:
-    """What a run takes of a cluster: `nnodes` machines, on each of them that many workers.
-
-    device: trainer.device; on `auto` GPUs are needed if the cluster has any.
-    """
+    """What a run takes of a cluster: `nnodes` machines, on each of them that many workers."""
 
     nnodes: int
     workers_per_node: int
     cpus_per_worker: int
     device: str
+    """trainer.device; on `auto` GPUs are needed if the cluster has any."""
 
     @classmethod
     def of(cls, cfg: Config) -> "Need":

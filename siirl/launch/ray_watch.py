@@ -23,11 +23,7 @@ REST_S = 3.0
 
 @dataclass
 class Rank:
-    """One rank, seen from here: its actor, where that is, and what has arrived of its worker.
-
-    fetched: bytes of output that have arrived; replied_s: when the actor last answered; ended: the worker's
-    exit status; lost: the actor is gone or does not answer.
-    """
+    """One rank, seen from here: its actor, where that is, and what has arrived of its worker."""
 
     rank: int
     actor: Any
@@ -35,12 +31,17 @@ class Rank:
     host: Host
     log_offset: int = 0
     fetched: int = 0
+    """Bytes of output that have arrived."""
     replied_s: float = field(default_factory=time.monotonic)
+    """When the actor last answered."""
     position: Position | None = None
     pending: Any = None
+    """The question that the actor has not answered yet."""
     ended: int | None = None
+    """The worker's exit status."""
     death: Death | None = None
     lost: bool = False
+    """The actor is gone or does not answer."""
 
     @property
     def place(self) -> str:

@@ -21,12 +21,15 @@ from siirl.model_files.local_models import on_hub, with_local_configs
 
 @dataclass(frozen=True)
 class Survey:
-    """plan: None where the workflow has none. node_cfgs: of each kept node. warnings: a line each."""
+    """What is known of a run before it starts."""
 
     cfg: Config
     plan: Plan | None = None
+    """None where the workflow has none."""
     node_cfgs: dict[str, Config] = field(default_factory=dict)
+    """Of each kept node."""
     warnings: list[str] = field(default_factory=list)
+    """A line each."""
 
 
 def survey(cfg: Config, found: Findings) -> Survey:

@@ -19,22 +19,24 @@ from siirl.parallel.placement import Ranks, format_ranks
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A Megatron model as the checks see it. group: full name of the role's group, "actor_rollout_ref.actor".
-
-    shape: its sizes, or why they are not known; checks that need them are then left to the engine.
-    longest_row: most tokens of prompt and response. budgets: key -> tokens of a micro-batch, if it acts.
-    """
+    """A Megatron model as the checks see it."""
 
     who: str
+    """What messages call it."""
     group: str
+    """Full name of its role's group: actor_rollout_ref.actor, for one."""
     section: MegatronConfig
     optimizer_options: Mapping[str, Any]
+    """override_optimizer_config, of a model that can train."""
     trains: bool
     dims: ParallelDims
     shape: ModelShape | str
+    """Its sizes, or why they are not known: checks that need them are then left to the engine."""
     lora_rank: int
     longest_row: int
+    """Most tokens of prompt and response."""
     budgets: Mapping[str, int]
+    """Key -> tokens of a micro-batch, of keys that act."""
 
     @property
     def options(self) -> dict[str, Any]:

@@ -23,11 +23,14 @@ CLASSES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Option:
-    """An option that is passed on. does: its effect; takes: whether a value is one; values: in words."""
+    """An option that is passed on."""
 
     does: str
+    """Its effect."""
     takes: Callable[[Any], bool]
+    """Whether a value is one."""
     values: str
+    """What it can be, in words."""
 
 
 def _flag(does: str) -> Option:

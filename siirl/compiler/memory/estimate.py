@@ -45,46 +45,53 @@ COMPUTING: tuple[Activity, ...] = ("forward", "update")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is computed from a model's sizes. params: all, tied ones once; layer_params: of the largest layer.
-
-    intermediate: width of dense MLPs; expert_width: of each expert; shared_width: of the expert that all
-    tokens pass. experts, top_k: 0 in a dense model. moe_layers: layers that have experts; expert_params: all
-    experts of one of them.
-    """
+    """What is computed from a model's sizes."""
 
     family: str
     params: int
+    """All, tied ones once."""
     embedding_params: int
+    """Embedding and output head, tied ones once."""
     layer_params: int
+    """Of the largest layer."""
     layers: int
     hidden: int
     intermediate: int
+    """Width of dense MLPs."""
     vocabulary: int
     kv_width: int
+    """Of all key heads together."""
     heads: int
     kv_heads: int
     tied: bool
+    """Embedding and output head are one tensor."""
     experts: int
+    """Of a layer that has some; 0 in a dense model."""
     top_k: int
+    """Experts of each token; 0 in a dense model."""
     expert_width: int
+    """Of the MLP of each expert."""
     shared_width: int
+    """Of the expert that all tokens pass."""
     expert_params: int
+    """Of all experts of a layer."""
     moe_layers: int
+    """Layers that have experts."""
 
 
 @dataclass(frozen=True)
 class MemoryLine:
-    """Memory of one kind that a model has on the device of one rank during some of its activities.
-
-    share: of the device, besides num_bytes. host: in the other activities it waits in host memory.
-    """
+    """Memory of one kind that a model has on the device of one rank during some of its activities."""
 
     model: str
     what: str
+    """The kind, as reports name it."""
     num_bytes: int
     during: tuple[Activity, ...] = ALWAYS
     host: bool = False
+    """In the other activities it waits in host memory."""
     share: float = 0.0
+    """Of the device, besides num_bytes."""
 
     def on_device(self, activity: Activity, device_bytes: int) -> int:
         """Bytes on a device of this size while the model does this."""

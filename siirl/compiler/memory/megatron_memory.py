@@ -29,18 +29,18 @@ _DTYPES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class MegatronMemory:
-    """What the estimate reads of the configuration. recompute: the engine recomputes whole layers by default.
-
-    train_tokens, forward_tokens: of one micro-batch of a data-parallel shard, before context parallelism
-    cuts it. head: what the last stage's log-prob head takes.
-    """
+    """What the estimate reads of the configuration."""
 
     section: MegatronConfig
     optimizer_options: Mapping[str, Any]
     recompute: bool
+    """The engine recomputes whole layers by default."""
     train_tokens: int
+    """Of a micro-batch of a data-parallel shard in an optimizer step, before context parallelism cuts it."""
     forward_tokens: int
+    """The same of a pass without gradient."""
     head: Sequence[MemoryLine]
+    """What the last stage's log-prob head takes."""
 
 
 def megatron_lines(model: ModelPlan, shape: ModelShape, settings: MegatronMemory) -> list[MemoryLine]:

@@ -27,15 +27,16 @@ Configs = Mapping[str, Config]
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """Memory of one rank in a phase. parts: (model, kind) -> bytes on the device, the largest first.
-
-    host: bytes that wait in host memory meanwhile.
-    """
+    """Memory of one rank in a phase."""
 
     node: str
+    """Whose Run it is."""
     ranks: Ranks
+    """Those that hold the same models."""
     parts: dict[tuple[str, str], int]
+    """(model, kind) -> bytes on the device, the largest first."""
     host: int
+    """Bytes that wait in host memory meanwhile."""
 
     @property
     def tensors(self) -> int:

@@ -7,10 +7,10 @@ import sys
 import pytest
 from megatron_cases import ACTOR, REF, available, megatron_config, megatron_plan, option, sizes, write_model
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.checks import megatron_checks
 from siirl.compiler.checks.megatron_checks import LATER
 from siirl.compiler.checks.megatron_options import CLASSES, DECIDED, FIXED, MODULES, OPTIONS, refusal
-from siirl.compiler.models import plan_advice
 from siirl.config.effects import effect_warnings
 from siirl.errors import ConfigError, NotSupportedError, UserError
 from siirl.parallel.pipeline_layers import parse_layout, split_layers, suggest_split
@@ -503,7 +503,8 @@ def test_what_the_engine_does_not_do_yet_is_refused(monkeypatch, tmp_path, featu
 def test_what_works_but_badly_is_said(monkeypatch, world, overrides, words):
     available(monkeypatch)
     plan, configs = megatron_plan(world, "trainer.n_gpus_per_node=64", *overrides)
-    lines = plan_advice(plan.models.values(), configs)
+    models = plan.models.values()
+    lines = [line for model in models for line in backend_of(model).advice(model, configs[model.node])]
     assert any(line.startswith("node 'actor_train': ") and words in line for line in lines), lines
 
 

@@ -3,12 +3,14 @@
 import pytest
 from plan_cases import add_agent, config
 
-from siirl.compiler.compile import TEMPLATES, load_dag
+from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
 from siirl.compiler.resolved_node import resolve_nodes
 from siirl.config import load_config
 from siirl.config.aliases import POLICY
 from siirl.config.resolve import FOLLOWS, REFERENCE, get
 from siirl.config.root import all_keys
+from siirl.config.values import plain
+from siirl.dag.node_config import with_node_config
 from siirl.dag.spec import DagBuilder
 from siirl.errors import DagError
 from siirl.findings import Findings
@@ -95,3 +97,24 @@ def test_what_an_actors_node_sets_holds_for_the_keys_of_its_agent_that_follow_it
     found.close()
     forward = [resolved[f"forward_{agent}"].cfg for agent in range(3)]
     assert [get(cfg, follower) for cfg in forward] == [run, value, value if run is None else run]
+
+
+def test_any_key_at_one_of_the_nodes_of_a_model_is_compared_with_the_others():
+    """Older names, keys that do nothing and things in maps, too."""
+    cfg = config("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.rollout.engine_kwargs.vllm.a=1")
+    dag, groups = load_dag(cfg), ("actor_rollout_ref.", "critic.")
+    same = {name: plain(get(cfg, name)) for name in all_keys() if name.startswith(groups)}
+    assert {"actor_rollout_ref.model.fsdp_config.fsdp_size", "actor_rollout_ref.hybrid_engine"} <= same.keys()
+    same = {name: value for name, value in same.items() if not name.endswith("hf_hub_token")}
+    same["actor_rollout_ref.rollout.engine_kwargs.vllm.a"] = 1
+    assert "actor_train" in compile_plan(with_node_config(dag, {"actor_train": same}), cfg, 2)[0].nodes
+    for name, value in (
+        ("actor_rollout_ref.model.fsdp_config.param_offload", True),
+        ("actor_rollout_ref.model.megatron.param_dtype", "float32"),
+        ("actor_rollout_ref.hybrid_engine", False),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.a", 2),
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.b.c", 2),
+    ):
+        other = with_node_config(dag, {"actor_old_log_prob": {name: value}})
+        with pytest.raises(DagError, match=f"sets {name}={value}.* is built from"):
+            compile_plan(other, cfg, 2)
