@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
-sys.path[:0] = [str(TESTS / "support"), str(TESTS)]
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 
 @pytest.fixture

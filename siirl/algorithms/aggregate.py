@@ -9,9 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from siirl.config.algorithm_table import AGGREGATIONS
 from siirl.errors import ConfigError
-
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 class TokenLoss(NamedTuple):

@@ -26,8 +26,8 @@ from siirl.compiler.model_types import check_trained_model
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
-from siirl.config.actor import ActorConfig, RefConfig
-from siirl.config.critic import CriticConfig
+from siirl.config.actor import RefConfig
+from siirl.config.common import TrainedConfig
 from siirl.config.resolve import get
 from siirl.config.reward import RewardModelConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
@@ -185,9 +185,8 @@ def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int)
     return megatron_lines(model, shape, settings) + full_kl
 
 
-def _optimizer_options(group: ActorConfig | RefConfig | CriticConfig | RewardModelConfig) -> dict[str, Any]:
-    trained = isinstance(group, ActorConfig | CriticConfig)
-    return group.optim.override_optimizer_config or {} if trained else {}
+def _optimizer_options(group: TrainedConfig | RefConfig | RewardModelConfig) -> dict[str, Any]:
+    return group.optim.override_optimizer_config or {} if isinstance(group, TrainedConfig) else {}
 
 
 def _replicas(cfg: Config, role: ModelRole, world: int) -> ParallelDims:

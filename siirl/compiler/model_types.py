@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
-from siirl.config.actor import STRATEGIES
+from siirl.config.common import STRATEGIES
 from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model
 from siirl.errors import NotSupportedError
 

@@ -3,19 +3,11 @@
 from dataclasses import dataclass
 
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS, PolicyLoss, losses_with
-from siirl.config.common import (
-    CheckpointConfig,
-    ForwardMegatronConfig,
-    FSDPConfig,
-    MegatronConfig,
-    OptimConfig,
-)
+from siirl.config.common import STRATEGY, ForwardMegatronConfig, FSDPConfig, TrainedConfig
 from siirl.config.keys import group, key
 
 EMBODIED = "embodied agents"
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_exact")
-STRATEGIES = ("fsdp", "megatron")
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
 @dataclass(frozen=True)
@@ -87,24 +79,9 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True)
-class ActorConfig:
+class ActorConfig(TrainedConfig):
     """The policy in training: batch arithmetic, loss, optimizer, sharding."""
 
-    strategy: str = key(
-        "fsdp",
-        "training backend",
-        choices=STRATEGIES,
-        synonyms={"fsdp2": "fsdp"},
-    )
-    ppo_mini_batch_size: int = key(256, "prompts of one optimizer step, over all ranks", low=1)
-    ppo_micro_batch_size_per_gpu: int = key(
-        1, "rows of a micro-batch on each rank, unless use_dynamic_bsz", when="use_dynamic_bsz=false", low=1
-    )
-    use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget")
-    ppo_max_token_len_per_gpu: int = key(
-        16384, "that budget: tokens of a micro-batch on each rank", when="use_dynamic_bsz", low=1
-    )
-    grad_clip: float = key(1.0, "largest gradient norm; larger ones are scaled down", low=0)
     clip_ratio: float = key(0.2, "PPO clips the probability ratio to 1 - clip_ratio .. 1 + clip_ratio", low=0)
     clip_ratio_low: float = key(None, "lower clip ratio", low=0)
     clip_ratio_high: float = key(None, "upper clip ratio (clip-higher)", low=0)
@@ -121,8 +98,6 @@ class ActorConfig:
         when="use_kl_loss",
         choices=(*KL_TYPES, "full", *(name + "+" for name in (*KL_TYPES, "full"))),
     )
-    ppo_epochs: int = key(1, "passes over each rollout batch", low=1)
-    shuffle: bool = key(False, "shuffle the rows of a rollout batch before it is cut into mini-batches")
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "policy loss")
     tis_imp_ratio_cap: float = key(
         -1, "short for rollout_correction: truncate the ratio of each token at this cap; -1: off"
@@ -131,20 +106,12 @@ class ActorConfig:
         RolloutCorrectionConfig,
         "correction for a rollout engine whose probabilities differ from the trainer's",
     )
-    optim: OptimConfig = group(OptimConfig, "optimizer and schedule")
-    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
-    megatron: MegatronConfig = group(
-        MegatronConfig, "sizes and options under megatron", when="strategy=megatron"
-    )
-    checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
     grad_offload: bool = key(False, "keep gradients in host memory between phases", when="strategy=fsdp")
-    loss_agg_mode: str = key("token-mean", "how token losses become one number", choices=AGGREGATIONS)
     recompute_old_log_prob: bool = key(
         True, "old log-probs come from the trainer's weights; False: from the rollout engine"
     )
     use_cpgd_loss: bool = key(False, "short for policy_loss.loss_mode=cpgd")
     policy_drift_coeff: float = key(0.0, "weight of the policy drift in the cpgd loss", low=0)
-    data_loader_seed: int = key(None, "seed of shuffle", when="shuffle")
 
     @property
     def loss_name(self) -> str:
@@ -161,12 +128,7 @@ class ActorConfig:
 class RefConfig:
     """The frozen reference model: its log-probs are what the KL divergence is measured against."""
 
-    strategy: str = key(
-        None,
-        "backend of the reference model",
-        choices=STRATEGIES,
-        synonyms={"fsdp2": "fsdp"},
-    )
+    strategy: str = key(None, "backend of the reference model", **STRATEGY)
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
     megatron: ForwardMegatronConfig = group(
         ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"

@@ -58,6 +58,9 @@ class PolicyLoss:
         return key in self.keys or f"{key}_low" in self.keys
 
 
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+"""How token losses become one number."""
+
 _GROUP = ("reward", "response_mask", "group_id")
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(("reward", "value", "response_mask"), keys=("gamma", "lam"), form="token"),

@@ -1,5 +1,7 @@
 """Older and duplicate names of keys: setting one sets the keys that it stands for."""
 
+from collections.abc import Iterable
+
 POLICY = "actor_rollout_ref"
 FSDP_KEYS = (
     "param_offload",
@@ -34,47 +36,34 @@ MEGATRON_TRAINING_KEYS = (
     "override_ddp_config",
 )
 
-ALIASES: dict[str, tuple[str, ...]] = (
-    {
-        "data.filter_overlong_prompt": ("data.filter_overlong_prompts",),
-        f"{POLICY}.actor.optim.clip_grad": (f"{POLICY}.actor.grad_clip",),
-        f"{POLICY}.actor.param_offload": (f"{POLICY}.actor.fsdp_config.param_offload",),
-        f"{POLICY}.actor.optimizer_offload": (f"{POLICY}.actor.fsdp_config.optimizer_offload",),
-        f"{POLICY}.actor.checkpoint.contents": (
-            f"{POLICY}.actor.checkpoint.save_contents",
-            f"{POLICY}.actor.checkpoint.load_contents",
-        ),
-        f"{POLICY}.ref.param_offload": (f"{POLICY}.ref.fsdp_config.param_offload",),
-        "critic.optim.clip_grad": ("critic.grad_clip",),
-        "critic.checkpoint.contents": ("critic.checkpoint.save_contents", "critic.checkpoint.load_contents"),
-    }
-    | {f"critic.model.fsdp_config.{name}": (f"critic.fsdp_config.{name}",) for name in FSDP_KEYS}
-    | {
-        f"{POLICY}.model.fsdp_config.{name}": tuple(
-            f"{POLICY}.{role}.fsdp_config.{name}"
-            for role in ("actor", "ref")
-            if (role, name) != ("ref", "optimizer_offload")
-        )
-        for name in FSDP_KEYS
-    }
-)
-ALIASES |= {
-    f"{POLICY}.model.megatron.{name}": tuple(f"{POLICY}.{role}.megatron.{name}" for role in ("actor", "ref"))
-    for name in (*MEGATRON_KEYS, "seed")
-}
-ALIASES |= {
-    f"{POLICY}.model.megatron.{name}": (f"{POLICY}.actor.megatron.{name}",) for name in MEGATRON_TRAINING_KEYS
-}
-ALIASES |= {
-    f"critic.model.megatron.{name}": (f"critic.megatron.{name}",)
-    for name in (*MEGATRON_KEYS, *MEGATRON_TRAINING_KEYS, "seed")
-}
-ALIASES |= {
-    f"reward_model.model.fsdp_config.{name}": (f"reward_model.fsdp_config.{name}",)
-    for name in FSDP_KEYS
-    if name != "optimizer_offload"
-}
-ALIASES |= {
-    f"reward_model.model.megatron.{name}": (f"reward_model.megatron.{name}",)
-    for name in (*MEGATRON_KEYS, "seed")
+
+def _moved(old: str, names: Iterable[str], *groups: str) -> dict[str, tuple[str, ...]]:
+    """The keys of an older group, each of which sets the keys of its name in other groups."""
+    return {f"{old}.{name}": tuple(f"{group}.{name}" for group in groups) for name in names}
+
+
+_ACTOR, _REF = f"{POLICY}.actor", f"{POLICY}.ref"
+_FORWARD_FSDP = tuple(name for name in FSDP_KEYS if name != "optimizer_offload")
+_FORWARD_MEGATRON = (*MEGATRON_KEYS, "seed")
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "data.filter_overlong_prompt": ("data.filter_overlong_prompts",),
+    f"{_ACTOR}.optim.clip_grad": (f"{_ACTOR}.grad_clip",),
+    f"{_ACTOR}.param_offload": (f"{_ACTOR}.fsdp_config.param_offload",),
+    f"{_ACTOR}.optimizer_offload": (f"{_ACTOR}.fsdp_config.optimizer_offload",),
+    f"{_ACTOR}.checkpoint.contents": (
+        f"{_ACTOR}.checkpoint.save_contents",
+        f"{_ACTOR}.checkpoint.load_contents",
+    ),
+    f"{_REF}.param_offload": (f"{_REF}.fsdp_config.param_offload",),
+    "critic.optim.clip_grad": ("critic.grad_clip",),
+    "critic.checkpoint.contents": ("critic.checkpoint.save_contents", "critic.checkpoint.load_contents"),
+    **_moved("critic.model.fsdp_config", FSDP_KEYS, "critic.fsdp_config"),
+    **_moved(f"{POLICY}.model.fsdp_config", _FORWARD_FSDP, f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config"),
+    **_moved(f"{POLICY}.model.fsdp_config", ("optimizer_offload",), f"{_ACTOR}.fsdp_config"),
+    **_moved(f"{POLICY}.model.megatron", _FORWARD_MEGATRON, f"{_ACTOR}.megatron", f"{_REF}.megatron"),
+    **_moved(f"{POLICY}.model.megatron", MEGATRON_TRAINING_KEYS, f"{_ACTOR}.megatron"),
+    **_moved("critic.model.megatron", (*_FORWARD_MEGATRON, *MEGATRON_TRAINING_KEYS), "critic.megatron"),
+    **_moved("reward_model.model.fsdp_config", _FORWARD_FSDP, "reward_model.fsdp_config"),
+    **_moved("reward_model.model.megatron", _FORWARD_MEGATRON, "reward_model.megatron"),
 }

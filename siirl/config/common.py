@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
+from siirl.config.algorithm_table import AGGREGATIONS
 from siirl.config.keys import group, key
 
 MULTIMODAL = "images and videos in prompts"
+STRATEGIES = ("fsdp", "megatron")
+STRATEGY: dict[str, Any] = {"choices": STRATEGIES, "synonyms": {"fsdp2": "fsdp"}}
+"""The rule of a key that picks the backend of a model."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,32 @@ class CheckpointConfig:
         choices=("model", "optimizer", "extra", "hf_model"),
     )
     async_save: bool = key(False, "save in the background, from a copy of the state in host memory")
+
+
+@dataclass(frozen=True)
+class TrainedConfig:
+    """A model in training: batch arithmetic, optimizer, sharding."""
+
+    strategy: str = key("fsdp", "training backend", **STRATEGY)
+    ppo_mini_batch_size: int = key(256, "prompts of one optimizer step, over all ranks", low=1)
+    ppo_micro_batch_size_per_gpu: int = key(
+        1, "rows of a micro-batch on each rank, unless use_dynamic_bsz", when="use_dynamic_bsz=false", low=1
+    )
+    use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget")
+    ppo_max_token_len_per_gpu: int = key(
+        16384, "that budget: tokens of a micro-batch on each rank", when="use_dynamic_bsz", low=1
+    )
+    ppo_epochs: int = key(1, "passes over each rollout batch", low=1)
+    shuffle: bool = key(False, "shuffle the rows of a rollout batch before it is cut into mini-batches")
+    data_loader_seed: int = key(None, "seed of shuffle", when="shuffle")
+    loss_agg_mode: str = key("token-mean", "how token losses become one number", choices=AGGREGATIONS)
+    grad_clip: float = key(1.0, "largest gradient norm; larger ones are scaled down", low=0)
+    optim: OptimConfig = group(OptimConfig, "optimizer and schedule")
+    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
+    megatron: MegatronConfig = group(
+        MegatronConfig, "sizes and options under megatron", when="strategy=megatron"
+    )
+    checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
 
 
 @dataclass(frozen=True)

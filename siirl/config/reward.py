@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.actor import STRATEGIES
-from siirl.config.common import ForwardMegatronConfig, FSDPConfig, ModelConfig
+from siirl.config.common import STRATEGY, ForwardMegatronConfig, FSDPConfig, ModelConfig
 from siirl.config.judge_service import JudgeConfig
 from siirl.config.keys import group, key
 
@@ -53,13 +52,7 @@ class RewardModelConfig:
     """How responses are scored."""
 
     enable: bool = key(False, "score by a model, in a node of node_role REWARD that has one")
-    strategy: str = key(
-        "fsdp",
-        "backend of the reward model",
-        choices=STRATEGIES,
-        synonyms={"fsdp2": "fsdp"},
-        when="enable",
-    )
+    strategy: str = key("fsdp", "backend of the reward model", **STRATEGY, when="enable")
     model: RewardModelModelConfig = group(RewardModelModelConfig, "reward model", when="enable")
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
     megatron: ForwardMegatronConfig = group(

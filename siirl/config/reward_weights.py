@@ -1,12 +1,12 @@
 """Weights of several rewards, as the configuration writes them: {source: {name: weight or {weight, ...}}}."""
 
-import difflib
 import fnmatch
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from siirl.config.values import closest
 from siirl.errors import ConfigError
 
 
@@ -49,8 +49,7 @@ def parse_parts(
     for name, options in given.items():
         if name not in known:
             raise ConfigError(
-                f"{where}: unknown {what} {name!r}. Known: {', '.join(known)}."
-                f"{did_you_mean(str(name), known)}"
+                f"{where}: unknown {what} {name!r}. Known: {', '.join(known)}.{closest(str(name), known)}"
             )
         options = dict(options) if isinstance(options, Mapping) else {"weight": options}
         flag = options.pop("standardize", False) if standardize else False
@@ -106,9 +105,3 @@ class RewardWeights:
             f"data_source {data_source!r} has no weights: reward_model.weights knows "
             f"{', '.join(self._parts)}. Add it, or * for all others."
         )
-
-
-def did_you_mean(word: str, known: Collection[str]) -> str:
-    """A sentence that names the closest known word, or nothing."""
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f" Did you mean {near[0]!r}?" if near else ""

@@ -5,9 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from siirl.config.actor import ActorConfig, RefConfig
-from siirl.config.common import ModelConfig
-from siirl.config.critic import CriticConfig
+from siirl.config.actor import RefConfig
+from siirl.config.common import ModelConfig, TrainedConfig
 from siirl.config.resolve import get
 from siirl.config.reward import RewardModelConfig
 from siirl.config.root import Config
@@ -146,7 +145,7 @@ ROLE_GROUPS = {name: role.group for name, role in ROLES.items()}
 """Role -> full name of the group that holds its settings, for messages."""
 
 
-def role_group(cfg: Config, role: str) -> ActorConfig | RefConfig | CriticConfig | RewardModelConfig:
+def role_group(cfg: Config, role: str) -> TrainedConfig | RefConfig | RewardModelConfig:
     """The settings of a model on a training engine: its batches, sharding and checkpoints."""
     return get(cfg, ROLES[role].group)
 
@@ -156,7 +155,7 @@ def role_model(cfg: Config, role: str) -> ModelConfig:
     return get(cfg, ROLES[role].model)
 
 
-def trained_group(cfg: Config, role: str) -> ActorConfig | CriticConfig:
+def trained_group(cfg: Config, role: str) -> TrainedConfig:
     """The settings of a model that is trained."""
     return get(cfg, ROLES[role].trainer)
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config import Config
-from siirl.config.reward_weights import did_you_mean, parse_parts
+from siirl.config.reward_weights import parse_parts
+from siirl.config.values import closest
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.rewards import code, math_answer, reward_service, rules
 from siirl.rewards.fusion import MAX_CONCURRENT, check_fusion
@@ -82,7 +83,7 @@ class RewardChooser:
                 raise ConfigError(
                     f"reward_model.reward_kwargs.{key}: no built-in reward function takes it. "
                     f"Known: functions, normalize_weights, {', '.join(sorted(known))}."
-                    f"{did_you_mean(key, known)}"
+                    f"{closest(key, known)}"
                 )
         self._add_services(cfg)
         self._check_manager()

@@ -12,7 +12,7 @@ from train_engine_cases import Scenario
 
 from siirl.compiler.model_types import OF_ANY_HEAD, known_types
 from siirl.config import load_config
-from siirl.config.actor import STRATEGIES
+from siirl.config.common import STRATEGIES
 from siirl.errors import NotSupportedError
 
 SOME = {"fsdp": ("mistral", "opt", "gemma3_text"), "megatron": ("mixtral",)}

@@ -22,10 +22,10 @@ from tensordict import TensorDict
 from torch import Tensor
 from train_engine_cases import NUM_ROWS, TEMPERATURE, WIDTH, Scenario
 
-from siirl.algorithms.aggregate import AGGREGATIONS
 from siirl.algorithms.policy_losses import POLICY_LOSSES
 from siirl.algorithms.token_picks import pick_tokens, token_noise
 from siirl.config import Config, load_config, with_overrides
+from siirl.config.algorithm_table import AGGREGATIONS
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
 from siirl.nodes.actor_train import actor_train

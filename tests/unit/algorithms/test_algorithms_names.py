@@ -10,15 +10,13 @@ from plan_cases import compiled, config, template_plan
 
 from siirl.algorithms import turns
 from siirl.algorithms.advantages import ADVANTAGES, compute_advantage
-from siirl.algorithms.aggregate import AGGREGATIONS
 from siirl.algorithms.kl import KL_ESTIMATORS
 from siirl.algorithms.policy_losses import POLICY_LOSSES
 from siirl.algorithms.token_picks import pick_tokens
 from siirl.compiler.compile import TEMPLATES, template_of
 from siirl.compiler.plan import Run
 from siirl.config import effect_warnings, load_config, with_overrides
-from siirl.config.actor import AGGREGATIONS as CONFIGURED_AGGREGATIONS
-from siirl.config.algorithm_table import ESTIMATORS, LOSSES
+from siirl.config.algorithm_table import AGGREGATIONS, ESTIMATORS, LOSSES
 from siirl.config.checks import check_config
 from siirl.config.effects import LOSS_KEYS
 from siirl.config.root import all_keys
@@ -35,7 +33,6 @@ def test_the_table_has_the_functions_and_what_they_take():
     assert list(all_keys()[ADVANTAGE].rule.choices) == list(ESTIMATORS)
     assert list(all_keys()[LOSS].rule.choices) == list(LOSSES)
     assert set(ESTIMATORS) == set(ADVANTAGES.names()) and set(LOSSES) == set(POLICY_LOSSES.names())
-    assert set(CONFIGURED_AGGREGATIONS) == set(AGGREGATIONS)
     for name, row in ESTIMATORS.items():
         parameters = inspect.signature(ADVANTAGES.get(name).fn).parameters.values()
         fields = [parameter for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from siirl.algorithms.aggregate import AGGREGATIONS, aggregate_loss
+from siirl.algorithms.aggregate import aggregate_loss
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.groups import is_varied
 from siirl.algorithms.kl import (
@@ -37,6 +37,7 @@ from siirl.algorithms.stats import (
     length_stats,
 )
 from siirl.config.actor import KL_TYPES
+from siirl.config.algorithm_table import AGGREGATIONS
 from siirl.errors import ConfigError
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

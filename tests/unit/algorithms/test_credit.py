@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from siirl.algorithms.advantages import ADVANTAGES, compute_advantage
-from siirl.algorithms.aggregate import AGGREGATIONS, aggregate_loss
+from siirl.algorithms.aggregate import aggregate_loss
 from siirl.algorithms.episode_credit import (
     Scores,
     join_scores,
@@ -22,7 +22,7 @@ from siirl.algorithms.episode_credit import (
 )
 from siirl.algorithms.turns import NO_TURNS, Chains, Turns, gae_marft
 from siirl.config import load_config, with_overrides
-from siirl.config.algorithm_table import GROUPED
+from siirl.config.algorithm_table import AGGREGATIONS, GROUPED
 from siirl.errors import ConfigError
 from siirl.nodes.interaction_credit import estimate
 from siirl.observe.metrics import Metrics

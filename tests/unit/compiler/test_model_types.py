@@ -19,7 +19,7 @@ from siirl.compiler.model_types import (
     why_not,
     why_not_so_long,
 )
-from siirl.config.actor import STRATEGIES
+from siirl.config.common import STRATEGIES
 from siirl.errors import NotSupportedError
 
 ACTOR = "actor_rollout_ref.actor"

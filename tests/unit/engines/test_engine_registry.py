@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from siirl.compiler.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS
-from siirl.config.actor import STRATEGIES
+from siirl.config.common import STRATEGIES
 from siirl.config.root import all_keys
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
