@@ -3,6 +3,7 @@
 `python -m siirl.config.reference` prints docs/configuration.md.
 """
 
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,10 +31,18 @@ over the defaults below. `--cfg job` prints the outcome.
 - `~key` puts a key that a preset has set back to its default.
 - A node of the DAG may override keys for itself (`config:`).
 
-Status of a key: **supported**; **later**: known, but its feature does not exist yet, so any value but
-the default is refused; **no effect**: accepted, because launch scripts set it, and answered by a
-warning; **older name** of another key; **replaced**: refused, with the key to use instead.
+In brackets: the type of a key, and its default. Some keys do nothing. **Later**: known, but its feature
+does not exist yet, so any value but the default is refused. **No effect**: accepted, because launch
+scripts set it, and answered by a warning. **Older name** of another key. **Replaced**: refused, with the
+key to use instead.
 """
+
+
+def bullet(text: str) -> str:
+    """An entry of a list in Markdown, in lines of at most 120 characters where words allow it."""
+    return textwrap.fill(
+        f"- {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def reference_page() -> str:
@@ -43,7 +52,7 @@ def reference_page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    """A table for each group of keys, a group before those below it."""
+    """A list for each group of keys, a group before those below it."""
     below: dict[str, list[str]] = {}
     for name in _places():
         below.setdefault(name.rpartition(".")[0], []).append(name)
@@ -53,11 +62,9 @@ def _sections() -> Iterator[str]:
         waiting += below.get(name, [])[::-1]
         keys = [key for key in all_keys().values() if key.name.rpartition(".")[0] == name]
         if keys:
-            table = "\n".join(
-                ("| key | default | type | meaning | status |", "|---|---|---|---|---|", *map(_row, keys))
-            )
+            entries = "\n".join(map(_entry, keys))
             acts = dict.fromkeys(f" Acts with `{key.rule.within}`." for key in keys if key.rule.within)
-            yield f"## {name}\n\n{_about(name)}{''.join(acts)}\n\n{table}\n"
+            yield f"## {name}\n\n{_about(name)}{''.join(acts)}\n\n{entries}\n"
 
 
 def _places() -> dict[str, None]:
@@ -74,15 +81,16 @@ def _about(group: str) -> str:
     return str(schema.__doc__) if schema else "An older place of keys: the status says where they are."
 
 
-def _row(key: Key) -> str:
-    last = key.name.rsplit(".", 1)[-1]
-    meaning = key.rule.doc
-    if key.rule.choices and not has_one_value(key):
-        meaning += f"; one of {', '.join(f'`{name}`' for name in key.rule.choices)}"
-    if key.rule.when:
-        meaning += f"; acts with `{key.rule.when}`"
-    cells = (f"`{last}`", _default(key), type_name(key.type), meaning, _status(key))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+def _entry(key: Key) -> str:
+    rule, last = key.rule, key.name.rsplit(".", 1)[-1]
+    if key.name in ALIASES:
+        return bullet(f"`{last}`: older name of {' and '.join(f'`{name}`' for name in ALIASES[key.name])}.")
+    meaning = rule.doc
+    if rule.choices and not has_one_value(key):
+        meaning += f"; one of {', '.join(f'`{name}`' for name in rule.choices)}"
+    if rule.when:
+        meaning += f"; acts with `{rule.when}`"
+    return bullet(f"`{last}` ({type_name(key.type)}, {_default(key)}): {meaning}.{_status(key)}")
 
 
 def _default(key: Key) -> str:
@@ -92,35 +100,28 @@ def _default(key: Key) -> str:
 
 
 def _status(key: Key) -> str:
+    """What the entry of a key says besides its meaning."""
     rule = key.rule
-    if key.name in ALIASES:
-        return "older name of " + " and ".join(f"`{name}`" for name in ALIASES[key.name])
     if rule.later:
-        return f"later: {rule.later}"
+        return f" **Later**: {rule.later}."
     if rule.ignored:
-        return f"no effect: {rule.ignored}"
+        return f" **No effect**: {rule.ignored}."
     if rule.replaced:
-        return f"replaced: {rule.replaced}"
+        return f" **Replaced**: {rule.replaced}."
     later = ", ".join(f"`{name}`" for name in rule.later_choices)
     if has_one_value(key):
-        return f"only `{rule.choices[0]}` so far (later: {later})"
-    return f"supported (later: {later})" if later else "supported"
+        return f" Only `{rule.choices[0]}` so far (later: {later})."
+    return f" Later: {later}." if later else ""
 
 
 def _deviations() -> str:
-    rows = [
-        f"| `{name}` | `{_plain(item.reference)}` | {_default(all_keys()[name])} | {item.reason} |"
+    entries = [
+        bullet(
+            f"`{name}`: `{_plain(item.reference)}` there, {_default(all_keys()[name])} here: {item.reason}."
+        )
         for name, item in DEVIATIONS.items()
     ]
-    return "\n".join(
-        (
-            "## Defaults that differ from siiRL's\n",
-            "| key | siiRL | siirl | why |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        )
-    )
+    return "\n".join(("## Defaults that differ from siiRL's\n", *entries, ""))
 
 
 def _plain(value: Any) -> str:

@@ -15,7 +15,7 @@ from siirl.config.resolve import FOLLOWS, get
 from siirl.config.root import all_keys
 from siirl.config.tree import default_config, split_name
 from siirl.errors import ConfigError, UserError
-from siirl.migrate.document import with_tables
+from siirl.migrate.document import with_lists
 from siirl.migrate.page import page
 from siirl.migrate.translate import Translation, scalar, translate, typed
 
@@ -89,9 +89,9 @@ def test_the_document_counts_the_scripts_that_run(outcomes):
         assert said[origin] == (len(own), sum(now for now, _ in own), sum(then for _, then in own))
 
 
-def test_the_tables_of_the_document_are_current():
+def test_the_lists_of_the_document_are_current():
     """`make docs` writes them."""
-    assert with_tables(DOCUMENT.read_text()) == DOCUMENT.read_text()
+    assert with_lists(DOCUMENT.read_text()) == DOCUMENT.read_text()
 
 
 def test_no_script_that_runs_unchanged_is_lost_by_its_migration(outcomes):
