@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
-from siirl.config.common import OptimConfig
+from siirl.config.common import OptimConfig, TrainedConfig
 from siirl.config.root import Config, all_keys
 from siirl.config.tree import with_broken
 from siirl.errors import ConfigError, UserError, joined
@@ -302,23 +302,25 @@ def _critic_budgets(cfg: Config) -> Iterator[str]:
             )
 
 
+def _actor_training(cfg: Config) -> Iterator[str]:
+    yield from _training(cfg.actor_rollout_ref.actor, "actor_rollout_ref.actor")
+
+
 def _critic_training(cfg: Config) -> Iterator[str]:
-    critic = cfg.critic
-    if not cfg.algorithm.may_use_critic:
-        return
-    yield from _schedule(critic.optim, "critic.optim")
-    if "model" not in critic.checkpoint.save_contents:
+    if cfg.algorithm.may_use_critic:
+        yield from _training(cfg.critic, "critic")
+
+
+def _training(group: TrainedConfig, name: str) -> Iterator[str]:
+    if not all(0 <= beta < 1 for beta in group.optim.betas):
+        yield f"{name}.optim.betas={list(group.optim.betas)}: each must be at least 0 and less than 1."
+    yield from _schedule(group.optim, f"{name}.optim")
+    contents = group.checkpoint.save_contents
+    if "model" not in contents:
         yield (
-            f"critic.checkpoint.save_contents=[{','.join(critic.checkpoint.save_contents)}]: a checkpoint "
-            "without the model cannot be resumed. Add model."
+            f"{name}.checkpoint.save_contents=[{','.join(contents)}]: a checkpoint without the model cannot "
+            "be resumed. Add model."
         )
-
-
-def _optimizer(cfg: Config) -> Iterator[str]:
-    optim, prefix = cfg.actor_rollout_ref.actor.optim, "actor_rollout_ref.actor.optim"
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        yield f"{prefix}.betas={list(optim.betas)}: each must be at least 0 and less than 1."
-    yield from _schedule(optim, prefix)
 
 
 def _shards(cfg: Config) -> Iterator[str]:
@@ -329,15 +331,6 @@ def _shards(cfg: Config) -> Iterator[str]:
         if size == 0:
             key = f"actor_rollout_ref.{role}.fsdp_config.fsdp_size"
             yield f"{key}=0: no rank would hold the weights. Set {key}=-1 to shard over all ranks."
-
-
-def _contents(cfg: Config) -> Iterator[str]:
-    if "model" not in cfg.actor_rollout_ref.actor.checkpoint.save_contents:
-        contents = ",".join(cfg.actor_rollout_ref.actor.checkpoint.save_contents)
-        yield (
-            f"actor_rollout_ref.actor.checkpoint.save_contents=[{contents}]: a checkpoint without the model "
-            "cannot be resumed. Add model."
-        )
 
 
 def _schedule(optim: OptimConfig, prefix: str) -> Iterator[str]:
@@ -420,9 +413,8 @@ CHECKS = (
     _critic,
     _critic_budgets,
     _critic_training,
-    _optimizer,
+    _actor_training,
     _shards,
-    _contents,
     _train_files,
     _val_files,
     _resume,

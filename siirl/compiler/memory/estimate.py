@@ -1,7 +1,7 @@
 """What each model keeps on a rank, and when: an estimate from the model's config.json.
 
 Counted: parameters, gradients, AdamW's two moments, gathered weights, activations of one micro-batch, the
-log-prob head, the rollout's weights and KV cache. memory_phases.py adds up what is there at once. The
+log-prob head, the rollout's weights and KV cache. phases.py adds up what is there at once. The
 benchmarks' peaks on H200s are within 15% of it (tests/unit/compiler/test_memory_phases.py).
 """
 

@@ -119,6 +119,10 @@ def test_a_sound_configuration_passes_without_warnings():
         ([f"{ACTOR}.clip_ratio_low=2"], ("clip_ratio_low=2",)),
         ([f"{ACTOR}.use_cpgd_loss=true", f"{ACTOR}.policy_loss.loss_mode=gspo"], ("loss_mode=gspo", "short")),
         ([f"{ACTOR}.optim.betas=[0.9,1.0]"], ("less than 1",)),
+        (
+            ["critic.optim.betas=[0.9,1.0]", "algorithm.adv_estimator=gae"],
+            ("critic.optim.betas", "less than 1"),
+        ),
         ([f"{ACTOR}.optim.min_lr_ratio=2"], ("min_lr_ratio=2",)),
         ([f"{ACTOR}.fsdp_config.fsdp_size=0"], ("fsdp_size=0",)),
         ([f"{ACTOR}.checkpoint.save_contents=[optimizer]"], ("save_contents=[optimizer]", "Add model")),
