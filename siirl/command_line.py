@@ -17,18 +17,20 @@ DEFAULT_CONFIG = "ppo_dag_trainer"
 
 @dataclass(frozen=True)
 class Arguments:
-    """cfg: "job" to print the composed configuration instead of running."""
+    """What the main job's command line says."""
 
     overrides: tuple[str, ...]
     config_name: str
     cfg: str | None
+    """ "job": print the composed configuration instead of running."""
 
 
 @dataclass
 class Outcome:
-    """code: the exit code so far; 2 after a user error."""
+    """How a command ends."""
 
     code: int = 0
+    """The exit code so far; 2 after a user error."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:

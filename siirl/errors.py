@@ -28,15 +28,14 @@ class SiirlError(Exception):
 
 
 class UserError(SiirlError, ValueError):
-    """Something the user wrote (a key, a DAG, a file) cannot work; found before the start where possible.
-
-    place: where it was written, once a check has said so. breaks: full names of the keys whose values are
-    unknown because of it. parts: the problems that it stands for, if it stands for several.
-    """
+    """Something the user wrote (a key, a DAG, a file) cannot work; found before the start where possible."""
 
     place: Place | None = None
+    """Where it was written, once a check has said so."""
     breaks: tuple[str, ...] = ()
+    """Full names of the keys whose values are unknown because of it."""
     parts: tuple["UserError", ...] = ()
+    """The problems that it stands for, if it stands for several."""
 
     def problems(self) -> tuple["UserError", ...]:
         """The single problems of which this error tells: its parts, or itself."""

@@ -28,13 +28,11 @@ CLOSE_DEADLINE_S = 10.0
 
 @dataclass(frozen=True)
 class Observation:
-    """What agents see before they act. An empty text, and an agent that is not named, see nothing new.
-
-    info: plain data for the episode's record and for routes.
-    """
+    """What agents see before they act. An empty text, and an agent that is not named, see nothing new."""
 
     texts: Texts = ""
     info: dict[str, Any] = field(default_factory=dict)
+    """Plain data for the episode's record and for routes."""
 
     def text_for(self, agent: int) -> str:
         """What this agent reads."""

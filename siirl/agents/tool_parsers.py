@@ -15,11 +15,12 @@ from siirl.user_code.load_object import load_object
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as the model wrote it. as_text: the values are texts, to be read by the tool's schema."""
+    """One call as the model wrote it."""
 
     name: str
     arguments: dict[str, Any]
     as_text: bool = False
+    """The values are texts, to be read by the tool's schema."""
 
 
 @dataclass(frozen=True)

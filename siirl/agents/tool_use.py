@@ -12,12 +12,13 @@ from siirl.config.rollout import MultiTurnConfig
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tools of a rollout node. most_rounds: how often an agent goes on after answers."""
+    """The tools of a rollout node."""
 
     toolbox: Toolbox
     parse: ToolParser
     limits: ToolLimits
     most_rounds: int
+    """How often an agent goes on after answers."""
 
     async def answer(self, turn: Message, said: str, episode: Episode) -> list[Message]:
         """The answers to the calls in a turn, which its agent alone reads; none if it calls nothing.

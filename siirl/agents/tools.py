@@ -29,11 +29,12 @@ UNKNOWN, MALFORMED, ARGUMENTS, RAISED, HUNG, TOO_MANY = (
 class Tool(Protocol):
     """One tool, shared by all episodes of a rank; `Class(**config)`. A plain function may be one, too.
 
-    schema: in OpenAI's function format. Calling it may block or be awaited; several calls may run at once,
+    Calling it may block or be awaited; several calls may run at once,
     in threads of their own. What belongs to an episode goes into episode.state.
     """
 
     schema: dict[str, Any]
+    """In OpenAI's function format."""
 
     def __call__(self, arguments: dict[str, Any], episode: Any) -> Any:
         """The text for the model (another value is written out by str)."""

@@ -24,11 +24,12 @@ from siirl.config.algorithm_table import ESTIMATORS
 
 
 class Advantages(NamedTuple):
-    """advantage_BT: zero where response_mask is False. return_BT: target of the value function, with a critic
-    only."""
+    """What an estimator gives."""
 
     advantage_BT: Tensor
+    """Zero where response_mask is False."""
     return_BT: Tensor | None = None
+    """Target of the value function, with a critic only."""
 
 
 class AcrossRanks(NamedTuple):
@@ -48,17 +49,16 @@ Decorator = Callable[[Callable[..., Advantages]], Callable[..., Advantages]]
 
 @dataclass(frozen=True)
 class AdvantageSpec:
-    """A named estimator.
-
-    needs: batch fields, handed to `fn` by position, in this order. options: scalars of the configuration, by
-    keyword. across_ranks: given the options where they decide it.
-    """
+    """A named estimator."""
 
     name: str
     fn: Callable[..., Advantages]
     needs: tuple[str, ...]
+    """Batch fields, handed to `fn` by position, in this order."""
     options: tuple[str, ...]
+    """Scalars of the configuration, by keyword."""
     across_ranks: AcrossRanksStep
+    """Given the options where they decide it."""
 
 
 ADVANTAGES: Registry[AdvantageSpec] = Registry("advantage estimator", "algorithm.adv_estimator")

@@ -14,13 +14,12 @@ from siirl.errors import ConfigError
 
 
 class TokenLoss(NamedTuple):
-    """A loss per token, not masked and not aggregated, and what to report of it.
-
-    loss_BT carries gradient. stats: name -> [B, T] without gradient; report their mean over trained tokens.
-    """
+    """A loss per token, not masked and not aggregated, and what to report of it."""
 
     loss_BT: Tensor
+    """It carries gradient."""
     stats: dict[str, Tensor]
+    """Name -> [B, T] without gradient; report their mean over trained tokens."""
 
 
 def aggregate_loss(

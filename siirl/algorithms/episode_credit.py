@@ -68,14 +68,13 @@ def rows_of_episode(episode_B: Tensor, speaker_B: Tensor) -> Tensor:
 
 
 class TurnRows(NamedTuple):
-    """The turns of rows as rows of their own: what an estimator for outcomes is given by turn.
-
-    reward_UL: the outcome at the last place of the turn. mask_UL: [U, 1], the number of tokens, or [U, T].
-    """
+    """The turns of rows as rows of their own: what an estimator for outcomes is given by turn."""
 
     turns: Turns
     reward_UL: Tensor
+    """The outcome at the last place of the turn."""
     mask_UL: Tensor
+    """[U, 1], the number of tokens, or [U, T]."""
 
     def whole(self, value_UL: Tensor) -> Tensor:
         """Values of places of turns as those of the rows' tokens, [B, T]; zero outside turns."""
@@ -135,10 +134,12 @@ def whiten_speakers(advantage_BT: Tensor, mask_BT: Tensor, speaker_B: Tensor, mo
 
 
 class TokenUnits(NamedTuple):
-    """What counts alike: unit_BT of each token, -1 outside; share_BT: of the loss, up to a factor."""
+    """What counts alike."""
 
     unit_BT: Tensor
+    """Of each token; -1 outside."""
     share_BT: Tensor
+    """Of the loss, up to a factor."""
 
     def totals(self) -> Tensor:
         """The shares' sum and the number of units that have any, float64 [2]; they add up over ranks."""

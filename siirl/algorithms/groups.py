@@ -13,10 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Groups:
-    """Which group each row belongs to. index_B: 0..G-1; count_G: rows of each group (at least 1)."""
+    """Which group each row belongs to."""
 
     index_B: Tensor
+    """0..G-1."""
     count_G: Tensor
+    """Rows of each group (at least 1)."""
 
     @classmethod
     def of(cls, group_id_B: Tensor) -> "Groups":

@@ -125,12 +125,14 @@ class FixedKl:
 class AdaptiveKl:
     """A KL coefficient that moves in proportion to the relative distance of the measured KL from a target.
 
-    target: nats per token; horizon: in samples. Source: Ziegler et al. (2019), section 2.2.
+    Source: Ziegler et al. (2019), section 2.2.
     """
 
     coef: float
     target: float
+    """Nats per token."""
     horizon: float
+    """In samples."""
 
     def update(self, kl: float, num_steps: int) -> None:
         """Adjust after a step: kl is its mean KL over the whole batch (the same on all ranks), num_steps its

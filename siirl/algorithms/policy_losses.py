@@ -26,11 +26,12 @@ PolicyLossFn = Callable[..., TokenLoss]
 
 @dataclass(frozen=True)
 class PolicyLossSpec:
-    """A named policy loss. options: what it takes from the configuration, by keyword."""
+    """A named policy loss."""
 
     name: str
     fn: PolicyLossFn
     options: tuple[str, ...]
+    """What it takes from the configuration, by keyword."""
 
 
 POLICY_LOSSES: Registry[PolicyLossSpec] = Registry(

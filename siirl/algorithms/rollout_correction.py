@@ -62,17 +62,15 @@ def accepted_rows(log_ratio_BT: Tensor, mask_BT: Tensor, *, level: Level, low: f
 
 @dataclass(frozen=True)
 class Correction:
-    """Which weights `correction_weights` gives.
-
-    weight: "none", "truncate" or "mask" of the ratio at `level`. reject: "none", or the level at which rows
-    are rejected.
-    """
+    """Which weights `correction_weights` gives."""
 
     weight: Literal["none", "truncate", "mask"] = "none"
+    """ "truncate" or "mask": what happens to the ratio at `level`."""
     level: Level = "token"
     low: float = 0.0
     high: float = 2.0
     reject: Literal["none", "token", "sequence", "geometric"] = "none"
+    """The level at which rows are rejected."""
     reject_low: float = 0.5
     reject_high: float = 2.0
 

@@ -17,16 +17,16 @@ from siirl.algorithms.advantages import WHITEN, Advantages, built_in, discounted
 
 @dataclass(frozen=True)
 class Turns:
-    """The turns of some rows, by row, then by number. No communication.
-
-    row_U, number_U: where each was spoken. token_BT: the turn (0..U-1) that a token is of, -1: none.
-    reach_BT: the same, where what follows a turn in its row (a tool's answer, padding) is of that turn, too.
-    """
+    """The turns of some rows, by row, then by number. No communication."""
 
     row_U: Tensor
+    """Where each was spoken."""
     number_U: Tensor
+    """Which of its row it is."""
     token_BT: Tensor
+    """The turn (0..U-1) that a token is of, -1: none."""
     reach_BT: Tensor
+    """The same, where what follows a turn in its row (a tool's answer, padding) is of that turn, too."""
 
     @classmethod
     def of(cls, turn_BT: Tensor) -> "Turns":

@@ -21,14 +21,12 @@ SCALARS = {True: "true", False: "false", None: "null"}
 
 @dataclass(frozen=True)
 class Source:
-    """What a file asks for: its origin, the arguments of its command, and what it leaves open.
-
-    open: text -> the settings that hold it: places to fill in, or variables that nobody set.
-    """
+    """What a file asks for: its origin, the arguments of its command, and what it leaves open."""
 
     origin: str
     arguments: tuple[str, ...]
     open: Mapping[str, tuple[str, ...]]
+    """Text -> the settings that hold it: places to fill in, or variables that nobody set."""
 
 
 def read_source(path: Path, given: Mapping[str, str], settings: Sequence[str]) -> Source:

@@ -34,11 +34,14 @@ DEPTH_LIMIT = 30
 
 @dataclass(frozen=True)
 class Launch:
-    """origin: siirl or verl. arguments: all that follows the module. variables: as they are at that place."""
+    """The command of a script that starts training."""
 
     origin: str
+    """siirl or verl."""
     arguments: tuple[str, ...]
+    """All that follows the module."""
     variables: Variables
+    """As they are at that place."""
 
 
 def read_script(text: str, given: Mapping[str, str], settings: Sequence[str] = ()) -> Launch:

@@ -38,18 +38,21 @@ class Chain:
 
 @dataclass(frozen=True)
 class If:
-    """branches: (condition, body), in order; otherwise: the body of `else`."""
+    """A choice by conditions."""
 
     branches: tuple[tuple[tuple["Statement", ...], tuple["Statement", ...]], ...]
+    """(condition, body), in order."""
     otherwise: tuple["Statement", ...] = ()
+    """The body of `else`."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """branches: (patterns, body), in order."""
+    """A choice by patterns."""
 
     word: str
     branches: tuple[tuple[tuple[str, ...], tuple["Statement", ...]], ...]
+    """(patterns, body), in order."""
 
 
 @dataclass(frozen=True)

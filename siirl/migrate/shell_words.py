@@ -28,16 +28,15 @@ OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 @dataclass
 class Variables:
-    """What the script has set so far: text, or a list for an array.
-
-    arguments: what "$@" is. unknown: the sources of text that is not known. empty: names that were read
-    though nobody set them.
-    """
+    """What the script has set so far: text, or a list for an array."""
 
     values: dict[str, str | list[str]]
     arguments: list[str] = field(default_factory=list)
+    """What "$@" is."""
     unknown: list[str] = field(default_factory=list)
+    """The sources of text that is not known."""
     empty: set[str] = field(default_factory=set)
+    """Names that were read though nobody set them."""
 
     def not_known(self, source: str) -> str:
         """A mark that stands for the text of `source`."""

@@ -36,24 +36,26 @@ NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting of the result: what is written (name, value as text), and why it is so.
-
-    there: how the script had it, "" for one that is added. A dropped or impossible one has no name.
-    """
+    """One setting of the result. A dropped or impossible one has no name."""
 
     kind: Kind
     name: str
     value: str
+    """As text."""
     there: str = ""
+    """How the script had it, "" for one that is added."""
     why: str = ""
+    """Why it is so."""
 
 
 @dataclass
 class Translation:
-    """settings in the order of the script; options: --config-path and --config-name that are kept."""
+    """What a script becomes."""
 
     settings: list[Setting] = field(default_factory=list)
+    """In the order of the script."""
     options: list[str] = field(default_factory=list)
+    """--config-path and --config-name that are kept."""
 
     def add(self, kind: Kind, there: str = "", why: str = "", name: str = "", value: str = "") -> None:
         self.settings.append(Setting(kind, name, value, there, why))

@@ -10,11 +10,12 @@ RECORD_BYTES = 256
 
 @dataclass(frozen=True)
 class Position:
-    """The last place that a worker entered. time_s: seconds since the epoch."""
+    """The last place that a worker entered."""
 
     step: int
     node: str
     time_s: float
+    """Seconds since the epoch."""
 
 
 class PositionFile:

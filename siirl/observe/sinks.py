@@ -40,10 +40,7 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What the destinations want to know of a run.
-
-    sample_dirs: kind of samples ("train", "validation") -> folder, where it is not the default one.
-    """
+    """What the destinations want to know of a run."""
 
     output_dir: Path
     project: str
@@ -52,6 +49,7 @@ class RunInfo:
     first_step: int
     config: dict[str, Any]
     sample_dirs: Mapping[str, Path]
+    """Kind of samples ("train", "validation") -> folder, where it is not the default one."""
 
 
 class Sinks:

@@ -64,9 +64,10 @@ class Span:
 
 @dataclass
 class _Open:
-    """A span or phase that has begun; path: as Span.name."""
+    """A span or phase that has begun."""
 
     path: str
+    """As Span.name."""
     args: dict[str, Any]
 
 

@@ -13,23 +13,29 @@ from siirl.parallel.placement import Ranks, format_ranks
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Parallel sizes of one model on the `world` ranks of its node (not of the cluster).
+    """Parallel sizes of one model on the ranks of its node (not of the cluster).
 
-    tp, pp, cp: tensor, pipeline, context. ep, etp: expert parallel and tensor parallel of experts. vpp: model
-    chunks per pipeline rank. dp_replicate * dp_shard is the data-parallel size: dp_shard ranks share one copy
-    of parameters and optimizer state, and there are dp_replicate such copies (FSDP: fsdp_size; 1 shard
-    elsewhere).
+    dp_replicate * dp_shard is the data-parallel size.
     """
 
     world: int
+    """Those ranks."""
     tp: int = 1
+    """Tensor parallel."""
     pp: int = 1
+    """Pipeline."""
     cp: int = 1
+    """Context."""
     ep: int = 1
+    """Expert parallel."""
     etp: int = 1
+    """Tensor parallel, of experts."""
     vpp: int = 1
+    """Model chunks per pipeline rank."""
     dp_replicate: int = 1
+    """Copies of parameters and optimizer state."""
     dp_shard: int = 1
+    """Ranks that share one of them (FSDP: fsdp_size; elsewhere 1)."""
 
     @property
     def model_parallel(self) -> int:

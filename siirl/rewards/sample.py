@@ -17,10 +17,7 @@ LARGEST_SCORE = (2 - 2**-23) * 2.0**127
 
 @dataclass(frozen=True)
 class Sample:
-    """A response with what its dataset row says of it, and the functions (with weights) that score it.
-
-    offset: what is added to the weighted sum of their scores.
-    """
+    """A response with what its dataset row says of it, and the functions (with weights) that score it."""
 
     parts: tuple[tuple[str, float], ...]
     data_source: str
@@ -28,6 +25,7 @@ class Sample:
     ground_truth: Any
     extra_info: Any
     offset: float = 0.0
+    """What is added to the weighted sum of their scores."""
 
     def arguments(self) -> dict[str, Any]:
         """What a reward function is called with."""

@@ -22,12 +22,13 @@ MODES = ("namespaces", "user_namespaces", "process")
 
 @dataclass(frozen=True)
 class Isolation:
-    """What holds a sandboxed program. seccomp: whether the kernel filters its system calls; landlock: the
-    kernel's Landlock version, 0 for none."""
+    """What holds a sandboxed program."""
 
     mode: str
     seccomp: bool
+    """Whether the kernel filters its system calls."""
     landlock: int
+    """The kernel's Landlock version, 0 for none."""
 
     def gaps(self) -> list[str]:
         """What cannot be guaranteed here, one line each."""

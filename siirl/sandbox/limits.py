@@ -15,20 +15,20 @@ STARVES = 10.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one run.
-
-    time_s: processor time; other limits of time follow from it (SLEEPS, STARVES). memory_bytes: address space
-    of each process. file_bytes: one file, and where namespaces are available all files together. processes:
-    processes and threads together (1 in mode "process"; see isolation.py). output_bytes: stdout and stderr
-    together. open_files: descriptors.
-    """
+    """Bounds of one run."""
 
     time_s: float = 10.0
+    """Processor time; other limits of time follow from it (SLEEPS, STARVES)."""
     memory_bytes: int = 1024 * MIB
+    """Address space of each process."""
     file_bytes: int = 32 * MIB
+    """One file, and where namespaces are available all files together."""
     processes: int = 8
+    """Processes and threads together (1 in mode "process"; see isolation.py)."""
     output_bytes: int = MIB
+    """stdout and stderr together."""
     open_files: int = 64
+    """Descriptors."""
 
     def __post_init__(self) -> None:
         for name, value in self.__dict__.items():
@@ -38,19 +38,21 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a run.
-
-    status: "ok" (it ended with exit code 0), "failed" (another exit code, or a signal), "timeout" (killed for
-    its time), "output" (killed because it wrote too much), "starved" (killed, though this machine has not
-    given it the time it may have: nobody knows what would have come of it). exit: the exit code, or minus the
-    signal. stdout, stderr: what it wrote, up to the limit. time_s: wall time; cpu_s: processor time of its
-    processes; own_s: time in which it ran or slept, which is wall time on an idle machine.
-    """
+    """What came of a run."""
 
     status: Status
+    """ "ok" (it ended with exit code 0), "failed" (another exit code, or a signal), "timeout" (killed for
+    its time), "output" (killed because it wrote too much), "starved" (killed, though this machine has not
+    given it the time it may have: nobody knows what would have come of it)."""
     stdout: str
+    """What it wrote, up to the limit."""
     stderr: str
+    """The same."""
     exit: int
+    """The exit code, or minus the signal."""
     time_s: float
+    """Wall time."""
     cpu_s: float
+    """Processor time of its processes."""
     own_s: float
+    """Time in which it ran or slept, which is wall time on an idle machine."""

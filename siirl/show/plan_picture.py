@@ -27,10 +27,11 @@ Way = tuple[str, str, int]
 
 @dataclass
 class _Lane:
-    """Nodes on the same ranks. slots: column -> nodes and passing arrows in it, from top to bottom."""
+    """Nodes on the same ranks."""
 
     ranks: Ranks
     slots: dict[int, list[str | Way]] = field(default_factory=dict)
+    """Column -> nodes and passing arrows in it, from top to bottom."""
     tracks: int = 0  # weight arrows that run along its bottom
     loops: int = 0  # ways back that run along its top
     bottom: float = 0.0

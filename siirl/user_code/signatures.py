@@ -14,15 +14,14 @@ BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ON
 
 @dataclass(frozen=True)
 class Call:
-    """How siirl calls a function: these values by position, these arguments by name.
-
-    more: where the arguments by name come from, such as "pre_process_kwargs". awaits: a coroutine will do.
-    """
+    """How siirl calls a function: these values by position, these arguments by name."""
 
     values: tuple[str, ...] = ()
     keywords: tuple[str, ...] = ()
     more: str = ""
+    """Where the arguments by name come from, such as "pre_process_kwargs"."""
     awaits: bool = False
+    """A coroutine will do."""
 
     def written(self, name: str) -> str:
         """The call in Python, as in fn(messages, episode, role=...)."""

@@ -15,11 +15,13 @@ Points = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Alert:
-    """metric: the curve that shows it; text: what was seen, what it means and what people do."""
+    """Something that a reader of curves would stop at."""
 
     metric: str
+    """The curve that shows it."""
     step: int
     text: str
+    """What was seen, what it means and what people do."""
 
 
 @dataclass(frozen=True)

@@ -14,14 +14,13 @@ Series = dict[str, dict[int, float]]
 
 @dataclass
 class MetricHistory:
-    """What metrics.jsonl says: of two lines for a step and metric the later one counts.
-
-    broken: metric -> steps whose value was not a number. times: step -> seconds since the epoch.
-    """
+    """What metrics.jsonl says: of two lines for a step and metric the later one counts."""
 
     series: Series = field(default_factory=dict)
     broken: dict[str, set[int]] = field(default_factory=dict)
+    """Metric -> steps whose value was not a number."""
     times: dict[int, float] = field(default_factory=dict)
+    """Step -> seconds since the epoch."""
     notes: list[str] = field(default_factory=list)
 
     @property
