@@ -137,7 +137,7 @@ def _read(dag: DagSpec, found: Findings) -> tuple[DagSpec, dict[str, str], Graph
     with found.at():
         graph, idle = build_graph(filtered), idle_nodes(filtered)
         busy = [node for node in filtered.nodes if node.node_id not in idle]
-        return dag_spec(dag.dag_id, busy), idle, graph.without(idle)
+        return dag_spec(dag.dag_id, busy, dag.description), idle, graph.without(idle)
     return filtered, {}, None
 
 

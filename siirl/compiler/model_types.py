@@ -6,12 +6,12 @@ its gradient and the names of its weights with those of transformers.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
-from siirl.config.common import STRATEGIES
 from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model
 from siirl.errors import NotSupportedError
 
@@ -32,17 +32,38 @@ PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 PARTS = ("vision_config", "audio_config", "text_config")
-
-
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rope types whose frequencies change if the longest row of a batch is beyond the model's first training."""
 
 
+@dataclass(frozen=True)
+class Trainable:
+    """What a strategy trains."""
+
+    any_head: tuple[str, ...]
+    """Types that it trains as a language model, and with a value or score head."""
+
+    lm_only: tuple[str, ...]
+    """Types that it trains as a language model only."""
+
+    lacks: Callable[[Mapping[str, Any]], Iterator[str]]
+    """What of a config.json it does not compute, besides what none does."""
+
+    own_code: bool
+    """It takes a model of code of its own as it is."""
+
+
+TRAINABLE = {
+    "fsdp": Trainable(OF_ANY_HEAD, LANGUAGE_MODELS, lambda config: _no_experts(config), own_code=True),
+    "megatron": Trainable(MEGATRON, (), lambda config: _as_megatron_builds(config), own_code=False),
+}
+"""Strategy -> what it trains."""
+
+
 def known_types(strategy: str, head: Head = "lm") -> tuple[str, ...]:
     """The model types that a strategy trains with a head, in alphabetical order."""
-    if strategy == "megatron":
-        return tuple(sorted(MEGATRON))
-    return tuple(sorted(OF_ANY_HEAD + (LANGUAGE_MODELS if head == "lm" else ())))
+    row = TRAINABLE[strategy]
+    return tuple(sorted(row.any_head + (row.lm_only if head == "lm" else ())))
 
 
 def check_trained_model(cfg: Config, role: str, who: str) -> None:
@@ -58,7 +79,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if not isinstance(raw, dict) or "model_type" not in raw or strategy not in STRATEGIES:
+    if not isinstance(raw, dict) or "model_type" not in raw or strategy not in TRAINABLE:
         return
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
     config = {**raw, **model.override_config}
@@ -68,7 +89,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         problem = why_not_so_long(
             config, max(rollout.prompt_length + rollout.response_length, rollout.max_model_len or 0)
         )
-    if problem and not (own_code and strategy == "fsdp"):
+    if problem and not (own_code and TRAINABLE[strategy].own_code):
         raise NotSupportedError(
             f"not supported yet: {who}, {ROLE_GROUPS[role]}.strategy={strategy}: {problem}"
         )
@@ -107,14 +128,14 @@ def why_not(config: Mapping[str, Any], strategy: str, head: Head = "lm") -> str:
     problem = _problem(config, strategy, head)
     if not problem:
         return ""
-    others = [other for other in STRATEGIES if not _problem(config, other, head)]
+    others = [other for other in TRAINABLE if not _problem(config, other, head)]
     instead = f"Set strategy={others[0]}, or use" if others else "Use"
     return f"{problem}. {instead} a usual model of {', '.join(known_types(strategy, head))}."
 
 
 def _problem(config: Mapping[str, Any], strategy: str, head: Head) -> str:
     kind = config.get("model_type")
-    traits = [*_traits(config), *(_no_experts if strategy == "fsdp" else _as_megatron_builds)(config)]
+    traits = [*_traits(config), *TRAINABLE[strategy].lacks(config)]
     if traits:
         return f"{kind} with {traits[0]}"
     if kind in known_types(strategy, head):

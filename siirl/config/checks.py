@@ -44,20 +44,19 @@ def contradictions(cfg: Config) -> list[UserError]:
 
 
 def _batch(cfg: Config) -> Iterator[str]:
-    batch = cfg.data.train_batch_size
-    for group, mini in (
-        ("actor_rollout_ref.actor", cfg.actor_rollout_ref.actor.ppo_mini_batch_size),
-        ("critic", cfg.critic.ppo_mini_batch_size),
-    ):
-        follows = mini == cfg.actor_rollout_ref.actor.ppo_mini_batch_size
-        if not batch % mini or (group == "critic" and (follows or not cfg.algorithm.may_use_critic)):
-            continue
+    batch, mini = cfg.data.train_batch_size, cfg.actor_rollout_ref.actor.ppo_mini_batch_size
+    yield from _mini_batches("actor_rollout_ref.actor", mini, batch)
+    if cfg.critic.ppo_mini_batch_size != mini and cfg.algorithm.may_use_critic:
+        yield from _mini_batches("critic", cfg.critic.ppo_mini_batch_size, batch)
+
+
+def _mini_batches(group: str, mini: int, batch: int) -> Iterator[str]:
+    if batch % mini:
         why = "is larger than" if mini > batch else "does not divide"
         fix = next(size for size in range(min(mini, batch), 0, -1) if batch % size == 0)
         yield (
-            f"{group}.ppo_mini_batch_size={mini} {why} data.train_batch_size={batch}: a "
-            f"training step is cut into whole mini-batches of prompts. Set "
-            f"{group}.ppo_mini_batch_size={fix}, or another divisor."
+            f"{group}.ppo_mini_batch_size={mini} {why} data.train_batch_size={batch}: a training step is cut "
+            f"into whole mini-batches of prompts. Set {group}.ppo_mini_batch_size={fix}, or another divisor."
         )
 
 

@@ -5,6 +5,7 @@ import importlib
 import pytest
 
 from siirl.compiler.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS
+from siirl.compiler.model_types import TRAINABLE
 from siirl.config.common import STRATEGIES
 from siirl.config.root import all_keys
 from siirl.engines.rollout.base import RolloutEngine
@@ -28,7 +29,7 @@ def test_keys_have_the_rows_as_choices():
     keys = {name: key.rule for name, key in all_keys().items() if name.rpartition(".")[2] == "strategy"}
     assert len(keys) == 4
     for rule in keys.values():
-        assert set(rule.choices) == set(TRAIN_BACKENDS) == set(STRATEGIES)
+        assert set(rule.choices) == set(TRAIN_BACKENDS) == set(TRAINABLE) == set(STRATEGIES)
     rule = all_keys()["actor_rollout_ref.rollout.name"].rule
     later = {name for name, row in ROLLOUT_BACKENDS.items() if row.later}
     assert set(rule.choices) - {"replay"} == set(ROLLOUT_BACKENDS) - later  # a replay has no engine
