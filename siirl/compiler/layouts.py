@@ -7,7 +7,7 @@ from siirl.compiler.interactions.credit_reads import check_groups
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
-from siirl.config.batch import BatchArithmetic, batch_of, generated_prompts
+from siirl.config.batch import BatchArithmetic, batch_of
 from siirl.config.resolve import get
 from siirl.dag.graph import Graph
 from siirl.errors import DagError, NotSupportedError, PlacementError
@@ -105,7 +105,7 @@ def agent_rows(workflow: Workflow) -> dict[int, AgentRows]:
             node.agent,
             node.id,
             batch.prompts,
-            generated_prompts(node.cfg),
+            batch.generated,
             batch.samples,
             mini,
             balance or filters,

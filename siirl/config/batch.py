@@ -17,6 +17,15 @@ class BatchArithmetic:
     """Prompts of one optimizer step."""
     epochs: int
     """Passes over the batch."""
+    in_rounds: bool
+    """With dynamic sampling."""
+    round_prompts: int | None
+    """Prompts of one round, if these are not as many."""
+
+    @property
+    def generated(self) -> int:
+        """Prompts that one rollout samples: those of the step, or of one round."""
+        return (self.in_rounds and self.round_prompts) or self.prompts
 
     @property
     def rows(self) -> int:
@@ -41,12 +50,11 @@ class BatchArithmetic:
 def batch_of(cfg: Config, role: str = "actor") -> BatchArithmetic:
     """The batch of a training step for a model of that role."""
     group = trained_group(cfg, role)
-    prompts, samples = cfg.data.train_batch_size, cfg.actor_rollout_ref.rollout.n
-    return BatchArithmetic(prompts, samples, group.ppo_mini_batch_size, group.ppo_epochs)
-
-
-def generated_prompts(cfg: Config) -> int:
-    """Prompts that one rollout samples: those of the step, or with dynamic sampling those of one round."""
-    if not cfg.algorithm.filter_groups.enable:
-        return cfg.data.train_batch_size
-    return cfg.data.gen_batch_size or cfg.data.train_batch_size
+    return BatchArithmetic(
+        prompts=cfg.data.train_batch_size,
+        samples=cfg.actor_rollout_ref.rollout.n,
+        mini_prompts=group.ppo_mini_batch_size,
+        epochs=group.ppo_epochs,
+        in_rounds=cfg.algorithm.filter_groups.enable,
+        round_prompts=cfg.data.gen_batch_size,
+    )

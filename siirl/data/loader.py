@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.config.batch import generated_prompts
+from siirl.config.batch import batch_of
 from siirl.data.curriculum import Curriculum, make_curriculum
 from siirl.data.dataset import PromptDataset
 from siirl.data.rows import make_rows
@@ -105,7 +105,7 @@ def make_loader(
         )
     return PromptLoader(
         dataset,
-        generated_prompts(cfg),
+        batch_of(cfg).generated,
         shard,
         num_shards,
         seed=cfg.data.seed,

@@ -23,7 +23,7 @@ from siirl.compiler.plan import (
     Until,
 )
 from siirl.config import Config
-from siirl.config.batch import BatchArithmetic, batch_of, generated_prompts
+from siirl.config.batch import BatchArithmetic, batch_of
 from siirl.config.roles import role_group, trained_group
 from siirl.parallel.pipeline_layers import split_layers
 from siirl.parallel.placement import Ranks, format_ranks
@@ -259,17 +259,16 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
     for model in plan.models.values():
         if not model.is_rollout:
             continue
-        cfg = configs[model.node]
-        batch = batch_of(cfg)
-        generated = generated_prompts(cfg)
+        batch = batch_of(configs[model.node])
         shards, verb = model.dims.dp, "sampled"
         if entry := next((x.entry for x in plan.interactions.values() if model.name in x.policies), None):
             shards, verb = len(plan.run_of(entry).ranks), "played"
-        refilled = "" if not cfg.algorithm.filter_groups.enable else f" in rounds of {generated} prompts"
+        refilled = f" in rounds of {batch.generated} prompts" if batch.in_rounds else ""
+        share = _share(batch.generated, shards)
         amount = f"{batch.rows} {'episodes' if entry else 'sequences'}"
         lines.append(
             f"agent {model.agent}: {batch.prompts} prompts x {batch.samples} responses = {amount} a "
-            f"step{refilled}, {verb} by {_count(shards, 'shard')} of {_share(generated, shards)} prompts"
+            f"step{refilled}, {verb} by {_count(shards, 'shard')} of {share} prompts"
         )
         speakers = speakers_of(plan, model.agent)
         trainers = [m for m in plan.models.values() if m.agent == model.agent and m.trains]

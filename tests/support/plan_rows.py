@@ -14,7 +14,7 @@ import numpy as np
 
 from siirl.compiler.plan import Collect, Free, Instruction, Load, Plan, Repeat, Reshard, Run, Until
 from siirl.config import Config
-from siirl.config.batch import generated_prompts
+from siirl.config.batch import batch_of
 from siirl.data.assign import assign, tabulate
 from siirl.types import FieldKey, Layout
 
@@ -123,7 +123,7 @@ class Interpreter:
     def _load(self, ins: Load) -> None:
         plan = self.plan.loaders[ins.loader]
         layout = self.plan.layouts[ins.layout]
-        size = generated_prompts(self.configs[plan.node]) if self.section == "instructions" else 7
+        size = batch_of(self.configs[plan.node]).generated if self.section == "instructions" else 7
         first = self.loaded.get((self.section, ins.loader), 0)
         self.loaded[self.section, ins.loader] = first + size
         for rank in ins.ranks:
