@@ -18,6 +18,7 @@ from siirl.compiler.checks.fields import (
     check_writers,
     prune,
 )
+from siirl.compiler.checks.lag_checks import check_lag, check_loaders
 from siirl.compiler.checks.round_regions import check_rounds
 from siirl.compiler.instructions import Sections
 from siirl.compiler.interactions.credit_reads import turns_of_training, with_credit
@@ -176,6 +177,7 @@ def _check(
     found.take(check_critics(kept))
     found.take(check_sampling(kept))
     found.take(check_resampling(kept))
+    found.take(check_lag(kept))
     found.take(check_reward_models(whole))
     found.take(check_reward_weights(whole))
     found.take(check_readers(kept.nodes.values(), whole))
@@ -262,6 +264,7 @@ def _emit(
         instructions=instructions,
         validation=validation,
     )
+    found.take(check_loaders(plan))
     return plan, {node.id: node.cfg for node in nodes.values()}
 
 
@@ -289,6 +292,7 @@ def _node_plan(node: ResolvedNode, graph: Graph, more: dict[str, int]) -> NodePl
         overrides=node.overrides,
         options=node.options | more,
         own_needs=node.op.needs if node.spec.executable_ref else (),
+        max_lag=node.cfg.actor_rollout_ref.rollout.max_lag if node.op.runs_ahead else 0,
     )
 
 

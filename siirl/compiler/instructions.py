@@ -11,6 +11,7 @@ A layout has one order of rows: that of the row ids that came first. Columns tha
 so they stay as long as a Reshard into the layout follows.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -238,7 +239,8 @@ class _Section:
                 else self.shared.table.add(Layout(layout.ranks, layout.shards, name))
             )
             reader = self.shared.workflow.rollouts.get(agent, node)
-            self.shared.loaders[name] = LoaderPlan(name, agent, reader.id, own)
+            surplus = reader.cfg.actor_rollout_ref.rollout.surplus if reader.op.runs_ahead else 0
+            self.shared.loaders[name] = LoaderPlan(name, agent, reader.id, own, math.ceil(surplus))
         layout_id = self.shared.loaders[name].layout
         ranks = self.shared.table.by_id[layout_id].ranks
         self.instructions.append(Load(name, self.loaded[agent], layout_id, ranks))

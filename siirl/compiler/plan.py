@@ -34,6 +34,8 @@ class NodePlan:
     """Further arguments of the user's code."""
     own_needs: tuple[str, ...] = ()
     """SERVICES that the user's code needs."""
+    max_lag: int = 0
+    """Of a rollout: steps that the oldest token of a row may be older than the weights that it trains."""
 
     @property
     def spec(self) -> OpSpec:
@@ -133,6 +135,8 @@ class LoaderPlan:
     """Whose configuration says which files, and in which order."""
     layout: str
     """Where they are loaded (id): its ranks read them."""
+    ahead: int = 0
+    """Batches that are loaded before their step, for a rollout whose responses go on from step to step."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from siirl.config.values import SECRET_KEYS
 from siirl.dag.op_choice import op_under
 from siirl.dag.ops import OpSpec
 from siirl.dag.spec import DagSpec, NodeSpec
-from siirl.errors import DagError, NotSupportedError, Place, UserError, reworded
+from siirl.errors import DagError, Place, UserError, reworded
 from siirl.findings import Findings
 from siirl.types import FieldKey
 
@@ -156,7 +156,6 @@ def _resolve(
     said: set[str],
 ) -> ResolvedNode:
     """said: what was found in overrides that several nodes share, which is said of the first one."""
-    found.take(_later(node))
     overrides = {**shared, **own}
     wrong = Findings()
     node_cfg = overridden(cfg, overrides, wrong)
@@ -205,6 +204,16 @@ def _absolute_keys(node: NodeSpec, found: Findings) -> tuple[dict[str, Any], dic
     group = node.role.group
     overrides: dict[str, Any] = {}
     options: dict[str, Any] = {}
+    if node.max_lag is not None:
+        if node.role.makes_samples and not node.only_forward_compute:
+            overrides[f"{POLICY}.rollout.max_lag"] = node.max_lag
+        else:
+            found.add(
+                DagError(
+                    f"{node}: max_lag = {node.max_lag}: it says how old the tokens of a rollout may be, and "
+                    f"this node is none ({node.node_type}, {node.node_role}). Set it at the agent's rollout."
+                )
+            )
     for key, value in node.config.items():
         first = str(key).partition(".")[0]
         if first in _WHOLE_RUN:
@@ -226,15 +235,6 @@ def _absolute_keys(node: NodeSpec, found: Findings) -> tuple[dict[str, Any], dic
             for key in options
         )
     return overrides, options
-
-
-def _later(node: NodeSpec) -> Iterator[UserError]:
-    later = {
-        "max_lag": (node.max_lag, "rollouts that run ahead of training"),
-    }
-    for key, (value, feature) in later.items():
-        if value:
-            yield NotSupportedError(f"not supported yet: {node}: {key} = {value!r}: {feature}. Remove it.")
 
 
 def _named(error: UserError, node: NodeSpec) -> UserError:

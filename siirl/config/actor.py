@@ -57,7 +57,7 @@ class RolloutCorrectionConfig:
     """
 
     weight: str = key(
-        "none",
+        None,
         "multiply the loss by the ratio, at most high (truncate), or by 0 outside low .. high (mask)",
         choices=("none", "truncate", "mask"),
     )

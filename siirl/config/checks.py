@@ -243,6 +243,16 @@ def _correction(cfg: Config) -> Iterator[str]:
             yield f"{prefix}.rollout_correction.{name}={low:g} is not below the upper bound {high:g}."
 
 
+def _lag(cfg: Config) -> Iterator[str]:
+    rollout, prefix = cfg.actor_rollout_ref.rollout, "actor_rollout_ref.rollout"
+    if rollout.surplus > rollout.max_lag:
+        yield (
+            f"{prefix}.surplus={rollout.surplus:g} with {prefix}.max_lag={rollout.max_lag}: of the prompts "
+            "in work one batch is trained in each step, so the last ones would be older than max_lag allows. "
+            f"Set {prefix}.surplus={rollout.max_lag} or less, or a larger max_lag."
+        )
+
+
 def _dynamic_sampling(cfg: Config) -> Iterator[str]:
     filters, n = cfg.algorithm.filter_groups, cfg.actor_rollout_ref.rollout.n
     if not filters.enable:
@@ -407,6 +417,7 @@ CHECKS = (
     _loss,
     _clipping,
     _correction,
+    _lag,
     _dynamic_sampling,
     _resampling,
     _critic,

@@ -14,6 +14,7 @@ def default_warnings(cfg: Config) -> Iterator[str]:
     yield from _averaged_advantages(cfg)
     yield from _reference_of_another_type(cfg)
     yield from _row_by_row(cfg)
+    yield from _uncorrected_lag(cfg)
 
 
 def _unlike_its_paper(cfg: Config) -> Iterator[str]:
@@ -56,6 +57,19 @@ def _reference_of_another_type(cfg: Config) -> Iterator[str]:
         yield (
             f"{name}={ref}, but the actor computes in {actor}: the KL from the reference has the difference "
             f"of their rounding in it. Leave {name} out, and it is the actor's."
+        )
+
+
+def _uncorrected_lag(cfg: Config) -> Iterator[str]:
+    """Tokens of older weights that count like those of the newest."""
+    actor, max_lag = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.max_lag
+    correction = actor.rollout_correction
+    corrected = correction.weight != "none" or correction.reject != "none" or actor.tis_imp_ratio_cap > 0
+    if max_lag and actor.recompute_old_log_prob and not corrected:
+        yield (
+            "actor_rollout_ref.actor.rollout_correction.weight=none with actor_rollout_ref.rollout."
+            f"max_lag={max_lag}: tokens of older weights count as if the newest had sampled them. Leave it "
+            "unset (truncate)."
         )
 
 

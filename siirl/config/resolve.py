@@ -30,6 +30,7 @@ FOLLOWS: dict[str, str] = {
     "reward_model.micro_batch_size_per_gpu": f"${{{POLICY}.ref.log_prob_micro_batch_size_per_gpu}}",
     f"{POLICY}.rollout.prompt_length": "${data.max_prompt_length}",
     f"{POLICY}.rollout.response_length": "${data.max_response_length}",
+    f"{POLICY}.rollout.surplus": f"${{{POLICY}.rollout.max_lag}}",
     "trainer.output_dir": "outputs/${trainer.project_name}/${trainer.experiment_name}",
     "trainer.default_local_dir": "${trainer.output_dir}/checkpoints",
 }
@@ -42,6 +43,9 @@ FOLLOWS |= {
     f"{POLICY}.ref.fsdp_config.{name}": f"${{{POLICY}.actor.fsdp_config.{name}}}"
     for name in ("model_dtype", "mixed_precision.param_dtype")
 }
+CORRECTION, MAX_LAG = f"{POLICY}.actor.rollout_correction.weight", f"{POLICY}.rollout.max_lag"
+FOLLOWS[CORRECTION] = f"truncate if ${{{MAX_LAG}}}, else none"
+"""Tokens of older weights are weighted, unless the loss compares with the rollout's log-probs anyway."""
 COMPUTE_DTYPE = {"fsdp": "fsdp_config.mixed_precision.param_dtype", "megatron": "megatron.param_dtype"}
 """Strategy -> the key of a model that says in which type it computes."""
 REF_DTYPES = tuple(f"{POLICY}.ref.{name}" for name in COMPUTE_DTYPE.values())
@@ -73,6 +77,9 @@ def followed_value(cfg: Config, name: str) -> Any:
     if name in REF_DTYPES:
         dtype = compute_dtype(cfg, "actor")
         return dtype if dtype in all_keys()[name].rule.choices else all_keys()[name].default
+    if name == CORRECTION:
+        lags = get(cfg, MAX_LAG) > 0 and get(cfg, f"{POLICY}.actor.recompute_old_log_prob")
+        return "truncate" if lags else "none"
     template = FOLLOWS[name]
     whole = REFERENCE.fullmatch(template)
     if whole:

@@ -205,4 +205,16 @@ class RolloutConfig:
         "others; checkpoint: a folder in trainer.output_dir that all ranks must see",
         choices=("auto", "checkpoint"),
     )
+    max_lag: int = key(
+        0,
+        "training steps that the oldest token of a row may be older than the weights that it trains: "
+        "responses may take so many steps more, and go on where they stopped",
+        low=0,
+    )
+    surplus: float = key(
+        None,
+        "prompts in work besides those of a batch, as a share of it; unset: max_lag",
+        when="max_lag",
+        low=0,
+    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")

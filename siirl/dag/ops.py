@@ -18,7 +18,10 @@ from siirl.user_code.source import declared_needs
 Names = tuple[str, ...]
 ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge"]
 
-SERVICES = ("engine", "scorer", "encoder", "judge", "judge_tokenizer", "interaction", "buffer", "recordings")
+SERVICES = (
+    *("engine", "scorer", "encoder", "judge", "judge_tokenizer", "interaction", "recordings"),
+    *("buffer", "in_flight"),
+)
 """What an op can need besides its rows and its context; siirl/nodes/services.py builds them."""
 
 
@@ -101,6 +104,17 @@ class OpSpec:
     def repeats(self) -> bool:
         """Whether the nodes above it run in rounds, until it has collected enough rows."""
         return bool(self.collects)
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether it keeps rows from step to step, which are part of a checkpoint."""
+        return not {"buffer", "in_flight"}.isdisjoint(self.needs)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether what it gives in a step may be of prompts of earlier ones, as responses go on from step to
+        step."""
+        return "in_flight" in self.needs
 
     @property
     def trains_policy(self) -> bool:
@@ -200,6 +214,10 @@ ROLLOUT = OpSpec(
     is_rollout=True,
     unique="rollout",
 )
+PARTIAL_ROLLOUT = replace(
+    ROLLOUT, name="partial_rollout", code="partial_rollout:partial_rollout", needs=("engine", "in_flight")
+)
+"""A rollout whose responses may go on in the next steps (rollout.max_lag)."""
 REPLAY = replace(ROLLOUT, name="replay", code="replay:replay", needs=("recordings",), model=None)
 """Recorded rows in place of a rollout: no engine, so no model and no weights to take."""
 INTERACTION = replace(
@@ -366,13 +384,19 @@ CUSTOM = OpSpec("custom", fixed(), fixed(), "function_reward:custom_op")
 OPS: dict[str, OpSpec] = {
     op.name: op
     for op in (
-        *(ROLLOUT, REPLAY, INTERACTION, TURNS, ENVIRONMENT, GREEDY_ROLLOUT),
+        *(ROLLOUT, PARTIAL_ROLLOUT, REPLAY, INTERACTION, TURNS, ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
         *(ADVANTAGE, OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, CRITIC_TRAIN),
         *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, CUSTOM),
     )
 }
 """Name -> op, as plans name them."""
+
+
+def _sampler(cfg: Config) -> OpSpec:
+    if cfg.actor_rollout_ref.rollout.name == "replay":
+        return REPLAY
+    return PARTIAL_ROLLOUT if cfg.actor_rollout_ref.rollout.max_lag else ROLLOUT
 
 
 def _sampling(cfg: Config) -> OpSpec:
@@ -389,7 +413,7 @@ def _scoring_model(cfg: Config) -> OpSpec:
 
 
 VARIANTS: dict[str, Callable[[Config], OpSpec]] = {
-    ROLLOUT.name: lambda cfg: REPLAY if cfg.actor_rollout_ref.rollout.name == "replay" else ROLLOUT,
+    ROLLOUT.name: _sampler,
     DYNAMIC_SAMPLING.name: _sampling,
     MODEL_REWARD.name: _scoring_model,
 }

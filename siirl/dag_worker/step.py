@@ -29,7 +29,7 @@ def run_step(
 
 
 def _run(instructions: Sequence[Instruction], worker: DAGWorker, store: FieldStore, record: StepRecord):
-    step, validate, position = record.step, record.validate, 0
+    step, position = record.step, 0
     while position < len(instructions):
         ins = instructions[position]
         position += 1
@@ -47,7 +47,7 @@ def _run(instructions: Sequence[Instruction], worker: DAGWorker, store: FieldSto
                     worker.collect(ins, store.view(reads, source, agent), record)
                 case Load(loader=loader, keys=keys, layout=layout):
                     agent = worker.plan.loaders[loader].agent
-                    store.put(worker.load(ins, validate), agent, layout, names(keys))
+                    store.put(worker.load(ins, record), agent, layout, names(keys))
                 case Reshard():
                     worker.exchange(store, ins)
                 case Run(node=node, reads=reads, writes=writes, source=source, target=target, joins=joins):

@@ -48,7 +48,7 @@ class Training:
         self.worker, self.cfg, self.output_dir = worker, worker.cfg, output_dir
         self.steps = worker.plan.of_rank(worker.rank)
         self.validation = worker.plan.of_rank(worker.rank, "validation")
-        self.total_steps = self._count_steps()
+        self.total_steps = worker.last_step = self._count_steps()
         self.num_val_batches = self._max_over_ranks(
             max((x.val.steps_per_epoch for x in worker.loaders.values() if x.val), default=0)
         )

@@ -27,6 +27,7 @@ from siirl.engines.engine_registry import make_rollout_engine, make_train_engine
 from siirl.engines.links import WeightLink, make_link
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
+from siirl.errors import DataError
 from siirl.model_files.local_models import on_hub
 from siirl.nodes.context import LocalNode, Moment, Op, OpContext, Peers, Samples
 from siirl.nodes.interaction import Interaction, build_interaction
@@ -68,6 +69,7 @@ class DAGWorker:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         self.groups = ProcessGroupManager(plan.groups, backend, cfg.trainer.deadline_s)
         self.transport = Transport(self.groups, torch.device("cpu"), row_cost)
+        self.last_step = 0  # of the run
         self.sample_limit = 0  # rows of each reward node to keep as text this step; -1: all
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.train_engines: dict[str, TrainEngine] = {}
@@ -124,11 +126,18 @@ class DAGWorker:
                 loader.val.load_state_dict(loader.val.state_dict() | {"epoch": 0, "position": 0})
             loader.num_val_batches_given = 0
 
-    def load(self, ins: Load, validate: bool) -> TensorDict:
-        """The next training or validation batch; no rows once the validation prompts are used up."""
-        loader = self.loaders[ins.loader]
-        if not validate:
-            return loader.train.next_batch()
+    def load(self, ins: Load, record: StepRecord) -> TensorDict:
+        """The next training or validation batch; no rows once the validation prompts are used up.
+
+        For a rollout with a lag, as many training batches as it needs now.
+        """
+        loader, plan = self.loaders[ins.loader], self.plan.loaders[ins.loader]
+        if not record.validate:
+            reader = self.nodes.get(plan.node)
+            if reader is None or not reader.plan.spec.runs_ahead:
+                return loader.train.next_batch()
+            in_flight = reader.services["in_flight"]
+            return loader.train.next_batch(in_flight.batches_to_load(plan.ahead, record.step, self.last_step))
         rows = loader.val.next_batch()
         loader.num_val_batches_given += 1
         return take_rows(rows, []) if loader.num_val_batches_given > loader.val.steps_per_epoch else rows
@@ -213,20 +222,21 @@ class DAGWorker:
         """The rows that nodes keep between steps: node -> JSON of each shard. Collective over all ranks."""
         mine = {}
         for name, node in self.nodes.items():
-            layout = self.plan.layouts[self.plan.run_of(name).source] if node.plan.spec.repeats else None
+            layout = self.plan.layouts[self.plan.run_of(name).source] if node.plan.spec.keeps_rows else None
             if layout is not None and layout.is_shard_leader(self.rank):
-                mine[name] = node.buffer.state()
+                mine[name] = (layout.shard_of(self.rank), node.buffer.state())
         parts: list[Any] = [None] * self.plan.world_size
         dist.all_gather_object(parts, mine, group=self.groups.world)
-        states: dict[str, list[dict[str, Any]]] = {}
-        for part in parts:
-            for name, state in part.items():
-                states.setdefault(name, []).append(state)
-        return states
+        names = dict.fromkeys(name for part in parts for name in part)
+        by_shard = {name: dict(part[name] for part in parts if name in part) for name in names}
+        return {name: [state for _, state in sorted(found.items())] for name, found in by_shard.items()}
 
     def load_buffers(self, states: dict[str, list[dict[str, Any]]]) -> None:
         """Give this rank its share of the rows that nodes kept when `buffer_states` was called."""
         for name in self.nodes.keys() & states.keys():
+            if not self.nodes[name].plan.spec.keeps_rows:
+                _require_none(name, states[name])
+                continue
             layout = self.plan.layouts[self.plan.run_of(name).source]
             shard = layout.shard_of(self.rank)
             self.nodes[name].buffer.load_state(states[name], shard, layout.num_shards)
@@ -337,3 +347,13 @@ def _token_count(*tables: TensorDict) -> dict[str, int]:
         if lengths:
             return {"tokens": int(sum(length.sum() for length in lengths))}
     return {}
+
+
+def _require_none(node: str, states: list[dict[str, Any]]) -> None:
+    """DataError if a checkpoint holds prompts of a node that keeps none in this run: they would be lost."""
+    if any(state["columns"] for state in states):
+        raise DataError(
+            f"the checkpoint holds prompts of node {node!r} that were in work, and this run has no lag: they "
+            "would be lost. Resume with actor_rollout_ref.rollout.max_lag=1 and rollout.surplus=0, which "
+            "trains them first, or with the lag of before."
+        )

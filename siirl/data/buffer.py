@@ -42,13 +42,18 @@ class RowBuffer:
 
         group_id becomes the place of the group in `chosen`; row_id and episode_id follow (group_id, old id).
         """
-        assert self.rows is not None, "no round was collected on this rank"
-        wanted_B = torch.isin(self.rows[ORDER], chosen)
-        out, self.rows = take_rows(self.rows, wanted_B), take_rows(self.rows, ~wanted_B)
+        out = self.remove(chosen)
         group_B = torch.searchsorted(chosen, out[ORDER].contiguous())
         number_anew(out, group_B)
         out["group_id"] = group_B
         return out.exclude(ORDER)
+
+    def remove(self, chosen: Tensor) -> TensorDict:
+        """Remove and return the rows of the groups whose ORDER is in `chosen`, with that column."""
+        assert self.rows is not None, "no round was collected on this rank"
+        wanted_B = torch.isin(self.rows[ORDER], chosen)
+        out, self.rows = take_rows(self.rows, wanted_B), take_rows(self.rows, ~wanted_B)
+        return out
 
     def state(self) -> dict[str, Any]:
         """The rows as JSON values, for a checkpoint."""
@@ -63,18 +68,26 @@ class RowBuffer:
         return {"num_rounds": self.num_rounds, "columns": columns}
 
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
-        """Keep this shard's part of what the shards of an earlier run kept: whole groups, in order."""
-        parts = [rows for state in states if len(rows := _rows_of(state))]
+        """Keep this shard's part of what the shards of an earlier run kept: whole groups, in order.
+
+        states: those that `state` gave, in the order of the shards.
+        """
+        parts = [rows for state in states if len(rows := rows_of_state(state))]
         self.num_rounds = max((state["num_rounds"] for state in states), default=0)
         if not parts:
             return
         rows = concat_rows(parts)
-        orders = rows[ORDER].unique()
+        self.rows = take_rows(
+            rows, torch.isin(rows[ORDER], self._share(rows[ORDER].unique(), shard, num_shards))
+        )
+
+    def _share(self, orders: Tensor, shard: int, num_shards: int) -> Tensor:
+        """The part of a shard of the ORDERs that all keep."""
         first, last = (len(orders) * s // num_shards for s in (shard, shard + 1))
-        self.rows = take_rows(rows, torch.isin(rows[ORDER], orders[first:last]))
+        return orders[first:last]
 
 
-def _rows_of(state: dict[str, Any]) -> TensorDict:
+def rows_of_state(state: dict[str, Any]) -> TensorDict:
     columns = {}
     for name, column in state["columns"].items():
         values = column["values"]

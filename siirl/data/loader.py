@@ -53,19 +53,30 @@ class PromptLoader:
         self._position = 0  # prompts of this epoch that were given out, over all shards
         self._order = self._make_order()
 
-    def next_batch(self) -> TensorDict:
-        """This shard's rows of the next global batch (PROMPT_FIELDS; row_id counts over all shards)."""
+    def next_batch(self, count: int = 1) -> TensorDict:
+        """This shard's rows of the next global batch (PROMPT_FIELDS; row_id counts over all shards).
+
+        count: so many batches instead, maybe none; the row_id of the second go on after those of the first.
+        """
+        rows, ids = [], []
+        for number in range(count):
+            batch = self._next()
+            first, last = (len(batch) * s // self.num_shards for s in (self.shard, self.shard + 1))
+            rows += self.dataset.rows(batch[first:last])
+            ids += range(number * self.batch_size + first, number * self.batch_size + last)
+        columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in PROMPT_FIELDS}
+        columns["row_id"] = columns["group_id"] = ids
+        return make_rows(columns)
+
+    def _next(self) -> np.ndarray:
+        """The prompts of the next global batch."""
         left = len(self.dataset) - self._position
         if left == 0 or (self.drop_last and left < self.batch_size):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._make_order()
         batch = self._order[self._position : self._position + self.batch_size]
         self._position += len(batch)
-        first, last = (len(batch) * s // self.num_shards for s in (self.shard, self.shard + 1))
-        rows = self.dataset.rows(batch[first:last])
-        columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in PROMPT_FIELDS}
-        columns["row_id"] = columns["group_id"] = list(range(first, last))
-        return make_rows(columns)
+        return batch
 
     def state_dict(self) -> dict[str, int]:
         """Where the loader stands, in global prompts: fits any number of shards and any batch size."""

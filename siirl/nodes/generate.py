@@ -76,12 +76,15 @@ def prompt_seed(ctx: OpContext, group_id: int) -> int:
     return seed_of(ctx, str(group_id))
 
 
-def seed_of(ctx: OpContext, drawn: str, fixed: bool = False) -> int:
-    """A 63-bit seed of (run seed, agent, step, split, what is drawn); fixed: the same in every step."""
+def seed_of(ctx: OpContext, drawn: str, fixed: bool = False, step: int | None = None) -> int:
+    """A 63-bit seed of (run seed, agent, step, split, what is drawn); fixed: the same in every step.
+
+    step: in place of the one of now.
+    """
     run_seed = (ctx.cfg.trainer.seed, ctx.cfg.actor_rollout_ref.rollout.seed)
     again = f"/{ctx.round}" if ctx.round > 1 else ""
-    step = "every step" if fixed else ctx.step
-    text = f"{run_seed}/{ctx.agent}/{step}/{ctx.validate}/{drawn}{again}"
+    when = "every step" if fixed else step or ctx.step
+    text = f"{run_seed}/{ctx.agent}/{when}/{ctx.validate}/{drawn}{again}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

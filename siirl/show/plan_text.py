@@ -270,6 +270,7 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
             f"agent {model.agent}: {batch.prompts} prompts x {batch.samples} responses = {amount} a "
             f"step{refilled}, {verb} by {_count(shards, 'shard')} of {share} prompts"
         )
+        lines += _lag(plan.nodes[model.node].max_lag, configs[model.node], batch)
         speakers = speakers_of(plan, model.agent)
         trainers = [m for m in plan.models.values() if m.agent == model.agent and m.trains]
         if trainers and speakers:
@@ -282,6 +283,18 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
             training = _training(trainer, configs[trainer.node], batch, len(speakers))
             lines += [f"  {trainer.role}:", *(f"    {line}" for line in training)]
     return lines
+
+
+def _lag(max_lag: int, cfg: Config, batch: BatchArithmetic) -> list[str]:
+    """What is in work besides a batch, and how old it may be."""
+    if not max_lag:
+        return []
+    prompts = int((1 + cfg.actor_rollout_ref.rollout.surplus) * batch.prompts)
+    return [
+        f"  at most {_count(max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
+        "responses) are in work; those that a step does not complete keep their tokens, and no device "
+        "memory, and go on in the next one"
+    ]
 
 
 def _training(trainer: ModelPlan, cfg: Config, sampled: BatchArithmetic, num_speakers: int) -> list[str]:
@@ -324,7 +337,9 @@ def _instructions(plan: Plan) -> list[str]:
         ranks = format_ranks(ins.ranks)
         match ins:
             case Load(loader, keys, layout, _):
-                rows.append(["load", ranks, f"{loader}: {_count(len(keys), 'column')} into {layout}"])
+                ahead = plan.loaders[loader].ahead
+                more = f", {_count(ahead, 'batch', 'es')} ahead" if ahead else ""
+                rows.append(["load", ranks, f"{loader}: {_count(len(keys), 'column')} into {layout}{more}"])
             case Reshard(keys, route, _):
                 names = [key.name for key in keys]
                 what = "wait" if set(names) <= set(ROUTING) else "reshard"
@@ -342,9 +357,10 @@ def _instructions(plan: Plan) -> list[str]:
             case Until(node, _):
                 rows.append(["until", ranks, f"{node} has enough rows"])
             case Run(node, _, _, source, target, _):
-                rows.append(
-                    ["run", ranks, f"{node} on {source if source == target else f'{source} -> {target}'}"]
-                )
+                lag = plan.nodes[node].max_lag
+                age = f", rows up to {_count(lag, 'step')} old" if lag else ""
+                where = source if source == target else f"{source} -> {target}"
+                rows.append(["run", ranks, f"{node} on {where}{age}"])
             case Free():
                 continue
     layouts = [

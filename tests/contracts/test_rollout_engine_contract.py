@@ -5,7 +5,9 @@ configuration is tested on those of START_FAST.
 """
 
 import math
+import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -451,6 +453,45 @@ def test_answers_come_in_order_of_completion_not_of_submission(engine):
     assert stream.collect(0.0) == []
     stream.submit([Request("late", [7], short, 0)])
     assert [key for key, _ in collected(stream)] == ["late", "long"]
+
+
+def resumed(request: Request, so_far: list[int]) -> Request:
+    """The rest of a response, of which there are some tokens."""
+    return replace(
+        request,
+        prompt=[*request.prompt, *so_far],
+        params=replace(request.params, max_tokens=request.params.max_tokens - len(so_far)),
+        start=len(so_far),
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_response_that_is_cut_and_continued_is_the_uncut_one(engine, temperature):
+    params = SamplingParams(max_tokens=40, temperature=temperature, top_p=0.9, stop_token_ids=tuple(range(9)))
+    requests = [Request(f"{p} {s}", PROMPTS[p], params, p, sample=s) for p in range(3) for s in range(2)]
+    whole = engine.generate(PROMPTS[:3], replace(params, n=2), [0, 1, 2])
+    expected = {request.key: whole[request.seed][request.sample] for request in requests}
+    rng, tokens, log_probs, cuts = random.Random(temperature), {}, {}, set()
+    stream, ended = engine.stream(lambda keys: True), {}
+    while len(ended) < len(requests):
+        rest = [r for r in requests if r.key not in ended]
+        stream.submit([resumed(r, tokens.get(r.key, [])) for r in rest])
+        answers = [a for _ in range(rng.randint(1, 3)) for a in stream.collect(rng.uniform(0, 0.02))]
+        answers += stream.pause()
+        assert stream.num_pending == 0 and stream.collect(0.0) == []
+        for key, part in answers:
+            tokens[key] = tokens.get(key, []) + part.token_ids
+            log_probs[key] = log_probs.get(key, []) + part.log_probs
+            if part.finish_reason == "paused":
+                cuts.add(len(tokens[key]))
+            else:
+                ended[key] = part.finish_reason
+    assert cuts, "nothing was cut"
+    for key, completion in expected.items():
+        assert tokens[key] == completion.token_ids, key
+        assert log_probs[key] == pytest.approx(completion.log_probs, abs=1e-4)
+        assert ended[key] == completion.finish_reason
+    assert engine.generate([[5]], params, [0])  # it can be used otherwise
 
 
 def test_a_stream_of_nothing_answers_at_once(engine):

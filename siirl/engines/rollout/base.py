@@ -4,14 +4,14 @@ An engine belongs to one data-parallel shard of its node; methods are local to t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from siirl.errors import ConfigError, EpisodeFailed, RolloutError
+from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError, RolloutError
 from siirl.observe.metrics import Metrics
 
 
@@ -58,7 +58,7 @@ class Completion:
 
     log_probs: of each sampled token, in nats, under the distribution at the sampling temperature, before
     top-k/top-p (what the trainer computes at that temperature; for greedy decoding: at temperature 1).
-    finish_reason: "stop" (a stop token was sampled) or "length".
+    finish_reason: "stop" (a stop token was sampled) or "length"; "paused" for what `pause` cut off.
     """
 
     token_ids: list[int]
@@ -72,15 +72,21 @@ Key = int | str
 
 @dataclass(frozen=True)
 class Request:
-    """One response that is wanted of a stream. key: the asker's name for it, unique among those unanswered.
+    """One response that is wanted of a stream, or the rest of one.
 
-    Its completion is that of `generate([prompt], params, [seed])`; params.n is 1 (else RolloutError).
+    Its completion is sample number `sample` of `generate([prompt], params, [seed])`; params.n is 1 (else
+    RolloutError).
     """
 
     key: Key
+    """The asker's name for it, unique among those unanswered."""
     prompt: Sequence[int]
     params: SamplingParams
     seed: int
+    sample: int = 0
+    start: int = 0
+    """Tokens at the end of the prompt that were sampled for this response before it was paused. What follows
+    draws the numbers that it would have drawn."""
 
     def __post_init__(self) -> None:
         if self.params.n != 1:
@@ -120,10 +126,21 @@ class RolloutStream(ABC):
         when the engine failed, died, or hangs.
         """
 
+    def pause(self) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
+        """Take back everything that is pending: what is not complete ends with finish_reason "paused".
+
+        Such a completion has the tokens so far, maybe none. Submitted again as the end of a prompt (see
+        Request.start), under equal weights the response becomes what it would have been. NotSupportedError
+        for a stream that cannot; else as `collect`.
+        """
+        raise NotSupportedError(f"not supported yet: pausing the requests of a {type(self).__name__}")
+
     @abstractmethod
     def close(self) -> None:
         """Forget what is pending; the engine can be used otherwise again. Idempotent."""
 
+
+Interrupt = Callable[[Sequence[Key]], bool]
 
 WeightPart = Literal["merged", "adapter", "base_and_adapter"]
 """Weights as a model directory has them; or an adapter for a base that is there, or is sent along."""
@@ -146,6 +163,11 @@ class RolloutEngine(ABC):
     _stream: RolloutStream | None = None
 
     @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of its shard, which has the streams."""
+        return True
+
+    @property
     def takes(self) -> WeightPart:
         """What the next `load_weights` must bring; the same on all ranks of the model."""
         return "merged"
@@ -160,16 +182,39 @@ class RolloutEngine(ABC):
         prompts of the call nor their order, up to float rounding. Zero prompts give an empty list.
         """
 
-    def stream(self) -> RolloutStream:
-        """A new stream of requests; the one before is closed. On the first rank of a shard."""
+    def run_wave(
+        self, requests: Sequence[Request], interrupt: Callable[[list[int]], bool] | None
+    ) -> list[Completion]:
+        """A completion of each request, which differ in max_tokens at most: what a WaveStream asks.
+
+        interrupt: is told the positions of requests that have completed since it was asked last; true: the
+        others end as they are, with finish_reason "paused". By default a call of `generate`, which cannot be
+        interrupted; NotSupportedError for requests that it cannot answer.
+        """
+        params = requests[0].params
+        if any((r.sample, r.start, r.params) != (0, 0, params) for r in requests):
+            raise NotSupportedError(f"not supported yet: rollout engine {self.name!r}: parts of responses")
+        prompts, seeds = [request.prompt for request in requests], [request.seed for request in requests]
+        return [completion for (completion,) in self.generate(prompts, params, seeds)]
+
+    def stream(self, interrupt: Interrupt | None = None) -> RolloutStream:
+        """A new stream of requests; the one before is closed. On the first rank of a shard.
+
+        interrupt: whether `collect` shall come back, after requests with these keys have completed; asked by
+        engines that work inside `collect`, which else come back when all are complete.
+        """
         if self._stream is not None:
             self._stream.close()
-        self._stream = self.new_stream()
+        self._stream = self.new_stream(interrupt)
         return self._stream
 
-    def new_stream(self) -> RolloutStream:
-        """The engine's kind of stream; by default calls of `generate`, each with all that has come since."""
-        return WaveStream(self)
+    def new_stream(self, interrupt: Interrupt | None) -> RolloutStream:
+        """The engine's kind of stream; by default waves: one call for all that has come since."""
+        return WaveStream(self, interrupt)
+
+    def share(self, value: Any) -> Any:
+        """What the first rank of the shard gives, on all its ranks; a JSON value. Collective over them."""
+        return value
 
     def check_idle(self, what: str) -> None:
         """RolloutError if requests of a stream are pending. what: what cannot be done now."""
@@ -225,12 +270,40 @@ MOST_NAMED = 8
 """Requests whose keys an error names."""
 
 
-class WaveStream(RolloutStream):
-    """A stream over `generate`: what has come in runs as one call, a wave, which `collect` waits for."""
+@dataclass
+class _Waiting:
+    """A request of a WaveStream, and its response so far."""
 
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self._waiting: dict[Key, Request] = {}
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def rest(self) -> Request:
+        """What the next wave is asked for."""
+        done = len(self.token_ids)
+        if not done:
+            return self.request
+        return replace(
+            self.request,
+            prompt=[*self.request.prompt, *self.token_ids],
+            params=replace(self.request.params, max_tokens=self.request.params.max_tokens - done),
+            start=self.request.start + done,
+        )
+
+    def so_far(self, reason: str, version: int) -> Completion:
+        return Completion(self.token_ids, self.log_probs, reason, version)
+
+
+class WaveStream(RolloutStream):
+    """A stream over `run_wave`: what has come in runs as one call, a wave, which `collect` waits for.
+
+    What an interrupted wave leaves runs in the next one, as the end of its prompt.
+    """
+
+    def __init__(self, engine: RolloutEngine, interrupt: Interrupt | None = None) -> None:
+        """See RolloutEngine.stream."""
+        self._engine, self._interrupt = engine, interrupt
+        self._waiting: dict[Key, _Waiting] = {}
         self._refused: dict[Key, EpisodeFailed] = {}
 
     @property
@@ -241,29 +314,46 @@ class WaveStream(RolloutStream):
         """See RolloutStream."""
         refused = self._engine.check_requests(requests, [*self._waiting, *self._refused])
         self._refused |= refused
-        self._waiting |= {request.key: request for request in requests if request.key not in refused}
+        self._waiting |= {r.key: _Waiting(r) for r in requests if r.key not in refused}
 
     def collect(self, timeout_s: float) -> list[tuple[Key, Completion | EpisodeFailed]]:
-        """See RolloutStream; takes as long as the longest response of the wave, whatever timeout_s."""
-        waiting, refused = self._waiting, self._refused
-        self._waiting, self._refused = {}, {}
-        answers: list[tuple[Key, Completion | EpisodeFailed]] = list(refused.items())
+        """See RolloutStream; takes as long as the wave, whatever timeout_s."""
+        answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
+        waiting, self._waiting, self._refused = self._waiting, {}, {}
+        unfinished: dict[Key, _Waiting] = {}
         by_params: dict[SamplingParams, list[Request]] = {}
-        for request in waiting.values():
-            by_params.setdefault(request.params, []).append(request)
-        for params, requests in by_params.items():
-            results = self._run(requests, params)
-            answers += [(request.key, one) for request, (one,) in zip(requests, results, strict=True)]
+        for one in waiting.values():
+            by_params.setdefault(replace(one.request.params, max_tokens=1), []).append(one.rest())
+        for requests in by_params.values():
+            for request, part in zip(requests, self._run(requests), strict=True):
+                one = waiting[request.key]
+                one.token_ids += part.token_ids
+                one.log_probs += part.log_probs
+                if part.finish_reason == "paused":
+                    unfinished[request.key] = one
+                else:
+                    answers.append((request.key, one.so_far(part.finish_reason, part.weight_version)))
+        self._waiting = unfinished
         return answers
 
-    def _run(self, requests: list[Request], params: SamplingParams) -> list[list[Completion]]:
-        """Answers of one call of `generate`; its errors count prompts: say whose they are."""
+    def _run(self, requests: list[Request]) -> list[Completion]:
+        """Answers of one wave; an engine's errors count prompts: say whose they are."""
+        keys, asked = [request.key for request in requests], self._interrupt
+        interrupt = None if asked is None else lambda ended: asked([keys[position] for position in ended])
         try:
-            return self._engine.generate([r.prompt for r in requests], params, [r.seed for r in requests])
+            return self._engine.run_wave(requests, interrupt)
         except RolloutError as error:
-            keys = ", ".join(repr(request.key) for request in requests[:MOST_NAMED])
-            more = f" and {len(requests) - MOST_NAMED} more" if len(requests) > MOST_NAMED else ""
-            raise RolloutError(f"{error} Prompts 0, 1, ... are those of requests {keys}{more}.") from error
+            named = ", ".join(map(repr, keys[:MOST_NAMED]))
+            more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
+            raise RolloutError(f"{error} Prompts 0, 1, ... are those of requests {named}{more}.") from error
+
+    def pause(self) -> list[tuple[Key, Completion | EpisodeFailed]]:
+        """See RolloutStream."""
+        answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
+        version = self._engine.weight_version
+        answers += [(key, one.so_far("paused", version)) for key, one in self._waiting.items()]
+        self.close()
+        return answers
 
     def close(self) -> None:
         """See RolloutStream."""

@@ -12,6 +12,8 @@ WeightState = Literal["empty", "loading", "ready", "asleep"]
 
 COMPLETE = {"stop", "length"}
 """How responses end."""
+PAUSED = "paused"
+"""What is said of one that was stopped, to go on later."""
 
 _NO_WEIGHTS = {
     "empty": "none have arrived yet",
@@ -33,7 +35,7 @@ class CallLimits:
         state: WeightState,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
-        seeds: Sequence[int],
+        seeds: Sequence[int] | Sequence[Sequence[int]],
     ) -> None:
         """RolloutError unless the engine has weights and can run every prompt."""
         self.check_weights(state)

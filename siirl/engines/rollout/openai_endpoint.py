@@ -13,6 +13,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.engines.rollout.base import (
     Completion,
+    Interrupt,
     Key,
     Request,
     RolloutEngine,
@@ -96,7 +97,7 @@ class OpenAIRollout(RolloutEngine):
         asked = [Request(key, prompt, params, seeds[key]) for key, prompt in enumerate(prompts)]
         return [[completion] for completion in self._pool.map(self.answer, asked)]
 
-    def new_stream(self) -> RolloutStream:
+    def new_stream(self, interrupt: Interrupt | None) -> RolloutStream:
         """See RolloutEngine: up to endpoint.max_concurrent requests at once."""
         return EndpointStream(self)
 

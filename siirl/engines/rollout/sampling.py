@@ -32,6 +32,11 @@ def derive_seed(seed: int, sample: int) -> int:
     return (state ^ (state >> 31)) >> 1
 
 
+def later_seed(seed: int, start: int) -> int:
+    """The seed whose numbers (see `uniforms`) are those of `seed` from number `start` on."""
+    return (seed + start * _GOLDEN) & _MASK
+
+
 def uniforms(seeds: list[int], num_positions: int, first: list[int] | None = None) -> np.ndarray:
     """One number of (0, 1) for each position of each row, float64, shape [T, B]: column b depends on
     seeds[b] alone.

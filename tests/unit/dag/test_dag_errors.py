@@ -236,7 +236,6 @@ CASES = [
     (refilled(twice=False, beside=True), (REFILL,), DagError, ["both change the rows of agent 0"]),
     (node("BARRIER_SYNC", executable_ref="a.b:c"), (), DagError, ["node 'extra'", "left out", "CUSTOM"]),
     (node("MODEL_TRAIN", "REFERENCE", executable_ref="a.b:c"), (), NotSupportedError, ["in place of op"]),
-    (rollout_with(max_lag=1), (), NotSupportedError, ["max_lag = 1", "run ahead"]),
     (rollout_with(agent_options={"obs": True}), (), DagError, ["agent_options", "unknown key 'obs'"]),
     (train_with(filter_plugin=7), (), DagError, ["node 'train'", "names no function"]),
     (train_with(filter_plugin={"fn": "a.b:c", "read": []}), (), DagError, ["unknown key 'read'", "reads"]),

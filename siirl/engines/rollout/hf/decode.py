@@ -4,7 +4,7 @@ Each distinct prompt is prefilled once and its cache repeated for its samples; r
 batch when that pays. Shapes: D distinct prompts, B samples, S positions, T response tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,8 @@ CHECK_EVERY = {"cpu": 1, "cuda": 8}
 class Samples:
     """What was sampled, on the host.
 
-    token_BT and log_prob_BT hold garbage past length_B. stopped_B: the row ended with a stop token.
+    token_BT and log_prob_BT hold garbage past length_B. stopped_B: the row ended with a stop token. Rows
+    that were interrupted are shorter than their limit, and did not stop.
     """
 
     token_BT: Tensor
@@ -66,10 +67,14 @@ def decode(
     seeds: list[int],
     params: SamplingParams,
     prefill_tokens: int,
+    limits: Sequence[int] | None = None,
+    interrupt: Callable[[list[int]], bool] | None = None,
 ) -> Samples:
     """Sample counts[d] responses of prompts[d]; seeds: one per sample, in that order. No communication.
 
-    prefill_tokens bounds the padded tokens of one prefill forward (at least one prompt goes through).
+    prefill_tokens bounds the padded tokens of one prefill forward (at least one prompt goes through). limits:
+    most tokens of each sample, at most params.max_tokens, which is the default. interrupt: is told which
+    samples have ended since it was asked last; true ends all.
     """
     device = model.device
     length_D = torch.tensor([len(prompt) for prompt in prompts])
@@ -82,19 +87,27 @@ def decode(
     stops_V = torch.zeros(logits_BV.shape[1], dtype=torch.bool, device=device)
     if not params.ignore_eos:
         stops_V[[stop for stop in params.stop_token_ids if stop < len(stops_V)]] = True
+    limit_B = torch.full((len(seeds),), params.max_tokens) if limits is None else torch.tensor(limits)
+    limit_B = limit_B.to(device)
+    told: set[int] = set()
     width, check_every = run.cache.get_seq_length(), CHECK_EVERY.get(device.type, 8)
 
     with phase("decode", rows=len(seeds)):
         for step in range(params.max_tokens):
             token_B, log_prob_B = sample_tokens(logits_BV, uniform_TB[step, run.row_B], params)
             token_TB[step, run.row_B], log_prob_TB[step, run.row_B] = token_B, log_prob_B
-            run.ended_B |= stops_V[token_B]
+            run.ended_B |= stops_V[token_B] | (step + 1 >= limit_B[run.row_B])
             if step + 1 == params.max_tokens:
                 break
             if (step + 1) % check_every == 0:
                 running = int((~run.ended_B).sum())
                 if running == 0:
                     break
+                if interrupt is not None and running < len(run.row_B):
+                    ended = [row for row in run.row_B[run.ended_B].tolist() if row not in told]
+                    told.update(ended)
+                    if ended and interrupt(ended):
+                        break
                 if running <= KEEP_SHARE * len(run.row_B):
                     token_B = token_B[~run.ended_B]
                     run.drop_ended()
@@ -106,9 +119,9 @@ def decode(
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
-            run.position_B += 1
+            run.position_B += ~run.ended_B  # of a row that has ended it may be past the model's last
         note(steps=step + 1)
-    return _collect(token_TB.T.cpu(), log_prob_TB.T.cpu(), stops_V.cpu(), step + 1)
+    return _collect(token_TB.T.cpu(), log_prob_TB.T.cpu(), stops_V.cpu(), limit_B.cpu(), step + 1)
 
 
 def _prefill(
@@ -136,10 +149,10 @@ def _prefill(
     )
 
 
-def _collect(token_BT: Tensor, log_prob_BT: Tensor, stops_V: Tensor, steps: int) -> Samples:
-    """Cut each row behind its first stop token, or at the last step."""
+def _collect(token_BT: Tensor, log_prob_BT: Tensor, stops_V: Tensor, limit_B: Tensor, steps: int) -> Samples:
+    """Cut each row behind its first stop token, at its limit, or at the last step."""
     token_BT, log_prob_BT = token_BT[:, :steps], log_prob_BT[:, :steps]
-    stop_BT = stops_V[token_BT]
+    stop_BT = stops_V[token_BT] & (torch.arange(steps) < limit_B[:, None])
     stopped_B = stop_BT.any(1)
-    length_B = torch.where(stopped_B, stop_BT.int().argmax(1) + 1, steps)
+    length_B = torch.where(stopped_B, stop_BT.int().argmax(1) + 1, limit_B.clamp(max=steps))
     return Samples(token_BT, log_prob_BT, length_B, stopped_B)

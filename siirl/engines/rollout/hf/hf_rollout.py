@@ -1,6 +1,10 @@
 """The rollout engine on transformers' own models: no further dependency, on CPU and GPU."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,9 +22,9 @@ from siirl.engines.rollout.base import (
     SamplingParams,
     WeightPart,
 )
-from siirl.engines.rollout.call_limits import CallLimits, WeightState, check_finite
+from siirl.engines.rollout.call_limits import PAUSED, CallLimits, WeightState, check_finite
 from siirl.engines.rollout.hf.decode import Samples, decode
-from siirl.engines.rollout.sampling import derive_seed
+from siirl.engines.rollout.sampling import derive_seed, later_seed
 from siirl.engines.rollout.weight_loading import (
     SharedBase,
     WeightSpecs,
@@ -36,6 +40,15 @@ from siirl.parallel.process_groups import ProcessGroupManager
 
 CACHED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose state is keys and values of each position: what can be padded and repeated."""
+
+
+class _Row(NamedTuple):
+    """One response to decode."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    limit: int
+    """Most tokens."""
 
 
 class HFRollout(RolloutEngine):
@@ -89,32 +102,62 @@ class HFRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run (too long, empty, unknown
         tokens), and for weights that give log-probs that are not finite.
         """
-        self.check_idle("generate")
         self._limits.check(self._state, prompts, params, seeds)
-        if not prompts:
+        rows = [
+            _Row(tuple(prompt), derive_seed(seed, sample), params.max_tokens)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+            for sample in range(params.n)
+        ]
+        found = self._run(
+            rows, params, None, lambda row: f"sample {row % params.n} of prompt {row // params.n}"
+        )
+        return [found[start : start + params.n] for start in range(0, len(found), params.n)]
+
+    def run_wave(
+        self, requests: Sequence[Request], interrupt: Callable[[list[int]], bool] | None
+    ) -> list[Completion]:
+        """See RolloutEngine; errors of `generate`."""
+        rows = [
+            _Row(tuple(r.prompt), later_seed(derive_seed(r.seed, r.sample), r.start), r.params.max_tokens)
+            for r in requests
+        ]
+        return self._run(rows, requests[0].params, interrupt, lambda row: f"prompt {row}")
+
+    def _run(
+        self,
+        rows: Sequence["_Row"],
+        params: SamplingParams,
+        interrupt: Callable[[list[int]], bool] | None,
+        called: Callable[[int], str],
+    ) -> list[Completion]:
+        """A completion of each row. interrupt: see run_wave. called: the name of a row in messages."""
+        self.check_idle("generate")
+        if not rows:
             return []
         self.wake()
-        distinct = sorted(set(map(tuple, prompts)), key=lambda prompt: (len(prompt), prompt))
-        place = {prompt: index for index, prompt in enumerate(distinct)}
-        # (distinct prompt, prompt of the call, sample): equal prompts together, similar lengths together.
-        rows = sorted(
-            (place[tuple(prompt)], call, sample)
-            for call, prompt in enumerate(prompts)
-            for sample in range(params.n)
-        )
-        max_rows = self._rows_per_pass(params.n, len(distinct[-1]) + params.max_tokens)
-        found: dict[tuple[int, int], Completion] = {}
+        # Equal prompts together, and similar lengths.
+        order = sorted(range(len(rows)), key=lambda row: (len(rows[row].prompt), rows[row].prompt))
+        params = replace(params, max_tokens=max(row.limit for row in rows))
+        max_rows = self._rows_per_pass(params.n, len(rows[order[-1]].prompt) + params.max_tokens)
+        found = [Completion([], [], PAUSED, self.weight_version) for _ in rows]
+        interrupted = False
+
+        def told(part: Sequence[int], ended: list[int]) -> bool:
+            nonlocal interrupted
+            interrupted = interrupt is not None and interrupt([part[row] for row in ended])
+            return interrupted
+
         with torch.inference_mode():
             for start, stop in _passes(len(rows), max_rows):
-                part = rows[start:stop]
-                samples = self._decode(distinct, part, params, seeds)
-                for (_, call, sample), completion in zip(part, self._completions(samples), strict=True):
-                    found[call, sample] = completion
-        check_finite(
-            ((f"sample {sample} of prompt {call}", one) for (call, sample), one in found.items()),
-            str(self._model.dtype),
-        )
-        return [[found[call, sample] for sample in range(params.n)] for call in range(len(prompts))]
+                part = order[start:stop]
+                samples = self._decode([rows[row] for row in part], params, partial(told, part))
+                limits = [rows[row].limit for row in part]
+                for row, completion in zip(part, self._completions(samples, limits), strict=True):
+                    found[row] = completion
+                if interrupted:
+                    break
+        check_finite(((called(row), one) for row, one in enumerate(found)), str(self._model.dtype))
+        return found
 
     def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
         """See RolloutEngine and CallLimits."""
@@ -168,25 +211,32 @@ class HFRollout(RolloutEngine):
         del self._model
 
     def _decode(
-        self,
-        distinct: Sequence[tuple[int, ...]],
-        rows: Sequence[tuple[int, int, int]],
-        params: SamplingParams,
-        seeds: Sequence[int],
+        self, rows: Sequence["_Row"], params: SamplingParams, interrupt: Callable[[list[int]], bool]
     ) -> Samples:
-        first, last = rows[0][0], rows[-1][0]
-        counts = [0] * (last + 1 - first)
-        for index, _, _ in rows:
-            counts[index - first] += 1
-        row_seeds = [derive_seed(seeds[call], sample) for _, call, sample in rows]
-        prompts = distinct[first : last + 1]
-        return decode(self._model, prompts, counts, row_seeds, params, self._rollout.max_num_batched_tokens)
+        prompts = Counter(row.prompt for row in rows)  # in the order of the rows, equal ones together
+        return decode(
+            self._model,
+            list(prompts),
+            list(prompts.values()),
+            [row.seed for row in rows],
+            params,
+            self._rollout.max_num_batched_tokens,
+            [row.limit for row in rows],
+            interrupt,
+        )
 
-    def _completions(self, samples: Samples) -> list[Completion]:
+    def _completions(self, samples: Samples, limits: Sequence[int]) -> list[Completion]:
         columns = (samples.token_BT, samples.log_prob_BT, samples.length_B, samples.stopped_B)
         return [
-            Completion(ids[:length], log_probs[:length], "stop" if stopped else "length", self.weight_version)
-            for ids, log_probs, length, stopped in zip(*(column.tolist() for column in columns), strict=True)
+            Completion(
+                ids[:length],
+                log_probs[:length],
+                "stop" if stopped else "length" if length == limit else PAUSED,
+                self.weight_version,
+            )
+            for ids, log_probs, length, stopped, limit in zip(
+                *(column.tolist() for column in columns), limits, strict=True
+            )
         ]
 
     def _rows_per_pass(self, n: int, max_context: int) -> int:

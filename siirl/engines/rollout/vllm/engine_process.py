@@ -19,6 +19,7 @@ from siirl.engines.rollout.vllm.messages import (
     Finished,
     FromEngine,
     Generated,
+    Paused,
     Stop,
 )
 from siirl.errors import ConfigError, RolloutError
@@ -64,13 +65,14 @@ class EngineProcess:
             )
         self._channel = Channel(ours, FromEngine)
         self._heard_s = time.monotonic()
+        self._unread: list[Finished] = []
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def ask(self, message: Message) -> Any:
-        """Send a message and wait for its answer. What of a stream comes before it is dropped.
+        """Send a message and wait for its answer. What streams have finished before is kept for `listen`.
 
         RolloutError: the process died, said nothing for the deadline, or reported an error. ConfigError: it
         reported that the configuration cannot work.
@@ -83,7 +85,9 @@ class EngineProcess:
                     progress = f" ({said})"
                 case Failed(of_stream=False) as failed:
                     raise self._reported(message.kind, failed)
-                case Done() | Generated() as answer:
+                case Finished() as finished:
+                    self._unread.append(finished)
+                case Done() | Generated() | Paused() as answer:
                     return answer
 
     def call(self, method: str, **arguments: Any) -> Any:
@@ -103,7 +107,7 @@ class EngineProcess:
         Only while something is pending. Errors as those of ask; the deadline counts from the last message, or
         from `expect`.
         """
-        found: list[Finished] = []
+        found, self._unread = self._unread, []
         until_s = time.monotonic() + timeout_s
         while True:
             left_s = 0.0 if found else max(0.0, until_s - time.monotonic())
@@ -114,6 +118,10 @@ class EngineProcess:
                     raise self._reported("stream", failed)
                 case Finished() as finished:
                     found.append(finished)
+
+    def forget(self) -> None:
+        """Drop what streams have finished and nobody has heard: their requests were given up."""
+        self._unread = []
 
     def expect(self) -> None:
         """Let the deadline of `listen` begin now: the process was idle, and has work from here on."""

@@ -51,6 +51,12 @@ class Submit(Message):
     adapter: str | None
 
 
+class Pause(Message):
+    """End requests that were submitted, unless they have completed. Answered by Paused."""
+
+    names: list[str]
+
+
 class Abort(Message):
     """Forget all requests that were submitted. Answered by Done."""
 
@@ -88,6 +94,12 @@ class Generated(Message):
     """See NativeEngine.stats."""
 
 
+class Paused(Message):
+    """The answer to Pause: what there is of each request that had not completed, maybe no token."""
+
+    responses: list[Response]
+
+
 class Finished(Message):
     """Submitted requests that a step of the engine has completed."""
 
@@ -110,5 +122,5 @@ class Failed(Message):
     of_stream: bool
 
 
-FromWorker = Start | Call | Generate | Submit | Abort | Stop
-FromEngine = Done | Generated | Finished | Alive | Failed
+FromWorker = Start | Call | Generate | Submit | Pause | Abort | Stop
+FromEngine = Done | Generated | Paused | Finished | Alive | Failed

@@ -23,12 +23,15 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.layers import BaseLayerWithLoRA
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from siirl.engines.rollout.base import Completion, Request
-from siirl.engines.rollout.sampling import invert, uniforms
+from siirl.engines.rollout.call_limits import PAUSED
+from siirl.engines.rollout.sampling import invert, later_seed, uniforms
 from siirl.engines.rollout.vllm.messages import UNKNOWN, Response
 from siirl.engines.rollout.vllm.shared_buffer import open_buffer
 from siirl.errors import ConfigError
@@ -58,7 +61,7 @@ class NativeEngine:
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
-        self._engine.collective_rpc("take_log_probs_before_truncation")
+        self._counts_draws = self._engine.collective_rpc("take_log_probs_before_truncation")[0]
         self._keeps_stats = self._engine.log_stats
         self._adapters: dict[str | None, LoRARequest] = {}
 
@@ -68,12 +71,13 @@ class NativeEngine:
         adapter: under which name it was loaded; None: the model alone.
         """
         params = request.params
+        seed = later_seed(request.seed, request.start) if self._counts_draws else request.seed
         sampling = VLLMSamplingParams(
             n=1,
             temperature=params.temperature,
             top_k=params.top_k if params.top_k > 0 else 0,
             top_p=params.top_p,
-            seed=request.seed if params.temperature else None,
+            seed=seed if params.temperature else None,
             max_tokens=params.max_tokens,
             stop_token_ids=[] if params.ignore_eos else list(params.stop_token_ids),
             ignore_eos=True,
@@ -87,20 +91,19 @@ class NativeEngine:
 
     def step(self) -> list[Response]:
         """One iteration of the scheduler and the model; the responses that it completed."""
-        finished = []
-        for output in self._engine.step():
-            if output.finished:
-                sampled = output.outputs[0]
-                flat = sampled.logprobs
-                completion = Completion(
-                    token_ids=list(sampled.token_ids),
-                    log_probs=[flat.logprobs[start] for start in flat.start_indices],
-                    finish_reason=sampled.finish_reason or "unknown",
-                    weight_version=UNKNOWN,
-                )
-                name = output.request_id.split("-")[0]
-                finished.append(Response(name, completion, output.num_cached_tokens or 0))
-        return finished
+        outputs = [output for output in self._engine.step() if output.finished]
+        return [_response(output, output.outputs[0].finish_reason or "unknown") for output in outputs]
+
+    def stop(self, request_ids: list[str]) -> list[Response]:
+        """End requests that were added under these names; what there is of each, maybe nothing."""
+        processor = self._engine.output_processor
+        running = [known for name in request_ids for known in processor.external_req_ids.get(name, ())]
+        outputs = [
+            processor.request_states[known].make_request_output([], None, FinishReason.ABORT, None)
+            for known in running
+        ]
+        self._engine.abort_request(running, internal=True)
+        return [_response(output, PAUSED) for output in outputs]
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests that were added under these names."""
@@ -152,6 +155,18 @@ class NativeEngine:
             return {}
         values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
         return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _response(output: RequestOutput, reason: str) -> Response:
+    sampled = output.outputs[0]
+    flat = sampled.logprobs
+    completion = Completion(
+        token_ids=list(sampled.token_ids),
+        log_probs=[flat.logprobs[start] for start in flat.start_indices],
+        finish_reason=reason,
+        weight_version=UNKNOWN,
+    )
+    return Response(output.request_id.split("-")[0], completion, output.num_cached_tokens or 0)
 
 
 @dataclass
@@ -236,13 +251,18 @@ def _cut(buffer: Tensor, info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
 class WorkerExtension:
     """Methods that vLLM's workers get from us: called by name through collective_rpc."""
 
-    def take_log_probs_before_truncation(self) -> None:
-        """Have the sampler return log-probs at the temperature, before top-k and top-p."""
+    def take_log_probs_before_truncation(self) -> bool:
+        """Have the sampler return log-probs at the temperature, before top-k and top-p.
+
+        Returns whether it counts the draws of a request from its start; vLLM's second model runner draws by
+        the position in the whole sequence.
+        """
         sampler = self.model_runner.sampler
         if hasattr(sampler, "topk_topp_sampler"):
             sampler.topk_topp_sampler = _SeededSampler()
-        else:
-            sampler.sample = _untruncated_sample(sampler)
+            return True
+        sampler.sample = _untruncated_sample(sampler)
+        return False
 
     def unpack_experts(self) -> None:
         """On the CPU, give experts memory of the shapes in which weights come; complete_update packs it.

@@ -33,6 +33,8 @@ from siirl.engines.rollout.vllm.messages import (
     FromWorker,
     Generate,
     Generated,
+    Pause,
+    Paused,
     Response,
     Start,
     Stop,
@@ -77,7 +79,7 @@ class Server:
         self._inbox.put(None)
 
     def _answer(self, message: FromWorker) -> None:
-        answer: Done | Generated = Done()
+        answer: Done | Generated | Paused = Done()
         match message:
             case Start(arguments):
                 from siirl.engines.rollout.vllm.native import NativeEngine
@@ -87,6 +89,8 @@ class Server:
                 answer = Done(getattr(self._engine, method)(**arguments))
             case Generate():
                 answer = self._generate(message)
+            case Pause(names):
+                answer = Paused(self._pause(names))
             case Abort():
                 self._abort()
         self._channel.send(answer)
@@ -116,6 +120,11 @@ class Server:
         if responses:
             self._channel.send(Finished(responses, {} if self._running else self._engine.stats()))
         self._say_alive(f"{len(self._running)} requests are running")
+
+    def _pause(self, names: list[str]) -> list[Response]:
+        stopped = self._engine.stop([name for name in names if name in self._running])
+        self._running.difference_update(response.name for response in stopped)
+        return stopped
 
     def _abort(self) -> None:
         if self._running:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Protocol
 
 from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream
-from siirl.engines.rollout.call_limits import COMPLETE, check_finite
+from siirl.engines.rollout.call_limits import COMPLETE, PAUSED, check_finite
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.vllm.engine_process import EngineProcess
-from siirl.engines.rollout.vllm.messages import Abort, Finished, Response, Submit
+from siirl.engines.rollout.vllm.messages import Abort, Finished, Pause, Response, Submit
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError
 
 
@@ -50,6 +50,16 @@ class StreamRouter:
             found, self._boxes[stream] = self._boxes[stream], []
         return found
 
+    def pause(self, stream: str, names: list[str]) -> list[Finished]:
+        """End requests of a stream: what was there for it, and what there is of those."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            paused = self.process.ask(Pause(names))
+            self._receive(0)  # what has completed before
+            found, self._boxes[stream] = self._boxes[stream], []
+        return [*found, Finished(paused.responses, {})]
+
     def close(self, stream: str, pending: bool) -> None:
         """Forget a stream; if requests of it are pending, those of all streams end."""
         with self._lock:
@@ -59,6 +69,7 @@ class StreamRouter:
                     f"requests ended: stream {stream!r} of the same engine was closed"
                 )
                 self.process.ask(Abort())
+                self.process.forget()
 
     def _receive(self, timeout_s: float) -> None:
         try:
@@ -127,7 +138,8 @@ class VLLMStream(RolloutStream):
         named = {f"{self._name}_{self._num_submitted + i}": request for i, request in enumerate(requests)}
         self._num_submitted += len(named)
         drawn = [
-            replace(request, key=name, seed=derive_seed(request.seed, 0)) for name, request in named.items()
+            replace(request, key=name, seed=derive_seed(request.seed, request.sample))
+            for name, request in named.items()
         ]
         self._router.submit(Submit(drawn, self._adapter), first=not self._pending)
         self._pending |= named
@@ -140,13 +152,22 @@ class VLLMStream(RolloutStream):
         found = self._router.listen(self._name, timeout_s)
         return [answer for finished in found for answer in self._answers(finished)]
 
+    def pause(self) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
+        """See RolloutStream; errors as of collect."""
+        answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused)
+        self._refused = []
+        if self._pending:
+            found = self._router.pause(self._name, list(self._pending))
+            answers += [answer for finished in found for answer in self._answers(finished)]
+        return answers
+
     def close(self) -> None:
         """See RolloutStream. RolloutError if the process died."""
         pending, self._pending, self._refused = bool(self._pending), {}, []
         self._router.close(self._name, pending)
 
     def _answers(self, finished: Finished) -> list[tuple[Key, Completion | EpisodeFailed]]:
-        """The responses that one step of the engine has ended."""
+        """The responses that one step of the engine, or a pause, has ended."""
         completions: list[tuple[Key, Completion]] = []
         broken: list[tuple[Key, EpisodeFailed]] = []
         prompt_tokens = 0
@@ -158,7 +179,7 @@ class VLLMStream(RolloutStream):
                 )
             prompt_tokens += len(request.prompt)
             reason = response.completion.finish_reason
-            if reason not in COMPLETE:
+            if reason not in (*COMPLETE, PAUSED):
                 text = f"rollout engine {self._engine.name!r} ended the response with {reason}: incomplete."
                 broken.append((request.key, EpisodeFailed(text, kind="request")))
                 continue

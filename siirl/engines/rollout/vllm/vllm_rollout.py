@@ -17,6 +17,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.engines.rollout.base import (
     Completion,
+    Interrupt,
     Key,
     Request,
     RolloutEngine,
@@ -109,7 +110,7 @@ class VLLMRollout(RolloutEngine):
         """Start the process, on the first rank of the shard; the others wait."""
         cfg = self._cfg
         gpus = self._gather(physical_gpu(self._device))
-        if self._leads:
+        if self._is_first:
             rank = groups.rank if groups else 0
             logs = Path(cfg.trainer.output_dir).expanduser().absolute() / "logs"
             log_path = logs / f"vllm_{plan.name}_rank_{rank}.log"
@@ -141,7 +142,7 @@ class VLLMRollout(RolloutEngine):
         self._limits.check(self._state, prompts, params, seeds)
         if not prompts:
             return []
-        responses = self._share(self._generate(prompts, params, seeds) if self._leads else None)
+        responses = self.share(self._generate(prompts, params, seeds) if self._is_first else None)
         samples = [response.at_version(self.weight_version) for response in responses]
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
         check_finite(
@@ -154,7 +155,7 @@ class VLLMRollout(RolloutEngine):
         )
         return completions
 
-    def new_stream(self) -> VLLMStream:
+    def new_stream(self, interrupt: Interrupt | None) -> VLLMStream:
         """See RolloutEngine: the engine's process admits requests between two of its steps."""
         if self._router is None:
             raise RolloutError(
@@ -178,6 +179,11 @@ class VLLMRollout(RolloutEngine):
         ):
             if name in stats:
                 self._metrics.max(metric, stats[name])
+
+    @property
+    def leads(self) -> bool:
+        """See RolloutEngine."""
+        return self._is_first
 
     @property
     def takes(self) -> WeightPart:
@@ -279,6 +285,13 @@ class VLLMRollout(RolloutEngine):
         metrics, self._metrics = self._metrics, Metrics()
         return metrics
 
+    def share(self, value: Any) -> Any:
+        """See RolloutEngine."""
+        box = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(box, src=self._shard[0], group=self._group)
+        return box[0]
+
     def read_tensor(self, name: str) -> list[Tensor]:
         """A parameter under vLLM's own name, of each of its workers; float32. For checks; first rank only."""
         assert self._process is not None
@@ -365,7 +378,7 @@ class VLLMRollout(RolloutEngine):
                 ranks for ranks in plan.dims.mesh_groups(plan.ranks)["tp"] if groups.rank in ranks
             )
             self._group = groups.get(self._shard)
-        self._leads = self._group is None or dist.get_rank(self._group) == 0
+        self._is_first = self._group is None or dist.get_rank(self._group) == 0
 
     def _meet(self) -> None:
         if self._group is not None:
@@ -378,14 +391,6 @@ class VLLMRollout(RolloutEngine):
         parts: list[Any] = [None] * len(self._shard)
         dist.all_gather_object(parts, mine, group=self._group)
         return parts
-
-    def _share(self, result: list[Response] | None) -> list[Response]:
-        """The first rank's result, on all ranks of the shard."""
-        box = [result]
-        if self._group is not None:
-            dist.broadcast_object_list(box, src=self._shard[0], group=self._group)
-        assert box[0] is not None
-        return box[0]
 
 
 def _joined(places: list[dict[str, Any]]) -> dict[str, Any]:

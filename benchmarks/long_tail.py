@@ -1,0 +1,177 @@
+"""Responses whose lengths have a long tail: rollout.max_lag against a step that waits for the longest.
+
+    python benchmarks/long_tail.py [--lags 0 1 2] [--blocks 2] [--engine hf|vllm] [--gpu] [key=value ...]
+
+A model with random weights ends each response with about the same chance at every token, so lengths are
+geometric: mean --mean-tokens, cut at --response-tokens, and fixed by (seed, prompt, sample), the same for
+every lag as long as the weights hardly change (the learning rate is 1e-7). --equal lets every response have
+--mean-tokens instead.
+
+A block is a job of its own, by the command that users type; blocks of the lags take turns. A step is all of
+it, from the end of the one before; the first steps of a block, and the last ones, which load nothing, do not
+count. CPU: a model of 4 small layers, one process. --gpu: the shape of Qwen3-1.7B, vLLM, one GPU. Further
+keys go to the job. Writes benchmarks/results/long_tail_<engine>_<device>.json (--out for another place).
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from agents_pool import REPOSITORY, SMALL
+from grpo_gpu import COMMON, SHAPES, make_data, make_model
+
+RESULTS = Path(__file__).resolve().parent / "results"
+WARM_UP_STEPS = 3
+REPORTED = ("rollout/response_length", "rollout/response_length_max", "rollout/lag", "rollout/partial")
+
+
+def main() -> int:
+    args = arguments()
+    device = "gpu" if args.gpu else "cpu"
+    report: dict[str, Any] = {"command": " ".join(sys.argv), "cores": len(os.sched_getaffinity(0))}
+    report["load_before"] = os.getloadavg()[0]
+    blocks: dict[int, list[dict[str, Any]]] = {lag: [] for lag in args.lags}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        shape = SHAPES["A"] if args.gpu else SMALL
+        make_model(folder / "model", shape)
+        vocabulary = shape.get("vocab_size", COMMON["vocab_size"])
+        make_data(folder / "train.parquet", args.prompts * 64, args.prompt_tokens, vocabulary)
+        for block, lag in itertools.product(range(args.blocks), args.lags):
+            blocks[lag].append(run(args, folder, folder / f"{lag}_{block}", lag, vocabulary))
+            rate = blocks[lag][-1]["tokens_per_s"]
+            print(f"block {block + 1}, lag {lag}: {rate:.0f} tokens/s", flush=True)
+    report["load_after"] = os.getloadavg()[0]
+    report["lags"] = summary(blocks)
+    for lag, one in report["lags"].items():
+        print(
+            f"lag {lag}: {one['steps_per_s']:.3f} steps/s ({one['ratio']:.2f}x), "
+            f"{one['tokens_per_s']:.0f} tokens/s ({one['tokens_ratio']:.2f}x), "
+            f"blocks {[round(x, 3) for x in one['blocks_steps_per_s']]}"
+        )
+    kind = "_equal" if args.equal else ""
+    out = args.out or RESULTS / f"long_tail_{args.engine}_{device}{kind}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--engine", choices=["hf", "vllm"])
+    parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=8, help="counted steps of each block")
+    parser.add_argument("--prompts", type=int, help="of a step; by default 8, on a GPU 32")
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, help="by default 32, on a GPU 128")
+    parser.add_argument("--mean-tokens", type=int, help="by default 64, on a GPU 1000")
+    parser.add_argument("--response-tokens", type=int, help="the longest; by default 512, on a GPU 8192")
+    parser.add_argument("--equal", action="store_true", help="every response has --mean-tokens")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("keys", nargs="*")
+    args = parser.parse_args()
+    for name, cpu, gpu in (
+        ("engine", "hf", "vllm"),
+        ("prompts", 8, 32),
+        ("prompt_tokens", 32, 128),
+        ("mean_tokens", 64, 1000),
+        ("response_tokens", 512, 8192),
+    ):
+        if getattr(args, name) is None:
+            setattr(args, name, gpu if args.gpu else cpu)
+    return args
+
+
+def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary: int) -> dict[str, Any]:
+    """One block: the counted steps' seconds and what they sampled."""
+    policy, rollout = "actor_rollout_ref.", "actor_rollout_ref.rollout."
+    longest = args.mean_tokens if args.equal else args.response_tokens
+    ends = range(2, 2 + round(vocabulary / args.mean_tokens))
+    steps = WARM_UP_STEPS + args.steps + lag
+    keys = [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={folder}/train.parquet",
+        f"data.val_files={folder}/train.parquet",
+        f"data.train_batch_size={args.prompts}",
+        f"data.max_prompt_length={args.prompt_tokens}",
+        f"data.max_response_length={longest}",
+        f"{policy}model.path={folder}/model",
+        f"{policy}model.enable_gradient_checkpointing={args.gpu}",
+        f"{policy}actor.optim.lr=1e-7",
+        f"{policy}actor.ppo_mini_batch_size={args.prompts}",
+        f"{policy}actor.use_dynamic_bsz=True",
+        f"{policy}actor.ppo_max_token_len_per_gpu={max(16384, args.prompt_tokens + longest)}",
+        f"{rollout}name={args.engine}",
+        f"{rollout}n={args.samples}",
+        f"{rollout}max_lag={lag}",
+        f"custom_reward_function.path={REPOSITORY}/benchmarks/grpo_gpu_reward.py",
+        f"trainer.device={'cuda' if args.gpu else 'cpu'}",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.total_training_steps={steps}",
+        "trainer.val_before_train=False",
+        "trainer.export_hf=False",
+        "trainer.logger=[]",
+        f"trainer.output_dir={out}",
+    ]
+    if args.equal:
+        keys.append(f"{rollout}ignore_eos=True")
+    else:
+        keys.append(f"{rollout}stop_token_ids=[{','.join(map(str, ends))}]")
+    if args.gpu:
+        keys += [f"{rollout}enforce_eager=False", f"{rollout}gpu_memory_utilization=0.6"]
+    else:
+        keys += [f"{rollout}dtype=float32", f"{policy}actor.fsdp_config.mixed_precision.param_dtype=float32"]
+    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "siirl.main_dag", *keys, *args.keys],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise SystemExit(f"lag {lag} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    counted = lines[WARM_UP_STEPS : WARM_UP_STEPS + args.steps]
+    ends_s = [line["time_s"] for line in lines[WARM_UP_STEPS - 1 : WARM_UP_STEPS + args.steps]]
+    step_s = [end - start for start, end in itertools.pairwise(ends_s)]
+    return {
+        "step_s": step_s,
+        "rollout_s": [line["time/rollout_actor_s"] for line in counted],
+        "tokens_per_s": sum(line["rollout/tokens"] for line in counted) / sum(step_s),
+        "steps_per_s": len(step_s) / sum(step_s),
+    } | {name: [line[name] for line in counted if name in line] for name in REPORTED}
+
+
+def summary(blocks: dict[int, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+    """For each lag its rates, and their ratios to those of the first one."""
+    rates = {
+        lag: {name: statistics.median(x[name] for x in runs) for name in ("steps_per_s", "tokens_per_s")}
+        for lag, runs in blocks.items()
+    }
+    base = next(iter(rates.values()))
+    return {
+        lag: rates[lag]
+        | {
+            "ratio": rates[lag]["steps_per_s"] / base["steps_per_s"],
+            "tokens_ratio": rates[lag]["tokens_per_s"] / base["tokens_per_s"],
+            "blocks_steps_per_s": [x["steps_per_s"] for x in runs],
+            "blocks": runs,
+        }
+        for lag, runs in blocks.items()
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

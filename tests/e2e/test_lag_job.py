@@ -1,0 +1,100 @@
+"""Rollouts with a lag, by the command: what is trained, how old it is, and that a resume loses nothing."""
+
+from collections import Counter
+
+import pytest
+import torch
+from dist_harness import WorkerFailure
+from job_harness import Finished, Inputs, overrides, run_job, work
+from safetensors.torch import load_file
+
+ROLLOUT = "actor_rollout_ref.rollout"
+LONG_TAIL = [
+    *("trainer.val_before_train=False", "trainer.test_freq=2", "trainer.total_training_steps=5"),
+    *("data.max_response_length=96", f"{ROLLOUT}.n=2", f"{ROLLOUT}.stop_token_ids=[5,6,7,8]"),
+]
+LAG = [f"{ROLLOUT}.max_lag=2", f"{ROLLOUT}.surplus=1.5"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"), rows=40)
+
+
+def recorded(folder):
+    """(prompt, response) of all rows that were trained, over all steps."""
+    rows = Counter()
+    for file in folder.rglob("*.safetensors"):
+        columns = load_file(file)
+        prompts, responses = (
+            columns[f"{name}_ids"].split(columns[f"{name}_length"].tolist())
+            for name in ("prompt", "response")
+        )
+        for prompt, response in zip(prompts, responses, strict=True):
+            rows[tuple(prompt.tolist()), tuple(response.tolist())] += 1
+    return rows
+
+
+def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs, tmp_path):
+    rows, runs = {}, {}
+    for name, more in (("plain", []), ("lagging", LAG)):
+        constant = [*LONG_TAIL, *more, "actor_rollout_ref.actor.optim.lr=0", "trainer.export_hf=False"]
+        dump = f"trainer.dump_rollouts_dir={tmp_path / name / 'dump'}"
+        runs[name] = run_job(2, overrides(inputs, tmp_path / name / "out", *constant, dump))
+        rows[name] = recorded(tmp_path / name / "dump")
+    assert rows["plain"] == rows["lagging"] and rows["plain"].total() == 5 * 8 * 2
+    lagging = runs["lagging"]
+    assert max(lagging.values("rollout/lag_max")) == 2 and max(lagging.values("rollout/partial")) > 0
+    assert lagging.values("rollout/in_flight")[-1] == 0 and not any(lagging.values("rollout/restarted"))
+    shares = [sum(line[f"rollout/lag_{lag}"] for lag in range(3)) for line in lagging.lines]
+    assert shares == pytest.approx([1] * 5)
+    scores = [name for name in lagging.lines[1] if name.startswith("val/")]
+    assert scores and all(lagging.values(name) == runs["plain"].values(name) for name in scores)
+
+
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, whole, tmp_path, ranks):
+    run, prompts = whole
+    settings = [*LONG_TAIL, *LAG, "trainer.save_freq=1", f"trainer.dump_rollouts_dir={tmp_path / 'dump'}"]
+    arguments = overrides(inputs, tmp_path / "out", *settings)
+    with pytest.raises(WorkerFailure, match="killed in step 4"):
+        run_job(2, arguments, run=three_steps)
+    assert len(Finished.read(tmp_path / "out").lines) == 3
+    resumed = run_job(ranks, arguments)
+    assert prompts_of(recorded(tmp_path / "dump")) == prompts
+    assert max(resumed.values("rollout/lag_max")) <= 2
+    weights = resumed.values("actor/rollout_correction/weight")
+    assert len(weights) == 5 and all(0 < weight <= 2 for weight in weights)
+    if ranks == 2:
+        ours, theirs = resumed.weights(), run.weights()
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.fixture(scope="module")
+def whole(inputs, tmp_path_factory):
+    """A run of two ranks, and the prompts that it trained."""
+    folder = tmp_path_factory.mktemp("whole")
+    dump = f"trainer.dump_rollouts_dir={folder / 'dump'}"
+    run = run_job(2, overrides(inputs, folder / "out", *LONG_TAIL, *LAG, dump))
+    return run, prompts_of(recorded(folder / "dump"))
+
+
+def prompts_of(rows):
+    return Counter(prompt for prompt, _ in rows.elements())
+
+
+def three_steps(rank, world_size, arguments, output):
+    """A worker that dies when its fourth step begins."""
+    from siirl.dag_worker.training import Training
+
+    train_step = Training.train_step
+
+    def dies(training):
+        assert training.step < 4, "killed in step 4"
+        return train_step(training)
+
+    Training.train_step = dies
+    try:
+        work(rank, world_size, arguments, output)
+    finally:
+        Training.train_step = train_step

@@ -1,0 +1,121 @@
+"""Where responses may go on from step to step, what the plan says of it, and what is refused."""
+
+import pytest
+from plan_cases import add_agent, compiled, config, custom
+
+from siirl.compiler.compile import TEMPLATES, compile_plan
+from siirl.config.checks import check_config
+from siirl.dag.spec import DagBuilder
+from siirl.dag.yaml_file import load_dag_file
+from siirl.errors import ConfigError, DagError, NotSupportedError
+from siirl.nodes.policy_loss import rollout_correction
+from siirl.show.plan_text import report
+
+ROLLOUT = "actor_rollout_ref.rollout"
+LAG = (f"{ROLLOUT}.max_lag=2", f"{ROLLOUT}.surplus=1.5")
+
+
+def one_agent(**rollout_options):
+    dag = DagBuilder("test")
+    return dag, add_agent(dag, **rollout_options)
+
+
+def reader_of_another_agent():
+    dag, ids = one_agent()
+    others = add_agent(dag, 1)
+    custom(dag, "reader", [ids["reward"], others["reward"]], ["score", "agent_1.score"], [])
+    return dag
+
+
+def sampled_again():
+    dag, ids = one_agent()
+    dag.node("sampling", "COMPUTE", "POSTPROCESS_SAMPLING", dependencies=[ids["reward"]])
+    return dag
+
+
+def lagging_trainer():
+    dag, _ = one_agent()
+    dag.node("again", "MODEL_INFERENCE", "REFERENCE", dependencies=["rollout_0"], max_lag=1)
+    return dag
+
+
+@pytest.mark.parametrize(
+    ("dag", "more", "kind", "words"),
+    [
+        (lambda: one_agent()[0], [f"{ROLLOUT}.name=replay", f"{ROLLOUT}.replay_dir=x"], DagError, ["replay"]),
+        (lambda: one_agent()[0], ["trainer.rollout_only=true"], DagError, ["no weights change"]),
+        (
+            sampled_again,
+            ["algorithm.filter_groups.enable=true"],
+            NotSupportedError,
+            ["keeps groups for later", "filter_groups.enable=false"],
+        ),
+        (
+            sampled_again,
+            ["algorithm.use_pf_ppo=true"],
+            NotSupportedError,
+            ["draws among the responses", "use_pf_ppo=false"],
+        ),
+        (reader_of_another_agent, [], NotSupportedError, ["'reader'", "agent 1", "of different prompts"]),
+        (lagging_trainer, [], DagError, ["'again'", "max_lag = 1", "at the agent's rollout"]),
+    ],
+    ids=["replay", "rollout_only", "dynamic_sampling", "pf_ppo", "two_agents", "no_rollout"],
+)
+def test_what_needs_the_rows_of_a_steps_own_prompts_is_refused(dag, more, kind, words):
+    with pytest.raises(kind) as caught:
+        compiled(dag().build(), 2, *LAG, *more)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_more_in_work_than_the_bound_lets_train_is_refused():
+    with pytest.raises(ConfigError, match=r"surplus=2\.5 with actor_rollout_ref\.rollout\.max_lag=2"):
+        check_config(config(*LAG[:1], f"{ROLLOUT}.surplus=2.5"))
+    check_config(config(*LAG))
+    assert config(*LAG[:1]).actor_rollout_ref.rollout.surplus == 2
+
+
+def test_a_conversation_is_refused():
+    with pytest.raises(NotSupportedError, match="in an interaction"):
+        compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2, *LAG)
+
+
+def test_the_plan_says_how_old_rows_are_and_what_is_in_work():
+    plan, configs = compile_plan(one_agent()[0].build(), config(*LAG), 2)
+    assert plan.loaders["agent_0.prompts"].ahead == 2
+    assert plan.nodes["rollout_0"].op == "partial_rollout" and plan.nodes["rollout_0"].max_lag == 2
+    text = report(plan, configs)
+    for words in ("2 batches ahead", "rows up to 2 steps old", "up to 20 prompts (80 responses) are in work"):
+        assert words in text, text
+
+
+def test_a_node_of_the_dag_has_a_lag_of_its_own():
+    dag, _ = one_agent(max_lag=1)
+    add_agent(dag, 1)
+    plan, configs = compile_plan(dag.build(), config(), 2)
+    assert [plan.nodes[f"rollout_{agent}"].max_lag for agent in (0, 1)] == [1, 0]
+    assert [plan.loaders[f"agent_{agent}.prompts"].ahead for agent in (0, 1)] == [1, 0]
+    trainers = {node.agent: configs[name] for name, node in plan.nodes.items() if node.spec.trains_policy}
+    kinds = {agent: rollout_correction(cfg.actor_rollout_ref.actor).weight for agent, cfg in trainers.items()}
+    assert kinds == {0: "truncate", 1: "none"}
+
+
+def test_without_a_lag_nothing_changes():
+    plans = [compiled(one_agent()[0].build(), 2, *more) for more in ([], [f"{ROLLOUT}.max_lag=0"])]
+    assert plans[0].to_json() == plans[1].to_json()
+    assert {loader.ahead for loader in plans[0].loaders.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    ("more", "weight"),
+    [
+        ([], "none"),
+        (LAG, "truncate"),
+        ([*LAG, "actor_rollout_ref.actor.recompute_old_log_prob=false"], "none"),
+        ([*LAG, "actor_rollout_ref.actor.rollout_correction.weight=none"], "none"),
+        ([*LAG, "actor_rollout_ref.actor.rollout_correction.weight=mask"], "mask"),
+    ],
+)
+def test_tokens_of_older_weights_are_weighted_unless_the_user_says_otherwise(more, weight):
+    cfg = config(*more)
+    assert rollout_correction(cfg.actor_rollout_ref.actor).weight == weight
