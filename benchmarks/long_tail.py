@@ -72,21 +72,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="counted steps of each block")
-    parser.add_argument("--prompts", type=int, help="of a step; by default 8, on a GPU 32")
-    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompts", type=int, help="of a step; by default 4, on a GPU 32")
+    parser.add_argument("--samples", type=int, help="by default 4, on a GPU 8")
     parser.add_argument("--prompt-tokens", type=int, help="by default 32, on a GPU 128")
-    parser.add_argument("--mean-tokens", type=int, help="by default 64, on a GPU 1000")
-    parser.add_argument("--response-tokens", type=int, help="the longest; by default 512, on a GPU 8192")
+    parser.add_argument("--mean-tokens", type=int, help="by default 128, on a GPU 1000")
+    parser.add_argument("--response-tokens", type=int, help="the longest; by default 1024, on a GPU 8192")
     parser.add_argument("--equal", action="store_true", help="every response has --mean-tokens")
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
     args = parser.parse_args()
     for name, cpu, gpu in (
         ("engine", "hf", "vllm"),
-        ("prompts", 8, 32),
+        ("prompts", 4, 32),
+        ("samples", 4, 8),
         ("prompt_tokens", 32, 128),
-        ("mean_tokens", 64, 1000),
-        ("response_tokens", 512, 8192),
+        ("mean_tokens", 128, 1000),
+        ("response_tokens", 1024, 8192),
     ):
         if getattr(args, name) is None:
             setattr(args, name, gpu if args.gpu else cpu)

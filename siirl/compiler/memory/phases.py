@@ -86,12 +86,13 @@ def phase_peaks(plan: Plan, lines: Mapping[str, list[MemoryLine]], device_bytes:
 
 
 def engine_rows(plan: Plan, model: ModelPlan, configs: Configs) -> int:
-    """Responses of a batch on a shard; in an interaction, the most episodes that one engine answers."""
+    """Responses in work on a shard, with those of a surplus; in an interaction, the most episodes that one
+    engine answers."""
     interaction = next((x for x in plan.interactions.values() if model.name in x.policies), None)
     cfg = configs[interaction.entry if interaction else model.node]
     rows = batch_of(cfg).rows
     if interaction is None:
-        return -(-rows // model.dims.dp)
+        return math.ceil(rows * (1 + cfg.actor_rollout_ref.rollout.surplus) / model.dims.dp)
     drivers = plan.run_of(interaction.entry).ranks
     loads = dict.fromkeys(model.ranks, 0.0)
     for driver in drivers:

@@ -15,7 +15,7 @@ from siirl.cli import main
 from siirl.compiler.backends import TRAIN_BACKENDS
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.memory.estimate import head_lines
-from siirl.compiler.memory.phases import memory_lines, phase_peaks
+from siirl.compiler.memory.phases import engine_rows, memory_lines, phase_peaks
 from siirl.config import load_config
 from siirl.config.root import all_keys
 from siirl.dag.spec import DagBuilder, DagSpec
@@ -204,6 +204,24 @@ def test_an_interaction_is_one_phase_in_which_all_its_policies_generate(tmp_path
     for agent in (0, 1):
         assert found["rollout_0"][f"agent_{agent}.rollout", "KV cache"] > 0
         assert (f"agent_{agent}.rollout", "KV cache") not in found["train_0"]
+
+
+def test_every_set_of_ranks_has_its_own_peaks_and_a_surplus_its_rows(tmp_path):
+    write_config(tmp_path, grpo_gpu.SHAPES["A"])
+    dag = DagBuilder("apart")
+    add_agent(dag, 0, "0")
+    add_agent(dag, 1, "1-2")
+    keys = [f"actor_rollout_ref.model.path={tmp_path}/model"]
+    caches = []
+    for more in ([], ["actor_rollout_ref.rollout.max_lag=1", "actor_rollout_ref.rollout.surplus=0.5"]):
+        plan, configs = compile_plan(dag.build(), config(*keys, *more), 3)
+        lines = memory_lines(plan, configs)
+        assert not isinstance(lines, str), lines
+        peaks = phase_peaks(plan, lines, int(H200_GIB * GIB))
+        found = {peak.node: peak.ranks for peak in peaks}
+        assert found == {"rollout_0": (0,), "train_0": (0,), "rollout_1": (1, 2), "train_1": (1, 2)}
+        caches.append([engine_rows(plan, plan.models[f"agent_{agent}.rollout"], configs) for agent in (0, 1)])
+    assert caches == [[32, 16], [48, 24]]
 
 
 @pytest.mark.parametrize("group", ["actor_rollout_ref.actor", "critic"])

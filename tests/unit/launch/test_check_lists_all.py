@@ -135,3 +135,10 @@ def test_a_check_that_reads_a_refused_key_is_left_out_whichever_it_is():
         found = Findings()
         survey_inputs(survey(with_broken(cfg, [name]), found), True, found)
         assert not found.problems, (name, found.problems)
+
+
+def test_a_model_that_only_one_node_uses_is_looked_for(wrong, tmp_path, capsys):
+    right = [key for key in wrong if key.startswith(("data.val_files", "trainer.output_dir"))]
+    critic = [f"critic.model.path={tmp_path}/no_critic", "algorithm.adv_estimator=gae"]
+    main(["check", *right, *critic])
+    assert any("no_critic does not exist" in text for text in listed(capsys.readouterr().err)["models"])

@@ -346,3 +346,15 @@ def test_a_long_conversation_is_cut_on_the_console(capsys):
     sink.text(3, "validation", [{"conversation": "\n".join(f"line {n}" for n in range(30))}])
     out = capsys.readouterr().out
     assert "line 23" in out and "line 24" not in out and "... and 6 more lines" in out
+
+
+def test_the_bar_of_a_resumed_run_begins_where_it_goes_on_and_moves_with_the_steps(monkeypatch):
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    sink = ConsoleSink(20, first_step=7)
+    (task,) = sink._progress.tasks
+    assert (task.completed, task.total) == (7, 20)
+    for step in (8, 9):
+        sink.log(step, step_values(step))
+        assert task.completed == step
+    sink.close()
+    assert sink._progress.live.is_started is False

@@ -1,9 +1,13 @@
 """These tests start reward workers: real processes, a second or two each."""
 
 import os
+import socket
+import subprocess
+import sys
 import textwrap
 import time
 
+import psutil
 import pytest
 from fixtures_tiny import make_tiny_tokenizer
 from scored_rows import rows_of
@@ -235,3 +239,22 @@ def test_scoring_leaves_the_caller_free(scorer_of, tokenizer):
     assert time.monotonic() - start < 0.3
     assert not future.done()
     assert future.result()["score"].tolist() == [1, 1]
+
+
+def test_a_keeper_ends_its_worker_when_the_pipe_of_the_rank_is_closed():
+    ours, theirs = socket.socketpair()
+    code = """
+import sys, time
+from siirl.rewards.keeper import keep
+keep(int(sys.argv[1]))
+print("up", flush=True)
+time.sleep(60)
+"""
+    command = [sys.executable, "-c", code, str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()], stdout=subprocess.PIPE, text=True) as keeper:
+        theirs.close()
+        assert keeper.stdout.readline() == "up\n"
+        (worker,) = psutil.Process(keeper.pid).children()
+        ours.close()
+        assert keeper.wait(10) == 0
+        assert not worker.is_running()
