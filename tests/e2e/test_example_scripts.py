@@ -83,6 +83,7 @@ CASES = [
     Case("run_qwen3-0.6b-1gpu.sh", "qwen3", 1),
     Case("run_qwen3-8b-grpo.sh", "qwen3", 2),
     Case("run_qwen3-8b-grpo-multinode.sh", "qwen3", 4, (f"{ACTOR}.fsdp_config.fsdp_size=2",), nodes=2),
+    Case("run_qwen3-8b-grpo-lag.sh", "qwen3", 2),
     Case("run_qwen3-8b-megatron.sh", "qwen3", 4, (
         f"{MEGATRON}.pipeline_model_parallel_size=2",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=2",

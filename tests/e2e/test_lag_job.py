@@ -70,6 +70,16 @@ def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, w
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("estimator", ["remax", "gae"])
+def test_what_is_computed_of_prompts_and_a_critic_go_with_a_lag(inputs, tmp_path, estimator):
+    keys = [*LONG_TAIL, *LAG, f"algorithm.adv_estimator={estimator}"]
+    run = run_job(2, overrides(inputs, tmp_path / "out", *keys))
+    assert max(run.values("rollout/lag_max")) == 2 and run.values("rollout/in_flight")[-1] == 0
+    norms = run.values("actor/grad_norm")
+    assert len(norms) == 5 and all(0 < norm < float("inf") for norm in norms)
+
+
 @pytest.fixture(scope="module")
 def whole(inputs, tmp_path_factory):
     """A run of two ranks, and the prompts that it trained."""
