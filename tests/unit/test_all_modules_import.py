@@ -7,6 +7,8 @@ import pytest
 
 import siirl
 
+pytestmark = pytest.mark.heavy
+
 MODULES = sorted(module.name for module in pkgutil.walk_packages(siirl.__path__, "siirl."))
 
 

@@ -5,6 +5,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.heavy
+
 PACKAGE = Path(__file__).parents[2] / "siirl"
 FILES = [
     file

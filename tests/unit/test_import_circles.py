@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("import_circles", ROOT / "tools" / "import_circles.py")
 assert _spec and _spec.loader

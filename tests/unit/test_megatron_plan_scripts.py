@@ -9,6 +9,8 @@ from megatron_cases import available, write_model
 
 from siirl.cli import main
 
+pytestmark = pytest.mark.heavy
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SCRIPTS = {

@@ -10,6 +10,8 @@ import pytest
 from siirl.agents.environments import HUNG, INVALID, RAISED, load_environment, reset_env, step_env
 from siirl.errors import DagError, EpisodeFailed
 
+pytestmark = pytest.mark.heavy
+
 FILE = Path(__file__).with_name("hostile_environments.py")
 TASK = {"raw_prompt": "count", "ground_truth": "5"}
 

@@ -20,6 +20,8 @@ from siirl.engines.rollout.openai_endpoint import BEGIN, Messages
 from siirl.errors import EpisodeFailed, NotSupportedError
 from siirl.parallel.dims import ParallelDims
 
+pytestmark = pytest.mark.heavy
+
 PARAMS = SamplingParams(max_tokens=20, temperature=0.5, top_p=0.9)
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 'Say "hi" {\n ü'}]
 

@@ -28,6 +28,8 @@ from siirl.config.rollout import MultiTurnConfig
 from siirl.errors import ConfigError, DagError
 from siirl.sandbox.box import Box, strongest_isolation
 
+pytestmark = pytest.mark.heavy
+
 FILE = Path(__file__).with_name("tool_functions.py")
 HERE = "<tool_call>"
 

@@ -24,6 +24,8 @@ from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.nodes.policy_loss import make_loss_fn, policy_loss_options
 from siirl.nodes.value_model import make_value_loss_fn
 
+pytestmark = pytest.mark.heavy
+
 ACTOR = "actor_rollout_ref.actor"
 B, T = 5, 6
 GARBAGE = (math.inf, -math.inf, math.nan)

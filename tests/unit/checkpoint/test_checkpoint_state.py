@@ -26,6 +26,8 @@ from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.directory import weights_digest
 from siirl.model_files.stored_tensors import TensorReader, load_tensors, save_tensors
 
+pytestmark = pytest.mark.heavy
+
 
 class PlainEngine:
     """A module and its AdamW as the checkpoint sees an engine; one process, plain tensors."""

@@ -14,6 +14,8 @@ from siirl.compiler.plan import Plan
 from siirl.config import load_config
 from siirl.launch.run_folder import held
 
+pytestmark = pytest.mark.heavy
+
 GOOD = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=8"]
 CHECK = ["check", "--elsewhere"]
 TINY = {

@@ -12,6 +12,8 @@ from siirl.dag.spec import DagBuilder
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import UserError, WorkerError
 
+pytestmark = pytest.mark.heavy
+
 ROOT = Path(__file__).parents[3]
 GOOD = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=8"]
 LOADED = "import sys; {}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"

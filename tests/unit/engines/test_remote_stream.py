@@ -14,6 +14,8 @@ from siirl.engines.rollout.remote import RemoteStream, StreamServer, Unanswered
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 from siirl.launch.failure import describe_exception
 
+pytestmark = pytest.mark.heavy
+
 PARAMS = SamplingParams(max_tokens=3, stop_token_ids=(4, 5))
 
 

@@ -15,6 +15,8 @@ from siirl.engines.rollout.sampling import derive_seed, later_seed, uniforms
 from siirl.errors import DataError, EpisodeFailed, RolloutError
 from siirl.nodes.in_flight import RolloutsInFlight, Taken
 
+pytestmark = pytest.mark.heavy
+
 MOST = 40
 PARAMS = SamplingParams(max_tokens=MOST)
 

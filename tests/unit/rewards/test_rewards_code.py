@@ -15,6 +15,8 @@ from siirl.rewards.unit_tests import read_tests, same_text, same_value
 from siirl.sandbox.limits import SLEEPS, STARVES
 from siirl.sandbox.processor_clock import RunClock
 
+pytestmark = pytest.mark.heavy
+
 ECHO = "```python\nprint(int(input()) * 2)\n```"
 DOUBLES = {"inputs": ["1\n", "2\n", "-3\n"], "outputs": ["2\n", "4\n", "-6\n"]}
 ADD = {"fn_name": "add", "inputs": ["1\n2", "[1]\n[2]"], "outputs": ["3", "[1, 2]"]}

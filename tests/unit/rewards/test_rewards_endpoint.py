@@ -14,6 +14,8 @@ from siirl.rewards.fusion import fusion_sandbox
 from siirl.sandbox.box import run_code
 from siirl.sandbox.limits import Limits
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):

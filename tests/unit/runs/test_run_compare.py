@@ -13,6 +13,8 @@ from siirl.cli import main
 from siirl.observe.curve import read_series
 from siirl.runs.run_compare import compared
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture
 def pair(tmp_path):

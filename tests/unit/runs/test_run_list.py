@@ -17,6 +17,8 @@ from siirl.runs.run_files import Unreadable, all_metrics, latest_metrics, scan_m
 from siirl.runs.run_list import find_runs, size_on_disk
 from siirl.runs.run_state import read_run
 
+pytestmark = pytest.mark.heavy
+
 
 def ended(folder, *keys):
     return (

@@ -14,6 +14,8 @@ from siirl.runs import run_watch
 from siirl.runs.run_state import read_run
 from siirl.runs.run_watch import run_text, watch
 
+pytestmark = pytest.mark.heavy
+
 
 def shown(folder, capsys) -> str:
     assert main(["watch", str(folder), "--once"]) == 0
