@@ -60,6 +60,21 @@ def test_an_error_of_the_engine_names_it_and_the_request(process):
     assert process.listen(0.0) == []
 
 
+def test_what_streams_finish_while_another_answer_is_awaited_is_kept_until_it_is_given_up(
+    process, monkeypatch
+):
+    finished = Finished([Response("0", Completion([5], [-1.0], "stop", 0), 0)], {})
+    messages = [finished, Done(3)]
+    monkeypatch.setattr(process, "send", lambda message: None)
+    monkeypatch.setattr(process, "_receive", lambda *how: messages.pop(0) if messages else None)
+    assert process.call("stats") == 3
+    assert process.listen(0.0) == [finished] and process.listen(0.0) == []
+    messages += [finished, Done(4)]
+    assert process.call("stats") == 4
+    process.forget()
+    assert process.listen(0.0) == []
+
+
 def test_an_engine_that_cannot_read_a_message_ends_and_shows_why(process):
     process.send(Done())
     with pytest.raises(RolloutError, match=r"died during 'sleep': exit code 0(?s:.*)Invalid value 'done'"):
