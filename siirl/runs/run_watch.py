@@ -12,7 +12,7 @@ from siirl.runs.run_files import latest_metrics, one_line
 from siirl.runs.run_state import RankState, RunState, last_problem, read_run
 from siirl.runs.run_text import age_text, cut, last_and_best, line_width, moment_text, path_text
 
-MOST_GROUPS, MOST_RANKS_WIDTH = 16, 24
+MOST_GROUPS, MOST_RANKS_WIDTH, LEAST_PATH = 16, 24, 20
 CLEAR = "\x1b[H\x1b[J"
 
 
@@ -33,10 +33,8 @@ def watch(folder: Path, every_s: float, once: bool) -> None:
 
 def run_text(run: RunState, now_s: float, width: int | None = None) -> str:
     """A screen about a run. width: of a line; None: nothing is cut."""
-    lines = [
-        f"{path_text(run.folder)}: {run.status}{f': {run.cause}' if run.cause else ''}",
-        f"  {_progress(run, now_s)}",
-    ]
+    status = f": {run.status}{f': {run.cause}' if run.cause else ''}"
+    lines = [f"{_title(run.folder, status, width)}{status}", f"  {_progress(run, now_s)}"]
     if run.starts:
         who = f", process {run.pid}" if run.pid is not None and run.status == "running" else ""
         began = f", {moment_text(run.started_s)}" if run.started_s else ""
@@ -52,6 +50,13 @@ def run_text(run: RunState, now_s: float, width: int | None = None) -> str:
         lines += ["last problem", f"  {problem}"]
     lines += [f"not read: {file}: {why}" for file, why in run.unreadable.items()]
     return "\n".join(line if width is None else cut(line, width) for line in lines)
+
+
+def _title(folder: Path, status: str, width: int | None) -> str:
+    """The path of the run, or as much of its end as leaves room for the status behind it."""
+    path = path_text(folder)
+    room = len(path) if width is None else max(LEAST_PATH, width - len(status))
+    return path if len(path) <= room else f"...{path[len(path) - room + 3 :]}"
 
 
 def _progress(run: RunState, now_s: float) -> str:

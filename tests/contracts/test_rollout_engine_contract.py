@@ -471,13 +471,30 @@ def test_a_response_that_is_cut_and_continued_is_the_uncut_one(engine, temperatu
     requests = [Request(f"{p} {s}", PROMPTS[p], params, p, sample=s) for p in range(3) for s in range(2)]
     whole = engine.generate(PROMPTS[:3], replace(params, n=2), [0, 1, 2])
     expected = {request.key: whole[request.seed][request.sample] for request in requests}
-    rng, tokens, log_probs, cuts = random.Random(temperature), {}, {}, set()
-    stream, ended = engine.stream(lambda keys: True), {}
+    rng = random.Random(temperature)
+    for wait_s in (0.02, 0.01, 0.005, 0.002, 0.001):  # until it is shorter than a response takes here
+        tokens, log_probs, ended, cuts = answered_in_parts(engine, requests, rng, wait_s)
+        for key, completion in expected.items():
+            assert tokens[key] == completion.token_ids, key
+            assert log_probs[key] == pytest.approx(completion.log_probs, abs=1e-4)
+            assert ended[key] == completion.finish_reason
+        if cuts - {0}:
+            break
+    else:
+        pytest.fail("nothing was cut")
+    assert engine.generate([[5]], params, [0])  # it can be used otherwise
+
+
+def answered_in_parts(engine, requests: list[Request], rng: random.Random, wait_s: float):
+    """Tokens, log-probs and ends by key of responses cut now and again; the lengths at which they were cut."""
+    tokens, log_probs, ended, cuts = {}, {}, {}, set()
+    stream = engine.stream(lambda keys: True)
     while len(ended) < len(requests):
         rest = [r for r in requests if r.key not in ended]
         stream.submit([resumed(r, tokens.get(r.key, [])) for r in rest])
-        answers = [a for _ in range(rng.randint(1, 3)) for a in stream.collect(rng.uniform(0, 0.02))]
+        answers = [a for _ in range(rng.randint(1, 3)) for a in stream.collect(rng.uniform(0, wait_s))]
         answers += stream.pause()
+        wait_s *= 1.1  # longer than a token takes at last
         assert stream.num_pending == 0 and stream.collect(0.0) == []
         for key, part in answers:
             tokens[key] = tokens.get(key, []) + part.token_ids
@@ -486,12 +503,7 @@ def test_a_response_that_is_cut_and_continued_is_the_uncut_one(engine, temperatu
                 cuts.add(len(tokens[key]))
             else:
                 ended[key] = part.finish_reason
-    assert cuts, "nothing was cut"
-    for key, completion in expected.items():
-        assert tokens[key] == completion.token_ids, key
-        assert log_probs[key] == pytest.approx(completion.log_probs, abs=1e-4)
-        assert ended[key] == completion.finish_reason
-    assert engine.generate([[5]], params, [0])  # it can be used otherwise
+    return tokens, log_probs, ended, cuts
 
 
 def test_a_stream_of_nothing_answers_at_once(engine):

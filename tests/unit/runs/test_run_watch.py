@@ -68,6 +68,13 @@ def test_four_thousand_ranks_fit_a_screen(tmp_path):
     assert "more ranks elsewhere" in lines[-1]
 
 
+def test_a_path_longer_than_the_line_leaves_room_for_the_status(tmp_path):
+    run = written(tmp_path / "folder_with_a_long_name" / "x" / "my_run").start().steps(rewards(range(1, 4)))
+    with held(run.cfg, "id"):
+        title = run_text(read_run(run.folder), time.time(), 40).splitlines()[0]
+    assert title.startswith("...") and title.endswith("/x/my_run: running") and len(title) == 40
+
+
 def test_a_terminal_is_refreshed_until_the_run_is_over(tmp_path, capsys, monkeypatch):
     run = written(tmp_path).start().steps(rewards(range(1, 4)))
     holding = held(run.cfg, "id")
