@@ -28,7 +28,6 @@ from agents_pool import REPOSITORY, SMALL
 from grpo_gpu import COMMON, SHAPES, make_data, make_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
-WARM_UP_STEPS = 3
 REPORTED = ("rollout/response_length", "rollout/response_length_max", "rollout/lag", "rollout/partial")
 
 
@@ -72,6 +71,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lags", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="counted steps of each block")
+    parser.add_argument("--warm-up", type=int, default=3, help="first steps of each block, not counted")
     parser.add_argument("--prompts", type=int, help="of a step; by default 4, on a GPU 32")
     parser.add_argument("--samples", type=int, help="by default 4, on a GPU 8")
     parser.add_argument("--prompt-tokens", type=int, help="by default 32, on a GPU 128")
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary:
     policy, rollout = "actor_rollout_ref.", "actor_rollout_ref.rollout."
     longest = args.mean_tokens if args.equal else args.response_tokens
     ends = range(2, 2 + round(vocabulary / args.mean_tokens))
-    steps = WARM_UP_STEPS + args.steps + lag
+    steps = args.warm_up + args.steps + lag
     keys = [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={folder}/train.parquet",
@@ -108,11 +108,10 @@ def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary:
         f"data.max_prompt_length={args.prompt_tokens}",
         f"data.max_response_length={longest}",
         f"{policy}model.path={folder}/model",
-        f"{policy}model.enable_gradient_checkpointing={args.gpu}",
+        f"{policy}model.enable_gradient_checkpointing=False",
         f"{policy}actor.optim.lr=1e-7",
         f"{policy}actor.ppo_mini_batch_size={args.prompts}",
         f"{policy}actor.use_dynamic_bsz=True",
-        f"{policy}actor.ppo_max_token_len_per_gpu={max(16384, args.prompt_tokens + longest)}",
         f"{rollout}name={args.engine}",
         f"{rollout}n={args.samples}",
         f"{rollout}max_lag={lag}",
@@ -129,10 +128,23 @@ def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary:
         keys.append(f"{rollout}ignore_eos=True")
     else:
         keys.append(f"{rollout}stop_token_ids=[{','.join(map(str, ends))}]")
-    if args.gpu:
-        keys += [f"{rollout}enforce_eager=False", f"{rollout}gpu_memory_utilization=0.6"]
+    if args.gpu:  # as grpo_gpu.py has it
+        keys += [
+            f"{policy}model.use_liger=True",
+            f"{policy}actor.ppo_max_token_len_per_gpu=40960",
+            f"{rollout}log_prob_use_dynamic_bsz=True",
+            f"{rollout}log_prob_max_token_len_per_gpu=81920",
+            f"{rollout}enforce_eager=False",
+            f"{rollout}gpu_memory_utilization=0.6",
+            f"{rollout}max_num_seqs=512",
+            f"{rollout}max_num_batched_tokens=16384",
+        ]
     else:
-        keys += [f"{rollout}dtype=float32", f"{policy}actor.fsdp_config.mixed_precision.param_dtype=float32"]
+        keys += [
+            f"{policy}actor.ppo_max_token_len_per_gpu={max(16384, args.prompt_tokens + longest)}",
+            f"{policy}actor.fsdp_config.mixed_precision.param_dtype=float32",
+            f"{rollout}dtype=float32",
+        ]
     environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
@@ -144,8 +156,8 @@ def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary:
     if done.returncode:
         raise SystemExit(f"lag {lag} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    counted = lines[WARM_UP_STEPS : WARM_UP_STEPS + args.steps]
-    ends_s = [line["time_s"] for line in lines[WARM_UP_STEPS - 1 : WARM_UP_STEPS + args.steps]]
+    counted = lines[args.warm_up : args.warm_up + args.steps]
+    ends_s = [line["time_s"] for line in lines[args.warm_up - 1 : args.warm_up + args.steps]]
     step_s = [end - start for start, end in itertools.pairwise(ends_s)]
     return {
         "step_s": step_s,
