@@ -486,7 +486,7 @@ def test_a_response_that_is_cut_and_continued_is_the_uncut_one(engine, temperatu
 
 
 def answered_in_parts(engine, requests: list[Request], rng: random.Random, wait_s: float):
-    """Tokens, log-probs and ends by key of responses cut now and again; the lengths at which they were cut."""
+    """Tokens, log-probs and ends by key of responses cut now and again; the lengths where they were cut."""
     tokens, log_probs, ended, cuts = {}, {}, {}, set()
     stream = engine.stream(lambda keys: True)
     while len(ended) < len(requests):
