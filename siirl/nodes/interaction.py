@@ -43,24 +43,24 @@ UNBOUNDED = 1 << 30  # positions of a context whose tokens only a service counts
 
 @dataclass
 class Interaction:
-    """One interaction on this rank: what its ops share. rows: agent -> its rows, from one Run to the next.
-
-    told: whether the log has said that episodes ended because a context was full.
-    cfgs and tokenizers: of each agent's node; a shared policy has the tokenizer of its owner. engines: name
-    of the rollout model -> engine, of those on this rank.
-    """
+    """One interaction on this rank: what its ops share."""
 
     plan: InteractionPlan
     cfgs: dict[str, Config]
+    """Of each agent's node."""
     tokenizers: dict[str, PreTrainedTokenizerBase]
+    """Of each agent's node; a shared policy has that of its owner."""
     engines: dict[str, RolloutEngine]
+    """Those on this rank, by the name of the rollout model."""
     streams: Streams
     functions: dict[str, Callable[..., Any]]
     make_env: Callable[[], HostedEnvironment] | None
     env_deadline_s: float
     tools: dict[str, ToolUse]
     rows: dict[int, TensorDict] = field(default_factory=dict)
+    """Agent -> its rows, from one Run to the next."""
     told: bool = False
+    """The log has said that episodes ended because a context was full."""
 
 
 def build_interaction(

@@ -116,11 +116,13 @@ def _estimator(ctx: OpContext) -> str:
 
 
 class Estimated(NamedTuple):
-    """Advantages of rows, and what was compared: outcome_U of units (rows or turns), group_U of each."""
+    """Advantages of rows, and what was compared: U units (rows or turns)."""
 
     advantages: Advantages
     outcome_U: Tensor
+    """What each unit earned."""
     group_U: Tensor
+    """The group that it was compared in."""
 
 
 def estimate(ctx: OpContext, rows: TensorDict, fields: Mapping[str, Tensor], options: dict) -> Estimated:

@@ -17,19 +17,22 @@ from siirl.observe.metrics import Metrics
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. temperature 0 (or do_sample False upstream) is greedy; top_k -1 and top_p 1.0 are off.
-
-    stop_token_ids end a response and stay in it. max_tokens counts response tokens. ignore_eos: never stop
-    early. ConfigError for values that cannot be sampled with.
-    """
+    """How to sample; ConfigError for values that cannot be sampled with."""
 
     max_tokens: int
+    """Most tokens of a response."""
     n: int = 1
+    """Responses of each prompt."""
     temperature: float = 1.0
+    """0 is greedy."""
     top_k: int = -1
+    """Most likely tokens that are drawn from; -1: all."""
     top_p: float = 1.0
+    """Probability of the most likely tokens that are drawn from; 1.0: all."""
     stop_token_ids: tuple[int, ...] = ()
+    """Each ends a response and stays in it."""
     ignore_eos: bool = False
+    """Never stop early."""
 
     def __post_init__(self) -> None:
         wrong = [
@@ -54,17 +57,16 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response.
-
-    log_probs: of each sampled token, in nats, under the distribution at the sampling temperature, before
-    top-k/top-p (what the trainer computes at that temperature; for greedy decoding: at temperature 1).
-    finish_reason: "stop" (a stop token was sampled) or "length"; "paused" for what `pause` cut off.
-    """
+    """One sampled response."""
 
     token_ids: list[int]
     log_probs: list[float]
+    """Of each sampled token, in nats, under the distribution at the sampling temperature, before top-k/top-p
+    (what the trainer computes at that temperature; for greedy decoding: at temperature 1)."""
     finish_reason: str
+    """ "stop" (a stop token was sampled) or "length"; "paused" for what `pause` cut off."""
     weight_version: int
+    """The version that sampled the last token."""
 
 
 Key = int | str
@@ -83,7 +85,9 @@ class Request:
     prompt: Sequence[int]
     params: SamplingParams
     seed: int
+    """Of the prompt: all its samples have the same."""
     sample: int = 0
+    """Its number among the samples of the prompt."""
     start: int = 0
     """Tokens at the end of the prompt that were sampled for this response before it was paused. What follows
     draws the numbers that it would have drawn."""
@@ -154,10 +158,10 @@ class RolloutEngine(ABC):
     """
 
     name: str
-    weight_version: int  # version that its weights came from; -1 before the first sync
-    vocabulary: Any = (
-        None  # how text becomes tokens, where that is not the tokenizer's part; see agents.Vocabulary
-    )
+    weight_version: int
+    """Version that its weights came from; -1 before the first sync."""
+    vocabulary: Any = None
+    """How text becomes tokens, where that is not the tokenizer's part; see agents.Vocabulary."""
     num_open_streams: int = 1
     """Streams of engines of its kind that are open at once on its device, its own too: they share memory."""
     _stream: RolloutStream | None = None

@@ -24,11 +24,14 @@ _NO_WEIGHTS = {
 
 @dataclass(frozen=True)
 class CallLimits:
-    """What an engine can take: name for messages, vocabulary size, positions of prompt and response."""
+    """What an engine can take."""
 
     name: str
+    """The engine's, for messages."""
     vocab: int
+    """Size of the vocabulary."""
     max_context: int
+    """Positions of prompt and response together."""
 
     def check(
         self,

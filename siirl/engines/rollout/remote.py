@@ -51,11 +51,13 @@ class Finished(Message):
 
 
 class Unanswered(Message):
-    """A request that failed alone: the reason and kind of its EpisodeFailed."""
+    """A request that failed alone."""
 
     key: Key
     reason: str
+    """Of its EpisodeFailed."""
     why: str
+    """The kind of its EpisodeFailed."""
 
 
 class Alive(Message):
@@ -78,13 +80,14 @@ FromServer = Finished | Unanswered | Alive | Failed
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank serves its engine. The token is a secret of the run: it belongs into no log."""
+    """Where a rank serves its engine."""
 
     model: str
     rank: int
     host: str
     port: int
     token: bytes = field(repr=False)
+    """A secret of the run: it belongs into no log."""
 
 
 def gather_addresses(mine: Address | None, group: dist.ProcessGroup) -> dict[int, Address]:

@@ -21,9 +21,10 @@ WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass
 class SharedBase:
-    """Of a base that several engines use: whether it has its weights, which never change afterwards."""
+    """A base that several engines use."""
 
     loaded: bool = False
+    """It has its weights, which never change afterwards."""
 
 
 FIX = "Build trainer and rollout from the same model.path and override_config."

@@ -20,15 +20,14 @@ PACKED_ATTENTION = "siirl_packed"
 
 @dataclass(frozen=True)
 class SequenceBounds:
-    """Where sequences begin and end among N packed tokens.
-
-    cu_seqlens: int32 [S + 1], first token of each sequence, then N. padded_index: int64 [N], the place of
-    each token in a right-padded batch [S * max_length]. Both on the model's device.
-    """
+    """Where S sequences begin and end among N packed tokens; tensors are on the model's device."""
 
     cu_seqlens: Tensor
+    """int32 [S + 1], first token of each sequence, then N."""
     padded_index: Tensor
+    """int64 [N], the place of each token in a right-padded batch [S * max_length]."""
     max_length: int
+    """Tokens of the longest sequence."""
 
     @property
     def num_sequences(self) -> int:

@@ -27,23 +27,29 @@ from siirl.observe.metrics import Metrics
 class TokenOutputs:
     """What the model says of each response token of a micro-batch, [B, T], with gradient when training.
 
-    Positions past response_length hold zeros. log_prob, entropy and full_kl in nats, at the temperature of
-    the call.
+    Positions past response_length hold zeros. What is in nats is at the temperature of the call.
     """
 
     log_prob_BT: Tensor | None = None
+    """Nats."""
     entropy_BT: Tensor | None = None
+    """Nats."""
     full_kl_BT: Tensor | None = None
+    """KL divergence from the reference over the whole vocabulary, in nats."""
     value_BT: Tensor | None = None
+    """A critic's value, in units of the reward."""
 
 
 @dataclass(frozen=True)
 class BatchCounts:
     """Counts over the whole mini-batch, all data-parallel ranks together: what a loss is normalised by."""
 
-    num_tokens: float  # sum of response_mask
-    num_rows: float  # rows with at least one trained token
-    response_width: int  # the configured response length, for normalisation by a constant
+    num_tokens: float
+    """Sum of response_mask."""
+    num_rows: float
+    """Rows with at least one trained token."""
+    response_width: int
+    """The configured response length, for normalisation by a constant."""
 
 
 LossFn = Callable[[TokenOutputs, TensorDict, BatchCounts], tuple[Tensor, Metrics]]
@@ -60,11 +66,13 @@ class TrainEngine(ABC):
     """
 
     name: str
-    version: int  # optimizer steps taken; what weight links compare
+    version: int
+    """Optimizer steps taken; what weight links compare."""
     dp_rank: int
     dp_size: int
     device: torch.device
-    host_parts: dict[str, bool]  # of "params", "grads", "optimizer": what its config keeps on the host
+    host_parts: dict[str, bool]
+    """Of "params", "grads", "optimizer": whether its config keeps it on the host."""
 
     @abstractmethod
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:

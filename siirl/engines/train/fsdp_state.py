@@ -63,11 +63,12 @@ def exported_adapter(
 
 
 class _Shard(NamedTuple):
-    """This rank's rows of one exported tensor; `param` says how the rows are spread."""
+    """This rank's rows of one exported tensor."""
 
     name: str
     local: Tensor
     param: DTensor
+    """It says how the rows are spread."""
 
 
 def _gathered(bucket: list[_Shard]) -> Iterator[tuple[str, Tensor]]:

@@ -19,12 +19,10 @@ from siirl.engines.train.packing import PackedBatch
 
 
 class PackedModel(nn.Module, ABC):
-    """A decoder over packed rows with a head on top, head included, so that its gathered weight is used.
-
-    outputs: what the head can compute of a response token, by the names of TokenOutputs.
-    """
+    """A decoder over packed rows with a head on top, head included, so that its gathered weight is used."""
 
     outputs: tuple[str, ...]
+    """What the head can compute of a response token, by the names of TokenOutputs."""
 
     def __init__(self, hf: PreTrainedModel):
         super().__init__()

@@ -19,12 +19,10 @@ from siirl.errors import ConfigError, DataError
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
-    """How much a micro-batch may hold: a token budget, or a number of rows; exactly one is set.
-
-    A row longer than the budget makes a micro-batch of its own.
-    """
+    """How much a micro-batch may hold; exactly one of the limits is set."""
 
     max_tokens: int | None = None
+    """A row with more makes a micro-batch of its own."""
     max_rows: int | None = None
 
     def __post_init__(self) -> None:
@@ -111,25 +109,30 @@ def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The tokens of a micro-batch, one row after the other, and where its results belong.
+    """The N tokens of a micro-batch, one row after the other, and where the results of M of them belong.
 
-    input_ids, position_ids: int64 [1, N]; the last response token of a row is left out, as nothing follows
-    it. predict_index: int64 [M], the packed token whose hidden state predicts each response token; target:
-    int64 [M], that token's id; cell: int64 [M], its place in the flattened [B, T]. ref_hidden: [M, D], the
-    rows' field of that name, if they have it. is_dummy: there was nothing to compute, and the one token here
-    only keeps this rank in step with the others' collectives.
+    The last response token of a row is left out, as nothing follows it.
     """
 
     input_ids: Tensor
+    """int64 [1, N]."""
     position_ids: Tensor
+    """int64 [1, N]."""
     bounds: SequenceBounds
     predict_index: Tensor
+    """int64 [M], the packed token whose hidden state predicts each response token."""
     target: Tensor
+    """int64 [M], the id of that response token."""
     cell: Tensor
+    """int64 [M], the place of that response token in the flattened [B, T]."""
     num_rows: int
+    """B."""
     width: int
+    """T."""
     is_dummy: bool
+    """There was nothing to compute: one token only keeps this rank in step with the others' collectives."""
     ref_hidden: Tensor | None = None
+    """[M, D], the rows' field of that name, if they have it."""
 
     def to_cells(self, value_M: Tensor) -> Tensor:
         """Values of response tokens in their places, [B, T], zero elsewhere; differentiable.

@@ -14,26 +14,27 @@ from siirl.errors import ConfigError, NotSupportedError
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of one model of one role.
-
-    grad_offload: keep gradients in host memory (fsdp). forward_limit: micro-batches of compute().
-    train_limit, optim: None for a model that is never trained.
-    response_width: the configured response length. full_kl: keep the output head as it is read, for the KL
-    over the whole vocabulary.
-    """
+    """Settings of one model of one role."""
 
     model: ModelConfig
     head: Head
     fsdp: FSDPConfig
     megatron: MegatronConfig
     forward_limit: MicroBatchLimit
+    """Of the micro-batches of compute()."""
     train_limit: MicroBatchLimit | None
+    """None for a model that is never trained."""
     optim: OptimConfig | None
+    """None for a model that is never trained."""
     grad_clip: float
+    """Largest norm of a gradient."""
     grad_offload: bool
+    """Gradients stay in host memory (fsdp)."""
     seed: int
     response_width: int
+    """The configured response length."""
     full_kl: bool
+    """The output head is kept as it is read, for the KL over the whole vocabulary."""
 
 
 def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:

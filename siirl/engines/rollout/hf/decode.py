@@ -27,14 +27,16 @@ CHECK_EVERY = {"cpu": 1, "cuda": 8}
 class Samples:
     """What was sampled, on the host.
 
-    token_BT and log_prob_BT hold garbage past length_B. stopped_B: the row ended with a stop token. Rows
-    that were interrupted are shorter than their limit, and did not stop.
+    Rows that were interrupted are shorter than their limit, and did not stop.
     """
 
     token_BT: Tensor
+    """Garbage past length_B."""
     log_prob_BT: Tensor
+    """In nats; garbage past length_B."""
     length_B: Tensor
     stopped_B: Tensor
+    """Whether the row ended with a stop token."""
 
 
 @dataclass
@@ -42,11 +44,12 @@ class _Running:
     """The rows that still run, and the cache of what they have read."""
 
     cache: Cache
-    mask_BS: (
-        Tensor | None
-    )  # 1 for real tokens of prompts, 0 for left padding, 1 for responses; None: no padding
-    position_B: Tensor  # position of the next token
-    row_B: Tensor  # index of the row among the samples
+    mask_BS: Tensor | None
+    """1 for real tokens of prompts, 0 for left padding, 1 for responses; None: no padding."""
+    position_B: Tensor
+    """Position of the next token."""
+    row_B: Tensor
+    """Index of the row among the samples."""
     ended_B: Tensor
 
     def drop_ended(self) -> None:

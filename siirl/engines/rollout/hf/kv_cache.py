@@ -52,10 +52,11 @@ def new_cache(limit: int) -> Cache:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows to take from a cache: int64 indices, in order, any of them several times."""
+    """Rows to take from a cache."""
 
     cache: Cache
     rows: Tensor
+    """int64 indices, in order, any of them several times."""
 
     @property
     def width(self) -> int:

@@ -32,17 +32,18 @@ class Policy(Protocol):
 
 @dataclass
 class SharedEngine:
-    """A vLLM engine, and who uses it: several policies, if they are adapters on one base.
-
-    loaded: whether the base has its weights. keeps_weights: `sleep` moves the weights to host memory, instead
-    of forgetting them: a frozen base is never sent again.
-    """
+    """A vLLM engine, and who uses it."""
 
     users: list[Policy] = field(default_factory=list)
+    """Several, if they are adapters on one base."""
     keeps_weights: bool = False
+    """`sleep` moves the weights to host memory, as a frozen base is not sent again. Else it forgets them."""
     loaded: bool = False
+    """The base has its weights."""
     weights_sleep: bool = False
+    """The weights are not on the device."""
     cache_sleeps: bool = False
+    """The KV cache is not on the device."""
 
 
 def adapter_arguments(adapters: Mapping[str, int]) -> dict[str, Any]:

@@ -115,11 +115,13 @@ class Alive(Message):
 
 
 class Failed(Message):
-    """The answer to a message that failed; of_stream: the end of all requests that were submitted."""
+    """The answer to a message that failed."""
 
     text: str
     user_error: bool
+    """What is wrong is the user's to change."""
     of_stream: bool
+    """It is the end of all requests that were submitted."""
 
 
 FromWorker = Start | Call | Generate | Submit | Pause | Abort | Stop

@@ -176,17 +176,17 @@ class NoInfo(WeightTransferInitInfo):
 
 @dataclass
 class BucketInfo(WeightTransferUpdateInfo):
-    """Tensors in one buffer of bytes, JSON values: where each begins, and where the buffer is.
-
-    place: SharedBuffer.place.
-    """
+    """Tensors in one buffer of bytes; all values are JSON."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     starts: list[int]
+    """First byte of each tensor."""
     size: int
+    """Bytes of all tensors."""
     place: dict[str, Any]
+    """Where the buffer is (SharedBuffer.place)."""
 
 
 class BucketTransfer(WeightTransferEngine):

@@ -26,11 +26,14 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class StatePlace:
-    """Where moments are, and in which types. host_share: of the elements; overlaps: copies with updates."""
+    """Where moments are, and in which types."""
 
     host_share: float = 0.0
+    """Share of the elements whose moments are in host memory."""
     overlaps: bool = False
+    """Copies run beside updates."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float32)
+    """Of the first and the second moment."""
 
     @property
     def is_plain(self) -> bool:

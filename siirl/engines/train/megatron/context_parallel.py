@@ -21,22 +21,26 @@ from siirl.engines.train.attention import SequenceBounds, varlen_kernel
 
 @dataclass(frozen=True)
 class ContextShard:
-    """This rank's share of a packed stream.
+    """This rank's share of a packed stream: S runs of tokens.
 
-    index_n: the tokens that it holds, in the order of the stream. restore_N: places of the stream's tokens
-    when all shares are put one after the other. Each of the S runs attends to the tokens of its sequence up
-    to its own: query_ends, key_ends: int32 [S + 1], first of each run among n and among the keys that
-    key_index lists, one run after the other.
+    Each run attends to the tokens of its sequence up to its own.
     """
 
     group: dist.ProcessGroup
     index_n: Tensor
+    """The tokens that it holds, in the order of the stream."""
     restore_N: Tensor
+    """Places of the stream's tokens when all shares are put one after the other."""
     query_ends: Tensor
+    """int32 [S + 1], first of each run among n, then n."""
     key_ends: Tensor
+    """int32 [S + 1], first of each run among the keys that key_index lists, then their number."""
     key_index: Tensor
+    """The tokens that are read, one run after the other."""
     longest_query: int
+    """Tokens of the longest run."""
     longest_key: int
+    """Most tokens that a run reads."""
 
 
 def context_shard(bounds: SequenceBounds, group: dist.ProcessGroup, device: torch.device) -> ContextShard:

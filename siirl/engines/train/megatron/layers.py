@@ -17,21 +17,23 @@ from siirl.engines.train.megatron.context_parallel import ContextShard, context_
 
 @dataclass
 class PackedRows(PackedSeqParams):
-    """What the layers and the head need to know of a micro-batch; Megatron hands it through.
-
-    context: this rank's share of the tokens under context parallelism. rope: cosines and sines of the
-    positions, [N, D] each. predict_index, target, ref_hidden: as in PackedBatch. outputs: what the head
-    computes, by the names of TokenOutputs.
-    """
+    """What the layers and the head need to know of a micro-batch; Megatron hands it through."""
 
     bounds: SequenceBounds | None = None
     context: ContextShard | None = None
+    """This rank's share of the tokens under context parallelism."""
     rope: tuple[Tensor, Tensor] | None = None
+    """Cosines and sines of the positions, [N, D] each."""
     predict_index: Tensor | None = None
+    """As in PackedBatch."""
     target: Tensor | None = None
+    """As in PackedBatch."""
     temperature: float = 1.0
+    """Logits are divided by it."""
     outputs: tuple[str, ...] = ()
+    """What the head computes, by the names of TokenOutputs."""
     ref_hidden: Tensor | None = None
+    """As in PackedBatch."""
 
 
 def new_parameter(config: Any, shape: tuple[int, ...]) -> nn.Parameter:

@@ -18,10 +18,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 
 class Piece(NamedTuple):
-    """A rectangle: a view of live memory, and where its first element lies in the whole tensor."""
+    """A rectangle of a tensor."""
 
     local: Tensor
+    """A view of live memory."""
     offset: tuple[int, ...]
+    """Where its first element lies in the whole tensor."""
 
 
 class PiecewiseTensor(Tensor):

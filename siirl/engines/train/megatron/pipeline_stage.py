@@ -26,9 +26,10 @@ from siirl.engines.train.megatron.layers import PackedRows, new_parameter
 
 
 class Stage(GPTModel, ABC):
-    """A stage of a decoder with a head on the last one. outputs: what that computes, as in TokenOutputs."""
+    """A stage of a decoder with a head on the last one."""
 
     outputs: tuple[str, ...]
+    """What the head computes, by the names of TokenOutputs."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRows, **kwargs: Any):
         """Hidden states, or on the last stage {output: fp32 [M]}, the same on all tensor-parallel ranks."""

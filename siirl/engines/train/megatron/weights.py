@@ -32,19 +32,20 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """A Megatron parameter, whole: its rows in order, and how tensor parallelism cuts it.
-
-    name: Megatron's, with layer and expert counted over the whole model. columns: None for a vector. cut: by
-    rows; by the rows of each block (as gate and up); by columns; or not at all. expert: its number, or None.
-    layer: its number, or None for what stands before ("embedding") and after the layers.
-    """
+    """A Megatron parameter, whole."""
 
     name: str
+    """Megatron's, with layer and expert counted over the whole model."""
     blocks: tuple[Block, ...]
+    """Its rows, in order."""
     columns: int | None
+    """None for a vector."""
     cut: Cut
+    """How tensor parallelism cuts it: by rows; by those of each block (as gate and up); by columns; not."""
     layer: int | None = None
+    """Its number; None for what stands before ("embedding") and after the layers."""
     expert: int | None = None
+    """Its number; None outside of experts."""
 
     @property
     def num_rows(self) -> int:
@@ -94,12 +95,14 @@ def runs(entry: Entry, place: int, size: int) -> Iterator[Run]:
 
 @dataclass(frozen=True)
 class Family:
-    """What sets the models of a type apart. mlp: the entries of a layer's MLP; options: TransformerConfig."""
+    """What sets the models of a type apart."""
 
     mlp: Callable[[PretrainedConfig, int], list[Entry]]
+    """The entries of a layer's MLP."""
     qkv_bias: bool = False
     qk_norm: bool = False
     options: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
+    """Of the TransformerConfig."""
 
 
 def _dense_mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
