@@ -1,0 +1,34 @@
+"""Which groups leave a delay line in a step, and when a step may end. Pure.
+
+The bound (rollout.max_lag, L): a row that trains in step k has no token sampled before step k - L. It is
+held by waiting: the groups that were begun first leave first, and a step ends only when those that stay can
+leave in time, one batch in each step (the earliest deadline goes first). As what stays is the surplus, at
+most L batches, that is always so once all are complete.
+"""
+
+from collections.abc import Mapping
+
+Oldest = Mapping[int, int]
+"""Group -> the step of its oldest token; that of now if it has none yet."""
+
+
+def leaving(num_open: Mapping[int, int], oldest: Oldest, batch: int) -> list[int]:
+    """Of the groups that are complete, the `batch` that were begun first, ascending.
+
+    num_open: group -> how much of it is not complete.
+    """
+    complete = [group for group, left in num_open.items() if not left]
+    return sorted(sorted(complete, key=lambda group: (oldest[group], group))[:batch])
+
+
+def is_enough(num_open: Mapping[int, int], oldest: Oldest, batch: int, step: int, max_lag: int) -> bool:
+    """Whether a batch is complete, and what stays can leave in time: with one batch leaving in each of the
+    next steps, none has to wait until it is too old.
+    """
+    if not any(num_open.values()):
+        return True
+    chosen = leaving(num_open, oldest, batch)
+    if len(chosen) < batch:
+        return False
+    ages = [step - oldest[group] for group in num_open.keys() - set(chosen)]
+    return all(sum(age + later >= max_lag for age in ages) <= later * batch for later in range(max_lag))
