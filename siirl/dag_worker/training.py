@@ -23,6 +23,7 @@ from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import NumericsError
 from siirl.observe.metrics import Metrics
+from siirl.observe.run_progress import record_begin, record_end
 from siirl.observe.sinks import RunInfo, make_sinks
 from siirl.observe.spans import observing
 from siirl.observe.summary import duration
@@ -33,7 +34,10 @@ STEPS_BETWEEN_SAMPLES = 10
 
 
 class RunPlaces(Protocol):
-    """Where a run writes: a launcher's job."""
+    """Where a run writes, and which start of it this is: a launcher's job."""
+
+    @property
+    def run_id(self) -> str: ...
 
     @property
     def output_path(self) -> Path: ...
@@ -321,6 +325,12 @@ def run_worker(
             worker = DAGWorker(cfg, plan, rank, device, observer)
         log.info("all models of this rank are built after %s", duration(time.perf_counter() - start_s))
         try:
-            Training(worker, places.output_path).run()
+            training = Training(worker, places.output_path)
+            if rank == 0:
+                total_steps = None if cfg.trainer.val_only else training.total_steps
+                record_begin(places.output_path, places.run_id, total_steps)
+            training.run()
+            if rank == 0:
+                record_end(places.output_path, places.run_id, "ended")
         finally:
             worker.close()

@@ -177,6 +177,24 @@ def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int) -
     return "\n".join(lines)
 
 
+def short_cause(death: Death) -> str:
+    """Where a rank ended, and why, in one line: rank 3, step 12, actor_train: killed by SIGKILL."""
+    failure, position = death.failure, death.position
+    found = (failure.step, failure.node) if failure else position and (position.step, position.node)
+    return cause_line(death.rank, *(found or (None, None)), _cause(death))
+
+
+def cause_line(rank: int, step: int | None, node: str | None, error: str) -> str:
+    """Where a rank failed, and the first line of why."""
+    where = [f"rank {rank}", *([f"step {step}"] if step else []), *([node] if node else [])]
+    return printable(" ".join(f"{', '.join(where)}: {_first_line(error)}".split()))
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0] if lines else "unknown error"
+
+
 def death_of(job: Job, rank: int, returncode: int, oom_kills: int) -> Death:
     """The death of a worker of this machine, with the records that it left here."""
     failure, position = read_failure(job.error_path(rank)), read_position(job.position_path(rank))
@@ -199,7 +217,7 @@ def _cause(death: Death) -> str:
     if death.lost:
         return death.lost
     if death.failure:
-        return death.failure.error.splitlines()[0] if death.failure.error else "unknown error"
+        return _first_line(death.failure.error)
     if death.signal_name:
         return f"killed by {death.signal_name}"
     return f"exit code {death.returncode}"

@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from siirl.launch.failure import Death, first_cause, report
+from siirl.launch.failure import Death, first_cause, report, short_cause
 from siirl.launch.job import Job
+from siirl.observe.run_progress import record_end
 
 
 @dataclass
@@ -37,18 +38,20 @@ def catch_signals(stop: Stop, on_resize: Callable[[], None] = lambda: None) -> I
 
 
 def conclude(job: Job, deaths: list[Death], stop: Stop, log_offsets: Mapping[int, int]) -> int:
-    """Say why the run ended, unless it ended well; its exit code.
+    """Say why the run ended, and record it, unless it ended well; its exit code.
 
     0: all workers ended well; 2: an error in what the user wrote; 1: any other failure; 130 or 143: stopped
     by Ctrl-C or SIGTERM. log_offsets: where this run begins in the log of each rank.
     """
     if stop.numbers:
         name = signal.Signals(stop.numbers[0]).name
+        record_end(job.output_path, job.run_id, "stopped", f"stopped by {name}")
         print(f"siirl: stopped by {name}; all workers have ended.", file=sys.stderr)
         return 128 + stop.numbers[0]
     if not deaths:
         return 0
     cause = first_cause(deaths)
+    record_end(job.output_path, job.run_id, "failed", short_cause(cause))
     if cause.failure and cause.failure.user_error:
         several = job.world_size > job.local_world_size
         where = f"rank {cause.rank} on {cause.failure.host}: " if several else ""

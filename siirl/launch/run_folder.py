@@ -20,6 +20,7 @@ from typing import Any
 from siirl.checkpoint.files import current_step, pointer_problem, remove_checkpoints, replaced, saved_steps
 from siirl.config import Config
 from siirl.errors import ConfigError
+from siirl.observe.run_progress import PROGRESS_FILE
 
 log = logging.getLogger(__name__)
 LOCK = ".run.lock"
@@ -27,6 +28,7 @@ RESULTS = ("metrics.jsonl", "hf_model", "hf_critic")
 """What makes an output folder a used one."""
 OWN = (
     *RESULTS,
+    PROGRESS_FILE,
     "reward_curve.png",
     "tensorboard/events.out.tfevents.*",
     "rollouts/*/step_*",

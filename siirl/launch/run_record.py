@@ -42,7 +42,7 @@ def write_record(output: Path, cfg: Config, command: Sequence[str], run_id: str)
     """Write both files into the output folder, readable by this user alone. ConfigError if they cannot be."""
     import yaml
 
-    about = yaml.safe_dump(describe(command) | {"run_id": run_id}, sort_keys=False, width=110)
+    about = yaml.safe_dump({"run_id": run_id} | describe(command), sort_keys=False, width=110)
     record = output / RUN_FILE
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 from siirl.config.values import SECRET_KEYS
 from siirl.observe.columns import COLUMNS, matches, number
-from siirl.runs.run_files import Start, Unreadable, all_metrics, one_line, read_config, read_starts
+from siirl.runs.folder_reader import LeftOut, one_line
+from siirl.runs.run_files import Start, read_config, read_history, read_starts
 from siirl.runs.run_text import cut, path_text, table
 
 MEAN_STEPS = 10
@@ -39,10 +40,10 @@ class Extract:
 
 def extract(folder: Path) -> Extract:
     """Configuration, versions and metrics of a run; what cannot be read is empty."""
-    unreadable = Unreadable()
+    unreadable = LeftOut()
     config = read_config(folder, unreadable)
     _, start = read_starts(folder, unreadable, packages=True)
-    return Extract(config, start, all_metrics(folder, unreadable), unreadable)
+    return Extract(config, start, read_history(folder, unreadable).series, unreadable)
 
 
 def compared(folders: tuple[Path, Path]) -> dict[str, Any]:

@@ -1,30 +1,39 @@
 """Readers of the files of a run folder, for folders that are damaged, half copied or another user's.
 
-None of them raises for what stands in a file: what cannot be read is absent, and `Unreadable` says why. No
-torch.
+None of them raises for what stands in a file: what cannot be read is absent, and `LeftOut` says why.
 """
 
-import json
 import math
-import os
 import re
-import stat
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from siirl.launch.failure import Failure, read_failure
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.position import Position, read_position
-from siirl.observe.printable import printable
+from siirl.observe.run_progress import PROGRESS_FILE, How
+from siirl.runs.folder_reader import (
+    LeftOut,
+    content,
+    json_file,
+    json_lines,
+    json_value,
+    mapping,
+    number,
+    numbered,
+    one_line,
+    whole,
+    word,
+)
 
 JOB_FILE, STATUS_DIR, ERRORS_DIR = "job.json", "status", "errors"
 MARKS = (RUN_FILE, CONFIG_FILE, METRICS_FILE)
 """A folder with one of these is a run's."""
-TAIL_BYTES, LATEST_BYTES = 1 << 18, 1 << 20
+TAIL_BYTES, LATEST_BYTES, MOST_BYTES, MOST_JOB_BYTES = 1 << 18, 1 << 20, 128 << 20, 64 << 20
 PACE_STEPS = 20
 """Steps over which the pace of a run is measured, as in the console's table."""
 DEEPEST = 100
@@ -38,16 +47,8 @@ _REWARDS = re.compile(
     + _NUMBER
     + rb")[,}]"
 )
-_RANK = re.compile(r"rank_(\d{1,9})(?:\.json)?")
 _PACKAGES = re.compile(r"^packages:", re.M)
 _DOCUMENT = re.compile(r"^---[ \t]*\n", re.M)
-
-
-class Unreadable(dict[str, str]):
-    """File -> why it could not be read, or not all of it; printable, a line each."""
-
-    def add(self, path: Path, why: object) -> None:
-        self[path.name] = one_line(str(why))
 
 
 @dataclass
@@ -68,6 +69,7 @@ class MetricsScan:
 class Start:
     """One start of a run in its folder, as run.yaml has it; "" and {} for what is not known."""
 
+    run_id: str = ""
     started_s: float = 0.0
     """Seconds since the epoch."""
     host: str = ""
@@ -82,29 +84,7 @@ class Start:
     """Package -> version."""
 
 
-def one_line(text: str) -> str:
-    """Text of models, users and their exceptions as one printable line."""
-    return printable(" ".join(text.split()))
-
-
-def content(path: Path, unreadable: Unreadable, last: int | None = None) -> bytes:
-    """The bytes of a file, or the `last` of them; b"" where there is none. A pipe or device is not opened."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            unreadable.add(path, "it is no regular file")
-            return b""
-        with path.open("rb") as file:
-            if last is not None:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - last))
-            return file.read()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        unreadable.add(path, error.strerror or error)
-        return b""
-
-
-def scan_metrics(folder: Path, unreadable: Unreadable, since_s: float = 0.0) -> MetricsScan:
+def scan_metrics(folder: Path, unreadable: LeftOut, since_s: float = 0.0) -> MetricsScan:
     """The progress of a run. since_s: when its last start was; the pace is that of this start alone."""
     path = folder / METRICS_FILE
     scan, lines, damaged = MetricsScan(), content(path, unreadable).split(b"\n"), 0
@@ -124,7 +104,7 @@ def scan_metrics(folder: Path, unreadable: Unreadable, since_s: float = 0.0) -> 
         for name, value in _REWARDS.findall(line):
             scan.rewards.setdefault(name.decode(), {})[step] = float(value)
     if damaged:
-        unreadable.add(path, f"{damaged} of {len(lines) - 1} lines are no metrics")
+        unreadable.add(path, f"{damaged} damaged line{'s' * (damaged > 1)} left out")
     return scan
 
 
@@ -135,55 +115,91 @@ def _rewind(scan: MetricsScan, step: int) -> None:
         scan.rewards[name] = {at: value for at, value in points.items() if at < step}
 
 
-def _numbers(line: bytes) -> dict[str, float]:
-    """The metrics of a line that are numbers."""
-    record = _json(line)
-    return {
-        name: float(value)
-        for name, value in (record.items() if isinstance(record, dict) else ())
-        if name not in ("step", "time_s") and _is_number(value)
-    }
-
-
 def latest_metrics(folder: Path) -> dict[str, float]:
     """The newest value of each metric of the last PACE_STEPS lines."""
-    lines = content(folder / METRICS_FILE, Unreadable(), LATEST_BYTES).split(b"\n")
+    lines = content(folder / METRICS_FILE, LeftOut(), LATEST_BYTES).split(b"\n")
     latest: dict[str, float] = {}
     for line in lines[-PACE_STEPS - 1 : -1]:
-        latest |= _numbers(line)
-    return latest
+        found = mapping(json_value(line))
+        latest |= {name: value for name in found if (value := number(found[name])) is not None}
+    return {name: value for name, value in latest.items() if name not in ("step", "time_s")}
 
 
-def all_metrics(folder: Path, unreadable: Unreadable) -> dict[str, dict[int, float]]:
-    """Metric -> {step: value} of every metric, with the same reading of damage and resumes as the scan."""
-    series: dict[str, dict[int, float]] = {}
-    last = 0
-    for line in content(folder / METRICS_FILE, unreadable).split(b"\n")[:-1]:
-        head = _LINE.match(line)
-        if head is None:
+@dataclass
+class MetricHistory:
+    """All numbers of a run: of two lines for a step and metric the later one counts.
+
+    What a run did after the step that it resumed from is gone.
+    """
+
+    series: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Metric -> {step: value}."""
+    broken: dict[str, set[int]] = field(default_factory=dict)
+    """Metric -> steps whose value was not a number."""
+    times: dict[int, float] = field(default_factory=dict)
+    """Step -> seconds since the epoch."""
+
+    def rewind(self, step: int) -> None:
+        """Forget steps from `step` on."""
+        self.times = {at: time_s for at, time_s in self.times.items() if at < step}
+        self.broken = {name: {at for at in steps if at < step} for name, steps in self.broken.items()}
+        kept = (
+            (name, {at: value for at, value in points.items() if at < step})
+            for name, points in self.series.items()
+        )
+        self.series = {name: points for name, points in kept if points}
+
+
+def read_history(folder: Path, unreadable: LeftOut) -> MetricHistory:
+    """The history of a run's folder; empty where there is none."""
+    history, last = MetricHistory(), 0
+    for record in json_lines(folder / METRICS_FILE, MOST_BYTES, unreadable):
+        step = whole(record.pop("step", None))
+        if step is None or step < 0:
             continue
-        step = int(head[1])
         if step < last:
-            series = {
-                name: {at: value for at, value in points.items() if at < step}
-                for name, points in series.items()
-            }
+            history.rewind(step)
         last = step
-        for name, value in _numbers(line).items():
-            series.setdefault(name, {})[step] = value
-    return {name: points for name, points in series.items() if points}
+        history.times[step] = number(record.pop("time_s", None)) or 0.0
+        for name, value in record.items():
+            if (found := number(value)) is not None:
+                history.series.setdefault(name, {})[step] = found
+                history.broken.get(name, set()).discard(step)
+            elif value is None:
+                history.broken.setdefault(name, set()).add(step)
+    return history
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer with hundreds of digits
-        return False
+@dataclass(frozen=True)
+class Progress:
+    """What the last start of a run has recorded of itself."""
+
+    begun: bool = False
+    """Whether it says how many steps it has."""
+    total_steps: int | None = None
+    """None: it trains none."""
+    how: How | None = None
+    """How it ended; None: nothing is recorded, so it goes on, or was killed."""
+    cause: str = ""
+    time_s: float = 0.0
+    """Of the last event, since the epoch."""
 
 
-def read_starts(folder: Path, unreadable: Unreadable, packages: bool = False) -> tuple[int, Start]:
+def read_progress(folder: Path, run_id: str, unreadable: LeftOut) -> Progress:
+    """What a start of a run has recorded; nothing if it has not begun yet."""
+    told = Progress()
+    for event in json_lines(folder / PROGRESS_FILE, TAIL_BYTES, unreadable):
+        if event.get("run_id") != run_id:
+            continue
+        time_s, how = number(event.get("time_s")) or 0.0, event.get("how")
+        if event.get("event") == "begin":
+            told = Progress(True, whole(event.get("total_steps")), time_s=time_s)
+        elif event.get("event") == "end" and how in get_args(How):
+            told = replace(told, how=how, cause=word(event.get("cause")), time_s=time_s)
+    return told
+
+
+def read_starts(folder: Path, unreadable: LeftOut, packages: bool = False) -> tuple[int, Start]:
     """(how often the run was started, its last start). packages: with their versions, which takes longer."""
     path = folder / RUN_FILE
     documents = _DOCUMENT.split(content(path, unreadable).decode(errors="replace"))[1:]
@@ -195,23 +211,27 @@ def read_starts(folder: Path, unreadable: Unreadable, packages: bool = False) ->
     if not isinstance(told, dict):
         unreadable.add(path, "its last document is damaged")
         return len(documents), Start()
-    versions = _mapping(told.get("packages"))
+    versions = mapping(told.get("packages"))
     return len(documents), Start(
         started_s=_moment(told.get("started")),
-        **{name: _word(told.get(name)) for name in ("host", "directory", "command", "python")},
-        siirl=_mapping(told.get("siirl")),
-        project=_mapping(told.get("project")),
-        packages={str(name): _word(version) for name, version in versions.items()},
+        **{name: word(told.get(name)) for name in ("run_id", "host", "directory", "command", "python")},
+        siirl=mapping(told.get("siirl")),
+        project=mapping(told.get("project")),
+        packages={one_line(str(name)): word(version) for name, version in versions.items()},
     )
 
 
-def read_config(folder: Path, unreadable: Unreadable) -> dict[str, Any]:
+def read_job(folder: Path, unreadable: LeftOut) -> dict[str, Any]:
+    """job.json; empty where it is missing or damaged."""
+    return json_file(folder / JOB_FILE, MOST_JOB_BYTES, unreadable)
+
+
+def read_config(folder: Path, unreadable: LeftOut) -> dict[str, Any]:
     """Full key -> value of the run's configuration; {} if it cannot be read.
 
     From the job, which is quick to parse, else from the file that a user may have edited.
     """
-    job = _json(content(folder / JOB_FILE, unreadable) or b"{}")
-    config = job.get("config") if isinstance(job, dict) else None
+    config = read_job(folder, LeftOut()).get("config")
     if not isinstance(config, dict):
         text = content(folder / CONFIG_FILE, unreadable).decode(errors="replace")
         config = _yaml(text) if text else {}
@@ -231,10 +251,10 @@ def _flat(tree: dict[Any, Any], prefix: str = "", depth: int = 0) -> dict[str, A
     return flat
 
 
-def read_positions(folder: Path, unreadable: Unreadable) -> dict[int, Position]:
+def read_positions(folder: Path, unreadable: LeftOut) -> dict[int, Position]:
     """Rank -> the step and node that it entered last."""
     found: dict[int, Position] = {}
-    for rank, path in _of_ranks(folder / STATUS_DIR, unreadable):
+    for rank, path in numbered(folder / STATUS_DIR, "rank_", "", unreadable):
         try:
             position = read_position(path)
         except OSError as error:
@@ -245,10 +265,10 @@ def read_positions(folder: Path, unreadable: Unreadable) -> dict[int, Position]:
     return found
 
 
-def read_failures(folder: Path, unreadable: Unreadable) -> list[Failure]:
+def read_failures(folder: Path, unreadable: LeftOut) -> list[Failure]:
     """What ended the ranks of the last start, the likeliest first cause first."""
     found = []
-    for _, path in _of_ranks(folder / ERRORS_DIR, unreadable):
+    for _, path in numbered(folder / ERRORS_DIR, "rank_", ".json", unreadable):
         try:
             failure = read_failure(path)
         except (OSError, RecursionError) as error:
@@ -256,32 +276,10 @@ def read_failures(folder: Path, unreadable: Unreadable) -> list[Failure]:
             continue
         texts = failure and (failure.error, failure.host, failure.traceback)
         if failure is None or not all(isinstance(text, str) for text in texts or ()):
-            if path.suffix == ".json":
-                unreadable.add(path, "it is no record of a failure")
-        elif _is_number(failure.time_s) and _is_number(failure.rank):
+            unreadable.add(path, "it is no record of a failure")
+        elif number(failure.time_s) is not None and number(failure.rank) is not None:
             found.append(failure)
     return sorted(found, key=lambda failure: (bool(failure.secondary), failure.time_s, failure.rank))
-
-
-def _of_ranks(folder: Path, unreadable: Unreadable) -> list[tuple[int, Path]]:
-    """(rank, file) of a folder with a file for each rank."""
-    try:
-        with os.scandir(folder) as entries:
-            files = [Path(entry.path) for entry in entries if entry.is_file()]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        unreadable.add(folder, error.strerror or error)
-        return []
-    found = ((_RANK.fullmatch(path.name), path) for path in files)
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
-def _json(text: bytes) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _yaml(text: str) -> Any:
@@ -297,14 +295,6 @@ def _yaml(text: str) -> Any:
         return yaml.load(text, Loader=loader)
     except (yaml.YAMLError, ValueError, RecursionError, TypeError, AttributeError):
         return None
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _word(value: object) -> str:
-    return one_line(str(value)) if isinstance(value, str | int | float) else ""
 
 
 def _moment(text: object) -> float:

@@ -10,30 +10,27 @@ from pathlib import Path
 from typing import Any, Literal
 
 from siirl.errors import ConfigError
-from siirl.launch.failure import Failure
+from siirl.launch.failure import Failure, cause_line
 from siirl.launch.run_folder import LOCK, holder, is_held
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import Series, of_column
+from siirl.runs.folder_reader import LeftOut, content, one_line
 from siirl.runs.run_files import (
     MARKS,
     TAIL_BYTES,
     MetricsScan,
-    Unreadable,
-    content,
-    one_line,
+    Progress,
     read_config,
     read_failures,
     read_positions,
+    read_progress,
     read_starts,
     scan_metrics,
 )
 
-CURVE_FILE, LOG_FILE = "reward_curve.png", "logs/rank_0.log"
+LOG_FILE = "logs/rank_0.log"
 FRESH_S = 120.0
 """A run on another machine whose last sign of life is younger is taken to go on: locks may not reach here."""
-CLOCK_S = 2.0
-"""How far the clock of a file system may be behind that of a run's machine."""
-_TABLE_ROW = re.compile(rb"^ *(\d{1,15})/(\d{1,15})  ", re.M)
 _PROBLEM = re.compile(rb"^.*\[rank \d+\] [WEC] .*$", re.M)
 
 Status = Literal["running", "ended", "failed", "interrupted"]
@@ -60,14 +57,14 @@ class RunState:
 
     folder: Path
     status: Status
-    """running: a process holds the folder; ended: it came to its end and drew its reward curve; failed: a
-    rank left an error; interrupted: none of these, so somebody or the kernel ended it."""
+    """running: a process holds the folder; ended: it recorded that it came to its end; failed: its launcher
+    recorded that, or a rank left an error; interrupted: it was stopped, or killed without a record."""
     cause: str
     """Why it failed, where it was interrupted, or how it is known to run; "" if there is nothing to say."""
     step: int
     """The last step that is done."""
     total_steps: int | None
-    """None: the run has not told yet."""
+    """None: the run has not told yet, or trains none."""
     rewards: Series
     """Metric -> {step: value} of the training and validation rewards, agents apart."""
     starts: int
@@ -139,11 +136,11 @@ def run_folder(text: str) -> Path:
 
 def read_run(folder: Path) -> RunState:
     """The state of the run in a folder. Reads only; damaged files are in `unreadable`, nothing is raised."""
-    unreadable = Unreadable()
+    unreadable = LeftOut()
     starts, start = read_starts(folder, unreadable)
     scan = scan_metrics(folder, unreadable, start.started_s)
     config = read_config(folder, unreadable)
-    log = content(folder / LOG_FILE, unreadable, TAIL_BYTES)
+    progress = read_progress(folder, start.run_id, unreadable)
     positions = read_positions(folder, unreadable)
     failures = read_failures(folder, unreadable)
     errors = {failure.rank: _first_line(failure.error) for failure in failures}
@@ -152,19 +149,19 @@ def read_run(folder: Path) -> RunState:
     )
     lockable = os.path.isfile(folder / LOCK)
     about = holder(folder) if lockable else {}
-    last_sign_s = max([scan.time_s, *(rank.since_s for rank in ranks)])
+    last_sign_s = max([scan.time_s, progress.time_s, *(rank.since_s for rank in ranks)])
     host = one_line(str(about.get("host") or start.host))
     pid = about.get("pid")
     if lockable and is_held(folder):
         status, cause = "running", ""
     else:
-        status, cause = _status(folder, failures, ranks, scan, start.started_s, host, last_sign_s)
+        status, cause = _status(progress, failures, ranks, host, last_sign_s)
     return RunState(
         folder=folder,
         status=status,
         cause=cause,
         step=scan.step,
-        total_steps=_total_steps(config, log),
+        total_steps=_total_steps(config, progress),
         rewards=scan.rewards,
         starts=starts,
         started_s=start.started_s,
@@ -184,49 +181,33 @@ def last_problem(run: RunState) -> str:
     """What went wrong last: the cause of a failure, else the last warning or error of rank 0's log; or ""."""
     if run.failures:
         return failure_text(run.failures[0])
-    found = _PROBLEM.findall(content(run.folder / LOG_FILE, Unreadable(), TAIL_BYTES))
+    found = _PROBLEM.findall(content(run.folder / LOG_FILE, LeftOut(), TAIL_BYTES))
     return one_line(found[-1].decode(errors="replace")) if found else ""
 
 
 def failure_text(failure: Failure) -> str:
     """Where a rank failed, and why, in one line."""
-    where = [f"rank {failure.rank}"]
-    if failure.step:
-        where.append(f"step {failure.step}")
-    if failure.node:
-        where.append(str(failure.node))
-    return one_line(f"{', '.join(where)}: {_first_line(failure.error)}")
+    return cause_line(failure.rank, failure.step, failure.node, failure.error)
 
 
 def _status(
-    folder: Path,
-    failures: list[Failure],
-    ranks: tuple[RankState, ...],
-    scan: MetricsScan,
-    started_s: float,
-    host: str,
-    last_sign_s: float,
+    progress: Progress, failures: list[Failure], ranks: tuple[RankState, ...], host: str, last_sign_s: float
 ) -> tuple[Status, str]:
     """The status of a run whose folder no process of this machine holds, and what there is to say of it."""
-    if failures:
-        return "failed", failure_text(failures[0])
-    if _drawn_s(folder) >= max(scan.time_s, started_s) - CLOCK_S:
+    if progress.how == "ended":
         return "ended", ""
+    if progress.how == "failed":
+        return "failed", progress.cause
+    if failures and progress.how is None:
+        return "failed", failure_text(failures[0])
     elsewhere = bool(host) and host != socket.gethostname()
-    if elsewhere and 0 <= time.time() - last_sign_s < FRESH_S:
+    if progress.how is None and elsewhere and 0 <= time.time() - last_sign_s < FRESH_S:
         return "running", f"on {host}, by its last sign of life"
     if not ranks:
-        return "interrupted", "before its workers began"
+        return "interrupted", progress.cause or "before its workers began"
     behind = min(ranks, key=lambda rank: (rank.step, rank.since_s))
-    return "interrupted", f"in step {behind.step}, {behind.node}" if behind.step else f"in {behind.node}"
-
-
-def _drawn_s(folder: Path) -> float:
-    """When the reward curve was drawn, the last thing that a run does; minus infinity if it was not."""
-    try:
-        return (folder / CURVE_FILE).stat().st_mtime
-    except OSError:
-        return float("-inf")
+    where = f"in step {behind.step}, {behind.node}" if behind.step else f"in {behind.node}"
+    return "interrupted", f"{progress.cause} {where}".strip()
 
 
 def _pace(scan: MetricsScan) -> float | None:
@@ -236,13 +217,12 @@ def _pace(scan: MetricsScan) -> float | None:
     return max(0.0, last_s - first_s) / (last - first)
 
 
-def _total_steps(config: Mapping[str, Any], log: bytes) -> int | None:
-    """As it was set, or as the table of the console says where it follows from the data."""
+def _total_steps(config: Mapping[str, Any], progress: Progress) -> int | None:
+    """As the run told; as it was set, until its workers know."""
+    if progress.begun:
+        return progress.total_steps
     wanted = config.get("trainer.total_training_steps")
-    if isinstance(wanted, int) and wanted > 0:
-        return wanted
-    rows = _TABLE_ROW.findall(log)
-    return int(rows[-1][1]) if rows else None
+    return wanted if isinstance(wanted, int) and wanted > 0 else None
 
 
 def _first_line(text: str) -> str:

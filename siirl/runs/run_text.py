@@ -8,7 +8,7 @@ from pathlib import Path
 
 from siirl.observe.columns import number
 from siirl.observe.curve import Series
-from siirl.runs.run_files import one_line
+from siirl.runs.folder_reader import one_line
 
 UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 

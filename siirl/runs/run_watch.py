@@ -8,7 +8,8 @@ from pathlib import Path
 from siirl.observe.columns import COLUMNS, agents_of, cell, matches
 from siirl.observe.summary import duration
 from siirl.parallel.placement import format_ranks
-from siirl.runs.run_files import latest_metrics, one_line
+from siirl.runs.folder_reader import one_line
+from siirl.runs.run_files import latest_metrics
 from siirl.runs.run_state import RankState, RunState, last_problem, read_run
 from siirl.runs.run_text import age_text, cut, last_and_best, line_width, moment_text, path_text
 

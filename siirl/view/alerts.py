@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from siirl.view.metric_curves import MetricHistory
+from siirl.runs.run_files import MetricHistory
 
 RECENT = 5
 """Values that an alert looks at, so that one odd step is none."""

@@ -5,16 +5,18 @@ import re
 from typing import Any
 
 from siirl.compiler.plan import Plan
+from siirl.observe.curve import Series
 from siirl.observe.printable import printable
 from siirl.parallel.placement import format_ranks
+from siirl.runs.folder_reader import LeftOut
+from siirl.runs.run_files import MetricHistory
 from siirl.show.plan_picture import drawn_as_svg, node_mark
 from siirl.show.plan_text import node_ranks
-from siirl.view.metric_curves import MetricHistory, Series
 
 LAST_STEPS, MOST_NODES = 10, 300
 
 
-def dag_of(job: dict[str, Any], history: MetricHistory, notes: list[str]) -> dict[str, Any] | None:
+def dag_of(job: dict[str, Any], history: MetricHistory, left_out: LeftOut) -> dict[str, Any] | None:
     """Picture and nodes of the plan in job.json; None without one. Raises what a damaged plan raises."""
     text = job.get("plan")
     if not isinstance(text, str):
@@ -24,8 +26,8 @@ def dag_of(job: dict[str, Any], history: MetricHistory, notes: list[str]) -> dic
     if len(plan.nodes) <= MOST_NODES:
         svg = _picture(text)
     else:
-        notes.append(
-            f"the picture of the plan: {len(plan.nodes)} nodes are more than {MOST_NODES}; they are listed"
+        left_out.add(
+            "the picture of the plan", f"{len(plan.nodes)} nodes are more than {MOST_NODES}; they are listed"
         )
     return {"svg": svg, "nodes": _nodes(plan, history.series), "parts": _parts(plan, history.series)}
 

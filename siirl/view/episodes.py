@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from siirl.runs.folder_reader import LeftOut, attempt, json_lines, number, numbered, whole
 from siirl.show.conversation_text import (
     EPISODE,
     ShownEpisode,
@@ -15,40 +16,40 @@ from siirl.show.conversation_text import (
     shown_text,
     speaker_name,
 )
-from siirl.view.folder_reader import attempt, json_lines, number, numbered, whole
 
 MOST_EPISODES, MOST_CHARACTERS, MOST_FILE_BYTES, MOST_MESSAGES = 400, 4 << 20, 16 << 20, 200
 KINDS = ("validation", "train")
 _ROW_KEYS = ("step", "node", "data_source", "sample_index", "score", "prompt", "response", "ground_truth")
 
 
-def read_episodes(folders: Mapping[str, Path], notes: list[str]) -> list[dict[str, Any]]:
+def read_episodes(folders: Mapping[str, Path], left_out: LeftOut) -> list[dict[str, Any]]:
     """Episodes as the page shows them, newest step first. folders: kind of samples -> its folder."""
     files = [
         (step, kind, path)
         for kind in KINDS
         if kind in folders
-        for step, path in numbered(folders[kind], "step_", ".jsonl")
+        for step, path in numbered(folders[kind], "step_", ".jsonl", left_out)
     ]
     files.sort(key=lambda item: (-item[0], KINDS.index(item[1])))
     shown: list[dict[str, Any]] = []
     characters = damaged = 0
     for place, (step, kind, path) in enumerate(files):
-        for index, row in enumerate(json_lines(path, MOST_FILE_BYTES, notes)):
+        for index, row in enumerate(json_lines(path, MOST_FILE_BYTES, left_out)):
             if len(shown) >= MOST_EPISODES or characters >= MOST_CHARACTERS:
-                notes.append(
-                    f"conversations: the newest {len(shown)} are shown, down to step {step}; older ones are "
-                    f"in {len(files) - place} file{'s' * (len(files) - place > 1)} of the run's folder"
+                left_out.add(
+                    "conversations",
+                    f"the newest {len(shown)} are shown, down to step {step}; older ones are "
+                    f"in {len(files) - place} file{'s' * (len(files) - place > 1)} of the run's folder",
                 )
                 return shown
-            episode = attempt(partial(_shown, row), None, "a conversation", [])
+            episode = attempt(partial(_shown, row), None, "a conversation", LeftOut())
             if episode is None:
                 damaged += 1
                 continue
             characters += sum(len(message["text"]) for message in episode["messages"])
             shown.append({"id": f"{kind} {step}.{index}", "step": step, "kind": kind, **episode})
     if damaged:
-        notes.append(f"conversations: damaged ones were left out: {damaged}")
+        left_out.add("conversations", f"damaged ones were left out: {damaged}")
     return shown
 
 

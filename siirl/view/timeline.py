@@ -11,7 +11,7 @@ from typing import Any
 
 from siirl.observe.printable import printable
 from siirl.observe.trace import TRACE_DIR, TRACE_FILE
-from siirl.view.folder_reader import json_lines, number, numbered, whole
+from siirl.runs.folder_reader import LeftOut, json_lines, number, numbered, whole
 
 LAST_STEPS, MOST_RANKS, MOST_SPANS = 3, 64, 20_000
 MOST_BYTES, MOST_MERGED_BYTES, MOST_EVENTS = 64 << 20, 256 << 20, 20_000
@@ -37,12 +37,12 @@ class _RankTrace:
     spans: dict[int, list[_Interval]] = field(default_factory=dict)
 
 
-def timeline(output_dir: Path, notes: list[str]) -> dict[str, Any] | None:
+def timeline(output_dir: Path, left_out: LeftOut) -> dict[str, Any] | None:
     """Lanes of the ranks with their intervals in the last steps; None without a trace.
 
     Times are milliseconds since the first shown step began, on the clock of the trace.
     """
-    traces = [_read(rank, events) for rank, events in _events(output_dir, notes)]
+    traces = [_read(rank, events) for rank, events in _events(output_dir, left_out)]
     steps = sorted({step for trace in traces for step, _, _ in _steps(trace)})[-LAST_STEPS:]
     if not steps:
         return None
@@ -52,7 +52,7 @@ def timeline(output_dir: Path, notes: list[str]) -> dict[str, Any] | None:
     shown = [item for item in shown if item[2].end_us > start or item[2].start_us >= start]
     if len(shown) > MOST_SPANS:
         shown.sort(key=lambda item: item[2].start_us - item[2].end_us)
-        notes.append(f"timeline: the longest {MOST_SPANS} of {len(shown)} intervals are shown")
+        left_out.add("timeline", f"the longest {MOST_SPANS} of {len(shown)} intervals are shown")
         shown = shown[:MOST_SPANS]
     lanes: dict[tuple[int, int], dict[str, Any]] = {}
     for trace, lane, span in sorted(shown, key=lambda item: (item[0].rank, item[1], item[2].start_us)):
@@ -71,19 +71,19 @@ def timeline(output_dir: Path, notes: list[str]) -> dict[str, Any] | None:
     }
 
 
-def _events(output_dir: Path, notes: list[str]) -> list[tuple[int, Iterable[dict[str, Any]]]]:
+def _events(output_dir: Path, left_out: LeftOut) -> list[tuple[int, Iterable[dict[str, Any]]]]:
     """(rank, its events): of the ranks' files, else of the merged one."""
-    files = numbered(output_dir / TRACE_DIR, "rank_", ".jsonl")
+    files = numbered(output_dir / TRACE_DIR, "rank_", ".jsonl", left_out)
     if not files:
-        return _merged_events(output_dir / TRACE_FILE, notes)
+        return _merged_events(output_dir / TRACE_FILE, left_out)
     if len(files) > MOST_RANKS:
-        notes.append(f"timeline: {MOST_RANKS} of {len(files)} ranks are shown, evenly chosen")
+        left_out.add("timeline", f"{MOST_RANKS} of {len(files)} ranks are shown, evenly chosen")
         files = [files[index * len(files) // MOST_RANKS] for index in range(MOST_RANKS)]
     most = MOST_BYTES // len(files)
-    return [(rank, json_lines(path, most, notes)) for rank, path in files]
+    return [(rank, json_lines(path, most, left_out)) for rank, path in files]
 
 
-def _merged_events(path: Path, notes: list[str]) -> list[tuple[int, Iterable[dict[str, Any]]]]:
+def _merged_events(path: Path, left_out: LeftOut) -> list[tuple[int, Iterable[dict[str, Any]]]]:
     found: dict[int, deque[dict[str, Any]]] = {}
     taken = 0
     try:
@@ -91,7 +91,7 @@ def _merged_events(path: Path, notes: list[str]) -> list[tuple[int, Iterable[dic
             for line in file:
                 taken += len(line)
                 if taken > MOST_MERGED_BYTES:
-                    notes.append(f"{path.name}: only its first {MOST_MERGED_BYTES >> 20} MiB are read")
+                    left_out.add(path, f"only its first {MOST_MERGED_BYTES >> 20} MiB are read")
                     break
                 try:
                     event = json.loads(line.strip().removesuffix(b","))
@@ -103,7 +103,7 @@ def _merged_events(path: Path, notes: list[str]) -> list[tuple[int, Iterable[dic
     except FileNotFoundError:
         return []
     except (OSError, EOFError, zlib.error) as error:
-        notes.append(f"{path.name} is damaged: {type(error).__name__}")
+        left_out.add(path, f"it is damaged: {type(error).__name__}")
     return sorted(found.items())
 
 

@@ -19,9 +19,10 @@ def add_command(commands: Any) -> None:
 
 
 def _view(args: argparse.Namespace, overrides: list[str]) -> None:
-    from siirl.view.view_page import export, find_runs
+    from siirl.runs.run_state import run_folder
+    from siirl.view.view_page import export
 
-    folders = find_runs(args.runs)
+    folders = [run_folder(name).absolute() for name in args.runs]
     if args.export is None:
         _serve(folders, args.port)
         return

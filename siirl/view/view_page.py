@@ -15,59 +15,42 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from siirl.errors import DataError
-from siirl.observe.curve import METRICS_FILE
+from siirl.runs.folder_reader import LeftOut, attempt
+from siirl.runs.run_files import read_history, read_job
+from siirl.runs.run_state import read_run as read_state
 from siirl.show.plan_picture import AGENT_COLORS
 from siirl.view.alerts import alerts
 from siirl.view.dag_share import dag_of
 from siirl.view.episodes import KINDS, read_episodes
-from siirl.view.folder_reader import attempt
-from siirl.view.metric_curves import curves, read_history
-from siirl.view.run_status import health, overview, read_job, trainer_of
+from siirl.view.metric_curves import curves
+from siirl.view.run_status import health, overview, trainer_of
 from siirl.view.timeline import timeline
 
-MARKS = ("job.json", "run.yaml", METRICS_FILE, "status", "rollouts", "trace")
-"""One of them is in the folder of every run."""
 SCRIPTS = ("page.js", "dag.js", "timeline.js", "curves.js", "conversations.js")
 LAST_WORDS = "start();\n"
 SAMPLE_KEYS = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
 
 
-def find_runs(folders: Sequence[str]) -> list[Path]:
-    """The folders, in full. DataError: the first that is none of a run."""
-    found = []
-    for name in folders:
-        folder = Path(name).expanduser().absolute()
-        if not folder.is_dir():
-            raise DataError(f"{name}: there is no such folder. Give the trainer.output_dir of a run.")
-        if not any((folder / mark).exists() for mark in MARKS):
-            raise DataError(
-                f"{name} has none of {', '.join(MARKS)}: no run wrote there. Give the "
-                "trainer.output_dir of a run."
-            )
-        found.append(folder)
-    return found
-
-
 def read_run(output_dir: Path) -> dict[str, Any]:
     """All that the page shows of a run, as JSON values; `notes` says what was left out, or is damaged."""
-    notes: list[str] = []
-    job = read_job(output_dir)
+    left_out, state = LeftOut(), read_state(output_dir)
+    job, history = read_job(output_dir, left_out), read_history(output_dir, left_out)
     trainer = trainer_of(job)
-    history = read_history(output_dir)
     folders = {
         kind: Path(str(trainer.get(SAMPLE_KEYS[kind]) or output_dir / "rollouts" / kind)) for kind in KINDS
     }
     run = {
-        "overview": overview(output_dir, job, history, notes),
-        "alerts": attempt(lambda: [asdict(alert) for alert in alerts(history)], [], "alerts", notes),
-        "dag": attempt(lambda: dag_of(job, history, notes), None, "the plan of job.json", notes),
-        "timeline": attempt(lambda: timeline(output_dir, notes), None, "the trace", notes),
-        "curves": curves(history),
-        "episodes": read_episodes(folders, notes),
-        "health": health(output_dir, notes),
+        "overview": overview(state, job, left_out),
+        "alerts": attempt(lambda: [asdict(alert) for alert in alerts(history)], [], "alerts", left_out),
+        "dag": attempt(lambda: dag_of(job, history, left_out), None, "the plan of job.json", left_out),
+        "timeline": attempt(lambda: timeline(output_dir, left_out), None, "the trace", left_out),
+        "curves": curves(history, left_out),
+        "episodes": read_episodes(folders, left_out),
+        "health": health(state, left_out),
     }
-    return run | {"notes": [*history.notes, *notes]}
+    for what, why in state.unreadable.items():
+        left_out.add(what, why)
+    return run | {"notes": [f"{what}: {why}" for what, why in left_out.items()]}
 
 
 def read_runs(output_dirs: Sequence[Path], live: bool = False) -> dict[str, Any]:

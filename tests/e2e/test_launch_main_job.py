@@ -137,6 +137,7 @@ def test_torchrun_starts_the_same_job(inputs, tmp_path):
     done = run([*torchrun, "-m", "siirl.main_dag", *overrides(inputs, tmp_path, *settings)])
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path)[-1]["step"] == 1
+    assert (read_run(tmp_path).status, read_run(tmp_path).total_steps) == ("ended", 1)
     assert (tmp_path / "hf_model" / "model.safetensors").is_file()
     assert (tmp_path / "hf_model" / "tokenizer.json").is_file()
 
@@ -178,7 +179,7 @@ def test_sigterm_ends_a_running_job_within_30_s_and_leaves_no_process_and_no_sec
     assert [child for child in children if is_running(child)] == []
     assert "stopped by SIGTERM" in log_path.read_text()
     state = read_run(tmp_path / "out")
-    assert state.status == "interrupted" and state.cause.startswith("in step "), state
+    assert state.status == "interrupted" and state.cause.startswith("stopped by SIGTERM in step "), state
 
 
 def wait_for_steps(job: subprocess.Popen, path: Path, log_path: Path) -> None:

@@ -12,6 +12,7 @@ from siirl.launch.failure import describe_exception, write_failure
 from siirl.launch.job import Job
 from siirl.launch.run_record import write_record
 from siirl.observe.position import Position, PositionFile
+from siirl.observe.run_progress import How, record_begin, record_end
 from siirl.observe.sinks import JsonlSink
 
 COMMAND = (
@@ -30,18 +31,22 @@ class Written:
     folder: Path
     cfg: Config
     num_ranks: int = 2
+    run_id: str = "id"
     began_s: float = field(default_factory=lambda: int(time.time()) - 1000)
 
     @cached_property
     def job(self) -> Job:
         return Job(to_dict(self.cfg), "{}", str(self.folder), self.num_ranks, self.num_ranks)
 
-    def start(self, at_s: float | None = None, command: Sequence[str] = COMMAND) -> "Written":
+    def start(
+        self, at_s: float | None = None, command: Sequence[str] = COMMAND, run_id: str = "id"
+    ) -> "Written":
         """One start: its record, its job, empty errors and positions."""
         at_s = self.began_s if at_s is None else at_s
         started = time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(at_s))
         with patch("siirl.launch.run_record.time.strftime", lambda _form: started):
-            write_record(self.folder, self.cfg, command, "id")
+            write_record(self.folder, self.cfg, command, run_id)
+        self.run_id = run_id
         self.job.prepare()
         return self
 
@@ -70,9 +75,14 @@ class Written:
         write_failure(self.job.error_path(rank), describe_exception(error, rank, Position(step, node, 0.0)))
         return self
 
-    def end(self) -> "Written":
-        """What a run draws last."""
-        (self.folder / "reward_curve.png").write_bytes(b"\x89PNG")
+    def begin(self, total_steps: int | None) -> "Written":
+        """What rank 0 records when it knows its data."""
+        record_begin(self.folder, self.run_id, total_steps)
+        return self
+
+    def end(self, how: How = "ended", cause: str = "") -> "Written":
+        """What a run records last."""
+        record_end(self.folder, self.run_id, how, cause)
         return self
 
 

@@ -7,6 +7,7 @@ from plan_cases import template_plan
 from siirl.launch.failure import Failure, write_failure
 from siirl.launch.job import Job
 from siirl.observe.position import PositionFile
+from siirl.observe.run_progress import record_begin, record_end
 from siirl.observe.sinks import JsonlSink, SampleSink
 from siirl.observe.trace import TRACE_DIR, TraceFile
 
@@ -44,9 +45,11 @@ def write_run(
             f"hello from rank {rank}\n{text}\n", errors="replace"
         )
     (folder / "run.yaml").write_text(
-        "---\nstarted: 2026-01-01 10:00:00 +0000\nhost: node7\ncommand: python -m siirl.main_dag "
+        "---\nrun_id: id\nstarted: 2026-01-01 10:00:00 +0000\nhost: node7\ncommand: python -m siirl.main_dag "
         "trainer.token=...\nsiirl:\n  commit: 0123456789abcdef\n  changed: true\npackages:\n  torch: 2.13.0\n"
     )
+    record_begin(folder, "id", steps)
+    record_end(folder, "id", "ended")
     return folder
 
 

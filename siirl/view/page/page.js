@@ -53,7 +53,7 @@ function tip(text, x, y) {
 section("overview", "Overview", () => {
   const about = run().overview, parts = [];
   const facts = [
-    ["state", make("span", { class: "state " + about.state, id: "state" }, about.state)],
+    ["state", [make("span", { class: "state " + about.state, id: "state" }, about.state), about.cause ? " " + about.cause : ""]],
     ["step", make("span", { id: "step" }, about.step === null ? "none yet" : String(about.step),
       about.total ? " of " + about.total : "", " ",
       about.total ? make("progress", { max: about.total, value: about.step || 0, "aria-label": "steps done" }) : null,

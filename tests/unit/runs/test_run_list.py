@@ -13,7 +13,8 @@ from siirl.cli import main
 from siirl.launch.run_folder import held
 from siirl.observe.curve import read_series
 from siirl.observe.printable import UNPRINTABLE
-from siirl.runs.run_files import Unreadable, all_metrics, latest_metrics, scan_metrics
+from siirl.runs.folder_reader import LeftOut
+from siirl.runs.run_files import latest_metrics, read_history, scan_metrics
 from siirl.runs.run_list import find_runs, size_on_disk
 from siirl.runs.run_state import read_run
 
@@ -63,11 +64,28 @@ def test_each_state_of_a_run_is_told_by_what_it_wrote(tmp_path, capsys):
     assert read_run(tmp_path / "running").status == "interrupted"  # the lock is gone with its holder
 
 
-def test_a_killed_run_that_had_drawn_a_curve_before_it_went_on_has_not_ended(tmp_path):
-    run = ended(tmp_path / "run")
-    begin_s = os.stat(run.folder / "reward_curve.png").st_mtime + 60
-    run.start(begin_s)
+def test_a_run_that_ended_and_was_killed_after_it_went_on_has_not_ended(tmp_path):
+    run = ended(tmp_path / "run").start(run_id="second")
     assert (read_run(run.folder).status, read_run(run.folder).starts) == ("interrupted", 2)
+    run.begin(50)
+    assert (read_run(run.folder).status, read_run(run.folder).total_steps) == ("interrupted", 50)
+
+
+def test_how_a_run_ended_is_what_it_recorded(tmp_path):
+    killed = written(tmp_path / "killed").start().positions({0: (4, "rollout", 1e9)})
+    killed.begin(40).end("failed", "rank 1, step 4, rollout: killed by SIGKILL")
+    stopped = written(tmp_path / "stopped").start().positions({0: (4, "rollout", 1e9)})
+    stopped.begin(40).end("stopped", "stopped by SIGINT")
+    late = ended(tmp_path / "late").end("failed", "rank 1: exit code 3")
+    told = {
+        run.folder.name: (read_run(run.folder).status, read_run(run.folder).cause)
+        for run in (killed, stopped, late)
+    }
+    assert told == {
+        "killed": ("failed", "rank 1, step 4, rollout: killed by SIGKILL"),
+        "stopped": ("interrupted", "stopped by SIGINT in step 4, rollout"),
+        "late": ("failed", "rank 1: exit code 3"),
+    }
 
 
 def test_what_a_run_did_after_the_step_that_it_went_on_from_does_not_count(tmp_path):
@@ -95,9 +113,9 @@ def test_the_quick_scan_reads_the_numbers_that_the_json_has(seed, tmp_path):
         for step in range(30)
     }
     run = written(tmp_path).start().steps(values)
-    scan, series = scan_metrics(run.folder, Unreadable()), read_series(run.folder / "metrics.jsonl")
+    scan, series = scan_metrics(run.folder, LeftOut()), read_series(run.folder / "metrics.jsonl")
     assert scan.rewards == {name: points for name, points in series.items() if name in names}
-    assert all_metrics(run.folder, Unreadable()) == {
+    assert read_history(run.folder, LeftOut()).series == {
         name: p for name, p in series.items() if name != "time_s"
     }
     assert (
@@ -106,16 +124,10 @@ def test_the_quick_scan_reads_the_numbers_that_the_json_has(seed, tmp_path):
     )
 
 
-def test_the_steps_of_an_unset_total_are_those_of_the_console(tmp_path, capsys):
-    from siirl.observe.console import ConsoleSink
-
-    sink = ConsoleSink(625)
-    for step, values in rewards(range(1, 9)).items():
-        sink.log(step, values)
-    table = capsys.readouterr().out
+def test_the_steps_of_an_unset_total_are_those_that_the_workers_counted(tmp_path):
     run = written(tmp_path, "trainer.total_training_steps=null").start().steps(rewards(range(1, 9)))
     assert read_run(run.folder).total_steps is None
-    (run.folder / "logs" / "rank_0.log").write_text(table)
+    run.begin(625)
     assert read_run(run.folder).total_steps == 625
 
 
@@ -164,7 +176,7 @@ def test_no_damage_ends_a_command_with_a_traceback(seed, tmp_path, capsys, templ
         assert main(command) in (0, 2)
     said = capsys.readouterr()
     assert UNPRINTABLE.search(said.out + said.err) is None
-    assert "one" in said.out or not any(find_runs(tmp_path / "one", Unreadable()))
+    assert "one" in said.out or not any(find_runs(tmp_path / "one", LeftOut()))
 
 
 @pytest.fixture(scope="module")
@@ -194,11 +206,11 @@ def test_what_a_run_writes_is_not_searched_and_runs_in_runs_are_found(tmp_path):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "metrics.jsonl").touch()
     os.symlink(tmp_path / "run", tmp_path / "again")
-    found = {str(path.relative_to(tmp_path)) for path in find_runs(tmp_path, Unreadable())}
+    found = {str(path.relative_to(tmp_path)) for path in find_runs(tmp_path, LeftOut())}
     assert found == {"run", "run/sweep/a", "plain/b/c/d/e"}
     os.makedirs(tmp_path / "plain/b/c/d/e/f")
     (tmp_path / "plain/b/c/d/e/f/metrics.jsonl").touch()
-    assert len(list(find_runs(tmp_path, Unreadable()))) == 3  # six folders down: too deep
+    assert len(list(find_runs(tmp_path, LeftOut()))) == 3  # six folders down: too deep
 
 
 def test_the_size_is_what_du_says(tmp_path):

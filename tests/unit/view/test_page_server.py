@@ -41,7 +41,7 @@ def test_the_page_and_its_data_are_served_to_who_has_the_token(served):
     tag = headers["ETag"]
     assert ask(server, f"/{server.token}/data.json", **{"If-None-Match": tag})[0] == 304
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 7, "reward/score": 0.25}\n')
+        file.write('{"step": 7, "time_s": 1.0, "reward/score": 0.25}\n')
     status, headers, text = ask(server, f"/{server.token}/data.json", **{"If-None-Match": tag})
     assert status == 200 and json.loads(text)["runs"][0]["overview"]["step"] == 7
 

@@ -48,7 +48,7 @@ def test_the_command_writes_one_file(tmp_path, capsys):
 
 def test_a_folder_that_is_no_run_and_a_file_that_cannot_be_written_are_user_errors(tmp_path, capsys):
     assert main(["view", str(tmp_path), "--export", str(tmp_path / "x.html")]) == 2
-    assert "no run wrote there" in capsys.readouterr().err
+    assert "is not the folder of a run" in capsys.readouterr().err
     run = write_run(tmp_path / "run")
     (tmp_path / "file").touch()
     assert main(["view", str(run), "--export", str(tmp_path / "file" / "x.html")]) == 2

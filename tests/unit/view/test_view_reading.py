@@ -11,20 +11,24 @@ from pathlib import Path
 import pytest
 from viewed_runs import STEP_S, write_error, write_run
 
-from siirl.errors import DataError
+from siirl.errors import ConfigError
 from siirl.launch.run_folder import LOCK
+from siirl.observe.run_progress import record_end
 from siirl.observe.sinks import JsonlSink
 from siirl.observe.trace import TRACE_DIR, merge_trace
+from siirl.runs.folder_reader import LeftOut
+from siirl.runs.run_files import MetricHistory, read_history
+from siirl.runs.run_state import run_folder
 from siirl.view import episodes, timeline, view_page
 from siirl.view.alerts import alerts
-from siirl.view.metric_curves import MOST_POINTS, MetricHistory, curves, read_history, thin
-from siirl.view.view_page import find_runs, read_run
+from siirl.view.metric_curves import MOST_POINTS, curves, thin
+from siirl.view.view_page import read_run
 
 
 def test_a_run_is_read_from_its_folder(tmp_path):
     run = read_run(write_run(tmp_path / "run"))
     about = run["overview"]
-    assert (about["state"], about["step"], about["total"], about["name"]) == ("finished", 6, 6, "small")
+    assert (about["state"], about["step"], about["total"], about["name"]) == ("ended", 6, 6, "small")
     assert about["command"] == "python -m siirl.main_dag trainer.token=..."
     assert (about["host"], about["commit"]) == ("node7", "0123456789ab (changed)")
     assert [(rank["rank"], rank["step"]) for rank in about["ranks"]] == [(0, 6), (1, 6)]
@@ -79,9 +83,10 @@ def test_a_long_trace_and_many_ranks_are_cut_and_said(tmp_path, monkeypatch):
 
 def test_the_state_is_that_of_the_folder(tmp_path):
     folder = write_run(tmp_path / "run")
-    assert read_run(folder)["overview"]["state"] == "finished"
-    (folder / "metrics.jsonl").write_text('{"step": 2, "a": 1}\n')
     assert read_run(folder)["overview"]["state"] == "ended"
+    record_end(folder, "id", "stopped", "stopped by SIGTERM")
+    assert read_run(folder)["overview"]["state"] == "interrupted"
+    (folder / "progress.jsonl").unlink()
     write_error(folder, 1, "PeerError: gone", secondary=True)
     write_error(folder, 0, "ValueError: no such column")
     run = read_run(folder)
@@ -107,11 +112,13 @@ def test_a_curve_of_many_points_keeps_its_ends_and_extremes():
     assert len(kept) <= MOST_POINTS and kept == sorted(set(kept))
     assert {points[0], points[-1], (77_777, 9.0), (12_345, -9.0)} <= set(kept)
     history = MetricHistory(series={"loss": dict(points)})
-    shown = curves(history)
+    left_out = LeftOut()
+    shown = curves(history, left_out)
     assert shown["loss"]["of"] == 100_000 and len(shown["loss"]["steps"]) <= MOST_POINTS
-    assert history.notes == [
-        "1 curve of more than 2000 points: of each stretch the lowest and the highest point are shown"
-    ]
+    assert left_out == {
+        "curves": "of 1 that has more than 2000 points, the lowest and the highest point of each stretch are "
+        "shown"
+    }
 
 
 def test_the_newest_conversations_come_first_up_to_a_bound(tmp_path, monkeypatch):
@@ -127,7 +134,7 @@ def history_of(name, values, tmp_path):
     for step, value in enumerate(values, 1):
         sink.log(step, {name: value})
     sink.close()
-    return read_history(tmp_path)
+    return read_history(tmp_path, LeftOut())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +176,7 @@ def test_of_two_lines_for_a_step_the_later_counts(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         '{"step":1,"a":null}\n{"step":1,"a":2}\n{"step":2,"a":1}\n{"step":2,"a":3'
     )
-    history = read_history(tmp_path)
+    history = read_history(tmp_path, LeftOut())
     assert history.series == {"a": {1: 2.0, 2: 1.0}} and not history.broken["a"]
 
 
@@ -224,12 +231,12 @@ def test_any_line_in_any_file_of_a_run_is_survived(tmp_path, line):
 
 
 def test_folders_of_no_run_are_refused(tmp_path):
-    with pytest.raises(DataError, match="there is no such folder"):
-        find_runs([str(tmp_path / "nothing")])
-    with pytest.raises(DataError, match="no run wrote there"):
-        find_runs([str(tmp_path)])
+    with pytest.raises(ConfigError, match="there is no folder"):
+        run_folder(str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        run_folder(str(tmp_path))
     (tmp_path / "metrics.jsonl").touch()
-    assert find_runs([str(tmp_path)]) == [tmp_path]
+    assert run_folder(str(tmp_path)) == tmp_path
     run = read_run(tmp_path)
     assert run["overview"]["step"] is None and run["dag"] is None and run["timeline"] is None
 

@@ -1,0 +1,149 @@
+"""Reading files that a run wrote: tolerant of damage, bounded in size, never raising for what stands in one.
+
+A folder may be written at the same moment, come from elsewhere, or be damaged; no file in it is trusted.
+What cannot be read, or was left out, is said in `LeftOut`.
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from siirl.observe.printable import printable
+
+T = TypeVar("T")
+MOST_LINE_BYTES, MOST_REASON = 8 << 20, 300
+
+
+class LeftOut(dict[str, str]):
+    """File, or other part of a run -> why it could not be read, or not all of it; printable, a line each."""
+
+    def add(self, what: Path | str, why: object) -> None:
+        name = what.name if isinstance(what, Path) else what
+        reason = one_line(str(why))[:MOST_REASON]
+        before = self.get(name)
+        self[name] = reason if before in (None, reason) else f"{before}; {reason}"
+
+
+def one_line(text: str) -> str:
+    """Text of models, users and their exceptions as one printable line."""
+    return printable(" ".join(text.split()))
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer with hundreds of digits
+        return None
+
+
+def whole(value: Any) -> int | None:
+    """An integer that fits 53 bits, as JavaScript's do; or None."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
+
+
+def word(value: Any) -> str:
+    """A text or a number as one printable line; "" for anything else."""
+    return one_line(str(value)) if isinstance(value, str | int | float) else ""
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """What is a table; {} for anything else."""
+    return value if isinstance(value, dict) else {}
+
+
+def tail(path: Path, most: int | None, left_out: LeftOut) -> tuple[bytes, int]:
+    """(the last bytes of a file, how many come before them); nothing where there is no file.
+
+    most: how many; None: all of them. A pipe or device is not opened.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            left_out.add(path, "it is no regular file")
+            return b"", 0
+        with path.open("rb") as file:
+            before = 0 if most is None else max(0, file.seek(0, os.SEEK_END) - most)
+            file.seek(before)
+            return file.read(-1 if most is None else most), before
+    except FileNotFoundError:
+        return b"", 0
+    except OSError as error:
+        left_out.add(path, error.strerror or error)
+        return b"", 0
+
+
+def content(path: Path, left_out: LeftOut, last: int | None = None) -> bytes:
+    """The bytes of a file, or the `last` of them; b"" where there is none."""
+    return tail(path, last, left_out)[0]
+
+
+def json_value(text: bytes) -> Any:
+    """What a text is in JSON; None if it is damaged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def json_lines(path: Path, most: int, left_out: LeftOut) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a file's last `most` bytes, a line each; bad lines and cut bytes are noted.
+
+    A last line without an end is being written, and passed over in silence.
+    """
+    data, before = tail(path, most, left_out)
+    lines = data.split(b"\n")
+    bad = 0
+    for line in lines[1 if before else 0 : -1]:
+        if not line.strip(b"\0 \t\r"):
+            continue
+        found = json_value(line) if len(line) <= MOST_LINE_BYTES else None
+        if isinstance(found, dict):
+            yield found
+        else:
+            bad += 1
+    if before:
+        left_out.add(path, f"its first {before / 2**20:.1f} MiB are left out")
+    if bad:
+        left_out.add(path, f"{bad} damaged line{'s' * (bad > 1)} left out")
+
+
+def json_file(path: Path, most: int, left_out: LeftOut) -> dict[str, Any]:
+    """The JSON object that a file holds; empty if it is not there, damaged or too large."""
+    data, before = tail(path, most, left_out)
+    found = json_value(data) if data and not before else None
+    if data and not isinstance(found, dict):
+        left_out.add(path, f"it is larger than {most >> 20} MiB" if before else "it holds no object of JSON")
+    return found if isinstance(found, dict) else {}
+
+
+def numbered(folder: Path, before: str, after: str, left_out: LeftOut) -> list[tuple[int, Path]]:
+    """Files named before + number + after, in the order of their numbers."""
+    found = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                digits = entry.name.removeprefix(before).removesuffix(after)
+                named = entry.name == f"{before}{digits}{after}" and digits.isascii() and digits.isdigit()
+                if named and len(digits) < 10 and entry.is_file():
+                    found.append((int(digits), Path(entry.path)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        left_out.add(folder, error.strerror or error)
+        return []
+    return sorted(found)
+
+
+def attempt(read: Callable[[], T], otherwise: T, what: str, left_out: LeftOut) -> T:
+    """What `read` gives; if the folder's content breaks it, `otherwise`, and a note that says so."""
+    try:
+        return read()
+    except Exception as error:  # noqa: BLE001  (any content of a damaged file; the rest of the page is shown)
+        left_out.add(what, f"cannot be shown: {type(error).__name__}: {error}")
+        return otherwise
