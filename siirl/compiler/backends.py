@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
+from siirl.compiler.checks.packages import check_megatron_packages, vllm_version
 from siirl.compiler.memory.estimate import (
     BYTES,
     MemoryLine,
@@ -57,6 +58,9 @@ class Backend:
 
     check: Callable[[Config, ModelRole, ParallelDims, ResolvedNode], None] = lambda *model: None
     """What must hold beyond the product of the sizes; raises UserError."""
+
+    packages: Callable[[Config, ModelRole], object] = lambda *model: None
+    """ConfigError where what it needs is not installed; asked on the machine where it would run."""
 
     advice: Callable[[ModelPlan, Config], list[str]] = lambda model, cfg: []
     """What works, but badly, and what could not be checked: a line each."""
@@ -250,6 +254,7 @@ TRAIN_BACKENDS = {
         _megatron_lines,
         groups=megatron_groups,
         check=_check_megatron,
+        packages=check_megatron_packages,
         advice=_megatron_advice,
         environment=_megatron_environment,
         five_sizes=True,
@@ -272,6 +277,7 @@ ROLLOUT_BACKENDS = {
         vllm_lines,
         groups=_along("tp"),
         check=_check_vllm,
+        packages=lambda *model: vllm_version(),
         device_share=True,
         base_keys=(
             *("name", "dtype", "prompt_length", "response_length", "max_model_len", "max_num_seqs"),

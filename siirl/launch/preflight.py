@@ -18,14 +18,14 @@ from siirl.checkpoint.files import (
     replaced,
 )
 from siirl.command_line import user_errors
+from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.reward_weights import RewardWeights
-from siirl.config.roles import ROLE_GROUPS, ROLES, normalizes_weights, role_group, role_model
+from siirl.config.roles import ROLES, normalizes_weights, role_model
 from siirl.dag.ops import score_names
 from siirl.data.check_files import data_sources, inspect_data
 from siirl.data.recorded_rollouts import check_recorded
-from siirl.engines.rollout.vllm.version import vllm_version
 from siirl.errors import ConfigError, Place
 from siirl.findings import Findings
 from siirl.launch.job import Job
@@ -141,10 +141,9 @@ def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:
             check_model_files(cfg, model.role)
     with found.at(Place.MODELS):
         if not model.generates:
-            check_packages(cfg, model.role)
+            check_kernels(cfg, model.role)
     with found.at(Place.MODELS):
-        if model.backend == "vllm":
-            vllm_version()
+        backend_of(model).packages(cfg, model.role)
 
 
 def check_sources(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
@@ -177,26 +176,13 @@ def check_resumed(cfg: Config, found: Findings) -> None:
         refuse_used(cfg)
 
 
-def check_packages(cfg: Config, role: str) -> None:
-    """ConfigError if a package that the model of a role asks for is not installed."""
-    group, name = role_group(cfg, role), ROLE_GROUPS[role]
-    on_megatron = group.strategy == "megatron"
-    needs = {
-        ("liger-kernel", "liger"): (role_model(cfg, role).use_liger, f"{ROLES[role].model}.use_liger=True"),
-        ("megatron-core", "megatron"): (on_megatron, f"{name}.strategy=megatron"),
-        ("mbridge", "megatron"): (
-            on_megatron and group.megatron.use_mbridge,
-            f"{name}.megatron.use_mbridge=True",
-        ),
-    }
-    modules = {"liger-kernel": "liger_kernel", "megatron-core": "megatron"}
-    for (package, extra), (needed, setting) in needs.items():
-        if needed and importlib.util.find_spec(modules.get(package, package)) is None:
-            key = setting.partition("=")[0].rpartition(".")[2]
-            raise ConfigError(
-                f"{setting}: the package {package} is not installed. Install it "
-                f"(pip install 'siirl[{extra}]'), or set {key}={'fsdp' if key == 'strategy' else 'False'}."
-            )
+def check_kernels(cfg: Config, role: str) -> None:
+    """ConfigError if the model of a role asks for Liger kernels and they are not installed."""
+    if role_model(cfg, role).use_liger and importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError(
+            f"{ROLES[role].model}.use_liger=True: the package liger-kernel is not installed. Install it "
+            "(pip install 'siirl[liger]'), or set use_liger=False."
+        )
 
 
 def check_data_sources(cfg: Config) -> None:

