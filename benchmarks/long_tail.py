@@ -5,7 +5,8 @@
 A model with random weights ends each response with about the same chance at every token, so lengths are
 geometric: mean --mean-tokens, cut at --response-tokens, and fixed by (seed, prompt, sample), the same for
 every lag as long as the weights hardly change (the learning rate is 1e-7). --equal lets every response have
---mean-tokens instead.
+--mean-tokens instead. --apart: the rollout on one device, the trainer on another; the engine goes on while
+the trainer trains.
 
 A block is a job of its own, by the command that users type; blocks of the lags take turns. A step is all of
 it, from the end of the one before; the first steps of a block, and the last ones, which load nothing, do not
@@ -24,6 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from agents_pool import REPOSITORY, SMALL
 from grpo_gpu import COMMON, SHAPES, make_data, make_model
 
@@ -55,7 +57,7 @@ def main() -> int:
             f"{one['tokens_per_s']:.0f} tokens/s ({one['tokens_ratio']:.2f}x), "
             f"blocks {[round(x, 3) for x in one['blocks_steps_per_s']]}"
         )
-    kind = "_equal" if args.equal else ""
+    kind = "_apart" * args.apart + "_equal" * args.equal
     out = args.out or RESULTS / f"long_tail_{args.engine}_{device}{kind}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
@@ -78,6 +80,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mean-tokens", type=int, help="by default 128, on a GPU 1000")
     parser.add_argument("--response-tokens", type=int, help="the longest; by default 1024, on a GPU 8192")
     parser.add_argument("--equal", action="store_true", help="every response has --mean-tokens")
+    parser.add_argument("--apart", action="store_true", help="two devices: one samples, one trains")
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
     args = parser.parse_args()
@@ -117,13 +120,15 @@ def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary:
         f"{rollout}max_lag={lag}",
         f"custom_reward_function.path={REPOSITORY}/benchmarks/grpo_gpu_reward.py",
         f"trainer.device={'cuda' if args.gpu else 'cpu'}",
-        "trainer.n_gpus_per_node=1",
+        f"trainer.n_gpus_per_node={1 + args.apart}",
         f"trainer.total_training_steps={steps}",
         "trainer.val_before_train=False",
         "trainer.export_hf=False",
         "trainer.logger=[]",
         f"trainer.output_dir={out}",
     ]
+    if args.apart:
+        keys.append(f"dag.workflow_path={apart_dag(folder)}")
     if args.equal:
         keys.append(f"{rollout}ignore_eos=True")
     else:
@@ -165,6 +170,16 @@ def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary:
         "tokens_per_s": sum(line["rollout/tokens"] for line in counted) / sum(step_s),
         "steps_per_s": len(step_s) / sum(step_s),
     } | {name: [line[name] for line in counted if name in line] for name in REPORTED}
+
+
+def apart_dag(folder: Path) -> Path:
+    """GRPO with the rollout on the first device and everything else on the second."""
+    dag = yaml.safe_load((REPOSITORY / "dag_templates" / "grpo.yaml").read_text())
+    for node in dag["nodes"]:
+        node["placement"] = "0" if node["node_role"] == "ROLLOUT" else "1"
+    path = folder / "apart.yaml"
+    path.write_text(yaml.safe_dump(dag))
+    return path
 
 
 def summary(blocks: dict[int, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:

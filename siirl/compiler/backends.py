@@ -74,6 +74,9 @@ class Backend:
     weights: bool = True
     """It needs weights."""
 
+    works_alone: bool = False
+    """It goes on with what a stream has asked while its worker does something else."""
+
     device_share: bool = False
     """On a GPU it takes a share of the device (rollout.gpu_memory_utilization) while it is awake."""
 
@@ -278,6 +281,7 @@ ROLLOUT_BACKENDS = {
         groups=_along("tp"),
         check=_check_vllm,
         packages=lambda *model: vllm_version(),
+        works_alone=True,
         device_share=True,
         base_keys=(
             *("name", "dtype", "prompt_length", "response_length", "max_model_len", "max_num_seqs"),

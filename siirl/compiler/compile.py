@@ -247,7 +247,10 @@ def _emit(
     plan = Plan(
         dag_id=dag_id,
         world_size=world_size,
-        nodes={node.id: _node_plan(node, workflow.graph, turns.get(node.id, {})) for node in nodes.values()},
+        nodes={
+            node.id: _node_plan(node, workflow.graph, turns.get(node.id, {}), models)
+            for node in nodes.values()
+        },
         pruned=pruned,
         models=models,
         layouts=table.by_id,
@@ -281,7 +284,10 @@ def _validated(nodes: Nodes) -> set[str]:
     return found
 
 
-def _node_plan(node: ResolvedNode, graph: Graph, more: dict[str, int]) -> NodePlan:
+def _node_plan(
+    node: ResolvedNode, graph: Graph, more: dict[str, int], models: dict[str, ModelPlan]
+) -> NodePlan:
+    lag = node.cfg.actor_rollout_ref.rollout.max_lag if node.op.runs_ahead else 0
     return NodePlan(
         name=node.id,
         agent=node.agent,
@@ -292,8 +298,15 @@ def _node_plan(node: ResolvedNode, graph: Graph, more: dict[str, int]) -> NodePl
         overrides=node.overrides,
         options=node.options | more,
         own_needs=node.op.needs if node.spec.executable_ref else (),
-        max_lag=node.cfg.actor_rollout_ref.rollout.max_lag if node.op.runs_ahead else 0,
+        max_lag=lag,
+        decodes_on=lag > 0 and _is_undisturbed(models[str(node.model)], models.values()),
     )
+
+
+def _is_undisturbed(rollout: ModelPlan, models: Iterable[ModelPlan]) -> bool:
+    """Whether its engines can go on by themselves: no model that computes for others is on their ranks."""
+    others = {rank for model in models if not model.generates for rank in model.ranks}
+    return backend_of(rollout).works_alone and others.isdisjoint(rollout.ranks)
 
 
 def _groups(

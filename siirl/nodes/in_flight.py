@@ -40,20 +40,22 @@ class Response:
     """Of the weights that sampled each token."""
 
     first_step: int | None = None
-    """The training step in which its first token was sampled."""
+    """The training step whose weights sampled its first token."""
 
     last_step: int | None = None
+    """That of its last token."""
 
     finish_reason: str | None = None
     """None: it goes on."""
 
-    def extend(self, part: Completion, step: int) -> None:
-        """What was sampled of it in a step."""
+    def extend(self, part: Completion, step_of: Callable[[int], int]) -> None:
+        """Add what was sampled of it. step_of: version of weights -> the step that they are those of."""
         if part.token_ids:
             self.token_ids += part.token_ids
             self.log_probs += part.log_probs
-            self.versions += [part.weight_version] * len(part.token_ids)
-            self.first_step, self.last_step = self.first_step or step, step
+            self.versions += part.token_versions
+            steps = [step_of(version) for version in set(part.token_versions)]
+            self.first_step, self.last_step = self.first_step or min(steps), max(steps)
         self.finish_reason = None if part.finish_reason == "paused" else part.finish_reason
 
 
@@ -83,10 +85,24 @@ class RolloutsInFlight(PromptsInFlight):
     The first rank of a shard, which has the engine's stream, keeps the responses.
     """
 
-    def __init__(self, engine: RolloutEngine, n: int, max_lag: int, surplus: float, batch_size: int) -> None:
-        """n: responses of each prompt. The rest as of PromptsInFlight."""
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        n: int,
+        max_lag: int,
+        surplus: float,
+        batch_size: int,
+        decodes_on: bool = False,
+    ) -> None:
+        """n: responses of each prompt. decodes_on: the engine goes on between the steps, while others train.
+
+        The rest as of PromptsInFlight.
+        """
         super().__init__(max_lag, surplus, batch_size)
-        self._engine, self._n = engine, n
+        self._engine, self._n, self._decodes_on = engine, n, decodes_on
+        self._stream: RolloutStream | None = None  # while requests may be pending
+        self._running: dict[Key, int] = {}  # requests that are -> the step in which they were submitted
+        self._version_of: dict[int, int] = {}  # step -> version of the engine's weights
         self.responses: dict[int, list[Response]] = {}
         """ORDER of a group -> its n responses; on the first rank of the shard."""
 
@@ -104,42 +120,72 @@ class RolloutsInFlight(PromptsInFlight):
         """Let responses go on until a batch of groups can leave. On the first rank of the shard.
 
         RolloutError as of the engine's stream, also for a prompt that cannot run. What is not complete is
-        paused.
+        paused, unless the engine decodes on.
         """
+        kept = {k: version for k, version in self._version_of.items() if step - k <= self._max_lag}
+        self._version_of = kept | {step: self._engine.weight_version}
         num_restarted = self._restart_stale(params.max_tokens, step)
         active = self._active()
-        prompts = self._prompts()
         unfinished = {
-            f"{order}/{one.number}": (order, one)
+            _key(order, one): order
             for order in active
             for one in self.responses[order]
             if one.finish_reason is None
         }
-        num_open = dict.fromkeys(active, 0) | dict(Counter(order for order, _ in unfinished.values()))
-        running = set(unfinished)
+        num_open = dict.fromkeys(active, 0) | dict(Counter(unfinished.values()))
+        missing = set(unfinished)
 
         def ended(keys: Iterable[Key]) -> bool:
             """Note responses that have completed, maybe said twice; whether a batch can leave."""
-            for key in running.intersection(keys):
-                running.remove(key)
-                num_open[unfinished[str(key)][0]] -= 1
+            for key in missing.intersection(keys):
+                missing.remove(key)
+                num_open[unfinished[str(key)]] -= 1
             return self._is_enough(num_open, step)
 
-        stream = self._engine.stream(ended)
-        stream.submit(
-            [_request(key, prompts[order], one, params) for key, (order, one) in unfinished.items()]
-        )
+        if self._stream is None:
+            self._stream = self._engine.stream(ended, gives_way=self._decodes_on)
+        self._submit([key for key in unfinished if key not in self._running], params, step)
         while not ended(()):
-            self._require(stream)
-            for key, answer in stream.collect(POLL_S):
-                unfinished[str(key)][1].extend(_complete(answer), step)
-                ended([key])
-        for key, answer in stream.pause():
-            one = unfinished[str(key)][1]
-            one.extend(_complete(answer), step)
-            if one.finish_reason is not None:
-                ended([key])
+            self._require(self._stream)
+            ended(self._extend(self._stream.collect(POLL_S)))
+        if not self._decodes_on:
+            ended(self.pause())
         return self._leave(num_open, step, num_restarted)
+
+    def pause(self) -> list[Key]:
+        """Take back from the engine what is not complete; which responses have completed meanwhile."""
+        if self._stream is None:
+            return []
+        stream, self._stream = self._stream, None
+        return self._extend(stream.pause())
+
+    def _submit(self, keys: Sequence[Key], params: SamplingParams, step: int) -> None:
+        assert self._stream is not None
+        prompts = self._prompts()
+        named = self._named(keys).items()
+        self._stream.submit([_request(key, prompts[order], one, params) for key, (order, one) in named])
+        self._running |= dict.fromkeys(keys, step)
+
+    def _extend(self, answers: Sequence[tuple[Key, Completion | EpisodeFailed]]) -> list[Key]:
+        """Add to responses what was sampled of them; which of them are complete."""
+        ended = []
+        for key, answer in answers:
+            del self._running[key]
+            _, one = self._named([key])[key]
+            one.extend(_complete(answer), self._step_of)
+            if one.finish_reason is not None:
+                ended.append(key)
+        return ended
+
+    def _step_of(self, version: int) -> int:
+        """The last step whose weights are of a version; new ones are those of the next step."""
+        steps = [step for step, known in self._version_of.items() if known == version]
+        return max(steps, default=max(self._version_of) + 1)
+
+    def _named(self, keys: Iterable[Key]) -> dict[Key, tuple[int, Response]]:
+        """Groups and responses by the keys of their requests."""
+        places = {key: map(int, str(key).split("/")) for key in keys}
+        return {key: (order, self.responses[order][number]) for key, (order, number) in places.items()}
 
     def give(self, taken: Taken) -> TensorDict:
         """The prompts of the groups that leave, with the group_ids of a batch. On all ranks of the shard."""
@@ -148,7 +194,8 @@ class RolloutsInFlight(PromptsInFlight):
         return self.give_prompts(taken.orders)
 
     def state(self) -> dict[str, Any]:
-        """See RowBuffer."""
+        """See RowBuffer; what runs is taken back."""
+        self.pause()
         responses = [[asdict(one) for one in self.responses[order]] for order in self._orders()]
         return super().state() | {"responses": responses}
 
@@ -173,8 +220,10 @@ class RolloutsInFlight(PromptsInFlight):
         return {order: ids[len(ids) - length :] for order, ids, length in zip(*columns, strict=True)}
 
     def _oldest(self, order: int, step: int) -> int:
-        """The step of a group's oldest token; `step` if it has none yet."""
-        return min(step if one.first_step is None else one.first_step for one in self.responses[order])
+        """The step of a group's oldest token, also of one that is not told yet; `step` if it has none."""
+        return min(
+            one.first_step or self._running.get(_key(order, one), step) for one in self.responses[order]
+        )
 
     def _restart_stale(self, max_tokens: int, step: int) -> int:
         """Begin the groups anew that cannot be trained any more; how many they are.
@@ -210,7 +259,12 @@ class RolloutsInFlight(PromptsInFlight):
             )
 
 
-def _request(key: str, prompt: list[int], one: Response, params: SamplingParams) -> Request:
+def _key(order: int, one: Response) -> str:
+    """Name of a response's request."""
+    return f"{order}/{one.number}"
+
+
+def _request(key: Key, prompt: list[int], one: Response, params: SamplingParams) -> Request:
     """The rest of a response."""
     done = len(one.token_ids)
     rest = replace(params, n=1, max_tokens=params.max_tokens - done)

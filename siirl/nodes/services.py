@@ -55,7 +55,9 @@ def _in_flight(node: LocalNode, engine: TrainEngine | RolloutEngine) -> Rollouts
     assert isinstance(engine, RolloutEngine)
     rollout = node.cfg.actor_rollout_ref.rollout
     prompts = batch_of(node.cfg).generated
-    kept = RolloutsInFlight(engine, rollout.n, rollout.max_lag, rollout.surplus, prompts)
+    kept = RolloutsInFlight(
+        engine, rollout.n, rollout.max_lag, rollout.surplus, prompts, node.plan.decodes_on
+    )
     node.buffer = kept
     return kept
 

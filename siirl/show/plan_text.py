@@ -13,6 +13,7 @@ from siirl.compiler.plan import (
     InteractionPlan,
     Load,
     ModelPlan,
+    NodePlan,
     Plan,
     Repeat,
     Reshard,
@@ -270,7 +271,7 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
             f"agent {model.agent}: {batch.prompts} prompts x {batch.samples} responses = {amount} a "
             f"step{refilled}, {verb} by {_count(shards, 'shard')} of {share} prompts"
         )
-        lines += _lag(plan.nodes[model.node].max_lag, configs[model.node], batch)
+        lines += _lag(plan.nodes[model.node], configs[model.node], batch)
         speakers = speakers_of(plan, model.agent)
         trainers = [m for m in plan.models.values() if m.agent == model.agent and m.trains]
         if trainers and speakers:
@@ -285,15 +286,20 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
     return lines
 
 
-def _lag(max_lag: int, cfg: Config, batch: BatchArithmetic) -> list[str]:
+def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic) -> list[str]:
     """What is in work besides a batch, and how old it may be."""
-    if not max_lag:
+    if not node.max_lag:
         return []
     prompts = int((1 + cfg.actor_rollout_ref.rollout.surplus) * batch.prompts)
+    rest = (
+        "the engines go on with them while the trainer trains, and under its new weights after each sync"
+        if node.decodes_on
+        else "those that a step does not complete keep their tokens, and no device memory, and go on in the "
+        "next one"
+    )
     return [
-        f"  at most {_count(max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
-        "responses) are in work; those that a step does not complete keep their tokens, and no device "
-        "memory, and go on in the next one"
+        f"  at most {_count(node.max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
+        f"responses) are in work; {rest}"
     ]
 
 

@@ -4,6 +4,7 @@ One engine of each kind serves the whole module, as some take long to start; wha
 configuration is tested on those of START_FAST.
 """
 
+import copy
 import math
 import random
 from collections import Counter
@@ -504,6 +505,44 @@ def answered_in_parts(engine, requests: list[Request], rng: random.Random, wait_
             else:
                 ended[key] = part.finish_reason
     return tokens, log_probs, ended, cuts
+
+
+def test_weights_arrive_while_requests_run_and_each_token_is_of_those_that_it_says(engine, reference):
+    """What is there goes on under the new weights, which read all of it again."""
+    other = copy.deepcopy(reference)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    models = {7: reference, 8: other, 9: reference}
+    params, rng = SamplingParams(max_tokens=50, stop_token_ids=(1, 2)), random.Random(4)
+    requests = [Request(f"{p} {s}", PROMPTS[p], params, p, sample=s) for p in range(3) for s in range(3)]
+    alone = engine.generate([[5, 6]], params, [4])
+    for wait_s in (0.02, 0.01, 0.005, 0.002, 0.001):  # until it is shorter than a response takes here
+        engine.load_weights(weights_of(engine, reference), version=7)
+        stream, answers = engine.stream(lambda keys: True, gives_way=True), {}
+        stream.submit(requests)
+        for version in (8, 9):
+            answers |= stream.collect(rng.uniform(0.2, 1) * wait_s)
+            assert engine.generate([[5, 6]], params, [4]) == alone or version == 9
+            engine.load_weights(weights_of(engine, models[version]), version=version)
+        answers |= collected(stream)
+        assert answers.keys() == {request.key for request in requests}
+        for request in requests:
+            answer = answers[request.key]
+            versions = answer.token_versions
+            assert len(versions) == len(answer.token_ids) and versions == sorted(versions)
+            assert answer.weight_version == versions[0]
+            expected = {
+                version: response_log_probs(models[version], request.prompt, answer.token_ids)
+                for version in set(versions)
+            }
+            wanted = [float(expected[version][at]) for at, version in enumerate(versions)]
+            assert answer.log_probs == pytest.approx(wanted, abs=1e-4)
+        if any(len(set(answer.token_versions)) > 1 for answer in answers.values()):
+            break
+    else:
+        pytest.fail("no response has tokens of several weights")
+    engine.load_weights(weights_of(engine, reference), version=7)
 
 
 def test_a_stream_of_nothing_answers_at_once(engine):

@@ -4,11 +4,16 @@ from collections import Counter
 
 import pytest
 import torch
+import yaml
 from dist_harness import WorkerFailure
+from fixtures_tiny import make_tiny_model_dir
 from job_harness import Finished, Inputs, overrides, run_job, work
 from safetensors.torch import load_file
 
+from siirl.compiler.compile import TEMPLATES
+
 ROLLOUT = "actor_rollout_ref.rollout"
+VLLM = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_num_seqs=64", "trainer.deadline_s=100"]
 LONG_TAIL = [
     *("trainer.val_before_train=False", "trainer.test_freq=2", "trainer.total_training_steps=5"),
     *("data.max_response_length=96", f"{ROLLOUT}.n=2", f"{ROLLOUT}.stop_token_ids=[5,6,7,8]"),
@@ -108,3 +113,27 @@ def three_steps(rank, world_size, arguments, output):
         work(rank, world_size, arguments, output)
     finally:
         Training.train_step = train_step
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_on_a_rank_of_its_own_decodes_on_while_the_trainer_trains(tmp_path):
+    """Weights arrive, prompts are validated and checkpoints written while its requests run."""
+    made = Inputs.make(tmp_path / "inputs", rows=40)
+    make_tiny_model_dir(made.model, init_std=0.2, head_dim=32)  # vLLM's CPU attention has no smaller heads
+    dag = yaml.safe_load((TEMPLATES / "grpo.yaml").read_text())
+    for node in dag["nodes"]:
+        node["placement"] = "1" if node["node_role"] == "ROLLOUT" else "0"
+    (tmp_path / "apart.yaml").write_text(yaml.safe_dump(dag))
+    apart = [*LONG_TAIL, f"dag.workflow_path={tmp_path / 'apart.yaml'}", *VLLM]
+    rows, runs = {}, {}
+    for name, more in (("plain", []), ("lagging", [*LAG, "trainer.save_freq=2"])):
+        keys = [*apart, *more, "actor_rollout_ref.actor.optim.lr=0", "trainer.export_hf=False"]
+        dump = f"trainer.dump_rollouts_dir={tmp_path / name / 'dump'}"
+        runs[name] = run_job(2, overrides(made, tmp_path / name / "out", *keys, dump), deadline_s=140)
+        rows[name] = recorded(tmp_path / name / "dump")
+    assert rows["plain"] == rows["lagging"] and rows["plain"].total() == 5 * 8 * 2
+    lagging = runs["lagging"]
+    assert 0 < max(lagging.values("rollout/lag_max")) <= 2 and lagging.values("rollout/in_flight")[-1] == 0
+    assert max(lagging.values("actor/rollout_log_prob_diff")) < 1e-4
+    scores = [name for name in lagging.lines[1] if name.startswith("val/")]
+    assert scores and all(lagging.values(name) == runs["plain"].values(name) for name in scores)

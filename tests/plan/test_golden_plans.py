@@ -73,6 +73,12 @@ CASES = {
     "grpo_split_4_and_4": lambda: compiled(
         placed("grpo.yaml", {"ROLLOUT": "50%-100%", "ACTOR": "0-3", "REFERENCE": "0-3"}), 8, KL
     ),
+    "grpo_lag_apart": lambda: compiled(
+        placed("grpo.yaml", {"ROLLOUT": "0-1", "ACTOR": "2-3", "REFERENCE": "2-3"}),
+        4,
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.max_lag=2",
+    ),
     "grpo_overlapping": lambda: compiled(
         placed("grpo.yaml", {"ROLLOUT": "2-5", "ACTOR": "0-3", "REFERENCE": "3-5:2"}), 6, KL
     ),

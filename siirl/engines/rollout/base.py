@@ -66,7 +66,15 @@ class Completion:
     finish_reason: str
     """ "stop" (a stop token was sampled) or "length"; "paused" for what `pause` cut off."""
     weight_version: int
-    """The version that sampled the last token."""
+    """Of the weights that sampled it, the oldest if there were several."""
+
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that sampled each token, where they were not the same for all."""
+
+    @property
+    def token_versions(self) -> list[int]:
+        """Of the weights that sampled each token."""
+        return self.versions or [self.weight_version] * len(self.token_ids)
 
 
 Key = int | str
@@ -107,6 +115,9 @@ class RolloutStream(ABC):
     After an error only `close` is of use.
     """
 
+    gives_way: bool = False
+    """See RolloutEngine.stream."""
+
     @property
     @abstractmethod
     def num_pending(self) -> int:
@@ -139,6 +150,17 @@ class RolloutStream(ABC):
         """
         raise NotSupportedError(f"not supported yet: pausing the requests of a {type(self).__name__}")
 
+    def hold(self) -> None:
+        """Have nothing of it run in the engine, which will do something else, until `go_on`.
+
+        What is pending stays so. Called by the engine. Nothing to do where nothing runs outside `collect`.
+        """
+        return None
+
+    def go_on(self) -> None:
+        """Let what was held run again, each response from its tokens on."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Forget what is pending; the engine can be used otherwise again. Idempotent."""
@@ -154,7 +176,8 @@ class RolloutEngine(ABC):
     """One sampler of one policy.
 
     Build: `Engine(plan: ModelPlan, cfg: Config, groups: ProcessGroupManager, device)`. While a stream of it
-    has pending requests, `generate`, `load_weights` and `sleep` raise RolloutError.
+    has pending requests, `generate`, `load_weights` and `sleep` raise RolloutError; the first two do not if
+    the stream gives way.
     """
 
     name: str
@@ -201,15 +224,18 @@ class RolloutEngine(ABC):
         prompts, seeds = [request.prompt for request in requests], [request.seed for request in requests]
         return [completion for (completion,) in self.generate(prompts, params, seeds)]
 
-    def stream(self, interrupt: Interrupt | None = None) -> RolloutStream:
+    def stream(self, interrupt: Interrupt | None = None, gives_way: bool = False) -> RolloutStream:
         """A new stream of requests; the one before is closed. On the first rank of a shard.
 
         interrupt: whether `collect` shall come back, after requests with these keys have completed; asked by
         engines that work inside `collect`, which else come back when all are complete.
+        gives_way: while its requests are pending, the engine may take weights, under which they go on (what
+        they have so far is read again), and may answer `generate`.
         """
         if self._stream is not None:
             self._stream.close()
         self._stream = self.new_stream(interrupt)
+        self._stream.gives_way = gives_way
         return self._stream
 
     def new_stream(self, interrupt: Interrupt | None) -> RolloutStream:
@@ -220,11 +246,12 @@ class RolloutEngine(ABC):
         """What the first rank of the shard gives, on all its ranks; a JSON value. Collective over them."""
         return value
 
-    def check_idle(self, what: str) -> None:
+    def check_idle(self, what: str, even_giving_way: bool = False) -> None:
         """RolloutError if requests of a stream are pending. what: what cannot be done now."""
-        if self._stream is not None and self._stream.num_pending:
+        stream = self._stream
+        if stream is not None and stream.num_pending and (even_giving_way or not stream.gives_way):
             raise RolloutError(
-                f"rollout engine {self.name!r} cannot {what} now: {self._stream.num_pending} requests of its "
+                f"rollout engine {self.name!r} cannot {what} now: {stream.num_pending} requests of its "
                 "stream are pending. Collect them, or close the stream."
             )
 
@@ -275,15 +302,22 @@ MOST_NAMED = 8
 
 
 @dataclass
-class _Waiting:
-    """A request of a WaveStream, and its response so far."""
+class Unfinished:
+    """A request of a stream, and its response so far."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def extend(self, part: Completion) -> None:
+        """Add what was sampled of it."""
+        self.token_ids += part.token_ids
+        self.log_probs += part.log_probs
+        self.versions += part.token_versions
 
     def rest(self) -> Request:
-        """What the next wave is asked for."""
+        """What is still wanted."""
         done = len(self.token_ids)
         if not done:
             return self.request
@@ -295,7 +329,10 @@ class _Waiting:
         )
 
     def so_far(self, reason: str, version: int) -> Completion:
-        return Completion(self.token_ids, self.log_probs, reason, version)
+        """What there is of it. version: of the engine's weights, where no token says more."""
+        oldest = min(self.versions, default=version)
+        mixed = self.versions if len(set(self.versions)) > 1 else []
+        return Completion(self.token_ids, self.log_probs, reason, oldest, mixed)
 
 
 class WaveStream(RolloutStream):
@@ -307,7 +344,7 @@ class WaveStream(RolloutStream):
     def __init__(self, engine: RolloutEngine, interrupt: Interrupt | None = None) -> None:
         """See RolloutEngine.stream."""
         self._engine, self._interrupt = engine, interrupt
-        self._waiting: dict[Key, _Waiting] = {}
+        self._waiting: dict[Key, Unfinished] = {}
         self._refused: dict[Key, EpisodeFailed] = {}
 
     @property
@@ -318,21 +355,20 @@ class WaveStream(RolloutStream):
         """See RolloutStream."""
         refused = self._engine.check_requests(requests, [*self._waiting, *self._refused])
         self._refused |= refused
-        self._waiting |= {r.key: _Waiting(r) for r in requests if r.key not in refused}
+        self._waiting |= {r.key: Unfinished(r) for r in requests if r.key not in refused}
 
     def collect(self, timeout_s: float) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream; takes as long as the wave, whatever timeout_s."""
         answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
         waiting, self._waiting, self._refused = self._waiting, {}, {}
-        unfinished: dict[Key, _Waiting] = {}
+        unfinished: dict[Key, Unfinished] = {}
         by_params: dict[SamplingParams, list[Request]] = {}
         for one in waiting.values():
             by_params.setdefault(replace(one.request.params, max_tokens=1), []).append(one.rest())
         for requests in by_params.values():
             for request, part in zip(requests, self._run(requests), strict=True):
                 one = waiting[request.key]
-                one.token_ids += part.token_ids
-                one.log_probs += part.log_probs
+                one.extend(part)
                 if part.finish_reason == "paused":
                     unfinished[request.key] = one
                 else:

@@ -1,11 +1,13 @@
 """Where responses may go on from step to step, what the plan says of it, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 from plan_cases import add_agent, compiled, config, custom
 
 from siirl.compiler.compile import TEMPLATES, compile_plan
 from siirl.config.checks import check_config
-from siirl.dag.spec import DagBuilder
+from siirl.dag.spec import DagBuilder, dag_spec
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import ConfigError, DagError, NotSupportedError
 from siirl.nodes.policy_loss import rollout_correction
@@ -66,6 +68,26 @@ def test_what_needs_the_rows_of_a_steps_own_prompts_is_refused(dag, more, kind, 
         compiled(dag().build(), 2, *LAG, *more)
     for word in words:
         assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("places", "more", "goes_on"),
+    [
+        ({"ROLLOUT": "0", "ACTOR": "1", "REFERENCE": "1"}, [], True),
+        ({"ROLLOUT": "0", "ACTOR": "1", "REFERENCE": "0-1"}, [], False),
+        ({"ROLLOUT": "0-1", "ACTOR": "1", "REFERENCE": "1"}, [], False),
+        ({}, [], False),
+        ({"ROLLOUT": "0", "ACTOR": "1", "REFERENCE": "1"}, [f"{ROLLOUT}.name=hf"], False),
+        ({"ROLLOUT": "0", "ACTOR": "1", "REFERENCE": "1"}, [f"{ROLLOUT}.max_lag=0"], False),
+    ],
+)
+def test_an_engine_goes_on_beside_the_trainer_if_nothing_else_computes_on_its_ranks(places, more, goes_on):
+    dag = load_dag_file(TEMPLATES / "grpo.yaml")
+    nodes = [replace(node, placement=places.get(node.node_role)) for node in dag.nodes]
+    keys = [f"{ROLLOUT}.name=vllm", *LAG, "actor_rollout_ref.actor.use_kl_loss=true", *more]
+    plan, configs = compile_plan(dag_spec(dag.dag_id, nodes, ""), config(*keys), 2)
+    assert plan.nodes["rollout_actor"].decodes_on == goes_on
+    assert ("go on with them while the trainer trains" in report(plan, configs)) == goes_on
 
 
 def test_more_in_work_than_the_bound_lets_train_is_refused():

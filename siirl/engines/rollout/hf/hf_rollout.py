@@ -193,7 +193,7 @@ class HFRollout(RolloutEngine):
 
     def sleep(self) -> None:
         """Move the weights to host memory, on a GPU and with rollout.free_cache_engine. Idempotent."""
-        self.check_idle("sleep")
+        self.check_idle("sleep", even_giving_way=True)
         if self._device.type != "cpu" and self._rollout.free_cache_engine:
             self._model.to("cpu")
             torch.cuda.empty_cache()

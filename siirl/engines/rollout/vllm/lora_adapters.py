@@ -23,8 +23,14 @@ MEMORY_FOLDER = Path("/dev/shm")
 class Policy(Protocol):
     """Who uses a vLLM engine, alone or with others."""
 
-    def check_idle(self, what: str) -> None:
+    def check_idle(self, what: str, even_giving_way: bool = False) -> None:
         """RolloutError if a stream of it has pending requests, so that the engine cannot do `what`."""
+
+    def hold_stream(self) -> None:
+        """Have no request of its stream run until `stream_goes_on`."""
+
+    def stream_goes_on(self) -> None:
+        """Let the requests that were held run again."""
 
     def lose_weights(self) -> None:
         """Its weights are about to be replaced with the base's: until its next sync it has none."""

@@ -3,9 +3,9 @@
     python -m siirl.engines.rollout.vllm.server FD
 
 FD: the inherited socket. What is said over it stands in messages.py. The requests of a Submit join those that
-run, and those that a step has completed are told by a Finished, whatever else the worker sends. While it
-generates, the process says Alive about every second, from the thread that runs the engine: an engine that
-hangs falls silent.
+run, and those that a step has completed are told by a Finished, whatever else the worker sends; what it does
+not read yet waits here, and the engine goes on. While it generates, the process says Alive about every
+second, from the thread that runs the engine: an engine that hangs falls silent.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from siirl.engines.rollout.vllm.messages import (
     Done,
     Failed,
     Finished,
+    FromEngine,
     FromWorker,
     Generate,
     Generated,
@@ -56,11 +57,13 @@ class Server:
         self._running: set[str] = set()  # requests of the stream
         self._spoken_s = time.monotonic()
         self._inbox: queue.Queue[FromWorker | None] = queue.Queue()
+        self._outbox: queue.Queue[FromEngine] = queue.Queue()
 
     def run(self) -> None:
         """Until the worker closes the channel or says Stop."""
-        # A reader of its own: the worker can always send, also while it does not read what we send.
-        threading.Thread(target=self._read, daemon=True).start()
+        # Threads of their own: the worker can always send, and the engine go on, while neither is read.
+        for work in (self._read, self._write):
+            threading.Thread(target=work, daemon=True).start()
         while True:
             while self._running and self._inbox.empty():
                 self._guarded(True, self._advance)
@@ -78,6 +81,11 @@ class Server:
                 self._inbox.put(self._channel.receive())
         self._inbox.put(None)
 
+    def _write(self) -> None:
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                self._channel.send(self._outbox.get())
+
     def _answer(self, message: FromWorker) -> None:
         answer: Done | Generated | Paused = Done()
         match message:
@@ -93,20 +101,18 @@ class Server:
                 answer = Paused(self._pause(names))
             case Abort():
                 self._abort()
-        self._channel.send(answer)
+        self._outbox.put(answer)
 
     def _guarded(self, of_stream: bool, work: Callable[..., None], *arguments: Any) -> None:
         """Do it; an error goes to the worker, which ends the run or goes on. of_stream: of its requests."""
         try:
             work(*arguments)
-        except ChannelClosed:
-            raise
         except Exception as error:  # noqa: BLE001 - the edge of the process: the worker is told
             if of_stream:
                 self._abort()
             known = isinstance(error, UserError)
             text = str(error) if known else f"{type(error).__name__}: {error}"
-            self._channel.send(Failed(printable(text), known, of_stream))
+            self._outbox.put(Failed(printable(text), known, of_stream))
 
     def _submit(self, submitted: Submit) -> None:
         for request in submitted.requests:
@@ -118,7 +124,7 @@ class Server:
         responses = self._engine.step()
         self._running.difference_update(response.name for response in responses)
         if responses:
-            self._channel.send(Finished(responses, {} if self._running else self._engine.stats()))
+            self._outbox.put(Finished(responses, {} if self._running else self._engine.stats()))
         self._say_alive(f"{len(self._running)} requests are running")
 
     def _pause(self, names: list[str]) -> list[Response]:
@@ -149,7 +155,7 @@ class Server:
     def _say_alive(self, progress: str) -> None:
         if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
             self._spoken_s = time.monotonic()
-            self._channel.send(Alive(progress))
+            self._outbox.put(Alive(progress))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -160,8 +166,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, which ends us
     sock = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    with contextlib.suppress(ChannelClosed):
-        Server(Channel(sock, FromWorker)).run()
+    Server(Channel(sock, FromWorker)).run()
     sys.stdout.flush()
     os._exit(0)  # vLLM's own teardown can hang; nothing is left to save
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream
+from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, Unfinished
 from siirl.engines.rollout.call_limits import COMPLETE, PAUSED, check_finite
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.vllm.engine_process import EngineProcess
@@ -115,75 +115,95 @@ class VLLMStream(RolloutStream):
     ) -> None:
         """adapter: name of the LoRA adapter that its requests are for."""
         self._engine, self._router, self._dtype, self._adapter = engine, router, dtype, adapter
-        self._pending: dict[str, Request] = {}  # under the names that the process knows
-        self._refused: list[tuple[Key, EpisodeFailed]] = []
+        self._pending: dict[str, Unfinished] = {}  # under the names that the process knows
+        self._held: list[Unfinished] = []
+        self._answered: list[tuple[Key, Completion | EpisodeFailed]] = []  # and not collected
         self._num_submitted = 0
         self._name = engine.name
         router.open(self._name)
 
     @property
     def num_pending(self) -> int:
-        return len(self._pending) + len(self._refused)
+        return len(self._pending) + len(self._held) + len(self._answered)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """See RolloutStream; wakes the engine's KV cache. RolloutError also when the process died."""
         if not requests:
             return
-        keys = [*(request.key for request in self._pending.values()), *(key for key, _ in self._refused)]
-        refused = self._engine.check_requests(requests, keys)
-        self._refused += refused.items()
-        requests = [request for request in requests if request.key not in refused]
-        if not requests:
+        running = [one.request.key for one in (*self._pending.values(), *self._held)]
+        refused = self._engine.check_requests(requests, [*running, *(key for key, _ in self._answered)])
+        self._answered += refused.items()
+        self._send([Unfinished(request) for request in requests if request.key not in refused])
+
+    def _send(self, wanted: Sequence[Unfinished]) -> None:
+        """Have the process work on what is wanted of some responses."""
+        if not wanted:
             return
-        named = {f"{self._name}_{self._num_submitted + i}": request for i, request in enumerate(requests)}
+        named = {f"{self._name}_{self._num_submitted + i}": one for i, one in enumerate(wanted)}
         self._num_submitted += len(named)
         drawn = [
-            replace(request, key=name, seed=derive_seed(request.seed, request.sample))
-            for name, request in named.items()
+            replace(rest, key=name, seed=derive_seed(rest.seed, rest.sample))
+            for name, rest in ((name, one.rest()) for name, one in named.items())
         ]
         self._router.submit(Submit(drawn, self._adapter), first=not self._pending)
         self._pending |= named
 
     def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream. RolloutError for log-probs that are not finite: the weights are broken."""
-        if self._refused or not self._pending:
-            refused, self._refused = self._refused, []
-            return refused
-        found = self._router.listen(self._name, timeout_s)
-        return [answer for finished in found for answer in self._answers(finished)]
+        if self._answered or not self._pending:
+            answered, self._answered = self._answered, []
+            return answered
+        for finished in self._router.listen(self._name, timeout_s):
+            self._take(finished)
+        answered, self._answered = self._answered, []
+        return answered
 
     def pause(self) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream; errors as of collect."""
-        answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused)
-        self._refused = []
+        self.hold()
+        version = self._engine.weight_version
+        self._answered += [(one.request.key, one.so_far(PAUSED, version)) for one in self._held]
+        answered, self._answered, self._held = self._answered, [], []
+        return answered
+
+    def hold(self) -> None:
+        """See RolloutStream; errors as of collect."""
         if self._pending:
-            found = self._router.pause(self._name, list(self._pending))
-            answers += [answer for finished in found for answer in self._answers(finished)]
-        return answers
+            for finished in self._router.pause(self._name, list(self._pending)):
+                self._take(finished)
+
+    def go_on(self) -> None:
+        """See RolloutStream. RolloutError if the process died."""
+        held, self._held = self._held, []
+        self._send(held)
 
     def close(self) -> None:
         """See RolloutStream. RolloutError if the process died."""
-        pending, self._pending, self._refused = bool(self._pending), {}, []
+        pending, self._pending, self._held, self._answered = bool(self._pending), {}, [], []
         self._router.close(self._name, pending)
 
-    def _answers(self, finished: Finished) -> list[tuple[Key, Completion | EpisodeFailed]]:
-        """The responses that one step of the engine, or a pause, has ended."""
+    def _take(self, finished: Finished) -> None:
+        """Keep what one step of the engine, or a pause, has ended."""
         completions: list[tuple[Key, Completion]] = []
-        broken: list[tuple[Key, EpisodeFailed]] = []
-        prompt_tokens = 0
+        prompt_tokens, version = 0, self._engine.weight_version
         for response in finished.responses:
-            request = self._pending.pop(response.name, None)
-            if request is None:
+            one = self._pending.pop(response.name, None)
+            if one is None:
                 raise RolloutError(
                     f"rollout engine {self._engine.name!r} answered a request that is not pending."
                 )
-            prompt_tokens += len(request.prompt)
-            reason = response.completion.finish_reason
+            key, reason = one.request.key, response.completion.finish_reason
+            prompt_tokens += len(one.request.prompt) + len(one.token_ids)
             if reason not in (*COMPLETE, PAUSED):
                 text = f"rollout engine {self._engine.name!r} ended the response with {reason}: incomplete."
-                broken.append((request.key, EpisodeFailed(text, kind="request")))
+                self._answered.append((key, EpisodeFailed(text, kind="request")))
                 continue
-            completions.append((request.key, response.at_version(self._engine.weight_version)))
+            part = response.at_version(version)
+            one.extend(part)
+            completions.append((key, part))
+            if reason == PAUSED:
+                self._held.append(one)
+            else:
+                self._answered.append((key, one.so_far(reason, version)))
         check_finite(((f"request {key!r}", completion) for key, completion in completions), self._dtype)
         self._engine.count(finished.responses, prompt_tokens, finished.stats)
-        return [*completions, *broken]

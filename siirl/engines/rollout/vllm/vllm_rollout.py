@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,8 @@ class VLLMRollout(RolloutEngine):
         self._limits.check(self._state, prompts, params, seeds)
         if not prompts:
             return []
-        responses = self.share(self._generate(prompts, params, seeds) if self._is_first else None)
+        with self._streams_held():
+            responses = self.share(self._generate(prompts, params, seeds) if self._is_first else None)
         samples = [response.at_version(self.weight_version) for response in responses]
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
         check_finite(
@@ -200,6 +201,10 @@ class VLLMRollout(RolloutEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See RolloutEngine; wakes the weights. Collective over the ranks of the shard."""
         self._check_all_idle("take weights")
+        with self._streams_held():
+            self._load_weights(weights, version)
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.wake()
         self._state, self.weight_version = "loading", -1
         checked = checked_weights(weights, self.weight_specs(), self._aliases, self.name)
@@ -249,12 +254,22 @@ class VLLMRollout(RolloutEngine):
         """See Policy."""
         self._state, self.weight_version = "empty", -1
 
+    def hold_stream(self) -> None:
+        """See Policy."""
+        if self._stream is not None:
+            self._stream.hold()
+
+    def stream_goes_on(self) -> None:
+        """See Policy."""
+        if self._stream is not None:
+            self._stream.go_on()
+
     def sleep(self) -> None:
         """Give back the memory of weights and KV cache, on a GPU with free_cache_engine. Idempotent.
 
         A base with adapters moves to host memory, and is as it was after `wake`.
         """
-        self._check_all_idle("sleep")
+        self._check_all_idle("sleep", even_giving_way=True)
         engine = self._engine
         if not self._gives_memory_back or engine.weights_sleep:
             return
@@ -320,10 +335,19 @@ class VLLMRollout(RolloutEngine):
                 self._tell("wake", part="kv_cache")
             self._engine.cache_sleeps = False
 
-    def _check_all_idle(self, what: str) -> None:
+    def _check_all_idle(self, what: str, even_giving_way: bool = False) -> None:
         """RolloutError if a stream of this engine has pending requests, whoever's it is."""
         for user in self._engine.users:
-            user.check_idle(what)
+            user.check_idle(what, even_giving_way)
+
+    @contextmanager
+    def _streams_held(self) -> Iterator[None]:
+        """Have no request of a stream run meanwhile, whoever's it is."""
+        for user in self._engine.users:
+            user.hold_stream()
+        yield
+        for user in self._engine.users:
+            user.stream_goes_on()
 
     def _buckets(
         self, weights: Iterator[tuple[str, Tensor]], buffer: SharedBuffer
