@@ -1,6 +1,6 @@
 """What generates the turns of an agent: an engine here, one on other ranks, or a script in a test."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -14,7 +14,9 @@ class Generated:
     finish_reason: str
     """"stop" (a stop token was sampled, which is the last token) or "length"."""
     weight_version: int
-    """Of the weights that produced them."""
+    """Of the weights that produced them, the oldest if there were several."""
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that produced each token, where they were not the same for all."""
 
 
 class Policy(Protocol):
