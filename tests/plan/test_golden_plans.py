@@ -82,6 +82,7 @@ CASES = {
     "grpo_overlapping": lambda: compiled(
         placed("grpo.yaml", {"ROLLOUT": "2-5", "ACTOR": "0-3", "REFERENCE": "3-5:2"}), 6, KL
     ),
+    "grpo_lag_on_2": lambda: compiled(load_dag_file(TEMPLATES / "grpo_lag.yaml"), 2),
     "ppo_on_2": lambda: template_plan(2, "algorithm.adv_estimator=gae"),
     "ppo_critic_apart": lambda: compiled(
         placed("ppo.yaml", {"ROLLOUT": "0-1", "ACTOR": "0-1", "CRITIC": "2-3"}),

@@ -19,6 +19,7 @@ ASKS_FOR = {
     "dapo": (*GROUPS, "algorithm.filter_groups.enable=true"),
     "debate": GROUPS,
     "grpo": GROUPS,
+    "grpo_lag": GROUPS,
     "grpo_reward_model": (*GROUPS, *REWARD_MODEL),
     "planner_worker": GROUPS,
     "ppo": (),
