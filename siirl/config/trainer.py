@@ -37,6 +37,10 @@ class TrainerConfig:
     resume_from_path: bool | str = key(
         False, "checkpoint to resume from: .../global_step_N", when="resume_mode=resume_path"
     )
+    resume_changed: bool = key(
+        False,
+        "go on from a checkpoint with other settings than it was made with, where these change the result",
+    )
     test_freq: int = key(-1, "steps between validations; -1: none", low=-1)
     critic_warmup: int = key(0, "first steps of the run, in which only the critic is trained", low=0)
     default_local_dir: str = key(None, "directory of checkpoints")
@@ -70,6 +74,20 @@ class TrainerConfig:
     )
     export_hf: bool = key(True, "write <output_dir>/hf_model at the end")
     deadline_s: float = key(1800.0, "longest wait for another rank, in seconds", low=1)
+    max_restarts: int = key(
+        3,
+        "restarts of workers that died for no fault of the user's, until a new checkpoint has come",
+        low=0,
+    )
+    restart_window_s: float | None = key(
+        None, "seconds after which a restart does not count any more; null: only a checkpoint ends it", low=1
+    )
+    stuck_s: float = key(
+        600.0,
+        "seconds that a local worker may stay in a part of the step, or ten times its longest stay so far if "
+        "that is more; then it counts as stuck, and the run is started again",
+        low=1,
+    )
     trace: bool = key(False, "write <output_dir>/trace.json.gz: what every rank did when")
     trace_steps: tuple[int, ...] = key((), "steps that are traced; empty: all", when="trace")
     trace_sync: bool = key(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from siirl.config import Config
 from siirl.observe.clock import common_zero_s
+from siirl.observe.heartbeat import current_heartbeat
 from siirl.observe.memory_probe import DeviceMemory, HostMemory
 from siirl.observe.position import PositionFile
 from siirl.observe.spans import Observer
@@ -32,6 +33,7 @@ def make_observer(
         trace=trace,
         memory=DeviceMemory(device) if on_gpu else HostMemory(),
         sync_phases=trainer.trace and trainer.trace_sync,
+        heartbeat=current_heartbeat(),
     )
 
 

@@ -24,23 +24,33 @@ def run_step(
 ) -> StepRecord:
     """Run this rank's instructions of one step, in the one global order, so that collectives match."""
     store, record = worker.new_store(), StepRecord(step, validate)
-    _run(instructions, worker, store, record)
+    with worker.observer.part("validation" if validate else "step", step):
+        _run(instructions, worker, store, record)
     return record
 
 
-def _run(instructions: Sequence[Instruction], worker: DAGWorker, store: FieldStore, record: StepRecord):
+def _run(
+    instructions: Sequence[Instruction],
+    worker: DAGWorker,
+    store: FieldStore,
+    record: StepRecord,
+    region: int | None = None,
+):
+    """region: number of the Repeat that these instructions are of."""
     step, position = record.step, 0
     while position < len(instructions):
         ins = instructions[position]
         position += 1
-        with worker.observer.span(span_name(ins), step, **span_args(ins)):
+        number = worker.number_of(ins)
+        order = (number if region is None else region, record.round, number)
+        with worker.observer.span(span_name(ins), step, order, **span_args(ins)):
             match ins:
                 case Repeat(node=node, ranks=ranks):
                     end = instructions.index(Until(node, ranks), position)
                     record.round = 0
                     while needs_round(worker, ins, record.round):
                         record.round += 1
-                        _run(instructions[position:end], worker, store, record)
+                        _run(instructions[position:end], worker, store, record, number)
                     position, record.round = end + 1, 0
                 case Collect(node=node, reads=reads, source=source):
                     agent = worker.plan.nodes[node].agent

@@ -14,6 +14,7 @@ from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.compiler.interactions.credit_reads import trains_in
 from siirl.compiler.plan import Plan
+from siirl.compiler.resume_settings import settings_of
 from siirl.config import Config, to_dict
 from siirl.config.batch import batch_of
 from siirl.config.roles import role_group, role_model
@@ -141,13 +142,14 @@ class Training:
         metrics, start_s = Metrics(), time.perf_counter()
         background = bool(self.background_groups)
         due, ends = self._due(self.cfg.trainer.save_freq), self.step == self.total_steps
-        finished = [self.checkpoints.wait() if due else self.checkpoints.take_finished()]
-        if due:
-            self.save(background)
-            if background:
-                metrics.max("time/checkpoint_stage_s", time.perf_counter() - start_s)
-        if ends or not background:
-            finished.append(self.checkpoints.wait())
+        with self.worker.observer.part("checkpoint", self.step):
+            finished = [self.checkpoints.wait() if due else self.checkpoints.take_finished()]
+            if due:
+                self.save(background)
+                if background:
+                    metrics.max("time/checkpoint_stage_s", time.perf_counter() - start_s)
+            if ends or not background:
+                finished.append(self.checkpoints.wait())
         for saved in filter(None, finished):
             self.last_checkpoint = saved.path
             metrics.max("time/checkpoint_s", saved.total_s)
@@ -186,21 +188,22 @@ class Training:
         Policies to hf_model/, or hf_model/<model> of several; critics to hf_critic/ likewise.
         """
         models, paths = self.worker.plan.models, []
-        for role, folder in (("actor", "hf_model"), ("critic", "hf_critic")):
-            trained = [name for name, model in models.items() if model.trains and model.role == role]
-            for name in trained:
-                out = self.output_dir / folder
-                paths.append(out if len(trained) == 1 else out / name)
-                if name in self.worker.train_engines:
-                    self._export(name, paths[-1])
-        dist.barrier(group=self.worker.groups.world)
+        with self.worker.observer.span("export", self.step):
+            for role, folder in (("actor", "hf_model"), ("critic", "hf_critic")):
+                trained = [name for name, model in models.items() if model.trains and model.role == role]
+                for name in trained:
+                    out = self.output_dir / folder
+                    paths.append(out if len(trained) == 1 else out / name)
+                    if name in self.worker.train_engines:
+                        self._export(name, paths[-1])
+            dist.barrier(group=self.worker.groups.world)
         return paths
 
     def _export(self, name: str, out: Path) -> None:
         engine, model = self.worker.train_engines[name], self.worker.plan.models[name]
         path = role_model(self.worker.node_cfg(model.node), model.role).path
         first = model.ranks.index(self.worker.rank)
-        with self.worker.all_on_device(), self.worker.observer.span("export", self.step):
+        with self.worker.all_on_device():
             save_hf(engine.export_weights(), path, out, first, engine.hf_config_changes())
 
     def _extra(self) -> dict[str, Any]:
@@ -213,7 +216,8 @@ class Training:
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, mine, group=worker.groups.world)
         extra = {kind: {name: x for part in parts for name, x in part[kind].items()} for kind in mine}
-        return extra | {"buffers": worker.buffer_states()}
+        settings = settings_of(self.cfg, worker.plan)
+        return extra | {"buffers": worker.buffer_states(), "settings": settings}
 
     def _require_progress(self, first_step: int, versions: dict[str, int]) -> None:
         """NumericsError on all ranks if a model that was due to train has taken no step in this run."""

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
-from siirl.compiler.plan import Collect, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
+from siirl.compiler.plan import Collect, Instruction, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
 from siirl.config import Config, with_overrides
 from siirl.config.roles import ROLES, role_model
 from siirl.data.chat import load_tokenizer
@@ -70,6 +70,8 @@ class DAGWorker:
         self.groups = ProcessGroupManager(plan.groups, backend, cfg.trainer.deadline_s)
         self.transport = Transport(self.groups, torch.device("cpu"), row_cost)
         self.last_step = 0  # of the run
+        sections = (plan.instructions, plan.validation)
+        self._numbers = {id(ins): index for section in sections for index, ins in enumerate(section)}
         self.sample_limit = 0  # rows of each reward node to keep as text this step; -1: all
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.train_engines: dict[str, TrainEngine] = {}
@@ -115,6 +117,10 @@ class DAGWorker:
     @property
     def num_agents(self) -> int:
         return len({node.agent for node in self.plan.nodes.values()})
+
+    def number_of(self, ins: Instruction) -> int:
+        """The place of an instruction in the one order of all ranks."""
+        return self._numbers[id(ins)]
 
     def new_store(self) -> FieldStore:
         return FieldStore(self.cfg.trainer.deadline_s)

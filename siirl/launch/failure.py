@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from siirl.errors import DeadlineError, UserError
+from siirl.errors import DeadlineError, RewardError, UserError
 from siirl.launch.job import Job
 from siirl.observe.logs import last_lines
 from siirl.observe.position import Position, read_position
@@ -43,6 +43,18 @@ _PEER_LOSS_PHRASES = (
     "nccl communicator was aborted",
     "remote process exited",
 )
+_MACHINE_ERRNOS = (errno.EIO, errno.ESTALE, errno.ENODEV)
+_MACHINE_PHRASES = (
+    "uncorrectable ecc",
+    "uncorrectable nvlink",
+    "unspecified launch failure",
+    "device is lost",
+    "fallen off the bus",
+    "nccl error: unhandled system error",
+    "nccl error: unhandled cuda error",
+    ": killed by sig",
+)
+"""Words of errors after which the same job may well go on; the last: of a process that was killed."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +74,8 @@ class Failure:
     time_s: float
     """When, by the clock of its machine."""
     traceback: str
+    machine_fault: bool = False
+    """A device or disk broke, or a process that the worker needs was killed."""
 
 
 def describe_exception(error: BaseException, rank: int, position: Position | None) -> Failure:
@@ -70,6 +84,7 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
     node = next((value for link in chain if (value := getattr(link, "node", None)) is not None), None)
     step = next((value for link in chain if (value := getattr(link, "step", None)) is not None), None)
     users = [link for link in chain if isinstance(link, UserError)]
+    scores = any(isinstance(link, RewardError) for link in chain)  # what reward code lost is no peer
     shown = users[-1] if users else error
     disk = next((link for link in chain if isinstance(link, OSError) and link.errno in _DISK), None)
     if disk is not None and not users:
@@ -85,9 +100,10 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
         step=step if isinstance(step, int) else position and position.step,
         error=printable(str(shown) if users else f"{type(shown).__name__}: {shown}"),
         user_error=bool(users),
-        secondary=any(_is_peer_loss(link) for link in chain),
+        secondary=not scores and any(_is_peer_loss(link) for link in chain),
         time_s=time.time(),
         traceback=printable("".join(traceback.format_exception(error))),
+        machine_fault=not scores and any(_is_machine_fault(link) for link in chain),
     )
 
 
@@ -155,14 +171,18 @@ def only_followers(deaths: list[Death]) -> bool:
     return all(death.order[0] == 3 for death in deaths)
 
 
-def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int) -> str:
+def node_and_step(death: Death) -> tuple[str | None, int | None]:
+    """Where the worker was when it ended."""
+    place = death.failure or death.position
+    return (place.node, place.step) if place else (None, None)
+
+
+def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int, what: str = "the run") -> str:
     """What the user reads: the first failing rank, its node and step, the cause, its last log lines."""
-    failure, position = death.failure, death.position
-    node = failure.node if failure else position and position.node
-    step = failure.step if failure else position and position.step
+    failure, (node, step) = death.failure, node_and_step(death)
     where = f"node {node!r}, step {step}" if node is not None else "before its first node"
     host = failure.host if failure else death.host
-    lines = [f"siirl: the run failed: rank {death.rank} on {host}, in {where}: {_cause(death)}"]
+    lines = [f"siirl: {what} failed: rank {death.rank} on {host}, in {where}: {one_line_cause(death)}"]
     if death.returncode == -signal.SIGKILL:
         lines.append(_oom_hint(death.oom_kills))
     if failure and failure.secondary:
@@ -171,7 +191,7 @@ def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int) -
     tail = [] if seen_live else last_lines(log_path, log_offset)
     if tail:
         lines += [f"  last lines of {log_path}:", *(f"  | {line}" for line in tail)]
-    others = [f"rank {other.rank} ({_cause(other)})" for other in deaths if other.rank != death.rank]
+    others = [f"rank {other.rank} ({one_line_cause(other)})" for other in deaths if other.rank != death.rank]
     if others:
         lines.append("  failed afterwards: " + "; ".join(others))
     return "\n".join(lines)
@@ -179,9 +199,8 @@ def report(death: Death, deaths: list[Death], log_path: Path, log_offset: int) -
 
 def short_cause(death: Death) -> str:
     """Where a rank ended, and why, in one line: rank 3, step 12, actor_train: killed by SIGKILL."""
-    failure, position = death.failure, death.position
-    found = (failure.step, failure.node) if failure else position and (position.step, position.node)
-    return cause_line(death.rank, *(found or (None, None)), _cause(death))
+    node, step = node_and_step(death)
+    return cause_line(death.rank, step, node, one_line_cause(death))
 
 
 def cause_line(rank: int, step: int | None, node: str | None, error: str) -> str:
@@ -213,7 +232,8 @@ def oom_kill_count() -> int:
     return total
 
 
-def _cause(death: Death) -> str:
+def one_line_cause(death: Death) -> str:
+    """Why the worker ended."""
     if death.lost:
         return death.lost
     if death.failure:
@@ -239,6 +259,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     while link is not None:
         yield link
         link = link.__cause__
+
+
+def _is_machine_fault(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(phrase in text for phrase in _MACHINE_PHRASES)
 
 
 def _is_peer_loss(error: BaseException) -> bool:

@@ -2,58 +2,97 @@
 
 import contextlib
 import socket
+import sys
 import time
+from collections.abc import Mapping
 
+from siirl.config import from_dict
+from siirl.launch.attempts import Attempts
 from siirl.launch.failure import Death, death_of, only_followers, oom_kill_count
+from siirl.launch.health import Watch
 from siirl.launch.job import Job
 from siirl.launch.outcome import Stop, catch_signals, conclude
 from siirl.launch.output_relay import ConsoleTee
-from siirl.launch.process import POLL_S, Worker, end_all, lifeline, start_worker, worker_environment
+from siirl.launch.process import (
+    POLL_S,
+    Worker,
+    await_groups,
+    end_all,
+    lifeline,
+    start_worker,
+    worker_environment,
+)
+from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
+from siirl.observe.heartbeat import heartbeat_file
+from siirl.observe.position import read_position
 
+LIFELINE = "SIIRL_LIFELINE_FD"
 GATHER_S = 0.5  # after a first death, wait for those that follow: the one seen first need not be the first
 
 
 def run_local(job: Job) -> int:
     """Run the job's workers on this machine; the exit code is 0 only if all of them ended well.
 
-    The other codes are those of `conclude`. No worker, and nothing that a worker started, is left behind.
+    Workers that died for no fault of the user's are started again (see Attempts). The other codes are those
+    of `conclude`. No worker, and nothing that a worker started, is left behind.
     """
+    attempts, stop = Attempts(job), Stop()
+    consoles: list[ConsoleTee] = []
+
+    def match_size() -> None:
+        for console in consoles[-1:]:
+            console.match_size()
+
+    with catch_signals(stop, match_size):
+        while True:
+            workers: list[Worker] = []
+            deaths = _attempt(attempts.job, consoles, workers, stop)
+            offsets = {worker.rank: worker.log_offset for worker in workers}
+            if stop.numbers or not deaths or not (told := attempts.after(deaths, offsets)):
+                break
+            print(told, file=sys.stderr, flush=True)
+            await_groups(workers)  # a device's memory is free only then
+    return conclude(attempts.job, deaths, stop, offsets, attempts.fruitless)
+
+
+def _attempt(job: Job, consoles: list[ConsoleTee], workers: list[Worker], stop: Stop) -> list[Death]:
+    """Start all workers, and watch them until they have ended; how those died that ended badly."""
     job_path = job.prepare()
     oom_before = oom_kill_count()
     tee = ConsoleTee(job.log_path(0))
-    stop = Stop()
-    workers: list[Worker] = []
-    with catch_signals(stop, tee.match_size), lifeline() as lifeline_fd:
+    consoles.append(tee)
+    with lifeline() as lifeline_fd, heartbeat_file(job.world_size) as heartbeat_fd:
+        watch = Watch(workers, heartbeat_fd, from_dict(job.config).trainer.stuck_s)
         try:
-            _start(job, str(job_path), tee, lifeline_fd, workers)
-            deaths = _watch(job, workers, stop, oom_before)
+            _start(job, str(job_path), tee, {LIFELINE: lifeline_fd, HEARTBEAT: heartbeat_fd}, workers)
+            return _watch(job, workers, watch, stop, oom_before)
         finally:
             end_all(workers, stop.at_once)
             tee.close()
-    return conclude(job, deaths, stop, {worker.rank: worker.log_offset for worker in workers})
 
 
-def _start(job: Job, job_path: str, tee: ConsoleTee, lifeline_fd: int, workers: list[Worker]) -> None:
-    """Start every rank. Rank 0 takes over the rendezvous socket: its port cannot be lost."""
+def _start(job: Job, job_path: str, tee: ConsoleTee, fds: Mapping[str, int], workers: list[Worker]) -> None:
+    """Start every rank. Rank 0 takes over the rendezvous socket: its port cannot be lost.
+
+    fds: variable -> descriptor that every rank inherits.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as server:
         port = server.getsockname()[1]
         for rank in range(job.world_size):
             log_path = job.log_path(rank)
             offset = log_path.stat().st_size if log_path.exists() else 0
-            env = worker_environment(job, rank, "127.0.0.1", port) | {"SIIRL_LIFELINE_FD": str(lifeline_fd)}
-            fds = [lifeline_fd]
-            if rank == 0:
-                env["SIIRL_STORE_FD"] = str(server.fileno())
-                fds.append(server.fileno())
+            given = dict(fds) | ({"SIIRL_STORE_FD": server.fileno()} if rank == 0 else {})
+            variables = {name: str(fd) for name, fd in given.items()}
+            env = worker_environment(job, rank, "127.0.0.1", port) | variables
             with contextlib.ExitStack() as stack:
                 output = tee.worker_fd if rank == 0 else stack.enter_context(log_path.open("ab"))
-                workers.append(start_worker(rank, job_path, env, output, fds))
+                workers.append(start_worker(rank, job_path, env, output, list(given.values())))
             workers[-1].log_offset = offset
     tee.started()
 
 
-def _watch(job: Job, workers: list[Worker], stop: Stop, oom_before: int) -> list[Death]:
-    """Wait until all have ended well, one has failed (returns the deaths), or a signal asks to stop."""
+def _watch(job: Job, workers: list[Worker], watch: Watch, stop: Stop, oom_before: int) -> list[Death]:
+    """Wait until all have ended well, one has failed or will not go on (returns the deaths), or a signal."""
     while not stop.numbers:
         ended = [worker for worker in workers if worker.ended()]
         if any(worker.returncode for worker in ended):
@@ -71,5 +110,8 @@ def _watch(job: Job, workers: list[Worker], stop: Stop, oom_before: int) -> list
             return deaths
         if len(ended) == len(workers):
             return []
+        if (found := watch.trouble()) is not None:
+            position = read_position(job.position_path(found.rank))
+            return [Death(found.rank, 1, time.time(), None, position, lost=found.what)]
         time.sleep(POLL_S)
     return []

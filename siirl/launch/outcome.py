@@ -37,11 +37,14 @@ def catch_signals(stop: Stop, on_resize: Callable[[], None] = lambda: None) -> I
             signal.signal(number, handler)
 
 
-def conclude(job: Job, deaths: list[Death], stop: Stop, log_offsets: Mapping[int, int]) -> int:
+def conclude(
+    job: Job, deaths: list[Death], stop: Stop, log_offsets: Mapping[int, int], restarts: int = 0
+) -> int:
     """Say why the run ended, and record it, unless it ended well; its exit code.
 
     0: all workers ended well; 2: an error in what the user wrote; 1: any other failure; 130 or 143: stopped
-    by Ctrl-C or SIGTERM. log_offsets: where this run begins in the log of each rank.
+    by Ctrl-C or SIGTERM. log_offsets: where this run begins in the log of each rank. restarts: those before
+    that brought no new checkpoint, if there is no further one.
     """
     if stop.numbers:
         name = signal.Signals(stop.numbers[0]).name
@@ -58,4 +61,10 @@ def conclude(job: Job, deaths: list[Death], stop: Stop, log_offsets: Mapping[int
         print(f"siirl: {where}{cause.failure.error}", file=sys.stderr)
         return 2
     print(report(cause, deaths, job.log_path(cause.rank), log_offsets.get(cause.rank, 0)), file=sys.stderr)
+    if restarts:
+        print(
+            f"  It is not started again: {restarts} restarts brought no new checkpoint "
+            f"(trainer.max_restarts). Their causes are in {job.output_path / 'attempts.jsonl'}.",
+            file=sys.stderr,
+        )
     return 1

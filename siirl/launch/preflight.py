@@ -4,12 +4,15 @@
 """
 
 import importlib.util
+import json
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from siirl.agents.tool_files import check_tool_file
 from siirl.checkpoint.files import (
+    EXTRA_FILE,
     POINTER,
     check_given,
     check_writable,
@@ -20,6 +23,7 @@ from siirl.checkpoint.files import (
 from siirl.command_line import user_errors
 from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import ModelPlan, Plan
+from siirl.compiler.resume_settings import differing, settings_of
 from siirl.config import Config, from_dict, with_overrides
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLES, normalizes_weights, role_model
@@ -38,6 +42,8 @@ from siirl.rewards.user_function import check_user_function
 from siirl.user_code.signatures import Call
 from siirl.user_code.source import check_reference
 
+log = logging.getLogger(__name__)
+
 
 def preflight(cfg: Config, plan: Plan) -> None:
     """UserError for data, models, user code and directories that the run would trip over later, all at once.
@@ -47,7 +53,7 @@ def preflight(cfg: Config, plan: Plan) -> None:
     """
     found = Findings()
     check_code(plan, {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}, found)
-    check_folders(cfg, found)
+    check_folders(cfg, plan, found)
     with found.at(Place.MODELS):
         plan = plan if len(found) else with_local_models(cfg, plan)
     node_cfgs = {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}
@@ -55,7 +61,7 @@ def preflight(cfg: Config, plan: Plan) -> None:
     found.close()
 
 
-def check_folders(cfg: Config, found: Findings) -> None:
+def check_folders(cfg: Config, plan: Plan, found: Findings) -> None:
     """Folders that the run writes to, and the checkpoint that it is told to resume from."""
     trainer = cfg.trainer
     with found.at(Place.MACHINE):
@@ -66,7 +72,7 @@ def check_folders(cfg: Config, found: Findings) -> None:
     with found.at(Place.MACHINE):
         if trainer.save_freq > 0:
             check_writable(Path(trainer.default_local_dir).expanduser())
-    check_resumed(cfg, found)
+    check_resumed(cfg, plan, found)
 
 
 def check_code(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
@@ -157,13 +163,13 @@ def check_sources(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) 
                 check_weights(cfg, [key.name for key in plan.run_of(name).reads])
 
 
-def check_resumed(cfg: Config, found: Findings) -> None:
-    """The checkpoint that the run is told to resume from is there, and the folder of checkpoints can be used,
-    and holds no other run's results."""
-    trainer = cfg.trainer
+def check_resumed(cfg: Config, plan: Plan | None, found: Findings) -> None:
+    """The checkpoint that the run is told to resume from is there and was made with the same settings; the
+    folder of checkpoints can be used, and holds no other run's results."""
+    trainer, resumed = cfg.trainer, None
     with found.at(Place.MACHINE):
         if trainer.resume_mode == "resume_path":
-            check_given(trainer.resume_from_path, contents=False)
+            resumed = check_given(trainer.resume_from_path, contents=False)
     with found.at(Place.MACHINE):
         root = Path(trainer.default_local_dir).expanduser()
         goes_on = trainer.resume_mode == "auto" and not trainer.rollout_only
@@ -171,9 +177,35 @@ def check_resumed(cfg: Config, found: Findings) -> None:
         if (goes_on or saves) and (why := pointer_problem(root)):
             raise ConfigError(why)
         if goes_on and not replaced(root):
-            newest_complete(root, contents=False)
+            resumed = newest_complete(root, contents=False)
     with found.at(Place.MACHINE):
         refuse_used(cfg)
+    with found.at(Place.CONFIGURATION):
+        if resumed is not None and plan is not None and not trainer.rollout_only:
+            check_settings(cfg, plan, resumed)
+
+
+def check_settings(cfg: Config, plan: Plan, checkpoint: Path) -> None:
+    """ConfigError if a run goes on with settings that make another run of it, unless it is told to.
+
+    Nothing is known of a checkpoint without settings, or without a file that can be read.
+    """
+    try:
+        saved = json.loads((checkpoint / EXTRA_FILE).read_text()).get("settings")
+    except (OSError, ValueError, AttributeError):
+        return
+    changes = differing(saved, settings_of(cfg, plan)) if isinstance(saved, dict) else []
+    if not changes:
+        return
+    listed = "".join(f"\n  {line}" for line in changes)
+    if cfg.trainer.resume_changed:
+        log.warning("the run goes on from %s with other settings:%s", checkpoint, listed)
+        return
+    raise ConfigError(
+        f"the checkpoint {checkpoint} was made with other settings: what comes after it would be another "
+        f"run.{listed}\nSet them as they were; or set trainer.resume_changed=true to go on with those of "
+        "now; or start another run (trainer.output_dir)."
+    )
 
 
 def check_kernels(cfg: Config, role: str) -> None:

@@ -103,6 +103,16 @@ def end_all(workers: Sequence[Worker], at_once: Callable[[], bool] = lambda: Fal
             )
 
 
+def await_groups(workers: Sequence[Worker]) -> None:
+    """Wait until all that ended workers had started is gone too, for a few seconds at most."""
+    deadline = time.monotonic() + KILL_GRACE_S
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline:
+                os.killpg(worker.process.pid, 0)
+                time.sleep(POLL_S)
+
+
 def worker_environment(
     job: Job, rank: int, address: str, port: int, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:

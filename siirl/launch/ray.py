@@ -6,12 +6,14 @@ is imported when a run is launched.
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from siirl.config import Config
 from siirl.errors import ConfigError, PlacementError
+from siirl.launch.attempts import Attempts
 from siirl.launch.failure import Death
 from siirl.launch.job import Job
 from siirl.launch.outcome import Stop, catch_signals, conclude
@@ -46,25 +48,36 @@ class RayTrainer:
     def run(self) -> int:
         """Run the job to its end; the exit code is that of `conclude`.
 
+        Workers that died for no fault of the user's are started again, wherever there is room (see Attempts).
         PlacementError: the cluster is smaller than asked, or taken; ConfigError: there is none, or a machine
         lacks what the run needs. Nothing is left behind: actors, workers and reservation are gone.
         """
         self.job.prepare()
+        attempts = Attempts(self.job)
         deaths: list[Death] = []
         try:
             with connected(self.cfg), catch_signals(self._stop):
-                deaths = self._run_reserved()
+                while deaths := self._run_reserved():
+                    if not (told := attempts.after(deaths, self._log_offsets())):
+                        break
+                    print(told, file=sys.stderr, flush=True)
+                    self.job = attempts.job
+                    self.job.prepare()
         except Stopped:
             pass
         except KeyboardInterrupt:  # while it connected
             self._stop.numbers.append(2)
-        return conclude(self.job, deaths, self._stop, {rank.rank: rank.log_offset for rank in self._ranks})
+        return conclude(self.job, deaths, self._stop, self._log_offsets(), attempts.fruitless)
+
+    def _log_offsets(self) -> dict[int, int]:
+        return {rank.rank: rank.log_offset for rank in self._ranks}
 
     def _run_reserved(self) -> list[Death]:
         """Reserve, place, check, start, watch; release everything whatever happens."""
         from ray.util import remove_placement_group
 
         console = None
+        self._actors, self._ranks = [], []
         group = reserve(Need.of(self.cfg), self.cfg.ray_init.wait_s, self._wait)
         try:
             self._place(group)

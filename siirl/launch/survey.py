@@ -67,7 +67,7 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
     check_code(seen.plan, configs, found)
     if not elsewhere:
         check_inputs(seen.plan, seen.node_cfgs, found)
-        check_resumed(seen.cfg, found)
+        check_resumed(seen.cfg, seen.plan, found)
         with found.at(Place.MACHINE):
             refuse_busy(seen.cfg)
     return Survey(seen.cfg, seen.plan, configs, list(dict.fromkeys(warnings)))
@@ -88,4 +88,4 @@ def check_named_inputs(cfg: Config, found: Findings) -> None:
         ):
             check_tokenizer(cfg)
     check_reward_code(cfg, found)
-    check_resumed(cfg, found)
+    check_resumed(cfg, None, found)

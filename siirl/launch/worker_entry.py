@@ -21,6 +21,7 @@ from siirl.errors import ConfigError
 from siirl.launch.failure import describe_exception, write_failure
 from siirl.launch.job import Job
 from siirl.model_files.local_models import with_local_models
+from siirl.observe.heartbeat import start_heartbeat
 from siirl.observe.logs import setup_logging
 from siirl.observe.position import read_position
 
@@ -59,6 +60,7 @@ def run_rank(job: Job, place: ProcessPlace, watched: bool = False) -> int:
     At once, because peers blocked in a collective with this rank notice only when it is gone. watched: our
     launcher waits for this process and will show a user error itself.
     """
+    start_heartbeat(place.rank)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -80,7 +80,7 @@ def make_sinks(names: Sequence[str], info: RunInfo) -> Sinks:
     if unknown:
         raise ConfigError(f"trainer.logger has {unknown}: unknown. Known are {', '.join(SINKS)}.")
     sinks: list[Sink] = [
-        JsonlSink(info.output_dir / METRICS_FILE, fresh=info.first_step == 0),
+        JsonlSink(info.output_dir / METRICS_FILE, info.first_step),
         SampleSink(info.output_dir, info.sample_dirs),
     ]
     for name in dict.fromkeys(names):
@@ -118,13 +118,18 @@ def tensorboard_dir(output_dir: Path) -> Path:
 class JsonlSink:
     """One JSON object per call: step, time_s (since the epoch), metric: number, ...; NaN and inf are null.
 
-    A resumed run continues the file, and of two lines for one step and metric the later one counts; a fresh
-    run starts it anew.
+    first_step: the step that the run goes on from; lines of later steps, which it repeats, are removed, and
+    what a killed run wrote of a line. 0: the file starts anew. None: nothing is removed.
     """
 
-    def __init__(self, path: Path, fresh: bool = False):
+    def __init__(self, path: Path, first_step: int | None = None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w" if fresh else "a")
+        if first_step is not None:
+            aside = path.with_name(f"{path.name}.tmp")
+            with aside.open("w") as kept:
+                kept.writelines(_lines_until(path, first_step) if first_step and path.exists() else ())
+            os.replace(aside, path)
+        self._file = path.open("a")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         numbers = {name: value if math.isfinite(value) else None for name, value in values.items()}
@@ -136,6 +141,18 @@ class JsonlSink:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _lines_until(path: Path, last_step: int) -> Iterator[str]:
+    """The whole lines of a metrics file, up to those of a step."""
+    with path.open(errors="replace") as lines:
+        for line in lines:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and record.get("step", 0) <= last_step and line.endswith("\n"):
+                yield line
 
 
 class SampleSink:

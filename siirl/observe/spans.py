@@ -6,11 +6,12 @@ The loop opens spans. Whatever runs inside one (an engine, a link, the transport
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from siirl.observe.heartbeat import Heartbeat
 from siirl.observe.memory_probe import MemoryMeter
 from siirl.observe.metrics import Metrics
 from siirl.observe.position import PositionFile
@@ -74,7 +75,8 @@ class _Open:
 class Observer:
     """Measures the spans of one rank's steps; a few microseconds a span. No communication.
 
-    position: also record where this rank is, for whoever has to explain its death. sync: called before each
+    position: also record where this rank is, for whoever has to explain its death; heartbeat: for whoever
+    watches it. sync: called before each
     clock reading of a span (torch.cuda.synchronize), to attribute device time to the node that queued the
     work; None: do not wait. sync_phases: the same for phases. trace: also write them there. memory: measure
     the memory peak of each outermost span. `spans` holds those of the current step, in order of their ends.
@@ -87,10 +89,12 @@ class Observer:
         trace: TraceFile | None = None,
         memory: MemoryMeter | None = None,
         sync_phases: bool = False,
+        heartbeat: Heartbeat | None = None,
     ):
         self.spans: list[Span] = []
         self._position, self._sync, self._trace, self._memory = position, sync, trace, memory
         self._phase_sync = sync if sync_phases else None
+        self._heartbeat = heartbeat
         self._owner = threading.get_ident()
         self._stacks: dict[int, list[_Open]] = {self._owner: []}
         self._step = 0
@@ -104,15 +108,30 @@ class Observer:
         self._step_start_s = self._now(self._sync)
 
     @contextmanager
-    def span(self, name: str, step: int, **args: Any) -> Iterator[None]:
-        """Measure what runs inside, under `name` (a node id, or e.g. "reshard"); spans may nest."""
+    def part(self, name: str, step: int) -> Iterator[None]:
+        """Say that this rank begins a part of the run, as all ranks do in the same order."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin_part(step, name)
+        yield
+        if self._heartbeat is not None:
+            self._heartbeat.begin_part(step, f"after {name}")
+
+    @contextmanager
+    def span(self, name: str, step: int, order: Sequence[int] = (), **args: Any) -> Iterator[None]:
+        """Measure what runs inside, under `name` (a node id, or e.g. "reshard"); spans may nest.
+
+        order: of an instruction, among those of its pass through the plan; empty: this is a part of its own.
+        """
         if self._position is not None:
             self._position.set(step, name)
+        if order and self._heartbeat is not None:
+            self._heartbeat.enter(name, order)
         self._step = step
         memory = None if self._stacks[self._owner] else self._memory
         if memory is not None:
             memory.begin()
-        with self._measure(name, name, self._sync, args | {"step": step}):
+        part = nullcontext() if order else self.part(name, step)
+        with part, self._measure(name, name, self._sync, args | {"step": step}):
             yield
             if memory is not None:
                 self.note(**memory.end(name))

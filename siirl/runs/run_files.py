@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
+from siirl.launch.attempts import ATTEMPTS_FILE, Attempt
 from siirl.launch.failure import Failure, read_failure
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
@@ -280,6 +281,26 @@ def read_failures(folder: Path, unreadable: LeftOut) -> list[Failure]:
         elif number(failure.time_s) is not None and number(failure.rank) is not None:
             found.append(failure)
     return sorted(found, key=lambda failure: (bool(failure.secondary), failure.time_s, failure.rank))
+
+
+def read_attempts(folder: Path, unreadable: LeftOut, run_id: str) -> list[Attempt]:
+    """The attempts of one start that failed and were followed by another, in their order."""
+    return [
+        Attempt(
+            run_id,
+            whole(told.get("attempt")) or 0,
+            number(told.get("started_s")) or 0.0,
+            number(told.get("ended_s")) or 0.0,
+            whole(told.get("rank")) or 0,
+            word(told.get("host")),
+            word(told.get("node")) or None,
+            whole(told.get("step")),
+            word(told.get("cause")),
+            word(told.get("next")),
+        )
+        for told in json_lines(folder / ATTEMPTS_FILE, LATEST_BYTES, unreadable)
+        if told.get("run_id") == run_id
+    ]
 
 
 def _yaml(text: str) -> Any:

@@ -1,5 +1,6 @@
 """`siirl ls`: the runs below a folder, a line each, or as JSON."""
 
+import dataclasses
 import os
 import stat
 import time
@@ -19,10 +20,10 @@ DEPTH = 5
 """Folders between the one that is listed and a run."""
 WRITTEN = (
     *("checkpoints", "conversations", "errors", "hf_model", "hf_critic", "logs", "rollouts", "status"),
-    *("swanlab", "tensorboard", "trace", "wandb", "weights"),
+    *("swanlab", "attempts", "tensorboard", "trace", "wandb", "weights"),
 )
 """Folders that a run writes into its own: no run is looked for in them."""
-HEAD = ("run", "state", "step", "reward", "best", "starts", "size", "age", "command")
+HEAD = ("run", "state", "step", "reward", "best", "starts", "restarts", "size", "age", "command")
 CAUSE_WIDTH = 48
 
 
@@ -119,6 +120,7 @@ def _row(run: RunState, size: int, top: Path, now_s: float) -> tuple[str, ...]:
         last,
         best,
         str(run.starts or "?"),
+        str(len(run.attempts)),
         size_text(size),
         age_text(now_s - when) if (when := _when(run)) else "?",
         short_command(run.command) or "?",
@@ -140,6 +142,7 @@ def _object(run: RunState, size: int) -> dict[str, Any]:
         "validation_reward": _extremes(of_column(run.rewards, VALIDATION_REWARD)),
         "training_reward": _extremes(of_column(run.rewards, REWARD)),
         "starts": run.starts,
+        "attempts": [dataclasses.asdict(attempt) for attempt in run.attempts],
         "size_bytes": size,
         "started_s": run.started_s or None,
         "last_sign_s": run.last_sign_s or None,

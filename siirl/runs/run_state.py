@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from siirl.errors import ConfigError
+from siirl.launch.attempts import Attempt
 from siirl.launch.failure import Failure, cause_line
 from siirl.launch.run_folder import LOCK, holder, is_held
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
@@ -20,6 +21,7 @@ from siirl.runs.run_files import (
     TAIL_BYTES,
     MetricsScan,
     Progress,
+    read_attempts,
     read_config,
     read_failures,
     read_positions,
@@ -86,6 +88,8 @@ class RunState:
     ranks: tuple[RankState, ...]
     failures: tuple[Failure, ...]
     """What ended ranks of its last start, the likeliest first cause first."""
+    attempts: tuple[Attempt, ...]
+    """Those of its last start that failed and were followed by another, in their order."""
     unreadable: Mapping[str, str]
     """File -> why it, or a part of it, could not be read."""
 
@@ -143,6 +147,7 @@ def read_run(folder: Path) -> RunState:
     progress = read_progress(folder, start.run_id, unreadable)
     positions = read_positions(folder, unreadable)
     failures = read_failures(folder, unreadable)
+    attempts = read_attempts(folder, unreadable, start.run_id)
     errors = {failure.rank: _first_line(failure.error) for failure in failures}
     ranks = tuple(
         RankState(rank, at.step, at.node, at.time_s, errors.get(rank, "")) for rank, at in positions.items()
@@ -173,6 +178,7 @@ def read_run(folder: Path) -> RunState:
         directory=start.directory,
         ranks=ranks,
         failures=tuple(failures),
+        attempts=tuple(attempts),
         unreadable=unreadable,
     )
 
@@ -188,6 +194,11 @@ def last_problem(run: RunState) -> str:
 def failure_text(failure: Failure) -> str:
     """Where a rank failed, and why, in one line."""
     return cause_line(failure.rank, failure.step, failure.node, failure.error)
+
+
+def attempt_text(attempt: Attempt) -> str:
+    """Where an attempt failed first, and why, in one line."""
+    return cause_line(attempt.rank, attempt.step, attempt.node, attempt.cause)
 
 
 def _status(

@@ -10,10 +10,10 @@ from siirl.observe.summary import duration
 from siirl.parallel.placement import format_ranks
 from siirl.runs.folder_reader import one_line
 from siirl.runs.run_files import latest_metrics
-from siirl.runs.run_state import RankState, RunState, last_problem, read_run
+from siirl.runs.run_state import RankState, RunState, attempt_text, last_problem, read_run
 from siirl.runs.run_text import age_text, cut, last_and_best, line_width, moment_text, path_text
 
-MOST_GROUPS, MOST_RANKS_WIDTH, LEAST_PATH = 16, 24, 20
+MOST_GROUPS, MOST_ATTEMPTS, MOST_RANKS_WIDTH, LEAST_PATH = 16, 3, 24, 20
 CLEAR = "\x1b[H\x1b[J"
 
 
@@ -40,6 +40,7 @@ def run_text(run: RunState, now_s: float, width: int | None = None) -> str:
         who = f", process {run.pid}" if run.pid is not None and run.status == "running" else ""
         began = f", {moment_text(run.started_s)}" if run.started_s else ""
         lines.append(f"  start {run.starts} of this run, on {run.host or 'an unknown machine'}{who}{began}")
+    lines += _attempt_lines(run, now_s)
     validation = run.reward()
     if validation:
         last, best = last_and_best(validation)
@@ -96,6 +97,18 @@ def _rank_lines(run: RunState, now_s: float) -> list[str]:
     if len(ordered) > MOST_GROUPS:
         left = sum(len(ranks) for _, ranks in ordered[MOST_GROUPS:])
         lines.append(f"  ... and {left} more ranks elsewhere")
+    return lines
+
+
+def _attempt_lines(run: RunState, now_s: float) -> list[str]:
+    """The last attempts of this start that failed, and why."""
+    if not run.attempts:
+        return []
+    lines = [f"  attempt {run.attempts[-1].attempt + 1}, after {len(run.attempts)} that failed"]
+    for attempt in run.attempts[-MOST_ATTEMPTS:]:
+        ago = age_text(now_s - attempt.ended_s)
+        text = attempt_text(attempt)
+        lines.append(f"    {attempt.attempt}  {ago} ago, {text}; went on from {attempt.next}")
     return lines
 
 

@@ -77,7 +77,7 @@ SLOW = ("raise_with_place", "exit_silently")  # the choice of the first cause ha
 def test_the_first_failing_rank_is_named_with_its_node_step_and_cause(tmp_path, entry):
     code, pattern = FAILURES[entry]
     started = time.monotonic()
-    done = run(tmp_path, entry)
+    done = run(tmp_path, entry, "trainer.max_restarts=0")
     assert time.monotonic() - started < 60
     assert done.returncode == code
     assert re.search(pattern, done.stderr), done.stderr
@@ -90,11 +90,52 @@ def test_the_first_failing_rank_is_named_with_its_node_step_and_cause(tmp_path, 
 
 
 def test_a_wait_past_the_deadline_shows_where_the_stuck_rank_is(tmp_path):
-    done = run(tmp_path, "time_out", "trainer.deadline_s=3")
+    done = run(tmp_path, "time_out", "trainer.deadline_s=3", "trainer.max_restarts=0")
     assert done.returncode == 1
     assert re.search(r"rank 0 .*node 'reshard', step 4", done.stderr), done.stderr
     assert "did not answer in time" in done.stderr
     assert "in time_out" in log(tmp_path, 1)  # the stack of the rank that was waited for
+
+
+def test_killed_workers_are_started_again_until_a_user_error_ends_the_run(tmp_path):
+    """Both ranks are killed, then rank 1; the third attempt is the user's fault, and there is no fourth."""
+    done = run(tmp_path, "killed_twice", "trainer.max_restarts=5")
+    assert done.returncode == 2, done.stderr
+    assert re.search(r"attempt 1 failed: rank [01] .*node 'rollout_actor', step 7: killed by", done.stderr)
+    assert "attempt 2 failed: rank 1 on " in done.stderr and "attempt 3" not in done.stderr
+    assert "(restart 2 of at most 5 without a new checkpoint)" in done.stderr
+    assert done.stderr.endswith("siirl: the third time it is the user's fault\n")
+    assert "attempt 0" in done.stdout and "attempt 2" in done.stdout, "the console goes on"
+    for number in (1, 2):
+        kept = tmp_path / "out" / "attempts" / str(number) / "logs" / "rank_0.log"
+        assert re.findall(r"rank 0, attempt \d", kept.read_text()) == [f"rank 0, attempt {number - 1}"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "where", "why"),
+    [
+        ("stopped_once", "node 'reshard', step 5", "it was stopped by a signal (process state T)"),
+        pytest.param(
+            "stuck_once",
+            "node 'rollout', step 3",
+            "it has been in 'step/rollout' for",
+            marks=pytest.mark.slow,  # who counts as stuck has unit tests
+        ),
+    ],
+)
+def test_a_rank_that_lives_but_does_not_go_on_is_named_within_30_s_and_the_run_starts_again(
+    tmp_path, entry, where, why
+):
+    done = run(tmp_path, entry, "trainer.stuck_s=4", "trainer.max_restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"attempt 1 failed: rank 1 on \S+, in {where}: {re.escape(why)}", done.stderr), (
+        done.stderr
+    )
+    assert f"  | {' ' * 2}File" in done.stderr and f"in {entry}" in done.stderr, "its stack"
+    out = tmp_path / "out"
+    (attempt,) = map(json.loads, (out / "attempts.jsonl").read_text().splitlines())
+    assert 0 < attempt["ended_s"] - float((out / "moment").read_text()) < 30
+    assert "launch_entries.py" in (out / "attempts" / "1" / "logs" / "rank_0.log").read_text(), "who waited"
 
 
 def start(folder: Path, entry: str) -> tuple[subprocess.Popen, list[int]]:

@@ -27,7 +27,7 @@ from siirl.launch.ray import RayTrainer
 
 pytestmark = pytest.mark.timeout(300)
 SCRIPT = ROOT / "examples" / "run_qwen3-0.6b-1gpu.sh"
-TWO = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray_init.wait_s=1")
+TWO = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray_init.wait_s=1", "trainer.max_restarts=0")
 
 
 def free_port() -> str:
@@ -152,6 +152,20 @@ def test_a_killed_worker_ends_the_run_and_is_named(connection, tmp_path, capfd):
     errors = capfd.readouterr().err
     assert re.search(r"rank 1 on \S+, in node 'rollout_actor', step 7: killed by SIGKILL", errors), errors
     assert "out-of-memory killer" in errors and "| rank 1 before the kill" in errors
+    assert nothing_is_reserved()
+
+
+@pytest.mark.slow
+def test_killed_workers_are_started_again_until_a_user_error_ends_the_run(connection, tmp_path, capfd):
+    again = ("trainer.max_restarts=5", "ray_init.wait_s=30")
+    assert launch(make_job(tmp_path, "killed_twice", *TWO, *again)) == 2
+    errors = capfd.readouterr().err
+    assert "attempt 1 failed: rank " in errors and "attempt 2 failed: rank 1 on " in errors
+    assert "attempt 3" not in errors and errors.endswith(": the third time it is the user's fault\n"), errors
+    for number in (1, 2):
+        for rank in (0, 1):
+            kept = tmp_path / "out" / "attempts" / str(number) / "logs" / f"rank_{rank}.log"
+            assert f"rank {rank}, attempt {number - 1}" in kept.read_text()
     assert nothing_is_reserved()
 
 

@@ -155,7 +155,14 @@ def test_a_rank_that_ends_in_an_interaction_ends_the_run_and_is_named(
 ):
     arguments = apart(inputs, other_model, tmp_path / "apart", "0", "1", ending=ending)
     done = subprocess.run(
-        [sys.executable, "-m", "siirl.main_dag", *arguments, "trainer.n_gpus_per_node=2"],
+        [
+            sys.executable,
+            "-m",
+            "siirl.main_dag",
+            *arguments,
+            "trainer.n_gpus_per_node=2",
+            "trainer.max_restarts=0",
+        ],
         env=os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from siirl.errors import DataError, WorkerError
+from siirl.observe.heartbeat import current_heartbeat
 from siirl.observe.position import PositionFile
 
 
@@ -62,6 +63,44 @@ def killed_on_rank_1(cfg, plan, rank, world_size, device, job):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.zeros(1))
+
+
+def killed_twice(cfg, plan, rank, world_size, device, job):
+    """All ranks are killed, then rank 1; then rank 0 finds a mistake of the user."""
+    number = len(list(Path(job.output_dir, "attempts").glob("*")))
+    _enter(job, rank, "rollout_actor", 7)
+    print(f"rank {rank}, attempt {number}", flush=True)
+    time.sleep(0.5)  # what a killed worker wrote is copied by others
+    if number == 0 or (number, rank) == (1, 1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == 2 and rank == 0:
+        raise DataError("the third time it is the user's fault")
+    dist.barrier()
+
+
+def stopped_once(cfg, plan, rank, world_size, device, job):
+    """In the first attempt, rank 1 is stopped; the others wait for it."""
+    _enter(job, rank, "reshard", 5)
+    dist.barrier()
+    if rank == 1 and not Path(job.output_dir, "attempts").exists():
+        Path(job.output_dir, "moment").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+
+def stuck_once(cfg, plan, rank, world_size, device, job):
+    """In the first attempt, rank 1 does not come out of a rollout in which it has been before."""
+    heart = current_heartbeat()
+    for step in range(1, 4):
+        heart.begin_part(step, "step")
+        for number, node in enumerate(("rollout", "actor_train")):
+            heart.enter(node, (number, 0, number))
+            _enter(job, rank, node, step)
+            if (rank, step, number) == (1, 3, 0) and not Path(job.output_dir, "attempts").exists():
+                Path(job.output_dir, "moment").write_text(str(time.time()))
+                time.sleep(300)
+            if number == 1:
+                dist.barrier()
 
 
 def exit_silently(cfg, plan, rank, world_size, device, job):

@@ -20,7 +20,7 @@ from siirl.launch.preflight import check_resumed
 
 def refuse_resumed(*keys: str) -> None:
     found = Findings()
-    check_resumed(load_config(keys), found)
+    check_resumed(load_config(keys), None, found)
     found.close()
 
 

@@ -201,6 +201,24 @@ def test_a_resumed_run_overrides_the_steps_it_repeats(tmp_path):
     assert read_series(path)["val/reward/mean"] == {3: 0.2}
 
 
+def test_a_metrics_file_has_each_step_once_after_a_resume_and_none_after_a_fresh_start(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for first_step, steps, expected in (
+        (0, (0, 1, 2, 3), [0, 1, 2, 3]),
+        (2, (3, 4), [0, 1, 2, 3, 4]),
+        (0, (0,), [0]),
+    ):
+        sink = JsonlSink(path, first_step)
+        for step in steps:
+            sink.log(step, {"reward/score": first_step + step})
+        sink.close()
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["step"] for line in lines] == expected
+        assert lines[-1]["reward/score"] == first_step + steps[-1]
+        with path.open("a") as file:  # killed in the middle of a line
+            file.write('{"step": 2, "reward/sc')
+
+
 def test_the_reward_curve_is_a_picture_with_both_curves(tmp_path):
     from matplotlib.image import imread
 

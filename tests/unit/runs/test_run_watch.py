@@ -1,5 +1,6 @@
 """`siirl watch`: one screen about a run, live, ended or copied."""
 
+import json
 import os
 import re
 import shutil
@@ -50,6 +51,41 @@ def test_a_failed_run_shows_who_failed_and_one_that_was_copied_the_same(tmp_path
     assert re.search(r"ranks at the end\n  1 +step 4, actor_train  failed: RuntimeError", text)
     shutil.copytree(run.folder, tmp_path / "copy")
     assert shown(tmp_path / "copy", capsys).replace("copy", "run") == text
+
+
+def test_the_attempts_of_the_last_start_are_shown_with_their_causes(tmp_path, capsys):
+    run = written(tmp_path).start().steps(rewards(range(1, 4)))
+    told = [
+        {
+            "run_id": "id",
+            "attempt": number,
+            "ended_s": time.time() - 600,
+            "rank": 1,
+            "host": "a",
+            "step": number,
+        }
+        | {"node": "rollout", "cause": f"killed by \x1b[2JSIG{number}", "next": "global_step_2"}
+        for number in range(2, 7)
+    ]
+    lines = [
+        json.dumps({"run_id": "an older start"}),
+        *map(json.dumps, told),
+        json.dumps({"run_id": "id"}),
+        "{",
+    ]
+    (run.folder / "attempts.jsonl").write_text("\n".join([*lines, "[]", ""]))
+    text = shown(tmp_path, capsys)
+    assert "attempt 1, after 6 that failed\n" in text  # the damaged one says nothing of its number
+    assert re.search(
+        r"\n    6  10 min ago, rank 1, step 6, rollout: killed by \S+SIG6; went on from global_step_2", text
+    )
+    assert "\x1b" not in text and "SIG3" not in text, "the last few"
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert [attempt["attempt"] for attempt in listed["attempts"]] == [2, 3, 4, 5, 6, 0]
+    assert main(["ls", str(tmp_path)]) == 0
+    head, row = capsys.readouterr().out.splitlines()[:2]
+    assert row[head.index("restarts") :].split()[0] == "6"
 
 
 def test_the_last_warning_of_the_log_is_the_last_problem_of_a_run_without_failures(tmp_path, capsys):

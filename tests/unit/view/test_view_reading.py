@@ -130,7 +130,7 @@ def test_the_newest_conversations_come_first_up_to_a_bound(tmp_path, monkeypatch
 
 
 def history_of(name, values, tmp_path):
-    sink = JsonlSink(tmp_path / "metrics.jsonl", fresh=True)
+    sink = JsonlSink(tmp_path / "metrics.jsonl", first_step=0)
     for step, value in enumerate(values, 1):
         sink.log(step, {name: value})
     sink.close()

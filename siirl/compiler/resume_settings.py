@@ -1,0 +1,124 @@
+"""Which settings a run keeps when it goes on from a checkpoint, so that it is still the same run."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from siirl.compiler.plan import Plan
+from siirl.config import Config
+from siirl.config.aliases import ALIASES
+from siirl.config.effects import why_no_effect
+from siirl.config.resolve import get
+from siirl.config.roles import ROLE_GROUPS, role_group
+from siirl.config.root import all_keys
+from siirl.config.values import plain
+
+FREE: Mapping[str, tuple[str, ...]] = {
+    "what is written, and where": (
+        *("trainer.project_name", "trainer.experiment_name", "trainer.logger", "trainer.log_val_generations"),
+        *("trainer.*_dir", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.overwrite"),
+        *("trainer.export_hf", "trainer.trace*", "*.checkpoint.*", "*.disable_log_stats"),
+        "reward_model.overlong_buffer.log",
+    ),
+    "validation": (
+        *("trainer.test_freq", "trainer.val_*", "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*"),
+    ),
+    "how the run starts, resumes and ends": (
+        *("trainer.resume_*", "trainer.launcher", "trainer.deadline_s", "*_restarts"),
+        *("trainer.restart_window_s", "trainer.stuck_s", "ray_init.*"),
+    ),
+    "how services are asked": (
+        *("*.timeout_s", "*.max_tries", "*.max_concurrent", "*.max_per_s", "*.token_env", "*.hf_hub_token"),
+        *("*.cache_dir", "*.tool_timeout_s", "reward_model.num_workers"),
+    ),
+    "which devices there are, and how models lie on them: rounding apart, the numbers stay": (
+        *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.device_memory_gib"),
+        *("trainer.balance_batch", "*.strategy", "*.fsdp_size", "*_offload", "*_model_parallel_size"),
+        *("*.context_parallel_size", "*.expert_tensor_parallel_size", "*.sequence_parallel"),
+        *("*.use_distributed_optimizer", "*.override_ddp_config", "*.use_mbridge", "*.weight_link"),
+        *("*.use_dist_checkpointing", "*.dist_checkpointing_path", "*.share_instance"),
+    ),
+    "memory and speed": (
+        *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.use_liger"),
+        *("*.enable_gradient_checkpointing", "*.gradient_checkpointing_kwargs", "*.enforce_eager"),
+        *("*.gpu_memory_utilization", "*.free_cache_engine", "*.max_num_batched_tokens", "*.max_num_seqs"),
+        *("*.enable_chunked_prefill", "*.multi_turn.max_parallel_calls"),
+    ),
+}
+"""Why a key may be another one when a run goes on -> patterns of such keys. Any other key counts."""
+LENGTH = ("trainer.total_epochs", "trainer.total_training_steps")
+"""Count only where the learning rate depends on how long the run is."""
+
+
+def settings_of(cfg: Config, plan: Plan) -> dict[str, Any]:
+    """Name -> value of all that changes what a run computes: JSON values, no secrets, kept in checkpoints.
+
+    Keys that act and are not FREE; those of a node are named "node NAME: key". Of free-form maps, a digest.
+    """
+    names = [name for name, key in all_keys().items() if key.rule.status == "supported"]
+    acting = [name for name in names if name not in ALIASES and not is_free(name, cfg)]
+    found = {name: _value(name, get(cfg, name)) for name in acting if not why_no_effect(cfg, name)}
+    for node in plan.nodes.values():
+        found[f"node {node.name}"] = [node.op, node.executable, *node.dependencies]
+        if node.options:
+            found[f"node {node.name}: options"] = _digest(node.options)
+        for name, value in node.overrides.items():
+            if not is_free(name, cfg):
+                found[f"node {node.name}: {name}"] = _value(name, value)
+    return found
+
+
+def differing(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between the settings of a checkpoint and those of now, a line each.
+
+    A key that only one of them has acts in one of them alone, because of another that differs; or it is newer
+    than the checkpoint. What a node is, or sets, counts in any case.
+    """
+    absent = object()
+    lines = []
+    for name in sorted({*saved, *now}):
+        old, new = saved.get(name, absent), now.get(name, absent)
+        if old == new or (absent in (old, new) and not name.startswith("node ")):
+            continue
+        texts = ["not there" if value is absent else json.dumps(value) for value in (old, new)]
+        lines.append(f"{name}: {texts[0]} in the checkpoint, {texts[1]} now")
+    return lines
+
+
+def is_free(name: str, cfg: Config) -> bool:
+    """Whether a key may differ between two starts of a run."""
+    if name in LENGTH:
+        return not any(_depends_on_length(cfg, group) for group in ROLE_GROUPS)
+    return any(fnmatchcase(name, pattern) for patterns in FREE.values() for pattern in patterns)
+
+
+def _depends_on_length(cfg: Config, role: str) -> bool:
+    """Whether the learning rate of a role follows from the number of steps of the run."""
+    optim = getattr(role_group(cfg, role), "optim", None)
+    if optim is None or optim.total_training_steps:
+        return False
+    by_share = optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
+    style = optim.lr_decay_style or optim.warmup_style
+    return by_share or (style not in ("constant", "inverse-square-root") and not optim.lr_decay_steps)
+
+
+def _value(name: str, value: Any) -> Any:
+    """The value as it is kept. A file or folder that is here by its whole path, however it was given."""
+    if isinstance(value, dict):
+        return _digest(value)
+    if isinstance(value, tuple | list):
+        return [_value(name, item) for item in value]
+    if isinstance(value, str) and value and os.path.exists(os.path.expanduser(value)):
+        return os.path.abspath(os.path.expanduser(value))
+    return plain(value)
+
+
+def _digest(value: Mapping[str, Any]) -> str:
+    """Tells free-form maps apart without a word of theirs, which may be secret."""
+    if not value:
+        return "{}"
+    text = json.dumps(plain(dict(value)), sort_keys=True, default=str)
+    return f"{len(value)} entries, {hashlib.sha256(text.encode()).hexdigest()[:12]}"

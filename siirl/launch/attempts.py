@@ -1,0 +1,178 @@
+"""The attempts of a run: workers that died for no fault of the user's are started again. No torch.
+
+OUT/attempts.jsonl    a line for each attempt that was followed by another: when, where, why it failed
+OUT/attempts/N/       what attempt N left: logs/, errors/, status/; its results too, if the next began anew
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from siirl.checkpoint.files import POINTER, current_step, saved_steps
+from siirl.config import Config, from_dict
+from siirl.launch.failure import Death, first_cause, node_and_step, one_line_cause, report
+from siirl.launch.job import Job
+from siirl.launch.run_folder import OWN, absolute, resumes
+
+ATTEMPTS_FILE, ATTEMPTS_DIR = "attempts.jsonl", "attempts"
+LEFT = ("logs/rank_*.log", "logs/vllm_*.log", "errors/rank_*", "status/rank_*", "trace/rank_*.jsonl")
+"""Patterns of what an attempt leaves in the output folder and the next one writes anew."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt that failed and was followed by another."""
+
+    run_id: str
+    """The start of the run that it belongs to."""
+    attempt: int
+    """Counted over all starts in the folder, from 1."""
+    started_s: float
+    """Seconds since the epoch."""
+    ended_s: float
+    rank: int
+    """That failed first."""
+    host: str
+    node: str | None
+    step: int | None
+    cause: str
+    """In one line."""
+    next: str
+    """What the run went on from: "global_step_40", "the start"."""
+
+
+class Attempts:
+    """Decides whether a run whose workers died starts again, and keeps what each attempt left.
+
+    A restart counts until a new checkpoint has come, or until it is trainer.restart_window_s old.
+    """
+
+    def __init__(self, job: Job):
+        self.job = job
+        """Of the attempt that runs now."""
+        self.fruitless = 0
+        """Restarts without a new checkpoint, because of which there is no further one."""
+        trainer = from_dict(job.config).trainer
+        self._most, self._window_s = trainer.max_restarts, trainer.restart_window_s
+        self._root = absolute(trainer.default_local_dir)
+        self._first = self._last = self._pointer()
+        self._began_s = time.time()
+        self._restarts: list[float] = []  # when those that count were, by time.monotonic
+
+    def after(self, deaths: list[Death], log_offsets: Mapping[int, int]) -> str:
+        """Look at how the attempt failed, record it, and make `job` that of the next one.
+
+        What to tell the user before that; "" if there is no next one. log_offsets: where the attempt begins
+        in the log of each rank.
+        """
+        cause = first_cause(deaths)
+        number = len(recorded_lines(self.job.output_path)) + 1
+        self._forget()
+        blameless = is_no_fault_of_the_user(cause)
+        if not blameless or len(self._restarts) >= self._most:
+            self.fruitless = len(self._restarts) if blameless else 0
+            return ""
+        log_path = self.job.log_path(cause.rank)
+        told = report(cause, deaths, log_path, log_offsets.get(cause.rank, 0), f"attempt {number}")
+        self._restarts.append(time.monotonic())
+        self.job = self._next_job()
+        cfg = from_dict(self.job.config)
+        origin = self._origin(cfg)
+        left = self._keep(number, anew=cfg.trainer.rollout_only or not resumes(cfg))
+        self._record(cause, number, origin)
+        self._began_s = time.time()
+        counts = f"restart {len(self._restarts)} of at most {self._most} without a new checkpoint"
+        return f"{told}\nsiirl: the run goes on from {origin} ({counts}). {left}"
+
+    def _origin(self, cfg: Config) -> str:
+        """What the next attempt goes on from, in words."""
+        if cfg.trainer.resume_mode == "resume_path":
+            return str(cfg.trainer.resume_from_path)
+        if cfg.trainer.rollout_only or not resumes(cfg):
+            return "the start"
+        return f"global_step_{current_step(self._root) or saved_steps(self._root)[0]}"
+
+    def _forget(self) -> None:
+        """Drop the restarts that no longer count."""
+        if self._pointer() != self._last:
+            self._last = self._pointer()
+            self._restarts.clear()
+        if self._window_s is not None:
+            now_s = time.monotonic()
+            self._restarts = [at_s for at_s in self._restarts if now_s - at_s <= self._window_s]
+
+    def _pointer(self) -> tuple[int, int] | None:
+        """What changes with each checkpoint that becomes current."""
+        try:
+            stat = (self._root / POINTER).stat()
+        except OSError:
+            return None
+        return stat.st_ino, stat.st_mtime_ns
+
+    def _next_job(self) -> Job:
+        """The job of the next attempt: it goes on from this run's own checkpoint, however the run began."""
+        if self._pointer() == self._first:
+            return self.job
+        trainer = self.job.config["trainer"] | {"resume_mode": "auto"}
+        return dataclasses.replace(self.job, config=self.job.config | {"trainer": trainer})
+
+    def _keep(self, number: int, anew: bool) -> str:
+        """Move what the attempt left into a folder of its own, anew: its results too; what to tell of it."""
+        output = self.job.output_path
+        kept = output / ATTEMPTS_DIR / str(number)
+        patterns = (*LEFT, *OWN) if anew else LEFT
+        try:
+            for path in sorted({path for pattern in patterns for path in output.glob(pattern)}):
+                target = kept / path.relative_to(output)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(path, target)
+        except OSError as error:  # the run goes on without
+            return f"What attempt {number} left could not all be kept: {error}"
+        return f"What attempt {number} left is in {kept}"
+
+    def _record(self, cause: Death, number: int, origin: str) -> None:
+        node, step = node_and_step(cause)
+        host = cause.failure.host if cause.failure else cause.host
+        attempt = Attempt(
+            self.job.run_id,
+            number,
+            self._began_s,
+            time.time(),
+            cause.rank,
+            host,
+            node,
+            step,
+            one_line_cause(cause),
+            origin,
+        )
+        try:
+            with (self.job.output_path / ATTEMPTS_FILE).open("a") as file:
+                file.write(json.dumps(dataclasses.asdict(attempt)) + "\n")
+        except OSError as error:  # of a full disk: the run goes on, or tells its cause, all the same
+            os.write(2, f"siirl: {ATTEMPTS_FILE} cannot be written: {error}\n".encode())
+
+
+def is_no_fault_of_the_user(cause: Death) -> bool:
+    """Whether the same job may well go on: the first worker that died was killed, or lost.
+
+    Not if it raised an error of its own or chose to exit, which would come again; and not after Ctrl-C.
+    """
+    if cause.lost:
+        return True
+    if cause.failure is None:
+        return cause.returncode < 0 and cause.returncode != -signal.SIGINT
+    return not cause.failure.user_error and (cause.failure.secondary or cause.failure.machine_fault)
+
+
+def recorded_lines(output: Path) -> list[str]:
+    """The lines of the record in an output folder, whole or not."""
+    try:
+        return (output / ATTEMPTS_FILE).read_text(errors="replace").splitlines()
+    except OSError:
+        return []

@@ -1,0 +1,207 @@
+"""A run whose workers are killed goes on by itself, and ends as one that nobody disturbed, bit for bit."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from job_harness import ROOT, Finished, Inputs, overrides
+
+from siirl.cli import main
+from siirl.launch.attempts import ATTEMPTS_FILE
+from siirl.runs.run_state import read_run
+
+pytestmark = pytest.mark.timeout(300)
+FRESH = ("trainer.resume_mode=disable", "trainer.overwrite=true")
+IN_THE_BACKGROUND = "actor_rollout_ref.actor.checkpoint.async_save=true"
+MEASURED = re.compile(r"time|perf/|memory/|.*_s$")
+"""Metrics that differ between two runs of the same command."""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"))
+
+
+def command(inputs: Inputs, output: Path, *keys: str) -> list[str]:
+    steps = ("trainer.total_training_steps=8", "trainer.n_gpus_per_node=2", "trainer.logger=[console]")
+    return [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, output, *steps, *keys)]
+
+
+def start(words: Sequence[str], console: Path) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with console.open("wb") as file:
+        return subprocess.Popen(words, env=env, stdout=file, stderr=file)
+
+
+def ranks_of(job: subprocess.Popen) -> dict[int, int]:
+    """Rank -> pid of the workers that run now."""
+    found = {}
+    for child in psutil.Process(job.pid).children():
+        try:
+            if rank := child.environ().get("RANK"):
+                found[int(rank)] = child.pid
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return found
+
+
+def wait_until(what: Callable[[], bool], job: subprocess.Popen, console: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not what():
+        assert job.poll() is None and time.monotonic() < deadline, console.read_text()
+        time.sleep(0.02)
+
+
+def steps_done(output: Path) -> int:
+    path = output / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def results(output: Path) -> tuple[list[dict], dict]:
+    """Metrics that must be equal, a dict a line, and the exported weights."""
+    done = Finished.read(output)
+    lines = [{k: v for k, v in line.items() if not MEASURED.match(k)} for line in done.lines]
+    return lines, done.weights()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(inputs, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = start(command(inputs, folder / "out"), folder / "console")
+    assert job.wait(120) == 0, (folder / "console").read_text()
+    return results(folder / "out")
+
+
+def check_same(output: Path, undisturbed: tuple[list[dict], dict]) -> None:
+    lines, weights = results(output)
+    assert [line["step"] for line in lines] == list(range(9)), "each step once"
+    assert lines == undisturbed[0]
+    assert weights.keys() == undisturbed[1].keys() and len(weights) > 5
+    assert all(weights[name].equal(tensor) for name, tensor in undisturbed[1].items())
+
+
+def run_and_kill(
+    words: Sequence[str],
+    folder: Path,
+    at_steps: Sequence[int],
+    victims: Sequence[int],
+    number: int = signal.SIGKILL,
+) -> tuple[int, str]:
+    """Signal these ranks when each of the steps is done; the exit code, and what the console shows."""
+    console, output = folder / "console", folder / "out"
+    job = start(words, console)
+    try:
+        for done, step in enumerate(at_steps):
+            wait_until(lambda step=step: steps_done(output) >= step and len(ranks_of(job)) == 2, job, console)
+            pids = ranks_of(job)
+            for rank in victims:
+                os.kill(pids[rank], number)
+            kept = folder / "out" / "attempts" / str(done + 1)
+            wait_until(lambda kept=kept: (kept / "logs").is_dir(), job, console)
+        return job.wait(200), console.read_text()
+    finally:
+        job.kill()
+        job.wait()
+
+
+def test_a_killed_rank_comes_back_and_the_run_ends_as_if_nothing_had_been(
+    inputs, undisturbed, tmp_path, capsys
+):
+    words = command(inputs, tmp_path / "out", "trainer.save_freq=2")
+    code, console = run_and_kill(words, tmp_path, [3], [1])
+    assert code == 0, console
+    check_same(tmp_path / "out", undisturbed)
+    assert "siirl: attempt 1 failed: rank 1 on " in console and "killed by SIGKILL" in console
+    assert "siirl: the run goes on from global_step_" in console
+    assert "(restart 1 of at most 3 without a new checkpoint)" in console
+    assert "resumed from" in (tmp_path / "out" / "logs" / "rank_0.log").read_text()
+    assert "resumed from" not in (tmp_path / "out" / "attempts" / "1" / "logs" / "rank_0.log").read_text()
+    (attempt,) = map(json.loads, (tmp_path / "out" / ATTEMPTS_FILE).read_text().splitlines())
+    assert (attempt["rank"], attempt["cause"]) == (1, "killed by SIGKILL") and attempt["step"] >= 3
+    state = read_run(tmp_path / "out")
+    assert (state.status, state.starts, len(state.attempts)) == ("ended", 1, 1)
+    assert main(["watch", str(tmp_path / "out"), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "attempt 2, after 1 that failed\n" in shown and ": killed by SIGKILL; went on from global" in shown
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    (listed,) = json.loads(capsys.readouterr().out)
+    assert [attempt["cause"] for attempt in listed["attempts"]] == ["killed by SIGKILL"]
+    changed = [*words, "actor_rollout_ref.actor.optim.lr=0.5", "trainer.total_training_steps=9"]
+    refused = start(changed, tmp_path / "second")
+    assert refused.wait(60) == 2
+    said = (tmp_path / "second").read_text()
+    assert "actor_rollout_ref.actor.optim.lr: 0.01 in the checkpoint, 0.5 now\n" in said
+    assert "trainer.resume_changed=true" in said and "total_training_steps" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "keys", "at_steps", "victims"),
+    [
+        ("SIGKILL", ("trainer.save_freq=2",), [3, 5, 7], [0, 1]),
+        ("SIGSEGV", ("trainer.save_freq=100",), [1, 3], [0]),
+        ("SIGTERM", ("trainer.save_freq=3", *FRESH, "trainer.max_restarts=1"), [1, 4], [1]),
+        ("SIGKILL", ("trainer.save_freq=1", IN_THE_BACKGROUND), [2, 4, 6], [0]),
+        ("SIGSTOP", ("trainer.save_freq=2",), [3, 6], [1]),
+    ],
+    ids=["both ranks", "before a checkpoint", "resume_mode=disable", "saves in the background", "stopped"],
+)
+def test_any_kills_leave_the_result_as_it_was(number, keys, at_steps, victims, inputs, undisturbed, tmp_path):
+    words = command(inputs, tmp_path / "out", *keys)
+    code, console = run_and_kill(words, tmp_path, at_steps, victims, signal.Signals[number])
+    assert code == 0, console
+    check_same(tmp_path / "out", undisturbed)
+    state = read_run(tmp_path / "out")
+    assert len(state.attempts) == len(at_steps)
+    for number, attempt in enumerate(state.attempts, 1):
+        kept = tmp_path / "out" / "attempts" / str(number)
+        assert attempt.attempt == number and (kept / "logs" / "rank_1.log").is_file()
+        assert (kept / "metrics.jsonl").is_file() == (attempt.next == "the start")
+
+
+@pytest.mark.slow
+def test_torchrun_that_may_restart_goes_on_before_and_after_a_checkpoint(inputs, undisturbed, tmp_path):
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    keys = ("trainer.save_freq=3", "trainer.overwrite=true")
+    python, _, *words = command(inputs, tmp_path / "out", *keys)
+    console, output = tmp_path / "console", tmp_path / "out"
+    job = start([python, "-m", *torchrun, "-m", *words], console)
+    try:
+        for step in (1, 4):
+            wait_until(lambda step=step: steps_done(output) >= step and len(ranks_of(job)) == 2, job, console)
+            pids = ranks_of(job)
+            os.kill(pids[1], signal.SIGKILL)
+            wait_until(lambda pids=pids: pids[0] not in ranks_of(job).values(), job, console)
+        assert job.wait(200) == 0, console.read_text()
+    finally:
+        job.kill()
+        job.wait()
+    check_same(output, undisturbed)
+    assert read_run(output).starts == 2, "the first one has been removed with its results"
+
+
+@pytest.mark.slow
+def test_the_launcher_killed_in_a_second_attempt_takes_all_with_it(inputs, tmp_path):
+    console = tmp_path / "console"
+    job = start(command(inputs, tmp_path / "out", "trainer.total_training_steps=100000"), console)
+    try:
+        wait_until(lambda: steps_done(tmp_path / "out") >= 1, job, console)
+        os.kill(ranks_of(job)[1], signal.SIGKILL)
+        wait_until(lambda: (tmp_path / "out" / "attempts" / "1" / "metrics.jsonl").exists(), job, console)
+        wait_until(lambda: steps_done(tmp_path / "out") >= 1, job, console)
+        children = psutil.Process(job.pid).children(recursive=True)
+        assert len(children) >= 4
+    finally:
+        job.kill()
+        job.wait()
+    _, left = psutil.wait_procs(children, timeout=15)
+    assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
