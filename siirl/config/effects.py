@@ -95,5 +95,16 @@ def _other_loss(cfg: Config, name: str) -> str:
     return f"policy_loss.loss_mode is {actor.loss_name}"
 
 
-ABSENT = (_no_reference, _no_critic, _other_loss, _without)
+def _spans_ranks(cfg: Config, name: str) -> str:
+    """Why an engine is not started again, or an empty string."""
+    rollout = cfg.actor_rollout_ref.rollout
+    if name != "actor_rollout_ref.rollout.max_engine_restarts" or rollout.tensor_model_parallel_size == 1:
+        return ""
+    return (
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}, and an "
+        "engine of several ranks is not started again"
+    )
+
+
+ABSENT = (_no_reference, _no_critic, _other_loss, _without, _spans_ranks)
 """Why a key has no effect, beyond what the schema says of it."""

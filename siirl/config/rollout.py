@@ -205,6 +205,14 @@ class RolloutConfig:
         "others; checkpoint: a folder in trainer.output_dir that all ranks must see",
         choices=("auto", "checkpoint"),
     )
+    max_engine_restarts: int = key(
+        2,
+        "how often within an hour an engine is started again whose process died or fell silent, on each "
+        "rank; its weights are kept in host memory for that. 0: the run ends, as with "
+        "tensor_model_parallel_size above 1",
+        low=0,
+        when="name=vllm",
+    )
     max_lag: int = key(
         0,
         "training steps that the oldest token of a row may be older than the weights that it trains: "

@@ -32,6 +32,7 @@ class Report:
         mine = Metrics()
         for part in parts:
             mine.merge(part)
+        self._worker.drain_restarts(mine)
         with self._worker.observer.span("report", step):
             joined = Metrics()
             for entries in self._gather(mine.entries):

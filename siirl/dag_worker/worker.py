@@ -33,6 +33,7 @@ from siirl.nodes.context import LocalNode, Moment, Op, OpContext, Peers, Samples
 from siirl.nodes.interaction import Interaction, build_interaction
 from siirl.nodes.services import SERVICES, OnRank, built_in, find_op
 from siirl.nodes.streams import Streams
+from siirl.observe.columns import ENGINE_RESTARTS
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -270,6 +271,12 @@ class DAGWorker:
             counted = scorer.drain_metrics()
             if self._counts_rows(node.plan.name):
                 metrics.merge(counted, self._prefix(node))
+
+    def drain_restarts(self, metrics: Metrics) -> None:
+        """Add how often this rank's rollout engines were started again since the last call."""
+        for engine in self.rollout_engines.values():
+            if (count := engine.drain_restarts()) is not None:
+                metrics.sum(ENGINE_RESTARTS, count)
 
     def _scorers(self) -> Iterator[tuple[LocalNode, RewardScorer]]:
         for node in self.nodes.values():

@@ -20,6 +20,8 @@ class Column:
     always: bool = False
 
 
+ENGINE_RESTARTS = "rollout/engine_restarts"
+"""Metric: rollout engines that were started again in a step, all ranks together; not a column."""
 REWARD = Column("reward", ("reward/score",), always=True)
 VALIDATION_REWARD = Column("val", ("val/reward/mean",), always=True)
 

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from siirl.observe.columns import COLUMNS, Column, agents_of, cell, matches, number
+from siirl.observe.columns import COLUMNS, ENGINE_RESTARTS, Column, agents_of, cell, matches, number
 
 HEADER_EVERY, LEAST_WIDTH = 20, 7
 MOST_LINES, MOST_WIDTH = 24, 120  # of a conversation
@@ -77,6 +77,8 @@ class ConsoleSink:
         cells = [cell(column, values, agents) for column, _ in columns.values()]
         self._print_row(f"{step}/{self._total_steps}", [*cells, self._left(step)], "")
         self._rows += 1
+        if restarts := values.get(ENGINE_RESTARTS):
+            self._print(f"      rollout engines started again in this step: {restarts:g}", "bold")
         times = {name.removeprefix("time/"): s for name, s in values.items() if name.startswith("time/")}
         self._node_times.append({name: s for name, s in times.items() if "/" not in name})
         if self._progress is not None:

@@ -1,12 +1,14 @@
 """The main job with vLLM rollouts on the CPU: they sample what the trainer's weights say, step after step."""
 
 import os
+import random
 import signal
 import threading
 import time
 
 import psutil
 import pytest
+import torch
 from dist_harness import WorkerFailure
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, overrides, run_job
@@ -42,24 +44,69 @@ def test_log_probs_of_vllm_are_the_trainers_after_every_sync(inputs, tmp_path, m
     assert f"its output is in {log}" in (tmp_path / "out" / "logs" / "run.log").read_text()
 
 
+def losing(output, ends):
+    """Signal the engines of a run once it has trained a step; again when there is another one. ends: how."""
+    lost = []
+
+    def engines():
+        """Those that have read their messages: they have started."""
+        return [
+            child
+            for child in psutil.Process().children(recursive=True)
+            if "siirl.engines.rollout.vllm.server" in " ".join(child.cmdline()) and child.pid not in lost
+        ]
+
+    def watch():
+        metrics, log = output / "metrics.jsonl", output / "logs" / "run.log"
+        for number, end in enumerate(ends):
+            while not (metrics.exists() and metrics.read_text().count("\n") >= 2 + number):
+                time.sleep(0.05)
+            while log.read_text().count("back after") < number:
+                time.sleep(0.05)
+            time.sleep(random.uniform(0, 0.5))
+            for child in engines():
+                os.kill(child.pid, end)
+                lost.append(child.pid)
+
+    threading.Thread(target=watch, daemon=True).start()
+    return lost
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_whose_engine_is_killed_and_stopped_trains_what_it_would_have(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("SIIRL_LOGGING_FILENAME", "run.log")
+    settings = (*VLLM, "trainer.total_training_steps=12", "trainer.test_freq=4")
+    whole = run_job(1, overrides(inputs, tmp_path / "whole", *settings), deadline_s=200)
+    lost = losing(tmp_path / "out", [signal.SIGKILL, signal.SIGSTOP])
+    run = run_job(1, overrides(inputs, tmp_path / "out", *settings), deadline_s=300)
+    assert len(lost) == 2 and sum(run.values("rollout/engine_restarts")) == 2
+    assert sum(whole.values("rollout/engine_restarts")) == 0
+    for name in ("actor/rollout_log_prob_diff", "actor/grad_norm", "reward/score", "val/reward/mean"):
+        assert run.values(name) == whole.values(name), name
+    ours, theirs = run.weights(), whole.weights()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    said = (tmp_path / "out" / "logs" / "run.log").read_text()
+    assert "killed by SIGKILL" in said and "no sign of life in 20 s" in said and said.count("back after") == 2
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_an_engine_that_dies_ends_the_run_with_its_name(inputs, tmp_path):
-    ends = []
-
-    def kill_once_it_trains() -> None:
-        metrics = tmp_path / "out" / "metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            time.sleep(0.2)
-        for child in psutil.Process().children(recursive=True):
-            if "siirl.engines.rollout.vllm.server" in " ".join(child.cmdline()):
-                os.kill(child.pid, signal.SIGKILL)
-                ends.append(time.monotonic())
-
-    watcher = threading.Thread(target=kill_once_it_trains, daemon=True)
-    watcher.start()
-    arguments = overrides(inputs, tmp_path / "out", *VLLM, "trainer.total_training_steps=100000")
+def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("SIIRL_LOGGING_FILENAME", "run.log")
+    restarts = "actor_rollout_ref.rollout.max_engine_restarts"
+    arguments = overrides(
+        inputs, tmp_path / "out", *VLLM, "trainer.total_training_steps=100000", f"{restarts}=1"
+    )
+    lost = losing(tmp_path / "out", [signal.SIGKILL, signal.SIGKILL])
     with pytest.raises(WorkerFailure) as caught:
         run_job(1, arguments, deadline_s=350)
-    assert "agent_0.rollout" in str(caught.value) and "killed by SIGKILL" in str(caught.value)
-    assert ends and time.monotonic() - ends[0] < 30
+    log = tmp_path / "out" / "logs" / "vllm_agent_0.rollout_rank_0.log"
+    words = (
+        "agent_0.rollout",
+        "killed by SIGKILL",
+        "started again 1 times within an hour",
+        str(log),
+        f"{restarts}=1",
+    )
+    assert len(lost) == 2 and all(word in str(caught.value) for word in words)

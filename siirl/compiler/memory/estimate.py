@@ -33,6 +33,8 @@ ENGINE_GRAPHS_BYTES = 9 * GIB
 """What a vLLM engine has beside its share, asleep too: CUDA graphs and workspace; 5.5 to 12 GiB measured."""
 ENGINE_CONTEXT_BYTES = 2 * GIB
 """The same of an engine without CUDA graphs (enforce_eager)."""
+KEPT_WEIGHTS = "weights for a restart"
+"""Of a vLLM engine, in host memory."""
 ENGINE_PARTS = ("share of the device", "graphs and context")
 """What a vLLM engine has on a device: not tensors of a trainer's allocator."""
 
@@ -338,24 +340,29 @@ def hf_rollout_lines(
 def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
     """What one rank holds of a vLLM engine: on a GPU its share of the device, of which weights are a part.
 
-    On a CPU weights, and the KV cache of all rows that run at once.
+    On a CPU weights, and the KV cache of all rows that run at once. The weights of an engine that may be
+    started again are in host memory too.
     """
     rollout = cfg.actor_rollout_ref.rollout
     weights, cache = _engine_bytes(model, cfg, shape, rows_per_shard)
+    kept = weights if rollout.max_engine_restarts and model.dims.tp == 1 else 0
     on_another = model.base not in (None, model.name)  # one engine, and its cache, for all adapters
     if cfg.trainer.device == "cpu":
         return [
             MemoryLine(model.name, "weights", weights),
+            MemoryLine(model.name, KEPT_WEIGHTS, kept),
             MemoryLine(model.name, "KV cache", 0 if on_another else cache),
         ]
+    in_host = MemoryLine(model.name, KEPT_WEIGHTS, kept, (), host=True)
     if on_another:
-        return []
+        return [in_host]
     share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
     awake: tuple[Activity, ...] = ("generate",) if rollout.free_cache_engine else ALWAYS
     beside = ENGINE_CONTEXT_BYTES if rollout.enforce_eager else ENGINE_GRAPHS_BYTES
     return [
         MemoryLine(model.name, ENGINE_PARTS[0], 0, awake, share=float(share)),
         MemoryLine(model.name, ENGINE_PARTS[1], beside),
+        in_host,
     ]
 
 

@@ -292,6 +292,10 @@ class RolloutEngine(ABC):
         """What the engine counted since the last call; nothing by default."""
         return Metrics()
 
+    def drain_restarts(self) -> int | None:
+        """How often its process was started again since the last call; None without one of its own."""
+        return None
+
     def close(self) -> None:
         """Release everything; the engine is not used afterwards."""
         return None

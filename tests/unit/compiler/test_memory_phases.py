@@ -112,8 +112,12 @@ def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
     ]
-    found = {peak.node: peak for peak in peaks([*keys, "trainer.n_gpus_per_node=1"], 1)}
-    rollout, train = found["rollout_actor"], found["actor_train"]
+    keys += ["trainer.n_gpus_per_node=1"]
+    found = {}
+    for most in (0, 2):
+        restarts = f"actor_rollout_ref.rollout.max_engine_restarts={most}"
+        found[most] = {peak.node: peak for peak in peaks([*keys, restarts], 1)}
+    rollout, train = found[0]["rollout_actor"], found[0]["actor_train"]
     awake = {what for (_, what), _ in rollout.parts.items()}
     assert "share of the device" in awake
     assert not awake & {"activations", "gradients", "optimizer"}
@@ -121,6 +125,9 @@ def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
     moments = train.parts["agent_0.actor", "optimizer"]
     assert rollout.host == moments
     assert train.host == 0
+    kept = train.parts["agent_0.actor", "parameters"] / 2  # for an engine that may come back, in bfloat16
+    assert [found[2][name].host for name in ("rollout_actor", "actor_train")] == [moments + kept, kept]
+    assert found[2]["actor_train"].parts == train.parts
 
 
 @pytest.mark.parametrize(

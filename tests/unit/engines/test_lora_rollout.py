@@ -1,5 +1,7 @@
 """One base in memory, an adapter for each agent: each engine on it samples as a merged model would."""
 
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -137,6 +139,10 @@ def test_one_vllm_engine_answers_for_all_adapters_also_at_the_same_time(model_di
         same(on_base[0].generate(PROMPTS, greedy, range(3)), expected[0])
         on_base[0].load_weights(only_adapter(sent[0][0]), 5)
         assert [engine.weight_version for engine in on_base.values()] == [5, 4]
+        os.kill(on_base[0]._process.pid, signal.SIGKILL)
+        same(on_base[1].generate(PROMPTS, greedy, range(3)), merged_answers(configs[1], merged, greedy))
+        same(on_base[0].generate(PROMPTS, greedy, range(3)), expected[0])
+        assert sum(engine.drain_restarts() for engine in on_base.values()) == 1
     finally:
         for engine in on_base.values():
             engine.close()

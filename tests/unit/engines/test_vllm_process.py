@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,12 @@ from fixtures_tiny import make_tiny_model_dir
 from siirl.config import load_config
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
+from siirl.engines.rollout.vllm import engine_process
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, physical_gpu
-from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.vllm.engine_process import EngineLost, EngineProcess
+from siirl.engines.rollout.vllm.heartbeat import BeatingChannel
 from siirl.engines.rollout.vllm.messages import (
+    Beat,
     Call,
     Done,
     Finished,
@@ -38,6 +42,7 @@ from siirl.errors import RolloutError
 pytestmark = pytest.mark.heavy
 
 ROLLOUT = "actor_rollout_ref.rollout"
+PARAMS = SamplingParams(max_tokens=1)
 
 
 @pytest.fixture
@@ -107,6 +112,83 @@ def test_a_silent_engine_is_noticed_within_the_deadline(process):
     process.expect()
     with pytest.raises(RolloutError, match=r"hangs: no word in 1 s .*'stream'"):
         process.listen(60.0)
+
+
+def test_a_process_that_is_stopped_is_noticed_long_before_the_deadline(process):
+    with pytest.raises(RolloutError):
+        process.call("sleep")
+    os.kill(process.pid, signal.SIGSTOP)
+    process.silence_s = 1.0
+    with pytest.raises(EngineLost, match=r"is silent: no sign of life in 1 s of waiting for 'sleep'"):
+        process.call("sleep")
+
+
+def test_a_process_that_lives_is_not_silent_and_does_not_hide_an_engine_that_hangs(process):
+    with pytest.raises(RolloutError):
+        process.call("sleep")
+    process.silence_s = 3.0
+    assert process.listen(5.0) == []
+    process.deadline_s = 3.0
+    process.expect()
+    with pytest.raises(EngineLost, match=r"hangs: no word in 3 s"):
+        process.listen(10.0)
+
+
+def test_what_a_worker_did_not_listen_to_is_not_silence(process):
+    with pytest.raises(RolloutError):
+        process.call("sleep")
+    process.silence_s = 1.5
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    os.kill(process.pid, signal.SIGCONT)
+    assert process.listen(2.0) == []
+
+
+def test_a_process_that_reads_nothing_or_stops_within_a_message_holds_nobody(monkeypatch, tmp_path):
+    monkeypatch.setattr(engine_process, "SILENCE_S", 1.0)
+    popen = subprocess.Popen
+
+    def instead(command, **options):
+        return popen([sys.executable, "-c", HALF_A_MESSAGE, command[-1]], **options)
+
+    monkeypatch.setattr(engine_process.subprocess, "Popen", instead)
+    for waits in (
+        lambda process: process.send(Submit([Request("0", range(1 << 20), PARAMS, 0)], None)),
+        lambda process: process.listen(60.0),
+    ):
+        process = EngineProcess("agent_0.rollout", {}, tmp_path / "vllm.log", deadline_s=120.0)
+        process.silence_s = 60.0
+        began_s = time.monotonic()
+        with pytest.raises(EngineLost, match="stands still within a message"):
+            waits(process)
+        assert time.monotonic() - began_s < 20
+        process.kill()
+
+
+HALF_A_MESSAGE = """
+import socket, struct, sys, time
+sock = socket.socket(fileno=int(sys.argv[1]))
+sock.sendall(struct.pack("<Q", 1000) + b"half")
+time.sleep(600)
+"""
+
+
+def test_beats_wait_for_nobody():
+    """A worker that reads nothing for hours finds few of them, and the engine's own messages go through."""
+    ours, theirs = socket.socketpair()
+    channel = BeatingChannel(theirs, FromWorker)
+    reader = Channel(ours, FromEngine)
+    assert reader.ready(5.0) and reader.receive() == Beat()
+    large = Finished([Response("0", Completion([5] * 1_000_000, [-1.0] * 1_000_000, "stop", 0), 0)], {})
+    sender = threading.Thread(target=channel.send, args=(large,))
+    sender.start()
+    time.sleep(2.5)  # beats are due while the message is on its way
+    found = []
+    while not found or isinstance(found[-1], Beat):
+        found.append(reader.receive())
+    sender.join()
+    assert found[-1] == large and len(found) < 4
+    reader.close()
 
 
 def test_messages_carry_their_fields_exactly():

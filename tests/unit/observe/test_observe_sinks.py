@@ -80,6 +80,15 @@ def test_the_console_prints_one_aligned_line_for_each_step(capsys):
     assert times[-1].split(": ")[1] == "rollout_actor 0.30, actor_train 0.19, overhead 2.0%"
 
 
+def test_the_console_says_that_an_engine_was_started_again_on_any_rank(capsys):
+    sink = ConsoleSink(2)
+    for step, count in ((1, 0), (2, 3)):
+        sink.log(step, step_values(step) | {"rollout/engine_restarts": count})
+    sink.close()
+    said = [line.strip() for line in capsys.readouterr().out.splitlines() if "again" in line]
+    assert said == ["rollout engines started again in this step: 3"]
+
+
 def test_each_agent_has_its_own_number_in_a_cell():
     values = {"agent_0/reward/score": 0.5, "agent_1/reward/score": 0.25, "val/reward/score": 9.0}
     assert cell(REWARD, values) == "0.500|0.250"

@@ -1,9 +1,11 @@
 """An engine process of this worker: started, asked, watched, ended. Imports no vLLM."""
 
 import contextlib
+import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ from typing import Any
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.engines.rollout.vllm.messages import (
     Alive,
+    Beat,
     Call,
     Done,
     Failed,
@@ -20,6 +23,7 @@ from siirl.engines.rollout.vllm.messages import (
     FromEngine,
     Generated,
     Paused,
+    Start,
     Stop,
 )
 from siirl.errors import ConfigError, RolloutError
@@ -40,6 +44,16 @@ LAUNCHER_VARIABLES = (
 """Environment of our torch.distributed, which vLLM's must not see, and what Megatron wants of CUDA."""
 POLL_S = 0.5
 STOP_GRACE_S = 3.0
+SILENCE_S = 20.0
+"""A process that says nothing for so long while this worker waits for it is lost: it beats every second."""
+
+
+class EngineLost(RolloutError):
+    """The process has died, or does nothing any more. cause: in a sentence; tail: its last lines, or ""."""
+
+    def __init__(self, cause: str, tail: str) -> None:
+        super().__init__(cause + tail)
+        self.cause, self.tail = cause, tail
 
 
 class EngineProcess:
@@ -49,6 +63,7 @@ class EngineProcess:
         """Start it. env: on top of this worker's environment. Its output goes to log_path."""
         self._what = f"rollout engine {name!r}"
         self.deadline_s = deadline_s
+        self.silence_s = SILENCE_S
         self._log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
@@ -63,8 +78,12 @@ class EngineProcess:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
             )
+        # A process that is stopped within a message, or reads none, stops nobody.
+        patience = struct.pack("ll", int(SILENCE_S), 0)
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, patience)
         self._channel = Channel(ours, FromEngine)
-        self._heard_s = time.monotonic()
+        self._heard_s, self._waited_s = time.monotonic(), 0.0
         self._unread: list[Finished] = []
 
     @property
@@ -74,13 +93,14 @@ class EngineProcess:
     def ask(self, message: Message) -> Any:
         """Send a message and wait for its answer. What streams have finished before is kept for `listen`.
 
-        RolloutError: the process died, said nothing for the deadline, or reported an error. ConfigError: it
-        reported that the configuration cannot work.
+        EngineLost: the process died, fell silent, or its engine said nothing for the deadline. RolloutError:
+        it reported an error; ConfigError: it reported that the configuration cannot work.
         """
         self.send(message)
-        self._heard_s, progress = time.monotonic(), ""
+        self.expect()
+        progress, silence_s = "", math.inf if isinstance(message, Start) else self.silence_s
         while True:
-            match self._receive(message.kind, POLL_S, progress):
+            match self._receive(message.kind, POLL_S, progress, silence_s):
                 case Alive(said):
                     progress = f" ({said})"
                 case Failed(of_stream=False) as failed:
@@ -95,7 +115,7 @@ class EngineProcess:
         return self.ask(Call(method, arguments)).result
 
     def send(self, message: Message) -> None:
-        """Send a message that has no answer of its own. RolloutError: the process died."""
+        """Send a message that has no answer of its own. EngineLost: the process died, or takes none."""
         try:
             self._channel.send(message)
         except ChannelClosed:
@@ -111,7 +131,13 @@ class EngineProcess:
         until_s = time.monotonic() + timeout_s
         while True:
             left_s = 0.0 if found else max(0.0, until_s - time.monotonic())
-            match self._receive("stream", min(POLL_S, left_s), ""):
+            try:
+                message = self._receive("stream", min(POLL_S, left_s), "", self.silence_s)
+            except EngineLost:
+                if found:  # the next call will tell
+                    return found
+                raise
+            match message:
                 case None if found or time.monotonic() >= until_s:
                     return found
                 case Failed(of_stream=True) as failed:
@@ -119,31 +145,46 @@ class EngineProcess:
                 case Finished() as finished:
                     found.append(finished)
 
-    def forget(self) -> None:
-        """Drop what streams have finished and nobody has heard: their requests were given up."""
-        self._unread = []
+    def forget(self) -> list[Finished]:
+        """Drop what streams have finished and nobody has listened to; returns it."""
+        unread, self._unread = self._unread, []
+        return unread
 
     def expect(self) -> None:
         """Let the deadline of `listen` begin now: the process was idle, and has work from here on."""
-        self._heard_s = time.monotonic()
+        self._heard_s, self._waited_s = time.monotonic(), 0.0
 
-    def _receive(self, kind: str, timeout_s: float, progress: str) -> FromEngine | None:
-        """The next message, or None after timeout_s. RolloutError if the process died or hangs."""
+    def _receive(self, kind: str, timeout_s: float, progress: str, silence_s: float) -> FromEngine | None:
+        """The next message, or None after timeout_s. EngineLost if the process died, is silent, or hangs.
+
+        What counts as silence is the time of waiting: a worker that was elsewhere, or was stopped itself, has
+        not heard what it did not listen to.
+        """
+        began_s = time.monotonic()
         if not self._channel.ready(timeout_s):
             if self._process.poll() is not None and not self._channel.ready(0):
                 raise self._death(kind)
+            self._waited_s += min(time.monotonic() - began_s, POLL_S)
+            who = f"{self._what} (pid {self.pid})"
+            if self._waited_s > silence_s:
+                cause = (
+                    f"{who} is silent: no sign of life in {silence_s:g} s of waiting for {kind!r}{progress}."
+                )
+                raise EngineLost(cause, self._tail())
             if time.monotonic() - self._heard_s > self.deadline_s:
-                raise RolloutError(
-                    f"{self._what} (pid {self.pid}) hangs: no word in {self.deadline_s:g} s while this "
-                    f"worker waits for {kind!r}{progress}. Raise trainer.deadline_s if that is too short "
-                    f"for this model.{self._tail()}"
+                raise EngineLost(
+                    f"{who} hangs: no word in {self.deadline_s:g} s while this worker waits for "
+                    f"{kind!r}{progress}. Raise trainer.deadline_s if that is too short for this model.",
+                    self._tail(),
                 )
             return None
         try:
             message = self._channel.receive()
         except ChannelClosed:
             raise self._death(kind) from None
-        self._heard_s = time.monotonic()
+        self._waited_s = 0.0
+        if not isinstance(message, Beat):  # the process lives; whether its engine does is what others say
+            self._heard_s = time.monotonic()
         return message
 
     def _reported(self, kind: str, failed: Failed) -> RolloutError | ConfigError:
@@ -158,21 +199,27 @@ class EngineProcess:
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_GRACE_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process at once. Idempotent."""
+        self._channel.close()
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
 
-    def _death(self, kind: str) -> RolloutError:
+    def _death(self, kind: str) -> EngineLost:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_GRACE_S)
         code = self._process.poll()
         how = f"exit code {code}"
         if code is None:
-            how = "it closed its connection"
+            how = "it closed its connection, or stands still within a message"
         elif code < 0:
             how = f"killed by {signal.Signals(-code).name}"
         hint = " Often that is the out-of-memory killer." if code == -signal.SIGKILL else ""
-        return RolloutError(f"{self._what} (pid {self.pid}) died during {kind!r}: {how}.{hint}{self._tail()}")
+        cause = f"{self._what} (pid {self.pid}) died during {kind!r}: {how}.{hint}"
+        return EngineLost(cause, self._tail())
 
     def _tail(self) -> str:
         """The last lines that the process wrote."""

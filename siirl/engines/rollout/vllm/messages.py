@@ -114,6 +114,10 @@ class Alive(Message):
     progress: str
 
 
+class Beat(Message):
+    """Sent about every second by a thread of its own: the process lives, whatever its engine does."""
+
+
 class Failed(Message):
     """The answer to a message that failed."""
 
@@ -125,4 +129,4 @@ class Failed(Message):
 
 
 FromWorker = Start | Call | Generate | Submit | Pause | Abort | Stop
-FromEngine = Done | Generated | Paused | Finished | Alive | Failed
+FromEngine = Done | Generated | Paused | Finished | Alive | Beat | Failed

@@ -23,6 +23,7 @@ from typing import Any
 
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
+from siirl.engines.rollout.vllm.heartbeat import BeatingChannel
 from siirl.engines.rollout.vllm.messages import (
     Abort,
     Alive,
@@ -166,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, which ends us
     sock = socket.socket(fileno=descriptor)
     os.set_inheritable(descriptor, False)
-    Server(Channel(sock, FromWorker)).run()
+    Server(BeatingChannel(sock, FromWorker)).run()
     sys.stdout.flush()
     os._exit(0)  # vLLM's own teardown can hang; nothing is left to save
 

@@ -9,8 +9,8 @@ from typing import Protocol
 from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, Unfinished
 from siirl.engines.rollout.call_limits import COMPLETE, PAUSED, check_finite
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.vllm.engine_process import EngineProcess
 from siirl.engines.rollout.vllm.messages import Abort, Finished, Pause, Response, Submit
+from siirl.engines.rollout.vllm.recovery import RecoveringEngine
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError
 
 
@@ -20,7 +20,7 @@ class StreamRouter:
     Whoever listens takes the answers of all, and leaves to each stream its own.
     """
 
-    def __init__(self, process: EngineProcess) -> None:
+    def __init__(self, process: RecoveringEngine) -> None:
         self.process = process
         self._lock = threading.Lock()
         self._boxes: dict[str, list[Finished]] = {}

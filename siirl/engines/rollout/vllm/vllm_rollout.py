@@ -1,8 +1,8 @@
 """The rollout engine on vLLM, in a process of its own: one code path for GPU and CPU."""
 
 import dataclasses
+import functools
 import logging
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -40,9 +40,10 @@ from siirl.engines.rollout.vllm.lora_adapters import (
     base_alone,
     load_adapter,
 )
-from siirl.engines.rollout.vllm.messages import Generate, Response, Start
-from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
+from siirl.engines.rollout.vllm.messages import Call, Generate, Response
+from siirl.engines.rollout.vllm.recovery import RecoveringEngine
 from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
+from siirl.engines.rollout.vllm.weight_transfer import Bucket, WeightTransfer
 from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights, tensor_names
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name, add_lora
@@ -53,10 +54,6 @@ from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
 
 log = logging.getLogger(__name__)
-
-BUCKET_BYTES = 256 << 20
-"""Weights reach the engine through a buffer of this size, or of the largest tensor."""
-ALIGN_BYTES = 16
 
 
 class VLLMRollout(RolloutEngine):
@@ -100,8 +97,12 @@ class VLLMRollout(RolloutEngine):
         self._gives_memory_back = (
             self._device.type == "cuda" and cfg.actor_rollout_ref.rollout.free_cache_engine
         )
-        self._process: EngineProcess | None = base._process if base else None
+        self._process: RecoveringEngine | None = base._process if base else None
         self._router: StreamRouter | None = base._router if base else None
+        self._restarts = cfg.actor_rollout_ref.rollout.max_engine_restarts if len(self._shard) == 1 else 0
+        self._transfer = (
+            base._transfer if base else WeightTransfer(self._specs, self._device, keeps=self._restarts > 0)
+        )
         if base is None:
             self._start(plan, hf_config, groups)
             self.sleep()
@@ -115,19 +116,21 @@ class VLLMRollout(RolloutEngine):
             logs = Path(cfg.trainer.output_dir).expanduser().absolute() / "logs"
             log_path = logs / f"vllm_{plan.name}_rank_{rank}.log"
             log.info("starting vLLM for %s; its output is in %s", plan.name, log_path)
-            self._process = EngineProcess(
-                plan.name,
-                engine_environment(len(self._shard), self._device, gpus),
-                log_path,
-                cfg.trainer.deadline_s,
-            )
-            self._router = StreamRouter(self._process)
+            environment = engine_environment(len(self._shard), self._device, gpus)
             folder = str(model_dir(cfg.actor_rollout_ref.model.path))
             arguments = engine_arguments(cfg, folder, hf_config, len(self._shard), self._device)
             if plan.adapters:
                 arguments |= adapter_arguments(plan.adapters)
+            why_none = "An engine of several ranks is not started again." if len(self._shard) > 1 else ""
             with phase("start_vllm"):
-                self._process.ask(Start(arguments))
+                self._process = RecoveringEngine(
+                    lambda: EngineProcess(plan.name, environment, log_path, cfg.trainer.deadline_s),
+                    arguments,
+                    log_path,
+                    self._restarts,
+                    why_none,
+                )
+            self._router = StreamRouter(self._process)
         self._meet()
 
     def generate(
@@ -218,8 +221,11 @@ class VLLMRollout(RolloutEngine):
                 self._load_base(base)
             if self._adapter is not None and self._process is not None:
                 number = self._engine.users.index(self) + 1
+                load = functools.partial(
+                    load_adapter, name=self._adapter, number=number, adapter=adapter, cfg=self._cfg
+                )
                 with phase("load_adapter", tensors=len(adapter)):
-                    load_adapter(self._process, self._adapter, number, adapter, self._cfg)
+                    self._process.act("load_adapter", load, key=number)
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
         self._meet()
@@ -230,25 +236,28 @@ class VLLMRollout(RolloutEngine):
         for user in self._engine.users:
             user.lose_weights()
         self._state, self._engine.loaded = "loading", False
-        buffer = SharedBuffer(self._buffer_bytes(), self._device)
-        try:
+        with self._transfer.buffer() as buffer:
             with phase("begin"):
                 self._tell("begin_update")
             complete = False
             try:
-                places = self._gather(buffer.place)
-                for bucket in self._buckets(weights, buffer):
+                place = _joined(self._gather(buffer.place))
+                for bucket, data in self._transfer.fill(weights, buffer):
                     with phase("load", tensors=len(bucket["names"])):
-                        self._tell("update", bucket=bucket | {"size": buffer.size, "place": _joined(places)})
+                        self._update(bucket | {"size": buffer.size, "place": place}, data)
                         self._meet()
                 complete = True
             finally:  # after a failure, which is the one to tell of, finishing may fail too
                 with phase("finish"), nullcontext() if complete else suppress(RolloutError):
                     self._tell("finish_update")
-        finally:
-            buffer.close()
         self._meet()
         self._engine.loaded = True
+
+    def _update(self, bucket: Bucket, data: Tensor) -> None:
+        """Have the engine load a bucket, whose bytes are `data`; the first rank of the shard does."""
+        if self._process is not None:
+            with self._transfer.keeping(bucket, data) as again:
+                self._process.ask(Call("update", {"bucket": bucket}), Call("update", {"bucket": again}))
 
     def lose_weights(self) -> None:
         """See Policy."""
@@ -294,11 +303,16 @@ class VLLMRollout(RolloutEngine):
         self._state, self.weight_version = "empty", -1
         if self._process is not None:
             self._process.close()
+        self._transfer.close()
 
     def drain_metrics(self) -> Metrics:
         """What vLLM counted since the last call."""
         metrics, self._metrics = self._metrics, Metrics()
         return metrics
+
+    def drain_restarts(self) -> int | None:
+        """See RolloutEngine; what several policies use counts for the one that is asked first."""
+        return None if self._process is None else self._process.drain_restarts()
 
     def share(self, value: Any) -> Any:
         """See RolloutEngine."""
@@ -348,43 +362,6 @@ class VLLMRollout(RolloutEngine):
         yield
         for user in self._engine.users:
             user.stream_goes_on()
-
-    def _buckets(
-        self, weights: Iterator[tuple[str, Tensor]], buffer: SharedBuffer
-    ) -> Iterator[dict[str, Any]]:
-        """Fill the buffer with as many tensors as fit, cast to the engine's types; describe each filling."""
-        entries: list[tuple[str, torch.dtype, list[int], int]] = []
-        filled = 0
-
-        def described() -> dict[str, Any]:
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
-            return {
-                "names": [name for name, _, _, _ in entries],
-                "dtypes": [str(dtype).removeprefix("torch.") for _, dtype, _, _ in entries],
-                "shapes": [shape for _, _, shape, _ in entries],
-                "starts": [start for _, _, _, start in entries],
-            }
-
-        for name, tensor in weights:
-            shape, dtype = self._specs[name]
-            size = math.prod(shape) * dtype.itemsize
-            if entries and filled + size > buffer.size:
-                yield described()
-                entries, filled = [], 0
-            buffer.data[filled : filled + size].view(dtype).view(shape).copy_(tensor)
-            entries.append((name, dtype, list(shape), filled))
-            filled += -(-size // ALIGN_BYTES) * ALIGN_BYTES
-        if entries:
-            yield described()
-
-    def _buffer_bytes(self) -> int:
-        sizes = [
-            -(-math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-            for name, (shape, dtype) in self._specs.items()
-            if adapter_name(name) is None
-        ]
-        return max(max(sizes), min(sum(sizes), BUCKET_BYTES))
 
     def _tell(self, method: str, **arguments: Any) -> None:
         """Have the engine do something that has no result; the first rank of the shard does."""

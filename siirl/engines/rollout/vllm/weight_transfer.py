@@ -1,0 +1,125 @@
+"""The way of weights into an engine's process: pieces of memory that it maps; and what is kept of them."""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
+from siirl.engines.rollout.weight_loading import WeightSpecs
+from siirl.engines.train.lora import adapter_name
+from siirl.errors import RolloutError
+
+MAX_RESTARTS = "actor_rollout_ref.rollout.max_engine_restarts"
+"""The key; at 0 no weights are kept."""
+BUCKET_BYTES = 256 << 20
+"""Weights reach the engine in pieces of this size, or of the largest tensor."""
+ALIGN_BYTES = 16
+
+Bucket = dict[str, Any]
+"""What of a buffer the engine shall load, see BucketInfo of native.py."""
+
+
+class WeightTransfer:
+    """Packs tensors, in the engine's types, into a buffer that its process reads; may keep them all.
+
+    What is kept is for a process that takes the place of the first one. It lies in host memory: on a CPU the
+    process reads the weights there in the first place; on a GPU it is a copy of what passes through a buffer
+    of the device.
+    """
+
+    def __init__(self, specs: WeightSpecs, device: torch.device, keeps: bool) -> None:
+        """specs: of the engine's weights; adapters come another way."""
+        self._specs, self._device, self._keeps = specs, device, keeps
+        self._sizes = {name: _room(*spec) for name, spec in specs.items() if adapter_name(name) is None}
+        self._kept: SharedBuffer | None = None
+        self._num_kept = 0
+        self._copier = ThreadPoolExecutor(1, "keep-weights")
+
+    @contextmanager
+    def buffer(self) -> Iterator[SharedBuffer]:
+        """The memory that the process maps during an update. RolloutError if the host has no room for it."""
+        if self._keeps and self._kept is None:
+            try:
+                self._kept = SharedBuffer(sum(self._sizes.values()), torch.device("cpu"))
+            except OSError as error:
+                raise RolloutError(
+                    f"{error}: it keeps the weights for an engine that is started again. Set "
+                    f"{MAX_RESTARTS}=0, and none is."
+                ) from error
+        self._num_kept = 0
+        if self._kept is not None and self._device.type == "cpu":
+            yield self._kept
+            return
+        largest, total = max(self._sizes.values()), sum(self._sizes.values())
+        buffer = SharedBuffer(max(largest, min(total, BUCKET_BYTES)), self._device)
+        try:
+            yield buffer
+        finally:
+            buffer.close()
+
+    def fill(
+        self, weights: Iterator[tuple[str, Tensor]], buffer: SharedBuffer
+    ) -> Iterator[tuple[Bucket, Tensor]]:
+        """Put as many tensors into the buffer as fit, or a bucket has; describe each filling, give its bytes.
+
+        A buffer that is kept is filled once, from its begin to its end.
+        """
+        entries: list[tuple[str, torch.dtype, list[int], int]] = []
+        begin = end = 0
+        for name, tensor in weights:
+            shape, dtype = self._specs[name]
+            room = _room(shape, dtype)
+            if entries and end + room - begin > min(buffer.size, BUCKET_BYTES):
+                yield self._described(entries), buffer.data[begin:end]
+                entries, begin = [], end if buffer is self._kept else 0
+                end = begin
+            size = math.prod(shape) * dtype.itemsize
+            buffer.data[end : end + size].view(dtype).view(shape).copy_(tensor)
+            entries.append((name, dtype, list(shape), end))
+            end += room
+        if entries:
+            yield self._described(entries), buffer.data[begin:end]
+
+    @contextmanager
+    def keeping(self, bucket: Bucket, data: Tensor) -> Iterator[Bucket]:
+        """Copy the bytes of a bucket while the process loads it, where they are to be kept and are not yet.
+
+        Gives what another process is to load in the place of it, with size and place.
+        """
+        if self._kept is None or self._device.type == "cpu":
+            yield bucket
+            return
+        begin, self._num_kept = self._num_kept, self._num_kept + len(data)
+        copying = self._copier.submit(self._kept.data[begin : self._num_kept].copy_, data)
+        first = bucket["starts"][0]
+        starts = [begin + start - first for start in bucket["starts"]]
+        try:
+            yield bucket | {"starts": starts, "size": self._kept.size, "place": self._kept.place}
+        finally:
+            copying.result()
+
+    def close(self) -> None:
+        """Free what is kept. Idempotent."""
+        self._copier.shutdown()
+        if self._kept is not None:
+            self._kept.close()
+
+    def _described(self, entries: list[tuple[str, torch.dtype, list[int], int]]) -> Bucket:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return {
+            "names": [name for name, _, _, _ in entries],
+            "dtypes": [str(dtype).removeprefix("torch.") for _, dtype, _, _ in entries],
+            "shapes": [shape for _, _, shape, _ in entries],
+            "starts": [start for _, _, _, start in entries],
+        }
+
+
+def _room(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of a tensor in a buffer: rounded up, so that each starts where any type may."""
+    return -(-math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
