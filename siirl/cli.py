@@ -1,5 +1,5 @@
 """The console script: siirl check | plan | run | migrate | export | convert | trace
-| ls | compare | watch | view | doctor.
+| new | resume | eval | chat | ls | compare | watch | view | doctor.
 
 A user error is one message and exit code 2. check and plan need neither torch nor devices; export and
 convert import what they need when they are called.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from siirl import main_dag
 from siirl.command_line import add_config_arguments, parse_settings, print_text, user_errors
+from siirl.commands.arguments import add_commands
 from siirl.compiler.plan_warnings import plan_notes
 from siirl.config.load import read_config
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
@@ -190,6 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     trace = commands.add_parser("trace", help="join the traces of a run's ranks, also after a crash")
     trace.add_argument("output_dir", help="trainer.output_dir of a run with trainer.trace=true")
     trace.set_defaults(command=_trace)
+    add_commands(commands)
     add_run_commands(commands)
     view_command.add_command(commands)
     return parser

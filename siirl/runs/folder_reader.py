@@ -68,9 +68,10 @@ def tail(path: Path, most: int | None, left_out: LeftOut) -> tuple[bytes, int]:
             left_out.add(path, "it is no regular file")
             return b"", 0
         with path.open("rb") as file:
-            before = 0 if most is None else max(0, file.seek(0, os.SEEK_END) - most)
+            size = file.seek(0, os.SEEK_END)
+            before = 0 if most is None else max(0, size - most)
             file.seek(before)
-            return file.read(-1 if most is None else most), before
+            return file.read(-1 if most is None else size - before), before
     except FileNotFoundError:
         return b"", 0
     except OSError as error:

@@ -58,6 +58,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
     with_env = has_env_rewards(episode)
     return {
         "title": shown_text(episode.title),
+        "prompt": shown_text(f"{row.get('data_source')}, row {row.get('sample_index')}"),
         "rewards": {str(agent): number(reward) for agent, reward in episode.rewards.items()},
         "reward": number(episode.mean_reward),
         "messages": [_message(message, with_env) for message in episode.messages[:MOST_MESSAGES]],

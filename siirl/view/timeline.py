@@ -9,13 +9,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from siirl.compiler.plan import Plan
 from siirl.observe.printable import printable
 from siirl.observe.trace import TRACE_DIR, TRACE_FILE
 from siirl.runs.folder_reader import LeftOut, json_lines, number, numbered, whole
+from siirl.view.critical_path import OUTSIDE, Part, bounds, meeting_names
+from siirl.view.step_edges import step_edges
 
 LAST_STEPS, MOST_RANKS, MOST_SPANS = 3, 64, 20_000
 MOST_BYTES, MOST_MERGED_BYTES, MOST_EVENTS = 64 << 20, 256 << 20, 20_000
-MOST_ARGS, MOST_TEXT = 16, 200
+MOST_ARGS, MOST_TEXT, MOST_REPLAYED = 16, 200, 6_000
 
 
 @dataclass
@@ -37,10 +40,11 @@ class _RankTrace:
     spans: dict[int, list[_Interval]] = field(default_factory=dict)
 
 
-def timeline(output_dir: Path, left_out: LeftOut) -> dict[str, Any] | None:
+def timeline(output_dir: Path, plan: Plan | None, left_out: LeftOut) -> dict[str, Any] | None:
     """Lanes of the ranks with their intervals in the last steps; None without a trace.
 
-    Times are milliseconds since the first shown step began, on the clock of the trace.
+    With what bounds each step, and its rows and bytes on the edges of the plan, if there is one. Times are
+    milliseconds since the first shown step began, on the clock of the trace.
     """
     traces = [_read(rank, events) for rank, events in _events(output_dir, left_out)]
     steps = sorted({step for trace in traces for step, _, _ in _steps(trace)})[-LAST_STEPS:]
@@ -68,7 +72,43 @@ def timeline(output_dir: Path, left_out: LeftOut) -> dict[str, Any] | None:
             for step in steps
         ],
         "lanes": list(lanes.values()),
+        **_replayed(traces, steps, start, plan, left_out),
     }
+
+
+def _replayed(
+    traces: list[_RankTrace], steps: list[int], start: float, plan: Plan | None, left_out: LeftOut
+) -> dict[str, Any]:
+    """Step -> what bounds it ("bounds"), and what went along the edges of the plan ("edges")."""
+    found: dict[str, Any] = {"bounds": [], "edges": {}}
+    meeting = meeting_names(plan)
+    for step in steps:
+        spans = [
+            (trace.rank, span)
+            for trace in traces
+            for span in trace.spans.get(0, [])
+            if span.depth == 0 and span.args.get("step") == step and span.name not in OUTSIDE
+        ]
+        parts = [
+            Part(rank, span.name, _met(span), _ms(span.start_us, start), _ms(span.end_us, start))
+            for rank, span in spans[:MOST_REPLAYED]
+        ]
+        if len(spans) > MOST_REPLAYED:
+            left_out.add(
+                "timeline", f"what bounds step {step} is not looked for: it has {len(spans)} intervals"
+            )
+        elif parts:
+            found["bounds"].append(bounds(step, parts, meeting))
+        if plan is not None:
+            found["edges"][str(step)] = step_edges(
+                plan, [(rank, span.name, span.args) for rank, span in spans]
+            )
+    return found
+
+
+def _met(span: _Interval) -> tuple[str, str]:
+    """What an instruction has in common on all ranks that run it together."""
+    return span.name, str(span.args.get("route") or span.args.get("link") or "")
 
 
 def _events(output_dir: Path, left_out: LeftOut) -> list[tuple[int, Iterable[dict[str, Any]]]]:

@@ -1,17 +1,25 @@
-"""`siirl view RUN [RUN ...]`: serve the page of runs, or write it as one file."""
+"""`siirl view RUN [RUN ...]`: serve the page of runs, or write it as one file; --demo: of a recorded run."""
 
 import argparse
+import io
+import tarfile
+import tempfile
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from siirl.errors import ConfigError
+
+DEMO = "demo.tar.gz"
+"""Made by tools/pack_demo.py; docs/view.md has the command of the run."""
 
 
 def add_command(commands: Any) -> None:
     """Add the command to the console script's (what argparse's add_subparsers returned)."""
     text = "show runs as a page: what each does, its curves, conversations, timeline and errors"
     view = commands.add_parser("view", help=text, description=text)
-    view.add_argument("runs", nargs="+", metavar="RUN", help="trainer.output_dir of a run, going on or ended")
+    view.add_argument("runs", nargs="*", metavar="RUN", help="trainer.output_dir of a run, going on or ended")
+    view.add_argument("--demo", action="store_true", help="a run of two agents that comes with siirl")
     how = view.add_mutually_exclusive_group()
     how.add_argument("--export", metavar="FILE.html", help="write the page as one file, and serve nothing")
     how.add_argument("--port", type=int, default=0, help="serve on this port of 127.0.0.1 [a free one]")
@@ -23,13 +31,28 @@ def _view(args: argparse.Namespace, overrides: list[str]) -> None:
     from siirl.view.view_page import export
 
     folders = [run_folder(name).absolute() for name in args.runs]
-    if args.export is None:
-        _serve(folders, args.port)
-        return
-    try:
-        print(f"wrote {export(folders, Path(args.export).absolute())}")
-    except OSError as error:
-        raise ConfigError(f"{args.export} cannot be written: {error}. Choose another file.") from error
+    if not folders and not args.demo:
+        raise ConfigError(
+            "no run is named: there is nothing to show. Give the trainer.output_dir of a run (`siirl ls` "
+            "lists them), or --demo for one that comes with siirl."
+        )
+    with tempfile.TemporaryDirectory(prefix="siirl_demo_") as scratch:
+        if args.demo:
+            folders.append(_demo(Path(scratch)))
+        if args.export is None:
+            _serve(folders, args.port)
+            return
+        try:
+            print(f"wrote {export(folders, Path(args.export).absolute())}")
+        except OSError as error:
+            raise ConfigError(f"{args.export} cannot be written: {error}. Choose another file.") from error
+
+
+def _demo(folder: Path) -> Path:
+    """The recorded run, unpacked."""
+    with tarfile.open(fileobj=io.BytesIO(files("siirl.view").joinpath(DEMO).read_bytes())) as archive:
+        archive.extractall(folder / "demo", filter="data")
+    return folder / "demo"
 
 
 def _serve(folders: list[Path], port: int) -> None:

@@ -15,6 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from siirl.compiler.plan import Plan
 from siirl.runs.folder_reader import LeftOut, attempt
 from siirl.runs.run_files import read_history, read_job
 from siirl.runs.run_state import read_run as read_state
@@ -26,7 +27,7 @@ from siirl.view.metric_curves import curves
 from siirl.view.run_status import health, overview, trainer_of
 from siirl.view.timeline import timeline
 
-SCRIPTS = ("page.js", "dag.js", "timeline.js", "curves.js", "conversations.js")
+SCRIPTS = ("page.js", "dag.js", "step.js", "timeline.js", "curves.js", "conversations.js")
 LAST_WORDS = "start();\n"
 SAMPLE_KEYS = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
 
@@ -36,6 +37,7 @@ def read_run(output_dir: Path) -> dict[str, Any]:
     left_out, state = LeftOut(), read_state(output_dir)
     job, history = read_job(output_dir, left_out), read_history(output_dir, left_out)
     trainer = trainer_of(job)
+    plan = attempt(lambda: Plan.from_json(job["plan"]), None, "the plan of job.json", LeftOut())
     folders = {
         kind: Path(str(trainer.get(SAMPLE_KEYS[kind]) or output_dir / "rollouts" / kind)) for kind in KINDS
     }
@@ -43,7 +45,7 @@ def read_run(output_dir: Path) -> dict[str, Any]:
         "overview": overview(state, job, left_out),
         "alerts": attempt(lambda: [asdict(alert) for alert in alerts(history)], [], "alerts", left_out),
         "dag": attempt(lambda: dag_of(job, history, left_out), None, "the plan of job.json", left_out),
-        "timeline": attempt(lambda: timeline(output_dir, left_out), None, "the trace", left_out),
+        "timeline": attempt(lambda: timeline(output_dir, plan, left_out), None, "the trace", left_out),
         "curves": curves(history, left_out),
         "episodes": read_episodes(folders, left_out),
         "health": health(state, left_out),

@@ -1,6 +1,6 @@
 // Conversations that a run sampled, filtered by step, kind, agent, reward and words.
 
-const MOST_SHOWN = 100, MOST_OPEN = 8;
+const MOST_SHOWN = 100, MOST_OPEN = 8, MOST_BESIDE = 40;
 
 function rewardChip(source, value) {
   const sign = value > 0 ? " up" : value < 0 ? " down" : "";
@@ -17,6 +17,19 @@ function messageBox(message, agent) {
     make("pre", {}, message.text));
 }
 
+// Conversations of the same kind about the same prompt in other steps, those of the same sample first.
+function samePrompt(episode) {
+  const found = run().episodes.filter(item => item.kind === episode.kind && item.prompt === episode.prompt && item.step !== episode.step);
+  return found.sort((a, b) => (b.title === episode.title) - (a.title === episode.title) || b.step - a.step).slice(0, MOST_BESIDE);
+}
+
+function spoken(episode, agent, named) {
+  const below = [episode.cut && plural(episode.cut, "message") + " left out", episode.ended && "ended: " + episode.ended, episode.note];
+  return make("div", {}, named ? make("p", { class: "details faint" }, "step " + episode.step + ", reward " + short(episode.reward)) : null,
+    episode.messages.map(message => messageBox(message, agent)),
+    below.filter(Boolean).map(text => make("p", { class: "details faint" }, text)));
+}
+
 function episodeBox(episode, agent, open) {
   const chips = Object.entries(episode.rewards).map(([who, reward]) =>
     make("span", { class: "chip", color: agentColor(Number(who)) }, "agent " + who + " ", rewardChip("", reward)));
@@ -25,9 +38,17 @@ function episodeBox(episode, agent, open) {
     make("summary", {}, episode.kind + ", step " + episode.step + ": " + episode.title, chips, make("span", { class: "chip" }, plural(turns, "turn"))));
   const write = () => {  // only when it is opened: hundreds stay fast
     if (!box.open || box.children.length > 1) return;
-    box.append(...episode.messages.map(message => messageBox(message, agent)));
-    const below = [episode.cut && plural(episode.cut, "message") + " left out", episode.ended && "ended: " + episode.ended, episode.note];
-    box.append(...below.filter(Boolean).map(text => make("p", { class: "details faint" }, text)));
+    const holder = make("div");
+    const beside = id => {
+      const other = id && run().episodes.find(item => item.id === id);
+      holder.className = other ? "pair" : "";
+      holder.replaceChildren(...[episode, other].filter(Boolean).map(item => spoken(item, agent, Boolean(other))));
+    };
+    const others = samePrompt(episode);
+    if (others.length) box.append(make("div", { class: "details" }, choice("the same prompt, beside it:", "",
+      [["", "-"], ...others.map(item => [item.id, "step " + item.step + ", reward " + short(item.reward)])], beside)));
+    beside("");
+    box.append(holder);
   };
   box.addEventListener("toggle", write);
   box.open = open;

@@ -2,21 +2,26 @@
 
 function heat(share) { return `hsl(${Math.round(130 - 130 * Math.min(1, share * 1.6))} 75% 55%)`; }
 
-function picture(dag, by, ranksIn) {
-  const parsed = new DOMParser().parseFromString(dag.svg, "image/svg+xml").documentElement;
-  if (parsed.nodeName !== "svg") return make("p", { class: "box" }, "The picture cannot be drawn; its nodes are listed below.");
-  const svg = document.importNode(parsed, true);
+// The picture as an element of its own: {box, svg, grounds: node -> its ground}; null if it cannot be drawn.
+function picture(dag) {
+  const parsed = dag.svg ? new DOMParser().parseFromString(dag.svg, "image/svg+xml").documentElement : null;
+  if (!parsed || parsed.nodeName !== "svg") return null;
+  const svg = document.importNode(parsed, true), grounds = new Map();
   svg.setAttribute("role", "img");
   svg.setAttribute("aria-label", "the plan; its nodes are listed below");
   for (const node of dag.nodes) {
     const ground = svg.querySelector("#" + CSS.escape(node.mark) + " path");
     if (!ground) continue;
-    const busy = ranksIn(node.name).length, paint = by === "time" ? node.share !== null && heat(node.share) : busy && "#4f8fe0";
-    if (paint) { ground.style.fill = paint; ground.style.opacity = by === "time" ? 0.15 + 0.35 * Math.min(1, node.share * 1.6) : 0.45; }
     ground.setAttribute("data-node", node.name);
     ground.append(draw("title", {}, node.name + ": " + said(node)));
+    grounds.set(node.name, ground);
   }
-  return make("div", { class: "picture", id: "picture", tabindex: 0 }, svg);
+  return { box: make("div", { class: "picture", id: "picture", tabindex: 0 }, svg), svg, grounds };
+}
+
+function paint(ground, color, opacity) {
+  ground.style.fill = color;
+  ground.style.opacity = color ? opacity : "";
 }
 
 function said(part) {
@@ -40,7 +45,14 @@ section("dag", "DAG", () => {
   const about = "times are of the slowest rank, mean of the last 10 steps; nodes on other ranks run at the same time, "
     + "so shares may add up to more than 100%";
   const head = make("tr", {}, heads.map(title => make("th", { scope: "col" }, title)));
+  const drawn = picture(dag);
+  for (const node of drawn ? dag.nodes : []) {
+    const ground = drawn.grounds.get(node.name);
+    if (!ground) continue;
+    if (by === "time" && node.share !== null) paint(ground, heat(node.share), 0.15 + 0.35 * Math.min(1, node.share * 1.6));
+    if (by !== "time" && ranksIn(node.name).length) paint(ground, "#4f8fe0", 0.45);
+  }
   return [make("div", { class: "bar" }, colors, make("span", { class: "faint" }, about)),
-    dag.svg ? picture(dag, by, ranksIn) : null,
+    drawn ? drawn.box : dag.svg ? make("p", { class: "box" }, "The picture cannot be drawn; its nodes are listed below.") : null,
     make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "nodes" }, head, rows))];
 });

@@ -37,6 +37,16 @@ def dom(tmp_path):
 EVERY_SECTION = """
 for (const item of SECTIONS) {
   show(item.id);
+  if (item.id === "step") {
+    const scrub = document.getElementById("scrub");
+    scrub.value = 0.3 * scrub.max;
+    scrub.dispatchEvent(new Event("input"));
+  }
+  if (item.id === "conversations") {
+    const beside = document.querySelector("#episodes details select");
+    beside.selectedIndex = 1;
+    beside.dispatchEvent(new Event("change"));
+  }
   const copy = document.getElementById("panel").cloneNode(true);
   copy.id = "copy-" + item.id;
   document.body.append(copy);
@@ -59,6 +69,12 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
     assert 'data-metric="reward/score"' in parts["curves"] and parts["curves"].count("<polyline") >= 4
     assert parts["dag"].count("data-node=") == len(data["runs"][0]["dag"]["nodes"]), "all boxes are coloured"
     assert parts["timeline"].count('class="span"') >= len(data["runs"][0]["dag"]["nodes"]) * 3 * 2
+    bound = data["runs"][0]["timeline"]["bounds"][-1]
+    assert bound["text"].split(":")[0] in parts["step"] and 'id="path"' in parts["step"]
+    assert parts["step"].count('class="span"') == len(bound["path"]) and "32 rows" in parts["step"]
+    running = re.search(r'id="now"[^>]*>([^<]*)', parts["step"])
+    assert running and re.search(r": \w+ on 0, 1$", running[1]), "what runs at the time that was chosen"
+    assert parts["conversations"].count('class="pair"') == 1 and "step 1, reward" in parts["conversations"]
     assert parts["conversations"].count("<details") == 4 and "2+2?" in parts["conversations"]
     assert "hello from rank 1" in parts["health"] and "&lt;img src=x" in parts["health"]
     assert (

@@ -1,0 +1,76 @@
+"""The commands that go on with a run or begin one. Each loads its code when it is called."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from siirl.command_line import DEFAULT_CONFIG, print_text
+
+
+def add_commands(commands: Any) -> None:
+    """Add them to the subparsers of `siirl`; each is called with (arguments, overrides)."""
+    new = commands.add_parser("new", help="a project to begin with: workflow, reward, environment, test")
+    new.add_argument("folder", metavar="DIR", help="folder to make; must not be there, or be empty")
+    new.set_defaults(command=_new)
+    resume = commands.add_parser("resume", help="go on with a run from its last checkpoint, by its own keys")
+    resume.add_argument("run", metavar="RUN", help="trainer.output_dir of a run")
+    resume.add_argument("overrides", nargs="*", metavar="key=value", help="settings that are other now")
+    resume.set_defaults(command=_resume)
+    evaluate = commands.add_parser("eval", help="validate a checkpoint or a model: rewards, pass@k")
+    evaluate.add_argument("model", metavar="MODEL", help="a run, a checkpoint global_step_N, a model")
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help="settings")
+    evaluate.add_argument(
+        "--config-name",
+        "-cn",
+        metavar="NAME",
+        help=f"preset, or a YAML file [the run's, or {DEFAULT_CONFIG}]",
+    )
+    evaluate.add_argument("--samples", type=int, metavar="N", help="responses of each prompt, sampled")
+    evaluate.add_argument(
+        "--right",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="a response counts as right from this reward on [1]",
+    )
+    evaluate.add_argument("--out", type=Path, metavar="DIR", help="where to write [outputs/eval/MODEL_TIME]")
+    evaluate.add_argument("--json", action="store_true", help="one object, for programs")
+    evaluate.set_defaults(command=_eval)
+    chat = commands.add_parser("chat", help="talk to a model, or to the agents of a checkpoint, on the CPU")
+    chat.add_argument("model", metavar="MODEL", help="a run, a checkpoint global_step_N, or a model")
+    chat.add_argument("--agent", metavar="NAME", help="whom to talk to first, e.g. agent_0 [the first]")
+    chat.add_argument("--system", default="", metavar="TEXT", help="the first message")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0: the likeliest words [0.7]")
+    chat.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of an answer [512]")
+    chat.add_argument("--seed", type=int, default=0, help="of what is sampled [0]")
+    chat.set_defaults(command=_chat)
+
+
+def _new(args: argparse.Namespace, _overrides: list[str]) -> None:
+    from siirl.commands.new_project import write_project
+
+    print_text(write_project(Path(args.folder).expanduser()))
+
+
+def _resume(args: argparse.Namespace, overrides: list[str]) -> int:
+    from siirl.commands.resume import resume
+    from siirl.runs.run_state import run_folder
+
+    return resume(run_folder(args.run).absolute(), overrides)
+
+
+def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
+    from siirl.commands.evaluate import evaluate, table_text
+
+    code, told = evaluate(args.model, overrides, args.config_name, args.samples, args.right, args.out)
+    if told is not None:
+        print_text(json.dumps(told, indent=1) if args.json else table_text(told))
+    return code
+
+
+def _chat(args: argparse.Namespace, _overrides: list[str]) -> int:
+    from siirl.commands.chat import Sampling, chat
+
+    sampling = Sampling(args.temperature, args.max_tokens, args.seed)
+    return chat(args.model, args.agent, args.system, sampling)

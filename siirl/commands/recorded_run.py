@@ -1,0 +1,77 @@
+"""What commands take from the folder of a run: its keys, its checkpoints, where it was started."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from siirl.checkpoint.files import current_step, saved_steps, step_folder
+from siirl.errors import ConfigError
+from siirl.launch.run_record import CONFIG_FILE
+from siirl.runs.folder_reader import LeftOut
+from siirl.runs.run_files import read_config, read_starts
+
+LEVELS = 4
+"""Folders between a checkpoint or a model of a run and the run."""
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run that can be started again with other keys."""
+
+    folder: Path
+    checkpoints: Path
+    """Where they lie now: with a copied or moved folder, in the copy."""
+
+    @classmethod
+    def read(cls, folder: Path) -> "RecordedRun":
+        """The run of a folder. ConfigError if its configuration cannot be read."""
+        config = read_config(folder, LeftOut())
+        if not config or not (folder / CONFIG_FILE).is_file():
+            raise ConfigError(
+                f"{folder} has no {CONFIG_FILE} that can be read: the keys of its run are not known. Start "
+                "it by its command instead, with trainer.output_dir of that folder."
+            )
+        recorded = Path(str(config.get("trainer.output_dir") or folder))
+        root = Path(str(config.get("trainer.default_local_dir") or folder))
+        inside = root.is_relative_to(recorded)
+        return cls(folder, folder / root.relative_to(recorded) if inside else root)
+
+    @property
+    def config_file(self) -> str:
+        return str(self.folder / CONFIG_FILE)
+
+    def newest_checkpoint(self) -> Path | None:
+        """The current checkpoint, or the newest; not looked into."""
+        step = current_step(self.checkpoints)
+        steps = [step] if step is not None else saved_steps(self.checkpoints)
+        return step_folder(self.checkpoints, steps[0]) if steps else None
+
+    def enter_directory(self) -> None:
+        """Go where the run was started, if that is here: relative paths of its keys begin there."""
+        _, start = read_starts(self.folder, LeftOut())
+        if start.directory and os.path.isdir(start.directory):
+            os.chdir(start.directory)
+
+
+def run_of(path: Path) -> Path | None:
+    """The folder of the run that a checkpoint or a model lies in; None: it lies in none."""
+    around = (path, *list(path.parents)[:LEVELS])
+    return next((folder for folder in around if (folder / CONFIG_FILE).is_file()), None)
+
+
+def from_here(overrides: list[str]) -> list[str]:
+    """Settings whose values name files of the present directory, with whole paths."""
+
+    def whole(text: str) -> str:
+        found = text.strip()
+        named = found and not found.startswith(("/", "~", "$")) and ("/" in found or "." in found)
+        return os.path.abspath(found) if named and os.path.exists(found) else text
+
+    written = []
+    for item in overrides:
+        name, equals, value = item.partition("=")
+        listed = value.startswith("[") and value.endswith("]")
+        parts = value[1:-1].split(",") if listed else [value]
+        joined = ",".join(map(whole, parts))
+        written.append(f"{name}{equals}{f'[{joined}]' if listed else joined}")
+    return written

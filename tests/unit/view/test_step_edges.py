@@ -1,0 +1,47 @@
+"""Rows and bytes on the edges of a plan, of a traced step."""
+
+from plan_cases import template_plan
+from viewed_runs import write_run
+
+from siirl.view.step_edges import LOADED, plan_edges, step_edges
+from siirl.view.view_page import read_run
+
+ROUTE = "agent_0.samples/0 -> agent_0.samples/1"
+
+
+def test_an_edge_is_from_who_wrote_a_field_to_who_reads_it_by_the_reshards_between():
+    plan = template_plan(2, "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    assert plan_edges(plan) == {
+        (LOADED, "rollout_actor"): set(),
+        ("rollout_actor", "function_reward"): set(),
+        ("rollout_actor", "calculate_advantages"): set(),
+        ("function_reward", "calculate_advantages"): set(),
+        ("rollout_actor", "actor_old_log_prob"): {ROUTE},
+        ("rollout_actor", "actor_train"): {ROUTE},
+        ("actor_old_log_prob", "actor_train"): set(),
+        ("calculate_advantages", "actor_train"): {ROUTE},
+    }
+
+
+def test_rows_that_several_ranks_hold_count_once_and_bytes_of_all_ranks_add_up():
+    megatron = ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"]
+    plan = template_plan(2, "actor_rollout_ref.actor.strategy=megatron", *megatron)
+    spans = [(rank, "reshard", {"route": ROUTE, "bytes": 100 + rank}) for rank in (0, 1)] * 2
+    spans += [(rank, name, {"rows": 16}) for rank in (0, 1) for name in ("actor_train", "function_reward")]
+    found = {tuple(edge["names"]): (edge["rows"], edge["bytes"]) for edge in step_edges(plan, spans)}
+    assert found["rollout_actor", "actor_train"] == (16, 402), "both ranks of the actor hold the same rows"
+    assert found["rollout_actor", "function_reward"] == (32, 0), "each rank has rows of its own"
+    assert found[LOADED, "rollout_actor"] == (None, 0)
+
+
+def test_the_page_has_what_bounds_each_traced_step_and_its_edges(tmp_path):
+    shown = read_run(write_run(tmp_path / "run"))["timeline"]
+    assert [bound["step"] for bound in shown["bounds"]] == [4, 5, 6] and set(shown["edges"]) == {
+        "4",
+        "5",
+        "6",
+    }
+    last = shown["bounds"][-1]
+    assert last["total_ms"] == shown["steps"][-1]["end"] - shown["steps"][-1]["start"]
+    assert last["text"].startswith(last["faster"][0]["name"]) and "twice as fast" in last["text"]
+    assert {edge["rows"] for edge in shown["edges"]["6"]} == {32}

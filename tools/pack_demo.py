@@ -1,0 +1,83 @@
+"""Packs the folder of a run for `siirl view --demo`: python tools/pack_demo.py RUN
+
+What the page shows is kept, without names of the machine and of folders. docs/view.md says which run it is.
+"""
+
+import argparse
+import gzip
+import io
+import json
+import re
+import socket
+import tarfile
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "siirl" / "view" / "demo.tar.gz"
+KEPT = (
+    *("job.json", "run.yaml", "metrics.jsonl", "progress.jsonl", "trace.json.gz"),
+    *("status/rank_*", "rollouts/*/step_*.jsonl", "logs/rank_*.log"),
+)
+PACKAGES = ("torch", "transformers")
+MOST_BYTES = 1 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path)
+    run = parser.parse_args().run.absolute()
+    places = {
+        str(run): "outputs/demo",
+        str(run.parent): "outputs",
+        str(ROOT): ".",
+        socket.gethostname(): "demo",
+    }
+
+    def plain(text: str) -> str:
+        for place, instead in places.items():
+            text = text.replace(place, instead)
+        return text
+
+    with tarfile.open(OUT, "w:gz", compresslevel=9) as archive:
+        for path in sorted(path for pattern in KEPT for path in run.glob(pattern)):
+            data = path.read_bytes()
+            if path.name == "run.yaml":
+                starts = [_shown(start) for start in yaml.safe_load_all(data)]
+                data = yaml.safe_dump_all(starts, explicit_start=True, sort_keys=False).encode()
+            if path.name == "trace.json.gz":
+                data = gzip.compress(plain(gzip.decompress(data).decode()).encode(), 9, mtime=0)
+            else:
+                data = plain(data.decode()).encode()
+            entry = tarfile.TarInfo(str(path.relative_to(run)))
+            entry.size = len(data)
+            archive.addfile(entry, io.BytesIO(data))
+    left = re.findall(r"(?<![\w.:/-])/(?!usr/)\w+/\w[^\s\"',]*", json.dumps(_texts()))
+    assert not left, f"names of this machine are left: {sorted(set(left))[:5]}"
+    assert OUT.stat().st_size < MOST_BYTES, f"{OUT} has {OUT.stat().st_size} bytes: record a shorter run"
+    print(f"wrote {OUT.relative_to(ROOT)}: {OUT.stat().st_size >> 10} KiB")
+
+
+def _shown(start: dict) -> dict:
+    """A start without the packages that nobody looks at."""
+    packages = {name: start["packages"][name] for name in PACKAGES if name in start["packages"]}
+    return {
+        **start,
+        "directory": "",
+        "packages": packages,
+        "siirl": {"commit": start["siirl"].get("commit", "")},
+    }
+
+
+def _texts() -> list[str]:
+    with tarfile.open(OUT) as archive:
+        return [
+            archive.extractfile(entry).read().decode(errors="replace")  # type: ignore[union-attr]
+            for entry in archive.getmembers()
+            if not entry.name.endswith(".gz")
+        ]
+
+
+if __name__ == "__main__":
+    main()
