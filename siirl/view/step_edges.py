@@ -59,6 +59,7 @@ def step_edges(plan: Plan, spans: Iterable[tuple[int, str, Mapping[str, Any]]]) 
             "from": "" if parent == LOADED else node_mark(plan, parent),
             "to": node_mark(plan, child),
             "names": [parent, child],
+            "drawn": parent == LOADED or parent in plan.nodes[child].dependencies,
             "rows": rows.get(child),
             "bytes": sum(moved.get(route, 0) for route in routes),
         }

@@ -13,15 +13,16 @@ function picture(dag) {
     const ground = svg.querySelector("#" + CSS.escape(node.mark) + " path");
     if (!ground) continue;
     ground.setAttribute("data-node", node.name);
+    ground.setAttribute("data-plain", ground.getAttribute("style") || "");
     ground.append(draw("title", {}, node.name + ": " + said(node)));
     grounds.set(node.name, ground);
   }
   return { box: make("div", { class: "picture", id: "picture", tabindex: 0 }, svg), svg, grounds };
 }
 
+// color "": as the picture has it.
 function paint(ground, color, opacity) {
-  ground.style.fill = color;
-  ground.style.opacity = color ? opacity : "";
+  ground.setAttribute("style", color ? "fill: " + color + "; opacity: " + opacity : ground.getAttribute("data-plain"));
 }
 
 function said(part) {

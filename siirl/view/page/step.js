@@ -19,11 +19,14 @@ function edgeText(edge) {
 }
 
 function labelEdges(drawn, dag, edges) {
+  const boxes = [...drawn.grounds.values()].map(corners);
+  const between = (left, right) => boxes.some(box => left < box.left && box.right < right);
   const ofMark = new Map(dag.nodes.map(node => [node.mark, node.name])), taken = [];
   for (const edge of edges) {
     const to = drawn.grounds.get(ofMark.get(edge.to)), from = drawn.grounds.get(ofMark.get(edge.from)), text = edgeText(edge);
-    if (!to || !text || (edge.from && !from)) continue;
+    if (!edge.drawn || !to || !text || (edge.from && !from)) continue;
     const end = corners(to), begin = from && corners(from);
+    if (begin && between(begin.right, end.left)) continue;  // a long way has no place of its own: the table has it
     const x = begin && begin.right < end.left ? (begin.right + end.left) / 2 : end.left;
     let y = begin ? (begin.top + begin.bottom + end.top + end.bottom) / 4 - 3 : end.top - 3;
     while (taken.some(other => Math.abs(other.x - x) < 46 && Math.abs(other.y - y) < 8)) y += 8;

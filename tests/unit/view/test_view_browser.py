@@ -7,6 +7,7 @@ import subprocess
 import pytest
 from viewed_runs import HOSTILE, write_error, write_run
 
+from siirl.observe.run_progress import record_end
 from siirl.view.view_page import export, read_runs
 from siirl.view.view_page import page as page_text
 
@@ -57,6 +58,7 @@ for (const item of SECTIONS) {
 def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, monkeypatch):
     folder = write_run(tmp_path / "run", text=HOSTILE)
     write_error(folder, 0, HOSTILE)
+    record_end(folder, "id", "failed", HOSTILE)
     second = write_run(tmp_path / "second", name="other")
     data = read_runs([folder, second])
     plain = page_text(data)

@@ -1,0 +1,43 @@
+"""`siirl view --demo`: the recorded run that comes with siirl."""
+
+import json
+import re
+import tarfile
+from importlib.resources import files
+
+from siirl.cli import main
+from siirl.view.view_command import DEMO
+
+
+def test_the_demo_is_a_whole_run_of_several_agents(tmp_path):
+    out = tmp_path / "page.html"
+    assert main(["view", "--demo", "--export", str(out)]) == 0
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', out.read_text(), re.DOTALL)
+    assert text
+    (run,) = json.loads(text[1])["runs"]
+    about = run["overview"]
+    assert (about["state"], about["step"], about["total"]) == ("ended", 30, 30) and run["notes"] == []
+    assert {node["agent"] for node in run["dag"]["nodes"]} == {0, 1} and run["dag"]["svg"]
+    assert [bound["step"] for bound in run["timeline"]["bounds"]] == [28, 29, 30]
+    assert any(edge["bytes"] for edge in run["timeline"]["edges"]["30"]), "rows moved between its ranks"
+    assert {episode["step"] for episode in run["episodes"] if episode["kind"] == "validation"} == {
+        0,
+        10,
+        20,
+        30,
+    }
+    turns = [message for episode in run["episodes"] for message in episode["messages"]]
+    assert any(message["tool"] for message in turns) and {0, 1} <= {message["agent"] for message in turns}
+    reward = run["curves"]["agent_0/val/reward/mean"]["values"]
+    assert reward[-1] > reward[0], "it has learnt something"
+
+
+def test_the_demo_is_small_and_names_no_place_of_its_making():
+    data = files("siirl.view").joinpath(DEMO)
+    assert len(data.read_bytes()) < 1 << 20
+    with data.open("rb") as file, tarfile.open(fileobj=file) as archive:
+        for entry in archive.getmembers():
+            content = archive.extractfile(entry)
+            assert entry.isfile() and content is not None
+            if not entry.name.endswith(".gz"):
+                assert not re.findall(rb"(?<![\w.:/~-])/(?!usr/)\w+/\w[^\s\"',]*", content.read()), entry.name
