@@ -32,13 +32,13 @@ def main() -> None:
         str(run): "outputs/demo",
         str(run.parent): "outputs",
         str(ROOT): ".",
-        socket.gethostname(): "demo",
     }
+    host = re.compile(rf"\b{re.escape(socket.gethostname())}\b")
 
     def plain(text: str) -> str:
         for place, instead in places.items():
             text = text.replace(place, instead)
-        return text
+        return host.sub("demo", text)
 
     with tarfile.open(OUT, "w:gz", compresslevel=9) as archive:
         for path in sorted(path for pattern in KEPT for path in run.glob(pattern)):
@@ -60,14 +60,9 @@ def main() -> None:
 
 
 def _shown(start: dict) -> dict:
-    """A start without the packages that nobody looks at."""
+    """A start without folders, commits and the packages that nobody looks at."""
     packages = {name: start["packages"][name] for name in PACKAGES if name in start["packages"]}
-    return {
-        **start,
-        "directory": "",
-        "packages": packages,
-        "siirl": {"commit": start["siirl"].get("commit", "")},
-    }
+    return {**start, "directory": "", "packages": packages, "siirl": {}, "project": {}}
 
 
 def _texts() -> list[str]:

@@ -28,7 +28,7 @@ function labelEdges(drawn, dag, edges) {
     const end = corners(to), begin = from && corners(from);
     if (begin && between(begin.right, end.left)) continue;  // a long way has no place of its own: the table has it
     const x = begin && begin.right < end.left ? (begin.right + end.left) / 2 : end.left;
-    let y = begin ? (begin.top + begin.bottom + end.top + end.bottom) / 4 - 3 : end.top - 3;
+    let y = begin ? (begin.top + begin.bottom + end.top + end.bottom) / 4 - 11 : end.top - 3;
     while (taken.some(other => Math.abs(other.x - x) < 46 && Math.abs(other.y - y) < 8)) y += 8;
     taken.push({ x, y });
     drawn.svg.append(draw("text", { x, y, class: "edge", "text-anchor": "middle", "data-edge": edge.names.join(" to ") }, text));
