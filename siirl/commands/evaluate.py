@@ -94,7 +94,11 @@ def _weights(model: str, path: Path, recorded: RecordedRun | None) -> dict[str, 
                 f"{checkpoint} lies in no run's folder, whose run_config.yaml says what its models are. Turn "
                 "it into a model by siirl export, and evaluate that with the keys of your data and rewards."
             )
-        return {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(checkpoint)}
+        return {
+            "trainer.resume_mode": "resume_path",
+            "trainer.resume_from_path": str(checkpoint),
+            "trainer.resume_changed": "true",  # nothing goes on: rewards and environments may be others
+        }
     if path.is_dir() and not (path / "config.json").is_file():
         inside = sorted(found.parent.name for found in path.glob("*/config.json"))
         several = f" It has several models ({', '.join(inside)}): name one." if inside else ""
