@@ -27,6 +27,7 @@ from siirl.compiler.interactions.find import check_agents_of, with_interactions
 from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_rows, place_nodes
 from siirl.compiler.memory.awake_engines import check_awake, with_shares
 from siirl.compiler.models import plan_links, plan_models
+from siirl.compiler.moved_rows import with_moved_rows
 from siirl.compiler.plan import Instruction, LinkPlan, ModelPlan, NodePlan, Plan, Repeat, RoutePlan
 from siirl.compiler.resolved_node import ResolvedNode, check_node_config, resolve_nodes
 from siirl.compiler.serving import heads_of, place_interactions, serving_ranks
@@ -172,7 +173,7 @@ def _check(
     whole: Workflow, pruned: dict[str, str], world_size: int, found: Findings
 ) -> tuple[Workflow, dict[str, ModelPlan]]:
     """The nodes that are left, and their models. Raises if anything is wrong with them."""
-    so_far, kept = len(found), whole.without(pruned)
+    so_far, kept = len(found), with_moved_rows(whole.without(pruned))
     found.take(check_kept(kept))
     found.take(check_critics(kept))
     found.take(check_sampling(kept))

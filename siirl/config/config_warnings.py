@@ -78,7 +78,7 @@ def _row_by_row(cfg: Config) -> Iterator[str]:
     actor, in_reward = cfg.actor_rollout_ref.actor, cfg.algorithm.use_kl_in_reward
     if not actor.use_dynamic_bsz:
         return
-    old = actor.recompute_old_log_prob and (in_reward or batch_of(cfg).optimizer_steps > 1)
+    old = actor.recompute_old_log_prob and (in_reward or batch_of(cfg).mini_batches > 1)
     reference = actor.use_kl_loss or in_reward
     passes = (
         ("actor_rollout_ref.rollout.log_prob_", "", "the old log-probs", old),

@@ -143,13 +143,13 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     """Where the policy loss takes the log-probs of the policy before the step from.
 
     "field": old_log_prob, a forward pass. "rollout": rollout_log_prob, because actor.recompute_old_log_prob
-    is off. "current": the loss's own log-probs, detached, which are equal because the batch gets one
-    optimizer step.
+    is off. "current": the loss's own log-probs, detached, because the batch is one mini-batch: they are equal
+    in the first epoch, and kept for the others.
     """
     actor = cfg.actor_rollout_ref.actor
     if not actor.recompute_old_log_prob:
         return "rollout"
-    return "field" if actor.loss.picks_tokens or batch_of(cfg).optimizer_steps > 1 else "current"
+    return "field" if actor.loss.picks_tokens or batch_of(cfg).mini_batches > 1 else "current"
 
 
 def uses_full_kl(cfg: Config) -> bool:
@@ -317,6 +317,14 @@ OLD_LOG_PROB = OpSpec(
     model="actor",
     split="cost",
 )
+LATER_OLD_LOG_PROB = replace(
+    OLD_LOG_PROB,
+    name="later_old_log_prob",
+    reads=fixed("row_id", *_TOKENS),
+    code="log_prob:later_old_log_prob",
+    in_episodes=EPISODE[:1],
+)
+"""The same of the rows that are trained after the policy has moved: not of the first mini-batch."""
 REFERENCE = replace(
     OLD_LOG_PROB,
     name="reference_log_prob",
@@ -386,7 +394,7 @@ OPS: dict[str, OpSpec] = {
     for op in (
         *(ROLLOUT, PARTIAL_ROLLOUT, REPLAY, INTERACTION, TURNS, ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
-        *(ADVANTAGE, OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, CRITIC_TRAIN),
+        *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, CRITIC_TRAIN),
         *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, CUSTOM),
     )
 }
@@ -437,5 +445,5 @@ def why_unread(name: str, cfg: Config) -> str | None:
     if name == "old_log_prob":
         if old_log_prob_source(cfg) == "rollout":
             return "actor.recompute_old_log_prob is off: the rollout's log-probs are used"
-        return "each rollout batch gets exactly one optimizer step"
+        return "each rollout batch is one mini-batch, so they are those of its first optimizer step"
     return None

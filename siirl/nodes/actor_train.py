@@ -9,12 +9,12 @@ from torch import Tensor
 
 from siirl.algorithms.token_picks import pick_tokens, token_noise
 from siirl.compiler.interactions.credit_reads import trains_in
-from siirl.config.batch import batch_of
 from siirl.dag.ops import old_log_prob_source, uses_full_kl
-from siirl.engines.train.base import TrainEngine
+from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.nodes.context import OpContext, sum_over_ranks
-from siirl.nodes.mini_batches import mini_batches
+from siirl.nodes.mini_batches import policy_mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
+from siirl.observe.metrics import Metrics
 
 
 def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
@@ -30,17 +30,46 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
     if not trains:
         return TensorDict({}, batch_size=rows.batch_size)
     actor, rollout = ctx.cfg.actor_rollout_ref.actor, ctx.cfg.actor_rollout_ref.rollout
-    loss_fn = make_loss_fn(ctx.cfg)
-    seed = actor.data_loader_seed if actor.shuffle else None
     outputs = ("log_prob", "entropy", *(("full_kl",) if uses_full_kl(ctx.cfg) else ()))
-    for mine_B in mini_batches(ctx, rows, batch_of(ctx.cfg), seed):
-        mini_batch = rows[mine_B]
+    recomputes, loss_fn = actor.recompute_old_log_prob, make_loss_fn(ctx.cfg)
+    for number, mine_B in enumerate(policy_mini_batches(ctx, rows)):
+        mini_batch, loss = rows[mine_B], loss_fn
         if actor.loss.picks_tokens:
             mini_batch["picked"] = _picked(ctx, mini_batch)
-        metrics = engine.train_mini_batch(mini_batch, loss_fn, outputs, rollout.temperature)
+        if number == 0 and recomputes and not _has_old(mini_batch):
+            mini_batch = mini_batch.exclude("old_log_prob")
+            if actor.ppo_epochs > 1:
+                old_BT, loss = _kept(rows, mini_batch, mine_B, loss_fn)
+                rows = rows.copy().set("old_log_prob", old_BT)
+        metrics = engine.train_mini_batch(mini_batch, loss, outputs, rollout.temperature)
         ctx.metrics.merge(metrics, "actor/")
     ctx.metrics.sum("flops/train", engine.flops(rows, backward=True) * actor.ppo_epochs)
     return TensorDict({}, batch_size=rows.batch_size)
+
+
+def _has_old(rows: TensorDict) -> bool:
+    """Whether old log-probs of a mini-batch were computed: of the first one only where others read them."""
+    return "old_log_prob" in rows.keys() and not bool(rows["old_log_prob"].isnan().any())
+
+
+def _kept(rows: TensorDict, first: TensorDict, first_B: Tensor, loss_fn: LossFn) -> tuple[Tensor, LossFn]:
+    """Old log-probs [B, T] of all `rows`, and a loss that fills in those of the first mini-batch.
+
+    They are the log-probs that its optimizer step computes, before it: later epochs need them.
+    """
+    old_BT = torch.full(rows["response_ids"].shape, torch.nan)
+    if "old_log_prob" in rows.keys():
+        old_BT = rows["old_log_prob"].clone()
+    first["place"] = first_B.nonzero().squeeze(1)
+
+    def keeping(
+        outputs: TokenOutputs, micro_batch: TensorDict, counts: BatchCounts
+    ) -> tuple[Tensor, Metrics]:
+        log_prob_BT = outputs.log_prob_BT.detach()
+        old_BT[micro_batch["place"].to(old_BT.device)] = log_prob_BT.to(old_BT.device)
+        return loss_fn(outputs, micro_batch, counts)
+
+    return old_BT, keeping
 
 
 def _picked(ctx: OpContext, rows: TensorDict) -> Tensor:

@@ -1,15 +1,31 @@
 """Forward-only ops: log-probs of the responses by the policy before the step, or by the reference."""
 
+import torch
 from tensordict import TensorDict
 
 from siirl.dag.ops import uses_full_kl
+from siirl.data.rows import take_rows
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import OpContext
+from siirl.nodes.mini_batches import policy_mini_batches
 
 
 def old_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
     """old_log_prob [B, T] by the policy's current weights. Collective over the model's ranks."""
     return _forward(ctx, rows, engine, {"log_prob": "old_log_prob"})
+
+
+def later_old_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
+    """old_log_prob [B, T] of the rows of all mini-batches but the first; NaN in those of the first.
+
+    The first mini-batch is trained by the weights that would compute its old log-probs here: actor_train
+    takes those of its own forward pass. Collective over the model's ranks.
+    """
+    first_B = next(policy_mini_batches(ctx, rows), None)
+    log_prob_BT = torch.full(rows["response_ids"].shape, torch.nan, device=rows["response_ids"].device)
+    if first_B is not None:
+        log_prob_BT[~first_B] = old_log_prob(ctx, take_rows(rows, ~first_B), engine)["old_log_prob"]
+    return TensorDict({"old_log_prob": log_prob_BT}, batch_size=rows.batch_size)
 
 
 def reference_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:

@@ -7,8 +7,14 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.config.batch import BatchArithmetic
+from siirl.config.batch import BatchArithmetic, batch_of
 from siirl.nodes.context import OpContext
+
+
+def policy_mini_batches(ctx: OpContext, rows: TensorDict) -> Iterator[Tensor]:
+    """mini_batches of the actor, as its node's configuration cuts them. Collective over ctx.group."""
+    actor = ctx.cfg.actor_rollout_ref.actor
+    return mini_batches(ctx, rows, batch_of(ctx.cfg), actor.data_loader_seed if actor.shuffle else None)
 
 
 def mini_batches(

@@ -25,7 +25,8 @@ BY_TURN = ("ref_kl", "approx_kl", "entropy", "clip_fraction")
 """What is also reported by speaker and by turn, in an interaction."""
 
 LOG_PROB_FIELDS = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
-OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "current": None}
+OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "current": "old_log_prob"}
+"""Rows without the field are trained by the policy that their old log-probs would be of."""
 
 
 def make_loss_fn(cfg: Config) -> LossFn:
@@ -35,15 +36,16 @@ def make_loss_fn(cfg: Config) -> LossFn:
     name = POLICY_LOSSES.resolve(actor.loss_name, partial(load_object, who=who))
     options = policy_loss_options(cfg)
     correction = rollout_correction(actor)
-    old_field = OLD_LOG_PROB_FIELDS[old_log_prob_source(cfg)]
+    source = old_log_prob_source(cfg)
     one_step = batch_of(cfg).optimizer_steps == 1
+    old_field = None if one_step and source == "current" else OLD_LOG_PROB_FIELDS[source]
 
     def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
         mask_BT = rows["response_mask"]
         outputs = _of_trained(outputs, mask_BT)
         column = {name: trained_only(rows[name], mask_BT) for name in LOG_PROB_FIELDS if name in rows.keys()}
         log_prob_BT = outputs.log_prob_BT
-        old_BT = log_prob_BT.detach() if old_field is None else column[old_field]
+        old_BT = column.get(old_field, log_prob_BT.detach())
         picked = {"picked_BT": rows["picked"]} if "picked" in rows.keys() else {}
         policy = compute_policy_loss(name, log_prob_BT, old_BT, rows["advantage"], mask_BT, options | picked)
         metrics = Metrics()
@@ -65,7 +67,7 @@ def make_loss_fn(cfg: Config) -> LossFn:
         _report(metrics, stats, {**shares, "loss": loss}, mask_BT, counts)
         if "turn_id" in rows.keys():
             _report_turns(metrics, stats, rows)
-        if "rollout_log_prob" in column and (one_step or old_field == "old_log_prob"):
+        if "rollout_log_prob" in column and (one_step or source != "rollout"):
             ours_BT = log_prob_BT.detach() if one_step else old_BT
             _report_rollout_difference(metrics, (ours_BT - column["rollout_log_prob"])[mask_BT])
         return loss, metrics

@@ -26,6 +26,7 @@ from siirl.compiler.plan import (
 from siirl.config import Config
 from siirl.config.batch import BatchArithmetic, batch_of
 from siirl.config.roles import role_group, trained_group
+from siirl.dag.ops import LATER_OLD_LOG_PROB
 from siirl.parallel.pipeline_layers import split_layers
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.show.credit_text import Configs, credit_rows, speakers_of, tool_words, training_turns
@@ -282,8 +283,17 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
             lines.append(f"  a row for {who} speaks{where}: at most {most}, {why}")
         for trainer in trainers:
             training = _training(trainer, configs[trainer.node], batch, len(speakers))
+            training += _old_log_probs(plan, trainer, configs[trainer.node])
             lines += [f"  {trainer.role}:", *(f"    {line}" for line in training)]
     return lines
+
+
+def _old_log_probs(plan: Plan, trainer: ModelPlan, cfg: Config) -> list[str]:
+    """Of how many mini-batches they are computed, where that is not all of them."""
+    if all(node.op != LATER_OLD_LOG_PROB.name for node in plan.nodes.values() if node.model == trainer.name):
+        return []
+    count = batch_of(cfg, trainer.role).mini_batches
+    return [f"old log-probs of {count - 1} of {count} mini-batches: the first one's are its own log-probs"]
 
 
 def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic) -> list[str]:

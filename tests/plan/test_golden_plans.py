@@ -67,7 +67,11 @@ def apart() -> DagSpec:
 CASES = {
     "grpo_on_1": lambda: template_plan(1),
     "grpo_on_8_all_nodes": lambda: template_plan(
-        8, KL, "actor_rollout_ref.actor.ppo_epochs=2", "trainer.balance_batch=true"
+        8,
+        KL,
+        "algorithm.use_kl_in_reward=true",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+        "trainer.balance_batch=true",
     ),
     "grpo_on_4_hybrid_shards": lambda: template_plan(4, "actor_rollout_ref.actor.fsdp_config.fsdp_size=2"),
     "grpo_split_4_and_4": lambda: compiled(

@@ -7,13 +7,16 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from plan_cases import add_agent, compiled, custom, moves, order, run_symbolically, template_plan
 
+from siirl.compiler.compile import TEMPLATES
 from siirl.compiler.plan import Free, Load, Plan, Reshard, Run, SyncWeights
 from siirl.dag.spec import DagBuilder
+from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import DagError, NotSupportedError, UserError
 from siirl.types import FieldKey, Layout
 
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 BALANCE = "trainer.balance_batch=true"
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
 
 
 def run_of(plan: Plan, node: str) -> Run:
@@ -42,16 +45,73 @@ def test_a_reference_is_built_only_if_a_kl_term_reads_it():
         run_symbolically(plan)
 
 
-def test_old_log_probs_are_computed_only_if_a_batch_gets_several_optimizer_steps():
-    assert "exactly one optimizer step" in template_plan(2).pruned["actor_old_log_prob"]
-    for override in ("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.ppo_mini_batch_size=4"):
-        plan = template_plan(2, override)
-        assert "actor_old_log_prob" not in plan.pruned
-        assert FieldKey(0, "old_log_prob") in run_of(plan, "actor_train").reads
-    off = template_plan(
-        2, "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.recompute_old_log_prob=false"
-    )
+def test_old_log_probs_are_computed_only_if_a_batch_is_cut_into_mini_batches():
+    for epochs in (1, 2):
+        plan = template_plan(2, f"actor_rollout_ref.actor.ppo_epochs={epochs}")
+        assert "one mini-batch" in plan.pruned["actor_old_log_prob"]
+        several = template_plan(2, f"actor_rollout_ref.actor.ppo_epochs={epochs}", MINI)
+        assert FieldKey(0, "old_log_prob") in run_of(several, "actor_train").reads
+        assert several.nodes["actor_old_log_prob"].op == "later_old_log_prob"
+        assert FieldKey(0, "row_id") in run_of(several, "actor_old_log_prob").reads
+    off = template_plan(2, MINI, "actor_rollout_ref.actor.recompute_old_log_prob=false")
     assert "recompute_old_log_prob is off" in off.pruned["actor_old_log_prob"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "op"),
+    [
+        ((MINI,), "later_old_log_prob"),
+        ((MINI, KL), "later_old_log_prob"),
+        ((MINI, "actor_rollout_ref.rollout.max_lag=2"), "later_old_log_prob"),
+        ((MINI, "actor_rollout_ref.actor.shuffle=true"), "later_old_log_prob"),
+        ((MINI, "algorithm.filter_groups.enable=true"), "later_old_log_prob"),  # below the sampling
+        ((MINI, "algorithm.use_kl_in_reward=true"), "old_log_prob"),  # read before the update
+        ((MINI, "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"), "old_log_prob"),  # picks by them
+        (
+            (MINI, "algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=true"),
+            "old_log_prob",
+        ),  # rows are drawn
+    ],
+)
+def test_the_first_mini_batch_is_left_out_where_the_loss_alone_reads_its_old_log_probs(overrides, op):
+    assert template_plan(2, *overrides).nodes["actor_old_log_prob"].op == op
+
+
+@pytest.mark.parametrize(
+    ("change", "op"),
+    [
+        ("none", "later_old_log_prob"),
+        ("reader", "old_log_prob"),
+        ("filter", "old_log_prob"),
+        ("cut", "old_log_prob"),
+    ],
+)
+def test_old_log_probs_of_all_rows_are_there_for_whoever_else_reads_them(change, op):
+    """A node of the user's; a filter in between leaves other rows than those of the pass; or another cut."""
+    dag, common = DagBuilder("own"), {"agent_group": 0}
+    rollout = dag.node("rollout", "MODEL_INFERENCE", "ROLLOUT", **common)
+    old = dag.node("old", "MODEL_TRAIN", "ACTOR", dependencies=[rollout], only_forward_compute=True, **common)
+    reward = dag.node("reward", "COMPUTE", "REWARD", dependencies=[rollout], **common)
+    filtered = {"filter_plugin": "user.code:keep"} if change == "filter" else {}
+    advantage = dag.node(
+        "advantage", "COMPUTE", "ADVANTAGE", dependencies=[reward, old], **common, **filtered
+    )
+    cut = {"config": {"actor.shuffle": True}} if change == "cut" else {}
+    dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=[advantage], **common, **cut)
+    if change == "reader":
+        custom(dag, "reader", [old], ["old_log_prob"], [])
+    plan = compiled(dag.build(), 2, MINI)
+    assert plan.nodes["old"].op == op
+    run_symbolically(plan)
+
+
+def test_where_agents_talk_the_first_mini_batch_is_one_of_episodes():
+    dag = load_dag_file(TEMPLATES / "solver_verifier.yaml")
+    plan = compiled(dag, 2, MINI)
+    run_symbolically(plan)
+    for agent, name in enumerate(("old_solver", "old_verifier")):
+        assert plan.nodes[name].op == "later_old_log_prob"
+        assert FieldKey(agent, "episode_id") in run_of(plan, name).reads
 
 
 def test_old_log_probs_are_kept_for_a_kl_in_the_reward_even_with_one_optimizer_step():
@@ -173,7 +233,7 @@ def test_a_rollout_inside_the_trainers_ranks_takes_weights_locally():
 
 
 def test_a_field_is_resharded_once_for_all_readers_of_a_layout():
-    plan = template_plan(2, KL, BALANCE, "actor_rollout_ref.actor.ppo_epochs=2")
+    plan = template_plan(2, KL, BALANCE, MINI)
     run_symbolically(plan)
     moved = [(key, ins.route) for ins in plan.instructions if isinstance(ins, Reshard) for key in ins.keys]
     assert len(moved) == len(set(moved))

@@ -294,8 +294,8 @@ def _who_could_write(key: FieldKey, node: ResolvedNode, workflow: Workflow) -> s
         hint += f", agent_group {key.agent}"
     if key.name == "old_log_prob" and not node.cfg.algorithm.use_kl_in_reward:
         hint = (
-            f"{hint}; or take one optimizer step on each batch (ppo_mini_batch_size = train_batch_size, "
-            "ppo_epochs = 1); or set actor_rollout_ref.actor.recompute_old_log_prob=False"
+            f"{hint}; or train on each batch as one mini-batch (ppo_mini_batch_size = train_batch_size); or "
+            "set actor_rollout_ref.actor.recompute_old_log_prob=False"
         )
     if several and key.name == "score" and key.agent in workflow.talking:
         hint = f"{hint}; or let it depend on the reward of an agent it talks with, whose scores it then gets"

@@ -154,7 +154,7 @@ def refilled(twice: bool, beside: bool = False):
 REFILL = "algorithm.filter_groups.enable=true"
 RM, RM_PATH = "reward_model.enable=true", "reward_model.model.path=/models/rm"
 GAE = "algorithm.adv_estimator=gae"
-TWO_STEPS = "actor_rollout_ref.actor.ppo_epochs=2"
+TWO_STEPS = "actor_rollout_ref.actor.ppo_mini_batch_size=4"
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 
 CASES = [
