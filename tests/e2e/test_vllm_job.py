@@ -76,7 +76,8 @@ def losing(output, ends):
 @pytest.mark.timeout(600)
 def test_a_run_whose_engine_is_killed_and_stopped_trains_what_it_would_have(inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("SIIRL_LOGGING_FILENAME", "run.log")
-    settings = (*VLLM, "trainer.total_training_steps=12", "trainer.test_freq=4")
+    restarts = "actor_rollout_ref.rollout.max_engine_restarts=2"
+    settings = (*VLLM, restarts, "trainer.total_training_steps=12", "trainer.test_freq=4")
     whole = run_job(1, overrides(inputs, tmp_path / "whole", *settings), deadline_s=200)
     lost = losing(tmp_path / "out", [signal.SIGKILL, signal.SIGSTOP])
     run = run_job(1, overrides(inputs, tmp_path / "out", *settings), deadline_s=300)

@@ -113,7 +113,9 @@ def test_engines_on_one_base_sample_as_merged_models_do_and_hold_it_once(model_d
 
 @pytest.mark.slow
 def test_one_vllm_engine_answers_for_all_adapters_also_at_the_same_time(model_dir, configs, tmp_path):
-    vllm = {"actor_rollout_ref.rollout.max_model_len": 64, "trainer.output_dir": str(tmp_path)}
+    rollout = {"max_model_len": 64, "max_engine_restarts": 2}
+    vllm = {f"actor_rollout_ref.rollout.{name}": value for name, value in rollout.items()}
+    vllm["trainer.output_dir"] = str(tmp_path)
     on_base = engines({agent: with_overrides(cfg, vllm) for agent, cfg in configs.items()}, "vllm")
     greedy = SamplingParams(max_tokens=16, temperature=0)
     try:
