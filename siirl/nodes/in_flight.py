@@ -1,22 +1,13 @@
-"""Prompts of a rollout whose responses go on from step to step: what of them is there, and whose turn it is.
-
-The bound (rollout.max_lag, L): a row that trains in step k has no token sampled before step k - L. It is
-held by waiting: the groups that were begun first leave first, and a step ends only when those that stay can
-leave in time, one batch in each step (the earliest deadline goes first). As what stays is the surplus, at
-most L batches, that is always so once all are complete.
-"""
+"""Prompts of a rollout whose responses go on from step to step: what of them is there, and who leaves."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import torch
 from tensordict import TensorDict
-from torch import Tensor
 
-from siirl.data.buffer import ORDER, RowBuffer, rows_of_state
-from siirl.data.rows import take_rows
+from siirl.data.buffer import ORDER
 from siirl.engines.rollout.base import (
     Completion,
     Key,
@@ -25,7 +16,9 @@ from siirl.engines.rollout.base import (
     RolloutStream,
     SamplingParams,
 )
-from siirl.errors import DataError, EpisodeFailed, RolloutError
+from siirl.errors import EpisodeFailed, RolloutError
+from siirl.nodes.deadlines import is_enough, leaving
+from siirl.nodes.prompts_in_flight import PromptsInFlight
 
 POLL_S = 0.5
 
@@ -86,10 +79,10 @@ class Taken:
         return cls(values["orders"], responses, values["num_restarted"])
 
 
-class RolloutsInFlight(RowBuffer):
+class RolloutsInFlight(PromptsInFlight):
     """The prompts of one shard that have been loaded and not been given, with their responses so far.
 
-    Ranks of one shard keep the same prompts; the first one, which has the engine's stream, the responses.
+    The first rank of a shard, which has the engine's stream, keeps the responses.
     """
 
     def __init__(
@@ -101,49 +94,27 @@ class RolloutsInFlight(RowBuffer):
         batch_size: int,
         decodes_on: bool = False,
     ) -> None:
-        """n: responses of each prompt. batch_size: prompts of a step, over all shards.
+        """n: responses of each prompt. decodes_on: the engine goes on between the steps, while others train.
 
-        decodes_on: the engine goes on between the steps, while others train.
+        The rest as of PromptsInFlight.
         """
-        super().__init__()
-        self._decodes_on = decodes_on
+        super().__init__(max_lag, surplus, batch_size)
+        self._engine, self._n, self._decodes_on = engine, n, decodes_on
         self._stream: RolloutStream | None = None  # while requests may be pending
         self._running: dict[Key, int] = {}  # requests that are -> the step in which they were submitted
         self._version_of: dict[int, int] = {}  # step -> version of the engine's weights
-        self._engine, self._n, self._max_lag, self._surplus = engine, n, max_lag, surplus
-        self._batch_size = batch_size
-        self._slots: list[int] = []  # the group_ids of this shard in every batch
-        self._num_loading = 0
-        self.num_batches = 0
-        """Batches that were loaded and not given, over all shards."""
         self.responses: dict[int, list[Response]] = {}
         """ORDER of a group -> its n responses; on the first rank of the shard."""
-
-    def batches_to_load(self, ahead: int, step: int, last_step: int) -> int:
-        """How many batches the next `admit` gets: one, more in the first step, none in the last ones, so that
-        all that is ever loaded is trained."""
-        wanted = min(1 + ahead, last_step - step + 1)
-        self._num_loading = max(0, wanted - self.num_batches)
-        return self._num_loading
 
     def admit(self, rows: TensorDict, step: int, seed_of: Callable[[int, int], int]) -> None:
         """Take the prompts that were loaded, whose group_ids go on from batch to batch.
 
         seed_of: (number of the batch, group_id in it) -> seed; the first batch of a run has number 1.
         """
-        for number in range(self._num_loading):
-            part = take_rows(rows, rows["group_id"] // self._batch_size == number)
-            for name in ("group_id", "row_id"):
-                part[name] = part[name] % self._batch_size
-            batch = step + self.num_batches
-            self.num_batches += 1
-            self._slots = part["group_id"].tolist()
-            self.add(part)
-            order_of = dict(zip(self._slots, self._orders()[-len(part) :] if len(part) else (), strict=True))
-            for slot, order in order_of.items():
+        for batch, orders in self._admitted(rows, step):
+            for slot, order in orders.items():
                 seed = seed_of(batch, slot)
                 self.responses[order] = [Response(seed, i) for i in range(self._n)]
-        self._num_loading = 0
 
     def sample(self, params: SamplingParams, step: int) -> Taken:
         """Let responses go on until a batch of groups can leave. On the first rank of the shard.
@@ -154,7 +125,7 @@ class RolloutsInFlight(RowBuffer):
         kept = {k: version for k, version in self._version_of.items() if step - k <= self._max_lag}
         self._version_of = kept | {step: self._engine.weight_version}
         num_restarted = self._restart_stale(params.max_tokens, step)
-        active = self._orders()[: int((1 + self._surplus) * len(self._slots))]
+        active = self._active()
         unfinished = {
             _key(order, one): order
             for order in active
@@ -218,46 +189,19 @@ class RolloutsInFlight(RowBuffer):
 
     def give(self, taken: Taken) -> TensorDict:
         """The prompts of the groups that leave, with the group_ids of a batch. On all ranks of the shard."""
-        out = self.remove(torch.tensor(taken.orders, dtype=torch.int64))
-        out = take_rows(out, out[ORDER].argsort()).exclude(ORDER)
-        out["group_id"] = torch.tensor(self._slots, dtype=torch.int64)
-        out["row_id"] = out["group_id"].clone()
         for order in taken.orders:
             self.responses.pop(order, None)
-        self.num_batches -= 1
-        return out
+        return self.give_prompts(taken.orders)
 
     def state(self) -> dict[str, Any]:
         """See RowBuffer; what runs is taken back."""
         self.pause()
         responses = [[asdict(one) for one in self.responses[order]] for order in self._orders()]
-        return super().state() | {
-            "num_batches": self.num_batches,
-            "batch_size": self._batch_size,
-            "responses": responses,
-        }
+        return super().state() | {"responses": responses}
 
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
-        """See RowBuffer: of as many shards as before each goes on with its own; DataError for states of
-        another batch size.
-
-        Groups with another number of responses than n begin anew.
-        """
-        sizes = {state.get("batch_size", self._batch_size) for state in states if state["columns"]}
-        if sizes - {self._batch_size}:
-            raise DataError(
-                f"the checkpoint holds prompts in flight of batches of {sizes.pop()}, data.train_batch_size "
-                f"is {self._batch_size}: they cannot be dealt out. Resume with the batch size of before."
-            )
-        if len(states) == num_shards:
-            super().load_state([states[shard]], 0, 1)
-        else:
-            super().load_state(states, shard, num_shards)
-        made = next((state for state in states if state["columns"]), None)
-        if self.rows is None and made is not None:
-            self.rows = take_rows(rows_of_state(made), [])
-        self._slots = list(self._slots_of(shard, num_shards))
-        self.num_batches = max((state.get("num_batches", 0) for state in states), default=0)
+        """See PromptsInFlight. Groups with another number of responses than n begin anew."""
+        super().load_state(states, shard, num_shards)
         known: dict[int, list[Response]] = {}
         for state in states:
             orders = sorted(set(state["columns"].get(ORDER, {"values": []})["values"]))
@@ -267,20 +211,6 @@ class RolloutsInFlight(RowBuffer):
         for order, group in self.responses.items():
             if len(group) != self._n:
                 self.responses[order] = [Response(group[0].seed, i) for i in range(self._n)]
-
-    def _slots_of(self, shard: int, num_shards: int) -> range:
-        """The group_ids of a shard in every batch, as the loader cuts it."""
-        return range(self._batch_size * shard // num_shards, self._batch_size * (shard + 1) // num_shards)
-
-    def _share(self, orders: Tensor, shard: int, num_shards: int) -> Tensor:
-        """See RowBuffer: as many groups as the shard's part of whole batches, old and new ones."""
-        if num_shards == 1:
-            return orders
-        slot = torch.arange(len(orders)) % self._batch_size
-        return orders[torch.isin(slot, torch.tensor(self._slots_of(shard, num_shards)))]
-
-    def _orders(self) -> list[int]:
-        return self.orders().tolist()
 
     def _prompts(self) -> dict[int, list[int]]:
         """ORDER -> the tokens of its prompt."""
@@ -309,28 +239,14 @@ class RolloutsInFlight(RowBuffer):
         return num_restarted
 
     def _is_enough(self, num_open: dict[int, int], step: int) -> bool:
-        """Whether a batch is complete, and what stays can leave in time: with one batch leaving in each of
-        the next steps, none has to wait until it is too old.
-        """
-        if not any(num_open.values()):
-            return True
-        leaving = self._leaving(num_open, step)
-        if len(leaving) < len(self._slots):
-            return False
-        ages = [step - self._oldest(order, step) for order in num_open.keys() - set(leaving)]
-        return all(
-            sum(age + later >= self._max_lag for age in ages) <= later * len(self._slots)
-            for later in range(self._max_lag)
-        )
+        """Whether the step may end; see deadlines.py."""
+        return is_enough(num_open, self._oldest_of(num_open, step), len(self._slots), step, self._max_lag)
 
-    def _leaving(self, num_open: dict[int, int], step: int) -> list[int]:
-        """Of the groups that are complete, those that were begun first: as many as a batch has."""
-        complete = [order for order, left in num_open.items() if not left]
-        oldest = sorted(complete, key=lambda order: (self._oldest(order, step), order))
-        return sorted(oldest[: len(self._slots)])
+    def _oldest_of(self, orders: Iterable[int], step: int) -> dict[int, int]:
+        return {order: self._oldest(order, step) for order in orders}
 
     def _leave(self, num_open: dict[int, int], step: int, num_restarted: int) -> Taken:
-        chosen = self._leaving(num_open, step)
+        chosen = leaving(num_open, self._oldest_of(num_open, step), len(self._slots))
         lags = [step - self._oldest(order, step) for order in chosen]
         assert max(lags, default=0) <= self._max_lag, f"rows of {max(lags)} steps ago"
         return Taken(chosen, [one for order in chosen for one in self.responses[order]], num_restarted)
