@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+PAUSED = "paused"
+"""finish_reason of a turn that was interrupted, as engines name it: it may go on."""
+
 
 @dataclass(frozen=True)
 class Generated:
@@ -12,7 +15,7 @@ class Generated:
     log_probs: list[float]
     """Of each token, in nats, at the sampling temperature."""
     finish_reason: str
-    """"stop" (a stop token was sampled, which is the last token) or "length"."""
+    """"stop" (a stop token was sampled, which is the last token) or "length"; from a Pump also "paused"."""
     weight_version: int
     """Of the weights that produced them, the oldest if there were several."""
     versions: list[int] = field(default_factory=list)

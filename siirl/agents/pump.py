@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from siirl.agents.policy import Generated
+from siirl.agents.policy import PAUSED, Generated
 from siirl.errors import DeadlineError, EpisodeFailed, RolloutError
 
 POLL_S = 0.002
@@ -22,6 +22,10 @@ class Stream(Protocol):
 
     def collect(self, timeout_s: float) -> list[tuple[Any, Any]]:
         """By key an EpisodeFailed, or what has the fields of Generated: the engine's Completion."""
+        ...
+
+    def pause(self) -> Sequence[tuple[Any, Any]]:
+        """What `collect` would give of everything that is pending, complete or "paused"."""
         ...
 
     def close(self) -> None: ...
@@ -47,38 +51,55 @@ class Pump:
         make_request: Callable[..., Any],
         name: str,
         deadline_s: float,
+        patience_s: float = 0.0,
     ) -> None:
         """open_stream: called, like the stream, in the pump's thread (`engine.stream`).
 
-        make_request: the stream's request of (key, prompt, params, seed). name: of the policy, for messages.
-        deadline_s: how long `close` waits for a call of the stream to return.
+        make_request: the stream's request of (key, prompt, params, seed, start=). name: of the policy.
+        deadline_s: how long `close` waits for a call of the stream to return. patience_s: how long it waits,
+        after answers, for what comes of them, before it lets the stream go on: one that works inside
+        `collect` would read everything that is pending anew.
         """
         self._open_stream, self._make_request = open_stream, make_request
-        self._name, self._deadline_s = name, deadline_s
+        self._name, self._deadline_s, self._patience_s = name, deadline_s, patience_s
         self._news = threading.Condition()
         self._asked: list[Any] = []  # since the last round of their loop
         self._round: asyncio.AbstractEventLoop | None = None
         self._ready: list[Any] = []  # for the thread to submit
-        self._waiters: dict[int, Waiter] = {}
+        self._waiters: dict[int | str, Waiter] = {}
         self._num_asked = 0
         self._end: BaseException | None = None  # why nobody is answered any more
+        self._pausing = False
         self._thread = threading.Thread(target=self._run, name=f"pump of {name}", daemon=True)
         self._thread.start()
 
-    async def generate(self, prompt: list[int], params: Any, seed: int) -> Generated:
-        """See Policy. Raises what the stream raised; RolloutError after `close`."""
+    async def generate(
+        self, prompt: list[int], params: Any, seed: int, start: int = 0, key: str | None = None
+    ) -> Generated:
+        """See Policy. Raises what the stream raised; RolloutError after `close`.
+
+        start: see Request. key: of the request, unique among those unanswered; by default a number.
+        """
         loop = asyncio.get_running_loop()
         future: Waiter = loop.create_future()
         with self._news:
             if self._end is not None:
                 raise self._end
-            key, self._num_asked = self._num_asked, self._num_asked + 1
+            name = self._num_asked if key is None else key
+            self._num_asked += 1
             if not self._asked or self._round is not loop:
                 self._round = loop
                 loop.call_soon(self._pass_round)
-            self._asked.append(self._make_request(key, prompt, params, seed))
-            self._waiters[key] = future
+            self._asked.append(self._make_request(name, prompt, params, seed, start=start))
+            self._waiters[name] = future
         return await future
+
+    def pause(self) -> None:
+        """Close, and take back what is pending: whoever waits gets what there is of it, which may be nothing,
+        with finish_reason "paused". Errors as of `close`; those of the stream reach whoever waits.
+        """
+        self._pausing = True
+        self.close()
 
     def close(self) -> None:
         """End the thread; whoever still waits gets a RolloutError. Idempotent.
@@ -107,15 +128,25 @@ class Pump:
             stream = self._open_stream()
             try:
                 while self._pass_on(stream):
-                    self._answer(stream.collect(POLL_S))
+                    if self._answer(stream.collect(POLL_S)):
+                        self._wait_for_news()
+                if self._pausing:
+                    self._answer(stream.pause())
             finally:
                 stream.close()
         except BaseException as error:  # noqa: BLE001 - the edge of the thread: raised again by those who wait
             with self._news:
-                self._end = error
+                self._end, self._pausing = error, False
         with self._news:
             waiters, self._waiters = list(self._waiters.values()), {}
-        _tell([(waiter, self._end) for waiter in waiters])
+        end = Generated([], [], PAUSED, -1) if self._pausing else self._end
+        _tell([(waiter, end) for waiter in waiters])
+
+    def _wait_for_news(self) -> None:
+        """Wait for new requests or the end, as long as there is patience."""
+        if self._patience_s:
+            with self._news:
+                self._news.wait_for(lambda: self._ready or self._end is not None, self._patience_s)
 
     def _pass_round(self) -> None:
         """Let the thread have what was asked in this round of an event loop."""
@@ -135,13 +166,15 @@ class Pump:
             stream.submit(ready)
         return True
 
-    def _answer(self, answers: Sequence[tuple[int, Any]]) -> None:
+    def _answer(self, answers: Sequence[tuple[int | str, Any]]) -> bool:
+        """Tell whoever waits; whether there was something to tell."""
         with self._news:
             waiters = [self._waiters.pop(key) for key, _ in answers]
         results = [
             said if isinstance(said, EpisodeFailed) else Generated(**vars(said)) for _, said in answers
         ]
         _tell(list(zip(waiters, results, strict=True)))
+        return bool(results)
 
 
 def _tell(results: Sequence[tuple[Waiter, Generated | BaseException | None]]) -> None:

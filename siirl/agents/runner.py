@@ -54,6 +54,14 @@ class Game:
     make_env: Callable[[], HostedEnvironment] | None = None
     env_deadline_s: float = 60.0
 
+    def asking(self, ask: Callable[[Any], Policy]) -> "Game":
+        """The same, whose speakers ask what `ask` makes of their policies."""
+        speakers = {
+            node: replace(one, policy=ask(one.policy), more=tuple(map(ask, one.more)))
+            for node, one in self.speakers.items()
+        }
+        return replace(self, speakers=speakers)
+
 
 @dataclass
 class Played:

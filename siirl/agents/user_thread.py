@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from siirl.errors import SiirlError
 
@@ -48,21 +49,21 @@ class Abandoned(BaseException):
 class Places:
     """Bounds the calls that run at once: one that waits for Python's lock among many passes its deadline.
 
-    most: 0 for any number. Each event loop, of a step, has places of its own.
+    most: 0 for any number. Each event loop has places of its own.
     """
 
     def __init__(self, most: int = 0):
         self._most = most
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._free = asyncio.Semaphore(most)
+        self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     def place(self) -> AbstractAsyncContextManager[Any]:
         """To be held during a call, whose deadline begins when the place is had: waiting is not hanging."""
         if not self._most:
             return nullcontext()
-        if self._loop is not asyncio.get_running_loop():
-            self._loop, self._free = asyncio.get_running_loop(), asyncio.Semaphore(self._most)
-        return self._free
+        loop = asyncio.get_running_loop()
+        if loop not in self._free:
+            self._free[loop] = asyncio.Semaphore(self._most)
+        return self._free[loop]
 
 
 def _as_it_is(result: Any) -> Any:

@@ -300,7 +300,9 @@ def _node_plan(
         options=node.options | more,
         own_needs=node.op.needs if node.spec.executable_ref else (),
         max_lag=lag,
-        decodes_on=lag > 0 and _is_undisturbed(models[str(node.model)], models.values()),
+        decodes_on=lag > 0
+        and "interaction" not in node.op.needs
+        and _is_undisturbed(models[str(node.model)], models.values()),
     )
 
 

@@ -229,6 +229,13 @@ INTERACTION = replace(
     needs=("interaction",),
 )
 """The rollout that an interaction begins with: it plays the episodes, and gives the rows of its own agent."""
+PARTIAL_INTERACTION = replace(
+    INTERACTION,
+    name="partial_interaction",
+    code="partial_interaction:partial_interaction",
+    needs=("interaction", "in_flight"),
+)
+"""An interaction whose episodes may go on in the next steps (rollout.max_lag)."""
 TURNS = replace(INTERACTION, name="turns", reads=fixed(), code="interaction:turns", is_handed=True)
 """Another rollout of an interaction: it gives the rows of its agent, prompts included."""
 FROZEN_TURNS = replace(TURNS, writes=fixed())
@@ -392,7 +399,8 @@ CUSTOM = OpSpec("custom", fixed(), fixed(), "function_reward:custom_op")
 OPS: dict[str, OpSpec] = {
     op.name: op
     for op in (
-        *(ROLLOUT, PARTIAL_ROLLOUT, REPLAY, INTERACTION, TURNS, ENVIRONMENT, GREEDY_ROLLOUT),
+        *(ROLLOUT, PARTIAL_ROLLOUT, REPLAY, INTERACTION, PARTIAL_INTERACTION, TURNS),
+        *(ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
         *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, CRITIC_TRAIN),
         *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, CUSTOM),

@@ -258,6 +258,8 @@ class DAGWorker:
 
     def close(self) -> None:
         """Release engines and reward processes. The process groups stay until the process ends."""
+        for node in self.nodes.values():
+            node.buffer.close()
         for streams in self.streams.values():
             streams.close()
         for engine in self.rollout_engines.values():

@@ -55,6 +55,10 @@ class RowBuffer:
         out, self.rows = take_rows(self.rows, wanted_B), take_rows(self.rows, ~wanted_B)
         return out
 
+    def close(self) -> None:
+        """Release what is behind the rows; nothing by default."""
+        return None
+
     def state(self) -> dict[str, Any]:
         """The rows as JSON values, for a checkpoint."""
         columns = {}

@@ -143,7 +143,9 @@ class RolloutsInFlight(PromptsInFlight):
             return self._is_enough(num_open, step)
 
         if self._stream is None:
-            self._stream = self._engine.stream(ended, gives_way=self._decodes_on)
+            self._stream = self._engine.stream(
+                lambda keys: bool(keys) and ended(keys), gives_way=self._decodes_on
+            )
         self._submit([key for key in unfinished if key not in self._running], params, step)
         while not ended(()):
             self._require(self._stream)

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,14 +23,13 @@ from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.generate import (
-    prompt_seed,
     prompt_tokens,
     report,
     sampling_params,
     seed_of,
     stop_token_ids_of,
 )
-from siirl.nodes.streams import Policies, Streams
+from siirl.nodes.streams import Streams
 from siirl.observe.metrics import MOST_TURNS, Metrics
 from siirl.types import FINISH_LENGTH, FINISH_STOP, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 from siirl.user_code.load_object import load_object
@@ -123,11 +122,21 @@ def interaction(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> T
     RolloutError if every episode of all these ranks fails, or user code raises (then a UserCodeError); as
     Streams.open does, too. A rank whose own episodes all fail goes on without rows.
     """
-    shared, n = interaction, _samples(ctx)
-    episodes = _episodes(ctx, shared, rows, n)
+    n = samples_of_prompt(ctx)
+    episodes = episodes_of(ctx, interaction, rows, n, [ctx.step] * len(rows))
     prompts = [tokens for tokens in prompt_tokens(rows) for _ in range(n)]
-    with shared.streams.open() as policies:
-        played = run_all(_game(ctx, shared, policies), episodes, prompts)
+    with interaction.streams.open() as policies:
+        played = run_all(game_of(interaction, policies, ctx.validate), episodes, prompts)
+    return give_rows(ctx, interaction, rows, played, n)
+
+
+def give_rows(
+    ctx: OpContext, shared: Interaction, rows: TensorDict, played: list[Played], n: int
+) -> TensorDict:
+    """The rows of this agent in the n episodes of each prompt; those of the others are kept for `turns`.
+
+    Collective over ctx.group. Errors of `interaction`.
+    """
     finished = _finished(ctx, played, rows)
     _warn_of_full_contexts(ctx, shared, finished)
     report_episodes(ctx, shared.plan, played, finished)
@@ -147,39 +156,45 @@ def turns(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> TensorD
     return out
 
 
-def _samples(ctx: OpContext) -> int:
+def samples_of_prompt(ctx: OpContext) -> int:
+    """How many episodes a prompt has."""
     rollout = ctx.cfg.actor_rollout_ref.rollout
     return rollout.val_kwargs.n if ctx.validate else rollout.n
 
 
-def _episodes(ctx: OpContext, shared: Interaction, rows: TensorDict, n: int) -> list[Episode]:
-    """n episodes of each prompt, those of a prompt in a row."""
+def episodes_of(
+    ctx: OpContext, shared: Interaction, rows: TensorDict, n: int, steps: Sequence[int]
+) -> list[Episode]:
+    """n episodes of each prompt, those of a prompt in a row. steps: of each prompt, that of its seeds."""
     one_per_prompt = any(stage.options.get("env_seed") == "prompt" for stage in shared.plan.stages)
     names = ("raw_prompt", "data_source", "ground_truth", "extra_info")
     tasks = zip(*(objects(rows, name) for name in names), strict=True)
     episodes = []
-    for group_id, values in zip(rows["group_id"].tolist(), tasks, strict=True):
+    for group_id, values, step in zip(rows["group_id"].tolist(), tasks, steps, strict=True):
         for sample in range(n):
             episode_id = group_id * n + sample
             task = dict(zip(names, values, strict=True))
-            episode = Episode(episode_id, group_id, sample, prompt_seed(ctx, episode_id), task)
+            episode = Episode(episode_id, group_id, sample, seed_of(ctx, str(episode_id), step=step), task)
             if one_per_prompt or ctx.validate:
                 drawn = f"env/{group_id}" if one_per_prompt else f"env/{group_id}/{sample}"
-                episode.env_seed = seed_of(ctx, drawn, fixed=ctx.validate)
+                episode.env_seed = seed_of(ctx, drawn, fixed=ctx.validate, step=step)
             episodes.append(episode)
     return episodes
 
 
-def _game(ctx: OpContext, shared: Interaction, policies: Policies) -> Game:
+def game_of(shared: Interaction, policies: Mapping[str, tuple[Any, ...]], validate: bool) -> Game:
+    """The interaction with its code. policies: of each rollout model, its engines."""
     speakers = {
-        stage.node: _speaker(stage, shared, policies, ctx.validate)
+        stage.node: _speaker(stage, shared, policies, validate)
         for stage in shared.plan.stages
         if stage.kind == "agent"
     }
     return Game(shared.plan, speakers, shared.functions, shared.make_env, shared.env_deadline_s)
 
 
-def _speaker(stage: StagePlan, shared: Interaction, policies: Policies, validate: bool) -> Speaker:
+def _speaker(
+    stage: StagePlan, shared: Interaction, policies: Mapping[str, tuple[Any, ...]], validate: bool
+) -> Speaker:
     cfg, tokenizer = shared.cfgs[stage.node], shared.tokenizers[stage.node]
     tools = shared.tools.get(stage.node)
     rollout = cfg.actor_rollout_ref.rollout

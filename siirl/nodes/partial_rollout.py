@@ -17,6 +17,7 @@ from siirl.nodes.generate import (
     stop_token_ids,
 )
 from siirl.nodes.in_flight import RolloutsInFlight, Taken
+from siirl.nodes.lag_report import report_lag
 from siirl.nodes.recording import dump_rollouts
 
 
@@ -40,21 +41,9 @@ def partial_rollout(
     ]
     out = samples_of(in_flight.give(taken), params.n, response_columns(completions))
     report(ctx, out)
-    _report_lag(ctx, taken, len(in_flight.orders()))
+    lags = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
+    num_partial = sum(one.first_step != one.last_step for one in taken.responses)
+    report_lag(ctx, lags, num_partial, taken.num_restarted, len(in_flight.orders()))
     ctx.metrics.merge(engine.drain_metrics())
     dump_rollouts(ctx, out)
     return out
-
-
-def _report_lag(ctx: OpContext, taken: Taken, num_left: int) -> None:
-    """How old the rows are, in steps: the mean, the oldest, and the share of each age."""
-    max_lag = ctx.cfg.actor_rollout_ref.rollout.max_lag
-    lags = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
-    partial = sum(one.first_step != one.last_step for one in taken.responses)
-    ctx.metrics.mean("rollout/lag", sum(lags), len(lags))
-    ctx.metrics.max("rollout/lag_max", max(lags, default=0))
-    for lag in range(max_lag + 1):
-        ctx.metrics.mean(f"rollout/lag_{lag}", lags.count(lag), len(lags))
-    ctx.metrics.mean("rollout/partial", partial, len(lags))
-    ctx.metrics.sum("rollout/restarted", taken.num_restarted)
-    ctx.metrics.sum("rollout/in_flight", num_left)

@@ -11,8 +11,10 @@ from siirl.config.batch import batch_of
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import LocalNode, Op
+from siirl.nodes.episodes_in_flight import EpisodesInFlight
 from siirl.nodes.in_flight import RolloutsInFlight
 from siirl.nodes.interaction import Interaction
+from siirl.nodes.prompts_in_flight import PromptsInFlight
 from siirl.rewards.conversations import ConversationEncoder, reward_tokenizer
 from siirl.rewards.judge import Judge
 from siirl.rewards.scorer import RewardScorer
@@ -44,20 +46,22 @@ SERVICES: dict[str, Callable[[LocalNode, OnRank], Any]] = {
     "judge_tokenizer": lambda node, rank: reward_tokenizer(node.cfg),
     "interaction": lambda node, rank: rank.interaction_of(node.plan.name),
     "buffer": lambda node, rank: node.buffer,
-    "in_flight": lambda node, rank: _in_flight(node, rank.engines[str(node.plan.model)]),
+    "in_flight": lambda node, rank: _in_flight(node, rank),
     "recordings": lambda node, rank: Path(node.cfg.actor_rollout_ref.rollout.replay_dir or "").expanduser(),
 }
 """Name of what an op needs -> how it is made."""
 
 
-def _in_flight(node: LocalNode, engine: TrainEngine | RolloutEngine) -> RolloutsInFlight:
+def _in_flight(node: LocalNode, rank: OnRank) -> PromptsInFlight:
     """What the node keeps from step to step: it takes the place of its buffer."""
-    assert isinstance(engine, RolloutEngine)
     rollout = node.cfg.actor_rollout_ref.rollout
-    prompts = batch_of(node.cfg).generated
-    kept = RolloutsInFlight(
-        engine, rollout.n, rollout.max_lag, rollout.surplus, prompts, node.plan.decodes_on
-    )
+    bounds = (rollout.max_lag, rollout.surplus, batch_of(node.cfg).generated)
+    if "interaction" in node.plan.needs:
+        kept = EpisodesInFlight(*bounds)
+    else:
+        engine = rank.engines[str(node.plan.model)]
+        assert isinstance(engine, RolloutEngine)
+        kept = RolloutsInFlight(engine, rollout.n, *bounds, node.plan.decodes_on)
     node.buffer = kept
     return kept
 

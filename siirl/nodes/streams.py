@@ -1,21 +1,21 @@
 """Whom the episodes on a rank ask for turns, and whom its engines answer: at hand, or over TCP."""
 
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
-from siirl.agents.policy import Policy
 from siirl.agents.pump import Pump
 from siirl.compiler.plan import InteractionPlan
-from siirl.engines.rollout.base import Request, RolloutEngine
+from siirl.engines.rollout.base import Interrupt, Request, RolloutEngine
 from siirl.engines.rollout.remote import Address, RemoteStream, StreamServer, gather_addresses
 from siirl.errors import PeerError
 
-POLL_S, GOODBYE_S = 0.05, 2.0
+POLL_S, GOODBYE_S, PATIENCE_S = 0.05, 2.0, 0.01
 
-Policies = dict[str, tuple[Policy, ...]]
+Policies = dict[str, tuple[Pump, ...]]
 """Name of a rollout model -> its engines; an episode keeps to one of them."""
 
 
@@ -48,8 +48,10 @@ class Streams:
         self._wait(self._serving())
 
     @contextmanager
-    def open(self) -> Iterator[Policies]:
+    def open(self, interrupt: Interrupt | None = None) -> Iterator[Policies]:
         """The policies, for a rank that plays episodes; its engines answer other drivers as well.
+
+        interrupt: see RolloutEngine.stream, of engines of this rank that serve nobody else.
 
         What is raised inside is told to those who serve this rank. At the end it waits for the drivers that
         it serves, and raises as `serve` does.
@@ -60,7 +62,8 @@ class Streams:
             with ExitStack() as stack:
                 policies: Policies = {}
                 for name in self._plan.policies:
-                    pumps = [self._pump(name, head, opened) for head in self._plan.heads(name, self._rank)]
+                    heads = self._plan.heads(name, self._rank)
+                    pumps = [self._pump(name, head, opened, interrupt) for head in heads]
                     policies[name] = tuple(stack.enter_context(pump) for pump in pumps)
                 try:
                     yield policies
@@ -81,7 +84,7 @@ class Streams:
         for server in self._servers.values():
             server.close()
 
-    def _pump(self, name: str, head: int, opened: list[RemoteStream]) -> Pump:
+    def _pump(self, name: str, head: int, opened: list[RemoteStream], interrupt: Interrupt | None) -> Pump:
         """The policy that the engine of one rank answers for."""
 
         def connect() -> RemoteStream:
@@ -90,7 +93,8 @@ class Streams:
             return stream
 
         served = self._plan.clients(name, head)
-        return Pump(connect if served else self._engines[name].stream, Request, name, self._deadline_s)
+        open_stream = connect if served else functools.partial(self._engines[name].stream, interrupt)
+        return Pump(open_stream, Request, name, self._deadline_s, 0.0 if interrupt is None else PATIENCE_S)
 
     def _serving(self) -> list["Service"]:
         """Start to serve other drivers."""

@@ -272,7 +272,7 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
             f"agent {model.agent}: {batch.prompts} prompts x {batch.samples} responses = {amount} a "
             f"step{refilled}, {verb} by {_count(shards, 'shard')} of {share} prompts"
         )
-        lines += _lag(plan.nodes[model.node], configs[model.node], batch)
+        lines += _lag(plan.nodes[model.node], configs[model.node], batch, bool(entry))
         speakers = speakers_of(plan, model.agent)
         trainers = [m for m in plan.models.values() if m.agent == model.agent and m.trains]
         if trainers and speakers:
@@ -296,7 +296,7 @@ def _old_log_probs(plan: Plan, trainer: ModelPlan, cfg: Config) -> list[str]:
     return [f"old log-probs of {count - 1} of {count} mini-batches: the first one's are its own log-probs"]
 
 
-def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic) -> list[str]:
+def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> list[str]:
     """What is in work besides a batch, and how old it may be."""
     if not node.max_lag:
         return []
@@ -309,7 +309,7 @@ def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic) -> list[str]:
     )
     return [
         f"  at most {_count(node.max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
-        f"responses) are in work; {rest}"
+        f"{'episodes' if talks else 'responses'}) are in work; {rest}"
     ]
 
 

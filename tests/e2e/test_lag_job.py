@@ -7,7 +7,7 @@ import torch
 import yaml
 from dist_harness import WorkerFailure
 from fixtures_tiny import make_tiny_model_dir
-from job_harness import Finished, Inputs, overrides, run_job, work
+from job_harness import Finished, Inputs, overrides, run_job, three_steps
 from safetensors.torch import load_file
 
 from siirl.compiler.compile import TEMPLATES
@@ -96,23 +96,6 @@ def whole(inputs, tmp_path_factory):
 
 def prompts_of(rows):
     return Counter(prompt for prompt, _ in rows.elements())
-
-
-def three_steps(rank, world_size, arguments, output):
-    """A worker that dies when its fourth step begins."""
-    from siirl.dag_worker.training import Training
-
-    train_step = Training.train_step
-
-    def dies(training):
-        assert training.step < 4, "killed in step 4"
-        return train_step(training)
-
-    Training.train_step = dies
-    try:
-        work(rank, world_size, arguments, output)
-    finally:
-        Training.train_step = train_step
 
 
 @pytest.mark.timeout(300)

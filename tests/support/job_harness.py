@@ -158,3 +158,20 @@ def work(rank: int, world_size: int, arguments: list[str], output: str) -> None:
     worker_entry._exit_now = exit_now
     found = Findings()
     assert main_dag.run(read_config(arguments, "ppo_dag_trainer", found), found) == 0
+
+
+def three_steps(rank, world_size, arguments, output):
+    """A worker that dies when its fourth step begins."""
+    from siirl.dag_worker.training import Training
+
+    train_step = Training.train_step
+
+    def dies(training):
+        assert training.step < 4, "killed in step 4"
+        return train_step(training)
+
+    Training.train_step = dies
+    try:
+        work(rank, world_size, arguments, output)
+    finally:
+        Training.train_step = train_step

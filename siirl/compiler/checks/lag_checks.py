@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from siirl.compiler.plan import Plan
+from siirl.compiler.plan import InteractionPlan, Plan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Workflow
 from siirl.errors import DagError, NotSupportedError, UserError
@@ -10,6 +10,8 @@ from siirl.errors import DagError, NotSupportedError, UserError
 
 def check_lag(kept: Workflow) -> Iterator[UserError]:
     """What refuses rollouts with a lag: nothing that trains, and what needs all rows of a step's prompts."""
+    for plan in kept.interactions.values():
+        yield from _of_an_interaction(plan, kept)
     for node in kept.nodes.values():
         rollout = node.cfg.actor_rollout_ref.rollout
         if not node.op.is_rollout or not rollout.max_lag:
@@ -17,17 +19,45 @@ def check_lag(kept: Workflow) -> Iterator[UserError]:
         lag = f"{node}: actor_rollout_ref.rollout.max_lag={rollout.max_lag}"
         if kept.run.trainer.rollout_only:
             yield DagError(f"{lag} with trainer.rollout_only=true: no weights change. Remove it.")
-        elif node.id in kept.stages:
-            yield NotSupportedError(
-                f"not supported yet: {lag} in an interaction: its episodes end in the step in which they "
-                "begin. Remove it."
-            )
-        elif not node.op.runs_ahead:
+        elif not node.op.runs_ahead and node.id not in kept.stages:
             yield DagError(
                 f"{lag} with rollout.name={rollout.name}: it samples nothing that could go on. Remove it."
             )
         else:
             yield from _of_its_rows(node, lag, kept)
+
+
+def _of_an_interaction(plan: InteractionPlan, kept: Workflow) -> Iterator[UserError]:
+    """Its episodes go on as a whole: what refuses agents that differ, or that cannot be interrupted."""
+    speakers = [kept.nodes[stage.node] for stage in plan.stages if stage.kind == "agent"]
+    rollouts = [node.cfg.actor_rollout_ref.rollout for node in speakers]
+    if not any(rollout.max_lag for rollout in rollouts):
+        return
+    for key in ("max_lag", "surplus"):
+        values = [getattr(rollout, key) for rollout in rollouts]
+        other = next((i for i, value in enumerate(values) if value != values[0]), None)
+        if other is not None:
+            yield DagError(
+                f"{speakers[0]} has rollout.{key}={values[0]:g} and {speakers[other]}, in the same "
+                f"interaction, {values[other]:g}: its episodes go on as a whole. Set the same for all its "
+                "agents."
+            )
+            return
+    for node, rollout in zip(speakers, rollouts, strict=True):
+        if rollout.name == "openai":
+            yield NotSupportedError(
+                f"not supported yet: rollout.max_lag={rollout.max_lag} in an interaction with {node}, for "
+                "which a service speaks (rollout.name=openai): its turns cannot be interrupted. Set max_lag "
+                "to 0."
+            )
+
+
+def _played_with(node: ResolvedNode, kept: Workflow) -> set[int]:
+    """The agents whose rows are of the same episodes as those of a rollout, itself too."""
+    for plan in kept.interactions.values():
+        if node.id in {stage.node for stage in plan.stages}:
+            return {stage.agent for stage in plan.stages if stage.kind == "agent"}
+    return {node.agent}
 
 
 def _of_its_rows(node: ResolvedNode, lag: str, kept: Workflow) -> Iterator[UserError]:
@@ -42,9 +72,10 @@ def _of_its_rows(node: ResolvedNode, lag: str, kept: Workflow) -> Iterator[UserE
                 f"not supported yet: {lag} above {other}, which draws among the responses of a step's "
                 "prompts: here they are of several. Set algorithm.use_pf_ppo=false, or max_lag to 0."
             )
-        mixed = sorted({key.agent for key in other.reads} | {other.agent})
-        if node.agent in mixed and len(mixed) > 1:
-            others = " and ".join(str(agent) for agent in mixed if agent != node.agent)
+        mixed = {key.agent for key in other.reads} | {other.agent}
+        strangers = sorted(mixed - _played_with(node, kept))
+        if node.agent in mixed and strangers:
+            others = " and ".join(map(str, strangers))
             yield NotSupportedError(
                 f"not supported yet: {lag}, and {other} reads rows of agent {others} beside those of agent "
                 f"{node.agent}: with a lag they are of different prompts. Set max_lag to 0."
@@ -52,7 +83,15 @@ def _of_its_rows(node: ResolvedNode, lag: str, kept: Workflow) -> Iterator[UserE
 
 
 def check_loaders(plan: Plan) -> Iterator[UserError]:
-    """Prompts that are loaded ahead arrive where the rollout is."""
+    """Prompts that are loaded ahead arrive where the rollout is, and so do the turns of its episodes."""
+    for entry, found in plan.interactions.items():
+        if plan.nodes[entry].max_lag and found.streams:
+            policies = " and ".join(sorted({stream.policy for stream in found.streams}))
+            yield NotSupportedError(
+                f"not supported yet: node {entry!r}: actor_rollout_ref.rollout.max_lag where engines of "
+                f"other ranks speak in its episodes ({policies}): their turns cannot be interrupted. Set "
+                "max_lag to 0, or place all agents of the interaction on the same ranks."
+            )
     for loader in plan.loaders.values():
         if loader.ahead and plan.run_of(loader.node).source != loader.layout:
             yield NotSupportedError(

@@ -227,8 +227,9 @@ class RolloutEngine(ABC):
     def stream(self, interrupt: Interrupt | None = None, gives_way: bool = False) -> RolloutStream:
         """A new stream of requests; the one before is closed. On the first rank of a shard.
 
-        interrupt: whether `collect` shall come back, after requests with these keys have completed; asked by
-        engines that work inside `collect`, which else come back when all are complete.
+        interrupt: whether `collect` shall come back, after requests with these keys have completed, maybe
+        none; asked now and again by engines that work inside `collect`, which else come back when all are
+        complete.
         gives_way: while its requests are pending, the engine may take weights, under which they go on (what
         they have so far is read again), and may answer `generate`.
         """

@@ -11,7 +11,7 @@ import pytest
 from siirl.agents.pump import Pump
 from siirl.errors import DeadlineError, RolloutError
 
-Ask = namedtuple("Ask", "key prompt params seed")
+Ask = namedtuple("Ask", "key prompt params seed start")
 
 
 @dataclass
@@ -124,6 +124,45 @@ def test_closing_ends_the_thread_and_who_waits():
     assert isinstance(answer, RolloutError) and "'agent_0' is closed" in str(answer)
     policy.close()
     assert stream.closed == 1 and not policy._thread.is_alive()
+
+
+def test_a_pause_gives_what_there_is_of_each_turn_and_closes():
+    stream = Script()
+    stream.pause = lambda: [(key, Said([9], [-1.0], "paused")) for key in list(stream.waiting)]
+    policy = pump_of(stream)
+
+    async def pause_while_waiting():
+        waiting = [asyncio.ensure_future(policy.generate([p], 1 << 30, 0, 4, f"turn {p}")) for p in (1, 2)]
+        await asyncio.sleep(0.05)
+        assert [(ask.key, ask.start) for _, ask in stream.waiting.values()] == [("turn 1", 4), ("turn 2", 4)]
+        late = asyncio.ensure_future(policy.generate([3], 1, 0))
+        await asyncio.sleep(0)
+        policy.pause()
+        return await asyncio.gather(*waiting, late, policy.generate([4], 1, 0), return_exceptions=True)
+
+    *paused, closed = asyncio.run(pause_while_waiting())
+    assert {one.finish_reason for one in paused} == {"paused"}
+    assert [one.token_ids for one in paused[:2]] == [[9], [9]] and paused[2].token_ids in ([], [9])
+    assert "is closed" in str(closed) and stream.closed == 1
+
+
+def test_a_stream_that_fails_while_it_is_paused_says_so_to_whoever_waits():
+    stream = Script()
+
+    def pause():
+        raise RolloutError("engine 'x' died")
+
+    stream.pause = pause
+    policy = pump_of(stream)
+
+    async def pause_while_waiting():
+        waiting = asyncio.ensure_future(policy.generate([1], 1 << 30, 0))
+        await asyncio.sleep(0.05)
+        policy.pause()
+        return await asyncio.gather(waiting, return_exceptions=True)
+
+    (answer,) = asyncio.run(pause_while_waiting())
+    assert isinstance(answer, RolloutError) and "died" in str(answer)
 
 
 def test_a_stream_that_never_returns_is_named_by_close():

@@ -97,9 +97,75 @@ def test_more_in_work_than_the_bound_lets_train_is_refused():
     assert config(*LAG[:1]).actor_rollout_ref.rollout.surplus == 2
 
 
-def test_a_conversation_is_refused():
-    with pytest.raises(NotSupportedError, match="in an interaction"):
-        compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2, *LAG)
+def talking(**second) -> DagBuilder:
+    """Two agents, the second of which answers the first."""
+    dag = DagBuilder("talking")
+    above = add_agent(dag, 0)["rollout"]
+    add_agent(dag, 1, dependencies=[above], **second)
+    return dag
+
+
+@pytest.mark.parametrize("template", ["debate", "solver_verifier", "planner_worker"])
+def test_the_episodes_of_an_interaction_go_on_as_a_whole(template):
+    plan = compiled(load_dag_file(TEMPLATES / f"{template}.yaml"), 2, *LAG)
+    (entry,) = plan.interactions
+    assert plan.nodes[entry].op == "partial_interaction" and plan.nodes[entry].max_lag == 2
+    assert [loader.ahead for loader in plan.loaders.values()] == [2]
+    others = [stage.node for stage in plan.interactions[entry].stages if stage.node != entry]
+    assert not any(plan.nodes[name].max_lag for name in others if name in plan.nodes)
+
+
+@pytest.mark.parametrize(
+    ("dag", "kind", "words"),
+    [
+        (
+            lambda: talking(max_lag=1, config={"rollout.surplus": 1}),
+            DagError,
+            ["'rollout_0'", "max_lag=2", "'rollout_1'", ", 1"],
+        ),
+        (lambda: talking(config={"rollout.surplus": 1}), DagError, ["surplus=1.5", "'rollout_1'", ", 1"]),
+        (
+            lambda: talking(config={"rollout.max_lag": 0, "rollout.surplus": 0}),
+            DagError,
+            ["'rollout_1'", "same for all its agents"],
+        ),
+    ],
+    ids=["lag", "surplus", "none"],
+)
+def test_agents_of_an_interaction_that_differ_in_their_lag_are_refused(dag, kind, words):
+    with pytest.raises(kind) as caught:
+        compiled(dag().build(), 2, *LAG)
+    for word in words:
+        assert word in str(caught.value), str(caught.value)
+
+
+def test_agents_of_one_interaction_may_read_each_others_rows_and_none_of_others():
+    dag = talking()
+    custom(dag, "reader", ["reward_0", "reward_1"], ["score", "agent_1.score"], [])
+    compiled(dag.build(), 2, *LAG)
+    others = add_agent(dag, 2)
+    custom(dag, "stranger", ["reward_0", others["reward"]], ["score", "agent_2.score"], [])
+    with pytest.raises(NotSupportedError, match="'stranger' reads rows of agent 2"):
+        compiled(dag.build(), 2, *LAG)
+
+
+def test_engines_of_other_ranks_cannot_be_interrupted():
+    dag = DagBuilder("apart")
+    above = add_agent(dag, 0, "0")["rollout"]
+    add_agent(dag, 1, "1", dependencies=[above])
+    compiled(dag.build(), 2)
+    with pytest.raises(NotSupportedError, match=r"engines of other ranks speak .*agent_1\.rollout"):
+        compiled(dag.build(), 2, *LAG)
+
+
+def test_an_agent_for_which_a_service_speaks_cannot_be_interrupted():
+    service = {"rollout.name": "openai", "rollout.agent.endpoint.url": "http://localhost:1"}
+    dag, ids = one_agent()
+    dag.node(
+        "guest", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, dependencies=[ids["rollout"]], config=service
+    )
+    with pytest.raises(NotSupportedError, match=r"'guest', for which a service speaks"):
+        compiled(dag.build(), 2, *LAG)
 
 
 def test_the_plan_says_how_old_rows_are_and_what_is_in_work():

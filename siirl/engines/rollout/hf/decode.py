@@ -77,7 +77,7 @@ def decode(
 
     prefill_tokens bounds the padded tokens of one prefill forward (at least one prompt goes through). limits:
     most tokens of each sample, at most params.max_tokens, which is the default. interrupt: is told which
-    samples have ended since it was asked last; true ends all.
+    samples have ended since it was asked last, maybe none; true ends all.
     """
     device = model.device
     length_D = torch.tensor([len(prompt) for prompt in prompts])
@@ -106,10 +106,13 @@ def decode(
                 running = int((~run.ended_B).sum())
                 if running == 0:
                     break
-                if interrupt is not None and running < len(run.row_B):
-                    ended = [row for row in run.row_B[run.ended_B].tolist() if row not in told]
+                if interrupt is not None:
+                    some = running < len(run.row_B)
+                    ended = (
+                        [row for row in run.row_B[run.ended_B].tolist() if row not in told] if some else []
+                    )
                     told.update(ended)
-                    if ended and interrupt(ended):
+                    if interrupt(ended):
                         break
                 if running <= KEEP_SHARE * len(run.row_B):
                     token_B = token_B[~run.ended_B]

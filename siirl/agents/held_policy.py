@@ -1,0 +1,80 @@
+"""Turns that go on: what an engine had sampled of a turn when it was paused is kept, and continued later."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from siirl.agents.policy import PAUSED, Generated
+from siirl.agents.pump import Pump
+
+
+class Line:
+    """The way to one engine: open during a rollout, closed between two. Of one event loop."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        """Turns that the engine has been asked for and whose answer nobody has read."""
+        self._pump: Pump | None = None
+        self._opened = asyncio.Event()
+
+    def open(self, pump: Pump) -> None:
+        """Let those who wait ask."""
+        self._pump = pump
+        self._opened.set()
+
+    def close(self) -> None:
+        """Take back what is asked; see Pump.pause. Whoever asks from now on waits. Outside the event loop."""
+        self._opened.clear()
+        if self._pump is not None:
+            self._pump.pause()
+
+    async def ask(self, key: str, prompt: list[int], params: Any, seed: int, start: int) -> Generated:
+        """See Pump.generate; waits until the line is open."""
+        await self._opened.wait()
+        assert self._pump is not None
+        self.num_asked += 1
+        try:
+            return await self._pump.generate(prompt, params, seed, start, key)
+        finally:
+            self.num_asked -= 1
+
+
+@dataclass(frozen=True)
+class HeldPolicy:
+    """The Policy of one episode, whose turns outlive a rollout."""
+
+    line: Line
+
+    key: str
+    """The episode, unique among those of the line."""
+
+    heard: Callable[[Generated], None]
+    """Is told each part of a turn, when it comes."""
+
+    async def generate(self, prompt: list[int], params: Any, seed: int) -> Generated:
+        """See Policy. Under equal weights the turn is what it would have been without pauses."""
+        turn = Generated([], [], PAUSED, -1)
+        while turn.finish_reason == PAUSED:
+            done = len(turn.token_ids)
+            rest = replace(params, max_tokens=params.max_tokens - done)
+            part = await self.line.ask(self.key, [*prompt, *turn.token_ids], rest, seed, done)
+            self.heard(part)
+            turn = _joined(turn, part)
+        return turn
+
+
+def _joined(turn: Generated, part: Generated) -> Generated:
+    """Both, the one after the other."""
+    versions = [
+        version
+        for one in (turn, part)
+        for version in one.versions or [one.weight_version] * len(one.token_ids)
+    ]
+    return Generated(
+        turn.token_ids + part.token_ids,
+        turn.log_probs + part.log_probs,
+        part.finish_reason,
+        min(versions, default=part.weight_version),
+        versions if len(set(versions)) > 1 else [],
+    )

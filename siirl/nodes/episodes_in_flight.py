@@ -1,0 +1,258 @@
+"""Prompts of an interaction whose episodes go on from step to step: a delay line of asyncio tasks.
+
+consumes: prompts, and in each step the engines. produces: the episodes of one batch of prompts, those that
+were begun first. waits for: the episodes, until a batch of groups is over. unblocked by: their ends.
+
+Between steps no event loop runs and no engine is asked: a turn keeps the tokens that it has (HeldPolicy), an
+environment stays as it is, and what it is doing goes on in its thread.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from siirl.agents.episode import Episode
+from siirl.agents.held_policy import HeldPolicy, Line
+from siirl.agents.policy import Generated
+from siirl.agents.pump import Pump
+from siirl.agents.runner import Game, Played, run_episode
+from siirl.data.buffer import ORDER
+from siirl.data.rows import take_rows
+from siirl.engines.rollout.base import Key
+from siirl.nodes.deadlines import is_enough, leaving
+from siirl.nodes.prompts_in_flight import PromptsInFlight
+
+Begin = Callable[[TensorDict, list[int]], list[list[tuple[Episode, list[int]]]]]
+"""(prompts, number of the batch of each) -> the episodes of each prompt, with the tokens of their prompts."""
+
+
+@dataclass
+class HeldEpisode:
+    """One episode, and when it has spoken."""
+
+    task: asyncio.Task[Played]
+
+    first_step: int | None = None
+    """The training step in which its first token was sampled."""
+
+    last_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Left:
+    """The groups that leave in a step."""
+
+    prompts: TensorDict
+    """With the group_ids of a batch; the episodes have them too."""
+
+    played: list[Played]
+    """The episodes of each prompt, in the order of the prompts."""
+
+    lags: list[int]
+    """Of each episode, how many steps ago its first token was sampled."""
+
+    num_partial: int
+    """Episodes that have spoken in several steps."""
+
+    num_restarted: int
+    """Groups that a resume has begun anew."""
+
+    num_in_flight: int
+    """Groups that stay."""
+
+
+class EpisodesInFlight(PromptsInFlight):
+    """The prompts of one driver that have been loaded and not been given, with their episodes so far.
+
+    Of an episode a checkpoint holds the prompt: after a resume it begins anew, with the seeds that it had.
+    """
+
+    def __init__(self, max_lag: int, surplus: float, batch_size: int) -> None:
+        """See PromptsInFlight."""
+        super().__init__(max_lag, surplus, batch_size)
+        self._batches: dict[int, int] = {}  # ORDER of a group -> number of its batch, which the seeds are of
+        self._groups: dict[int, list[HeldEpisode]] = {}
+        self._num_restarted = 0
+        self._runner: asyncio.Runner | None = None
+        self._news = asyncio.Event()
+        self._lines: dict[str, tuple[Line, ...]] = {}
+        self._game: Game | None = None
+        self._step = 0
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()  # of what follows, which threads of the engines read
+        self._num_open: dict[int, int] = {}
+        self._oldest: dict[int, int] = {}
+        self._ended_turns: set[Key] = set()
+        self._ending = False
+
+    def admit(self, rows: TensorDict, step: int) -> None:
+        """Take the prompts that were loaded, whose group_ids go on from batch to batch."""
+        for batch, orders in self._admitted(rows, step):
+            self._batches |= dict.fromkeys(orders.values(), batch)
+
+    def play(
+        self,
+        pumps: Mapping[str, Sequence[Pump]],
+        game_of: Callable[[dict[str, tuple[Any, ...]]], Game],
+        begin: Begin,
+        step: int,
+    ) -> Left:
+        """Let episodes go on until a batch of groups can leave; the others are paused.
+
+        pumps: of each policy, as many in every step. game_of: the game whose policies are these lines. Raises
+        what ends an episode but an EpisodeFailed; then all are over.
+        """
+        self._step, self._ending = step, False
+        self._runner = self._runner or asyncio.Runner()
+        self._lines = self._lines or {name: tuple(Line() for _ in found) for name, found in pumps.items()}
+        self._game = self._game or game_of(self._lines)
+        try:
+            for name, lines in self._lines.items():
+                for line, pump in zip(lines, pumps[name], strict=True):
+                    line.open(pump)
+            self._runner.run(self._until_enough(self._game, begin))
+            self._ending = True
+            for line in self._all_lines():
+                line.close()
+            self._runner.run(self._all_read())
+        except BaseException:
+            self.close()
+            raise
+        return self._leave()
+
+    def may_end(self, ended: Sequence[Key]) -> bool:
+        """Whether the step would be over if the episodes whose turns have ended were over too.
+
+        Asked, from any thread, by engines that work inside `collect` and come back then.
+        """
+        with self._lock:
+            self._ended_turns.update(ended)
+            if self._ending or not self._ended_turns:
+                return self._ending
+            num_open = dict(self._num_open)
+            for key in self._ended_turns:
+                num_open[_order_of(key)] -= 1
+            return self._is_enough(num_open)
+
+    def state(self) -> dict[str, Any]:
+        """See RowBuffer: the prompts of the episodes."""
+        batches = [self._batches[order] for order in self._orders()]
+        return super().state() | {"batches": batches, "begun": list(self._groups)}
+
+    def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
+        """See PromptsInFlight."""
+        super().load_state(states, shard, num_shards)
+        known: dict[int, int] = {}
+        for state in states:
+            orders = sorted(set(state["columns"].get(ORDER, {"values": []})["values"]))
+            known |= zip(orders, state["batches"], strict=True)
+        self._batches = {order: known[order] for order in self._orders()}
+        begun = {order for state in states for order in state["begun"]}
+        self._num_restarted = len(begun.intersection(self._batches))
+
+    def close(self) -> None:
+        """End all episodes, and their environments. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.close()
+        self._groups, self._num_open, self._oldest = {}, {}, {}
+
+    async def _until_enough(self, game: Game, begin: Begin) -> None:
+        self._begin(game, begin)
+        while not self._may_stop():
+            self._news.clear()
+            await self._news.wait()
+
+    async def _all_read(self) -> None:
+        """Until what the engines have said is with the episodes."""
+        while any(line.num_asked for line in self._all_lines()):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # those that ended by it have told so
+        self._may_stop()
+
+    def _begin(self, game: Game, begin: Begin) -> None:
+        """Begin the episodes of the groups whose turn it is."""
+        with self._lock:
+            self._ended_turns = set()
+            self._oldest = {order: self._first_step(order) for order in self._groups}
+        new = [order for order in self._active() if order not in self._groups]
+        if not new or self.rows is None:
+            return
+        rows = take_rows(self.rows, torch.isin(self.rows[ORDER], torch.tensor(new)))
+        rows = take_rows(rows, rows[ORDER].argsort())
+        for order, episodes in zip(new, begin(rows, [self._batches[order] for order in new]), strict=True):
+            with self._lock:
+                self._num_open[order], self._oldest[order] = len(episodes), self._step
+            self._groups[order] = [
+                self._held(game, order, number, *one) for number, one in enumerate(episodes)
+            ]
+
+    def _held(self, game: Game, order: int, number: int, episode: Episode, prompt: list[int]) -> HeldEpisode:
+        """Begin an episode, the task of which it is."""
+        key = f"{order}/{number}"
+
+        def heard(part: Generated) -> None:
+            with self._lock:
+                self._ended_turns.discard(key)
+                if part.token_ids:
+                    held.first_step, held.last_step = held.first_step or self._step, self._step
+                    self._oldest[order] = min(self._oldest[order], held.first_step)
+
+        def ended(task: asyncio.Task[Played]) -> None:
+            with self._lock:
+                if order in self._num_open:
+                    self._num_open[order] -= 1
+            error = None if task.cancelled() else task.exception()
+            self._failure = self._failure or error
+            self._news.set()
+
+        asks = game.asking(lambda line: HeldPolicy(line, key, heard))
+        held = HeldEpisode(asyncio.get_running_loop().create_task(run_episode(asks, episode, prompt)))
+        held.task.add_done_callback(ended)
+        return held
+
+    def _may_stop(self) -> bool:
+        """Whether a batch can leave. Raises what an episode raised."""
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        with self._lock:
+            return self._is_enough(self._num_open)
+
+    def _is_enough(self, num_open: dict[int, int]) -> bool:
+        return is_enough(num_open, self._oldest, len(self._slots), self._step, self._max_lag)
+
+    def _first_step(self, order: int) -> int:
+        """When the first token of a group was sampled; now, if there is none."""
+        return min(one.first_step or self._step for one in self._groups[order])
+
+    def _leave(self) -> Left:
+        chosen = leaving(self._num_open, self._oldest, len(self._slots))
+        groups = [self._groups.pop(order) for order in chosen]
+        for order in chosen:
+            del self._num_open[order], self._oldest[order], self._batches[order]
+        lags = [self._step - (one.first_step or self._step) for group in groups for one in group]
+        assert max(lags, default=0) <= self._max_lag, f"rows of {max(lags)} steps ago"
+        prompts = self.give_prompts(chosen)
+        played = []
+        for slot, group in zip(prompts["group_id"].tolist(), groups, strict=True):
+            for sample, one in enumerate(group):
+                played.append(one.task.result())
+                episode = played[-1].episode
+                episode.group_id, episode.episode_id = slot, slot * len(group) + sample
+        num_restarted, self._num_restarted = self._num_restarted, 0
+        num_partial = sum(one.first_step != one.last_step for group in groups for one in group)
+        return Left(prompts, played, lags, num_partial, num_restarted, len(self._orders()))
+
+    def _all_lines(self) -> list[Line]:
+        return [line for lines in self._lines.values() for line in lines]
+
+
+def _order_of(key: Key) -> int:
+    """The group of an episode."""
+    return int(str(key).partition("/")[0])

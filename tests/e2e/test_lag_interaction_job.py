@@ -1,0 +1,143 @@
+"""Interactions with a lag, by the command: what is trained, how old it is, and what a resume trains."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+from dist_harness import WorkerFailure
+from fixtures_tiny import make_tiny_model_dir
+from job_harness import Finished, Inputs, overrides, run_job, three_steps
+
+ROLLOUT = "actor_rollout_ref.rollout"
+LAG = [f"{ROLLOUT}.max_lag=2", f"{ROLLOUT}.surplus=1.5"]
+LONG_TAIL = [
+    *("trainer.val_before_train=False", "trainer.test_freq=2", "trainer.total_training_steps=5"),
+    *("data.max_prompt_length=64", "data.max_response_length=160", f"{ROLLOUT}.agent.max_turn_tokens=48"),
+    *(f"{ROLLOUT}.n=2", f"{ROLLOUT}.stop_token_ids=[5,6,7,8]", "trainer.export_hf=False"),
+]
+CONSTANT = "actor_rollout_ref.actor.optim.lr=0"
+GAME = '''
+from pathlib import Path
+
+
+class Dice:
+    """Over by its seed, after up to three turns; BEGUN has a line for each that was begun."""
+
+    def reset(self, task, seed):
+        with Path(BEGUN).open("a") as file:
+            file.write(f"{seed}\\n")
+        self.left = 1 + seed % 3
+        return ""
+
+    def step(self, actions):
+        self.left -= 1
+        return f"{self.left} to go", float(len(actions[0]) % 2), self.left == 0
+'''
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return Inputs.make(tmp_path_factory.mktemp("inputs"), rows=40)
+
+
+def agent(number: int, above: str, **rollout) -> list[dict]:
+    """The nodes that train an agent behind its rollout, and this. above: the last node of its interaction."""
+
+    def node(name: str, kind: str, role: str, *parents: str, **more) -> dict:
+        who = {"agent_group": number, "node_id": f"{name}_{number}"}
+        return {**who, "node_type": kind, "node_role": role, "dependencies": list(parents), **more}
+
+    return [
+        {**node("talk", "MODEL_INFERENCE", "ROLLOUT"), **rollout},
+        node("reward", "COMPUTE", "REWARD", above),
+        node("advantage", "COMPUTE", "ADVANTAGE", f"reward_{number}"),
+        node("old", "MODEL_TRAIN", "ACTOR", f"talk_{number}", only_forward_compute=True),
+        node("train", "MODEL_TRAIN", "ACTOR", f"advantage_{number}", f"old_{number}"),
+    ]
+
+
+def game(folder: Path) -> list[str]:
+    """An agent in an environment, which it answers up to three times."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "game.py").write_text(GAME.replace("BEGUN", repr(str(folder / "begun"))))
+    env = {
+        "node_id": "game",
+        "node_type": "ENV_INTERACT",
+        "dependencies": ["talk_0"],
+        "config": {"env_path": f"{folder / 'game.py'}:Dice", "obs_with_env": True, "rewards_with_env": True},
+        "loop": {"to": "talk_0", "max_turns": 3},
+    }
+    talk, *rest = agent(0, "game")
+    return workflow(folder, [talk, env, *rest])
+
+
+def workflow(folder: Path, nodes: list[dict]) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dag.yaml").write_text(yaml.safe_dump({"dag_id": "talking", "nodes": nodes}))
+    return [f"dag.workflow_path={folder / 'dag.yaml'}", f"trainer.rollout_data_dir={folder / 'rows'}"]
+
+
+def trained(folder: Path) -> Counter:
+    """(prompt, what was said) of all episodes that were trained, over all steps."""
+    found: Counter = Counter()
+    for file in (folder / "rows").glob("*.jsonl"):
+        for line in file.read_text().splitlines():
+            row = json.loads(line)
+            said = tuple((one["agent"], one["content"]) for one in row["messages"])
+            found[row["sample_index"], said] += 1
+    return found
+
+
+def prompts_of(rows: Counter) -> Counter:
+    return Counter(prompt for prompt, _ in rows.elements())
+
+
+def compared(inputs, tmp_path, world_size, made, *more, deadline_s=200) -> Finished:
+    """The run with a lag, whose rows are those of the run without: the weights stay as they are."""
+    rows, runs = {}, {}
+    for name, lag in (("plain", []), ("lagging", LAG)):
+        keys = [*made(tmp_path / name), *LONG_TAIL, *lag, CONSTANT, *more]
+        runs[name] = run_job(world_size, overrides(inputs, tmp_path / name / "out", *keys), deadline_s)
+        rows[name] = trained(tmp_path / name)
+    assert rows["plain"] == rows["lagging"] and rows["plain"].total() == 5 * 8 * 2
+    scores = [name for name in runs["lagging"].lines[1] if "val/" in name and "time" not in name]
+    assert scores and all(runs["lagging"].values(name) == runs["plain"].values(name) for name in scores)
+    return runs["lagging"]
+
+
+def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs, tmp_path):
+    run = compared(inputs, tmp_path, 1, game)
+    assert 0 < max(run.values("rollout/lag_max")) <= 2 and max(run.values("rollout/partial")) > 0
+    assert run.values("rollout/in_flight")[-1] == 0 and not any(run.values("rollout/restarted"))
+    shares = [sum(line[f"rollout/lag_{lag}"] for lag in range(3)) for line in run.lines]
+    assert shares == pytest.approx([1] * 5)
+    begun = [(tmp_path / name / "begun").read_text().split() for name in ("plain", "lagging")]
+    assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
+
+
+def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, tmp_path):
+    whole = run_job(2, overrides(inputs, tmp_path / "whole/out", *game(tmp_path / "whole"), *LONG_TAIL, *LAG))
+    assert max(whole.values("rollout/lag_max")) > 0
+    settings = [*game(tmp_path / "cut"), *LONG_TAIL, *LAG, "trainer.save_freq=1"]
+    arguments = overrides(inputs, tmp_path / "cut/out", *settings)
+    with pytest.raises(WorkerFailure, match="killed in step 4"):
+        run_job(2, arguments, run=three_steps)
+    resumed = run_job(1, arguments)
+    assert prompts_of(trained(tmp_path / "cut")) == prompts_of(trained(tmp_path / "whole"))
+    assert max(resumed.values("rollout/lag_max")) <= 2 and resumed.values("rollout/restarted")[3] > 0
+    assert resumed.values("rollout/in_flight")[-1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_episodes_on_vllm_go_on(inputs, tmp_path):
+    make_tiny_model_dir(tmp_path / "model", init_std=0.2, head_dim=32)
+    vllm = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_num_seqs=16", "trainer.deadline_s=240"]
+    keys = [*game(tmp_path), *LONG_TAIL, *LAG, *vllm, f"actor_rollout_ref.model.path={tmp_path / 'model'}"]
+    run = run_job(1, overrides(inputs, tmp_path / "out", *keys), deadline_s=400)
+    assert 0 < max(run.values("rollout/lag_max")) <= 2 and max(run.values("rollout/partial")) > 0
+    assert run.values("rollout/in_flight")[-1] == 0
+    assert trained(tmp_path).total() == 5 * 8 * 2
+    assert min(run.values("actor/grad_norm")) > 0

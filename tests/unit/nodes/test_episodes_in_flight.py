@@ -1,0 +1,374 @@
+"""Episodes that go on from step to step: nothing is lost, trained twice, too old, cut, or begun again."""
+
+import json
+import math
+import random
+import signal
+from collections import Counter, namedtuple
+from dataclasses import replace
+from hashlib import blake2b
+
+import pytest
+from episode_cases import END, Letters, speaker, stage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from siirl.agents.environments import HostedEnvironment, StepResult
+from siirl.agents.episode import Episode
+from siirl.agents.policy import Generated
+from siirl.agents.pump import Pump
+from siirl.agents.runner import Game
+from siirl.compiler.plan import InteractionPlan
+from siirl.data.loader import PromptLoader
+from siirl.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams
+from siirl.errors import DataError, RolloutError, UserCodeError
+from siirl.nodes.episodes_in_flight import EpisodesInFlight
+
+pytestmark = pytest.mark.heavy
+
+Ask = namedtuple("Ask", "key prompt params seed start")
+POLICIES = ("agent_0.rollout", "agent_1.rollout")
+
+
+class Prompts:
+    """A dataset whose prompt number i is the token i + 1."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def rows(self, indices):
+        return [{"prompt_ids": [int(i) + 1], "prompt_length": 1, "sample_index": int(i)} for i in indices]
+
+
+def draw(*what):
+    return int.from_bytes(blake2b(repr(what).encode(), digest_size=4).digest(), "big")
+
+
+def said(seed):
+    """The turn of a seed: a few are long."""
+    length = 30 if draw(seed) % 5 == 0 else 1 + draw(seed) % 4
+    return [*(97 + draw(seed, i) % 26 for i in range(length)), END]
+
+
+class Decoder:
+    """A stream that gives each of its turns up to two tokens at a time."""
+
+    def __init__(self, version, rng):
+        self.version, self.rng, self.pending = version, rng, {}
+
+    @property
+    def num_pending(self):
+        return len(self.pending)
+
+    def submit(self, asks):
+        for ask in asks:
+            assert ask.key not in self.pending
+            assert ask.prompt[len(ask.prompt) - ask.start :] == said(ask.seed)[: ask.start]
+            self.pending[ask.key] = [ask, ask.start]
+
+    def collect(self, timeout_s):
+        for entry in self.pending.values():
+            entry[1] += self.rng.randint(0, 2)
+        ended = [key for key, (ask, end) in self.pending.items() if end >= len(said(ask.seed))]
+        return [self.answer(key, "stop") for key in ended]
+
+    def answer(self, key, reason):
+        ask, end = self.pending.pop(key)
+        tokens = said(ask.seed)[ask.start : end]
+        assert len(tokens) <= ask.params.max_tokens
+        return key, Generated(tokens, [-1.0] * len(tokens), reason, self.version)
+
+    def pause(self):
+        return [self.answer(key, "paused") for key in list(self.pending)]
+
+    def close(self):
+        self.pending = {}
+
+
+class Table:
+    """What an environment says and how often it is begun; a turn that is "bad" ends its episode."""
+
+    begun = closed = 0
+
+    def reset(self, task, seed):
+        Table.begun += 1
+        self.seed, self.steps = seed, 0
+        return "go"
+
+    def step(self, actions):
+        self.steps += 1
+        if draw(self.seed, "fails") % 7 == 0:
+            raise ValueError("no more")
+        return StepResult(f"step {self.steps}", 1.0, draw(self.seed, self.steps) % 3 == 0)
+
+    def close(self):
+        Table.closed += 1
+
+
+TALK = [
+    stage("a", 0, following="b"),
+    stage("b", 1, back_to="a", max_turns=3, until="over"),
+]
+PLAY = [stage("a", 0, following="table"), stage("table", None, back_to="a", max_turns=3)]
+
+
+def over(episode):
+    return episode.seed % 3 < episode.visits["b"]
+
+
+def game_of(stages, functions):
+    def game(lines):
+        speakers = {one.node: speaker(lines[POLICIES[one.agent]][0]) for one in stages if one.kind == "agent"}
+        make_env = (lambda: HostedEnvironment(Table, "Table")) if stages is not TALK else None
+        return Game(InteractionPlan("a", tuple(stages), POLICIES, 9), speakers, functions, make_env, 5.0)
+
+    return game
+
+
+class Job:
+    """The interactions of a run on some shards, without the rest of it."""
+
+    def __init__(self, shards, batch, n, max_lag, surplus, steps, stages=TALK, functions=None, speed=1):
+        self.shards, self.batch, self.n, self.steps = shards, batch, n, steps
+        self.ahead, self.stages = math.ceil(surplus), stages
+        self.game = game_of(stages, functions or {"over": over})
+        self.loaders = [PromptLoader(Prompts(64), batch, s, shards, seed=3) for s in range(shards)]
+        self.kept = [EpisodesInFlight(max_lag, surplus, batch) for _ in range(shards)]
+        self.rng = random.Random(speed)
+        self.step, self.trained, self.lags, self.partial, self.restarted = 0, [], [], 0, 0
+
+    def begin(self, prompts, batches):
+        found = []
+        rows = zip(prompts["sample_index"].tolist(), prompts["group_id"].tolist(), batches, strict=True)
+        for prompt, slot, batch in rows:
+            task = {"raw_prompt": [{"role": "user", "content": f"{prompt}"}]}
+            tokens = Letters().encode(f"u:{prompt}{chr(END)}a:")
+            seeds = [draw(batch, slot, sample) for sample in range(self.n)]
+            found.append(
+                [(Episode(slot * self.n + i, slot, i, seed, task), tokens) for i, seed in enumerate(seeds)]
+            )
+        return found
+
+    def pumps(self):
+        return {name: (Pump(lambda: Decoder(self.step, self.rng), Ask, name, 10.0),) for name in POLICIES}
+
+    def advance(self):
+        """One step; the rows of all shards, as (prompt, conversation of each episode)."""
+        self.step += 1
+        ids = []
+        for loader, kept in zip(self.loaders, self.kept, strict=True):
+            rows = loader.next_batch(kept.batches_to_load(self.ahead, self.step, self.steps))
+            kept.admit(rows, self.step)
+            left = kept.play(self.pumps(), self.game, self.begin, self.step)
+            self.partial, self.restarted = (
+                self.partial + left.num_partial,
+                self.restarted + left.num_restarted,
+            )
+            ids += left.prompts["group_id"].tolist()
+            self.check(left)
+        assert sorted(ids) == list(range(self.batch)), "group ids of a step are those of a batch"
+
+    def check(self, left):
+        self.lags += left.lags
+        for at, prompt in enumerate(left.prompts["sample_index"].tolist()):
+            group = left.played[at * self.n : at * self.n + self.n]
+            slot = int(left.prompts["group_id"][at])
+            assert [one.episode.episode_id for one in group] == [slot * self.n + i for i in range(self.n)]
+            assert {one.episode.group_id for one in group} == {slot}
+            said = [tuple(m.content for m in one.episode.messages) for one in group]
+            assert all(one[0] == f"{prompt}" for one in said)
+            self.trained.append((prompt, *said))
+        for lag, one in zip(left.lags, left.played, strict=True):
+            versions = [row.weight_version for context in one.contexts.values() for row in context.rows]
+            assert self.step - min(versions) == lag, "a row has the version of its oldest token"
+
+    def state(self):
+        return json.dumps([[kept.state() for kept in self.kept], self.loaders[0].state_dict()])
+
+    def resume(self, step, text):
+        states, position = json.loads(text)
+        self.step = step
+        for shard, (kept, loader) in enumerate(zip(self.kept, self.loaders, strict=True)):
+            kept.load_state(states, shard, self.shards)
+            loader.load_state_dict(position)
+
+    def close(self):
+        for kept in self.kept:
+            kept.close()
+
+    def finish(self):
+        while self.step < self.steps:
+            self.advance()
+        self.close()
+        return self
+
+
+CASES = st.tuples(
+    st.integers(1, 2),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.floats(0, 1),
+    st.integers(1, 6),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(CASES)
+def test_all_that_is_loaded_is_trained_once_within_the_bound_and_uncut(case):
+    shards, batch, n, max_lag, share, steps = case
+    plain = Job(shards, batch, n, 1, 0.0, steps).finish()
+    assert set(plain.lags) <= {0} and not plain.partial, "without a surplus every step ends what it begins"
+    lagging = Job(shards, batch, n, max_lag, share * max_lag, steps, speed=2).finish()
+    assert Counter(lagging.trained) == Counter(plain.trained)
+    assert max(lagging.lags) <= max_lag and lagging.restarted == 0
+    assert all(not len(kept.orders()) for kept in lagging.kept)
+
+
+def test_long_episodes_go_on_and_short_ones_do_not_wait():
+    lagging = Job(2, 8, 2, 2, 2.0, 10).finish()
+    assert {0, 1, 2} == set(lagging.lags) and lagging.partial
+
+
+@settings(max_examples=12, deadline=None)
+@given(CASES, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_a_run_that_is_killed_and_resumed_on_any_number_of_shards_trains_the_same(case, other_shards, rng):
+    shards, batch, n, max_lag, share, steps = case
+    arguments = (batch, n, max_lag, share * max_lag, steps)
+    whole = Job(shards, *arguments).finish()
+    job, saved, begun = Job(shards, *arguments), (0, None, []), 0
+    for _ in range(rng.randint(1, steps)):
+        job.advance()
+        if rng.random() < 0.5:
+            saved = (job.step, job.state(), list(job.trained))
+            begun = sum(len(state["begun"]) for state in json.loads(saved[1])[0])
+    job.close()
+    for resumed_shards in (shards, other_shards):
+        resumed = Job(resumed_shards, *arguments, speed=5)
+        if saved[1] is not None:
+            resumed.resume(*saved[:2])
+        resumed.finish()
+        assert Counter(saved[2] + resumed.trained) == Counter(whole.trained)
+        assert max(resumed.lags, default=0) <= max_lag
+        assert resumed.restarted == (begun if saved[0] < steps else 0)
+
+
+class Waves(RolloutEngine):
+    """Says a token of each turn at a time, and counts how often; comes back where it is interrupted."""
+
+    name, weight_version, num_steps, num_cut = "waves", 0, 0, 0
+
+    def run_wave(self, requests, interrupt):
+        turns = [said(request.seed)[request.start :] for request in requests]
+        for done in range(1, 1 + max(map(len, turns))):
+            self.num_steps += 1
+            if interrupt([at for at, turn in enumerate(turns) if len(turn) == done]):
+                break
+        self.num_cut += sum(len(turn) > done for turn in turns)
+        reasons = ("stop" if len(turn) <= done else "paused" for turn in turns)
+        parts = zip(turns, reasons, strict=True)
+        return [
+            Completion(turn[:done], [-1.0] * len(turn[:done]), why, self.weight_version)
+            for turn, why in parts
+        ]
+
+    def generate(self, prompts, params, seeds):
+        raise NotImplementedError
+
+    def weight_specs(self):
+        return {}
+
+    def load_weights(self, weights, version):
+        self.weight_version = version
+
+
+def in_waves(*arguments):
+    """A job of one shard whose engine works inside `collect`, and the engine."""
+    job, engine = Job(1, *arguments, PLAY), Waves()
+
+    def asked(key, prompt, params, seed, start):
+        return Request(key, prompt, SamplingParams(params.max_tokens), seed, 0, start)
+
+    def pumps():
+        engine.weight_version = job.step
+        silent = Pump(lambda: Decoder(job.step, job.rng), Ask, POLICIES[1], 10.0)
+        waves = Pump(lambda: engine.stream(job.kept[0].may_end), asked, POLICIES[0], 10.0, 0.05)
+        return {POLICIES[0]: (waves,), POLICIES[1]: (silent,)}
+
+    job.pumps = pumps
+    return job.finish(), engine
+
+
+def test_an_engine_that_works_in_waves_ends_one_when_the_step_may_be_over():
+    plain, waiting = in_waves(8, 2, 1, 0.0, 8)
+    lagging, engine = in_waves(8, 2, 2, 2.0, 8)
+    assert Counter(lagging.trained) == Counter(plain.trained)
+    assert engine.num_cut > 20 and waiting.num_cut == 0
+    assert lagging.partial > 10 and 2 in lagging.lags
+    assert engine.num_steps < 0.8 * waiting.num_steps
+
+
+def test_environments_are_begun_and_closed_once_and_one_that_fails_costs_its_episode():
+    Table.begun = Table.closed = 0
+    lagging = Job(1, 6, 2, 2, 2.0, 8, PLAY).finish()
+    assert Table.begun == Table.closed == 6 * 2 * 8 and lagging.partial > 5
+    plain = Job(1, 6, 2, 1, 0.0, 8, PLAY).finish()
+    assert Counter(lagging.trained) == Counter(plain.trained)
+
+
+def test_another_batch_size_is_refused():
+    job = Job(1, 8, 2, 1, 1.0, 6)
+    job.advance()
+    job.close()
+    with pytest.raises(DataError, match=r"batches of 8, data\.train_batch_size is 4"):
+        Job(1, 4, 2, 1, 1.0, 6).resume(1, job.state())
+
+
+def test_an_error_of_the_users_code_ends_the_step_and_all_environments():
+    Table.begun = Table.closed = 0
+    routed = [PLAY[0], replace(PLAY[1], until="over")]
+    job = Job(1, 4, 2, 1, 1.0, 3, routed, {"over": lambda episode: 1 / 0})
+    with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+        job.advance()
+    assert Table.begun == Table.closed > 0
+
+
+def test_an_error_of_an_engine_ends_the_step():
+    class Dead(Decoder):
+        def collect(self, timeout_s):
+            raise RolloutError("engine 'x' died")
+
+    job = Job(1, 4, 2, 1, 1.0, 3)
+    job.pumps = lambda: {name: (Pump(lambda: Dead(1, job.rng), Ask, name, 10.0),) for name in POLICIES}
+    with pytest.raises(RolloutError, match="engine 'x' died"):
+        job.advance()
+
+
+@pytest.fixture
+def interruptible():
+    """Whoever starts the tests may have had their process ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interruption_by_the_user_is_prompt_and_closes_the_environments(interruptible):
+    class Silent(Decoder):
+        def collect(self, timeout_s):
+            if self.pending and not told:
+                told.append(signal.raise_signal(signal.SIGINT))
+            return []
+
+    told = []
+    Table.begun = Table.closed = 0
+    job = Job(1, 4, 2, 1, 1.0, 3, PLAY)
+    pumps = {name: (Pump(lambda: Silent(1, job.rng), Ask, name, 10.0),) for name in POLICIES}
+    job.pumps = lambda: pumps
+    with pytest.raises(KeyboardInterrupt):
+        job.advance()
+    for (pump,) in pumps.values():
+        pump.close()
+    assert Table.begun == Table.closed > 0
