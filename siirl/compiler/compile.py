@@ -301,7 +301,7 @@ def _node_plan(
         own_needs=node.op.needs if node.spec.executable_ref else (),
         max_lag=lag,
         decodes_on=lag > 0
-        and "interaction" not in node.op.needs
+        and "engine" in node.op.needs  # for itself: not by an interaction, whose episodes wait between steps
         and _is_undisturbed(models[str(node.model)], models.values()),
     )
 

@@ -101,7 +101,8 @@ def test_what_an_actors_node_sets_holds_for_the_keys_of_its_agent_that_follow_it
 
 def test_any_key_at_one_of_the_nodes_of_a_model_is_compared_with_the_others():
     """Older names, keys that do nothing and things in maps, too."""
-    cfg = config("actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.rollout.engine_kwargs.vllm.a=1")
+    half = "actor_rollout_ref.actor.ppo_mini_batch_size=4"  # of a batch: the old log-probs have a node
+    cfg = config(half, "actor_rollout_ref.rollout.engine_kwargs.vllm.a=1")
     dag, groups = load_dag(cfg), ("actor_rollout_ref.", "critic.")
     same = {name: plain(get(cfg, name)) for name in all_keys() if name.startswith(groups)}
     assert {"actor_rollout_ref.model.fsdp_config.fsdp_size", "actor_rollout_ref.hybrid_engine"} <= same.keys()
