@@ -4,6 +4,7 @@ import json
 import math
 import random
 import signal
+import threading
 from collections import Counter, namedtuple
 from dataclasses import replace
 from hashlib import blake2b
@@ -358,11 +359,11 @@ def interruptible():
 def test_an_interruption_by_the_user_is_prompt_and_closes_the_environments(interruptible):
     class Silent(Decoder):
         def collect(self, timeout_s):
-            if self.pending and not told:
-                told.append(signal.raise_signal(signal.SIGINT))
+            if self.pending and once.acquire(blocking=False):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # where Ctrl-C arrives
             return []
 
-    told = []
+    once = threading.Lock()
     Table.begun = Table.closed = 0
     job = Job(1, 4, 2, 1, 1.0, 3, PLAY)
     pumps = {name: (Pump(lambda: Silent(1, job.rng), Ask, name, 10.0),) for name in POLICIES}
