@@ -95,6 +95,7 @@ class HostedEnvironment:
         self._make = make
         self._places = places or Places()
         self._env: Any = None
+        self._begun = False
         self._thread = UserThread(f"env-{name}")
 
     async def reset(self, task: dict[str, Any], seed: int, deadline_s: float) -> Observation:
@@ -104,6 +105,7 @@ class HostedEnvironment:
             self._env = self._make()
             return self._env.reset(copy.deepcopy(task), seed)
 
+        self._begun = True
         return await self._call("reset", deadline_s, begin, self._observation)
 
     async def step(self, actions: Mapping[int, str], deadline_s: float) -> StepResult:
@@ -112,14 +114,21 @@ class HostedEnvironment:
         return await self._call("step", deadline_s, lambda: self._env.step(said), self._step_result)
 
     async def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> str | None:
-        """End the environment and its thread. Never raises: what went wrong is returned."""
+        """End the environment and its thread. Never raises: what went wrong is returned.
+
+        Where nobody waits for `reset` any more, it is waited for here: only then is there something to close.
+        """
         if self._thread.abandoned:
             return None
-        close = getattr(self._env, "close", None)
+
+        def end() -> Any:
+            close = getattr(self._env, "close", None)
+            return None if close is None else close()
+
         try:
-            if close is not None:
+            if self._begun:
                 async with self._places.place():
-                    await self._thread.call(deadline_s, close)
+                    await self._thread.call(deadline_s, end)
         except Hung as error:
             return f"{self.name}.close: {error}"
         except Raised as error:

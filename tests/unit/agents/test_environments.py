@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from siirl.agents.environments import HUNG, INVALID, RAISED, load_environment, reset_env, step_env
+from siirl.agents.environments import (
+    HUNG,
+    INVALID,
+    RAISED,
+    HostedEnvironment,
+    load_environment,
+    reset_env,
+    step_env,
+)
 from siirl.errors import DagError, EpisodeFailed
 
 pytestmark = pytest.mark.heavy
@@ -71,6 +79,39 @@ def test_a_failing_method_fails_the_episode_in_words(where, how, kind):
 def test_a_failing_close_is_told_and_fails_nothing(how):
     _, results, problem = asyncio.run(episode(make("FailsIn", where="close", how=how), deadline_s=0.1))
     assert len(results) == 1 and problem is not None and problem.startswith("FailsIn.close")
+
+
+@pytest.mark.parametrize("method", ["make", "reset"])
+def test_an_environment_that_is_still_being_made_when_its_episode_is_cancelled_is_closed(method):
+    began, go_on, closed = threading.Event(), threading.Event(), []
+
+    class Slow:
+        def __init__(self):
+            self.linger("make")
+
+        def reset(self, task, seed):
+            self.linger("reset")
+            return ""
+
+        def close(self):
+            closed.append(threading.current_thread().name)
+
+        def linger(self, where):
+            if where == method:
+                began.set()
+                go_on.wait(5)
+
+    async def cancelled():
+        task = asyncio.ensure_future(episode(HostedEnvironment(Slow, "Slow"), deadline_s=5))
+        while not began.is_set():
+            await asyncio.sleep(0.001)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.05, go_on.set)
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert closed == ["env-Slow"]
 
 
 @pytest.mark.parametrize(
