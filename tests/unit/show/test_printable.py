@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from siirl.launch.failure import describe_exception, read_failure, write_failure
+from siirl.observe.loggers import make_sinks
 from siirl.observe.logs import last_lines
 from siirl.observe.printable import printable
-from siirl.observe.sinks import RunInfo, make_sinks, samples_text
+from siirl.observe.sinks import RunInfo, samples_text
 from siirl.rewards.sample import describe
 from siirl.show.conversation_text import ShownEpisode, episode_text, shown_text
 

@@ -1,0 +1,290 @@
+"""The destinations that trainer.logger names: one class each, one table, one place that makes them."""
+
+import importlib
+import json
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from siirl.errors import ConfigError
+from siirl.observe.console import ConsoleSink
+from siirl.observe.curve import METRICS_FILE
+from siirl.observe.printable import printable
+from siirl.observe.sinks import JsonlSink, Rows, RunInfo, SampleSink, Sink, Sinks, samples_text
+
+log = logging.getLogger(__name__)
+IDS_FILE = "loggers.json"
+MOST_TOLD = 300
+"""Characters of another package's error."""
+
+
+def make_sinks(names: Sequence[str], info: RunInfo) -> Sinks:
+    """The sinks that trainer.logger names, besides JSONL and sample files, which a run always has.
+
+    One whose package is missing is left out with a warning that names the package. ConfigError for a name
+    that is unknown, and for one that cannot start, with the reason.
+    """
+    unknown = [name for name in names if name not in LOGGERS]
+    if unknown:
+        raise ConfigError(f"trainer.logger has {unknown}: unknown. Known are {', '.join(LOGGERS)}.")
+    sinks: list[Sink] = [
+        JsonlSink(info.output_dir / METRICS_FILE, info.first_step),
+        SampleSink(info.output_dir, info.sample_dirs),
+    ]
+    for name in dict.fromkeys(names):
+        logger = LOGGERS[name]
+        try:
+            sinks.append(logger.make(info) if logger.ours else Guarded(name, logger.make(info)))
+        except ModuleNotFoundError as error:
+            words = "trainer.logger has %r, but its package is missing (%s): pip install %s"
+            log.warning(words, name, error.name, logger.package)
+        except Exception as error:  # whatever a foreign package raises
+            if logger.ours:
+                raise
+            raise ConfigError(
+                f"trainer.logger has {name!r}, which did not start: {_told(error)}. "
+                f"{logger.hint} Or take it out of trainer.logger."
+            ) from error
+    return Sinks(sinks)
+
+
+class Guarded:
+    """A sink of another's package: what goes wrong in it is a warning, the first time, and costs no step."""
+
+    def __init__(self, name: str, sink: Sink):
+        self.name, self.sink, self._has_failed = name, sink, False
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._try(self.sink.log, step, values)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        self._try(self.sink.text, step, name, rows)
+
+    def close(self) -> None:
+        self._try(self.sink.close)
+
+    def _try(self, function: Callable[..., None], *args) -> None:
+        try:
+            function(*args)
+        except Exception as error:  # noqa: BLE001 - the edge to a foreign package
+            if not self._has_failed:
+                log.warning(
+                    "trainer.logger: %s failed and may lack numbers from here on: %s. %s has them all.",
+                    *(self.name, _told(error), METRICS_FILE),
+                )
+            self._has_failed = True
+
+
+def id_of(info: RunInfo, name: str) -> str | None:
+    """What a logger knows the run by that goes on; None for one that starts anew."""
+    path = info.output_dir / IDS_FILE
+    return json.loads(path.read_text()).get(name) if info.first_step and path.exists() else None
+
+
+def keep_id(info: RunInfo, name: str, run_id: str) -> None:
+    """Keep in the run's folder what a logger knows the run by."""
+    path = info.output_dir / IDS_FILE
+    known = json.loads(path.read_text()) if path.exists() else {}
+    aside = path.with_name(f"{path.name}.tmp")
+    aside.write_text(json.dumps(known | {name: run_id}))
+    os.replace(aside, path)
+
+
+def tensorboard_dir(output_dir: Path) -> Path:
+    """TENSORBOARD_DIR, else a folder of the run."""
+    return Path(os.environ.get("TENSORBOARD_DIR") or output_dir / "tensorboard").absolute()
+
+
+class TensorBoardSink:
+    """TensorBoard event files. What an earlier run wrote of steps after first_step is not shown any more."""
+
+    def __init__(self, info: RunInfo):
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = info.first_step + 1 if info.first_step else None
+        folder = str(tensorboard_dir(info.output_dir))
+        self._writer = SummaryWriter(folder, flush_secs=10, purge_step=purge_step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        indented = "".join(f"    {line}\n" for line in samples_text(rows).splitlines())
+        self._writer.add_text(f"samples/{name}", indented, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases. A run that is resumed goes on there too."""
+
+    def __init__(self, info: RunInfo):
+        self._wandb = importlib.import_module("wandb")
+        run_id = id_of(info, "wandb") or uuid.uuid4().hex[:12]
+        names = {"project": info.project, "name": info.experiment, "dir": str(info.output_dir)}
+        self._run = self._wandb.init(**names, config=info.config, id=run_id, resume="allow")
+        keep_id(info, "wandb", run_id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        self._run.log({f"samples/{name}": self._wandb.Table(**_table(rows))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowSink:
+    """MLflow; metric names keep letters, digits and / . _ - only. A run that is resumed goes on there too."""
+
+    def __init__(self, info: RunInfo):
+        self._mlflow = importlib.import_module("mlflow")
+        self._mlflow.set_experiment(info.project)
+        run = self._mlflow.start_run(run_id=id_of(info, "mlflow"), run_name=info.experiment)
+        keep_id(info, "mlflow", run.info.run_id)
+        self._mlflow.log_dict(info.config, "config.json")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        clean = {re.sub(r"[^\w/.-]", "_", name, flags=re.ASCII): value for name, value in values.items()}
+        self._mlflow.log_metrics(clean, step=step)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        self._mlflow.log_text(samples_text(rows), f"samples/{name}/step_{step}.txt")
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class SwanlabSink:
+    """SwanLab. A run that is resumed goes on there too, where it is online."""
+
+    def __init__(self, info: RunInfo):
+        self._swanlab = importlib.import_module("swanlab")
+        known = id_of(info, "swanlab")
+        run = self._swanlab.init(
+            project=info.project,
+            name=info.experiment,
+            config=info.config,
+            log_dir=str(info.output_dir / "swanlab"),
+            **({"id": known, "resume": "allow"} if known else {}),
+        )
+        keep_id(info, "swanlab", run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._swanlab.log(dict(values), step=step)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        self._swanlab.log({f"samples/{name}": self._swanlab.Text(samples_text(rows))}, step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+class TrackioSink:
+    """Trackio: on this machine, in TRACKIO_DIR. A run that is resumed goes on there too."""
+
+    def __init__(self, info: RunInfo):
+        self._trackio = importlib.import_module("trackio")
+        resume = "allow" if id_of(info, "trackio") else "never"
+        name = id_of(info, "trackio") or f"{info.experiment}-{uuid.uuid4().hex[:6]}"
+        self._run = self._trackio.init(
+            project=info.project, name=name, config=info.config, resume=resume, embed=False
+        )
+        keep_id(info, "trackio", name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        self._run.log({f"samples/{name}": self._trackio.Table(**_table(rows))}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class PrometheusSink:
+    """The newest number of each metric, for a Prometheus server to fetch, with project and experiment."""
+
+    def __init__(self, info: RunInfo):
+        self._client = importlib.import_module("prometheus_client")
+        self._registry = self._client.CollectorRegistry()
+        self._labels = {"project": info.project, "experiment": info.experiment}
+        self._gauges = {}
+        host, _, port = info.prometheus_address.rpartition(":")
+        self._server, _ = self._client.start_http_server(int(port), host, self._registry)
+        log.info("metrics for Prometheus: http://%s:%d/metrics", host, self._server.server_port)
+
+    @property
+    def port(self) -> int:
+        """Of the server."""
+        return self._server.server_port
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in {"step": step, **values}.items():
+            self._gauge(name).labels(**self._labels).set(value)
+
+    def text(self, step: int, name: str, rows: Rows) -> None:
+        """Prometheus has numbers only."""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _gauge(self, name: str):
+        """The gauge of a metric, whose name keeps letters, digits and underscores."""
+        if name not in self._gauges:
+            clean = re.sub(r"\W", "_", f"siirl_{name}", flags=re.ASCII)
+            self._gauges[name] = self._client.Gauge(clean, name, list(self._labels), registry=self._registry)
+        return self._gauges[name]
+
+
+def _told(error: Exception) -> str:
+    """An error of another's package, in one line."""
+    text = printable(" ".join(str(error).split())).rstrip(".")
+    return f"{type(error).__name__}: {text if len(text) <= MOST_TOLD else text[:MOST_TOLD] + '...'}"
+
+
+def _table(rows: Rows) -> dict[str, list]:
+    """Samples as columns and data, all of it text."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return {
+        "columns": columns,
+        "data": [[printable(str(row.get(key, ""))) for key in columns] for row in rows],
+    }
+
+
+@dataclass(frozen=True)
+class Logger:
+    """A destination that trainer.logger may name."""
+
+    make: Callable[[RunInfo], Sink]
+
+    package: str = ""
+    """What is installed for it, where siirl does not bring it."""
+
+    hint: str = ""
+    """What to do if it does not start."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it works without another's service or package."""
+        return not self.package
+
+
+LOGGERS = {
+    "console": Logger(lambda info: ConsoleSink(info.total_steps, info.first_step)),
+    "tensorboard": Logger(TensorBoardSink),
+    "wandb": Logger(WandbSink, "wandb", "Log in with `wandb login`, or set WANDB_MODE=offline."),
+    "mlflow": Logger(MlflowSink, "mlflow", "Set MLFLOW_TRACKING_URI, as in sqlite:///mlflow.db."),
+    "swanlab": Logger(SwanlabSink, "swanlab", "Log in with `swanlab login`, or set SWANLAB_MODE=offline."),
+    "trackio": Logger(TrackioSink, "trackio", "Set TRACKIO_DIR to a folder that can be written."),
+    "prometheus": Logger(PrometheusSink, "prometheus-client", "Set another trainer.prometheus_address."),
+}
+"""trainer.logger's names."""
