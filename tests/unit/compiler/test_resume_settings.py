@@ -2,6 +2,7 @@
 
 import json
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from siirl.config.root import all_keys
 from siirl.errors import ConfigError
 from siirl.launch.preflight import check_settings
 
+WORKFLOW = Path(__file__).parents[3] / "dag_templates" / "grpo.yaml"
 BASE = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=True"]
 
 
@@ -113,6 +115,16 @@ def test_a_changed_workflow_counts_and_a_key_newer_than_the_checkpoint_does_not(
     without = {name: value for name, value in now.items() if name != node}
     assert differing(without, now)[0].startswith(f"{node}: not there in the checkpoint, [")
     assert len(differing(now, without)) == 1
+
+
+def test_a_workflow_file_counts_by_what_its_nodes_are_and_set_not_by_where_it_lies(tmp_path):
+    text = WORKFLOW.read_text()
+    moved, changed = tmp_path / "moved.yaml", tmp_path / "changed.yaml"
+    moved.write_text(f"# a comment\n{text}")
+    changed.write_text(text.replace("function_reward", "scores"))
+    here, there, other = (settings(f"dag.workflow_path={path}") for path in (WORKFLOW, moved, changed))
+    assert differing(here, there) == []
+    assert any(line.startswith("node scores: not there") for line in differing(here, other))
 
 
 def test_a_run_that_would_go_on_with_other_settings_is_refused_until_it_is_told_to(tmp_path, caplog):
