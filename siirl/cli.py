@@ -17,6 +17,7 @@ from siirl import main_dag
 from siirl.command_line import add_config_arguments, parse_settings, print_text, user_errors
 from siirl.commands.arguments import add_commands
 from siirl.compiler.plan_warnings import plan_notes
+from siirl.completion import complete
 from siirl.config.load import read_config
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.findings import Findings
@@ -35,6 +36,7 @@ VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    complete(_parser)
     with user_errors() as outcome:
         if argv[:1] == ["run"]:
             return main_dag.main(argv[1:])
@@ -161,7 +163,8 @@ def _parser() -> argparse.ArgumentParser:
         if name == "plan":
             sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")
             sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")
-    commands.add_parser("run", help="train: the same as python -m siirl.main_dag", add_help=False)
+    run = commands.add_parser("run", help="train: the same as python -m siirl.main_dag", add_help=False)
+    add_config_arguments(run)
     migrate = commands.add_parser(
         "migrate", help="turn a launch script or YAML file of siiRL or verl into a command of siirl"
     )

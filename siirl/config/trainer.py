@@ -19,6 +19,12 @@ class TrainerConfig:
     logger: tuple[str, ...] = key(
         ("console", "tensorboard"), "where metrics go; a JSONL file is always written", choices=SINKS
     )
+    progress: str = key(
+        "bar",
+        "what trainer.logger=[console] prints: table: a line for each step, under headers; bar: the table, "
+        "and on a terminal a progress bar below; plain: key=value pairs, a line for each step",
+        choices=("bar", "table", "plain"),
+    )
     prometheus_address: str = key(
         "127.0.0.1:9464",
         "host:port at which trainer.logger=[prometheus] answers; 0.0.0.0 lets other machines ask",

@@ -314,6 +314,7 @@ class Training:
             first_step=self.step,
             config=to_dict(self.cfg),
             sample_dirs={kind: Path(folder) for kind, folder in folders.items() if folder},
+            progress=trainer.progress,
             prometheus_address=trainer.prometheus_address,
         )
         return make_sinks(trainer.logger, info)

@@ -27,9 +27,10 @@ class ConsoleSink:
     """Prints a line for each step, with the time that is left; on a terminal also a progress bar.
 
     total_steps: of the run; first_step: the last step already done (a resumed run), where the bar starts.
+    progress: see trainer.progress.
     """
 
-    def __init__(self, total_steps: int, first_step: int = 0):
+    def __init__(self, total_steps: int, first_step: int = 0, progress: str = "bar"):
         self._console = Console(file=sys.stdout, highlight=False)
         self._columns: dict[str, tuple[Column, int]] = {}  # header -> column, and its width
         self._legend = ""
@@ -40,7 +41,8 @@ class ConsoleSink:
         self._start_s = self._last_s = time.monotonic()
         self._step_times: deque[float] = deque(maxlen=HEADER_EVERY)  # all that lies between two steps
         self._progress: Progress | None = None
-        if self._console.is_terminal:
+        self._is_plain = progress == "plain"
+        if progress == "bar" and self._console.is_terminal:
             self._progress = Progress(
                 TextColumn("training"),
                 BarColumn(),
@@ -61,6 +63,20 @@ class ConsoleSink:
         if step and "time/step_s" in values:
             self._step_times.append(now_s - self._last_s)
         self._last_s = now_s
+        if self._is_plain:
+            self._print(self._plain_line(step, values), "")
+        else:
+            self._log_row(step, values)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def _plain_line(self, step: int, values: Mapping[str, float]) -> str:
+        """The numbers of the table's columns that a step has, under the names of the metrics."""
+        found = {name: column for column in COLUMNS for name in matches(column, values)}
+        numbers = [f"{name}={number(values[name], column.digits)}" for name, column in found.items()]
+        return " ".join([f"step={step}/{self._total_steps}", *numbers, f"left={self._left(step)}"])
+
+    def _log_row(self, step: int, values: Mapping[str, float]) -> None:
         found = {column: matches(column, self._seen) for column in COLUMNS}
         agents = sorted({agent for column in COLUMNS for agent in agents_of(column, self._seen)})
         columns = {
@@ -81,13 +97,11 @@ class ConsoleSink:
             self._print(f"      rollout engines started again in this step: {restarts:g}", "bold")
         times = {name.removeprefix("time/"): s for name, s in values.items() if name.startswith("time/")}
         self._node_times.append({name: s for name, s in times.items() if "/" not in name})
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
 
     def text(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """One conversation of a validation, in few lines; all other samples go to files alone."""
         texts = (row["conversation"] for row in rows if "conversation" in row)
-        if name != "validation" or (text := next(texts, None)) is None:
+        if self._is_plain or name != "validation" or (text := next(texts, None)) is None:
             return
         lines = text.splitlines()
         self._print(f"a conversation of the validation at step {step}:", "bold")

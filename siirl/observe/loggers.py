@@ -279,7 +279,7 @@ class Logger:
 
 
 LOGGERS = {
-    "console": Logger(lambda info: ConsoleSink(info.total_steps, info.first_step)),
+    "console": Logger(lambda info: ConsoleSink(info.total_steps, info.first_step, info.progress)),
     "tensorboard": Logger(TensorBoardSink),
     "wandb": Logger(WandbSink, "wandb", "Log in with `wandb login`, or set WANDB_MODE=offline."),
     "mlflow": Logger(MlflowSink, "mlflow", "Set MLFLOW_TRACKING_URI, as in sqlite:///mlflow.db."),

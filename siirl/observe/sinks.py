@@ -46,6 +46,9 @@ class RunInfo:
     sample_dirs: Mapping[str, Path]
     """Kind of samples ("train", "validation") -> folder, where it is not the default one."""
 
+    progress: str = "bar"
+    """trainer.progress."""
+
     prometheus_address: str = ""
     """trainer.prometheus_address."""
 

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import re
 import sys
 import warnings
 
@@ -88,6 +89,22 @@ def test_the_console_says_that_an_engine_was_started_again_on_any_rank(capsys):
     sink.close()
     said = [line.strip() for line in capsys.readouterr().out.splitlines() if "again" in line]
     assert said == ["rollout engines started again in this step: 3"]
+
+
+def test_a_plain_line_has_the_numbers_of_the_table_as_pairs(capsys):
+    sink = ConsoleSink(3, progress="plain")
+    for step in (0, 1):
+        sink.log(
+            step,
+            {"reward/score": step / 4, "agent_1/actor/grad_norm": 1.5, "perf/other": 2.0, "time/step_s": 9.0},
+        )
+    sink.text(1, "validation", [{"conversation": "hello"}])
+    sink.close()
+    before, line = capsys.readouterr().out.splitlines()
+    assert before.startswith("step=0/3 reward/score=0.000 ")
+    assert re.fullmatch(
+        r"step=1/3 reward/score=0\.250 agent_1/actor/grad_norm=1\.500 time/step_s=9\.00 left=0:0\d", line
+    )
 
 
 def test_each_agent_has_its_own_number_in_a_cell():
