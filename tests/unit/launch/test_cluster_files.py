@@ -1,0 +1,74 @@
+"""examples/cluster: what each scheduler would start on its machines passes `siirl check`."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from launch_jobs import ROOT
+from test_launch_scripts import script_environment
+
+pytestmark = pytest.mark.heavy
+CLUSTER, SCRIPT = ROOT / "examples" / "cluster", "run_qwen3-8b-grpo-multinode.sh"
+
+
+def tool(folder: Path, name: str, text: str) -> None:
+    """A command of the scheduler's."""
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\n{text}")
+    path.chmod(0o755)
+
+
+def checked(command: list[str], env: dict[str, str]) -> str:
+    done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT, timeout=200)
+    assert done.returncode == 0 and "warning" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def test_slurm_starts_the_script_on_every_machine(tmp_path):
+    """Under a srun that starts the tasks one after another, as Slurm starts them side by side."""
+    tool(tmp_path, "scontrol", 'echo "$*" >&2; printf "node-a\\nnode-b\\n"\n')
+    tool(
+        tmp_path,
+        "srun",
+        '[ "$1" = --kill-on-bad-exit=1 ] && shift\nfor id in 0 1; do SLURM_NODEID=$id "$@" || exit 1; done\n',
+    )
+    shown = 'echo "task $PET_NODE_RANK of $PET_NNODES, head $MASTER_ADDR"\n'
+    tool(tmp_path, "python", f'{shown}exec {sys.executable} "$@"\n')
+    env = script_environment(tmp_path, SCRIPT, DRY_RUN="1", SLURM_NNODES="2", SLURM_JOB_NODELIST="node-[a-b]")
+    env |= {"PATH": f"{tmp_path}:{env['PATH']}", "PYTHON": str(tmp_path / "python")}
+    told = checked(["bash", str(CLUSTER / "slurm.sbatch"), "trainer.total_epochs=1"], env)
+    assert told.count("on 16 ranks") == 2
+    assert all(f"task {rank} of 2, head node-a" in told for rank in (0, 1))
+    options = [
+        line for line in (CLUSTER / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")
+    ]
+    assert "#SBATCH --nodes=2" in options and "#SBATCH --ntasks-per-node=1" in options
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_skypilot_runs_the_script_on_every_machine(tmp_path, rank):
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    env = task["envs"] | script_environment(tmp_path, SCRIPT, DRY_RUN="1")
+    env |= {"SKYPILOT_NUM_NODES": str(task["num_nodes"]), "SKYPILOT_NODE_RANK": str(rank)}
+    env |= {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    last = 'echo "rank $PET_NODE_RANK of $PET_NNODES, head $MASTER_ADDR"\n'
+    told = checked(["bash", "-euc", task["run"] + last], env)
+    assert "on 16 ranks" in told and f"rank {rank} of 2, head 10.0.0.1" in told
+
+
+def test_kuberay_starts_the_main_job_on_as_many_gpus_as_its_cluster_has(tmp_path):
+    job = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    program, *settings = shlex.split(job["spec"]["entrypoint"])
+    assert [program, *settings[:2]] == ["python", "-m", "siirl.main_dag"]
+    env = script_environment(tmp_path, SCRIPT)
+    model = f"actor_rollout_ref.model.path={env['MODEL_PATH']}"
+    command = [sys.executable, "-m", "siirl.cli", "check", "--elsewhere", *settings[2:], model]
+    (group,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    gpus = group["replicas"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    assert f"on {gpus} ranks" in checked(command, os.environ | env)
