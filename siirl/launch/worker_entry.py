@@ -18,6 +18,7 @@ from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
 from siirl.config import from_dict
 from siirl.errors import ConfigError
+from siirl.launch.attempt_store import attempt_store
 from siirl.launch.failure import describe_exception, write_failure
 from siirl.launch.job import Job
 from siirl.model_files.local_models import with_local_models
@@ -140,7 +141,8 @@ def _store(place: ProcessPlace, timeout: timedelta) -> Any:
     import torch.distributed as dist
 
     if "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-        return next(iter(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)))[0]
+        kept = next(iter(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout)))[0]
+        return attempt_store(kept, place.rank, place.world_size, timeout)
     listen_fd = os.environ.pop("SIIRL_STORE_FD", None)
     return dist.TCPStore(
         os.environ["MASTER_ADDR"],
