@@ -21,6 +21,7 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_script_plans_checks_and_trains(tmp_path):
     out = run(str(PYTHON / "train.py"), "--out", str(tmp_path), "--steps", "2")
     assert re.fullmatch(rf"reward \S+ -> \S+; everything is in {tmp_path}", out.splitlines()[-1])

@@ -117,6 +117,7 @@ def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs,
     assert sorted(begun[0]) == sorted(begun[1]), "no environment is begun again"
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, tmp_path):
     whole = run_job(2, overrides(inputs, tmp_path / "whole/out", *game(tmp_path / "whole"), *LONG_TAIL, *LAG))
     assert max(whole.values("rollout/lag_max")) > 0

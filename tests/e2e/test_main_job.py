@@ -115,6 +115,7 @@ def test_the_export_loads_in_transformers_and_a_checkpoint_exports_to_the_same(o
     assert samples, "sampled rollouts are written as text"
 
 
+@pytest.mark.slow
 def test_the_adaptive_coefficient_of_a_kl_in_the_reward_survives_a_checkpoint(inputs, tmp_path):
     settings = [
         "algorithm.use_kl_in_reward=True",
