@@ -86,7 +86,7 @@ class ActorConfig(TrainedConfig):
     clip_ratio_low: float = key(None, "lower clip ratio", low=0)
     clip_ratio_high: float = key(None, "upper clip ratio (clip-higher)", low=0)
     clip_ratio_c: float = key(
-        3.0, "bound of the loss for negative advantages (dual clip); greater than 1", low=1
+        3.0, "bound of the loss for negative advantages (dual clip); greater than 1", low=1, excluded=1
     )
     entropy_coeff: float = key(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = key(False, "add the KL divergence from the reference model to the loss")
@@ -112,6 +112,12 @@ class ActorConfig(TrainedConfig):
     )
     use_cpgd_loss: bool = key(False, "short for policy_loss.loss_mode=cpgd")
     policy_drift_coeff: float = key(0.0, "weight of the policy drift in the cpgd loss", low=0)
+
+    @property
+    def corrects_rollout(self) -> bool:
+        """Whether the loss is corrected for the rollout engine's probabilities."""
+        correction = self.rollout_correction
+        return correction.weight != "none" or correction.reject != "none" or self.tis_imp_ratio_cap > 0
 
     @property
     def loss_name(self) -> str:

@@ -31,7 +31,7 @@ class FSDPConfig:
     param_offload: bool = key(False, "keep parameters in host memory between phases")
     optimizer_offload: bool = key(False, "keep optimizer states in host memory between phases")
     fsdp_size: int = key(
-        -1, "ranks that share one copy of the weights; fewer than all is HSDP; -1: all", low=-1
+        -1, "ranks that share one copy of the weights; fewer than all is HSDP; -1: all", low=-1, excluded=0
     )
     model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "types of compute and communication")
@@ -74,9 +74,9 @@ class OptimConfig:
     """AdamW and its learning-rate schedule."""
 
     lr: float = key(1e-6, "peak learning rate", low=0)
-    lr_warmup_steps_ratio: float = key(0.0, "warmup length as a share of all optimizer steps", low=0)
+    lr_warmup_steps_ratio: float = key(0.0, "warmup length as a share of all optimizer steps", low=0, high=1)
     min_lr: float = key(0.0, "final learning rate; or set min_lr_ratio", low=0)
-    min_lr_ratio: float = key(0.0, "final learning rate as a share of lr", low=0)
+    min_lr_ratio: float = key(0.0, "final learning rate as a share of lr", low=0, high=1)
     warmup_style: str = key(
         "constant",
         "schedule after the warmup: hold, or decay to min_lr or min_lr_ratio",
@@ -101,7 +101,7 @@ class OptimConfig:
         None, "optimizer steps of that decay", when="lr_decay_style=WSD", low=1
     )
     total_training_steps: int = key(0, "optimizer steps of the schedule; 0: all steps of the run", low=0)
-    betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas")
+    betas: tuple[float, float] = key((0.9, 0.999), "AdamW betas", low=0, high=1, excluded=1)
     weight_decay: float = key(0.01, "AdamW weight decay", low=0)
     lr_warmup_steps: int = key(
         -1, "warmup length in optimizer steps; negative: lr_warmup_steps_ratio decides"

@@ -63,9 +63,7 @@ def _reference_of_another_type(cfg: Config) -> Iterator[str]:
 def _uncorrected_lag(cfg: Config) -> Iterator[str]:
     """Tokens of older weights that count like those of the newest."""
     actor, max_lag = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.max_lag
-    correction = actor.rollout_correction
-    corrected = correction.weight != "none" or correction.reject != "none" or actor.tis_imp_ratio_cap > 0
-    if max_lag and actor.recompute_old_log_prob and not corrected:
+    if max_lag and actor.recompute_old_log_prob and not actor.corrects_rollout:
         yield (
             "actor_rollout_ref.actor.rollout_correction.weight=none with actor_rollout_ref.rollout."
             f"max_lag={max_lag}: tokens of older weights count as if the newest had sampled them. Leave it "

@@ -38,7 +38,11 @@ class Rule:
     within: str = ""
     """The same of its group, from the root."""
     low: float | None = None
-    """Least value."""
+    """Least value, of each item of a list."""
+    high: float | None = None
+    """Greatest value."""
+    excluded: float | None = None
+    """A value between them, or one of them, that is refused."""
     choices: tuple[str, ...] = ()
     """The allowed names."""
     later_choices: Mapping[str, str] = field(default_factory=dict)

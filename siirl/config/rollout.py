@@ -15,8 +15,10 @@ ASSISTANT_TURNS = 16
 class ValKwargs:
     """How validation samples."""
 
-    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1)
-    top_p: float = key(1.0, "sample among the likeliest tokens of this total probability", low=0)
+    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1, excluded=0)
+    top_p: float = key(
+        1.0, "sample among the likeliest tokens of this total probability", low=0, high=1, excluded=0
+    )
     temperature: float = key(0.0, "sampling temperature; 0: greedy", low=0)
     n: int = key(1, "responses of each prompt", low=1)
     do_sample: bool = key(False, "sample; False: greedy")
@@ -140,9 +142,11 @@ class RolloutConfig:
     replay_dir: str | None = key(
         None, "trainer.dump_rollouts_dir of the run whose rollouts are replayed", when="name=replay"
     )
-    temperature: float = key(1.0, "sampling temperature; log-probs are taken at it", low=0)
-    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1)
-    top_p: float = key(1.0, "sample among the likeliest tokens of this total probability", low=0)
+    temperature: float = key(1.0, "sampling temperature; log-probs are taken at it", low=0, excluded=0)
+    top_k: int = key(-1, "sample among the k likeliest tokens; -1: all", low=-1, excluded=0)
+    top_p: float = key(
+        1.0, "sample among the likeliest tokens of this total probability", low=0, high=1, excluded=0
+    )
     prompt_length: int = key(None, "most tokens of a prompt", low=1)
     response_length: int = key(None, "most tokens of a response", low=1)
     dtype: str = key(

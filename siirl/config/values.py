@@ -1,12 +1,13 @@
 """From a value that somebody wrote to the typed value of a key, or an error that says what is wrong."""
 
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable
 from typing import Any
 
-from siirl.config.keys import Key
+from siirl.config.keys import Key, Rule
 from siirl.errors import ConfigError, NotSupportedError
 
 TYPE_NAMES = {
@@ -113,9 +114,24 @@ def plain(value: Any) -> Any:
 
 
 def _check_range(key: Key, value: Any) -> None:
-    low = key.rule.low
-    if low is not None and isinstance(value, int | float) and not isinstance(value, bool) and value < low:
-        raise ConfigError(f"{key.name}={value}: must be at least {low:g}.")
+    rule = key.rule
+    low, high = -math.inf if rule.low is None else rule.low, math.inf if rule.high is None else rule.high
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        if number < low or number > high or number == rule.excluded:
+            why = "." if rule.excluded is None else f" ({rule.doc}). Set {key.name}={show(key, key.default)}."
+            raise ConfigError(f"{key.name}={show(key, value)}: must be {_range_words(rule)}{why}")
+
+
+def _range_words(rule: Rule) -> str:
+    words = {
+        "above" if rule.excluded == rule.low else "at least": rule.low,
+        "below" if rule.excluded == rule.high else "at most": rule.high,
+    }
+    if rule.excluded not in (rule.low, rule.high):
+        words["not"] = rule.excluded
+    return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
 
 
 def _wrong_type(key: Key, value: Any) -> str:

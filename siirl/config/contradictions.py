@@ -1,0 +1,221 @@
+"""Values of keys that do not go together: a row says when, and what is said of them."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.config.resolve import get
+from siirl.config.root import TOP_GROUPS, Config, all_keys
+from siirl.config.values import show
+
+PLACEHOLDER = re.compile(r"\{([\w.]*)(=?)\}")
+
+
+@dataclass(frozen=True)
+class Contradiction:
+    """Values that cannot be, or not together."""
+
+    holds: Callable[[Any], object]
+    """Whether a group has them."""
+    text: str
+    """{key=} is a key with its value, {key} its value, {} the group, to which keys are relative (or full)."""
+
+    def problems(self, cfg: Config, group: str) -> Iterator[str]:
+        """What is said of a group ("": all of the configuration), if it has such values and is used."""
+        used = group != "critic" or cfg.algorithm.may_use_critic
+        if used and self.holds(get(cfg, group) if group else cfg):
+            yield PLACEHOLDER.sub(lambda found: _shown(cfg, group, *found.groups()), self.text)
+
+
+def _shown(cfg: Config, group: str, name: str, equals: str) -> str:
+    if not name:
+        return group
+    full = name if name.split(".")[0] in TOP_GROUPS else f"{group}.{name}"
+    value = get(cfg, full)
+    text = f"{value:g}" if isinstance(value, float) else show(all_keys()[full], value)
+    return f"{full}={text}" if equals else text
+
+
+def _validates(cfg: Config) -> bool:
+    return cfg.trainer.val_before_train or cfg.trainer.val_only or cfg.trainer.test_freq > 0
+
+
+ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+_ONE_ROUND = (
+    " with algorithm.filter_groups.enable=true: recorded rollouts hold one round of each step, dynamic "
+    "sampling takes as many as it needs. Set algorithm.filter_groups.enable=false."
+)
+
+CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
+    ("",): (
+        Contradiction(
+            lambda cfg: cfg.algorithm.estimator.compares_groups and cfg.actor_rollout_ref.rollout.n < 2,
+            "{actor_rollout_ref.rollout.n=} with {algorithm.adv_estimator=}: the advantage is relative to "
+            "the other samples of a prompt, and there are none. Set actor_rollout_ref.rollout.n=2 or more.",
+        ),
+        Contradiction(
+            lambda cfg: cfg.actor_rollout_ref.rollout.prompt_length != cfg.data.max_prompt_length,
+            "{actor_rollout_ref.rollout.prompt_length=} differs from {data.max_prompt_length=}: both are the "
+            "same limit. Set only data.max_prompt_length.",
+        ),
+        Contradiction(
+            lambda cfg: cfg.actor_rollout_ref.rollout.response_length != cfg.data.max_response_length,
+            "{actor_rollout_ref.rollout.response_length=} differs from {data.max_response_length=}: both are "
+            "the same limit. Set only data.max_response_length.",
+        ),
+        Contradiction(
+            lambda cfg: (
+                cfg.reward_model.overlong_buffer.enable
+                and cfg.reward_model.overlong_buffer.len > cfg.actor_rollout_ref.rollout.response_length
+            ),
+            "{reward_model.overlong_buffer.len=} is longer than a response "
+            "({actor_rollout_ref.rollout.response_length} tokens): the penalty would start before the first "
+            "token. Lower it.",
+        ),
+        Contradiction(
+            lambda cfg: cfg.actor_rollout_ref.rollout.name == "replay" and _validates(cfg),
+            "{actor_rollout_ref.rollout.name=} cannot validate: no engine samples with the new weights. Set "
+            "trainer.val_before_train=false trainer.test_freq=-1.",
+        ),
+        Contradiction(
+            lambda cfg: cfg.algorithm.filter_groups.enable and cfg.actor_rollout_ref.rollout.n < 2,
+            "{algorithm.filter_groups.enable=} with {actor_rollout_ref.rollout.n=}: a single response of a "
+            "prompt never differs from the others. Set actor_rollout_ref.rollout.n=2 or more.",
+        ),
+        Contradiction(
+            lambda cfg: cfg.algorithm.filter_groups.enable and cfg.trainer.dump_rollouts_dir,
+            f"trainer.dump_rollouts_dir{_ONE_ROUND}",
+        ),
+        Contradiction(
+            lambda cfg: cfg.algorithm.filter_groups.enable and cfg.actor_rollout_ref.rollout.name == "replay",
+            f"actor_rollout_ref.rollout.replay_dir{_ONE_ROUND}",
+        ),
+        Contradiction(
+            lambda cfg: not cfg.algorithm.may_use_critic and cfg.trainer.critic_warmup,
+            "{trainer.critic_warmup=} with {algorithm.adv_estimator=}, which uses no critic: nothing would "
+            "be trained in these steps. Set trainer.critic_warmup=0, or algorithm.adv_estimator=gae.",
+        ),
+        Contradiction(
+            lambda cfg: not cfg.data.train_files and not cfg.trainer.val_only,
+            "data.train_files is empty: there is nothing to train on. Name at least one parquet file.",
+        ),
+        Contradiction(
+            lambda cfg: not cfg.data.val_files and _validates(cfg),
+            "data.val_files is empty, but the run validates. Name a parquet file, or set "
+            "trainer.val_before_train=false trainer.test_freq=-1.",
+        ),
+    ),
+    ("trainer",): (
+        Contradiction(
+            lambda trainer: (
+                trainer.resume_mode == "resume_path" and not isinstance(trainer.resume_from_path, str)
+            ),
+            "{resume_mode=} without a path. Set trainer.resume_from_path=DIR/global_step_N, or "
+            "trainer.resume_mode=auto.",
+        ),
+        Contradiction(
+            lambda trainer: trainer.resume_from_path is True,
+            "{resume_from_path=}: expected the path of a checkpoint, DIR/global_step_N.",
+        ),
+    ),
+    ("dag",): (
+        Contradiction(
+            lambda dag: dag.workflow_path and dag.custom_pipeline_fn,
+            "{workflow_path=} and {custom_pipeline_fn=}: a run has one workflow. Set only one of them.",
+        ),
+    ),
+    (f"{ROLLOUT}.val_kwargs",): (
+        Contradiction(
+            lambda val: val.do_sample and val.temperature == 0,
+            "{do_sample=} with val_kwargs.temperature=0: temperature 0 is greedy. Set {}.temperature=1.0, or "
+            "{}.do_sample=false.",
+        ),
+        Contradiction(
+            lambda val: val.n > 1 and not val.do_sample,
+            "{n=} with val_kwargs.do_sample=false: all {n} greedy responses would be the same. Set "
+            "{}.do_sample=true {}.temperature=1.0, or {}.n=1.",
+        ),
+    ),
+    (ROLLOUT,): (
+        Contradiction(
+            lambda rollout: rollout.n > 1 and not rollout.do_sample,
+            "{n=} with {do_sample=}: all {n} greedy responses of a prompt would be the same. Set "
+            "{}.do_sample=true.",
+        ),
+        Contradiction(
+            lambda rollout: rollout.name == "hf" and rollout.tensor_model_parallel_size > 1,
+            "{tensor_model_parallel_size=} with {name=}: the hf rollout holds the whole model on each rank. "
+            "Set {}.tensor_model_parallel_size=1.",
+        ),
+        Contradiction(
+            lambda rollout: rollout.name == "replay" and not rollout.replay_dir,
+            "{name=} without {}.replay_dir: there is nothing to replay. Set it to the "
+            "trainer.dump_rollouts_dir of the run that recorded the rollouts.",
+        ),
+        Contradiction(
+            lambda rollout: rollout.surplus > rollout.max_lag,
+            "{surplus=} with {max_lag=}: of the prompts in work one batch is trained in each step, so the "
+            "last ones would be older than max_lag allows. Set {}.surplus={max_lag} or less, or a larger "
+            "max_lag.",
+        ),
+    ),
+    (ACTOR,): (
+        Contradiction(
+            lambda actor: actor.use_cpgd_loss and actor.policy_loss.loss_mode not in ("vanilla", "cpgd"),
+            "{use_cpgd_loss=} and {policy_loss.loss_mode=}: the first is short for "
+            "policy_loss.loss_mode=cpgd. Set one of them.",
+        ),
+        Contradiction(
+            lambda actor: actor.clip_ratio_low > 1,
+            "{clip_ratio_low=}: a ratio cannot fall below 0, so it is at most 1.",
+        ),
+        Contradiction(
+            lambda actor: not actor.recompute_old_log_prob and actor.corrects_rollout,
+            "{}.rollout_correction with {recompute_old_log_prob=}: the ratio of the policy loss is taken to "
+            "the rollout engine already, so there is nothing to correct. Remove one of them.",
+        ),
+        Contradiction(
+            lambda actor: actor.tis_imp_ratio_cap > 0 and actor.rollout_correction.weight != "none",
+            "{tis_imp_ratio_cap=} and {rollout_correction.weight=}: the first is short for the second. Set "
+            "one of them.",
+        ),
+        Contradiction(
+            lambda actor: actor.rollout_correction.low >= actor.rollout_correction.high,
+            "{rollout_correction.low=} is not below the upper bound {rollout_correction.high}.",
+        ),
+        Contradiction(
+            lambda actor: actor.rollout_correction.reject_low >= actor.rollout_correction.reject_high,
+            "{rollout_correction.reject_low=} is not below the upper bound {rollout_correction.reject_high}.",
+        ),
+    ),
+    (ACTOR, "critic"): (
+        Contradiction(
+            lambda trained: trained.optim.lr_warmup_init > trained.optim.lr,
+            "{optim.lr_warmup_init=} is more than {optim.lr=}, the peak. Lower it.",
+        ),
+        Contradiction(
+            lambda trained: trained.optim.min_lr > trained.optim.lr,
+            "{optim.min_lr=} is more than {optim.lr=}, the peak. Lower it.",
+        ),
+        Contradiction(
+            lambda trained: trained.optim.min_lr and trained.optim.min_lr_ratio,
+            "{optim.min_lr=} and {optim.min_lr_ratio=} both name the final learning rate. Set one of them.",
+        ),
+        Contradiction(
+            lambda trained: trained.optim.lr_decay_style and trained.optim.warmup_style != "constant",
+            "{optim.lr_decay_style=} and {optim.warmup_style=} both name the schedule. Set one of them.",
+        ),
+        Contradiction(
+            lambda trained: (
+                trained.optim.lr_decay_style == "WSD" and trained.optim.lr_wsd_decay_steps is None
+            ),
+            "{optim.lr_decay_style=} without the length of its decay. Set {}.optim.lr_wsd_decay_steps.",
+        ),
+        Contradiction(
+            lambda trained: "model" not in trained.checkpoint.save_contents,
+            "{checkpoint.save_contents=}: a checkpoint without the model cannot be resumed. Add model.",
+        ),
+    ),
+}
+"""Groups -> what is refused in each of them."""
