@@ -2,38 +2,15 @@
 
 from collections.abc import Iterable
 
+from siirl.config.common import FSDPConfig, MegatronConfig
+from siirl.config.keys import walk
+
 POLICY = "actor_rollout_ref"
-FSDP_KEYS = (
-    "param_offload",
-    "optimizer_offload",
-    "fsdp_size",
-    "model_dtype",
-    "mixed_precision.param_dtype",
-    "mixed_precision.reduce_dtype",
-)
-MEGATRON_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "sequence_parallel",
-)
-MEGATRON_KEYS = (
-    *MEGATRON_SIZES,
-    "param_dtype",
-    "param_offload",
-    "override_transformer_config",
-    "use_dist_checkpointing",
-    "dist_checkpointing_path",
-    "use_mbridge",
-)
-MEGATRON_TRAINING_KEYS = (
-    "use_distributed_optimizer",
-    "grad_offload",
-    "optimizer_offload",
-    "override_ddp_config",
+TRAINING_KEYS = ("use_distributed_optimizer", "grad_offload", "optimizer_offload", "override_ddp_config")
+"""Keys of sharding that only a model in training has."""
+FSDP_KEYS, MEGATRON_KEYS = tuple(walk(FSDPConfig())), tuple(walk(MegatronConfig()))
+MEGATRON_SIZES = tuple(
+    name for name in MEGATRON_KEYS if name.endswith(("_parallel_size", "sequence_parallel"))
 )
 
 
@@ -43,8 +20,8 @@ def _moved(old: str, names: Iterable[str], *groups: str) -> dict[str, tuple[str,
 
 
 _ACTOR, _REF = f"{POLICY}.actor", f"{POLICY}.ref"
-_FORWARD_FSDP = tuple(name for name in FSDP_KEYS if name != "optimizer_offload")
-_FORWARD_MEGATRON = (*MEGATRON_KEYS, "seed")
+_FORWARD_FSDP = tuple(name for name in FSDP_KEYS if name not in TRAINING_KEYS)
+FORWARD_MEGATRON = tuple(name for name in MEGATRON_KEYS if name not in TRAINING_KEYS)
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "data.filter_overlong_prompt": ("data.filter_overlong_prompts",),
@@ -61,9 +38,9 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **_moved("critic.model.fsdp_config", FSDP_KEYS, "critic.fsdp_config"),
     **_moved(f"{POLICY}.model.fsdp_config", _FORWARD_FSDP, f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config"),
     **_moved(f"{POLICY}.model.fsdp_config", ("optimizer_offload",), f"{_ACTOR}.fsdp_config"),
-    **_moved(f"{POLICY}.model.megatron", _FORWARD_MEGATRON, f"{_ACTOR}.megatron", f"{_REF}.megatron"),
-    **_moved(f"{POLICY}.model.megatron", MEGATRON_TRAINING_KEYS, f"{_ACTOR}.megatron"),
-    **_moved("critic.model.megatron", (*_FORWARD_MEGATRON, *MEGATRON_TRAINING_KEYS), "critic.megatron"),
+    **_moved(f"{POLICY}.model.megatron", FORWARD_MEGATRON, f"{_ACTOR}.megatron", f"{_REF}.megatron"),
+    **_moved(f"{POLICY}.model.megatron", TRAINING_KEYS, f"{_ACTOR}.megatron"),
+    **_moved("critic.model.megatron", MEGATRON_KEYS, "critic.megatron"),
     **_moved("reward_model.model.fsdp_config", _FORWARD_FSDP, "reward_model.fsdp_config"),
-    **_moved("reward_model.model.megatron", _FORWARD_MEGATRON, "reward_model.megatron"),
+    **_moved("reward_model.model.megatron", FORWARD_MEGATRON, "reward_model.megatron"),
 }

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from siirl.config.aliases import POLICY
 from siirl.config.batch import batch_of
 from siirl.config.resolve import COMPUTE_DTYPE, compute_dtype, get
+from siirl.config.roles import ROLES
 from siirl.config.root import Config
 
 
@@ -77,16 +78,15 @@ def _row_by_row(cfg: Config) -> Iterator[str]:
     if not actor.use_dynamic_bsz:
         return
     old = actor.recompute_old_log_prob and (in_reward or batch_of(cfg).mini_batches > 1)
-    reference = actor.use_kl_loss or in_reward
     passes = (
-        ("actor_rollout_ref.rollout.log_prob_", "", "the old log-probs", old),
-        ("actor_rollout_ref.ref.log_prob_", "", "the reference", reference),
-        ("critic.", "ppo_", "the critic", cfg.algorithm.estimator.uses_critic),
+        ("actor", "the old log-probs", old),
+        ("ref", "the reference", actor.use_kl_loss or in_reward),
+        ("critic", "the critic", cfg.algorithm.estimator.uses_critic),
     )
-    for prefix, infix, what, used in passes:
-        size, dynamic = f"{prefix}{infix}micro_batch_size_per_gpu", f"{prefix}use_dynamic_bsz"
-        if used and not get(cfg, dynamic) and get(cfg, size) == 1:
+    for role, what, used in passes:
+        keys = ROLES[role].forward
+        if used and keys and not get(cfg, keys.dynamic) and get(cfg, keys.max_rows) == 1:
             yield (
-                f"{size}=1: {what} one row at a time, which is slow, while the actor fills micro-batches by "
-                f"tokens. Set {dynamic}=true."
+                f"{keys.max_rows}=1: {what} one row at a time, which is slow, while the actor fills "
+                f"micro-batches by tokens. Set {keys.dynamic}=true."
             )

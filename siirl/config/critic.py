@@ -19,13 +19,6 @@ class CriticModelConfig(ModelConfig):
 class CriticConfig(TrainedConfig):
     """The value model of PPO: used with algorithm.adv_estimator=gae."""
 
-    ppo_mini_batch_size: int = key(None, "prompts of one optimizer step, over all ranks", low=1)
-    ppo_micro_batch_size_per_gpu: int = key(
-        None,
-        "rows of a micro-batch on each rank, unless use_dynamic_bsz",
-        when="use_dynamic_bsz=false",
-        low=1,
-    )
     ppo_max_token_len_per_gpu: int = key(
         32768, "token budget of a training micro-batch on each rank", when="use_dynamic_bsz", low=1
     )

@@ -14,7 +14,7 @@ from typing import Any
 from siirl.config.keys import Key
 from siirl.config.resolve import FOLLOWS
 from siirl.config.root import Config, all_groups, all_keys
-from siirl.config.tree import default_config, overridden, split_name, with_broken
+from siirl.config.tree import default_config, overridden, put, split_name, with_broken
 from siirl.config.values import closest, plain
 from siirl.errors import ConfigError, Place
 from siirl.findings import Findings
@@ -225,11 +225,7 @@ def _schema_defaults() -> dict[str, Any]:
     """The defaults of all keys as a nested plain dict, for interpolations to read."""
     tree: dict[str, Any] = {}
     for name, key in all_keys().items():
-        *groups, last = name.split(".")
-        node = tree
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[last] = FOLLOWS.get(name, plain(key.default))
+        put(tree, name, FOLLOWS.get(name, plain(key.default)))
     return tree
 
 

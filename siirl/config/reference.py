@@ -5,7 +5,6 @@
 
 import textwrap
 from collections.abc import Iterator
-from typing import Any
 
 from siirl.config.aliases import ALIASES
 from siirl.config.deviations import DEVIATIONS
@@ -116,18 +115,10 @@ def _status(key: Key) -> str:
 
 def _deviations() -> str:
     entries = [
-        bullet(
-            f"`{name}`: `{_plain(item.reference)}` there, {_default(all_keys()[name])} here: {item.reason}."
-        )
-        for name, item in DEVIATIONS.items()
+        bullet(f"`{key.name}`: `{show(key, item.reference)}` there, {_default(key)} here: {item.reason}.")
+        for key, item in ((all_keys()[name], item) for name, item in DEVIATIONS.items())
     ]
     return "\n".join(("## Defaults that differ from siiRL's\n", *entries, ""))
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ",".join(str(item) for item in value) + "]"
-    return "null" if value is None else str(value)
 
 
 if __name__ == "__main__":

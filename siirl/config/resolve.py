@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from siirl.config.aliases import ALIASES, MEGATRON_KEYS, MEGATRON_SIZES, POLICY
+from siirl.config.aliases import ALIASES, FORWARD_MEGATRON, MEGATRON_SIZES, POLICY
 from siirl.config.root import Config, all_keys
 from siirl.config.unused_keys import unused_keys
 from siirl.errors import ConfigError
@@ -36,8 +36,8 @@ FOLLOWS: dict[str, str] = {
 }
 FOLLOWS |= {
     f"{POLICY}.ref.megatron.{name}": f"${{{POLICY}.actor.megatron.{name}}}"
-    for name in MEGATRON_KEYS
-    if name != "param_offload"
+    for name in FORWARD_MEGATRON
+    if name not in ("seed", "param_offload")
 }
 FOLLOWS |= {
     f"{POLICY}.ref.fsdp_config.{name}": f"${{{POLICY}.actor.fsdp_config.{name}}}"

@@ -78,7 +78,7 @@ def to_dict(cfg: Config) -> dict[str, Any]:
     """The configuration as JSON has it: nested maps, plus "explicit"; `from_dict` gives back an equal one."""
     tree = dataclasses.asdict(cfg, dict_factory=lambda items: {name: plain(value) for name, value in items})
     for name, value in tree.pop("unused").items():
-        _put(tree, name, value)
+        put(tree, name, value)
     return tree
 
 
@@ -88,20 +88,8 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     Strict like the command line. Absent keys have defaults; without "explicit", the keys given count as set.
     """
     groups = {name: value for name, value in data.items() if name != "explicit"}
-    found = Findings()
-    flat, _ = _flatten(groups, found)
-    values = {}
-    for name, value in flat.items():
-        if not (name in FOLLOWS and value is None):
-            with found.at():
-                values[name] = convert(all_keys()[name], value)
-    explicit = tuple(sorted(data.get("explicit", values)))
-    for name in explicit:
-        with found.at():
-            if name in values:
-                check_available(all_keys()[name], values[name])
-    found.close()
-    return _follow(dataclasses.replace(_with(Config(), values), explicit=explicit))
+    cfg = with_overrides(Config(), groups)
+    return _follow(dataclasses.replace(cfg, explicit=tuple(sorted(data.get("explicit", cfg.explicit)))))
 
 
 def diff_keys(cfg: Config) -> dict[str, tuple[Any, Any]]:
@@ -122,7 +110,7 @@ def print_config(cfg: Config) -> str:
     for name in all_keys():
         if name in ALIASES or name.endswith(SECRET_KEYS):
             continue
-        _put(tree, name, plain(get(cfg, name)))
+        put(tree, name, plain(get(cfg, name)))
     return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=110)
 
 
@@ -194,7 +182,8 @@ def _merged(base: Any, update: Any) -> dict[str, Any]:
     return result
 
 
-def _put(tree: dict[str, Any], name: str, value: Any) -> None:
+def put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a value by its full name in nested maps."""
     *groups, last = name.split(".")
     for group in groups:
         tree = tree.setdefault(group, {})

@@ -212,6 +212,8 @@ DRAWN = {
     if key.rule.status == "supported"
     and name not in ALIASES
     and type(key.default) in (int, float, bool)
+    and key.rule.high is None
+    and key.rule.excluded is None
     and not name.startswith(("trainer.n", "ray_init", "dag."))
     and not name.endswith(("sequence_parallel", "clip_ratio_low"))
 }
