@@ -7,8 +7,6 @@ from siirl.config.common import STRATEGY, ForwardMegatronConfig, FSDPConfig, Mod
 from siirl.config.judge_service import JudgeConfig
 from siirl.config.keys import group, key
 
-FROZEN = "a reward model is never trained"
-
 
 @dataclass(frozen=True)
 class OverlongBufferConfig:

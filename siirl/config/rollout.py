@@ -5,7 +5,6 @@ from typing import Any
 
 from siirl.config.keys import group, key
 
-ENGINES = "an option of vllm and sglang; the hf rollout has no such setting"
 EXTERNAL = "actor_rollout_ref.rollout.name=openai"
 ASSISTANT_TURNS = 16
 """Most turns of an agent with tools, until it is another's turn, where nothing bounds them."""
