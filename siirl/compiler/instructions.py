@@ -34,6 +34,7 @@ from siirl.compiler.plan import (
 )
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Workflow
+from siirl.config.batch import batch_of
 from siirl.dag.graph import Graph
 from siirl.errors import DagError
 from siirl.parallel.placement import Ranks
@@ -240,7 +241,9 @@ class _Section:
             )
             reader = self.shared.workflow.rollouts.get(agent, node)
             surplus = reader.cfg.actor_rollout_ref.rollout.surplus if reader.op.runs_ahead else 0
-            self.shared.loaders[name] = LoaderPlan(name, agent, reader.id, own, math.ceil(surplus))
+            batch = batch_of(reader.cfg)
+            ahead = math.ceil(surplus * batch.prompts / batch.generated)
+            self.shared.loaders[name] = LoaderPlan(name, agent, reader.id, own, ahead)
         layout_id = self.shared.loaders[name].layout
         ranks = self.shared.table.by_id[layout_id].ranks
         self.instructions.append(Load(name, self.loaded[agent], layout_id, ranks))

@@ -14,7 +14,7 @@ from siirl.compiler.plan import (
     SyncWeights,
     Until,
 )
-from siirl.dag_worker.rounds import needs_round
+from siirl.dag_worker.rounds import groups_wanted
 from siirl.dag_worker.worker import DAGWorker, StepRecord
 from siirl.data.store import FieldStore
 
@@ -47,11 +47,11 @@ def _run(
             match ins:
                 case Repeat(node=node, ranks=ranks):
                     end = instructions.index(Until(node, ranks), position)
-                    record.round = 0
-                    while needs_round(worker, ins, record.round):
-                        record.round += 1
+                    sampled = 0
+                    while wanted := groups_wanted(worker, ins, record.round, sampled):
+                        record.round, record.wanted, sampled = record.round + 1, wanted, sampled + wanted
                         _run(instructions[position:end], worker, store, record, number)
-                    position, record.round = end + 1, 0
+                    position, record.round, record.wanted = end + 1, 0, None
                 case Collect(node=node, reads=reads, source=source):
                     agent = worker.plan.nodes[node].agent
                     worker.collect(ins, store.view(reads, source, agent), record)

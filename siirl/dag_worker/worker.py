@@ -49,6 +49,8 @@ class StepRecord:
     step: int
     validate: bool
     round: int = 0
+    wanted: int | None = None
+    """In a round, the groups that the node which repeats still lacks."""
     metrics: Metrics = field(default_factory=Metrics)
     samples: list[dict[str, Any]] = field(default_factory=list)
 
@@ -144,7 +146,7 @@ class DAGWorker:
             if reader is None or not reader.plan.spec.runs_ahead:
                 return loader.train.next_batch()
             in_flight = reader.services["in_flight"]
-            return loader.train.next_batch(in_flight.batches_to_load(plan.ahead, record.step, self.last_step))
+            return in_flight.load(loader.train, record.step, self.last_step, record.wanted)
         rows = loader.val.next_batch()
         loader.num_val_batches_given += 1
         return take_rows(rows, []) if loader.num_val_batches_given > loader.val.steps_per_epoch else rows

@@ -2,8 +2,9 @@
 
 The bound (rollout.max_lag, L): a row that trains in step k has no token sampled before step k - L. It is
 held by waiting: the groups that were begun first leave first, and a step ends only when those that stay can
-leave in time, one batch in each step (the earliest deadline goes first). As what stays is the surplus, at
-most L batches, that is always so once all are complete.
+leave in time, as many in each step as are sure to leave (the earliest deadline goes first). As what stays is
+the surplus, at most L times as many, that is always so once all are complete. The same is asked of each round
+of a step that has several: what a later one gives is not counted on.
 """
 
 from collections.abc import Mapping
@@ -21,9 +22,11 @@ def leaving(num_open: Mapping[int, int], oldest: Oldest, batch: int) -> list[int
     return sorted(sorted(complete, key=lambda group: (oldest[group], group))[:batch])
 
 
-def is_enough(num_open: Mapping[int, int], oldest: Oldest, batch: int, step: int, max_lag: int) -> bool:
-    """Whether a batch is complete, and what stays can leave in time: with one batch leaving in each of the
-    next steps, none has to wait until it is too old.
+def is_enough(
+    num_open: Mapping[int, int], oldest: Oldest, batch: int, steady: int, step: int, max_lag: int
+) -> bool:
+    """Whether a batch is complete, and what stays can leave in time: with `steady` groups leaving in each of
+    the next steps, none has to wait until it is too old.
     """
     if not any(num_open.values()):
         return True
@@ -31,4 +34,4 @@ def is_enough(num_open: Mapping[int, int], oldest: Oldest, batch: int, step: int
     if len(chosen) < batch:
         return False
     ages = [step - oldest[group] for group in num_open.keys() - set(chosen)]
-    return all(sum(age + later >= max_lag for age in ages) <= later * batch for later in range(max_lag))
+    return all(sum(age + later >= max_lag for age in ages) <= later * steady for later in range(max_lag))

@@ -225,14 +225,14 @@ class EpisodesInFlight(PromptsInFlight):
             return self._is_enough(self._num_open)
 
     def _is_enough(self, num_open: dict[int, int]) -> bool:
-        return is_enough(num_open, self._oldest, len(self._slots), self._step, self._max_lag)
+        return is_enough(num_open, self._oldest, self._num_leaving, self._steady, self._step, self._max_lag)
 
     def _first_step(self, order: int) -> int:
         """When the first token of a group was sampled; now, if there is none."""
         return min(one.first_step or self._step for one in self._groups[order])
 
     def _leave(self) -> Left:
-        chosen = leaving(self._num_open, self._oldest, len(self._slots))
+        chosen = leaving(self._num_open, self._oldest, self._num_leaving)
         groups = [self._groups.pop(order) for order in chosen]
         for order in chosen:
             del self._num_open[order], self._oldest[order], self._batches[order]

@@ -92,13 +92,14 @@ class RolloutsInFlight(PromptsInFlight):
         max_lag: int,
         surplus: float,
         batch_size: int,
+        step_size: int | None = None,
         decodes_on: bool = False,
     ) -> None:
         """n: responses of each prompt. decodes_on: the engine goes on between the steps, while others train.
 
         The rest as of PromptsInFlight.
         """
-        super().__init__(max_lag, surplus, batch_size)
+        super().__init__(max_lag, surplus, batch_size, step_size)
         self._engine, self._n, self._decodes_on = engine, n, decodes_on
         self._stream: RolloutStream | None = None  # while requests may be pending
         self._running: dict[Key, int] = {}  # requests that are -> the step in which they were submitted
@@ -190,7 +191,7 @@ class RolloutsInFlight(PromptsInFlight):
         return {key: (order, self.responses[order][number]) for key, (order, number) in places.items()}
 
     def give(self, taken: Taken) -> TensorDict:
-        """The prompts of the groups that leave, with the group_ids of a batch. On all ranks of the shard."""
+        """The prompts of the groups that leave, numbered over all shards. On all ranks of the shard."""
         for order in taken.orders:
             self.responses.pop(order, None)
         return self.give_prompts(taken.orders)
@@ -242,13 +243,14 @@ class RolloutsInFlight(PromptsInFlight):
 
     def _is_enough(self, num_open: dict[int, int], step: int) -> bool:
         """Whether the step may end; see deadlines.py."""
-        return is_enough(num_open, self._oldest_of(num_open, step), len(self._slots), step, self._max_lag)
+        oldest, leave = self._oldest_of(num_open, step), self._num_leaving
+        return is_enough(num_open, oldest, leave, self._steady, step, self._max_lag)
 
     def _oldest_of(self, orders: Iterable[int], step: int) -> dict[int, int]:
         return {order: self._oldest(order, step) for order in orders}
 
     def _leave(self, num_open: dict[int, int], step: int, num_restarted: int) -> Taken:
-        chosen = leaving(num_open, self._oldest_of(num_open, step), len(self._slots))
+        chosen = leaving(num_open, self._oldest_of(num_open, step), self._num_leaving)
         lags = [step - self._oldest(order, step) for order in chosen]
         assert max(lags, default=0) <= self._max_lag, f"rows of {max(lags)} steps ago"
         return Taken(chosen, [one for order in chosen for one in self.responses[order]], num_restarted)
@@ -256,7 +258,7 @@ class RolloutsInFlight(PromptsInFlight):
     def _require(self, stream: RolloutStream) -> None:
         if not stream.num_pending:
             raise RolloutError(
-                f"rollout engine {self._engine.name!r}: {len(self._slots)} groups are wanted, "
+                f"rollout engine {self._engine.name!r}: {self._num_leaving} groups are wanted, "
                 f"{len(self._orders())} are there, and no request runs."
             )
 

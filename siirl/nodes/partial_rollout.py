@@ -3,17 +3,19 @@
 Sources: "APRIL: Active partial rollouts in reinforcement learning" (2025), "AReaL" (2025).
 """
 
+from dataclasses import replace
+
 from tensordict import TensorDict
 
 from siirl.engines.rollout.base import Completion, RolloutEngine
-from siirl.nodes.context import OpContext
+from siirl.nodes.context import Moment, OpContext
 from siirl.nodes.generate import (
+    prompt_seed,
     report,
     response_columns,
     rollout,
     samples_of,
     sampling_params,
-    seed_of,
     stop_token_ids,
 )
 from siirl.nodes.in_flight import RolloutsInFlight, Taken
@@ -24,7 +26,8 @@ from siirl.nodes.recording import dump_rollouts
 def partial_rollout(
     ctx: OpContext, rows: TensorDict, engine: RolloutEngine, in_flight: RolloutsInFlight
 ) -> TensorDict:
-    """One row per sample of as many prompts as a batch has: those of this step, or of some steps before.
+    """One row per sample of as many prompts as a batch has, or still lacks: those of this step, or of some
+    steps before.
 
     rows: the prompts that were loaded, maybe several batches or none. Validation samples its own prompts, and
     all of them. No communication but within the shard.
@@ -32,7 +35,9 @@ def partial_rollout(
     if ctx.validate:
         return rollout(ctx, rows, engine)
     params = sampling_params(ctx.cfg, stop_token_ids(ctx), validate=False)
-    in_flight.admit(rows, ctx.step, lambda batch, slot: seed_of(ctx, str(slot), step=batch))
+    in_flight.admit(
+        rows, ctx.step, lambda batch, slot: prompt_seed(replace(ctx, now=Moment(batch, False)), slot)
+    )
     mine = in_flight.sample(params, ctx.step).encode() if engine.leads else None
     taken = Taken.decode(engine.share(mine))
     completions = [
@@ -43,7 +48,7 @@ def partial_rollout(
     report(ctx, out)
     lags = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
     num_partial = sum(one.first_step != one.last_step for one in taken.responses)
-    report_lag(ctx, lags, num_partial, taken.num_restarted, len(in_flight.orders()))
+    report_lag(ctx, lags, num_partial, taken.num_restarted, in_flight.num_more(ctx.step))
     ctx.metrics.merge(engine.drain_metrics())
     dump_rollouts(ctx, out)
     return out

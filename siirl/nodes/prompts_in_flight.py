@@ -1,6 +1,18 @@
-"""Prompts that are loaded ahead and leave some steps later: the part of a delay line that all kinds share."""
+"""Prompts that are loaded ahead and leave some steps later: the part of a delay line that all kinds share.
 
+With dynamic sampling a step has several rounds, and each gives the groups that the batch still lacks: the
+step_size of them in the first round, as many as the filter has dropped in the next ones. So the filter never
+keeps a group for a later step, a group trains in the step in which it leaves the line, and whoever leaves the
+line within the bound trains within it. The last step gives the groups that were loaded first, and no others
+have begun by then; prompts that a batch of the loader had too many stay unread, and are counted.
+
+Shards load whole batches and give parts of them: the groups that leave are dealt to the shards in turn, so
+that each has loaded all that it must give.
+"""
+
+import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -8,6 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.data.buffer import ORDER, RowBuffer, rows_of_state
+from siirl.data.loader import PromptLoader
 from siirl.data.rows import take_rows
 from siirl.errors import DataError
 
@@ -15,38 +28,68 @@ from siirl.errors import DataError
 class PromptsInFlight(RowBuffer):
     """The prompts of one shard that have been loaded and not been given.
 
-    Each step loads one batch and gives one, the first step loads more, the last ones load nothing. Ranks of
-    one shard keep the same prompts.
+    Each step loads as many as it gives, the first step loads more, the last ones load less. Ranks of one
+    shard keep the same prompts.
     """
 
-    def __init__(self, max_lag: int, surplus: float, batch_size: int) -> None:
-        """See rollout.max_lag and rollout.surplus. batch_size: prompts of a step, over all shards."""
+    def __init__(self, max_lag: int, surplus: float, batch_size: int, step_size: int | None = None) -> None:
+        """See rollout.max_lag and rollout.surplus. batch_size: prompts that the loader gives at once, over
+        all shards. step_size: those that train in a step, where that is another number.
+        """
         super().__init__()
         self._max_lag, self._surplus, self._batch_size = max_lag, surplus, batch_size
-        self._slots: list[int] = []  # the group_ids of this shard in every batch
-        self._num_loading = 0
-        self.num_batches = 0
-        """Batches that were loaded and not given, over all shards."""
+        self._step_size = step_size or batch_size
+        self._num_prompts = 0  # that were loaded and not given, over all shards
+        self._last_batch = 0  # number of the last batch that was loaded
+        self._num_loading = self._num_leaving = self._num_active = 0  # batches; groups, of this shard
+        self._wanted = 0  # groups that leave now, over all shards
+        self._steady = 0  # groups of this shard that leave in every step, or more
+        self._group_ids = range(0)
+        self._told = (0, 0)
 
-    def batches_to_load(self, ahead: int, step: int, last_step: int) -> int:
-        """How many batches the next step gets: one, more in the first step, none in the last ones, so that
-        all that is ever loaded is trained."""
-        wanted = min(1 + ahead, last_step - step + 1)
-        self._num_loading = max(0, wanted - self.num_batches)
-        return self._num_loading
+    def load(self, loader: PromptLoader, step: int, last_step: int, wanted: int | None = None) -> TensorDict:
+        """The prompts that are read now, maybe several batches or none, so that all that begins is trained.
+
+        wanted: groups that leave, over all shards, where that is not the whole of a step. Each rank of the
+        node asks its own loader; no communication.
+        """
+        self._wanted = wanted or self._step_size
+        owners = _owners(self._batch_size, loader.num_shards)
+        window = [owners[at % self._batch_size] for at in range(self._first, self._first + self._wanted)]
+        self._num_leaving = window.count(loader.shard)
+        before = sum(owner < loader.shard for owner in window)
+        self._group_ids = range(before, before + self._num_leaving)
+        self._steady = _least(owners, loader.shard, self._step_size)
+        ahead = min(self._surplus, last_step - step)
+        self._num_active = self._num_leaving + int(ahead * self._steady)
+        missing = self._wanted + ahead * self._step_size - self._num_prompts
+        self._num_loading = max(0, math.ceil(missing / self._batch_size))
+        return loader.next_batch(self._num_loading)
+
+    @property
+    def _first(self) -> int:
+        """The place in a batch of the group that leaves next, over all shards."""
+        return -self._num_prompts % self._batch_size
 
     def give_prompts(self, orders: Sequence[int]) -> TensorDict:
-        """The prompts of the groups that leave, with the group_ids of a batch. On all ranks of the shard."""
+        """The prompts of the groups that leave, numbered over all shards. On all ranks of the shard."""
         out = self.remove(torch.tensor(orders, dtype=torch.int64))
         out = take_rows(out, out[ORDER].argsort()).exclude(ORDER)
-        out["group_id"] = torch.tensor(self._slots, dtype=torch.int64)
+        out["group_id"] = torch.tensor(self._group_ids, dtype=torch.int64)
         out["row_id"] = out["group_id"].clone()
-        self.num_batches -= 1
+        self._num_prompts -= self._wanted
         return out
+
+    def num_more(self, step: int) -> int:
+        """How many groups stay; after the first round of a step, how many more than after the one before."""
+        told = self._told[1] if self._told[0] == step else 0
+        self._told = (step, len(self.orders()))
+        return self._told[1] - told
 
     def state(self) -> dict[str, Any]:
         """See RowBuffer."""
-        return super().state() | {"num_batches": self.num_batches, "batch_size": self._batch_size}
+        kept = {"num_prompts": self._num_prompts, "last_batch": self._last_batch}
+        return super().state() | kept | {"batch_size": self._batch_size}
 
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
         """See RowBuffer: of as many shards as before each goes on with its own; DataError for states of
@@ -56,8 +99,11 @@ class PromptsInFlight(RowBuffer):
         if sizes - {self._batch_size}:
             raise DataError(
                 f"the checkpoint holds prompts in flight of batches of {sizes.pop()}, data.train_batch_size "
-                f"is {self._batch_size}: they cannot be dealt out. Resume with the batch size of before."
+                f"is {self._batch_size} (or data.gen_batch_size, with dynamic sampling): they cannot be "
+                "dealt out. Resume with the batch size of before."
             )
+        self._num_prompts = max((state.get("num_prompts", 0) for state in states), default=0)
+        self._last_batch = max((state.get("last_batch", 0) for state in states), default=0)
         if len(states) == num_shards:
             super().load_state([states[shard]], 0, 1)
         else:
@@ -65,41 +111,53 @@ class PromptsInFlight(RowBuffer):
         made = next((state for state in states if state["columns"]), None)
         if self.rows is None and made is not None:
             self.rows = take_rows(rows_of_state(made), [])
-        self._slots = list(self._slots_of(shard, num_shards))
-        self.num_batches = max((state.get("num_batches", 0) for state in states), default=0)
 
     def _admitted(self, rows: TensorDict, step: int) -> Iterator[tuple[int, dict[int, int]]]:
         """Take the prompts that were loaded, whose group_ids go on from batch to batch; of each batch its
         number and, by group_id in it, the ORDERs of its groups. The first batch of a run has number 1.
         """
+        self._last_batch = self._last_batch or step - 1
         for number in range(self._num_loading):
             part = take_rows(rows, rows["group_id"] // self._batch_size == number)
             for name in ("group_id", "row_id"):
                 part[name] = part[name] % self._batch_size
-            batch = step + self.num_batches
-            self.num_batches += 1
-            self._slots = part["group_id"].tolist()
+            self._last_batch += 1
+            self._num_prompts += self._batch_size
+            slots = part["group_id"].tolist()
             self.add(part)
-            yield (
-                batch,
-                dict(zip(self._slots, self._orders()[-len(part) :] if len(part) else (), strict=True)),
-            )
+            orders = self._orders()[-len(part) :] if len(part) else ()
+            yield self._last_batch, dict(zip(slots, orders, strict=True))
         self._num_loading = 0
 
     def _active(self) -> list[int]:
-        """The ORDERs of the groups that are in work: a batch and the surplus."""
-        return self._orders()[: int((1 + self._surplus) * len(self._slots))]
-
-    def _slots_of(self, shard: int, num_shards: int) -> range:
-        """The group_ids of a shard in every batch, as the loader cuts it."""
-        return range(self._batch_size * shard // num_shards, self._batch_size * (shard + 1) // num_shards)
+        """The ORDERs of the groups that are in work: those that leave and the surplus."""
+        return self._orders()[: self._num_active]
 
     def _share(self, orders: Tensor, shard: int, num_shards: int) -> Tensor:
-        """See RowBuffer: as many groups as the shard's part of whole batches, old and new ones."""
-        if num_shards == 1:
-            return orders
-        slot = torch.arange(len(orders)) % self._batch_size
-        return orders[torch.isin(slot, torch.tensor(self._slots_of(shard, num_shards)))]
+        """See RowBuffer: dealt in the turn in which the shards will give them."""
+        owners = torch.tensor(_owners(self._batch_size, num_shards))
+        place = (self._first + torch.arange(len(orders))) % self._batch_size
+        return orders[owners[place] == shard]
 
     def _orders(self) -> list[int]:
         return self.orders().tolist()
+
+
+def _owners(batch_size: int, num_shards: int) -> list[int]:
+    """Which shard has each group of a batch, in the turn in which they leave: each as evenly as it can.
+
+    A shard has as many as the loader gives it of a batch.
+    """
+    counts = [batch_size * (s + 1) // num_shards - batch_size * s // num_shards for s in range(num_shards)]
+    places = [(Fraction(2 * i + 1, count), shard) for shard, count in enumerate(counts) for i in range(count)]
+    return [shard for _, shard in sorted(places)]
+
+
+def _least(owners: Sequence[int], shard: int, length: int) -> int:
+    """The least number of groups of a shard among so many that leave in a row."""
+    mine = [owner == shard for owner in owners]
+    laps, rest = divmod(length, len(mine))
+    sums = [0]
+    for place in range(2 * len(mine)):
+        sums.append(sums[-1] + mine[place % len(mine)])
+    return laps * sum(mine) + min(sums[at + rest] - sums[at] for at in range(len(mine)))

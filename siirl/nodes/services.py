@@ -55,7 +55,8 @@ SERVICES: dict[str, Callable[[LocalNode, OnRank], Any]] = {
 def _in_flight(node: LocalNode, rank: OnRank) -> PromptsInFlight:
     """What the node keeps from step to step: it takes the place of its buffer."""
     rollout = node.cfg.actor_rollout_ref.rollout
-    bounds = (rollout.max_lag, rollout.surplus, batch_of(node.cfg).generated)
+    batch = batch_of(node.cfg)
+    bounds = (rollout.max_lag, rollout.surplus, batch.generated, batch.prompts)
     if "interaction" in node.plan.needs:
         kept = EpisodesInFlight(*bounds)
     else:

@@ -266,6 +266,8 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
         if entry := next((x.entry for x in plan.interactions.values() if model.name in x.policies), None):
             shards, verb = len(plan.run_of(entry).ranks), "played"
         refilled = f" in rounds of {batch.generated} prompts" if batch.in_rounds else ""
+        if refilled and plan.nodes[entry or model.node].max_lag:
+            refilled = f" in rounds of as many as it lacks, read {batch.generated} at a time"
         share = _share(batch.generated, shards)
         amount = f"{batch.rows} {'episodes' if entry else 'sequences'}"
         lines.append(

@@ -1,8 +1,15 @@
 """Dynamic sampling through the main job: on any number of ranks, with leftovers in checkpoints, exhausted."""
 
+import json
+import shutil
+from collections import Counter
+
 import pytest
+import torch
 from dist_harness import WorkerFailure
 from job_harness import Inputs, overrides, run_job
+
+from siirl.compiler.compile import TEMPLATES
 
 COIN = '''
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -15,6 +22,10 @@ DAPO = (
     "data.gen_batch_size=5",
     "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.actor.clip_ratio_high=0.28",
+)
+LAG = (
+    *("actor_rollout_ref.rollout.max_lag=2", "actor_rollout_ref.rollout.surplus=1.5"),
+    *("data.max_response_length=64", "actor_rollout_ref.rollout.stop_token_ids=[5,6,7,8]"),
 )
 COMPARED = ("reward/score", "actor/loss", "actor/grad_norm", "sampling/groups_left", "sampling/rounds")
 
@@ -70,8 +81,6 @@ def checked(folder, placed_apart: bool) -> str:
 
     placed_apart: rollout and training on ranks of their own, and the filter across both.
     """
-    from siirl.compiler.compile import TEMPLATES
-
     text = (TEMPLATES / "dapo.yaml").read_text()
     if placed_apart:
         text = text.replace("node_role: ROLLOUT,", "node_role: ROLLOUT, placement: '0',")
@@ -116,8 +125,73 @@ def test_a_reward_that_never_varies_ends_the_run_with_the_numbers(inputs, tmp_pa
     more = (f"custom_reward_function.path={constant}", "algorithm.filter_groups.max_num_gen_batches=3")
     with pytest.raises(WorkerFailure) as caught:
         run_job(2, overrides(inputs, tmp_path / "out", *DAPO, *more))
-    for words in ("after 3 rounds of 5 prompts only 0 prompts", "needs 8", "max_num_gen_batches"):
+    for words in ("of 15 prompts in 3 rounds only 0 have", "needs 8", "max_num_gen_batches"):
         assert words in str(caught.value)
+
+
+NOTE = '''
+import json
+from pathlib import Path
+
+
+def note(ctx, rows):
+    """Writes down which prompts train in a step; each has two optimizer steps, so version 2k is of k + 1."""
+    columns = rows["prompt_ids"].tolist(), rows["prompt_length"].tolist()
+    prompts = [ids[-length:] for ids, length in zip(*columns)]
+    path = Path(ctx.options["folder"]) / f"{ctx.step}_{rows['group_id'].min() if len(rows) else 'none'}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(prompts))
+    ages = ctx.step - 1 - rows["weight_version"] // 2
+    assert ages.numel() == 0 or 0 <= ages.min() and ages.max() <= 2
+    ctx.metrics.max("note/age", int(ages.max()) if len(rows) else 0)
+    return rows.select()
+'''
+NOTE_NODE = """
+  - node_id: note
+    node_type: COMPUTE
+    dependencies: [dynamic_sampling]
+    executable_ref: CODE:note
+    reads: [group_id, prompt_ids, prompt_length, weight_version]
+    writes: []
+    config: {folder: FOLDER}
+"""
+
+
+def noted(folder):
+    """Step -> its prompts, with how many rows of each."""
+    steps = {}
+    for path in sorted(folder.iterdir()):
+        of_step = steps.setdefault(int(path.stem.partition("_")[0]), Counter())
+        of_step.update(tuple(prompt) for prompt in json.loads(path.read_text()))
+    return steps
+
+
+def run_noting(folder, made, name, *more):
+    """A run of four steps with a lag, and what `note` has seen of it."""
+    shutil.rmtree(folder / "seen", ignore_errors=True)
+    (folder / "note.py").write_text(NOTE)
+    node = NOTE_NODE.replace("CODE", str(folder / "note.py")).replace("FOLDER", str(folder / "seen"))
+    (folder / "noting.yaml").write_text((TEMPLATES / "dapo.yaml").read_text() + node)
+    keys = (f"dag.workflow_path={folder / 'noting.yaml'}", "trainer.total_training_steps=4", *more)
+    return run_job(2, overrides(made, folder / name, *DAPO, *LAG, *keys)), noted(folder / "seen")
+
+
+def test_dynamic_sampling_with_a_lag_trains_whole_batches_within_the_bound_and_resumes_exactly(tmp_path):
+    """Responses with a long tail; from the checkpoint of step 2 the same prompts and weights come out."""
+    made = Inputs.make(tmp_path / "inputs", rows=200)
+    made.reward.write_text(COIN)
+    whole, prompts = run_noting(tmp_path, made, "whole", "trainer.save_freq=2")
+    checkpoint = whole.output / "checkpoints" / "global_step_2"
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    resumed, again = run_noting(tmp_path, made, "resumed", *resume)
+    assert [prompts[step].total() for step in (1, 2, 3, 4)] == [16] * 4
+    assert again == {step: prompts[step] for step in (3, 4)}
+    assert max(whole.values("note/age")) > 0 and max(whole.values("rollout/partial")) > 0
+    assert max(whole.values("rollout/lag_max")) <= 2 and min(whole.values("sampling/rounds")) > 1
+    assert whole.values("sampling/groups_left") == whole.values("reward/group_degenerate") == [0] * 4
+    assert 0 <= whole.values("rollout/in_flight")[-1] < 5 < max(whole.values("rollout/in_flight"))
+    ours, theirs = resumed.weights(), whole.weights()
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 GAME = """

@@ -62,10 +62,11 @@ def _played_with(node: ResolvedNode, kept: Workflow) -> set[int]:
 
 def _of_its_rows(node: ResolvedNode, lag: str, kept: Workflow) -> Iterator[UserError]:
     for other in kept.nodes.values():
-        if node.id in kept.graph.above[other.id] and other.op.repeats:
+        if node.id in kept.graph.above[other.id] and other.op.repeats and node.id in kept.stages:
             yield NotSupportedError(
-                f"not supported yet: {lag} above {other}, which keeps groups for later steps: they would "
-                "be older than the bound. Set algorithm.filter_groups.enable=false, or max_lag to 0."
+                f"not supported yet: {lag} in an interaction above {other}: a round is of as many prompts "
+                "as the batch lacks then, maybe one, and if all its episodes fail the run ends. Set "
+                "algorithm.filter_groups.enable=false, or max_lag to 0."
             )
         elif node.id in kept.graph.above[other.id] and other.op.draws:
             yield NotSupportedError(

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from plan_cases import add_agent, compiled, config, custom
+from plan_cases import add_agent, compiled, config, custom, run_symbolically
 
-from siirl.compiler.compile import TEMPLATES, compile_plan
+from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
 from siirl.config.checks import check_config
 from siirl.dag.spec import DagBuilder, dag_spec
 from siirl.dag.yaml_file import load_dag_file
@@ -15,6 +15,9 @@ from siirl.show.plan_text import report
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LAG = (f"{ROLLOUT}.max_lag=2", f"{ROLLOUT}.surplus=1.5")
+
+
+ACTS = (f"{ROLLOUT}.agent.env_path=[examples.multi_agent.games:Doors]", f"{ROLLOUT}.agent.obs_with_env=true")
 
 
 def one_agent(**rollout_options):
@@ -48,9 +51,9 @@ def lagging_trainer():
         (lambda: one_agent()[0], ["trainer.rollout_only=true"], DagError, ["no weights change"]),
         (
             sampled_again,
-            ["algorithm.filter_groups.enable=true"],
+            ["algorithm.filter_groups.enable=true", *ACTS],
             NotSupportedError,
-            ["keeps groups for later", "filter_groups.enable=false"],
+            ["in an interaction", "filter_groups.enable=false"],
         ),
         (
             sampled_again,
@@ -88,6 +91,17 @@ def test_an_engine_goes_on_beside_the_trainer_if_nothing_else_computes_on_its_ra
     plan, configs = compile_plan(dag_spec(dag.dag_id, nodes, ""), config(*keys), 2)
     assert plan.nodes["rollout_actor"].decodes_on == goes_on
     assert ("go on with them while the trainer trains" in report(plan, configs)) == goes_on
+
+
+def test_dynamic_sampling_with_a_lag_loads_ahead_in_its_own_batches():
+    keys = ("algorithm.filter_groups.enable=true", "data.gen_batch_size=5")
+    cfg = config(*LAG, *keys)
+    plan, configs = compile_plan(load_dag(cfg), cfg, 2)
+    told = report(plan, configs)
+    assert "in rounds of as many as it lacks, read 5 at a time" in told and "up to 20 prompts" in told
+    assert plan.nodes["rollout_actor"].op == "partial_rollout" and plan.nodes["rollout_actor"].max_lag == 2
+    assert [loader.ahead for loader in plan.loaders.values()] == [3], "1.5 x 8 prompts, 5 at once"
+    assert "dynamic_sampling" in run_symbolically(plan)
 
 
 def test_more_in_work_than_the_bound_lets_train_is_refused():

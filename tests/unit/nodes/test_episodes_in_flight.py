@@ -1,7 +1,6 @@
 """Episodes that go on from step to step: nothing is lost, trained twice, too old, cut, or begun again."""
 
 import json
-import math
 import random
 import signal
 import threading
@@ -134,7 +133,7 @@ class Job:
 
     def __init__(self, shards, batch, n, max_lag, surplus, steps, stages=TALK, functions=None, speed=1):
         self.shards, self.batch, self.n, self.steps = shards, batch, n, steps
-        self.ahead, self.stages = math.ceil(surplus), stages
+        self.stages = stages
         self.game = game_of(stages, functions or {"over": over})
         self.loaders = [PromptLoader(Prompts(64), batch, s, shards, seed=3) for s in range(shards)]
         self.kept = [EpisodesInFlight(max_lag, surplus, batch) for _ in range(shards)]
@@ -161,8 +160,7 @@ class Job:
         self.step += 1
         ids = []
         for loader, kept in zip(self.loaders, self.kept, strict=True):
-            rows = loader.next_batch(kept.batches_to_load(self.ahead, self.step, self.steps))
-            kept.admit(rows, self.step)
+            kept.admit(kept.load(loader, self.step, self.steps), self.step)
             left = kept.play(self.pumps(), self.game, self.begin, self.step)
             self.partial, self.restarted = (
                 self.partial + left.num_partial,

@@ -1,7 +1,6 @@
 """Responses that go on from step to step: nothing is lost, nothing is trained twice, nothing is too old."""
 
 import json
-import math
 from collections import Counter
 from dataclasses import replace
 
@@ -80,23 +79,33 @@ class FakeEngine(RolloutEngine):
 
 
 class Job:
-    """The rollouts of a run on some shards, without the rest of it."""
+    """The rollouts of a run on some shards, without the rest of it.
 
-    def __init__(self, shards, batch, n, max_lag, surplus, steps, prompts=64):
-        self.lag = (n, max_lag, surplus, batch)
-        self.shards, self.batch, self.steps, self.ahead = shards, batch, steps, math.ceil(surplus)
+    read: prompts that the loader gives at once; chance: with dynamic sampling, that a group is kept.
+    """
+
+    def __init__(self, shards, batch, n, max_lag, surplus, steps, prompts=64, read=None, chance=None):
+        self.lag, self.chance = (n, max_lag, surplus, read or batch, batch), chance
+        self.shards, self.batch, self.steps, batch = shards, batch, steps, read or batch
         self.loaders = [PromptLoader(Prompts(prompts), batch, s, shards, seed=3) for s in range(shards)]
         self.engines = [FakeEngine() for _ in range(shards)]
         self.kept = [RolloutsInFlight(engine, *self.lag) for engine in self.engines]
-        self.step, self.trained, self.lags, self.restarted = 0, [], [], 0
+        self.step, self.trained, self.lags, self.restarted, self.dropped = 0, [], [], 0, []
 
     def advance(self):
-        """One step; the rows of all shards, as (prompt, tokens of each response)."""
+        """One step, in as many rounds as it takes."""
         self.step += 1
+        end = len(self.trained) + self.batch
+        while len(self.trained) < end:
+            self.sample(end - len(self.trained))
+        assert len(self.trained) == end, "a group would wait for the next step"
+
+    def sample(self, wanted):
+        """One round; the rows of all shards, as (prompt, tokens of each response)."""
         ids = []
         for loader, kept, engine in zip(self.loaders, self.kept, self.engines, strict=True):
             engine.weight_version = self.step
-            rows = loader.next_batch(kept.batches_to_load(self.ahead, self.step, self.steps))
+            rows = kept.load(loader, self.step, self.steps, wanted)
             kept.admit(rows, self.step, lambda batch, slot: 1000 * batch + slot)
             taken = Taken.decode(json.loads(json.dumps(kept.sample(PARAMS, self.step).encode())))
             self.restarted += taken.num_restarted
@@ -105,11 +114,12 @@ class Job:
             n = self.lag[0]
             for at, prompt in enumerate(groups["sample_index"].tolist()):
                 responses = taken.responses[at * n : at * n + n]
-                self.trained.append((prompt, *(tuple(one.token_ids) for one in responses)))
+                group = (prompt, *(tuple(one.token_ids) for one in responses))
+                (self.trained if is_kept(group, self.chance) else self.dropped).append(group)
                 self.lags += [self.step - one.first_step for one in responses]
                 for one in responses:
                     assert one.versions == sorted(one.versions) and one.versions[0] == one.first_step
-        assert sorted(ids) == list(range(self.batch)), "group ids of a step are those of a batch"
+        assert sorted(ids) == list(range(wanted)), "group ids of a round are those of what it gives"
 
     def state(self):
         return json.dumps([[kept.state() for kept in self.kept], self.loaders[0].state_dict()])
@@ -122,8 +132,13 @@ class Job:
             loader.load_state_dict(position)
 
 
-def whole_run(*arguments):
-    job = Job(*arguments)
+def is_kept(group, chance):
+    """Whether dynamic sampling keeps it: as its tokens say."""
+    return chance is None or hash(group) % 100 < 100 * chance
+
+
+def whole_run(*arguments, **more):
+    job = Job(*arguments, **more)
     while job.step < job.steps:
         job.advance()
     return job
@@ -210,3 +225,92 @@ def test_what_the_engine_cannot_run_ends_the_step():
     }
     with pytest.raises(RolloutError, match="9 tokens too many"):
         job.advance()
+
+
+SMALL = st.tuples(
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 2),
+    st.integers(1, 3),
+    st.floats(0, 1),
+    st.integers(1, 5),
+)
+ROUNDS = st.tuples(st.integers(1, 7), st.sampled_from([0.3, 0.6, 1.0]))
+
+
+def begun(job):
+    """The prompts in work of which something was sampled."""
+    groups = (group for kept in job.kept for group in kept.responses.values())
+    return sum(any(one.token_ids for one in group) for group in groups)
+
+
+def loaded(job):
+    """The prompts that were read, in order."""
+    again = PromptLoader(job.loaders[0].dataset, job.loaders[0].batch_size, seed=3)
+    number = max((kept.state()["last_batch"] for kept in job.kept), default=0)
+    return again.next_batch(number)["sample_index"].tolist()
+
+
+def waiting(job):
+    """The prompts that were read and not given."""
+    tables = [kept.rows for kept in job.kept if kept.rows is not None]
+    return [prompt for rows in tables for prompt in rows["sample_index"].tolist()]
+
+
+def prompts_of(groups):
+    return [prompt for prompt, *_ in groups]
+
+
+@settings(max_examples=20, deadline=None)
+@given(SMALL, ROUNDS)
+def test_dynamic_sampling_with_a_lag_keeps_what_it_keeps_without_and_within_the_bound(case, rounds):
+    shards, batch, n, max_lag, share, steps = case
+    how = {"read": rounds[0], "chance": rounds[1], "prompts": 2000}
+    plain = whole_run(shards, batch, n, 1, 0.0, steps, **how)
+    lagging = whole_run(shards, batch, n, max_lag, share * max_lag, steps, **how)
+    assert Counter(lagging.trained) == Counter(plain.trained)
+    assert Counter(lagging.dropped) == Counter(plain.dropped)
+    assert max(lagging.lags) <= max_lag and lagging.restarted == 0
+    assert begun(lagging) == 0 and len(waiting(lagging)) < how["read"]
+    assert Counter(loaded(lagging)) == Counter(
+        prompts_of(lagging.trained) + prompts_of(lagging.dropped) + waiting(lagging)
+    )
+    if shards == 1:  # the first that vary, in the order of the loader
+        sampled = sorted(plain.trained + plain.dropped, key=lambda group: loaded(plain).index(group[0]))
+        assert prompts_of(sampled) == loaded(plain)[: len(sampled)]
+        assert is_kept(sampled[-1], how["chance"])
+
+
+@settings(max_examples=20, deadline=None)
+@given(SMALL, ROUNDS, st.integers(1, 3), st.randoms(use_true_random=False))
+def test_dynamic_sampling_that_is_killed_and_resumed_loses_none_and_trains_none_twice(
+    case, rounds, other_shards, rng
+):
+    shards, batch, n, max_lag, share, steps = case
+    arguments = (batch, n, max_lag, share * max_lag, steps)
+    how = {"read": rounds[0], "chance": rounds[1], "prompts": 2000}
+    whole = whole_run(shards, *arguments, **how)
+    job, saved = Job(shards, *arguments, **how), (0, None, [], [])
+    for _ in range(rng.randint(1, steps)):
+        job.advance()
+        if rng.random() < 0.5:
+            saved = (job.step, job.state(), list(job.trained), list(job.dropped))
+    for resumed_shards in (shards, other_shards):
+        resumed = Job(resumed_shards, *arguments, **how)
+        if saved[1] is not None:
+            resumed.resume(*saved[:2])
+        while resumed.step < steps:
+            resumed.advance()
+        trained, dropped = saved[2] + resumed.trained, saved[3] + resumed.dropped
+        assert len(trained) == steps * batch and max(resumed.lags, default=0) <= max_lag
+        assert begun(resumed) == 0
+        assert Counter(prompts_of(trained) + prompts_of(dropped) + waiting(resumed)) == Counter(
+            loaded(resumed)
+        )
+        if resumed_shards == shards:
+            assert (trained, dropped) == (whole.trained, whole.dropped) and resumed.restarted == 0
+
+
+def test_rows_of_a_step_of_several_rounds_are_as_old_as_they_may_be():
+    lagging = whole_run(2, 8, 2, 2, 2.0, 12, prompts=2000, read=5, chance=0.5)
+    assert {0, 1, 2} == set(lagging.lags) and len(lagging.dropped) > 50
