@@ -228,4 +228,12 @@ class RolloutConfig:
         when="max_lag",
         low=0,
     )
+    stale: str = key(
+        "wait",
+        "what becomes of a prompt whose responses would be older than max_lag in the next step; wait: the "
+        "step waits for them; restart: it does not, and they begin anew in the next one",
+        choices=("wait", "restart"),
+        later_choices={"drop": "giving such prompts up and loading others in their place"},
+        when="max_lag",
+    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")

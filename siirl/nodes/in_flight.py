@@ -93,13 +93,17 @@ class RolloutsInFlight(PromptsInFlight):
         surplus: float,
         batch_size: int,
         step_size: int | None = None,
+        restarts: bool = False,
         decodes_on: bool = False,
     ) -> None:
-        """n: responses of each prompt. decodes_on: the engine goes on between the steps, while others train.
+        """n: responses of each prompt. restarts: a step does not wait for groups that would be too old in the
+        next one, they begin anew there (rollout.stale). decodes_on: the engine goes on between the steps,
+        while others train.
 
         The rest as of PromptsInFlight.
         """
         super().__init__(max_lag, surplus, batch_size, step_size)
+        self._restarts = restarts
         self._engine, self._n, self._decodes_on = engine, n, decodes_on
         self._stream: RolloutStream | None = None  # while requests may be pending
         self._running: dict[Key, int] = {}  # requests that are -> the step in which they were submitted
@@ -231,20 +235,26 @@ class RolloutsInFlight(PromptsInFlight):
     def _restart_stale(self, max_tokens: int, step: int) -> int:
         """Begin the groups anew that cannot be trained any more; how many they are.
 
-        None is older than the bound while it and the number of shards stay the same.
+        Where steps wait, none is older than the bound while it and the number of shards stay the same. If one
+        of them runs, all that runs is taken back, and asked again: a stream cannot give up one request.
         """
-        num_restarted = 0
-        for order, group in self.responses.items():
-            cut = any(one.finish_reason is None and len(one.token_ids) >= max_tokens for one in group)
-            if cut or self._oldest(order, step) < step - self._max_lag:
-                self.responses[order] = [Response(one.seed, one.number) for one in group]
-                num_restarted += 1
-        return num_restarted
+        stale = [
+            order
+            for order, group in self.responses.items()
+            if self._oldest(order, step) < step - self._max_lag
+            or any(one.finish_reason is None and len(one.token_ids) >= max_tokens for one in group)
+        ]
+        if any(_key(order, one) in self._running for order in stale for one in self.responses[order]):
+            self.pause()
+        for order in stale:
+            self.responses[order] = [Response(one.seed, one.number) for one in self.responses[order]]
+        return len(stale)
 
     def _is_enough(self, num_open: dict[int, int], step: int) -> bool:
         """Whether the step may end; see deadlines.py."""
         oldest, leave = self._oldest_of(num_open, step), self._num_leaving
-        return is_enough(num_open, oldest, leave, self._steady, step, self._max_lag)
+        bound = 0 if self._restarts else self._max_lag  # 0: what stays need not leave in time
+        return is_enough(num_open, oldest, leave, self._steady, step, bound)
 
     def _oldest_of(self, orders: Iterable[int], step: int) -> dict[int, int]:
         return {order: self._oldest(order, step) for order in orders}

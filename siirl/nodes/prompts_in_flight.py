@@ -10,6 +10,7 @@ Shards load whole batches and give parts of them: the groups that leave are deal
 that each has loaded all that it must give.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -143,14 +144,15 @@ class PromptsInFlight(RowBuffer):
         return self.orders().tolist()
 
 
-def _owners(batch_size: int, num_shards: int) -> list[int]:
+@functools.cache
+def _owners(batch_size: int, num_shards: int) -> tuple[int, ...]:
     """Which shard has each group of a batch, in the turn in which they leave: each as evenly as it can.
 
     A shard has as many as the loader gives it of a batch.
     """
     counts = [batch_size * (s + 1) // num_shards - batch_size * s // num_shards for s in range(num_shards)]
     places = [(Fraction(2 * i + 1, count), shard) for shard, count in enumerate(counts) for i in range(count)]
-    return [shard for _, shard in sorted(places)]
+    return tuple(shard for _, shard in sorted(places))
 
 
 def _least(owners: Sequence[int], shard: int, length: int) -> int:

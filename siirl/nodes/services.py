@@ -62,7 +62,7 @@ def _in_flight(node: LocalNode, rank: OnRank) -> PromptsInFlight:
     else:
         engine = rank.engines[str(node.plan.model)]
         assert isinstance(engine, RolloutEngine)
-        kept = RolloutsInFlight(engine, rollout.n, *bounds, node.plan.decodes_on)
+        kept = RolloutsInFlight(engine, rollout.n, *bounds, rollout.stale == "restart", node.plan.decodes_on)
     node.buffer = kept
     return kept
 

@@ -309,6 +309,8 @@ def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> li
         else "those that a step does not complete keep their tokens, and no device memory, and go on in the "
         "next one"
     )
+    if cfg.actor_rollout_ref.rollout.stale == "restart":
+        rest += "; those that would be older begin anew"
     return [
         f"  at most {_count(node.max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
         f"{'episodes' if talks else 'responses'}) are in work; {rest}"

@@ -44,6 +44,11 @@ def _of_an_interaction(plan: InteractionPlan, kept: Workflow) -> Iterator[UserEr
             )
             return
     for node, rollout in zip(speakers, rollouts, strict=True):
+        if rollout.stale != "wait":
+            yield NotSupportedError(
+                f"not supported yet: {node}: rollout.stale={rollout.stale} in an interaction, whose episodes "
+                "may be inside environments and tools. Set stale=wait."
+            )
         if rollout.name == "openai":
             yield NotSupportedError(
                 f"not supported yet: rollout.max_lag={rollout.max_lag} in an interaction with {node}, for "

@@ -139,12 +139,17 @@ def test_the_episodes_of_an_interaction_go_on_as_a_whole(template):
         ),
         (lambda: talking(config={"rollout.surplus": 1}), DagError, ["surplus=1.5", "'rollout_1'", ", 1"]),
         (
+            lambda: talking(config={"rollout.stale": "restart"}),
+            NotSupportedError,
+            ["'rollout_1'", "stale=restart", "Set stale=wait"],
+        ),
+        (
             lambda: talking(config={"rollout.max_lag": 0, "rollout.surplus": 0}),
             DagError,
             ["'rollout_1'", "same for all its agents"],
         ),
     ],
-    ids=["lag", "surplus", "none"],
+    ids=["lag", "surplus", "stale", "none"],
 )
 def test_agents_of_an_interaction_that_differ_in_their_lag_are_refused(dag, kind, words):
     with pytest.raises(kind) as caught:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from siirl.data.loader import PromptLoader
-from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
+from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams, WaveStream
 from siirl.engines.rollout.sampling import derive_seed, later_seed, uniforms
 from siirl.errors import DataError, EpisodeFailed, RolloutError
 from siirl.nodes.in_flight import RolloutsInFlight, Taken
@@ -47,12 +47,17 @@ def cut(completion, length):
 class FakeEngine(RolloutEngine):
     """Draws tokens from the seed alone; a response ends at a token below its prompt's chance to stop."""
 
-    name, weight_version = "fake", 0
+    name, weight_version, num_steps, works_alone = "fake", 0, 0, False
+
+    def new_stream(self, interrupt):
+        """Of an engine that works alone, what has completed is told at once."""
+        return WaveStream(self, (lambda keys: True) if self.works_alone else interrupt)
 
     def run_wave(self, requests, interrupt):
         """One token of each at a time."""
         whole = [self.one(request) for request in requests]
         for done in range(1, MOST + 1):
+            self.num_steps += any(len(one.token_ids) >= done for one in whole)
             ended = [at for at, one in enumerate(whole) if len(one.token_ids) == done]
             if ended and interrupt(ended):
                 return [cut(one, done) for one in whole]
@@ -81,15 +86,18 @@ class FakeEngine(RolloutEngine):
 class Job:
     """The rollouts of a run on some shards, without the rest of it.
 
-    read: prompts that the loader gives at once; chance: with dynamic sampling, that a group is kept.
+    read: prompts that the loader gives at once; chance: with dynamic sampling, that a group is kept; more: of
+    RolloutsInFlight.
     """
 
-    def __init__(self, shards, batch, n, max_lag, surplus, steps, prompts=64, read=None, chance=None):
+    def __init__(self, shards, batch, n, max_lag, surplus, steps, prompts=64, read=None, chance=None, **more):
         self.lag, self.chance = (n, max_lag, surplus, read or batch, batch), chance
         self.shards, self.batch, self.steps, batch = shards, batch, steps, read or batch
         self.loaders = [PromptLoader(Prompts(prompts), batch, s, shards, seed=3) for s in range(shards)]
         self.engines = [FakeEngine() for _ in range(shards)]
-        self.kept = [RolloutsInFlight(engine, *self.lag) for engine in self.engines]
+        self.kept = [RolloutsInFlight(engine, *self.lag, **more) for engine in self.engines]
+        for engine in self.engines:
+            engine.works_alone = more.get("decodes_on", False)
         self.step, self.trained, self.lags, self.restarted, self.dropped = 0, [], [], 0, []
 
     def advance(self):
@@ -314,3 +322,38 @@ def test_dynamic_sampling_that_is_killed_and_resumed_loses_none_and_trains_none_
 def test_rows_of_a_step_of_several_rounds_are_as_old_as_they_may_be():
     lagging = whole_run(2, 8, 2, 2, 2.0, 12, prompts=2000, read=5, chance=0.5)
     assert {0, 1, 2} == set(lagging.lags) and len(lagging.dropped) > 50
+
+
+@settings(max_examples=20, deadline=None)
+@given(SMALL, ROUNDS, st.booleans(), st.randoms(use_true_random=False))
+def test_what_is_restarted_is_within_the_bound_and_trained_once(case, rounds, decodes_on, rng):
+    shards, batch, n, max_lag, share, steps = case
+    how = {"read": rounds[0], "chance": rounds[1], "prompts": 2000}
+    plain = whole_run(shards, batch, n, 1, 0.0, steps, **how)
+    arguments = (shards, batch, n, max_lag, share * max_lag, steps)
+    restarting = Job(*arguments, **how, restarts=True, decodes_on=decodes_on)
+    while restarting.step < steps:
+        restarting.advance()
+        if rng.random() < 0.3:
+            resumed = Job(*arguments, **how, restarts=True, decodes_on=decodes_on)
+            resumed.resume(restarting.step, restarting.state())
+            resumed.trained, resumed.dropped = restarting.trained, restarting.dropped
+            resumed.lags = restarting.lags
+            restarting = resumed
+    assert Counter(restarting.trained) == Counter(plain.trained)
+    assert Counter(restarting.dropped) == Counter(plain.dropped)
+    assert max(restarting.lags) <= max_lag and begun(restarting) == 0
+
+
+@pytest.mark.parametrize("decodes_on", [False, True])
+def test_a_step_does_not_wait_for_what_it_restarts(decodes_on):
+    more = {"decodes_on": decodes_on}
+    waiting, restarting = (Job(1, 8, 2, 1, 1.0, 12, restarts=x, **more) for x in (False, True))
+    for _ in range(11):
+        waiting.advance()
+        restarting.advance()
+    assert waiting.restarted == 0 and restarting.restarted > 2
+    assert restarting.engines[0].num_steps < 0.9 * waiting.engines[0].num_steps
+    waiting.advance()
+    restarting.advance()
+    assert Counter(restarting.trained) == Counter(waiting.trained) and max(restarting.lags) == 1
