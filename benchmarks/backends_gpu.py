@@ -361,7 +361,7 @@ def make_rows(job: Job) -> None:
             "response_length": torch.full((num_rows,), width),
             "response_mask": torch.ones(num_rows, width, dtype=torch.bool),
             "finish_reason": torch.full((num_rows,), FINISH_LENGTH, dtype=torch.int8),
-            "weight_version": torch.zeros(num_rows, dtype=torch.int64),
+            "weight_version": torch.zeros(num_rows, width, dtype=torch.int64),
             "rollout_log_prob": torch.full((num_rows, width), -torch.tensor(float(words)).log().item()),
         }
         rows = samples_of(loader.next_batch(), SAMPLES, columns)

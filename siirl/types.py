@@ -48,7 +48,13 @@ FIELDS: dict[str, FieldSpec] = _fields(
     FieldSpec("response_length", (), "int64", "number of real tokens in response_ids", "token"),
     FieldSpec("response_mask", ("T",), "bool", "tokens that the policy produced and is trained on"),
     FieldSpec("finish_reason", (), "int8", "FINISH_STOP or FINISH_LENGTH"),
-    FieldSpec("weight_version", (), "int64", "version of the weights that produced the response"),
+    FieldSpec(
+        "weight_version",
+        ("T",),
+        "int64",
+        "version of the weights that sampled each token; -1: no engine of the agent did",
+        pad_value=-1,
+    ),
     FieldSpec(
         "rollout_log_prob", ("T",), "float32", "log-prob of each sampled token by the rollout engine", "nat"
     ),

@@ -183,27 +183,29 @@ class Row:
     turn_ids: list[int] = field(default_factory=list)
     """The turn that the token is of; -1 where it is not the agent's."""
     rewards: list[float] = field(default_factory=list)
-    weight_version: int = -1
-    """The version that produced the first token of the agent's."""
+    versions: list[int] = field(default_factory=list)
+    """Of the weights that produced the token; -1 where it is not the agent's."""
     finish_reason: str = ""
     """That of the last turn."""
 
     def read(self, tokens: list[int]) -> None:
         """Add tokens that the agent did not produce."""
-        self._add(tokens, False, [0.0] * len(tokens), -1)
+        self._add(tokens, False, [0.0] * len(tokens), -1, [-1] * len(tokens))
 
     def speak(self, turn: Generated, number: int) -> None:
         """Add the tokens of a turn."""
-        self.weight_version = self.weight_version if any(self.assistant_mask) else turn.weight_version
         self.finish_reason = turn.finish_reason
-        self._add(turn.token_ids, True, turn.log_probs, number)
+        self._add(turn.token_ids, True, turn.log_probs, number, turn.token_versions)
 
-    def _add(self, tokens: list[int], produced: bool, log_probs: list[float], number: int) -> None:
+    def _add(
+        self, tokens: list[int], produced: bool, log_probs: list[float], number: int, versions: list[int]
+    ) -> None:
         self.ids += tokens
         self.assistant_mask += [produced] * len(tokens)
         self.log_probs += log_probs
         self.turn_ids += [number] * len(tokens)
         self.rewards += [0.0] * len(tokens)
+        self.versions += versions
 
 
 class Context:

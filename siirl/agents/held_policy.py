@@ -66,11 +66,7 @@ class HeldPolicy:
 
 def _joined(turn: Generated, part: Generated) -> Generated:
     """Both, the one after the other."""
-    versions = [
-        version
-        for one in (turn, part)
-        for version in one.versions or [one.weight_version] * len(one.token_ids)
-    ]
+    versions = turn.token_versions + part.token_versions
     return Generated(
         turn.token_ids + part.token_ids,
         turn.log_probs + part.log_probs,

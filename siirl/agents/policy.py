@@ -21,6 +21,11 @@ class Generated:
     versions: list[int] = field(default_factory=list)
     """Of the weights that produced each token, where they were not the same for all."""
 
+    @property
+    def token_versions(self) -> list[int]:
+        """Of the weights that produced each token."""
+        return self.versions or [self.weight_version] * len(self.token_ids)
+
 
 class Policy(Protocol):
     """Generates turns; many calls are open at once. The result depends on weights and arguments alone."""

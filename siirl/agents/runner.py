@@ -175,6 +175,8 @@ async def _turn(
             raise UserCodeError(f"node {stage.node!r}: post_process gave {text!r:.200}, which is no text.")
     info = {"weight_version": generated.weight_version, "finish_reason": generated.finish_reason}
     info["tokens"] = len(generated.token_ids)
+    if generated.versions:
+        info["weight_versions"] = sorted(set(generated.versions))
     message = Message("assistant", text, stage.agent, stage.node, turn, info=info)
     episode.messages.append(message)
     return message

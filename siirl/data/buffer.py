@@ -8,8 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.data.numbering import number_anew
-from siirl.data.rows import DTYPES, make_rows, object_column, objects, take_rows
-from siirl.types import FIELDS
+from siirl.data.rows import DTYPES, make_rows, object_column, objects, take_rows, widened
 
 ORDER = "buffer_order"
 """Column of the buffer: the place of a row's group among all groups ever kept, over all ranks."""
@@ -112,13 +111,6 @@ def concat_rows(parts: Sequence[TensorDict]) -> TensorDict:
             continue
         if columns[0].ndim > 1:
             width = max(column.shape[1] for column in columns)
-            columns = [_padded(column, name, width) for column in columns]
+            columns = [widened(column, name, width) for column in columns]
         out.set(name, torch.cat(columns))
     return out
-
-
-def _padded(column: Tensor, name: str, width: int) -> Tensor:
-    field = FIELDS.get(name)
-    missing = width - column.shape[1]
-    sides = (missing, 0) if field and field.pad_side == "left" else (0, missing)
-    return torch.nn.functional.pad(column, sides, value=field.pad_value if field else 0)

@@ -21,11 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from siirl.data.recorded_rollouts import describe_steps
-from siirl.data.rows import DTYPES, objects
+from siirl.data.rows import DTYPES, objects, widened
 from siirl.errors import DataError
 from siirl.types import FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
-FORMAT = "1"
+FORMAT = "2"
 LENGTH_OF = {"P": "prompt_length", "T": "response_length"}
 OBJECTS = tuple(name for name in PROMPT_FIELDS if FIELDS[name].dtype == "object")
 SAME_TOKENIZER = "Token ids would mean other texts. Use the model directory of the run that recorded them."
@@ -157,18 +157,13 @@ def _check_prompts(rows: dict[str, Tensor], prompts: TensorDict, n: int, folder:
 
 
 def _concatenated(tables: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Tables below each other; columns of unequal width are padded on the side that FIELDS says."""
+    """Tables below each other; columns of unequal width are padded as FIELDS says."""
     out = {}
     for name in tables[0]:
         columns = [table[name] for table in tables]
         if columns[0].dim() == 2:
             width = max(column.shape[1] for column in columns)
-            left = name in FIELDS and FIELDS[name].pad_side == "left"
-            gaps = [width - column.shape[1] for column in columns]
-            columns = [
-                torch.nn.functional.pad(column, (gap, 0) if left else (0, gap))
-                for column, gap in zip(columns, gaps, strict=True)
-            ]
+            columns = [widened(column, name, width) for column in columns]
         out[name] = torch.cat(columns)
     return out
 

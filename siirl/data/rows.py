@@ -91,6 +91,17 @@ def pad_stack(lists: Sequence[Sequence[float] | Tensor], spec: FieldSpec, width:
     return out
 
 
+def widened(column: Tensor, name: str, width: int) -> Tensor:
+    """A column [B, w, ...] as [B, width, ...], filled up as FIELDS declares; other names right, by zeros."""
+    known = column.shape[1]
+    if known == width:
+        return column
+    spec = FIELDS.get(name)
+    out = column.new_full((len(column), width, *column.shape[2:]), spec.pad_value if spec else 0)
+    out[:, slice(width - known, None) if spec and spec.pad_side == "left" else slice(known)] = column
+    return out
+
+
 def make_rows(columns: Mapping[str, Tensor | Sequence[Any]], num_rows: int | None = None) -> TensorDict:
     """Columns as a TensorDict of batch size [B].
 

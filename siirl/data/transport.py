@@ -22,12 +22,12 @@ from torch import Tensor
 from siirl.compiler.plan import RoutePlan
 from siirl.data.assign import Moves, assign, plan_moves, stays_in_place, tabulate
 from siirl.data.header import ColumnSpec, Header, common_specs
-from siirl.data.rows import object_column, object_element, objects
+from siirl.data.rows import object_column, object_element, objects, widened
 from siirl.data.store import Column, FieldStore
 from siirl.errors import DagError, DeadlineError, WorkerError
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
-from siirl.types import FIELDS, FieldKey, Layout
+from siirl.types import FieldKey, Layout
 
 HEADER_WORDS = 8192
 """What the ranks of a group together gather in the first round; a second follows if a header needs more."""
@@ -261,13 +261,8 @@ def _order(store: FieldStore, agent: int, route: RoutePlan) -> np.ndarray | None
 def _to_bytes(column: Tensor, spec: ColumnSpec) -> Tensor:
     """Rows as bytes, [rows, row_bytes], padded to the common width."""
     column = column.detach()
-    if spec.dims and column.shape[1] < spec.dims[0]:
-        field = FIELDS.get(spec.name)
-        width = column.shape[1]
-        padded = column.new_full((len(column), *spec.dims), field.pad_value if field else 0)
-        where = slice(spec.dims[0] - width, None) if field and field.pad_side == "left" else slice(width)
-        padded[:, where] = column
-        column = padded
+    if spec.dims:
+        column = widened(column, spec.name, spec.dims[0])
     return column.reshape(len(column), math.prod(spec.dims)).contiguous().view(torch.uint8)
 
 

@@ -5,10 +5,12 @@ from concurrent.futures import Future
 import torch
 from tensordict import TensorDict
 
+from siirl.data.rows import pad_stack
 from siirl.engines.rollout.base import RolloutEngine, SamplingParams
 from siirl.nodes.context import OpContext
-from siirl.nodes.generate import padded, prompt_seed, prompt_tokens, stop_token_ids
+from siirl.nodes.generate import prompt_seed, prompt_tokens, stop_token_ids
 from siirl.rewards.scorer import RewardScorer
+from siirl.types import FIELDS
 
 
 def greedy_rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDict:
@@ -24,7 +26,7 @@ def greedy_rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> T
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
     found = [samples[0].token_ids for samples in engine.generate(prompt_tokens(rows), params, seeds)]
     lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
-    ids = padded(found, int(lengths.max()) if len(found) else 0, torch.int64)
+    ids = pad_stack(found, FIELDS["baseline_response_ids"])
     return TensorDict(
         {"baseline_response_ids": ids, "baseline_response_length": lengths}, batch_size=[len(found)]
     )

@@ -7,11 +7,11 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.data.rows import take_rows
+from siirl.data.rows import pad_stack, take_rows
 from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
 from siirl.nodes.context import OpContext
 from siirl.nodes.recording import dump_rollouts
-from siirl.types import FINISH_LENGTH, FINISH_STOP
+from siirl.types import FIELDS, FINISH_LENGTH, FINISH_STOP
 
 
 def rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDict:
@@ -92,23 +92,19 @@ def response_columns(samples: list[Completion]) -> dict[str, torch.Tensor]:
     """ROLLOUT_FIELDS of the samples, right-padded to the longest: [B, T] and [B]."""
     lengths = torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64)
     width = int(lengths.max()) if len(samples) else 0
-    ids = padded([sample.token_ids for sample in samples], width, torch.int64)
-    log_prob = padded([sample.log_probs for sample in samples], width, torch.float32)
     finish = [FINISH_STOP if sample.finish_reason == "stop" else FINISH_LENGTH for sample in samples]
+
+    def padded(name: str, lists: list[list]) -> torch.Tensor:
+        return pad_stack(lists, FIELDS[name])
+
     return {
-        "response_ids": ids,
+        "response_ids": padded("response_ids", [sample.token_ids for sample in samples]),
         "response_length": lengths,
         "response_mask": torch.arange(width) < lengths[:, None],
         "finish_reason": torch.tensor(finish, dtype=torch.int8),
-        "weight_version": torch.tensor([sample.weight_version for sample in samples], dtype=torch.int64),
-        "rollout_log_prob": log_prob,
+        "weight_version": padded("weight_version", [sample.token_versions for sample in samples]),
+        "rollout_log_prob": padded("rollout_log_prob", [sample.log_probs for sample in samples]),
     }
-
-
-def padded(lists: list[list], width: int, dtype: torch.dtype) -> torch.Tensor:
-    """Lists as one tensor [B, width], zeros on the right; built at once, as a tensor per row is slow."""
-    rows = [[*values, *[0] * (width - len(values))] for values in lists]
-    return torch.tensor(rows, dtype=dtype).view(len(lists), width)
 
 
 def report(ctx: OpContext, out: TensorDict, full_at: int = 0) -> None:

@@ -304,7 +304,7 @@ def rows_of(
                     "response_length": len(row.ids),
                     "response_mask": row.assistant_mask,
                     "finish_reason": FINISH_STOP if row.finish_reason == "stop" else FINISH_LENGTH,
-                    "weight_version": row.weight_version,
+                    "weight_version": row.versions,
                     "rollout_log_prob": row.log_probs,
                     "episode_id": episode.episode_id,
                     "speaker": speaker,

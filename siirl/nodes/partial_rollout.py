@@ -41,7 +41,7 @@ def partial_rollout(
     mine = in_flight.sample(params, ctx.step).encode() if engine.leads else None
     taken = Taken.decode(engine.share(mine))
     completions = [
-        Completion(one.token_ids, one.log_probs, one.finish_reason or "", min(one.versions, default=-1))
+        Completion(one.token_ids, one.log_probs, one.finish_reason or "", -1, one.versions)
         for one in taken.responses
     ]
     out = samples_of(in_flight.give(taken), params.n, response_columns(completions))

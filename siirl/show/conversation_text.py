@@ -142,7 +142,9 @@ def details_of(message: Mapping[str, Any]) -> list[str]:
     if message.get("to") is not None and message.get("role") != "tool" and not message.get("tool_calls"):
         details.append(f"only to agent {message['to']}")
     if message.get("weight_version") is not None:
-        details.append(f"weights {message['weight_version']}")
+        several = message.get("weight_versions")
+        named = f"{several[0]}-{several[-1]}" if several else message["weight_version"]
+        details.append(f"weights {named}")
     return details
 
 

@@ -155,7 +155,7 @@ def test_three_agents_in_two_rounds_give_exactly_these_rows(tokenizer):
         assert rows["group_id"].tolist() == rows["episode_id"].tolist() == [0, 1]
         assert rows["sample_index"].tolist() == [10, 11]
         assert rows["speaker"].tolist() == [agent, agent]
-        assert rows["weight_version"].tolist() == [7, 7]
+        assert rows["weight_version"].tolist() == [[7] * 2 + [-1] * 7 + [8] * 2] * 2
         own = [said[str(agent + 1)], EOS], [said[str(agent + 4)], EOS]
         read = [token for character in between[agent] for token in user(character)] + [ASSISTANT]
         for row, task in enumerate("qr"):

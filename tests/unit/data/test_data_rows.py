@@ -2,7 +2,10 @@ import pytest
 import torch
 from tensordict import NonTensorData
 
+from siirl.data.buffer import concat_rows
+from siirl.data.header import ColumnSpec
 from siirl.data.rows import make_rows, object_column, object_element, objects, pad_stack, take_rows
+from siirl.data.transport import _to_bytes
 from siirl.types import FIELDS
 
 
@@ -36,6 +39,17 @@ def test_pad_stack_honours_a_minimum_width_and_the_pad_value():
     assert pad_stack([[1], []], FIELDS["prompt_ids"], width=3).tolist() == [[0, 0, 1], [0, 0, 0]]
     assert pad_stack([], FIELDS["response_mask"], width=3).shape == (0, 3)
     assert pad_stack([torch.tensor([True])], FIELDS["response_mask"]).dtype == torch.bool
+
+
+@pytest.mark.parametrize("name", [name for name, spec in FIELDS.items() if len(spec.dims) == 1])
+def test_rows_that_meet_wider_ones_are_filled_up_as_if_they_had_been_made_with_them(name):
+    draw = torch.Generator().manual_seed(len(name))
+    lists = [torch.randint(1, 9, (int(w),), generator=draw).tolist() for w in (3, 1, 0, 5, 2)]
+    whole = pad_stack(lists, FIELDS[name])
+    narrow, wide = (make_rows({name: part}) for part in (lists[:3], lists[3:]))
+    assert torch.equal(concat_rows([narrow, wide])[name], whole)
+    sent = [_to_bytes(part[name], ColumnSpec.of(name, whole)) for part in (narrow, wide)]
+    assert torch.equal(torch.cat(sent).view(whole.dtype).view(whole.shape), whole)
 
 
 def test_zero_rows_can_be_made_set_and_concatenated():

@@ -15,7 +15,7 @@ from siirl.errors import ConfigError, DataError
 from siirl.types import ROLLOUT_FIELDS
 
 N = 2
-UNDER = {"format": "1", "n": "2", "temperature": "1", "vocabulary": "64 tokens", "tokenizer": "abc"}
+UNDER = {"format": "2", "n": "2", "temperature": "1", "vocabulary": "64 tokens", "tokenizer": "abc"}
 
 
 def sampled(num_prompts: int, seed: int = 0):
@@ -35,7 +35,7 @@ def sampled(num_prompts: int, seed: int = 0):
             "response_length": lengths,
             "response_mask": [[i != 1 for i in range(length)] for length in lengths],
             "finish_reason": [length % 2 for length in lengths],
-            "weight_version": [3] * len(lengths),
+            "weight_version": [[3 + 4 * i // length for i in range(length)] for length in lengths],
             "rollout_log_prob": [torch.randn(length, generator=draw).tolist() for length in lengths],
         }
     )

@@ -17,7 +17,7 @@ from siirl.agents.environments import HostedEnvironment, StepResult
 from siirl.agents.episode import Episode
 from siirl.agents.policy import Generated
 from siirl.agents.pump import Pump
-from siirl.agents.runner import Game
+from siirl.agents.runner import Game, turn_seed
 from siirl.compiler.plan import InteractionPlan
 from siirl.data.loader import PromptLoader
 from siirl.engines.rollout.base import Completion, Request, RolloutEngine, SamplingParams
@@ -53,6 +53,15 @@ def said(seed):
     return [*(97 + draw(seed, i) % 26 for i in range(length)), END]
 
 
+SAMPLED = {}  # seed of a turn -> the version of each of its tokens
+
+
+def sampled(ask, tokens, version):
+    """Note what was sampled of a turn; gives the tokens."""
+    SAMPLED[ask.seed] = SAMPLED.get(ask.seed, [])[: ask.start] + [version] * len(tokens)
+    return tokens
+
+
 class Decoder:
     """A stream that gives each of its turns up to two tokens at a time."""
 
@@ -79,7 +88,7 @@ class Decoder:
         ask, end = self.pending.pop(key)
         tokens = said(ask.seed)[ask.start : end]
         assert len(tokens) <= ask.params.max_tokens
-        return key, Generated(tokens, [-1.0] * len(tokens), reason, self.version)
+        return key, Generated(sampled(ask, tokens, self.version), [-1.0] * len(tokens), reason, self.version)
 
     def pause(self):
         return [self.answer(key, "paused") for key in list(self.pending)]
@@ -113,6 +122,14 @@ TALK = [
     stage("b", 1, back_to="a", max_turns=3, until="over"),
 ]
 PLAY = [stage("a", 0, following="table"), stage("table", None, back_to="a", max_turns=3)]
+
+
+def check_versions(row, episode_seed, agent):
+    """Each token that an agent said has the version that sampled it, what it read has none."""
+    assert [turn < 0 for turn in row.turn_ids] == [version < 0 for version in row.versions]
+    for turn in set(row.turn_ids) - {-1}:
+        said_in = [version for version, at in zip(row.versions, row.turn_ids, strict=True) if at == turn]
+        assert said_in == SAMPLED[turn_seed(episode_seed, agent, turn)]
 
 
 def over(episode):
@@ -181,8 +198,11 @@ class Job:
             assert all(one[0] == f"{prompt}" for one in said)
             self.trained.append((prompt, *said))
         for lag, one in zip(left.lags, left.played, strict=True):
-            versions = [row.weight_version for context in one.contexts.values() for row in context.rows]
-            assert self.step - min(versions) == lag, "a row has the version of its oldest token"
+            versions = [v for context in one.contexts.values() for row in context.rows for v in row.versions]
+            assert self.step - min(v for v in versions if v >= 0) == lag, "that of the oldest token"
+            for agent, context in one.contexts.items():
+                for row in context.rows:
+                    check_versions(row, one.episode.seed, agent)
 
     def state(self):
         return json.dumps([[kept.state() for kept in self.kept], self.loaders[0].state_dict()])
@@ -268,10 +288,12 @@ class Waves(RolloutEngine):
                 break
         self.num_cut += sum(len(turn) > done for turn in turns)
         reasons = ("stop" if len(turn) <= done else "paused" for turn in turns)
-        parts = zip(turns, reasons, strict=True)
+        parts = [
+            sampled(ask, turn[:done], self.weight_version) for ask, turn in zip(requests, turns, strict=True)
+        ]
         return [
-            Completion(turn[:done], [-1.0] * len(turn[:done]), why, self.weight_version)
-            for turn, why in parts
+            Completion(part, [-1.0] * len(part), why, self.weight_version)
+            for part, why in zip(parts, reasons, strict=True)
         ]
 
     def generate(self, prompts, params, seeds):

@@ -3,16 +3,21 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from siirl.config.load import load_config
 from siirl.data.loader import PromptLoader
 from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams, WaveStream
 from siirl.engines.rollout.sampling import derive_seed, later_seed, uniforms
 from siirl.errors import DataError, EpisodeFailed, RolloutError
+from siirl.nodes.context import Moment, OpContext
 from siirl.nodes.in_flight import RolloutsInFlight, Taken
+from siirl.nodes.partial_rollout import partial_rollout
+from siirl.observe.metrics import Metrics
 
 pytestmark = pytest.mark.heavy
 
@@ -53,7 +58,18 @@ class FakeEngine(RolloutEngine):
         """Of an engine that works alone, what has completed is told at once."""
         return WaveStream(self, (lambda keys: True) if self.works_alone else interrupt)
 
+    def __init__(self):
+        self.sampled = {}  # (prompt, number of the response) -> the version of each token
+
     def run_wave(self, requests, interrupt):
+        """See RolloutEngine."""
+        parts = self.parts(requests, interrupt)
+        for request, part in zip(requests, parts, strict=True):
+            versions = self.sampled.setdefault((request.prompt[0], request.sample), [])
+            versions += [self.weight_version] * len(part.token_ids)
+        return parts
+
+    def parts(self, requests, interrupt):
         """One token of each at a time."""
         whole = [self.one(request) for request in requests]
         for done in range(1, MOST + 1):
@@ -212,6 +228,30 @@ def test_a_smaller_bound_after_a_resume_begins_what_is_too_old_anew():
         resumed.advance()
     assert resumed.restarted > 0 and max(resumed.lags) <= 1
     assert Counter(job.trained + resumed.trained) == Counter(whole_run(1, 8, 2, 3, 3.0, 12).trained)
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag):
+    n, steps = 2, 6
+    job = Job(1, 8, n, max_lag or 1, max_lag, steps)
+    (engine,), (kept,), (loader,) = job.engines, job.kept, job.loaders
+    keys = (f"n={n}", f"response_length={MOST}", f"max_lag={max_lag}")
+    cfg = load_config([f"actor_rollout_ref.rollout.{key}" for key in keys])
+    several = 0
+    for step in range(1, steps + 1):
+        engine.weight_version = 10 * step
+        rows = loader.next_batch(kept.batches_to_load(job.ahead, step, steps))
+        tokenizer = SimpleNamespace(eos_token_id=1)
+        node = SimpleNamespace(plan=SimpleNamespace(agent=0), cfg=cfg, tokenizer=tokenizer)
+        ctx = OpContext(node, Moment(step, False), None, Metrics(), None)
+        out = partial_rollout(ctx, rows, engine, kept)
+        samples = zip(out["prompt_ids"][:, 0].tolist(), (out["row_id"] % n).tolist(), strict=True)
+        expected = [engine.sampled[sample] for sample in samples]
+        width = out["response_ids"].shape[1]
+        assert out["weight_version"].tolist() == [one + [-1] * (width - len(one)) for one in expected]
+        assert out["response_length"].tolist() == list(map(len, expected))
+        several += sum(len(set(one)) > 1 for one in expected)
+    assert (several > 0) == (max_lag > 0)
 
 
 def test_another_number_of_responses_begins_groups_anew_and_another_batch_is_refused():

@@ -43,7 +43,8 @@ def episode(title="task 3, sample 1", content="\nfour", reward=1.0, note="ground
         message("4", role="tool", tool="calculator", node="worker", to=1),
         message(
             content, 1, "worker", 1, reward, weight_version=7, finish_reason="stop", tool_errors=["unknown"]
-        ),
+        )
+        | {"weight_versions": [7, 8, 10]},
     ]
     return ShownEpisode(title, messages, {0: -0.25, 1: reward}, note)
 
