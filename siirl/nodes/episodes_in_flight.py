@@ -11,6 +11,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ class Left:
     num_in_flight: int
     """Groups that stay."""
 
+    step_of: dict[str, dict[int, int]]
+    """Policy -> version of its weights -> the last training step that sampled with them."""
+
 
 class EpisodesInFlight(PromptsInFlight):
     """The prompts of one driver that have been loaded and not been given, with their episodes so far.
@@ -81,6 +85,7 @@ class EpisodesInFlight(PromptsInFlight):
         self._runner: asyncio.Runner | None = None
         self._news = asyncio.Event()
         self._lines: dict[str, tuple[Line, ...]] = {}
+        self._step_of: dict[str, dict[int, int]] = {}  # see Left
         self._game: Game | None = None
         self._step = 0
         self._failure: BaseException | None = None
@@ -111,6 +116,9 @@ class EpisodesInFlight(PromptsInFlight):
         self._runner = self._runner or asyncio.Runner()
         self._lines = self._lines or {name: tuple(Line() for _ in found) for name, found in pumps.items()}
         self._game = self._game or game_of(self._lines)
+        for name in self._lines:
+            known = self._step_of.get(name, {})
+            self._step_of[name] = {v: at for v, at in known.items() if step - at <= self._max_lag}
         try:
             for name, lines in self._lines.items():
                 for line, pump in zip(lines, pumps[name], strict=True):
@@ -196,10 +204,11 @@ class EpisodesInFlight(PromptsInFlight):
         """Begin an episode, the task of which it is."""
         key = f"{order}/{number}"
 
-        def heard(part: Generated) -> None:
+        def heard(policy: str, part: Generated) -> None:
             with self._lock:
                 self._ended_turns.discard(key)
                 if part.token_ids:
+                    self._step_of[policy] |= dict.fromkeys(part.token_versions, self._step)
                     held.first_step, held.last_step = held.first_step or self._step, self._step
                     self._oldest[order] = min(self._oldest[order], held.first_step)
 
@@ -211,7 +220,8 @@ class EpisodesInFlight(PromptsInFlight):
             self._failure = self._failure or error
             self._news.set()
 
-        asks = game.asking(lambda line: HeldPolicy(line, key, heard))
+        policy_of = {line: name for name, lines in self._lines.items() for line in lines}
+        asks = game.asking(lambda line: HeldPolicy(line, key, partial(heard, policy_of[line])))
         held = HeldEpisode(asyncio.get_running_loop().create_task(run_episode(asks, episode, prompt)))
         held.task.add_done_callback(ended)
         return held
@@ -247,7 +257,7 @@ class EpisodesInFlight(PromptsInFlight):
                 episode.group_id, episode.episode_id = slot, slot * len(group) + sample
         num_restarted, self._num_restarted = self._num_restarted, 0
         num_partial = sum(one.first_step != one.last_step for group in groups for one in group)
-        return Left(prompts, played, lags, num_partial, num_restarted, len(self._orders()))
+        return Left(prompts, played, lags, num_partial, num_restarted, len(self._orders()), self._step_of)
 
     def _all_lines(self) -> list[Line]:
         return [line for lines in self._lines.values() for line in lines]

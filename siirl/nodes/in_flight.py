@@ -39,23 +39,24 @@ class Response:
     versions: list[int] = field(default_factory=list)
     """Of the weights that sampled each token."""
 
-    first_step: int | None = None
-    """The training step whose weights sampled its first token."""
-
-    last_step: int | None = None
-    """That of its last token."""
+    steps: list[int] = field(default_factory=list)
+    """The training step whose weights sampled each token; ascending."""
 
     finish_reason: str | None = None
     """None: it goes on."""
 
+    @property
+    def first_step(self) -> int | None:
+        """That of its first token; None without one."""
+        return self.steps[0] if self.steps else None
+
     def extend(self, part: Completion, step_of: Callable[[int], int]) -> None:
         """Add what was sampled of it. step_of: version of weights -> the step that they are those of."""
-        if part.token_ids:
-            self.token_ids += part.token_ids
-            self.log_probs += part.log_probs
-            self.versions += part.token_versions
-            steps = [step_of(version) for version in set(part.token_versions)]
-            self.first_step, self.last_step = self.first_step or min(steps), max(steps)
+        self.token_ids += part.token_ids
+        self.log_probs += part.log_probs
+        self.versions += part.token_versions
+        known = {version: step_of(version) for version in set(part.token_versions)}
+        self.steps += [known[version] for version in part.token_versions]
         self.finish_reason = None if part.finish_reason == "paused" else part.finish_reason
 
 

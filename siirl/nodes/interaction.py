@@ -29,6 +29,7 @@ from siirl.nodes.generate import (
     seed_of,
     stop_token_ids_of,
 )
+from siirl.nodes.lag_report import report_token_lag
 from siirl.nodes.streams import Streams
 from siirl.observe.metrics import MOST_TURNS, Metrics
 from siirl.types import FINISH_LENGTH, FINISH_STOP, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
@@ -58,6 +59,8 @@ class Interaction:
     tools: dict[str, ToolUse]
     rows: dict[int, TensorDict] = field(default_factory=dict)
     """Agent -> its rows, from one Run to the next."""
+    step_of: dict[str, dict[int, int]] = field(default_factory=dict)
+    """With a lag: rollout model -> version of weights -> the training step that sampled with it."""
     told: bool = False
     """The log has said that episodes ended because a context was full."""
 
@@ -152,6 +155,11 @@ def give_rows(
 def turns(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> TensorDict:
     """The rows of an agent in the episodes that have been played. No communication."""
     out = interaction.rows.pop(ctx.agent)
+    step_of = interaction.step_of.get(f"agent_{ctx.agent}.rollout")
+    if step_of and not ctx.validate:
+        versions, counts = out["weight_version"].unique(return_counts=True)
+        found = zip(versions.tolist(), counts.tolist(), strict=True)
+        report_token_lag(ctx, {step_of[version]: count for version, count in found if version >= 0})
     report(ctx, out, full_at=ctx.cfg.actor_rollout_ref.rollout.response_length)
     return out
 

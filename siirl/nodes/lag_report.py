@@ -1,6 +1,6 @@
 """What a rollout with a lag reports, of responses as of episodes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from siirl.nodes.context import OpContext
 
@@ -20,3 +20,9 @@ def report_lag(
     ctx.metrics.mean("rollout/partial", num_partial, len(lags))
     ctx.metrics.sum("rollout/restarted", num_restarted)
     ctx.metrics.sum("rollout/in_flight", num_left)
+
+
+def report_token_lag(ctx: OpContext, num_tokens: Mapping[int, int]) -> None:
+    """How old the tokens of an agent's rows are, in the mean. num_tokens: by the step that sampled them."""
+    total = sum((ctx.step - step) * count for step, count in num_tokens.items())
+    ctx.metrics.mean("rollout/token_lag", total, sum(num_tokens.values()))

@@ -32,5 +32,6 @@ def partial_interaction(
         left = in_flight.play(
             pumps, lambda lines: game_of(interaction, lines, validate=False), begin, ctx.step
         )
+    interaction.step_of = left.step_of
     report_lag(ctx, left.lags, left.num_partial, left.num_restarted, left.num_in_flight)
     return give_rows(ctx, interaction, left.prompts, left.played, n)

@@ -3,6 +3,7 @@
 Sources: "APRIL: Active partial rollouts in reinforcement learning" (2025), "AReaL" (2025).
 """
 
+from collections import Counter
 from dataclasses import replace
 
 from tensordict import TensorDict
@@ -19,7 +20,7 @@ from siirl.nodes.generate import (
     stop_token_ids,
 )
 from siirl.nodes.in_flight import RolloutsInFlight, Taken
-from siirl.nodes.lag_report import report_lag
+from siirl.nodes.lag_report import report_lag, report_token_lag
 from siirl.nodes.recording import dump_rollouts
 
 
@@ -47,7 +48,8 @@ def partial_rollout(
     out = samples_of(in_flight.give(taken), params.n, response_columns(completions))
     report(ctx, out)
     lags = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
-    num_partial = sum(one.first_step != one.last_step for one in taken.responses)
+    num_partial = sum(len(set(one.steps)) > 1 for one in taken.responses)
+    report_token_lag(ctx, Counter(step for one in taken.responses for step in one.steps))
     report_lag(ctx, lags, num_partial, taken.num_restarted, in_flight.num_more(ctx.step))
     ctx.metrics.merge(engine.drain_metrics())
     dump_rollouts(ctx, out)

@@ -110,6 +110,8 @@ def compared(inputs, tmp_path, world_size, made, *more, deadline_s=200) -> Finis
 def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs, tmp_path):
     run = compared(inputs, tmp_path, 1, game)
     assert 0 < max(run.values("rollout/lag_max")) <= 2 and max(run.values("rollout/partial")) > 0
+    ages = run.values("rollout/token_lag")
+    assert max(ages) > 0 and all(map(float.__le__, ages, run.values("rollout/lag_max")))
     assert run.values("rollout/in_flight")[-1] == 0 and not any(run.values("rollout/restarted"))
     shares = [sum(line[f"rollout/lag_{lag}"] for lag in range(3)) for line in run.lines]
     assert shares == pytest.approx([1] * 5)

@@ -40,6 +40,17 @@ def recorded(folder):
     return rows
 
 
+def versions_of(folder):
+    """Of each step, the versions of the tokens that were trained, and how many versions each row has."""
+    found = {}
+    for file in folder.rglob("*.safetensors"):
+        columns = load_file(file)
+        rows = columns["weight_version"].split(columns["response_length"].tolist())
+        assert all(row.tolist() == sorted(row.tolist()) for row in rows)
+        found.setdefault(int(file.parent.name.removeprefix("step_")), []).extend(rows)
+    return {step: (torch.cat(rows), [len(row.unique()) for row in rows]) for step, rows in found.items()}
+
+
 def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs, tmp_path):
     rows, runs = {}, {}
     for name, more in (("plain", []), ("lagging", LAG)):
@@ -49,6 +60,19 @@ def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs,
         rows[name] = recorded(tmp_path / name / "dump")
     assert rows["plain"] == rows["lagging"] and rows["plain"].total() == 5 * 8 * 2
     lagging = runs["lagging"]
+    versions = {name: versions_of(tmp_path / name / "dump") for name in runs}
+    step_of = {}
+    for step, (of_tokens, of_rows) in versions["plain"].items():
+        assert set(of_rows) == {1} and len(of_tokens.unique()) == 1, "without a lag all are of one version"
+        step_of[int(of_tokens[0])] = step
+    assert len(step_of) == 5
+    for line, (step, (of_tokens, of_rows)) in zip(
+        lagging.lines, sorted(versions["lagging"].items()), strict=True
+    ):
+        ages = [step - step_of[version] for version in of_tokens.tolist()]
+        assert line["rollout/token_lag"] == pytest.approx(sum(ages) / len(ages))
+        assert line["rollout/lag_max"] == max(ages)
+        assert line["rollout/partial"] == sum(n > 1 for n in of_rows) / len(of_rows)
     assert max(lagging.values("rollout/lag_max")) == 2 and max(lagging.values("rollout/partial")) > 0
     assert lagging.values("rollout/in_flight")[-1] == 0 and not any(lagging.values("rollout/restarted"))
     shares = [sum(line[f"rollout/lag_{lag}"] for lag in range(3)) for line in lagging.lines]

@@ -202,6 +202,8 @@ class Job:
             assert self.step - min(v for v in versions if v >= 0) == lag, "that of the oldest token"
             for agent, context in one.contexts.items():
                 for row in context.rows:
+                    steps = left.step_of[POLICIES[agent]]
+                    assert all(steps[version] == version for version in row.versions if version >= 0)
                     check_versions(row, one.episode.seed, agent)
 
     def state(self):

@@ -142,7 +142,7 @@ class Job:
                 (self.trained if is_kept(group, self.chance) else self.dropped).append(group)
                 self.lags += [self.step - one.first_step for one in responses]
                 for one in responses:
-                    assert one.versions == sorted(one.versions) and one.versions[0] == one.first_step
+                    assert one.versions == sorted(one.versions) == one.steps
         assert sorted(ids) == list(range(wanted)), "group ids of a round are those of what it gives"
 
     def state(self):
@@ -240,7 +240,7 @@ def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag
     several = 0
     for step in range(1, steps + 1):
         engine.weight_version = 10 * step
-        rows = loader.next_batch(kept.batches_to_load(job.ahead, step, steps))
+        rows = kept.load(loader, step, steps)
         tokenizer = SimpleNamespace(eos_token_id=1)
         node = SimpleNamespace(plan=SimpleNamespace(agent=0), cfg=cfg, tokenizer=tokenizer)
         ctx = OpContext(node, Moment(step, False), None, Metrics(), None)
@@ -250,6 +250,8 @@ def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag
         width = out["response_ids"].shape[1]
         assert out["weight_version"].tolist() == [one + [-1] * (width - len(one)) for one in expected]
         assert out["response_length"].tolist() == list(map(len, expected))
+        ages = [step - version // 10 for one in expected for version in one]
+        assert ctx.metrics.values()["rollout/token_lag"] == pytest.approx(sum(ages) / len(ages))
         several += sum(len(set(one)) > 1 for one in expected)
     assert (several > 0) == (max_lag > 0)
 
