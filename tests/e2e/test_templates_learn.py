@@ -26,16 +26,31 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def learn(folder: Path, *words: str) -> list[dict[str, float]]:
+    """The metrics of 60 steps by the script, after a look at whether the task was learned."""
+    run(folder, sys.executable, "examples/quickstart/prepare.py", "--out", str(folder)).check_returncode()
+    done = run(folder, "bash", str(SCRIPT), *words, "trainer.total_training_steps=60", "trainer.save_freq=-1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = [line["val/reward/mean"] for line in lines if "val/reward/mean" in line]
+    assert rewards[0] < 0.5 < 0.8 < rewards[-1], rewards
+    return lines
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_template_learns_the_quickstart_task(tmp_path, name):
-    run(tmp_path, sys.executable, "examples/quickstart/prepare.py", "--out", str(tmp_path)).check_returncode()
-    done = run(tmp_path, "bash", str(SCRIPT), name, "trainer.total_training_steps=60", "trainer.save_freq=-1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    rewards = [line["val/reward/mean"] for line in lines if "val/reward/mean" in line]
-    assert rewards[-1] > 0.8, rewards
+    learn(tmp_path, name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_template_with_a_lag_learns_it_from_rows_of_this_step_and_the_one_before(tmp_path):
+    """All responses end together here, so that every second step trains what the one before has sampled."""
+    lines = learn(tmp_path, "grpo", "dag.workflow_path=dag_templates/grpo_lag.yaml")
+    for name in ("rollout/lag", "rollout/token_lag"):
+        assert [line[name] for line in lines if name in line] == [0.0, 1.0] * 30, name
 
 
 def test_other_names_are_refused_with_the_known_ones(tmp_path):
