@@ -122,6 +122,16 @@ def prompts_of(rows):
     return Counter(prompt for prompt, _ in rows.elements())
 
 
+TRAINS_LONG = """
+import time
+
+def train_long(ctx, rows):
+    if ctx.step == 2 and ctx.cfg.actor_rollout_ref.rollout.max_lag:
+        time.sleep(10)
+    return rows.select()
+"""
+
+
 @pytest.mark.timeout(300)
 def test_an_engine_on_a_rank_of_its_own_decodes_on_while_the_trainer_trains(tmp_path):
     """Weights arrive, prompts are validated and checkpoints written while its requests run."""
@@ -130,6 +140,14 @@ def test_an_engine_on_a_rank_of_its_own_decodes_on_while_the_trainer_trains(tmp_
     dag = yaml.safe_load((TEMPLATES / "grpo.yaml").read_text())
     for node in dag["nodes"]:
         node["placement"] = "1" if node["node_role"] == "ROLLOUT" else "0"
+    (tmp_path / "trains_long.py").write_text(TRAINS_LONG)
+    slow = {"node_id": "slow", "node_type": "COMPUTE", "dependencies": ["calculate_advantages"]}
+    code = {
+        "executable_ref": f"{tmp_path / 'trains_long.py'}:train_long",
+        "reads": ["advantage"],
+        "writes": [],
+    }
+    dag["nodes"].append(slow | code | {"placement": "0"})
     (tmp_path / "apart.yaml").write_text(yaml.safe_dump(dag))
     apart = [*LONG_TAIL, f"dag.workflow_path={tmp_path / 'apart.yaml'}", *VLLM]
     rows, runs = {}, {}
@@ -141,6 +159,8 @@ def test_an_engine_on_a_rank_of_its_own_decodes_on_while_the_trainer_trains(tmp_
     assert rows["plain"] == rows["lagging"] and rows["plain"].total() == 5 * 8 * 2
     lagging = runs["lagging"]
     assert 0 < max(lagging.values("rollout/lag_max")) <= 2 and lagging.values("rollout/in_flight")[-1] == 0
+    newest = {name: int(versions_of(tmp_path / name / "dump")[3][0].max()) for name in runs}
+    assert newest["lagging"] < newest["plain"], "the batch of step 3 was complete before its weights came"
     assert max(lagging.values("actor/rollout_log_prob_diff")) < 1e-4
     scores = [name for name in lagging.lines[1] if name.startswith("val/")]
     assert scores and all(lagging.values(name) == runs["plain"].values(name) for name in scores)

@@ -84,6 +84,42 @@ def test_log_probs_that_are_not_finite_end_the_stream():
         stream.collect(0.0)
 
 
+class Running(Board):
+    """Requests that run until they are paused, each with a token by then."""
+
+    def __init__(self):
+        self.requests = {}
+
+    def submit(self, message, first):
+        self.requests |= {request.key: request for request in message.requests}
+
+    def pause(self, stream, names):
+        ended_now = [ended(name, 40 + len(self.requests.pop(name).prompt), reason="paused") for name in names]
+        return [Finished(ended_now, {})]
+
+    def listen(self, stream, timeout_s):
+        names, self.requests = list(self.requests), {}
+        return [Finished([ended(name, 9) for name in names], {})]
+
+
+def test_nothing_runs_while_a_stream_is_held_and_each_token_is_of_the_weights_of_its_time():
+    engine, running = Engine(), Running()
+    stream = VLLMStream(engine, running, "float32")
+    ask(stream, 2, 4)
+    for version in (8, 9):
+        stream.hold()
+        assert not running.requests and stream.num_pending == 2
+        engine.weight_version = version
+        stream.go_on()
+        assert [len(r.prompt) - r.start for r in running.requests.values()] == [2, 4]
+    assert [r.params.max_tokens for r in running.requests.values()] == [1, 1]
+    answers = dict(stream.collect(0.0))
+    assert [(a.token_ids, a.token_versions) for a in answers.values()] == [
+        ([42, 43, 9], [7, 8, 9]),
+        ([44, 45, 9], [7, 8, 9]),
+    ]
+
+
 class Process:
     """What a router asks of the engine's process; what its steps complete is given."""
 

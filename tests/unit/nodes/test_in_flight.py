@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from siirl.config.load import load_config
 from siirl.data.loader import PromptLoader
-from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams, WaveStream
+from siirl.engines.rollout.base import Completion, RolloutEngine, RolloutStream, SamplingParams, WaveStream
 from siirl.engines.rollout.sampling import derive_seed, later_seed, uniforms
 from siirl.errors import DataError, EpisodeFailed, RolloutError
 from siirl.nodes.context import Moment, OpContext
@@ -254,6 +254,67 @@ def test_each_token_has_the_version_that_sampled_it_and_padding_has_none(max_lag
         assert ctx.metrics.values()["rollout/token_lag"] == pytest.approx(sum(ages) / len(ages))
         several += sum(len(set(one)) > 1 for one in expected)
     assert (several > 0) == (max_lag > 0)
+
+
+class OwnDevices(FakeEngine):
+    """Decodes whether or not anybody collects, and tells of a response when it is complete."""
+
+    def new_stream(self, interrupt):
+        return Decoding(self)
+
+
+class Decoding(RolloutStream):
+    def __init__(self, engine):
+        self.engine, self.running = engine, {}
+
+    @property
+    def num_pending(self):
+        return len(self.running)
+
+    def submit(self, requests):
+        self.running |= {r.key: (self.engine.one(r), r, []) for r in requests}
+
+    def decode(self):
+        """A token of each request that is not complete."""
+        for whole, _, versions in self.running.values():
+            if len(versions) < len(whole.token_ids):
+                versions.append(self.engine.weight_version)
+
+    def collect(self, timeout_s):
+        self.decode()
+        ended = [key for key, (whole, _, done) in self.running.items() if len(done) == len(whole.token_ids)]
+        return [self.told(key, None) for key in ended]
+
+    def told(self, key, reason):
+        whole, request, versions = self.running.pop(key)
+        self.engine.sampled.setdefault((request.prompt[0], request.sample), []).extend(versions)
+        part = cut(whole, len(versions))
+        return key, replace(part, versions=versions, finish_reason=reason or whole.finish_reason)
+
+    def pause(self):
+        return [self.told(key, "paused") for key in list(self.running)]
+
+    def close(self):
+        self.running = {}
+
+
+@pytest.mark.parametrize("max_lag", [1, 2])
+def test_what_decodes_on_while_others_train_is_trained_once_within_the_bound(max_lag):
+    """The age of a response of which nothing is told yet is that of its request."""
+    batch, n, steps, decoded_on = 8, 2, 7, 0
+    job = Job(1, batch, n, max_lag, max_lag, steps)
+    engine = job.engines[0] = OwnDevices()
+    job.kept = [RolloutsInFlight(engine, *job.lag, decodes_on=True)]
+    while job.step < steps:
+        stream = engine._stream
+        if stream is not None and stream.num_pending:
+            before = [len(versions) for _, _, versions in stream.running.values()]
+            stream.decode()  # while the trainer trains
+            decoded_on += sum(len(v) for _, _, v in stream.running.values()) - sum(before)
+        job.advance()
+    assert decoded_on > 50 and max(job.lags) <= max_lag and job.restarted == 0
+    assert len(job.trained) == batch * steps
+    assert Counter(job.trained) == Counter(whole_run(1, batch, n, 1, 0.0, steps).trained)
 
 
 def test_another_number_of_responses_begins_groups_anew_and_another_batch_is_refused():
