@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from siirl.checkpoint.files import current_step
 from siirl.disk import FULL
 from siirl.errors import CheckpointError, SiirlError, StorageError
-from siirl.observe.spans import phase
+from siirl.observe.spans import phase, waiting
 
 T = TypeVar("T")
 Kind = Literal["users", "full", "other"]
@@ -63,14 +63,16 @@ class Together:
         if self.group is None:
             return [value]
         gathered: list[Any] | None = [None] * dist.get_world_size(self.group) if self.rank == 0 else None
-        dist.gather_object(value, gathered, group=self.group, group_dst=0)
+        with waiting():
+            dist.gather_object(value, gathered, group=self.group, group_dst=0)
         return gathered or []
 
     def from_first(self, value: Any) -> Any:
         """The first rank's value, on all."""
         values = [value]
         if self.group is not None:
-            dist.broadcast_object_list(values, group=self.group, group_src=0)
+            with waiting():
+                dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
     def _reasons(self, problem: BaseException | None) -> dict[int, tuple[str, Kind]]:
@@ -79,11 +81,13 @@ class Together:
         if self.group is None:
             return {} if own is None else {0: own}
         failed = torch.tensor([float(own is not None)])
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
+        with waiting():
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=self.group)
         if not failed.item():
             return {}
         told: list[tuple[str, Kind] | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(told, own, group=self.group)
+        with waiting():
+            dist.all_gather_object(told, own, group=self.group)
         return {rank: reason for rank, reason in enumerate(told) if reason is not None}
 
 

@@ -12,7 +12,7 @@ from siirl.observe.clock import common_zero_s
 from siirl.observe.heartbeat import current_heartbeat
 from siirl.observe.memory_probe import DeviceMemory, HostMemory
 from siirl.observe.position import PositionFile
-from siirl.observe.spans import Observer
+from siirl.observe.spans import Observer, waiting
 from siirl.observe.trace import TRACE_DIR, TraceFile, merge_trace
 
 
@@ -41,5 +41,6 @@ def finish_trace(cfg: Config, rank: int, output_dir: Path) -> Path | None:
     """Merge the traces of all ranks on rank 0, once all have come here; the file, None without one."""
     if not cfg.trainer.trace:
         return None
-    dist.barrier()
+    with waiting():
+        dist.barrier()
     return merge_trace(output_dir) if rank == 0 else None

@@ -7,6 +7,7 @@ from siirl.compiler.plan import Repeat
 from siirl.config.batch import batch_of
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import DataError, SamplingError
+from siirl.observe.spans import waiting
 
 
 def groups_wanted(worker: DAGWorker, ins: Repeat, num_rounds: int, num_sampled: int) -> int:
@@ -49,5 +50,6 @@ def _num_kept(worker: DAGWorker, ins: Repeat) -> int:
         copies = layout.shards.count(layout.shard_of(worker.rank))
         mine = len(worker.nodes[ins.node].buffer.orders()) / copies
     kept = torch.tensor([mine], dtype=torch.float64)
-    dist.all_reduce(kept, group=worker.groups.get(ins.ranks))
+    with waiting():
+        dist.all_reduce(kept, group=worker.groups.get(ins.ranks))
     return round(kept.item())

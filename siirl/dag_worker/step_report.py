@@ -14,6 +14,7 @@ from siirl.observe.flops import mfu
 from siirl.observe.loggers import tensorboard_dir
 from siirl.observe.metrics import Metrics
 from siirl.observe.sinks import Sinks
+from siirl.observe.spans import waiting
 from siirl.observe.summary import closing_summary
 from siirl.show.conversation_page import write_page
 from siirl.show.conversation_text import split_episodes
@@ -34,6 +35,7 @@ class Report:
         for part in parts:
             mine.merge(part)
         self._worker.drain_restarts(mine)
+        self._worker.observer.drain_idle(mine)
         with self._worker.observer.span("report", step):
             joined = Metrics()
             for entries in self._gather(mine.entries):
@@ -61,7 +63,8 @@ class Report:
     def _gather(self, mine: Any) -> list[Any]:
         world = self._worker.groups.world
         parts: list[Any] | None = [None] * dist.get_world_size() if self._worker.rank == 0 else None
-        dist.gather_object(mine, parts, group=world)
+        with waiting():
+            dist.gather_object(mine, parts, group=world)
         return parts or []
 
     def _rates(self, values: dict[str, float]) -> dict[str, float]:

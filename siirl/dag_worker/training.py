@@ -27,7 +27,7 @@ from siirl.observe.loggers import make_sinks
 from siirl.observe.metrics import Metrics
 from siirl.observe.run_progress import record_begin, record_end
 from siirl.observe.sinks import RunInfo
-from siirl.observe.spans import observing
+from siirl.observe.spans import observing, waiting
 from siirl.observe.summary import duration
 
 log = logging.getLogger(__name__)
@@ -197,7 +197,8 @@ class Training:
                     paths.append(out if len(trained) == 1 else out / name)
                     if name in self.worker.train_engines:
                         self._export(name, paths[-1])
-            dist.barrier(group=self.worker.groups.world)
+            with waiting():
+                dist.barrier(group=self.worker.groups.world)
         return paths
 
     def _export(self, name: str, out: Path) -> None:
@@ -215,7 +216,8 @@ class Training:
             "nodes": {name: node.state for name, node in worker.nodes.items() if node.state},
         }
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, mine, group=worker.groups.world)
+        with waiting():
+            dist.all_gather_object(parts, mine, group=worker.groups.world)
         extra = {kind: {name: x for part in parts for name, x in part[kind].items()} for kind in mine}
         settings = settings_of(self.cfg, worker.plan)
         return extra | {"buffers": worker.buffer_states(), "settings": settings}
@@ -235,7 +237,8 @@ class Training:
         if not due:
             return
         most = torch.tensor(taken, dtype=torch.int64)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.worker.groups.world)
+        with waiting():
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.worker.groups.world)
         still = [name for name, num_steps in zip(due, most.tolist(), strict=True) if not num_steps]
         if still:
             raise NumericsError(
@@ -292,7 +295,8 @@ class Training:
 
     def _max_over_ranks(self, number: int) -> int:
         value = torch.tensor([number], dtype=torch.int64)
-        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.worker.groups.world)
+        with waiting():
+            dist.all_reduce(value, dist.ReduceOp.MAX, group=self.worker.groups.world)
         return int(value)
 
     def _due(self, every: int) -> bool:

@@ -35,7 +35,7 @@ from siirl.nodes.services import SERVICES, OnRank, built_in, find_op
 from siirl.nodes.streams import Streams
 from siirl.observe.columns import ENGINE_RESTARTS
 from siirl.observe.metrics import Metrics
-from siirl.observe.spans import Observer, note
+from siirl.observe.spans import Observer, note, waiting
 from siirl.parallel.process_groups import ProcessGroupManager
 from siirl.rewards.scorer import RewardScorer
 
@@ -235,7 +235,8 @@ class DAGWorker:
             if layout is not None and layout.is_shard_leader(self.rank):
                 mine[name] = (layout.shard_of(self.rank), node.buffer.state())
         parts: list[Any] = [None] * self.plan.world_size
-        dist.all_gather_object(parts, mine, group=self.groups.world)
+        with waiting():
+            dist.all_gather_object(parts, mine, group=self.groups.world)
         names = dict.fromkeys(name for part in parts for name in part)
         by_shard = {name: dict(part[name] for part in parts if name in part) for name in names}
         return {name: [state for _, state in sorted(found.items())] for name, found in by_shard.items()}

@@ -25,7 +25,7 @@ from siirl.data.header import ColumnSpec, Header, common_specs
 from siirl.data.rows import object_column, object_element, objects, widened
 from siirl.data.store import Column, FieldStore
 from siirl.errors import DagError, DeadlineError, WorkerError
-from siirl.observe.spans import phase
+from siirl.observe.spans import phase, waiting
 from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
 from siirl.types import FieldKey, Layout
 
@@ -232,7 +232,7 @@ class Transport:
     def _waiting(self, route: RoutePlan, what: str) -> Iterator[None]:
         """Names the route and its ranks when a collective fails or passes the deadline."""
         try:
-            with phase(what):
+            with phase(what), waiting():
                 yield
         except RuntimeError as error:
             others = name_ranks([rank for rank in route.ranks if rank != self._rank])

@@ -23,7 +23,7 @@ from siirl.engines.rollout.base import RolloutEngine, WeightPart
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
-from siirl.observe.spans import note, phase
+from siirl.observe.spans import note, phase, waiting
 from siirl.parallel.process_groups import ProcessGroupManager
 
 BUCKET_BYTES = 64 << 20
@@ -249,7 +249,8 @@ class WeightLink:
         for _, tensor in bucket:
             flat[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
             start += _room(tensor)
-        dist.broadcast(flat, src=root, group=self._group)
+        with waiting():
+            dist.broadcast(flat, src=root, group=self._group)
 
     def _received(self, root: int) -> Iterator[Named]:
         while bucket := self._receive_bucket(root):
@@ -267,7 +268,8 @@ class WeightLink:
         ]
         device = torch.device(header["device"])
         flat = torch.empty(sum(map(_room, empty)), dtype=torch.uint8, device=device)
-        dist.broadcast(flat, src=root, group=self._group)
+        with waiting():
+            dist.broadcast(flat, src=root, group=self._group)
         bucket, start = [], 0
         for (name, _, _), like in zip(header["tensors"], empty, strict=True):
             bucket.append((name, flat[start : start + like.nbytes].view(like.dtype).view(like.shape)))
@@ -278,13 +280,15 @@ class WeightLink:
         """Broadcast a JSON object from the root."""
         text = b"" if content is None else json.dumps(content).encode()
         size = torch.tensor([len(text)])
-        dist.broadcast(size, src=root, group=self._group)
+        with waiting():
+            dist.broadcast(size, src=root, group=self._group)
         data = (
             torch.empty(int(size), dtype=torch.uint8)
             if content is None
             else torch.frombuffer(bytearray(text), dtype=torch.uint8)
         )
-        dist.broadcast(data, src=root, group=self._group)
+        with waiting():
+            dist.broadcast(data, src=root, group=self._group)
         return json.loads(data.numpy().tobytes())
 
     def _agree(self, failure: str) -> list[str]:
@@ -297,7 +301,8 @@ class WeightLink:
 
     def _all_gather(self, mine: Tensor) -> Tensor:
         rows = [torch.empty_like(mine) for _ in self._ranks]
-        dist.all_gather(rows, mine, group=self._group)
+        with waiting():
+            dist.all_gather(rows, mine, group=self._group)
         return torch.stack(rows)
 
 

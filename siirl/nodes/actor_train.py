@@ -15,6 +15,7 @@ from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import policy_mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
 from siirl.observe.metrics import Metrics
+from siirl.observe.spans import waiting
 
 
 def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
@@ -78,7 +79,8 @@ def _picked(ctx: OpContext, rows: TensorDict) -> Tensor:
     def all_gather(values: Tensor) -> Tensor:
         values = values if ctx.is_shard_leader else torch.full_like(values, -torch.inf)
         parts = [torch.empty_like(values) for _ in range(dist.get_world_size(ctx.group))]
-        dist.all_gather(parts, values, group=ctx.group)
+        with waiting():
+            dist.all_gather(parts, values, group=ctx.group)
         return torch.cat(parts)
 
     name, mask_BT = ctx.cfg.actor_rollout_ref.actor.loss_name, rows["response_mask"]

@@ -16,6 +16,7 @@ from siirl.config import Config
 from siirl.dag.ops import INFO
 from siirl.data.buffer import RowBuffer
 from siirl.observe.metrics import Metrics
+from siirl.observe.spans import waiting
 
 
 @dataclass
@@ -151,7 +152,8 @@ NodeContext = OpContext
 def sum_over_ranks(ctx: OpContext, totals: Tensor) -> Tensor:
     """The float64 totals of all rows: each rank gives those of its own. Collective over ctx.group."""
     totals = totals if ctx.is_shard_leader else torch.zeros_like(totals)
-    dist.all_reduce(totals, group=ctx.group)
+    with waiting():
+        dist.all_reduce(totals, group=ctx.group)
     return totals
 
 

@@ -13,6 +13,7 @@ from siirl.data.buffer import RowBuffer
 from siirl.data.rows import objects, take_rows
 from siirl.errors import RewardError
 from siirl.nodes.context import OpContext
+from siirl.observe.spans import waiting
 
 
 def collect_varied(ctx: OpContext, rows: TensorDict, buffer: RowBuffer) -> None:
@@ -64,9 +65,11 @@ def dynamic_sampling(ctx: OpContext, rows: TensorDict, buffer: RowBuffer) -> Ten
 def all_orders(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The distinct ORDERs that the ranks of a group keep, ascending. Collective over the group."""
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, torch.tensor([len(mine)]), group=group)
+    with waiting():
+        dist.all_gather(counts, torch.tensor([len(mine)]), group=group)
     width = int(max(count.item() for count in counts))
     padded = torch.nn.functional.pad(mine, (0, width - len(mine)))
     parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)
+    with waiting():
+        dist.all_gather(parts, padded, group=group)
     return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)]).unique()

@@ -12,6 +12,7 @@ from siirl.data.numbering import number_anew
 from siirl.data.rows import take_rows
 from siirl.errors import DagError
 from siirl.nodes.context import Op, OpContext
+from siirl.observe.spans import waiting
 
 
 def filter_op(plugin: Callable[[OpContext, TensorDict], Tensor]) -> Op:
@@ -61,6 +62,7 @@ def pf_ppo(ctx: OpContext, rows: TensorDict) -> TensorDict:
 def _all_units(mine: dict[int, float], group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """(ids ascending, their scores) of all ranks of the group; what several ranks hold counts once."""
     parts: list[list[tuple[int, float]]] = [[] for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(parts, list(mine.items()), group=group)
+    with waiting():
+        dist.all_gather_object(parts, list(mine.items()), group=group)
     pairs = sorted(dict(pair for part in parts for pair in part).items())
     return torch.tensor([unit for unit, _ in pairs]), torch.tensor([score for _, score in pairs]).double()

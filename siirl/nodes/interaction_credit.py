@@ -33,6 +33,7 @@ from siirl.algorithms.turns import NO_TURNS, Turns
 from siirl.errors import DagError
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.observe.metrics import MOST_TURNS, Metrics
+from siirl.observe.spans import waiting
 from siirl.user_code.load_object import load_object
 
 
@@ -184,7 +185,8 @@ def _normalized(ctx: OpContext, rows: TensorDict, advantage_BT: Tensor) -> Tenso
         return advantage_BT
     mask_BT, speaker_B = rows["response_mask"], rows["speaker"]
     highest = torch.tensor([int(speaker_B.max()) if len(speaker_B) else 0])
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group=ctx.group)
+    with waiting():
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=ctx.group)
     moments = sum_over_ranks(ctx, speaker_moments(advantage_BT, mask_BT, speaker_B, int(highest) + 1))
     return whiten_speakers(advantage_BT, mask_BT, speaker_B, moments)
 

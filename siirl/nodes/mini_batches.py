@@ -9,6 +9,7 @@ from torch import Tensor
 
 from siirl.config.batch import BatchArithmetic, batch_of
 from siirl.nodes.context import OpContext
+from siirl.observe.spans import waiting
 
 
 def policy_mini_batches(ctx: OpContext, rows: TensorDict) -> Iterator[Tensor]:
@@ -49,12 +50,14 @@ def global_positions(row_id_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor
     bytes a row.
     """
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, torch.tensor([len(row_id_B)], dtype=torch.int64), group=group)
+    with waiting():
+        dist.all_gather(counts, torch.tensor([len(row_id_B)], dtype=torch.int64), group=group)
     width = int(max(count.item() for count in counts))
     mine = torch.full((width,), -1, dtype=torch.int64)
     mine[: len(row_id_B)] = row_id_B
     gathered = [torch.empty_like(mine) for _ in counts]
-    dist.all_gather(gathered, mine, group=group)
+    with waiting():
+        dist.all_gather(gathered, mine, group=group)
     ids = torch.cat([part[: int(count)] for part, count in zip(gathered, counts, strict=True)]).unique()
     return torch.searchsorted(ids, row_id_B.contiguous()), len(ids)
 

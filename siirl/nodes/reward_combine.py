@@ -13,6 +13,7 @@ from siirl.dag.ops import INFO, score_names
 from siirl.data.rows import make_rows, objects
 from siirl.nodes.context import OpContext
 from siirl.nodes.function_reward import check_scores, finished
+from siirl.observe.spans import waiting
 
 SMALLEST_STD = 1e-6
 Moments = list[float]  # number of scores, their sum, the sum of their squares
@@ -84,7 +85,8 @@ def _moments(
                     float((value_B**2).sum()),
                 ]
     gathered: list[dict[str, Moments]] = [{} for _ in range(dist.get_world_size(ctx.group))]
-    dist.all_gather_object(gathered, mine if ctx.is_shard_leader else {}, group=ctx.group)
+    with waiting():
+        dist.all_gather_object(gathered, mine if ctx.is_shard_leader else {}, group=ctx.group)
     found: dict[str, Moments] = {}
     for key in sorted({key for given in gathered for key in given}):
         before = [ctx.state.get(f"{key}/{index}", 0.0) for index in range(3)]

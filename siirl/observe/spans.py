@@ -40,6 +40,20 @@ def add_phase(name: str, start_s: float, end_s: float, **args: Any) -> None:
 
 
 @contextmanager
+def waiting() -> Iterator[None]:
+    """What runs inside waits for other ranks: perf/idle_s counts it. In the thread of the loop; not nested.
+
+    Host time, so a collective on the device's stream counts where somebody waits for it.
+    """
+    start_s = time.perf_counter()
+    try:
+        yield
+    finally:
+        if _current is not None:
+            _current.count_idle(time.perf_counter() - start_s)
+
+
+@contextmanager
 def observing(observer: "Observer") -> Iterator[None]:
     """Make `observer` the one that phase, note and add_phase reach, in all threads of this process."""
     global _current
@@ -98,6 +112,7 @@ class Observer:
         self._owner = threading.get_ident()
         self._stacks: dict[int, list[_Open]] = {self._owner: []}
         self._step = 0
+        self._idle_s = 0.0
         self._step_start_s = time.perf_counter()
 
     def begin_step(self) -> None:
@@ -153,6 +168,17 @@ class Observer:
             self.spans.append(Span(self._path(name), start_s, end_s - start_s, len(stack)))
         if self._trace is not None and self._trace.wants(self._step):
             self._trace.complete(name, start_s, end_s, args)
+
+    def count_idle(self, seconds: float) -> None:
+        """Add time of waiting for other ranks; that of other threads is none of the loop's."""
+        if threading.get_ident() == self._owner:
+            self._idle_s += seconds
+
+    def drain_idle(self, metrics: Metrics) -> None:
+        """Add how long this rank has waited for others since the last call."""
+        metrics.mean("perf/idle_s", self._idle_s)
+        metrics.max("perf/idle_s_max", self._idle_s)
+        self._idle_s = 0.0
 
     def metrics(self) -> Metrics:
         """time/<name>_s of this step, time/step_s, and time/overhead_s: the part of it outside of all spans.

@@ -16,6 +16,7 @@ VALUE_WIDTH = 60
 BETTER: Mapping[str, int] = {
     "reward/score": 1,
     "val/": 1,
+    "perf/idle": -1,
     "perf/": 1,
     "critic/explained_variance": 1,
     "critic/value_loss": -1,

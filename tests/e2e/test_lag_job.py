@@ -161,6 +161,8 @@ def test_an_engine_on_a_rank_of_its_own_decodes_on_while_the_trainer_trains(tmp_
     assert 0 < max(lagging.values("rollout/lag_max")) <= 2 and lagging.values("rollout/in_flight")[-1] == 0
     newest = {name: int(versions_of(tmp_path / name / "dump")[3][0].max()) for name in runs}
     assert newest["lagging"] < newest["plain"], "the batch of step 3 was complete before its weights came"
+    waited = {line["step"]: line["perf/idle_s_max"] for line in lagging.lines}
+    assert max(waited[2], waited[3]) > 9, "the rollout's rank waits for the trainer's, which sleeps"
     assert max(lagging.values("actor/rollout_log_prob_diff")) < 1e-4
     scores = [name for name in lagging.lines[1] if name.startswith("val/")]
     assert scores and all(lagging.values(name) == runs["plain"].values(name) for name in scores)

@@ -17,7 +17,7 @@ from siirl.engines.train.schedules import learning_rate
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import NumericsError
 from siirl.observe.metrics import Metrics
-from siirl.observe.spans import note, phase
+from siirl.observe.spans import note, phase, waiting
 
 MAX_SKIPPED_STEPS = 5
 """So many optimizer steps in a row may be skipped for non-finite gradients; one more ends the run."""
@@ -166,7 +166,8 @@ class SteppingEngine(TrainEngine):
     def _reduce(self, numbers: list[float], op: dist.ReduceOp) -> list[float]:
         """Reduce a few numbers over the ranks of a mini-batch, through host memory."""
         total = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(total, op, group=self._data_group)
+        with waiting():
+            dist.all_reduce(total, op, group=self._data_group)
         return total.tolist()
 
     def _packed(self, rows: TensorDict) -> PackedBatch:

@@ -312,7 +312,7 @@ def test_what_decodes_on_while_others_train_is_trained_once_within_the_bound(max
             stream.decode()  # while the trainer trains
             decoded_on += sum(len(v) for _, _, v in stream.running.values()) - sum(before)
         job.advance()
-    assert decoded_on > 50 and max(job.lags) <= max_lag and job.restarted == 0
+    assert decoded_on > 20 and max(job.lags) <= max_lag and job.restarted == 0
     assert len(job.trained) == batch * steps
     assert Counter(job.trained) == Counter(whole_run(1, batch, n, 1, 0.0, steps).trained)
 

@@ -1,0 +1,59 @@
+"""Wherever the loop's ranks meet outside a model's own passes, the time is counted as waiting."""
+
+import ast
+import threading
+from pathlib import Path
+
+import pytest
+
+from siirl.observe.metrics import Metrics
+from siirl.observe.spans import Observer, observing, waiting
+
+ROOT = Path(__file__).parents[3] / "siirl"
+ROOMS = ("nodes", "data", "dag_worker", "checkpoint", "engines/links.py", "engines/train/stepping.py")
+FILES = sorted(
+    file for room in ROOMS for file in [ROOT / room, *(ROOT / room).rglob("*.py")] if file.is_file()
+)
+COUNTED = ("waiting()", "self._waiting(")  # the second is Transport's, which counts and names the route
+NO_MEETINGS = ("get_", "is_", "new_group", "init_", "destroy_")
+
+
+def meetings(tree: ast.AST, waits: bool = False):
+    """(line, whether it is counted) of each call of a collective of torch.distributed."""
+    for node in ast.iter_child_nodes(tree):
+        called = node.func if isinstance(node, ast.Call) else None
+        meets = isinstance(called, ast.Attribute) and ast.unparse(called.value) == "dist"
+        if meets and not called.attr.startswith(NO_MEETINGS) and called.attr.islower():
+            yield node.lineno, waits
+        inside = isinstance(node, ast.With) and any(
+            ast.unparse(item.context_expr).startswith(COUNTED) for item in node.items
+        )
+        yield from meetings(node, waits or inside)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_collective_counts_as_waiting(file):
+    assert [line for line, waits in meetings(ast.parse(file.read_text())) if not waits] == []
+
+
+def test_the_rooms_have_collectives():
+    assert sum(len(list(meetings(ast.parse(file.read_text())))) for file in FILES) > 20
+
+
+def test_what_another_thread_waits_for_does_not_hold_up_the_loop():
+    observer = Observer()
+
+    def wait():
+        with waiting():
+            pass
+
+    with observing(observer):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        thread.join()
+        observer.drain_idle(apart := Metrics())
+        wait()
+        observer.drain_idle(own := Metrics())
+    assert apart.values()["perf/idle_s"] == 0 < own.values()["perf/idle_s"]
+    with waiting():
+        pass
