@@ -1,12 +1,12 @@
 """Responses whose lengths have a long tail: rollout.max_lag against a step that waits for the longest.
 
-    python benchmarks/long_tail.py [--lags 0 1 2] [--blocks 2] [--engine hf|vllm] [--gpu] [key=value ...]
+    python benchmarks/long_tail.py [--lags 0 1 2] [--keep-kv] [--blocks 2] [--engine hf|vllm] [--gpu] [keys]
 
 A model with random weights ends each response with about the same chance at every token, so lengths are
 geometric: mean --mean-tokens, cut at --response-tokens, and fixed by (seed, prompt, sample), the same for
 every lag as long as the weights hardly change (the learning rate is 1e-7). --equal lets every response have
 --mean-tokens instead. --apart: the rollout on one device, the trainer on another; the engine goes on while
-the trainer trains.
+the trainer trains. --keep-kv: each lag once more with rollout.keep_kv, on a GPU with an engine that stays.
 
 A block is a job of its own, by the command that users type; blocks of the lags take turns. A step is all of
 it, from the end of the one before; the first steps of a block, and the last ones, which load nothing, do not
@@ -30,7 +30,12 @@ from agents_pool import REPOSITORY, SMALL
 from grpo_gpu import COMMON, SHAPES, make_data, make_model
 
 RESULTS = Path(__file__).resolve().parent / "results"
-REPORTED = ("rollout/response_length", "rollout/response_length_max", "rollout/lag", "rollout/partial")
+REPORTED = (
+    *("rollout/response_length", "rollout/response_length_max", "rollout/lag", "rollout/partial"),
+    *("rollout/reread_tokens", "actor/rollout_log_prob_diff"),
+)
+KEPT = " keep_kv"
+"""Follows the lag in the name of what runs with rollout.keep_kv."""
 
 
 def main() -> int:
@@ -38,17 +43,19 @@ def main() -> int:
     device = "gpu" if args.gpu else "cpu"
     report: dict[str, Any] = {"command": " ".join(sys.argv), "cores": len(os.sched_getaffinity(0))}
     report["load_before"] = os.getloadavg()[0]
-    blocks: dict[int, list[dict[str, Any]]] = {lag: [] for lag in args.lags}
+    kinds = [f"{lag}{kept}" for lag in args.lags for kept in (["", KEPT] if args.keep_kv and lag else [""])]
+    blocks: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         shape = SHAPES["A"] if args.gpu else SMALL
         make_model(folder / "model", shape)
         vocabulary = shape.get("vocab_size", COMMON["vocab_size"])
         make_data(folder / "train.parquet", args.prompts * 64, args.prompt_tokens, vocabulary)
-        for block, lag in itertools.product(range(args.blocks), args.lags):
-            blocks[lag].append(run(args, folder, folder / f"{lag}_{block}", lag, vocabulary))
-            rate = blocks[lag][-1]["tokens_per_s"]
-            print(f"block {block + 1}, lag {lag}: {rate:.0f} tokens/s", flush=True)
+        for block, kind in itertools.product(range(args.blocks), kinds):
+            out = folder / f"{kind}_{block}".replace(" ", "_")
+            blocks[kind].append(run(args, folder, out, kind, vocabulary))
+            rate = blocks[kind][-1]["tokens_per_s"]
+            print(f"block {block + 1}, lag {kind}: {rate:.0f} tokens/s", flush=True)
     report["load_after"] = os.getloadavg()[0]
     report["lags"] = summary(blocks)
     for lag, one in report["lags"].items():
@@ -57,8 +64,8 @@ def main() -> int:
             f"{one['tokens_per_s']:.0f} tokens/s ({one['tokens_ratio']:.2f}x), "
             f"blocks {[round(x, 3) for x in one['blocks_steps_per_s']]}"
         )
-    kind = "_apart" * args.apart + "_equal" * args.equal
-    out = args.out or RESULTS / f"long_tail_{args.engine}_{device}{kind}.json"
+    which = "_apart" * args.apart + "_equal" * args.equal + "_keep_kv" * args.keep_kv
+    out = args.out or RESULTS / f"long_tail_{args.engine}_{device}{which}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
@@ -80,6 +87,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--mean-tokens", type=int, help="by default 128, on a GPU 1000")
     parser.add_argument("--response-tokens", type=int, help="the longest; by default 1024, on a GPU 8192")
     parser.add_argument("--equal", action="store_true", help="every response has --mean-tokens")
+    parser.add_argument("--keep-kv", action="store_true", help="each lag with rollout.keep_kv too")
     parser.add_argument("--apart", action="store_true", help="two devices: one samples, one trains")
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
@@ -97,8 +105,9 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary: int) -> dict[str, Any]:
-    """One block: the counted steps' seconds and what they sampled."""
+def run(args: argparse.Namespace, folder: Path, out: Path, kind: str, vocabulary: int) -> dict[str, Any]:
+    """One block: the counted steps' seconds and what they sampled. kind: the lag, and KEPT if that is on."""
+    lag, keeps = int(kind.removesuffix(KEPT)), kind.endswith(KEPT)
     policy, rollout = "actor_rollout_ref.", "actor_rollout_ref.rollout."
     longest = args.mean_tokens if args.equal else args.response_tokens
     ends = range(2, 2 + round(vocabulary / args.mean_tokens))
@@ -127,6 +136,8 @@ def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary:
         "trainer.logger=[]",
         f"trainer.output_dir={out}",
     ]
+    if args.keep_kv:
+        keys += [f"{rollout}keep_kv={keeps}", f"{rollout}free_cache_engine={args.apart}"]
     if args.apart:
         keys.append(f"dag.workflow_path={apart_dag(folder)}")
     if args.equal:
@@ -159,7 +170,7 @@ def run(args: argparse.Namespace, folder: Path, out: Path, lag: int, vocabulary:
         text=True,
     )
     if done.returncode:
-        raise SystemExit(f"lag {lag} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+        raise SystemExit(f"lag {kind} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     counted = lines[args.warm_up : args.warm_up + args.steps]
     ends_s = [line["time_s"] for line in lines[args.warm_up - 1 : args.warm_up + args.steps]]
@@ -182,7 +193,7 @@ def apart_dag(folder: Path) -> Path:
     return path
 
 
-def summary(blocks: dict[int, list[dict[str, Any]]]) -> dict[int, dict[str, Any]]:
+def summary(blocks: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """For each lag its rates, and their ratios to those of the first one."""
     rates = {
         lag: {name: statistics.median(x[name] for x in runs) for name in ("steps_per_s", "tokens_per_s")}

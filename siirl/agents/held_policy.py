@@ -29,13 +29,15 @@ class Line:
         if self._pump is not None:
             self._pump.pause()
 
-    async def ask(self, key: str, prompt: list[int], params: Any, seed: int, start: int) -> Generated:
+    async def ask(
+        self, key: str, prompt: list[int], params: Any, seed: int, start: int, kv_version: int | None
+    ) -> Generated:
         """See Pump.generate; waits until the line is open."""
         await self._opened.wait()
         assert self._pump is not None
         self.num_asked += 1
         try:
-            return await self._pump.generate(prompt, params, seed, start, key)
+            return await self._pump.generate(prompt, params, seed, start, key, kv_version)
         finally:
             self.num_asked -= 1
 
@@ -58,7 +60,8 @@ class HeldPolicy:
         while turn.finish_reason == PAUSED:
             done = len(turn.token_ids)
             rest = replace(params, max_tokens=params.max_tokens - done)
-            part = await self.line.ask(self.key, [*prompt, *turn.token_ids], rest, seed, done)
+            begun = turn.weight_version if done else None
+            part = await self.line.ask(self.key, [*prompt, *turn.token_ids], rest, seed, done, begun)
             self.heard(part)
             turn = _joined(turn, part)
         return turn

@@ -77,6 +77,9 @@ class Backend:
     works_alone: bool = False
     """It goes on with what a stream has asked while its worker does something else."""
 
+    keeps_kv: bool = False
+    """It can go on with the keys and values of a paused response (rollout.keep_kv)."""
+
     device_share: bool = False
     """On a GPU it takes a share of the device (rollout.gpu_memory_utilization) while it is awake."""
 
@@ -282,12 +285,13 @@ ROLLOUT_BACKENDS = {
         check=_check_vllm,
         packages=lambda *model: vllm_version(),
         works_alone=True,
+        keeps_kv=True,
         device_share=True,
         base_keys=(
             *("name", "dtype", "prompt_length", "response_length", "max_model_len", "max_num_seqs"),
             *("max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager", "disable_log_stats"),
             *("gpu_memory_utilization", "free_cache_engine", "tensor_model_parallel_size"),
-            "engine_kwargs.vllm",
+            *("keep_kv", "engine_kwargs.vllm"),
         ),
     ),
     "openai": Backend(

@@ -18,7 +18,7 @@ from siirl.compiler.checks.fields import (
     check_writers,
     prune,
 )
-from siirl.compiler.checks.lag_checks import check_lag, check_loaders
+from siirl.compiler.checks.lag_checks import check_kept_kv, check_lag, check_loaders
 from siirl.compiler.checks.round_regions import check_rounds
 from siirl.compiler.instructions import Sections
 from siirl.compiler.interactions.credit_reads import turns_of_training, with_credit
@@ -268,8 +268,10 @@ def _emit(
         instructions=instructions,
         validation=validation,
     )
+    configs = {node.id: node.cfg for node in nodes.values()}
     found.take(check_loaders(plan))
-    return plan, {node.id: node.cfg for node in nodes.values()}
+    found.take(check_kept_kv(plan, configs))
+    return plan, configs
 
 
 def _validated(nodes: Nodes) -> set[str]:

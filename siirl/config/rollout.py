@@ -236,4 +236,15 @@ class RolloutConfig:
         later_choices={"drop": "giving such prompts up and loading others in their place"},
         when="max_lag",
     )
+    keep_kv: bool = key(
+        False,
+        "responses go on with the keys and values that older weights computed, which stay in the engine's "
+        "memory; False: what there is of them is read again under the new weights",
+        when="max_lag",
+    )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether unfinished responses go on with the keys and values that they have."""
+        return self.keep_kv and self.max_lag > 0

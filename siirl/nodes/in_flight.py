@@ -283,7 +283,8 @@ def _request(key: Key, prompt: list[int], one: Response, params: SamplingParams)
     """The rest of a response."""
     done = len(one.token_ids)
     rest = replace(params, n=1, max_tokens=params.max_tokens - done)
-    return Request(key, [*prompt, *one.token_ids], rest, one.seed, one.number, done)
+    begun = one.versions[0] if done else None
+    return Request(key, [*prompt, *one.token_ids], rest, one.seed, one.number, done, begun)
 
 
 def _complete(answer: Completion | EpisodeFailed) -> Completion:

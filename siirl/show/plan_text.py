@@ -302,19 +302,32 @@ def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> li
     """What is in work besides a batch, and how old it may be."""
     if not node.max_lag:
         return []
-    prompts = int((1 + cfg.actor_rollout_ref.rollout.surplus) * batch.prompts)
-    rest = (
-        "the engines go on with them while the trainer trains, and under its new weights after each sync"
-        if node.decodes_on
-        else "those that a step does not complete keep their tokens, and no device memory, and go on in the "
-        "next one"
-    )
-    if cfg.actor_rollout_ref.rollout.stale == "restart":
+    rollout = cfg.actor_rollout_ref.rollout
+    prompts = int((1 + rollout.surplus) * batch.prompts)
+    if node.decodes_on:
+        kept = ", with the keys and values that they have" if rollout.keeps_kv else ""
+        rest = (
+            "the engines go on with them while the trainer trains, and under its new weights after each sync"
+            + kept
+        )
+    else:
+        kept = _kept_memory(cfg) if rollout.keeps_kv else "no device memory"
+        rest = f"those that a step does not complete keep their tokens, and {kept}, and go on in the next one"
+    if rollout.stale == "restart":
         rest += "; those that would be older begin anew"
     return [
         f"  at most {_count(node.max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
         f"{'episodes' if talks else 'responses'}) are in work; {rest}"
     ]
+
+
+def _kept_memory(cfg: Config) -> str:
+    """What a paused engine keeps for the keys and values of its responses (rollout.keep_kv)."""
+    if cfg.trainer.device == "cpu":
+        return "the engine its KV cache"
+    rollout = cfg.actor_rollout_ref.rollout
+    share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    return f"the engine its KV cache (with its weights, {share:g} of the device)"
 
 
 def _training(trainer: ModelPlan, cfg: Config, sampled: BatchArithmetic, num_speakers: int) -> list[str]:

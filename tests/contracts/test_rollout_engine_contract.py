@@ -5,6 +5,7 @@ configuration is tested on those of START_FAST.
 """
 
 import copy
+import itertools
 import math
 import random
 from collections import Counter
@@ -13,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
-from sampling_reference import drawn_tokens, next_token_log_probs, truncated
+from sampling_reference import drawn_tokens, kept_kv_log_probs, next_token_log_probs, truncated
 from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import ModelPlan
@@ -27,6 +28,10 @@ from siirl.parallel.dims import ParallelDims
 ENGINES = ["hf", "vllm"]
 START_FAST = ["hf"]
 VOCAB = 24
+BLOCK = 32
+"""Tokens of a block of the KV cache of engines that have one."""
+VERSIONS = itertools.count(100)
+"""Versions of weights that an engine has not had."""
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [5, 6, 7], [2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]]
 
 
@@ -67,7 +72,11 @@ def engine_name(request):
 
 @pytest.fixture(scope="module")
 def shared_engine(engine_name, model_dir):
-    engine = build(engine_name, model_dir)
+    lag = (
+        "actor_rollout_ref.rollout.max_lag=1",
+        f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK}",
+    )
+    engine = build(engine_name, model_dir, *lag)
     with pytest.raises(RolloutError, match="no usable weights"):
         engine.generate([[5]], SamplingParams(max_tokens=1), [0])
     assert engine.weight_version == -1
@@ -507,24 +516,48 @@ def answered_in_parts(engine, requests: list[Request], rng: random.Random, wait_
     return tokens, log_probs, ended, cuts
 
 
-def test_weights_arrive_while_requests_run_and_each_token_is_of_those_that_it_says(engine, reference):
-    """What is there goes on under the new weights, which read all of it again."""
-    other = copy.deepcopy(reference)
+@pytest.fixture
+def other(reference):
+    """A model with other weights."""
+    model = copy.deepcopy(reference)
     with torch.no_grad():
-        for parameter in other.parameters():
+        for parameter in model.parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
-    models = {7: reference, 8: other, 9: reference}
+    return model
+
+
+@pytest.fixture(params=[False, True], ids=["read again", "keeps"])
+def keeps_kv(request, engine, monkeypatch):
+    """Whether the engine goes on with keys and values of older weights, where it can."""
+    if request.param:
+        if not hasattr(engine, "keeps_kv"):
+            pytest.skip("it keeps none")
+        monkeypatch.setattr(engine, "keeps_kv", True)
+    return request.param
+
+
+def given(engine, model) -> int:
+    """Give an engine the weights of a model, under a new version."""
+    version = next(VERSIONS)
+    engine.load_weights(weights_of(engine, model), version)
+    return version
+
+
+def test_weights_arrive_while_requests_run_and_each_token_is_of_those_that_it_says(
+    engine, reference, other, keeps_kv
+):
+    """What is there goes on under the new weights, which read all of it again, or what is not kept."""
     params, rng = SamplingParams(max_tokens=50, stop_token_ids=(1, 2)), random.Random(4)
     requests = [Request(f"{p} {s}", PROMPTS[p], params, p, sample=s) for p in range(3) for s in range(3)]
-    alone = engine.generate([[5, 6]], params, [4])
     for wait_s in (0.02, 0.01, 0.005, 0.002, 0.001):  # until it is shorter than a response takes here
-        engine.load_weights(weights_of(engine, reference), version=7)
+        models = {given(engine, reference): reference}
+        alone = tokens(engine.generate([[5, 6]], params, [4]))
         stream, answers = engine.stream(lambda keys: True, gives_way=True), {}
         stream.submit(requests)
-        for version in (8, 9):
+        for model in (other, reference):
             answers |= stream.collect(rng.uniform(0.2, 1) * wait_s)
-            assert engine.generate([[5, 6]], params, [4]) == alone or version == 9
-            engine.load_weights(weights_of(engine, models[version]), version=version)
+            assert tokens(engine.generate([[5, 6]], params, [4])) == alone or model is reference
+            models[given(engine, model)] = model
         answers |= collected(stream)
         assert answers.keys() == {request.key for request in requests}
         for request in requests:
@@ -532,17 +565,83 @@ def test_weights_arrive_while_requests_run_and_each_token_is_of_those_that_it_sa
             versions = answer.token_versions
             assert len(versions) == len(answer.token_ids) and versions == sorted(versions)
             assert answer.weight_version == versions[0]
-            expected = {
-                version: response_log_probs(models[version], request.prompt, answer.token_ids)
-                for version in set(versions)
-            }
-            wanted = [float(expected[version][at]) for at, version in enumerate(versions)]
+            kept = BLOCK if keeps_kv else 1 << 20
+            wanted = kept_kv_log_probs(models, list(request.prompt), answer.token_ids, versions, kept)
             assert answer.log_probs == pytest.approx(wanted, abs=1e-4)
         if any(len(set(answer.token_versions)) > 1 for answer in answers.values()):
             break
     else:
         pytest.fail("no response has tokens of several weights")
-    engine.load_weights(weights_of(engine, reference), version=7)
+
+
+def continued(engine, cut_after: int, params: SamplingParams, load):
+    """(tokens, log-probs, versions) of responses to LONG that are cut, and go on after `load`."""
+    requests = [Request(f"{p} {s}", LONG[p], params, p, sample=s) for p in range(2) for s in range(2)]
+    stream = engine.stream()
+    stream.submit([replace(r, params=replace(params, max_tokens=cut_after)) for r in requests])
+    first = dict(collected(stream))
+    load()
+    stream = engine.stream()
+    begun = {key: one.weight_version for key, one in first.items()}
+    stream.submit([replace(resumed(r, first[r.key].token_ids), kv_version=begun[r.key]) for r in requests])
+    rest = dict(collected(stream))
+    return [
+        (a.token_ids + b.token_ids, a.log_probs + b.log_probs, a.token_versions + b.token_versions)
+        for a, b in ((first[r.key], rest[r.key]) for r in requests)
+    ]
+
+
+LONG = [
+    [(5 * position + 3) % 19 + 3 for position in range(20)],
+    [(7 * position) % 20 + 2 for position in range(36)],
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_under_equal_weights_it_is_all_one_whether_keys_and_values_are_kept(
+    engine, reference, keeps_kv, temperature
+):
+    params = SamplingParams(max_tokens=25, temperature=temperature)
+    given(engine, reference)
+    whole = engine.generate(LONG, replace(params, n=2), [0, 1])
+    found = continued(engine, 18, params, lambda: given(engine, reference))
+    assert [ids for ids, _, _ in found] == [one.token_ids for one in flat(whole)]
+    for (_, log_probs, _), one in zip(found, flat(whole), strict=True):
+        assert log_probs == pytest.approx(one.log_probs, abs=1e-5)
+
+
+def test_what_is_kept_is_of_the_weights_that_computed_it_and_new_requests_find_nothing_of_it(
+    engine, reference, other, keeps_kv
+):
+    """Log-probs of what goes on are those of the newer weights over older keys and values; of a request that
+    begins under the newer ones, those of the newer ones alone.
+    """
+    models = {given(engine, reference): reference}
+    engine.drain_metrics()
+    params = SamplingParams(max_tokens=25)
+    found = continued(engine, 18, params, lambda: models.update({given(engine, other): other}))
+    moved = 0.0
+    for (ids, log_probs, versions), prompt in zip(found, [LONG[0], LONG[0], LONG[1], LONG[1]], strict=True):
+        wanted, again = (
+            kept_kv_log_probs(models, prompt, ids, versions, block) for block in (BLOCK, 1 << 20)
+        )
+        assert log_probs == pytest.approx(wanted if keeps_kv else again, abs=1e-4)
+        moved = max(moved, *(abs(a - b) for a, b in zip(wanted, again, strict=True)))
+    assert moved > 0.05, "kept or read again: it would not show"
+    metrics = engine.drain_metrics().values()
+    if "rollout/reread_tokens" in metrics:
+        read = [20 + 18 - 1] * 2 + [36 + 18 - 1] * 2
+        kept = [BLOCK] * 4 if keeps_kv else [0] * 3 + [BLOCK]  # two of a prompt share its first block
+        assert metrics["rollout/reread_tokens"] == sum(read) - sum(kept)
+    stream, wanted = engine.stream(), {}
+    stream.submit([Request(p, prompt, params, p) for p, prompt in enumerate(LONG)])
+    answers = dict(collected(stream))
+    answers |= {("all", p): one for p, (one,) in enumerate(engine.generate(LONG, params, [0, 1]))}
+    assert len(answers) == 4
+    for key, one in answers.items():
+        prompt = LONG[key if isinstance(key, int) else key[1]]
+        expected = response_log_probs(other, prompt, one.token_ids)
+        torch.testing.assert_close(torch.tensor(one.log_probs), expected, atol=1e-4, rtol=0)
 
 
 def test_a_stream_of_nothing_answers_at_once(engine):

@@ -99,6 +99,9 @@ class Request:
     start: int = 0
     """Tokens at the end of the prompt that were sampled for this response before it was paused. What follows
     draws the numbers that it would have drawn."""
+    kv_version: int | None = None
+    """Of the weights that sampled the first of those tokens; None: there is none. An engine that keeps keys
+    and values (rollout.keep_kv) looks among those of requests that began under the same weights."""
 
     def __post_init__(self) -> None:
         if self.params.n != 1:
@@ -231,7 +234,7 @@ class RolloutEngine(ABC):
         none; asked now and again by engines that work inside `collect`, which else come back when all are
         complete.
         gives_way: while its requests are pending, the engine may take weights, under which they go on (what
-        they have so far is read again), and may answer `generate`.
+        they have so far is read again, unless rollout.keep_kv), and may answer `generate`.
         """
         if self._stream is not None:
             self._stream.close()
@@ -331,6 +334,7 @@ class Unfinished:
             prompt=[*self.request.prompt, *self.token_ids],
             params=replace(self.request.params, max_tokens=self.request.params.max_tokens - done),
             start=self.request.start + done,
+            kv_version=self.versions[0] if self.request.kv_version is None else self.request.kv_version,
         )
 
     def so_far(self, reason: str, version: int) -> Completion:

@@ -11,7 +11,7 @@ import pytest
 from siirl.agents.pump import Pump
 from siirl.errors import DeadlineError, RolloutError
 
-Ask = namedtuple("Ask", "key prompt params seed start")
+Ask = namedtuple("Ask", "key prompt params seed start kv_version")
 
 
 @dataclass

@@ -15,16 +15,17 @@ PARAMS = SamplingParams(max_tokens=3)
 class Engine:
     """What a stream asks of its engine."""
 
-    name, weight_version = "agent_0.rollout", 7
+    name, weight_version, keeps_kv = "agent_0.rollout", 7, False
 
     def __init__(self):
-        self.prompt_tokens, self.stats = 0, []
+        self.prompt_tokens, self.stats, self.reread = 0, [], 0
 
     def check_requests(self, requests, pending):
         return {r.key: EpisodeFailed("too long", kind="request") for r in requests if len(r.prompt) > 9}
 
-    def count(self, responses, prompt_tokens, stats):
+    def count(self, responses, prompt_tokens, stats, reread):
         self.prompt_tokens += prompt_tokens
+        self.reread += reread
         self.stats.append(stats)
 
 
@@ -118,6 +119,43 @@ def test_nothing_runs_while_a_stream_is_held_and_each_token_is_of_the_weights_of
         ([42, 43, 9], [7, 8, 9]),
         ([44, 45, 9], [7, 8, 9]),
     ]
+
+
+class Held(Board):
+    """Has sampled one token of each request when it is paused."""
+
+    def __init__(self):
+        super().__init__()
+        self.submitted = []
+
+    def submit(self, message, first):
+        self.submitted += message.requests
+
+    def pause(self, stream, names):
+        return [Finished([ended(name, 9, reason="paused") for name in names], {})]
+
+
+@pytest.mark.parametrize("keeps_kv", [False, True])
+def test_what_is_held_goes_on_with_the_keys_and_values_of_the_weights_that_it_began_under(keeps_kv):
+    """A request finds those of its own beginning, and one that begins now none of older weights."""
+    engine, board = Engine(), Held()
+    engine.keeps_kv = keeps_kv
+    stream = VLLMStream(engine, board, "float32")
+    ask(stream, 2)
+    for version in (8, 9):
+        stream.hold()
+        engine.weight_version = version
+        stream.go_on()
+        ask(stream, version)
+    again = stream.pause()
+    assert [one.kv_version for one in board.submitted] == ([7, 7, 8, 7, 8, 9] if keeps_kv else [None] * 6)
+    assert [one.start for one in board.submitted] == [0, 1, 0, 2, 1, 0]
+    assert dict(again)["of 2"].token_versions == [7, 8, 9]
+    first = dict(again)["of 2"]
+    later = Request("of 2", [5, 5, *first.token_ids], PARAMS, 0, start=3, kv_version=first.versions[0])
+    stream.submit([later])
+    assert board.submitted[-1].kv_version == (7 if keeps_kv else None)
+    assert engine.reread == (3 - 1) + (4 - 1) + (9 - 1), "all but the last token of what had been read before"
 
 
 class Process:

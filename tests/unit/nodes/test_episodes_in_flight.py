@@ -26,7 +26,7 @@ from siirl.nodes.episodes_in_flight import EpisodesInFlight
 
 pytestmark = pytest.mark.heavy
 
-Ask = namedtuple("Ask", "key prompt params seed start")
+Ask = namedtuple("Ask", "key prompt params seed start kv_version")
 POLICIES = ("agent_0.rollout", "agent_1.rollout")
 
 
@@ -76,6 +76,7 @@ class Decoder:
         for ask in asks:
             assert ask.key not in self.pending
             assert ask.prompt[len(ask.prompt) - ask.start :] == said(ask.seed)[: ask.start]
+            assert ask.kv_version < self.version if ask.start else ask.kv_version is None
             self.pending[ask.key] = [ask, ask.start]
 
     def collect(self, timeout_s):
@@ -312,8 +313,8 @@ def in_waves(*arguments):
     """A job of one shard whose engine works inside `collect`, and the engine."""
     job, engine = Job(1, *arguments, PLAY), Waves()
 
-    def asked(key, prompt, params, seed, start):
-        return Request(key, prompt, SamplingParams(params.max_tokens), seed, 0, start)
+    def asked(key, prompt, params, seed, start, kv_version):
+        return Request(key, prompt, SamplingParams(params.max_tokens), seed, 0, start, kv_version)
 
     def pumps():
         engine.weight_version = job.step

@@ -60,6 +60,7 @@ class FakeEngine(RolloutEngine):
 
     def __init__(self):
         self.sampled = {}  # (prompt, number of the response) -> the version of each token
+        self.begun = {}  # (seed, sample) of a response -> version that sampled its first token
 
     def run_wave(self, requests, interrupt):
         """See RolloutEngine."""
@@ -71,6 +72,13 @@ class FakeEngine(RolloutEngine):
 
     def parts(self, requests, interrupt):
         """One token of each at a time."""
+        for request in requests:
+            begun = self.begun.setdefault((request.seed, request.sample), self.weight_version)
+            if request.start:
+                assert request.kv_version is not None and request.kv_version <= begun
+            else:
+                assert request.kv_version is None
+                self.begun[request.seed, request.sample] = self.weight_version
         whole = [self.one(request) for request in requests]
         for done in range(1, MOST + 1):
             self.num_steps += any(len(one.token_ids) >= done for one in whole)

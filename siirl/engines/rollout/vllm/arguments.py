@@ -9,6 +9,8 @@ from transformers import PretrainedConfig
 from siirl.config import Config
 
 MAX_CPU_CACHE_BYTES = 4 << 30
+KEPT_BLOCK = 32
+"""Tokens of a block of the KV cache on a CPU with rollout.keep_kv: the fewest that its fast kernels take."""
 
 
 def engine_arguments(
@@ -37,6 +39,8 @@ def engine_arguments(
         "seed": cfg.trainer.seed,
     }
     if device.type == "cpu":
+        if rollout.keeps_kv:  # full blocks are kept, and those of the CPU hold 128 tokens otherwise
+            arguments["block_size"] = KEPT_BLOCK
         arguments["kv_cache_memory_bytes"] = _cpu_cache_bytes(cfg, hf_config, max_len)
     else:
         arguments["gpu_memory_utilization"] = rollout.gpu_memory_utilization

@@ -77,11 +77,19 @@ def base_alone(
 
 
 def load_adapter(
-    process: EngineProcess, name: str, number: int, adapter: Mapping[str, Tensor], cfg: Config
+    process: EngineProcess,
+    name: str,
+    number: int,
+    adapter: Mapping[str, Tensor],
+    cfg: Config,
+    keeps_kv: bool,
 ) -> None:
-    """Have the engine take an adapter, by way of a folder in memory that is gone afterwards."""
+    """Have the engine take an adapter, by way of a folder in memory that is gone afterwards.
+
+    keeps_kv: see NativeEngine.finish_update.
+    """
     model = cfg.actor_rollout_ref.model
     place = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="siirl-adapter-", dir=place) as folder:
         write_adapter(Path(folder), adapter, model.lora_rank, model.lora_alpha)
-        process.call("load_adapter", name=name, number=number, folder=folder)
+        process.call("load_adapter", name=name, number=number, folder=folder, keeps_kv=keeps_kv)

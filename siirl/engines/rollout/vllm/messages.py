@@ -41,13 +41,16 @@ class Generate(Message):
     seeds: list[list[int]]
     adapter: str | None
     """Name of a loaded one; None: the model alone."""
+    kv_version: int | None = None
+    """As of the requests of a Submit."""
 
 
 class Submit(Message):
     """Let requests join those that run. Each is answered by itself, by and by, in a Finished."""
 
     requests: list[Request]
-    """Under keys "STREAM_number", with the seeds of their samples."""
+    """Under keys "STREAM_number", with the seeds of their samples. In the prefix cache they find what
+    requests of the same kv_version left there."""
     adapter: str | None
 
 

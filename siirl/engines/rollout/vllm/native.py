@@ -86,7 +86,9 @@ class NativeEngine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        prompt = {"prompt_token_ids": list(request.prompt)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
+        if request.kv_version is not None:
+            prompt["cache_salt"] = str(request.kv_version)
         self._engine.add_request(str(request.key), prompt, sampling, lora_request=self._adapters.get(adapter))
 
     def step(self) -> list[Response]:
@@ -127,23 +129,27 @@ class NativeEngine:
         """Load the tensors of a bucket (see BucketInfo) in all workers of the engine."""
         self._engine.collective_rpc("update_weights", kwargs={"update_info": bucket})
 
-    def finish_update(self) -> None:
-        """Complete an update; what was computed with other weights is forgotten."""
+    def finish_update(self, keeps_kv: bool) -> None:
+        """Complete an update; what was computed with other weights is forgotten, unless keeps_kv: then only
+        requests of the same kv_version find it.
+        """
         self._engine.collective_rpc("finish_weight_update")
         self._engine.collective_rpc("complete_update")
         self._engine.collective_rpc("wrap_layers")
-        self._engine.reset_prefix_cache()
+        if not keeps_kv:
+            self._engine.reset_prefix_cache()
 
-    def load_adapter(self, name: str, number: int, folder: str) -> None:
+    def load_adapter(self, name: str, number: int, folder: str, keeps_kv: bool) -> None:
         """Load a LoRA adapter as peft stores it, in the place of the one before under this name and number.
 
-        The folder is not read again.
+        The folder is not read again. keeps_kv: as of finish_update.
         """
         if number in self._engine.list_loras():
             self._engine.remove_lora(number)
         self._adapters[name] = LoRARequest(name, number, folder)
         self._engine.add_lora(self._adapters[name])
-        self._engine.reset_prefix_cache()
+        if not keeps_kv:
+            self._engine.reset_prefix_cache()
 
     def read_tensor(self, name: str) -> list[tuple[list[float], list[int]]]:
         """A parameter under vLLM's own name, float32, of each worker: values and shape."""

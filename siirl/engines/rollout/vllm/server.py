@@ -142,7 +142,7 @@ class Server:
         responses: dict[int, Response | None] = {}
         for prompt, seeds in zip(asked.prompts, asked.seeds, strict=True):
             for seed in seeds:
-                request = Request(len(responses), prompt, asked.params, seed)
+                request = Request(len(responses), prompt, asked.params, seed, kv_version=asked.kv_version)
                 self._engine.add(request, asked.adapter)
                 responses[len(responses)] = None
         done = 0

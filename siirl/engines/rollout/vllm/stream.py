@@ -97,12 +97,15 @@ class StreamedEngine(Protocol):
 
     name: str
     weight_version: int
+    keeps_kv: bool
 
     def check_requests(self, requests: Sequence[Request], pending: Sequence[Key]) -> dict[Key, EpisodeFailed]:
         """See VLLMRollout."""
         ...
 
-    def count(self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float]) -> None:
+    def count(
+        self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float], reread: int
+    ) -> None:
         """See VLLMRollout."""
         ...
 
@@ -142,11 +145,22 @@ class VLLMStream(RolloutStream):
         named = {f"{self._name}_{self._num_submitted + i}": one for i, one in enumerate(wanted)}
         self._num_submitted += len(named)
         drawn = [
-            replace(rest, key=name, seed=derive_seed(rest.seed, rest.sample))
+            replace(
+                rest,
+                key=name,
+                seed=derive_seed(rest.seed, rest.sample),
+                kv_version=self._kv_version(rest.kv_version),
+            )
             for name, rest in ((name, one.rest()) for name, one in named.items())
         ]
         self._router.submit(Submit(drawn, self._adapter), first=not self._pending)
         self._pending |= named
+
+    def _kv_version(self, begun: int | None) -> int | None:
+        """Under which a request finds keys and values; begun: the version that the response began under."""
+        if not self._engine.keeps_kv:
+            return None
+        return self._engine.weight_version if begun is None else begun
 
     def collect(self, timeout_s: float) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream. RolloutError for log-probs that are not finite: the weights are broken."""
@@ -185,7 +199,7 @@ class VLLMStream(RolloutStream):
     def _take(self, finished: Finished) -> None:
         """Keep what one step of the engine, or a pause, has ended."""
         completions: list[tuple[Key, Completion]] = []
-        prompt_tokens, version = 0, self._engine.weight_version
+        prompt_tokens, reread, version = 0, 0, self._engine.weight_version
         for response in finished.responses:
             one = self._pending.pop(response.name, None)
             if one is None:
@@ -193,7 +207,10 @@ class VLLMStream(RolloutStream):
                     f"rollout engine {self._engine.name!r} answered a request that is not pending."
                 )
             key, reason = one.request.key, response.completion.finish_reason
-            prompt_tokens += len(one.request.prompt) + len(one.token_ids)
+            length = len(one.request.prompt) + len(one.token_ids)
+            prompt_tokens += length
+            if response.completion.token_ids and (one.request.start or one.token_ids):
+                reread += length - 1 - response.num_cached_tokens  # nobody has read the last one before
             if reason not in (*COMPLETE, PAUSED):
                 text = f"rollout engine {self._engine.name!r} ended the response with {reason}: incomplete."
                 self._answered.append((key, EpisodeFailed(text, kind="request")))
@@ -206,4 +223,4 @@ class VLLMStream(RolloutStream):
             else:
                 self._answered.append((key, one.so_far(reason, version)))
         check_finite(((f"request {key!r}", completion) for key, completion in completions), self._dtype)
-        self._engine.count(finished.responses, prompt_tokens, finished.stats)
+        self._engine.count(finished.responses, prompt_tokens, finished.stats, reread)

@@ -85,6 +85,8 @@ class VLLMRollout(RolloutEngine):
         self._state: WeightState = "empty"
         self._metrics = Metrics()
         self._cfg, self._adapter = cfg, plan.name if plan.base else None
+        self.keeps_kv = cfg.actor_rollout_ref.rollout.keeps_kv
+        self._newest = -1  # of all versions that it had
         self._engine = base._engine if base else SharedEngine(keeps_weights=plan.base is not None)
         self._engine.users.append(self)
         self._join_shard(plan, groups)
@@ -173,10 +175,17 @@ class VLLMRollout(RolloutEngine):
         self._wake_cache()
         return refused
 
-    def count(self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float]) -> None:
-        """Keep what vLLM says for drain_metrics; prompt_tokens: of the responses."""
+    def count(
+        self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float], reread: int = 0
+    ) -> None:
+        """Keep what vLLM says for drain_metrics. prompt_tokens: of the responses, as they were submitted.
+
+        reread: those of them that had been read before the response was paused, and were not in the cache.
+        """
         cached = float(sum(response.num_cached_tokens for response in responses))
         self._metrics.mean("rollout/prefix_cache_hits", cached, prompt_tokens)
+        if self._cfg.actor_rollout_ref.rollout.max_lag:
+            self._metrics.sum("rollout/reread_tokens", reread)
         for name, metric in (
             ("vllm:num_preemptions", "rollout/vllm_preemptions_total"),
             ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
@@ -208,6 +217,8 @@ class VLLMRollout(RolloutEngine):
             self._load_weights(weights, version)
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        # The cache lies under versions: one that comes again, maybe of other weights, must find nothing.
+        keeps_kv, self._newest = self.keeps_kv and version > self._newest, max(version, self._newest)
         self.wake()
         self._state, self.weight_version = "loading", -1
         checked = checked_weights(weights, self.weight_specs(), self._aliases, self.name)
@@ -218,11 +229,16 @@ class VLLMRollout(RolloutEngine):
                 for _ in base:
                     pass
             else:
-                self._load_base(base)
+                self._load_base(base, keeps_kv and self._adapter is None)
             if self._adapter is not None and self._process is not None:
                 number = self._engine.users.index(self) + 1
                 load = functools.partial(
-                    load_adapter, name=self._adapter, number=number, adapter=adapter, cfg=self._cfg
+                    load_adapter,
+                    name=self._adapter,
+                    number=number,
+                    adapter=adapter,
+                    cfg=self._cfg,
+                    keeps_kv=keeps_kv,
                 )
                 with phase("load_adapter", tensors=len(adapter)):
                     self._process.act("load_adapter", load, key=number)
@@ -231,8 +247,11 @@ class VLLMRollout(RolloutEngine):
         self._meet()
         self._state, self.weight_version = "ready", version
 
-    def _load_base(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Replace all weights but adapters, which the engine then has none of."""
+    def _load_base(self, weights: Iterator[tuple[str, Tensor]], keeps_kv: bool) -> None:
+        """Replace all weights but adapters, which the engine then has none of.
+
+        keeps_kv: see NativeEngine.finish_update.
+        """
         for user in self._engine.users:
             user.lose_weights()
         self._state, self._engine.loaded = "loading", False
@@ -249,7 +268,7 @@ class VLLMRollout(RolloutEngine):
                 complete = True
             finally:  # after a failure, which is the one to tell of, finishing may fail too
                 with phase("finish"), nullcontext() if complete else suppress(RolloutError):
-                    self._tell("finish_update")
+                    self._tell("finish_update", keeps_kv=keeps_kv and complete)
         self._meet()
         self._engine.loaded = True
 
@@ -332,7 +351,8 @@ class VLLMRollout(RolloutEngine):
     ) -> list[Response]:
         self._wake_cache()
         table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
-        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter)
+        version = self.weight_version if self.keeps_kv else None
+        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version)
         assert self._process is not None
         with phase("generate", rows=params.n * len(prompts)):
             answer = self._process.ask(asked)
