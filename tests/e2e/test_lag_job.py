@@ -81,7 +81,7 @@ def test_under_constant_weights_a_lag_changes_the_order_and_nothing_else(inputs,
     assert scores and all(lagging.values(name) == runs["plain"].values(name) for name in scores)
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, whole, tmp_path, ranks):
     run, prompts = whole
     settings = [*LONG_TAIL, *LAG, "trainer.save_freq=1", f"trainer.dump_rollouts_dir={tmp_path / 'dump'}"]
@@ -132,6 +132,7 @@ def train_long(ctx, rows):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_engine_on_a_rank_of_its_own_decodes_on_while_the_trainer_trains(tmp_path):
     """Weights arrive, prompts are validated and checkpoints written while its requests run."""
