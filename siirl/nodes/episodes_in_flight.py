@@ -76,9 +76,9 @@ class EpisodesInFlight(PromptsInFlight):
     Of an episode a checkpoint holds the prompt: after a resume it begins anew, with the seeds that it had.
     """
 
-    def __init__(self, max_lag: int, surplus: float, batch_size: int) -> None:
+    def __init__(self, max_lag: int, surplus: float, batch_size: int, step_size: int | None = None) -> None:
         """See PromptsInFlight."""
-        super().__init__(max_lag, surplus, batch_size)
+        super().__init__(max_lag, surplus, batch_size, step_size)
         self._batches: dict[int, int] = {}  # ORDER of a group -> number of its batch, which the seeds are of
         self._groups: dict[int, list[HeldEpisode]] = {}
         self._num_restarted = 0

@@ -56,13 +56,18 @@ def _in_flight(node: LocalNode, rank: OnRank) -> PromptsInFlight:
     """What the node keeps from step to step: it takes the place of its buffer."""
     rollout = node.cfg.actor_rollout_ref.rollout
     batch = batch_of(node.cfg)
-    bounds = (rollout.max_lag, rollout.surplus, batch.generated, batch.prompts)
+    sizes = {"batch_size": batch.generated, "step_size": batch.prompts}
     if "interaction" in node.plan.needs:
-        kept = EpisodesInFlight(*bounds)
+        kept = EpisodesInFlight(rollout.max_lag, rollout.surplus, **sizes)
     else:
         engine = rank.engines[str(node.plan.model)]
         assert isinstance(engine, RolloutEngine)
-        kept = RolloutsInFlight(engine, rollout.n, *bounds, rollout.stale == "restart", node.plan.decodes_on)
+        kept = RolloutsInFlight(
+            *(engine, rollout.n, rollout.max_lag, rollout.surplus),
+            **sizes,
+            restarts=rollout.stale == "restart",
+            decodes_on=node.plan.decodes_on,
+        )
     node.buffer = kept
     return kept
 

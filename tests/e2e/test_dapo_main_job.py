@@ -142,7 +142,8 @@ def note(ctx, rows):
     path = Path(ctx.options["folder"]) / f"{ctx.step}_{rows['group_id'].min() if len(rows) else 'none'}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(prompts))
-    ages = ctx.step - 1 - rows["weight_version"] // 2
+    versions = rows["weight_version"]
+    ages = ctx.step - 1 - versions[versions >= 0] // 2
     assert ages.numel() == 0 or 0 <= ages.min() and ages.max() <= 2
     ctx.metrics.max("note/age", int(ages.max()) if len(rows) else 0)
     return rows.select()
