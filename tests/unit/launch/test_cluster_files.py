@@ -30,7 +30,7 @@ def checked(command: list[str], env: dict[str, str]) -> str:
 
 def test_slurm_starts_the_script_on_every_machine(tmp_path):
     """Under a srun that starts the tasks one after another, as Slurm starts them side by side."""
-    tool(tmp_path, "scontrol", 'echo "$*" >&2; printf "node-a\\nnode-b\\n"\n')
+    tool(tmp_path, "scontrol", "printf 'node-a\\n'; sleep 0.2; seq -f 'node-%g' 2 100000\n")
     tool(
         tmp_path,
         "srun",
