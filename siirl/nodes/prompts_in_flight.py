@@ -94,7 +94,7 @@ class PromptsInFlight(RowBuffer):
 
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
         """See RowBuffer: of as many shards as before each goes on with its own; DataError for states of
-        another batch size.
+        another batch size, and for prompts of which is not told how many were loaded.
         """
         sizes = {state.get("batch_size", self._batch_size) for state in states if state["columns"]}
         if sizes - {self._batch_size}:
@@ -102,6 +102,12 @@ class PromptsInFlight(RowBuffer):
                 f"the checkpoint holds prompts in flight of batches of {sizes.pop()}, data.train_batch_size "
                 f"is {self._batch_size} (or data.gen_batch_size, with dynamic sampling): they cannot be "
                 "dealt out. Resume with the batch size of before."
+            )
+        if any(state["columns"] and "num_prompts" not in state for state in states):
+            raise DataError(
+                "the checkpoint holds prompts in flight and not how many were loaded: another version of "
+                "siirl has saved it, and some would be trained twice. Resume with that version, or start "
+                "anew with trainer.resume_mode=disable."
             )
         self._num_prompts = max((state.get("num_prompts", 0) for state in states), default=0)
         self._last_batch = max((state.get("last_batch", 0) for state in states), default=0)

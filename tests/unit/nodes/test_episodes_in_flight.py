@@ -351,6 +351,16 @@ def test_another_batch_size_is_refused():
         Job(1, 4, 2, 1, 1.0, 6).resume(1, job.state())
 
 
+def test_prompts_in_flight_that_do_not_say_how_many_were_loaded_are_refused():
+    job = Job(1, 8, 2, 1, 1.0, 6)
+    job.advance()
+    job.close()
+    states, position = json.loads(job.state())
+    untold = [{name: value for name, value in state.items() if name != "num_prompts"} for state in states]
+    with pytest.raises(DataError, match=r"not how many were loaded.*resume_mode=disable"):
+        Job(1, 8, 2, 1, 1.0, 6).resume(1, json.dumps([untold, position]))
+
+
 def test_an_error_of_the_users_code_ends_the_step_and_all_environments():
     Table.begun = Table.closed = 0
     routed = [PLAY[0], replace(PLAY[1], until="over")]
