@@ -65,7 +65,7 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
     run = _planned(args, overrides)
-    print_text(str(run).rstrip("\n"))
+    print_text(run.explain(args.device, args.tokens) if args.explain else str(run).rstrip("\n"))
     if args.json:
         _write(Path(args.json), lambda path: path.write_text(run.plan.to_json(), encoding="utf-8"))
     if args.draw:
@@ -163,6 +163,11 @@ def _parser() -> argparse.ArgumentParser:
         if name == "plan":
             sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")
             sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")
+            sub.add_argument("--explain", action="store_true", help="predict where the time of a step goes")
+            sub.add_argument("--device", metavar="KIND", help="that it is predicted for, as in h200")
+            sub.add_argument(
+                "--tokens", metavar="PROMPT+RESPONSE", help="mean length of a row [the longest possible]"
+            )
     run = commands.add_parser("run", help="train: the same as python -m siirl.main_dag", add_help=False)
     add_config_arguments(run)
     migrate = commands.add_parser(

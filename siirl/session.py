@@ -8,15 +8,19 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from siirl import main_dag
+from siirl.compiler.cost.devices import chosen_device
+from siirl.compiler.cost.step_time import step_time
+from siirl.compiler.cost.work import row_tokens
 from siirl.compiler.plan import Plan
 from siirl.compiler.plan_warnings import plan_notes
 from siirl.config import Config
-from siirl.errors import WorkerError
+from siirl.errors import ConfigError, WorkerError
 from siirl.findings import Findings
-from siirl.launch.devices import device_memory_gib
+from siirl.launch.devices import device_memory_gib, device_name
 from siirl.launch.run_folder import absolute
 from siirl.launch.survey import survey, survey_inputs
 from siirl.observe.curve import METRICS_FILE, Series, read_series
+from siirl.show.cost_text import explanation
 from siirl.show.memory_text import memory_warnings
 from siirl.show.plan_picture import draw, drawn_as_svg
 from siirl.show.plan_text import report
@@ -37,6 +41,19 @@ class PlannedRun:
     def __str__(self) -> str:
         notes = "".join(f"note: {note}.\n" for note in plan_notes(self.plan))
         return report(self.plan, self.node_cfgs, device_memory_gib()) + notes
+
+    def explain(self, device: str | None = None, tokens: str | None = None) -> str:
+        """Where the time of a step will go, by the cost model of docs/tuning.md.
+
+        device: a kind, as in "h200"; else that of the GPUs here. tokens: the mean length of a row, as in
+        "256+600"; else the longest. UserError for what cannot be predicted.
+        """
+        kind, lines = chosen_device(device, device_name())
+        found = step_time(self.plan, self.node_cfgs, kind, row_tokens(tokens))
+        if isinstance(found, str):
+            raise ConfigError(f"the time of a step cannot be predicted: {found}.")
+        found.assumed[:0] = lines
+        return explanation(found, kind.name, self.plan.world_size)
 
     def draw(self, path: str | Path) -> None:
         """Write the picture: .svg or .png."""

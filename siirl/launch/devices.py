@@ -42,11 +42,24 @@ def count_gpus(env: Mapping[str, str], dev: Path) -> int | None:
 
 def device_memory_gib(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> float | None:
     """Memory of the smallest NVIDIA GPU here, in GiB; None without one, or where its driver does not tell."""
-    if not count_gpus(env, dev):
-        return None
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()
-        return min(map(float, told)) / 1024
-    except (OSError, subprocess.SubprocessError, ValueError):
+        return min(map(float, _told("memory.total", env, dev))) / 1024
+    except ValueError:
         return None
+
+
+def device_name(env: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> str | None:
+    """Name of the first NVIDIA GPU here, as in "NVIDIA H200"; None like device_memory_gib."""
+    return next(iter(_told("name", env, dev)), None)
+
+
+def _told(what: str, env: Mapping[str, str], dev: Path) -> list[str]:
+    """What the driver says of each GPU; nothing without one."""
+    if not count_gpus(env, dev):
+        return []
+    query = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in told.stdout.splitlines() if line.strip()]

@@ -1,0 +1,192 @@
+"""Fits the constants of the cost model to measured steps, and says how far its predictions are from others.
+
+    python benchmarks/fit_costs.py
+
+Reads benchmarks/results, prints the constants of siirl/compiler/cost/devices.py as they are fitted, and the
+table of docs/tuning.md: what that file predicts against what was measured, of the files that were fitted to
+and of those held out.
+Runs without torch and without a device. A step's time is a sum of amounts of work over rates, so the fit is
+least squares of relative errors.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from backends_gpu import SHAPES as BACKEND_SHAPES
+from grpo_gpu import COMMON, HERE, SHAPES, overrides
+
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.cost.devices import H200, DeviceKind
+from siirl.compiler.cost.step_time import StepTime, step_time
+from siirl.compiler.plan import Plan
+from siirl.config import Config, load_config
+from siirl.dag.ops import LATER_OLD_LOG_PROB, OLD_LOG_PROB
+
+RESULTS = HERE / "results"
+FITTED = (
+    *("grpo_gpu_A_1", "grpo_gpu_B_1", "grpo_gpu_A_4", "grpo_gpu_A_4_tp2"),
+    *("backends_gpu_speed_1.7B_1_tp1", "backends_gpu_speed_1.7B_4_tp4", "backends_gpu_vllm_1.7B_1_tp1"),
+)
+"""The files that the constants are fitted to; all others are held out."""
+TIMES = {
+    "actor_train": "time/actor_train_s",
+    "actor_old_log_prob": "time/actor_old_log_prob_s",
+    "reference_log_prob": "time/reference_log_prob_s",
+    "rollout_actor": "time/rollout_actor_s",
+    "weights of agent_0.rollout": "time/weight_sync_s",
+}
+"""Phase -> metric."""
+ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run in benchmarks/results."""
+
+    name: str
+    """File, and strategy where it has several."""
+    fitted: bool
+    plan: Plan
+    configs: dict[str, Config]
+    seconds: dict[str, float]
+    """Metric -> median."""
+
+
+def measured_runs(folder: Path) -> Iterator[Measured]:
+    """The runs of grpo_gpu.py and backends_gpu.py that have times; config.json files go to a folder."""
+    for file in sorted(RESULTS.glob("grpo_gpu_*.json")):
+        result = json.loads(file.read_text())
+        arguments = argparse.Namespace(
+            train_tokens=40960, forward_tokens=81920, gpu_memory=0.6, steps=6, keys=result["keys"],
+            tensor_parallel=result["tensor_parallel"], gpus=result["gpus"],
+        )  # fmt: skip
+        shape = SHAPES[result["workload"]]
+        keys = overrides(arguments, folder, shape["prompts"] * result["gpus"])
+        yield _measured(file.stem, "", keys, folder, shape, result["gpus"], result["metrics"])
+    for file in sorted(RESULTS.glob("backends_gpu_[sv]*.json")):
+        result = json.loads(file.read_text())
+        settings = result["settings"]
+        for run, metrics in result["runs"].items():
+            sizes = BACKEND_SHAPES[settings["shape"]].sizes
+            yield _measured(file.stem, run, result["keys"][run], folder, sizes, settings["gpus"], metrics)
+
+
+def _measured(
+    stem: str, run: str, keys: list[str], folder: Path, sizes: dict, gpus: int, metrics: dict[str, Any]
+) -> Measured:
+    model = folder / f"{sizes['hidden_size']}"
+    model.mkdir(exist_ok=True)
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], **COMMON, **sizes}
+    config.pop("prompts", None)
+    (model / "config.json").write_text(json.dumps(config))
+    path = "actor_rollout_ref.model.path="
+    cfg = load_config([*(key for key in keys if not key.startswith(path)), f"{path}{model}"])
+    plan, configs = compile_plan(load_dag(cfg), cfg, gpus)
+    seconds = {name: value["median"] for name, value in metrics.items() if isinstance(value, dict)}
+    return Measured(f"{stem} {run}".strip(), stem in FITTED, _with_whole_pass(plan), configs, seconds)
+
+
+def _with_whole_pass(plan: Plan) -> Plan:
+    """The plan as it was when the files were measured: old log-probs of all rows."""
+    nodes = {
+        name: replace(node, op=OLD_LOG_PROB.name) if node.op == LATER_OLD_LOG_PROB.name else node
+        for name, node in plan.nodes.items()
+    }
+    return replace(plan, nodes=nodes)
+
+
+def predicted(run: Measured, device: DeviceKind) -> StepTime:
+    """The prediction for a run."""
+    found = step_time(run.plan, run.configs, device)
+    assert isinstance(found, StepTime), found
+    return found
+
+
+def fit(runs: list[Measured], device: DeviceKind = H200) -> DeviceKind:
+    """The device with constants that predict the phases of the fitted runs best."""
+    names = {constant.what: name for name, constant in device.constants.items() if name != "network"}
+    for _ in range(ROUNDS):
+        found = [
+            [parts.get(what, 0.0) / seconds for what in names]
+            for run in (run for run in runs if run.fitted)
+            for parts, seconds in _observations(run, predicted(run, device))
+        ]
+        amounts = np.array(found)
+        factors = _not_negative(amounts, np.ones(len(found)))
+        constants = dict(device.constants)
+        for name, factor in zip(names.values(), factors, strict=True):
+            old = constants[name]
+            value = old.value / factor if old.unit.endswith("/s") else old.value * factor
+            constants[name] = replace(old, value=float(value))
+        device = replace(device, constants=constants)
+    return device
+
+
+def _observations(run: Measured, found: StepTime) -> Iterator[tuple[dict[str, float], float]]:
+    """(kind of work -> predicted seconds, measured seconds) of each phase; waking by itself where it was."""
+    waking = H200.constants["wake"].what
+    for phase in found.phases:
+        seconds, parts = run.seconds.get(TIMES.get(phase.name, "")), dict(phase.parts)
+        if seconds is None:
+            continue
+        if phase.name == "rollout_actor":
+            seconds += run.seconds.get("time/reshard_s", 0.0)  # in which ranks wait for the slowest
+            if "time/rollout_actor/wake_s" in run.seconds:
+                woken = sum(run.seconds[f"time/rollout_actor/{name}_s"] for name in ("wake", "sleep"))
+                seconds -= woken
+                yield {waking: parts.pop(waking)}, woken
+        yield parts, seconds
+
+
+def _not_negative(amounts: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Least squares in which no factor falls below a hundredth: what does falls out, one after the other."""
+    free = list(range(amounts.shape[1]))
+    while True:
+        found = np.full(amounts.shape[1], 0.01)
+        rest = wanted - amounts @ np.where(np.isin(range(len(found)), free), 0.0, found)
+        found[free] = np.linalg.lstsq(amounts[:, free], rest, rcond=None)[0]
+        worst = min(free, key=lambda index: found[index])
+        if found[worst] >= 0.01:
+            return found
+        free.remove(worst)
+
+
+def errors(runs: list[Measured], device: DeviceKind = H200) -> list[str]:
+    """The table of docs/tuning.md, as lines of Markdown."""
+    heads = ("run", "step, s", "predicted", "error", "rollout", "old log-probs", "reference", "update")
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    for fitted, title in ((True, "fitted to"), (False, "held out")):
+        lines.append(f"| **{title}** | | | | | | | |")
+        for run in (run for run in runs if run.fitted == fitted):
+            found = predicted(run, device)
+            phases = {phase.name: phase.seconds for phase in found.phases}
+            cells = []
+            for phase in ("rollout_actor", "actor_old_log_prob", "reference_log_prob", "actor_train"):
+                seconds = run.seconds.get(TIMES[phase])
+                cells.append(_percent(phases[phase], seconds) if seconds and phase in phases else "")
+            step = run.seconds["time/step_s"]
+            own = [run.name, f"{step:.1f}", f"{found.step_s:.1f}", _percent(found.step_s, step)]
+            lines.append(f"| {' | '.join([*own, *cells])} |")
+    return lines
+
+
+def _percent(found: float, measured: float) -> str:
+    return f"{round(100 * (found / measured - 1)):+d}%"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        runs = list(measured_runs(Path(folder)))
+        for name, constant in fit(runs).constants.items():
+            print(f"{name:16s} {constant.value:.3g} {constant.unit}")
+        print("\n".join(errors(runs)))
+
+
+if __name__ == "__main__":
+    main()

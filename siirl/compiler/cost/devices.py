@@ -1,0 +1,121 @@
+"""What a device does in a second: the constants of the cost model, each with the files it was fitted to.
+
+benchmarks/fit_costs.py prints the fitted values; a test holds the table against it.
+"""
+
+from dataclasses import dataclass, replace
+
+from siirl.errors import ConfigError
+from siirl.spelling import suggest
+
+
+@dataclass(frozen=True)
+class Constant:
+    """How long an amount of one kind of work takes."""
+
+    value: float
+    unit: str
+    """A rate ends with "/s"; others are seconds each."""
+    what: str
+    """As reports name the work."""
+    source: str
+    """The files in benchmarks/results that it was fitted to, or why there is none."""
+
+    def seconds(self, amount: float) -> float:
+        """The time of an amount."""
+        return amount / self.value if self.unit.endswith("/s") else amount * self.value
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """A kind of device: its data sheet, and its constants where it was measured."""
+
+    name: str
+    matmul: float
+    """Dense bf16 FLOP/s of the data sheet."""
+    bandwidth: float
+    """Bytes/s of its memory, by the data sheet."""
+    gib: float
+    """Of memory."""
+    constants: dict[str, Constant]
+    scaled_from: str = ""
+    """The device that the constants were measured on; empty: this one."""
+
+
+_PASSES = "grpo_gpu_A_1, B_1, A_4, A_4_tp2, backends_gpu_speed_1.7B_1_tp1, 1.7B_4_tp4"
+_ROLLOUTS = "grpo_gpu_A_1, B_1, A_4, A_4_tp2, backends_gpu_vllm_1.7B_1_tp1"
+_NONE = "not measured: 400 Gbit/s for each device"
+_H200 = {
+    "matmul": Constant(730e12, "FLOP/s", "matrix products", _PASSES),
+    "attention": Constant(172e12, "FLOP/s", "attention", _PASSES),
+    "activations": Constant(1.74e12, "bytes/s", "activations", _PASSES),
+    "link": Constant(231e9, "bytes/s", "messages", "backends_gpu_speed_1.7B_4_tp4, grpo_gpu_A_4, A_4_tp2"),
+    "network": Constant(50e9, "bytes/s", "messages between machines", _NONE),
+    "memory": Constant(3.23e12, "bytes/s", "weights and KV cache", _ROLLOUTS),
+    "decode_layer": Constant(23.1e-6, "s of a layer and token", "kernels of each token", _ROLLOUTS),
+    "decode_exchange": Constant(44.8e-6, "s of an all-reduce", "all-reduces", "grpo_gpu_A_4_tp2"),
+    "sync_tensor": Constant(430e-6, "s of a tensor", "loading tensors", _ROLLOUTS),
+    "sync_ranks": Constant(0.0926, "s of a sync", "agreeing", "grpo_gpu_A_4, A_4_tp2"),
+    "wake": Constant(0.272, "s of a rollout", "waking and sleeping", "grpo_gpu_A_1, B_1, A_4, A_4_tp2"),
+    "slowest": Constant(
+        0.0115, "s of a rollout's second, for each doubling", "the slowest rank", "grpo_gpu_A_4, A_4_tp2"
+    ),
+}
+"""Measured on H200s with torch 2.11 and vLLM 0.24."""
+
+_ARITHMETIC = ("matmul", "attention")
+_MEMORY = ("activations", "memory")
+
+_SHEETS = {
+    # dense bf16 FLOP/s, bytes/s and GiB of memory, by NVIDIA's data sheets
+    "h100": (989e12, 3.35e12, 79.6),
+    "h800": (989e12, 3.35e12, 79.6),
+    "h20": (148e12, 4.0e12, 95.6),
+    "a100": (312e12, 2.04e12, 79.3),
+    "a800": (312e12, 2.04e12, 79.3),
+    "b200": (2250e12, 8.0e12, 178.0),
+}
+H200 = DeviceKind("h200", 989e12, 4.8e12, 139.8, _H200)
+
+
+def _scaled(name: str, matmul: float, bandwidth: float, gib: float) -> DeviceKind:
+    """A device that was not measured: the H200's constants, by what the data sheets say of both."""
+    factors: dict[str, float] = dict.fromkeys(_ARITHMETIC, matmul / H200.matmul)
+    factors |= dict.fromkeys(_MEMORY, bandwidth / H200.bandwidth)
+    constants = {
+        key: replace(constant, value=constant.value * factors.get(key, 1.0))
+        for key, constant in _H200.items()
+    }
+    return DeviceKind(name, matmul, bandwidth, gib, constants, H200.name)
+
+
+DEVICES = {"h200": H200} | {name: _scaled(name, *sheet) for name, sheet in _SHEETS.items()}
+"""Name -> kind."""
+
+
+def device_kind(name: str) -> DeviceKind:
+    """The kind of a name, as in "h200" or "NVIDIA H200". ConfigError for one that is not known."""
+    words = name.lower().replace("-", " ").split()
+    found = next((DEVICES[word] for word in words if word in DEVICES), None)
+    if found is None:
+        raise ConfigError(
+            f"--device {name}: nothing is known of it: no step was measured on it, and its data sheet is not "
+            f"in the table (siirl/compiler/cost/devices.py). {suggest(name, DEVICES)} "
+            f"Known: {', '.join(DEVICES)}."
+        )
+    return found
+
+
+def chosen_device(named: str | None, here: str | None) -> tuple[DeviceKind, list[str]]:
+    """The kind that a prediction is for, and what is to be said of the choice.
+
+    named: by the user. here: the name of this machine's GPUs, if it has some.
+    """
+    if named is not None:
+        return device_kind(named), []
+    if here is None:
+        return H200, ["devices are H200s: no GPU is here to ask (--device says another kind)"]
+    try:
+        return device_kind(here), []
+    except ConfigError:
+        return H200, [f"devices are H200s: nothing is known of those here ({here})"]

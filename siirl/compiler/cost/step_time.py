@@ -1,0 +1,253 @@
+"""The time of a step, predicted from the plan: each instruction's work, on the clocks of its ranks. Pure.
+
+Ranks that wait for one another meet in the plan's instructions, so nodes on ranks of their own run beside
+others, as they do in a run.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from siirl.compiler.backends import backend_of
+from siirl.compiler.cost.devices import DEVICES, DeviceKind
+from siirl.compiler.cost.work import RowTokens, Work, model_pass, rollout_work, sync_work
+from siirl.compiler.memory.estimate import BYTES, GIB, ModelShape, read_shape
+from siirl.compiler.memory.phases import engine_rows
+from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Repeat, Reshard, Run, SyncWeights
+from siirl.config import Config
+from siirl.config.batch import batch_of
+from siirl.config.resolve import get
+from siirl.config.roles import ROLES, role_group
+from siirl.dag.ops import LATER_OLD_LOG_PROB
+from siirl.parallel.placement import Ranks
+
+WAITING = "pipeline waits"
+Configs = Mapping[str, Config]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A node's Run, or a weight sync, on its ranks."""
+
+    name: str
+    ranks: Ranks
+    begins_s: float
+    """After the step's begin."""
+    parts: dict[str, float]
+    """Kind of work -> seconds, the largest first."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+@dataclass
+class StepTime:
+    """The prediction of a step."""
+
+    step_s: float = 0.0
+    phases: list[Phase] = field(default_factory=list)
+    """In the order of the plan."""
+    not_counted: list[str] = field(default_factory=list)
+    """What the model cannot predict: a line each."""
+    assumed: list[str] = field(default_factory=list)
+    """A line each."""
+    tokens: int = 0
+    """Of the rows that a step trains on."""
+    beside: float = 0.0
+    """Seconds of a rollout that go on while others train."""
+
+
+@dataclass
+class _Walk:
+    """What is known while the instructions are walked."""
+
+    plan: Plan
+    configs: Configs
+    shapes: dict[str, ModelShape]
+    device: DeviceKind
+    tokens: RowTokens | None
+    machine: int
+    found: StepTime = field(default_factory=StepTime)
+
+    def row_tokens(self, cfg: Config) -> RowTokens:
+        rollout = cfg.actor_rollout_ref.rollout
+        return self.tokens or RowTokens(rollout.prompt_length, rollout.response_length)
+
+    def parts(self, work: Work) -> dict[str, float]:
+        """Kind of work -> seconds."""
+        seconds: dict[str, float] = {}
+        for name, amount in work.items():
+            constant = self.device.constants[name]
+            seconds[constant.what] = seconds.get(constant.what, 0.0) + constant.seconds(amount)
+        return seconds
+
+
+def step_time(
+    plan: Plan, configs: Configs, device: DeviceKind, tokens: RowTokens | None = None
+) -> StepTime | str:
+    """The prediction for a step, or why there is none: a config.json that is not known.
+
+    tokens: of a row; the longest that the keys allow if None.
+    """
+    shapes: dict[str, ModelShape] = {}
+    for model in plan.models.values():
+        if not backend_of(model).weights:
+            continue
+        shape = read_shape(ROLES[model.role].engine_cfg(configs[model.node]), model.role)
+        if isinstance(shape, str):
+            return shape
+        shapes[model.name] = shape
+    machine = next(iter(configs.values())).trainer.n_gpus_per_node
+    walk = _Walk(plan, configs, shapes, device, tokens, machine)
+    _walk(walk)
+    walk.found.assumed[:0] = _assumptions(walk)
+    return walk.found
+
+
+def _walk(walk: _Walk) -> None:
+    plan, clock = walk.plan, dict.fromkeys(range(walk.plan.world_size), 0.0)
+    for ins in plan.instructions:
+        parts: dict[str, float] = {}
+        name = ""
+        if isinstance(ins, Run):
+            name, parts = ins.node, _node_parts(walk, ins.node, plan.nodes[ins.node])
+        elif isinstance(ins, SyncWeights):
+            name, parts = f"weights of {plan.links[ins.link].target}", _sync_parts(walk, ins.link)
+        elif not isinstance(ins, Reshard):
+            continue
+        ranks = plan.routes[ins.route].ranks if isinstance(ins, Reshard) else ins.ranks
+        begins = max(clock[rank] for rank in ranks)
+        ends = begins
+        if parts:
+            largest = dict(sorted(parts.items(), key=lambda part: -part[1]))
+            phase = Phase(name, tuple(ranks), begins, largest)
+            walk.found.phases.append(phase)
+            on = isinstance(ins, Run) and plan.nodes[ins.node].decodes_on
+            ends += 0.0 if on else phase.seconds
+            walk.found.beside = max(walk.found.beside, phase.seconds if on else 0.0)
+        clock |= dict.fromkeys(ranks, ends)
+    walk.found.step_s = max(max(clock.values()), walk.found.beside)
+
+
+def _node_parts(walk: _Walk, name: str, node: NodePlan) -> dict[str, float]:
+    """Kind of work -> seconds of a node; empty for what takes next to none, or is not counted."""
+    plan = walk.plan
+    if name in plan.interactions:
+        _skip(walk, f"{name}: a conversation, whose turns and environments are not known before")
+    if any(name == stage.node for talk in plan.interactions.values() for stage in talk.stages):
+        return {}
+    model = next((model for model in plan.models.values() if name in model.nodes), None)
+    if model is None:
+        if node.executable or (node.spec.scores and not node.spec.combines):
+            _skip(walk, f"{name}: code outside the models ({node.spec.name})")
+        elif node.spec.is_rollout:
+            _skip(walk, f"{name}: reading recorded rows")
+        return {}
+    cfg = ROLES[model.role].engine_cfg(walk.configs[model.node])
+    if model.generates:
+        return _rollout_parts(walk, name, model, cfg)
+    if model.trains and node.spec.trains:
+        walk.found.tokens += batch_of(cfg, model.role).rows * walk.row_tokens(cfg).row * model.is_policy
+    return _pass_parts(walk, model, cfg, node)
+
+
+def _pass_parts(walk: _Walk, model: ModelPlan, cfg: Config, node: NodePlan) -> dict[str, float]:
+    """A pass: the slowest pipeline stage, and its waiting for others."""
+    if not node.spec.trains and model.trains:
+        model = replace(model, trains=False)
+    batch = batch_of(cfg)
+    later = node.op == LATER_OLD_LOG_PROB.name
+    share = (batch.mini_batches - 1) / batch.mini_batches if later else 1.0
+    found = model_pass(model, cfg, walk.shapes[model.name], walk.row_tokens(cfg), share, walk.machine)
+    parts = max((walk.parts(stage) for stage in found.stages), key=lambda stage: sum(stage.values()))
+    if found.bubble:
+        parts[WAITING] = found.bubble * sum(parts.values())
+    return parts
+
+
+def _rollout_parts(walk: _Walk, name: str, model: ModelPlan, cfg: Config) -> dict[str, float]:
+    rollout = cfg.actor_rollout_ref.rollout
+    if model.backend != "vllm" or model.role != "rollout":
+        what = "a judge's answers" if model.role == "judge" else f"rollout.name={model.backend}, not measured"
+        _skip(walk, f"{name}: {what}")
+        return {}
+    rows = engine_rows(walk.plan, model, walk.configs)
+    gib = cfg.trainer.device_memory_gib or walk.device.gib
+    work = rollout_work(model, cfg, walk.shapes[model.name], walk.row_tokens(cfg), rows, gib * GIB)
+    parts = walk.parts(work)
+    constants = walk.device.constants
+    if model.dims.world > 1:
+        uneven = constants["slowest"].seconds(sum(parts.values()) * math.log2(model.dims.world))
+        parts[constants["slowest"].what] = uneven
+    others = (other for other in walk.plan.models.values() if other is not model)
+    beside = any(set(other.ranks) & set(model.ranks) for other in others)
+    if rollout.free_cache_engine and beside:
+        parts[constants["wake"].what] = constants["wake"].seconds(1)
+    return parts
+
+
+def _sync_parts(walk: _Walk, name: str) -> dict[str, float]:
+    link = walk.plan.links[name]
+    target = walk.plan.models[link.target]
+    if target.backend != "vllm":
+        return {}
+    cfg = walk.configs[target.node]
+    return walk.parts(sync_work(link, cfg, walk.shapes[target.name], walk.machine))
+
+
+def _skip(walk: _Walk, line: str) -> None:
+    if line not in walk.found.not_counted:
+        walk.found.not_counted.append(line)
+
+
+def _assumptions(walk: _Walk) -> list[str]:
+    """What a reader of the prediction should know of where it leaves what was measured."""
+    plan, device, lines = walk.plan, walk.device, []
+    cfg = next(iter(walk.configs.values()))
+    if device.scaled_from:
+        measured = DEVICES[device.scaled_from]
+        faster, wider = device.matmul / measured.matmul, device.bandwidth / measured.bandwidth
+        lines.append(
+            f"no step was measured on {device.name}: the constants are those of {measured.name}, by the data "
+            f"sheets (arithmetic x {faster:.2f}, memory x {wider:.2f}; messages and the host as they are)"
+        )
+    if cfg.trainer.device == "cpu":
+        lines.append(f"trainer.device=cpu: nothing is fitted for CPUs; the times are those of {device.name}")
+    tokens = walk.row_tokens(cfg)
+    what = "each as said" if walk.tokens else "the longest that the keys allow"
+    lines.append(f"rows of {tokens.prompt} + {tokens.response:,} tokens, {what}")
+    if plan.world_size > walk.machine:
+        constant = device.constants["network"]
+        lines.append(f"between machines {constant.value / 1e9:g} GB/s for each device ({constant.source})")
+    for ins in plan.instructions:
+        if isinstance(ins, Repeat):
+            lines.append(f"{ins.node}: one round; how many it needs depends on the rewards")
+    for name, shape in walk.shapes.items():
+        lines += _unmeasured(plan.models[name], walk.configs[plan.models[name].node], shape)
+    return list(dict.fromkeys(lines))
+
+
+def _unmeasured(model: ModelPlan, cfg: Config, shape: ModelShape) -> list[str]:
+    """What of a model lies outside of what was measured."""
+    lines = []
+    if shape.experts:
+        lines.append("no mixture of experts was measured; tokens are taken to meet all experts evenly")
+    if model.generates:
+        if model.backend == "vllm" and cfg.actor_rollout_ref.rollout.enforce_eager:
+            lines.append(
+                "rollout.enforce_eager=True counts as fast as CUDA graphs, and is slower: not measured"
+            )
+        return lines
+    group, backend = role_group(cfg, model.role), backend_of(model)
+    dtype = (
+        group.megatron.param_dtype
+        if model.backend == "megatron"
+        else group.fsdp_config.mixed_precision.param_dtype
+    )
+    if BYTES[dtype] != 2:
+        lines.append(f"{model.name} computes in {dtype}: measured in bfloat16, and counted as fast as that")
+    keys = [*backend.offloads, *(backend.offloads_trained if model.trains else ())]
+    if any(get(cfg, f"{ROLES[model.role].group}.{key}") for key in keys):
+        lines.append(f"{model.name}: the way of offloaded parts to the host and back is not counted")
+    return lines

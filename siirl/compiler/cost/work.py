@@ -1,0 +1,311 @@
+"""What one rank has to do in a pass, a rollout or a weight sync: amounts of each kind of work. Pure.
+
+An amount is in the unit of the constant of its name (devices.py), so that a time is a sum of amounts over
+rates, and the constants are fitted to measured times by least squares (benchmarks/fit_costs.py).
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from siirl.compiler.checks.megatron_options import recomputation
+from siirl.compiler.memory.estimate import (
+    BYTES,
+    ENGINE_CONTEXT_BYTES,
+    GIB,
+    KEPT_LOGITS_BYTES,
+    SMALL_MODEL_BYTES,
+    ModelShape,
+    kept_values,
+)
+from siirl.compiler.plan import LinkPlan, ModelPlan
+from siirl.config import Config
+from siirl.config.batch import batch_of
+from siirl.config.resolve import get
+from siirl.config.roles import ROLES, role_group, role_model
+from siirl.errors import ConfigError
+from siirl.parallel.pipeline_layers import split_layers
+
+Work = dict[str, float]
+"""Name of a constant -> amount."""
+
+_TRAINED_TWICE, _FROZEN_ONCE = 2.0, 1.0
+"""Matrix products of a backward pass over those of the forward one: of inputs and weights, or of inputs."""
+_ATTENTION_BACKWARD = 2.5
+"""Five products instead of two (Dao, "FlashAttention-2", 2023)."""
+_ACTIVATIONS_BACKWARD = 3.0
+"""Each activation is read again; its gradient is written, and read."""
+_OPTIMIZER_BYTES = 28
+"""AdamW in fp32, of a parameter: its gradient read; itself and two moments read and written."""
+_ACCUMULATED_BYTES = 10
+"""A parameter's gradient in bf16 read, and added to one in fp32."""
+
+_FLOPS_OF_A_BYTE = 180
+"""A product of weights with more rows than so many halves of this is bound by arithmetic, not by the weights
+that it reads: FLOPs in the time in which a byte is read."""
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """How long rows are taken to be."""
+
+    prompt: int
+    response: int
+
+    @property
+    def row(self) -> int:
+        return self.prompt + self.response
+
+
+def row_tokens(text: str | None) -> RowTokens | None:
+    """The lengths of "256+600"; ConfigError for what is none."""
+    if text is None:
+        return None
+    prompt, _, response = text.partition("+")
+    if not (prompt.isdecimal() and response.isdecimal() and int(prompt) and int(response)):
+        raise ConfigError(f"--tokens {text}: write the mean tokens of prompt and response, as in 256+600.")
+    return RowTokens(int(prompt), int(response))
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass of a model over the rows of a step: what a rank of each pipeline stage does."""
+
+    stages: tuple[Work, ...]
+    bubble: float
+    """Time in which a stage waits for others, over its own."""
+
+
+def model_pass(
+    model: ModelPlan, cfg: Config, shape: ModelShape, tokens: RowTokens, share: float, machine: int
+) -> Pass:
+    """One pass over a share of a step's rows, with backward and optimizer steps if the model trains them.
+
+    share: of the rows; the epochs of a trained model are counted here. machine: devices of one machine.
+    """
+    batch, dims = batch_of(cfg, model.role if model.trains else "actor"), model.dims
+    epochs = batch.epochs if model.trains else 1
+    rows = math.ceil(batch.rows / dims.dp) * share * epochs
+    micro_rows = _micro_rows(model, cfg, tokens)
+    steps = batch.optimizer_steps if model.trains else 1
+    micro_batches = steps * math.ceil(rows / steps / micro_rows) if rows else 0
+    counts = _layers_of_stages(model, cfg, shape)
+    stages = []
+    for stage, layers in enumerate(counts):
+        last = stage == len(counts) - 1
+        work = _layers_work(model, cfg, shape, layers, rows, tokens)
+        if last and model.head == "lm":
+            _add(work, _head_work(model, cfg, shape, rows, tokens, micro_rows))
+        _add(work, _weights_work(model, cfg, shape, layers / shape.layers, micro_batches, steps))
+        _add(work, _messages(model, cfg, shape, layers, rows * tokens.row, micro_batches, steps, machine))
+        stages.append(work)
+    waiting = (dims.pp - 1) * steps / max(1, micro_batches * dims.vpp)
+    return Pass(tuple(stages), waiting)
+
+
+def _micro_rows(model: ModelPlan, cfg: Config, tokens: RowTokens) -> int:
+    """Rows of a micro-batch: so many, or as many as the token budget takes."""
+    keys = ROLES[model.role].train if model.trains else ROLES[model.role].forward
+    assert keys is not None, f"{model.name} computes on no training engine"
+    if get(cfg, keys.dynamic):
+        return max(1, get(cfg, keys.max_tokens) // tokens.row)
+    return get(cfg, keys.max_rows)
+
+
+def _layers_of_stages(model: ModelPlan, cfg: Config, shape: ModelShape) -> list[int]:
+    if model.dims.pp == 1:
+        return [shape.layers]
+    options = role_group(cfg, model.role).megatron.override_transformer_config
+    return [sum(chunks) for chunks in split_layers(shape.layers, model.dims.pp, model.dims.vpp, options)]
+
+
+def _add(work: Work, more: Mapping[str, float]) -> None:
+    for name, amount in more.items():
+        work[name] = work.get(name, 0.0) + amount
+
+
+def active_layer_params(shape: ModelShape) -> float:
+    """Parameters of a layer, on average, that a token is multiplied by: of its experts those chosen."""
+    idle = shape.moe_layers * shape.expert_params * (1 - shape.top_k / max(1, shape.experts))
+    return (shape.params - shape.embedding_params - idle) / shape.layers
+
+
+def _query_width(shape: ModelShape) -> int:
+    return shape.kv_width // shape.kv_heads * shape.heads
+
+
+def _recomputes(model: ModelPlan, cfg: Config) -> bool:
+    """Whether whole layers are computed again in the backward pass."""
+    whole = role_model(cfg, model.role).enable_gradient_checkpointing
+    if model.backend != "megatron":
+        return whole
+    options = recomputation(role_group(cfg, model.role).megatron.override_transformer_config, whole)
+    return options.get("recompute_granularity") == "full"
+
+
+def _layers_work(
+    model: ModelPlan, cfg: Config, shape: ModelShape, layers: int, rows: float, tokens: RowTokens
+) -> Work:
+    """Matrix products, attention and activations of a stage's layers on a rank."""
+    dims, has_adapter = model.dims, role_model(cfg, model.role).lora_rank > 0
+    split = dims.tp * dims.cp
+    fused = model.backend == "fsdp" and role_model(cfg, model.role).use_liger
+    products, attention, moved = 1.0, 1.0, 1.0
+    if model.trains:
+        again = 1.0 if _recomputes(model, cfg) else 0.0
+        products += again + (_FROZEN_ONCE if has_adapter else _TRAINED_TWICE)
+        attention += again + _ATTENTION_BACKWARD
+        moved += again + _ACTIVATIONS_BACKWARD
+    per_layer = 2 * active_layer_params(shape) * rows * tokens.row
+    causal = 2 * tokens.row**2 * _query_width(shape) * rows
+    kept = kept_values(shape, fused) * rows * tokens.row * _compute_bytes(model, cfg)
+    return {
+        "matmul": products * layers * per_layer / split,
+        "attention": attention * layers * causal / split,
+        "activations": moved * layers * kept / split,
+    }
+
+
+def _compute_bytes(model: ModelPlan, cfg: Config) -> int:
+    group = role_group(cfg, model.role)
+    if model.backend == "megatron":
+        return BYTES[group.megatron.param_dtype]
+    return BYTES[group.fsdp_config.mixed_precision.param_dtype]
+
+
+def _head_work(
+    model: ModelPlan, cfg: Config, shape: ModelShape, rows: float, tokens: RowTokens, micro_rows: int
+) -> Work:
+    """Logits of response tokens; a micro-batch with many computes them twice."""
+    products = 1.0
+    if model.trains:
+        logits = micro_rows * tokens.response * shape.vocabulary // model.dims.tp
+        again = logits * _compute_bytes(model, cfg) > KEPT_LOGITS_BYTES
+        products += 2 + again
+    split = model.dims.tp * model.dims.cp
+    return {"matmul": products * 2 * shape.vocabulary * shape.hidden * rows * tokens.response / split}
+
+
+def _weights_work(
+    model: ModelPlan, cfg: Config, shape: ModelShape, part: float, micro_batches: int, steps: int
+) -> Work:
+    """Weights, gradients and moments that are read and written: each micro-batch, and each optimizer step."""
+    dims, width = model.dims, _compute_bytes(model, cfg)
+    params = shape.params * part / dims.tp / (dims.ep if shape.experts else 1)
+    cast = BYTES[role_group(cfg, model.role).fsdp_config.model_dtype] if model.backend == "fsdp" else 0
+    moved = micro_batches * params * (cast + width) * (2 if model.trains else 1)
+    if model.trains and not role_model(cfg, model.role).lora_rank:
+        shards = dims.dp_shard if model.backend == "fsdp" else dims.dp
+        moved += micro_batches * params * _ACCUMULATED_BYTES + steps * params / shards * _OPTIMIZER_BYTES
+    return {"memory": moved}
+
+
+def _messages(
+    model: ModelPlan,
+    cfg: Config,
+    shape: ModelShape,
+    layers: int,
+    tokens: float,
+    micro_batches: int,
+    steps: int,
+    machine: int,
+) -> Work:
+    """Bytes that a rank receives, by what they travel on: links within a machine, or the network."""
+    dims, width, work = model.dims, _compute_bytes(model, cfg), Work()
+    params = shape.params * layers / shape.layers / dims.tp
+    if model.backend == "fsdp":
+        shards = dims.dp_shard
+        received = (shards - 1) / shards
+        gathers = steps if 4 * shape.params <= SMALL_MODEL_BYTES else micro_batches
+        each = (2 * width + 4) if model.trains else width
+        _add(work, {_way(shards, machine): gathers * params * each * received})
+        if model.trains and dims.dp_replicate > 1:
+            copies = dims.dp_replicate
+            summed = 8 * params / shards * (copies - 1) / copies
+            _add(work, {_way(dims.world, machine): steps * summed})
+        return work
+    split = tokens / dims.cp * shape.hidden * width
+    if dims.tp > 1:
+        exchanges = _tensor_parallel_exchanges(model, cfg)
+        _add(work, {_way(dims.tp, machine): exchanges * layers * split * (dims.tp - 1) / dims.tp})
+    there_and_back = 3 if model.trains else 1
+    if dims.cp > 1:
+        keys = 2 * shape.kv_width / dims.tp * width * tokens * (dims.cp - 1) / dims.cp
+        _add(work, {_way(dims.tp * dims.cp, machine): there_and_back * layers * keys})
+    if dims.ep > 1:
+        sent = 2 * shape.top_k * split / dims.tp * (dims.ep - 1) / dims.ep
+        moe_layers = layers * shape.moe_layers / shape.layers
+        _add(work, {_way(dims.tp * dims.cp * dims.ep, machine): there_and_back * moe_layers * sent})
+    if dims.pp > 1:
+        _add(work, {_way(dims.world, machine): (2 if model.trains else 1) * split / dims.tp})
+    if model.trains and dims.dp > 1:
+        summed = (4 + width) * params * (dims.dp - 1) / dims.dp
+        _add(work, {_way(dims.world // dims.pp, machine): steps * summed})
+    return work
+
+
+def _tensor_parallel_exchanges(model: ModelPlan, cfg: Config) -> int:
+    """Gathers and scatters of activations in a layer: two and two forward, as many backward.
+
+    With sequence parallelism two more, as the backward pass gathers the inputs of products again.
+    """
+    if not model.trains:
+        return 4
+    sequence = role_group(cfg, model.role).megatron.sequence_parallel
+    return 8 + 2 * sequence + 4 * _recomputes(model, cfg)
+
+
+def _way(span: int, machine: int) -> str:
+    """What messages of ranks that lie so far apart travel on."""
+    return "link" if span <= machine else "network"
+
+
+def rollout_work(
+    model: ModelPlan,
+    cfg: Config,
+    shape: ModelShape,
+    tokens: RowTokens,
+    rows: int,
+    device_bytes: float,
+) -> Work:
+    """What a rank of a vLLM engine does for the responses of a batch, all equally long.
+
+    rows: of the engine. Rows that the KV cache or max_num_seqs does not admit wait for others.
+    """
+    rollout, tp = cfg.actor_rollout_ref.rollout, model.dims.tp
+    width = BYTES[rollout.dtype]
+    weights = shape.params * width / tp
+    row_bytes = 2 * shape.layers * shape.kv_width * width / min(tp, shape.kv_heads)
+    share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    cache = max(float(share) * device_bytes - weights - ENGINE_CONTEXT_BYTES, GIB)
+    at_once = max(1, min(rows, rollout.max_num_seqs, int(cache / row_bytes / tokens.row)))
+    rounds = math.ceil(rows / at_once)
+    steps, together = rounds * tokens.response, rows / rounds
+    seen = shape.params - (0 if shape.tied else shape.vocabulary * shape.hidden)
+    if shape.experts:
+        idle = (1 - shape.top_k / shape.experts) ** together
+        seen -= shape.moe_layers * shape.expert_params * idle
+    prompts = rows / batch_of(cfg).samples
+    prefill = 2 * active_layer_params(shape) * shape.layers * prompts * tokens.prompt
+    computed = 2 * (active_layer_params(shape) * shape.layers + shape.vocabulary * shape.hidden) * together
+    products = max(seen * width, computed / _FLOPS_OF_A_BYTE) / tp
+    work = {
+        "memory": steps * (products + row_bytes * together * (tokens.prompt + tokens.response / 2)),
+        "matmul": prefill / tp,
+        "decode_layer": float(steps * shape.layers),
+    }
+    if tp > 1:
+        work["decode_exchange"] = 2.0 * steps * shape.layers
+    return work
+
+
+def sync_work(link: LinkPlan, cfg: Config, shape: ModelShape, machine: int) -> Work:
+    """What it takes to bring a rollout engine to its trainer's weights: tensors by their number."""
+    per_layer = 11 if shape.family.startswith("qwen3") else 9
+    work = {"sync_tensor": float(shape.layers * per_layer + 2 + (not shape.tied))}
+    if len(link.ranks) > 1:
+        work["sync_ranks"] = 1.0
+    if link.kind != "local":
+        way = _way(max(link.ranks) - min(link.ranks) + 1, machine)
+        work[way] = float(shape.params * BYTES[cfg.actor_rollout_ref.rollout.dtype])
+    return work

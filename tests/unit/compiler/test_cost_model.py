@@ -1,0 +1,255 @@
+"""The cost model: its constants are what a fit gives, and it predicts steps that it was not fitted to."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from plan_cases import add_agent, config
+
+from siirl.cli import main
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.cost.devices import DEVICES, H200
+from siirl.compiler.cost.step_time import StepTime, step_time
+from siirl.compiler.cost.work import RowTokens, model_pass
+from siirl.compiler.memory.estimate import model_shape, read_shape
+from siirl.config import load_config
+from siirl.dag.spec import DagBuilder
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+fit_costs = importlib.import_module("fit_costs")
+
+PAGE = ROOT / "docs" / "tuning.md"
+MODEL = "actor_rollout_ref.model.path"
+BASE = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=train.parquet",
+    "data.val_files=val.parquet",
+    "data.train_batch_size=128",
+    "data.max_prompt_length=256",
+    "data.max_response_length=1024",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.model.use_liger=True",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+    "actor_rollout_ref.actor.use_dynamic_bsz=True",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=40960",
+    "actor_rollout_ref.actor.use_kl_loss=True",
+    "actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16",
+    "actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=81920",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=81920",
+    "actor_rollout_ref.rollout.enforce_eager=False",
+    "actor_rollout_ref.rollout.max_num_seqs=512",
+    "trainer.n_gpus_per_node=4",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return list(fit_costs.measured_runs(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="module")
+def model(runs):
+    """The folder of the 1.7B shape."""
+    found = next(run for run in runs if run.name == "grpo_gpu_A_1")
+    return next(iter(found.configs.values())).actor_rollout_ref.model.path
+
+
+def predict(keys, device=H200) -> StepTime:
+    cfg = load_config(keys)
+    plan, configs = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+    found = step_time(plan, configs, device)
+    assert isinstance(found, StepTime), found
+    return found
+
+
+def seconds(found: StepTime) -> dict[str, float]:
+    return {phase.name: phase.seconds for phase in found.phases}
+
+
+def test_the_constants_are_what_the_fit_gives(runs):
+    fitted = fit_costs.fit(runs).constants
+    assert fitted.keys() == H200.constants.keys()
+    for name, constant in H200.constants.items():
+        assert constant.value == pytest.approx(fitted[name].value, rel=0.01), name
+
+
+def test_every_constant_names_files_that_exist_or_says_that_it_was_not_measured():
+    for constant in H200.constants.values():
+        if constant.source.startswith("not measured"):
+            continue
+        prefix = ""
+        for name in constant.source.split(", "):
+            full = name if "_gpu_" in name else prefix + name
+            prefix = re.match(r"(grpo_gpu_|backends_gpu_speed_|backends_gpu_vllm_)", full)[1]
+            assert full in fit_costs.FITTED, full
+            assert (ROOT / "benchmarks" / "results" / f"{full}.json").is_file()
+
+
+def test_steps_that_were_held_out_are_predicted_within_20_percent(runs):
+    held_out = [run for run in runs if not run.fitted]
+    assert len(held_out) >= 10
+    for run in runs:
+        found = fit_costs.predicted(run, H200)
+        assert found.step_s == pytest.approx(run.seconds["time/step_s"], rel=0.2), run.name
+        for phase in ("actor_train", "actor_old_log_prob", "reference_log_prob"):
+            if fit_costs.TIMES[phase] in run.seconds:
+                measured = run.seconds[fit_costs.TIMES[phase]]
+                assert seconds(found)[phase] == pytest.approx(measured, rel=0.2), (run.name, phase)
+
+
+def test_the_page_has_the_errors_of_today(runs):
+    assert "\n".join(fit_costs.errors(runs)) in PAGE.read_text()
+
+
+def test_layouts_that_were_measured_are_ranked_as_measured(runs):
+    """1.7B on four devices: DP 4, then TP 2 x PP 2, then TP 4; a rollout of TP 1 before one of TP 2."""
+    trainers = [f"backends_gpu_speed_1.7B_4_{name} megatron" for name in ("dp4", "tp2pp2", "tp4")]
+    for names in (trainers, ["grpo_gpu_A_4", "grpo_gpu_A_4_tp2"]):
+        found = [next(run for run in runs if run.name == name) for name in names]
+        measured = [run.seconds["time/step_s"] for run in found]
+        ours = [fit_costs.predicted(run, H200).step_s for run in found]
+        assert measured == sorted(measured) and ours == sorted(ours)
+
+
+def test_the_arithmetic_of_a_pass_is_that_of_its_matrices(model):
+    """1.7B on 256 rows of 256 + 1,024 tokens, by hand: 924 + 163 TFLOP of products, 48 of attention."""
+    cfg = load_config([*BASE, f"{MODEL}={model}", "trainer.n_gpus_per_node=1", "data.train_batch_size=32",
+                       "actor_rollout_ref.actor.ppo_mini_batch_size=16"])  # fmt: skip
+    plan, _ = compile_plan(load_dag(cfg), cfg, 1)
+    shape = read_shape(cfg, "actor")
+    layer = 2 * 2048 * 2048 + 2 * 2048 * 1024 + 3 * 2048 * 6144
+    body, head = 2 * 28 * layer * 256 * 1280, 2 * 151936 * 2048 * 256 * 1024
+    attention = 28 * 256 * 4 * 1280**2 / 2 * 2048
+    work = {}
+    for name in ("ref", "actor"):
+        found = model_pass(plan.models[f"agent_0.{name}"], cfg, shape, RowTokens(256, 1024), 1.0, 1)
+        (work[name],) = found.stages
+        assert found.bubble == 0
+    assert work["ref"]["matmul"] == pytest.approx(body + head, rel=1e-3)
+    assert work["ref"]["attention"] == pytest.approx(attention)
+    assert work["actor"]["matmul"] == pytest.approx(3 * body + 4 * head, rel=1e-3)  # logits are made twice
+    assert work["ref"].keys() == {"matmul", "attention", "activations", "memory", "link"}
+    assert work["ref"]["link"] == 0
+
+
+def test_recomputation_adds_a_forward_pass_of_the_layers(model):
+    plain = [*BASE, f"{MODEL}={model}"]
+    again = [*plain, "actor_rollout_ref.model.enable_gradient_checkpointing=True"]
+    one, other = predict(plain), predict(again)
+    assert seconds(other)["actor_train"] > 1.2 * seconds(one)["actor_train"]
+    assert seconds(other)["reference_log_prob"] == seconds(one)["reference_log_prob"]
+
+
+def test_a_stage_that_waits_and_the_fullest_one_decide_a_pipeline(model):
+    keys = [*BASE, f"{MODEL}={model}"]
+    for group in ("actor", "ref"):
+        keys += [f"actor_rollout_ref.{group}.strategy=megatron",
+                 f"actor_rollout_ref.{group}.megatron.param_dtype=bfloat16",
+                 f"actor_rollout_ref.{group}.megatron.pipeline_model_parallel_size=2"]  # fmt: skip
+    budget = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    few, many = (
+        next(phase for phase in predict([*keys, f"{budget}={most}"]).phases if phase.name == "actor_train")
+        for most in (81920, 5120)
+    )
+    assert few.parts["pipeline waits"] / few.seconds == pytest.approx(1 / 5, rel=0.01)  # 4 micro-batches
+    assert many.parts["pipeline waits"] < 0.1 * few.parts["pipeline waits"]
+
+
+def test_nodes_on_ranks_of_their_own_run_beside_others_and_a_lag_hides_the_rollout(model):
+    keys = [f"{MODEL}={model}", "actor_rollout_ref.rollout.name=vllm", "data.max_response_length=1024"]
+    lag = ["actor_rollout_ref.rollout.max_lag=1", *keys]
+    found = {}
+    for name, more in (("together", keys), ("apart", keys), ("lag", lag)):
+        dag = DagBuilder("apart")
+        rollout = dag.node("rollout_0", "MODEL_INFERENCE", "ROLLOUT", placement="0-1")
+        trained = "0-1" if name == "together" else "2-3"
+        reward = dag.node("reward_0", "COMPUTE", "REWARD", dependencies=[rollout])
+        advantage = dag.node("advantage_0", "COMPUTE", "ADVANTAGE", dependencies=[reward])
+        dag.node("train_0", "MODEL_TRAIN", "ACTOR", dependencies=[advantage], placement=trained)
+        cfg = config(*more)
+        plan, configs = compile_plan(dag.build(), cfg, 4)
+        time = step_time(plan, configs, H200)
+        assert isinstance(time, StepTime)
+        found[name] = time
+    rollout, train = seconds(found["apart"])["rollout_0"], seconds(found["apart"])["train_0"]
+    assert found["apart"].step_s == pytest.approx(sum(seconds(found["apart"]).values()))
+    assert seconds(found["together"])["rollout_0"] == pytest.approx(
+        rollout + H200.constants["wake"].seconds(1)
+    )
+    assert max(rollout, train) <= found["lag"].step_s < found["apart"].step_s
+
+
+def explain(capsys, *keys):
+    code = main(["plan", "--explain", *keys])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_the_page_shows_what_the_command_prints_today(model, capsys):
+    _, out, _ = explain(capsys, *BASE, f"{MODEL}={model}", "--device", "h200")
+    assert out.strip() in PAGE.read_text()
+
+
+def test_the_command_says_where_the_time_goes_what_it_assumes_and_what_it_does_not_count(model, capsys):
+    keys = [*BASE, f"{MODEL}={model}"]
+    code, out, _ = explain(capsys, *keys)
+    assert code == 0
+    step_s = float(re.search(r"step: ([\d.]+) s", out)[1])
+    assert step_s == pytest.approx(predict(keys).step_s, abs=0.06)
+    for said in ("actor_train ", "weights and KV cache", "not counted: function_reward", "devices are H200s",
+                 "rows of 256 + 1,024 tokens"):  # fmt: skip
+        assert said in out
+    _, shorter, _ = explain(capsys, *keys, "--tokens", "256+256")
+    assert float(re.search(r"step: ([\d.]+) s", shorter)[1]) < step_s / 2
+    assert "256 + 256" in shorter
+    _, other, _ = explain(capsys, *keys, "--device", "h100")
+    assert "no step was measured on h100" in other
+    assert float(re.search(r"step: ([\d.]+) s", other)[1]) > step_s
+    _, on_cpu, _ = explain(capsys, *keys, "trainer.device=cpu")
+    assert "nothing is fitted for CPUs" in on_cpu
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--device", "abacus"], "nothing is known of it"),
+        (["--tokens", "many"], "--tokens many"),
+        (["--tokens", "256+0"], "--tokens 256+0"),
+        ([f"{MODEL}=/no/model"], "cannot be predicted"),
+    ],
+)
+def test_what_cannot_be_predicted_is_refused_with_the_reason(more, said, model, capsys):
+    code, _, err = explain(capsys, *BASE, f"{MODEL}={model}", *more)
+    assert code == 2 and said in err
+
+
+def test_a_conversation_and_code_of_the_user_are_named_and_not_counted(model):
+    dag = DagBuilder("pair")
+    above = add_agent(dag, 0)["rollout"]
+    add_agent(dag, 1, dependencies=[above])
+    plan, configs = compile_plan(dag.build(), config(f"{MODEL}={model}"), 2)
+    found = step_time(plan, configs, H200)
+    assert isinstance(found, StepTime)
+    assert any("rollout_0: a conversation" in line for line in found.not_counted)
+    assert not {"rollout_0", "rollout_1"} & seconds(found).keys() and "train_1" in seconds(found)
+
+
+def test_experts_that_a_token_does_not_choose_cost_nothing(model):
+    raw = {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+           "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "intermediate_size": 6144,
+           "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}  # fmt: skip
+    from siirl.compiler.cost.work import active_layer_params
+
+    active = active_layer_params(model_shape(raw)) * 48 + 2 * 151936 * 2048
+    assert active == pytest.approx(3.3e9, rel=0.03)  # Qwen3-30B-A3B: 3.3 billion are active
+
+
+def test_every_device_has_every_constant():
+    assert all(kind.constants.keys() == H200.constants.keys() for kind in DEVICES.values())
