@@ -107,15 +107,28 @@ def test_dynamic_sampling_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, p
         assert two.values(name) == pytest.approx(one_rank.values(name), rel=1e-3, abs=1e-4), name
 
 
+def resume_with_leftovers(run) -> tuple[int, tuple[str, str]]:
+    """The first step of the run that left groups over, and the keys that go on from its checkpoint."""
+    left = run.values("sampling/groups_left")
+    step = next(step for step in (1, 2) if left[step - 1] > 0)
+    checkpoint = run.output / "checkpoints" / f"global_step_{step}"
+    return step, ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+
+
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_leftover_groups_survive_a_checkpoint(inputs, one_rank, tmp_path, world_size):
-    left = one_rank.values("sampling/groups_left")
-    step = next(step for step in (1, 2) if left[step - 1] > 0)
-    checkpoint = one_rank.output / "checkpoints" / f"global_step_{step}"
-    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    step, resume = resume_with_leftovers(one_rank)
     resumed = run_job(world_size, overrides(inputs, tmp_path, *DAPO, *resume))
     for name in COMPARED:
         assert resumed.values(name) == pytest.approx(one_rank.values(name)[step:], rel=1e-3, abs=1e-4), name
+
+
+def test_groups_left_over_without_a_lag_are_refused_under_one(inputs, one_rank, tmp_path):
+    _, resume = resume_with_leftovers(one_rank)
+    with pytest.raises(WorkerFailure) as caught:
+        run_job(1, overrides(inputs, tmp_path, *DAPO, *LAG, *resume, "trainer.resume_changed=true"))
+    for words in ("left over in a run without a lag", "rollout.max_lag=2 bounds it", "max_lag=0"):
+        assert words in str(caught.value)
 
 
 def test_a_reward_that_never_varies_ends_the_run_with_the_numbers(inputs, tmp_path):

@@ -93,7 +93,6 @@ CASES = [
         "trainer.critic_warmup=1",
     )),
 ]  # fmt: skip
-IN_MAKE_TEST = ("run_qwen3-0.6b-1gpu.sh",)
 
 
 def settings_of(case: Case, folder: Path) -> list[str]:
@@ -130,18 +129,9 @@ def trained(lines: list[dict], steps: int) -> None:
     assert all(not value for line in lines for name, value in line.items() if name.endswith("skipped_step"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1600)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case,
-            id=f"{case.script}-{case.nodes}",
-            marks=() if case.script in IN_MAKE_TEST else pytest.mark.slow,
-        )
-        for case in CASES
-    ],
-)
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.script}-{case.nodes}" for case in CASES])
 def test_a_launch_script_trains_a_small_model_of_its_family(tmp_path, case):
     # heads and each of two ranks' share of an expert are 32 wide, as vLLM's kernels on the CPU want
     sizes = {"hidden": 128, "mlp": 128, "heads": 4, "kv_heads": 4, "head_dim": 32}
