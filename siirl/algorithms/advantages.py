@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from siirl.algorithms.groups import Groups
 from siirl.algorithms.registry import Registry, option_names, pick_options
 from siirl.config.algorithm_table import ESTIMATORS
+from siirl.errors import RewardError
 
 
 class Advantages(NamedTuple):
@@ -212,6 +213,27 @@ def gpg(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Adva
     Source: "GPG: Group Policy Gradient" (2025), equation 7 with F_norm = 1; alpha is the AcrossRanks step.
     """
     advantage_B, _, _ = _less_group_mean(reward_BT, group_id_B)
+    return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
+
+
+@built_in("maxrl")
+def maxrl(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Advantages:
+    """Outcome less the group's mean, over that mean: the gradient of the log of the success rate, where the
+    plain one is that of the rate.
+
+    0 in a group without a success. Scores are 0 or 1, or shares of a success; RewardError for a negative one.
+    Source: Tajwar et al., "Maximum Likelihood Reinforcement Learning" (2026), the estimator that averages
+    over the successes, less the mean of all scores.
+    """
+    advantage_B, score_B, groups = _less_group_mean(reward_BT, group_id_B)
+    if bool((score_B < 0).any()):
+        raise RewardError(
+            f"algorithm.adv_estimator=maxrl with a reward of {float(score_B.min()):g}: it divides by the mean "
+            "of a prompt's rewards, which stands for its success rate. Give rewards of 0 or more, or set "
+            "algorithm.adv_estimator=grpo."
+        )
+    mean_B = groups.rows(groups.mean(score_B))
+    advantage_B = torch.where(mean_B > 0, advantage_B / mean_B, 0)
     return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
 
 

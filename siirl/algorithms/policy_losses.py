@@ -22,6 +22,7 @@ from siirl.algorithms.kl import MAX_LOG_RATIO
 from siirl.algorithms.registry import Registry, option_names, pick_options
 
 PolicyLossFn = Callable[..., TokenLoss]
+MIN_LOG_ROW_RATIO = math.log(1e-8)
 
 
 @dataclass(frozen=True)
@@ -374,3 +375,54 @@ def dppo_kl(
     divergence_BT = (others_BT - old_BT * log_ratio_BT).to(log_prob_BT.dtype)
     bounds = (clip_divergence_low, clip_divergence_high)
     return _in_trust_region(log_prob_BT, old_log_prob_BT, advantage_BT, divergence_BT, bounds, ratio_cap)
+
+
+@register_policy_loss("dro")
+def dro(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    dro_beta: float,
+) -> TokenLoss:
+    """Policy gradient with a quadratic penalty on the log ratio: -A log pi + dro_beta / 2 * (log r)^2.
+
+    The advantage takes the place of the reward less the paper's value. The square is that of each token's log
+    ratio, as trainers of language models have it; the paper squares that of the whole response.
+    Source: Richemond et al., "Offline Regularised Reinforcement Learning for Large Language Models Alignment"
+    (2024), section 3; "Kimi k1.5" (2025), section 2.3.2.
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
+    penalty_BT = 0.5 * dro_beta * log_ratio_BT**2
+    return TokenLoss(penalty_BT - advantage_BT * log_prob_BT, _stats(log_ratio_BT))
+
+
+@register_policy_loss("vespo")
+def vespo(
+    log_prob_BT: Tensor,
+    old_log_prob_BT: Tensor,
+    advantage_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    vespo_k_pos: float,
+    vespo_k_neg: float,
+    vespo_lambda_pos: float,
+    vespo_lambda_neg: float,
+) -> TokenLoss:
+    """REINFORCE with a smooth weight of the row: -W^k exp(lambda (1 - W)) A log pi, no gradient of the weight.
+
+    W is the product of the row's ratios, not normalised by its length; its log is held within (log 1e-8, 20),
+    as published code has it. k and lambda are those of A's sign (0 counts as positive). The weight is 1 at W = 1,
+    largest at W = k / lambda, and vanishes on both sides.
+    Source: Shen et al., "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM
+    Training" (2026), the kernel W^c1 exp(c2 (1 - W)).
+    """
+    log_ratio_BT = _log_ratio(log_prob_BT.detach(), old_log_prob_BT)
+    log_weight_B1 = log_ratio_BT.sum(-1, keepdim=True).clamp(MIN_LOG_ROW_RATIO, MAX_LOG_RATIO)
+    falls_BT = advantage_BT < 0
+    k_BT = torch.full_like(advantage_BT, vespo_k_pos).masked_fill(falls_BT, vespo_k_neg)
+    lambda_BT = torch.full_like(advantage_BT, vespo_lambda_pos).masked_fill(falls_BT, vespo_lambda_neg)
+    weight_BT = (k_BT * log_weight_B1 - lambda_BT * torch.expm1(log_weight_B1)).exp()
+    stats = _stats(log_ratio_BT, sequence_weight=weight_BT)
+    return TokenLoss(-weight_BT * advantage_BT * log_prob_BT, stats)

@@ -60,6 +60,19 @@ def accepted_rows(log_ratio_BT: Tensor, mask_BT: Tensor, *, level: Level, low: f
     return (inside_BT | ~mask_BT.bool()).all(-1)
 
 
+def off_policy_negatives(
+    log_prob_BT: Tensor, rollout_log_prob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor, delta: float
+) -> Tensor:
+    """Tokens of negative advantage in rows that have left the policy that sampled them, bool [B, T].
+
+    A row has, if log(rollout / policy), averaged over its trained tokens, is more than `delta` nats; the policy
+    is that of the optimizer step, so it counts what earlier mini-batches and older weights moved, too.
+    Source: DeepSeek-AI, "DeepSeek-V3.2" (2025), off-policy sequence masking.
+    """
+    drift_B = masked_row_mean(rollout_log_prob_BT - log_prob_BT.detach(), mask_BT)
+    return mask_BT.bool() & (advantage_BT < 0) & (drift_B > delta)[:, None]
+
+
 @dataclass(frozen=True)
 class Correction:
     """Which weights `correction_weights` gives."""

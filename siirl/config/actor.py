@@ -47,6 +47,26 @@ class PolicyLossConfig:
     ratio_cap: float = key(
         20.0, "greatest weight of a token in dppo_tv and dppo_kl", when=losses_with("ratio_cap"), low=1
     )
+    dro_beta: float = key(
+        0.05, "weight of dro's penalty on the squared log ratio", when=losses_with("dro_beta"), low=0
+    )
+    vespo_k_pos: float = key(
+        2.0,
+        "power of the row's ratio in vespo's weight for positive advantages",
+        when=losses_with("vespo_k_pos"),
+        low=0,
+    )
+    vespo_k_neg: float = key(3.0, "power for the others", when=losses_with("vespo_k_neg"), low=0)
+    vespo_lambda_pos: float = key(
+        3.0,
+        "rate at which vespo's weight decays in the row's ratio for positive advantages",
+        when=losses_with("vespo_lambda_pos"),
+        low=0,
+        excluded=0,
+    )
+    vespo_lambda_neg: float = key(
+        2.0, "rate for the others", when=losses_with("vespo_lambda_neg"), low=0, excluded=0
+    )
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,12 @@ class ActorConfig(TrainedConfig):
     rollout_correction: RolloutCorrectionConfig = group(
         RolloutCorrectionConfig,
         "correction for a rollout engine whose probabilities differ from the trainer's",
+    )
+    opsm_delta: float | None = key(
+        None,
+        "off-policy sequence masking: tokens of negative advantage do not count in the policy loss of a row "
+        "that the policy finds less likely than the rollout engine by more nats a token; null: off",
+        low=0,
     )
     grad_offload: bool = key(False, "keep gradients in host memory between phases", when="strategy=fsdp")
     recompute_old_log_prob: bool = key(

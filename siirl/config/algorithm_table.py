@@ -75,6 +75,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "rloo": Estimator(_GROUP),
     "opo": Estimator(_GROUP),
     "gpg": Estimator(_GROUP),
+    "maxrl": Estimator(_GROUP),
     "grpo_passk": Estimator(_GROUP, keys=("norm_adv_by_std_in_grpo",)),
     "cpgd": Estimator(_GROUP, keys=("weight_factor_in_cpgd",)),
     "reinforce_plus_plus": Estimator(("reward", "response_mask"), keys=("gamma",), form="reward to go"),
@@ -108,6 +109,8 @@ LOSSES: dict[str, PolicyLoss] = {
     "cpgd": PolicyLoss((*_CLIP, "policy_drift_coeff")),
     "dppo_tv": _TRUST_REGION,
     "dppo_kl": _TRUST_REGION,
+    "dro": PolicyLoss(("dro_beta",)),
+    "vespo": PolicyLoss(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg")),
 }
 OWN_LOSS = PolicyLoss()
 """What is known of a policy loss of the user's own: nothing."""

@@ -55,6 +55,20 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "the other samples of a prompt, and there are none. Set actor_rollout_ref.rollout.n=2 or more.",
         ),
         Contradiction(
+            lambda cfg: cfg.algorithm.adv_estimator == "maxrl" and cfg.algorithm.use_kl_in_reward,
+            "{algorithm.use_kl_in_reward=} with {algorithm.adv_estimator=}: it divides by the mean reward of a "
+            "prompt as its success rate, and a reward less the KL is none. Set "
+            "algorithm.use_kl_in_reward=false actor_rollout_ref.actor.use_kl_loss=true.",
+        ),
+        Contradiction(
+            lambda cfg: (
+                cfg.algorithm.adv_estimator == "maxrl" and cfg.reward_model.overlong_buffer.enable
+            ),
+            "{reward_model.overlong_buffer.enable=} with {algorithm.adv_estimator=}: it divides by the mean "
+            "reward of a prompt as its success rate, and a penalty makes rewards negative. Set "
+            "reward_model.overlong_buffer.enable=false.",
+        ),
+        Contradiction(
             lambda cfg: cfg.actor_rollout_ref.rollout.prompt_length != cfg.data.max_prompt_length,
             "{actor_rollout_ref.rollout.prompt_length=} differs from {data.max_prompt_length=}: both are the "
             "same limit. Set only data.max_prompt_length.",

@@ -11,7 +11,12 @@ from torch import Tensor
 from siirl.algorithms.aggregate import aggregate_loss, trained_only
 from siirl.algorithms.kl import kl_estimate, straight_through
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
-from siirl.algorithms.rollout_correction import Correction, correction_stats, correction_weights
+from siirl.algorithms.rollout_correction import (
+    Correction,
+    correction_stats,
+    correction_weights,
+    off_policy_negatives,
+)
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
 from siirl.config.algorithm_table import LOSSES
@@ -56,6 +61,11 @@ def make_loss_fn(cfg: Config) -> LossFn:
             weight_BT = correction_weights(log_ratio_BT, mask_BT, correction)
             terms["pg_loss"] = policy.loss_BT * weight_BT
             metrics.merge(correction_stats(log_ratio_BT, weight_BT, mask_BT), "rollout_correction/")
+        if actor.opsm_delta is not None:
+            columns = (log_prob_BT, column["rollout_log_prob"], rows["advantage"], mask_BT)
+            left_out_BT = off_policy_negatives(*columns, actor.opsm_delta)
+            terms["pg_loss"] = torch.where(left_out_BT, 0, terms["pg_loss"])
+            stats["opsm_masked"] = left_out_BT.to(log_prob_BT.dtype)
         if actor.entropy_coeff:
             terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
         if actor.use_kl_loss:

@@ -1,5 +1,6 @@
 """Advantage estimators against float64 recursions written from the papers, and published packages."""
 
+import itertools
 import math
 import random
 import statistics
@@ -17,7 +18,7 @@ from siirl.algorithms.advantages import (
     discounted_sum,
     register_advantage,
 )
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, RewardError
 
 GAMMA, LAM = 0.97, 0.9
 OPTIONS = {
@@ -47,6 +48,14 @@ def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.
         "value": torch.tensor(value, dtype=dtype),
         "baseline_score": torch.tensor([rng.gauss(0, 1) for _ in ids], dtype=dtype),
     }
+
+
+def rows_for(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """The batch, with rewards that an estimator takes: for maxrl none below 0, and a group without success."""
+    fields = batch(seed, dtype)
+    if name == "maxrl":
+        fields["reward"] = fields["reward"].clamp(min=0) * (fields["group_id"] != -3)[:, None]
+    return fields
 
 
 def lists(fields: dict[str, torch.Tensor]) -> SimpleNamespace:
@@ -95,6 +104,17 @@ def oracle_gpg(b):
     trained = sum(any(m) for m in b.response_mask)
     alpha = trained / sum(any(a != 0 for a in row) for row in plain)
     return [[alpha * a for a in row] for row in plain]
+
+
+def oracle_maxrl(b):
+    """The score of the mean over successes, less that over all rows, written as weights of the rows."""
+    score = [math.fsum(r) for r in b.reward]
+    out = []
+    for i in range(len(score)):
+        group = [score[j] for j in peers(b, i)]
+        successes = math.fsum(group)
+        out.append(len(group) * score[i] / successes - 1.0 if successes > 0 else 0.0)
+    return over_tokens(out, b.response_mask)
 
 
 def oracle_grpo_passk(b):
@@ -163,6 +183,7 @@ ORACLES = {
     "rloo": oracle_rloo,
     "opo": oracle_opo,
     "gpg": oracle_gpg,
+    "maxrl": oracle_maxrl,
     "grpo_passk": oracle_grpo_passk,
     "gae": lambda b: whitened(oracle_gae(b)[0], b.response_mask),
     "reinforce_plus_plus": lambda b: whitened(oracle_to_go(b), b.response_mask),
@@ -180,7 +201,7 @@ def test_every_registered_estimator_has_an_oracle():
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ORACLES)
 def test_an_estimator_equals_the_recursion_of_its_paper(name, seed):
-    fields = batch(seed)
+    fields = rows_for(name, seed)
     got = compute_advantage(name, fields, OPTIONS).advantage_BT
     torch.testing.assert_close(got, torch.tensor(ORACLES[name](lists(fields)), dtype=torch.float64), **CLOSE)
 
@@ -220,7 +241,7 @@ def test_the_return_of_gae_is_advantage_plus_value_before_whitening():
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_single_precision_loses_only_its_own_rounding(name):
-    fields = batch(dtype=torch.float32)
+    fields = rows_for(name, dtype=torch.float32)
     got = compute_advantage(name, fields, OPTIONS).advantage_BT
     wide = {k: v.double() if v.is_floating_point() else v for k, v in fields.items()}
     want = compute_advantage(name, wide, OPTIONS).advantage_BT
@@ -230,7 +251,7 @@ def test_single_precision_loses_only_its_own_rounding(name):
 
 @pytest.mark.parametrize("name", ORACLES)
 def test_rows_may_come_in_any_order_and_on_any_rank(name):
-    fields = batch(1)
+    fields = rows_for(name, 1)
     want = compute_advantage(name, fields, OPTIONS).advantage_BT
     shards = [torch.nonzero(fields["group_id"] == g).squeeze(-1).flip(0) for g in (7, 0, 10**12, -3)]
     shards = [shards[0], torch.cat(shards[1:]), torch.zeros(0, dtype=torch.long)]
@@ -246,14 +267,14 @@ def test_rows_may_come_in_any_order_and_on_any_rank(name):
 @pytest.mark.parametrize("name", ORACLES)
 @pytest.mark.parametrize("num_rows", [0, 1, 4])
 def test_empty_single_and_untrained_rows_give_finite_numbers(name, num_rows):
-    fields = {k: v[:num_rows] for k, v in batch().items()}
+    fields = {k: v[:num_rows] for k, v in rows_for(name).items()}
     fields["response_mask"] = torch.zeros_like(fields["response_mask"])
     got = compute_advantage(name, fields, OPTIONS).advantage_BT
     assert got.shape == fields["reward"].shape and (got == 0).all()
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "opo"])
-@pytest.mark.parametrize("score", [0.1, -1.0, 1 / 3])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "opo", "maxrl"])
+@pytest.mark.parametrize("score", [0.1, 0.0, 1 / 3])
 def test_a_group_of_equal_outcomes_carries_no_signal_at_all(name, score):
     reward = torch.zeros(7, 3)
     reward[:, 2] = score
@@ -263,6 +284,27 @@ def test_a_group_of_equal_outcomes_carries_no_signal_at_all(name, score):
         "group_id": torch.tensor([5] * 6 + [8]),
     }
     assert (compute_advantage(name, fields, OPTIONS).advantage_BT == 0).all()
+
+
+@pytest.mark.parametrize("rows", [2, 3, 6])
+@pytest.mark.parametrize("rate", [0.07, 0.5, 0.9])
+def test_maxrl_climbs_the_truncated_log_likelihood_in_expectation(rows, rate):
+    """Over all outcomes of a prompt: the slope of the sum of pass@k / k for k below the number of rows."""
+    slope = 0.0
+    for outcome in itertools.product([0.0, 1.0], repeat=rows):
+        chance = math.prod(rate if success else 1 - rate for success in outcome)
+        fields = {"reward": torch.tensor(outcome, dtype=torch.float64)[:, None]}
+        fields |= {"response_mask": torch.ones(rows, 1), "group_id": torch.zeros(rows)}
+        advantage = compute_advantage("maxrl", fields, OPTIONS).advantage_BT[:, 0].tolist()
+        of_log_prob = [1 / rate if success else -1 / (1 - rate) for success in outcome]
+        slope += chance * sum(a * g for a, g in zip(advantage, of_log_prob, strict=True)) / rows
+    assert slope == pytest.approx(sum((1 - rate) ** (k - 1) for k in range(1, rows)), rel=1e-9)
+
+
+def test_maxrl_refuses_rewards_that_are_no_successes():
+    fields = batch()
+    with pytest.raises(RewardError, match=r"adv_estimator=maxrl with a reward of -\d.* success rate"):
+        compute_advantage("maxrl", fields, OPTIONS)
 
 
 @given(st.integers(1, 70), st.sampled_from([0.0, 0.3, 0.99, 1.0]), st.integers(0, 1000))

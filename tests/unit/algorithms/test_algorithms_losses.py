@@ -1,12 +1,12 @@
 """Policy and value losses, values and gradients, against published packages and formulas of papers."""
 
 import math
-from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
+from trl_losses import trl_loss
 
 from siirl.algorithms.aggregate import aggregate_loss
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
@@ -25,6 +25,11 @@ OPTIONS = {
     "clip_divergence_high": 0.07,
     "ratio_cap": 1.9,
     "ppo_kl_coef": 0.7,
+    "dro_beta": 0.8,
+    "vespo_k_pos": 2.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_lambda_neg": 2.0,
 }
 B, T = 8, 7
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -72,6 +77,8 @@ def scalar_loss(name: str, lp: Tensor, old: float, adv: float, picked: bool) -> 
         return -adv * 4 / tau / (1 + torch.exp(-tau * (r - 1)))
     if name == "gpg":
         return -adv * lp
+    if name == "dro":
+        return -adv * lp + OPTIONS["dro_beta"] * (lp - old) ** 2 / 2
     if name == "cpgd":
         held_log = min(max(lp - old, math.log(1 - low)), math.log(1 + high))
         return -min((lp - old) * adv, held_log * adv) + OPTIONS["policy_drift_coeff"] * (r - 1 - (lp - old))
@@ -105,6 +112,7 @@ TOKEN_LOSSES = (
     "sapo",
     "gpg",
     "cpgd",
+    "dro",
     "dppo_tv",
     "dppo_kl",
     "clip_cov",
@@ -113,7 +121,40 @@ TOKEN_LOSSES = (
 
 
 def test_every_registered_loss_is_proven_here():
-    assert set(POLICY_LOSSES.names()) == {*SEQUENCE_LOSSES, *TOKEN_LOSSES}
+    assert set(POLICY_LOSSES.names()) == {*SEQUENCE_LOSSES, *TOKEN_LOSSES, "vespo"}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_vespo_weighs_each_token_by_the_likelihood_ratio_of_its_row(seed):
+    """Advantages of both signs within a row; one row far off, whose weight is at the bound of its ratio."""
+    b = with_token_credit(seed)
+    b["log_prob"][1] = b["old"][1] - 15
+    log_prob = b["log_prob"].clone().requires_grad_()
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for i in range(B):
+        places = [t for t in range(T) if b["mask"][i, t]]
+        ratio = math.exp(max(sum(float(b["log_prob"][i, t] - b["old"][i, t]) for t in places), math.log(1e-8)))
+        for t in places:
+            positive = float(b["advantage"][i, t]) >= 0
+            k, rate = (2.0, 3.0) if positive else (3.0, 2.0)
+            weight = ratio**k * math.exp(rate * (1 - ratio))
+            total, count = total - weight * b["advantage"][i, t] * log_prob[i, t], count + 1
+    want = total / count
+    loss, grad = ours("vespo", b)
+    torch.testing.assert_close(loss, want.detach(), **CLOSE)
+    torch.testing.assert_close(grad, torch.autograd.grad(want, log_prob)[0], **CLOSE)
+
+
+def test_the_weight_of_vespo_is_largest_at_k_over_lambda_and_vanishes_on_both_sides():
+    def weight(ratio: float, advantage: float) -> float:
+        row = torch.tensor([[math.log(ratio)]], dtype=torch.float64)
+        given = (row, torch.zeros_like(row), torch.full_like(row, advantage), torch.ones_like(row).bool())
+        return float(compute_policy_loss("vespo", *given, OPTIONS).stats["sequence_weight"])
+
+    for advantage, peak in ((1.0, 2 / 3), (-1.0, 3 / 2)):
+        assert weight(1.0, advantage) == pytest.approx(1.0)
+        assert weight(peak, advantage) > max(weight(peak * x, advantage) for x in (0.9, 1.1)), advantage
+        assert weight(1e-6, advantage) < 1e-9 > weight(1e6, advantage)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -239,53 +280,6 @@ def test_dppo_has_the_gradient_of_verls_within_its_bounds_and_cap(name, low, hig
     assert grad[0, 0] == pytest.approx(0.7 * cap / int(b["mask"].sum()))
 
 
-def trl_loss(b: dict[str, Tensor], loss_type: str, **settings) -> tuple[Tensor, Tensor]:
-    """The loss of TRL's trainer on given log-probs: value and gradient."""
-    if loss_type == "gmpo":
-        trainer = pytest.importorskip("trl.experimental.gmpo").GMPOTrainer
-    else:
-        trainer = pytest.importorskip("trl.trainer.grpo_trainer").GRPOTrainer
-    log_prob = b["log_prob"].clone().requires_grad_()
-    args = SimpleNamespace(delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0)
-    args.sapo_temperature_neg = 1.25
-    stub = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        args=args,
-        loss_type=loss_type,
-        importance_sampling_level="token",
-        epsilon_low=0.15,
-        epsilon_high=0.3,
-        beta=0.0,
-        max_completion_length=32,
-        aux_loss_enabled=False,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        use_vllm=False,
-        _entropy_bonus_enabled=False,
-        current_gradient_accumulation_steps=1,
-        accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x),
-        _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *a, **k: (log_prob, torch.zeros_like(log_prob), None),
-    )
-    stub.args.steps_per_generation = 1
-    for name, value in settings.items():
-        setattr(args if hasattr(args, name) else stub, name, value)
-    mask = b["mask"].double()
-    ids = torch.zeros_like(mask, dtype=torch.long)
-    inputs = {
-        "prompt_ids": ids,
-        "prompt_mask": ids,
-        "completion_ids": ids,
-        "completion_mask": mask,
-        "advantages": b["advantage"][:, 0],
-        "old_per_token_logps": b["old"],
-        "ref_per_token_logps": b["old"] + 0.1,
-        "num_items_in_batch": mask.sum(),
-    }
-    loss = trainer._compute_loss(stub, None, inputs)
-    return loss.detach(), torch.autograd.grad(loss, log_prob)[0]
-
-
 TRL_CASES = {
     "clip-higher, token-mean": ("vanilla", "token-mean", {"clip_ratio_c": 1e9}, ("bnpo", {})),
     "dual clip": ("vanilla", "token-mean", {}, ("bnpo", {"delta": 1.6})),
@@ -296,6 +290,7 @@ TRL_CASES = {
     "gspo": ("gspo", "seq-mean-token-mean", {}, ("grpo", {"importance_sampling_level": "sequence"})),
     "gmpo": ("gmpo", "seq-mean-token-mean", {}, ("gmpo", {})),
     "cispo": ("cispo", "token-mean", {"clip_ratio_low": 1.0}, ("cispo", {"epsilon_high": 1.3})),
+    "vespo": ("vespo", "token-mean", {}, ("vespo", {})),
 }
 
 

@@ -52,6 +52,11 @@ OPTIONS = {
     "clip_divergence_high": 0.08,
     "ratio_cap": 1.5,
     "ppo_kl_coef": 0.3,
+    "dro_beta": 0.2,
+    "vespo_k_pos": 2.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_lambda_neg": 2.0,
 }
 
 
