@@ -228,9 +228,9 @@ def maxrl(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Ad
     advantage_B, score_B, groups = _less_group_mean(reward_BT, group_id_B)
     if bool((score_B < 0).any()):
         raise RewardError(
-            f"algorithm.adv_estimator=maxrl with a reward of {float(score_B.min()):g}: it divides by the mean "
-            "of a prompt's rewards, which stands for its success rate. Give rewards of 0 or more, or set "
-            "algorithm.adv_estimator=grpo."
+            f"algorithm.adv_estimator=maxrl with a reward of {float(score_B.min()):g}: it divides by the "
+            "mean of a prompt's rewards, which stands for its success rate. Give rewards of 0 or more, or "
+            "set algorithm.adv_estimator=grpo."
         )
     mean_B = groups.rows(groups.mean(score_B))
     advantage_B = torch.where(mean_B > 0, advantage_B / mean_B, 0)

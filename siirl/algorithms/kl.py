@@ -84,6 +84,16 @@ def straight_through(kl_BT: Tensor, log_prob_BT: Tensor, ref_log_prob_BT: Tensor
     return kl_BT.detach() + (k2_BT - k2_BT.detach())
 
 
+def policy_ratio(log_prob_BT: Tensor, old_log_prob_BT: Tensor) -> Tensor:
+    """Policy over old policy at each token, with gradient: the weight of a KL of tokens of the old one.
+
+    A KL estimate times this has the KL of the current policy as its expectation, and the gradient of that:
+    the ratio's own gradient is what a plain estimate lacks.
+    Source: DeepSeek-AI, "DeepSeek-V3.2" (2025), unbiased KL estimate.
+    """
+    return (log_prob_BT - old_log_prob_BT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
 def kl_in_reward(
     reward_BT: Tensor,
     log_prob_BT: Tensor,

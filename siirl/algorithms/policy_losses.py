@@ -410,11 +410,11 @@ def vespo(
     vespo_lambda_pos: float,
     vespo_lambda_neg: float,
 ) -> TokenLoss:
-    """REINFORCE with a smooth weight of the row: -W^k exp(lambda (1 - W)) A log pi, no gradient of the weight.
+    """REINFORCE with a smooth weight W^k exp(lambda (1 - W)) of the row, which takes no gradient.
 
     W is the product of the row's ratios, not normalised by its length; its log is held within (log 1e-8, 20),
-    as published code has it. k and lambda are those of A's sign (0 counts as positive). The weight is 1 at W = 1,
-    largest at W = k / lambda, and vanishes on both sides.
+    as published code has it. k and lambda are those of A's sign (0 counts as positive). The weight is 1 at
+    W = 1, largest at W = k / lambda, and vanishes on both sides.
     Source: Shen et al., "VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM
     Training" (2026), the kernel W^c1 exp(c2 (1 - W)).
     """

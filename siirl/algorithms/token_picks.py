@@ -1,4 +1,5 @@
-"""The few tokens of a mini-batch that clip_cov and kl_cov treat differently: those of high covariance.
+"""Tokens of a mini-batch that a loss treats differently: those of high covariance (clip_cov, kl_cov), and
+those of high entropy.
 
 Legend: B rows on this rank, T response tokens. The covariance of a token is the product of how far its
 log-prob and its advantage lie above their means over the mini-batch; log-probs are those of the policy before
@@ -6,6 +7,7 @@ the step, so that a pick does not depend on how the mini-batch is cut into micro
 Source: "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (2025), section 4.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,6 +54,43 @@ def _top(key_BT: Tensor, num: int, all_gather: Callable[[Tensor], Tensor]) -> Te
     mine[: len(best)] = best
     least = all_gather(mine).topk(num).values[-1]
     return (key_BT >= least) & (key_BT > -torch.inf)
+
+
+def high_entropy(
+    entropy_BT: Tensor,
+    mask_BT: Tensor,
+    share: float,
+    all_sum: Callable[[Tensor], Tensor] = lambda totals: totals,
+) -> Tensor:
+    """The trained tokens whose entropy reaches the (1 - share) quantile of the mini-batch, bool [B, T].
+
+    entropy_BT: float32, of the policy before the step. The quantile is that with linear interpolation, so
+    tokens of equal entropy are all in or all out. all_sum adds a float64 vector over the ranks of the
+    mini-batch; it is called four times, also by ranks without rows: the least entropy that is kept is found
+    by counts of its bytes, from the highest on, so what is exchanged does not grow with the batch.
+    Source: Wang et al., "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement
+    Learning for LLM Reasoning" (2025), equation 5.
+    """
+    mask_BT = mask_BT.bool()
+    rank_BT = _rank_of_float32(entropy_BT)
+    left_N, least, still = rank_BT[mask_BT], 0, 0.0
+    for place in range(3, -1, -1):
+        byte_N = left_N >> 8 * place & 255
+        count_256 = all_sum(torch.bincount(byte_N, minlength=256).double())
+        if place == 3:
+            total = float(count_256.sum())
+            still = total - math.ceil(round((1 - share) * (total - 1), 6))
+        at_least_256 = count_256.flip(0).cumsum(0).flip(0)
+        byte = max(int((at_least_256 >= still).sum()) - 1, 0)
+        still -= float(at_least_256[byte] - count_256[byte])
+        left_N, least = left_N[byte_N == byte], least | byte << 8 * place
+    return mask_BT & (rank_BT >= least)
+
+
+def _rank_of_float32(value_BT: Tensor) -> Tensor:
+    """Integers from 0 to 2^32 - 1 in the order of the numbers, int64 [B, T]."""
+    bits_BT = (value_BT.float() + 0.0).contiguous().view(torch.int32).long()  # + 0.0: no negative zero
+    return torch.where(bits_BT < 0, -bits_BT - 1, bits_BT + 2**31)
 
 
 def token_noise(row_id_B: Tensor, width: int, seed: int) -> Tensor:

@@ -37,7 +37,7 @@ def _can_leave(node: ResolvedNode, kept: Workflow) -> bool:
     between = kept.graph.above[trainer.id] - kept.graph.above[node.id]
     if any(kept.nodes[other].op.changes_rows and kept.nodes[other].agent == node.agent for other in between):
         return False
-    picks = trainer.cfg.actor_rollout_ref.actor.loss.picks_tokens
+    picks = trainer.cfg.actor_rollout_ref.actor.picks_tokens
     return not picks and _cut(node.cfg) == _cut(trainer.cfg)
 
 

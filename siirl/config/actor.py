@@ -7,6 +7,8 @@ from siirl.config.common import STRATEGY, ForwardMegatronConfig, FSDPConfig, Tra
 from siirl.config.keys import group, key
 
 EMBODIED = "embodied agents"
+RATIO_LEVELS = ("token", "sequence", "geometric")
+ROW_DIVERGENCES = ("max_k2", "sum_k2", "mean_k2", "max_k3", "sum_k3", "mean_k3")
 KL_TYPES = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_exact")
 
 
@@ -78,24 +80,29 @@ class RolloutCorrectionConfig:
 
     weight: str = key(
         None,
-        "multiply the loss by the ratio, at most high (truncate), or by 0 outside low .. high (mask)",
-        choices=("none", "truncate", "mask"),
+        "multiply the loss by the ratio, at most high (truncate), or by 0 outside low .. high (mask); or by "
+        "1 inside low .. high and by 0 outside (filter)",
+        choices=("none", "truncate", "mask", "filter"),
     )
     level: str = key(
         "token",
         "the ratio of each token, of the whole row, or the geometric mean over the row",
-        when="weight=truncate|mask",
-        choices=("token", "sequence", "geometric"),
+        when="weight=truncate|mask|filter",
+        choices=RATIO_LEVELS,
     )
-    low: float = key(0.0, "least ratio of mask", when="weight=mask", low=0)
-    high: float = key(2.0, "greatest ratio", when="weight=truncate|mask", low=0)
+    low: float = key(0.0, "least ratio of mask and filter", when="weight=mask|filter", low=0)
+    high: float = key(2.0, "greatest ratio", when="weight=truncate|mask|filter", low=0)
     reject: str = key(
         "none",
-        "leave out rows with a ratio outside reject_low .. reject_high: any token's, the row's, or its mean",
-        choices=("none", "token", "sequence", "geometric"),
+        "leave out rows with a ratio outside reject_low .. reject_high: any token's, the row's, or its mean; "
+        "or whose tokens' k2 or k3 has a largest value, a sum or a mean above reject_divergence",
+        choices=("none", *RATIO_LEVELS, *ROW_DIVERGENCES),
     )
-    reject_low: float = key(0.5, "least ratio", when="reject=token|sequence|geometric", low=0)
-    reject_high: float = key(2.0, "greatest ratio", when="reject=token|sequence|geometric", low=0)
+    reject_low: float = key(0.5, "least ratio", when=f"reject={'|'.join(RATIO_LEVELS)}", low=0)
+    reject_high: float = key(2.0, "greatest ratio", when=f"reject={'|'.join(RATIO_LEVELS)}", low=0)
+    reject_divergence: float | None = key(
+        None, "greatest divergence, in nats", when=f"reject={'|'.join(ROW_DIVERGENCES)}", low=0
+    )
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,12 @@ class ActorConfig(TrainedConfig):
         when="use_kl_loss",
         choices=(*KL_TYPES, "full", *(name + "+" for name in (*KL_TYPES, "full"))),
     )
+    kl_loss_weighted: bool = key(
+        False,
+        "multiply the KL of each token by the ratio of the policy to the old one, with its gradient: "
+        "unbiased for rows of an older policy, in value and gradient",
+        when="use_kl_loss",
+    )
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "policy loss")
     tis_imp_ratio_cap: float = key(
         -1, "short for rollout_correction: truncate the ratio of each token at this cap; -1: off"
@@ -131,6 +144,14 @@ class ActorConfig(TrainedConfig):
         "off-policy sequence masking: tokens of negative advantage do not count in the policy loss of a row "
         "that the policy finds less likely than the rollout engine by more nats a token; null: off",
         low=0,
+    )
+    top_entropy_quantile: float = key(
+        1.0,
+        "share of a mini-batch's tokens, those of the largest entropy before the step, that the policy loss "
+        "trains; 1: all",
+        low=0,
+        high=1,
+        excluded=0,
     )
     grad_offload: bool = key(False, "keep gradients in host memory between phases", when="strategy=fsdp")
     recompute_old_log_prob: bool = key(
@@ -149,6 +170,16 @@ class ActorConfig(TrainedConfig):
     def loss_name(self) -> str:
         """The name of the policy loss."""
         return "cpgd" if self.use_cpgd_loss else self.policy_loss.loss_mode
+
+    @property
+    def picks_by_entropy(self) -> bool:
+        """Whether the policy loss trains only tokens of large entropy."""
+        return self.top_entropy_quantile < 1
+
+    @property
+    def picks_tokens(self) -> bool:
+        """Whether the loss picks tokens of the whole mini-batch by what the policy said before the update."""
+        return self.loss.picks_tokens or self.picks_by_entropy
 
     @property
     def loss(self) -> PolicyLoss:

@@ -58,7 +58,13 @@ class PolicyLoss:
         return key in self.keys or f"{key}_low" in self.keys
 
 
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+)
 """How token losses become one number."""
 
 _GROUP = ("reward", "response_mask", "group_id")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from siirl.config.actor import ROW_DIVERGENCES
 from siirl.config.resolve import get
 from siirl.config.root import TOP_GROUPS, Config, all_keys
 from siirl.config.values import show
@@ -55,15 +56,21 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "the other samples of a prompt, and there are none. Set actor_rollout_ref.rollout.n=2 or more.",
         ),
         Contradiction(
+            lambda cfg: (
+                cfg.actor_rollout_ref.actor.loss_agg_mode == "prompt-mean"
+                and cfg.algorithm.credit.equal_weight != "none"
+            ),
+            "{algorithm.credit.equal_weight=} with {actor_rollout_ref.actor.loss_agg_mode=}: both say what "
+            "has the same share of the loss. Leave out one of them.",
+        ),
+        Contradiction(
             lambda cfg: cfg.algorithm.adv_estimator == "maxrl" and cfg.algorithm.use_kl_in_reward,
-            "{algorithm.use_kl_in_reward=} with {algorithm.adv_estimator=}: it divides by the mean reward of a "
-            "prompt as its success rate, and a reward less the KL is none. Set "
+            "{algorithm.use_kl_in_reward=} with {algorithm.adv_estimator=}: it divides by the mean reward of "
+            "a prompt as its success rate, and a reward less the KL is none. Set "
             "algorithm.use_kl_in_reward=false actor_rollout_ref.actor.use_kl_loss=true.",
         ),
         Contradiction(
-            lambda cfg: (
-                cfg.algorithm.adv_estimator == "maxrl" and cfg.reward_model.overlong_buffer.enable
-            ),
+            lambda cfg: cfg.algorithm.adv_estimator == "maxrl" and cfg.reward_model.overlong_buffer.enable,
             "{reward_model.overlong_buffer.enable=} with {algorithm.adv_estimator=}: it divides by the mean "
             "reward of a prompt as its success rate, and a penalty makes rewards negative. Set "
             "reward_model.overlong_buffer.enable=false.",
@@ -195,12 +202,46 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "one of them.",
         ),
         Contradiction(
+            lambda actor: (
+                actor.rollout_correction.reject in ROW_DIVERGENCES
+                and actor.rollout_correction.reject_divergence is None
+            ),
+            "{rollout_correction.reject=} without a bound: there is no divergence that suits every model. "
+            "Set {}.rollout_correction.reject_divergence, in nats.",
+        ),
+        Contradiction(
+            lambda actor: (
+                actor.use_kl_loss
+                and actor.kl_loss_weighted
+                and actor.kl_loss_type.removesuffix("+") != actor.kl_loss_type
+            ),
+            "{kl_loss_weighted=} with {kl_loss_type=}: the + takes the gradient of k2 in place of the "
+            "estimate's own, and the weight would change it once more. Leave out one of them.",
+        ),
+        Contradiction(
+            lambda actor: actor.use_kl_loss and actor.kl_loss_weighted and actor.kl_loss_type == "full",
+            "{kl_loss_weighted=} with {kl_loss_type=}: the KL over the whole vocabulary is no estimate from "
+            "sampled tokens, so there is nothing to weigh. Remove {}.kl_loss_weighted.",
+        ),
+        Contradiction(
+            lambda actor: actor.picks_by_entropy and not actor.recompute_old_log_prob,
+            "{top_entropy_quantile=} with {recompute_old_log_prob=}: tokens are picked by the entropy before "
+            "the step, which the pass of old log-probs computes. Set {}.recompute_old_log_prob=true.",
+        ),
+        Contradiction(
             lambda actor: actor.rollout_correction.low >= actor.rollout_correction.high,
             "{rollout_correction.low=} is not below the upper bound {rollout_correction.high}.",
         ),
         Contradiction(
             lambda actor: actor.rollout_correction.reject_low >= actor.rollout_correction.reject_high,
             "{rollout_correction.reject_low=} is not below the upper bound {rollout_correction.reject_high}.",
+        ),
+    ),
+    ("critic",): (
+        Contradiction(
+            lambda critic: critic.loss_agg_mode == "prompt-mean",
+            "{loss_agg_mode=}: the mean over prompts is one of the policy loss. Set "
+            "{}.loss_agg_mode=token-mean.",
         ),
     ),
     (ACTOR, "critic"): (

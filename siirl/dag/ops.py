@@ -149,7 +149,7 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     actor = cfg.actor_rollout_ref.actor
     if not actor.recompute_old_log_prob:
         return "rollout"
-    return "field" if actor.loss.picks_tokens or batch_of(cfg).mini_batches > 1 else "current"
+    return "field" if actor.picks_tokens or batch_of(cfg).mini_batches > 1 else "current"
 
 
 def uses_full_kl(cfg: Config) -> bool:
@@ -194,7 +194,15 @@ def _advantage_writes(cfg: Config) -> Names:
 def _actor_train_reads(cfg: Config) -> Names:
     old = ("old_log_prob",) if old_log_prob_source(cfg) == "field" else ()
     ref = _reference_writes(cfg) if cfg.actor_rollout_ref.actor.use_kl_loss else ()
-    return ("row_id", *_TOKENS, "rollout_log_prob", *old, *ref, "advantage")
+    actor = cfg.actor_rollout_ref.actor
+    entropy = ("old_entropy",) if actor.picks_by_entropy else ()
+    prompt = ("group_id",) if actor.loss_agg_mode == "prompt-mean" else ()
+    return ("row_id", *_TOKENS, "rollout_log_prob", *old, *entropy, *ref, "advantage", *prompt)
+
+
+def _old_log_prob_writes(cfg: Config) -> Names:
+    picks_by_entropy = cfg.actor_rollout_ref.actor.picks_by_entropy
+    return ("old_log_prob", "old_entropy") if picks_by_entropy else ("old_log_prob",)
 
 
 def _dynamic_sampling_reads(cfg: Config) -> Names:
@@ -318,7 +326,7 @@ ADVANTAGE = OpSpec(
 OLD_LOG_PROB = OpSpec(
     "old_log_prob",
     fixed(*_TOKENS),
-    fixed("old_log_prob"),
+    _old_log_prob_writes,
     "log_prob:old_log_prob",
     needs=("engine",),
     model="actor",
@@ -450,6 +458,8 @@ def why_unread(name: str, cfg: Config) -> str | None:
         return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no greedy baseline ({those} does)"
     if name in ("ref_log_prob", "ref_hidden"):
         return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
+    if name == "old_entropy":
+        return "actor.top_entropy_quantile is 1: the policy loss trains tokens of any entropy"
     if name == "old_log_prob":
         if old_log_prob_source(cfg) == "rollout":
             return "actor.recompute_old_log_prob is off: the rollout's log-probs are used"

@@ -14,6 +14,10 @@ LEVELS = {
     "seq_mean_k1": "geometric",
 }
 """verl's rollout_rs -> reject. Bounds of the `_k1` ones are of rollout over trainer: turned over here."""
+DIVERGENCES = {
+    f"seq_{reduce}_{kind}": f"{reduce}_{kind}" for reduce in ("max", "sum", "mean") for kind in ("k2", "k3")
+}
+"""Those with one bound, of a divergence, which is none of a ratio."""
 Line = tuple[Literal["changed", "dropped", "impossible"], str, str, str, str]
 """kind, how it stood there, why, name here, value."""
 
@@ -79,12 +83,19 @@ def _rejection(own: Mapping[str, str], bypass: bool, handled: set[str]) -> Itera
     if level in NOTHING:
         yield "dropped", there, "off, as it is here", "", ""
         return
-    bounds = _bounds(own)
+    bounds, largest = _bounds(own), _positive(own.get("rollout_rs_threshold", ""))
     if bypass:
         why = f"{CORRECTION} with {POLICY}.actor.recompute_old_log_prob=false: set one of them"
         yield "impossible", there, why, "", ""
+    elif level in DIVERGENCES and largest is not None:
+        why = "rows whose tokens are too far apart are left out"
+        yield "changed", there, why, f"{CORRECTION}.reject", DIVERGENCES[level]
+        yield "changed", "", "its threshold", f"{CORRECTION}.reject_divergence", f"{largest:g}"
     elif level not in LEVELS or bounds is None:
-        why = f"{CORRECTION}.reject leaves out whole rows, by sequence or geometric, between two bounds"
+        why = (
+            f"{CORRECTION}.reject leaves out whole rows, by a ratio between two bounds or by one divergence; "
+            f"{CORRECTION}.weight=filter leaves out tokens"
+        )
         yield "impossible", there, why, "", ""
     else:
         (low, high), why_low, why_high = (
@@ -114,6 +125,13 @@ def _bounds(own: Mapping[str, str]) -> tuple[float, float] | None:
         low = 1 / high if lower in NOTHING else float(lower)
         return (low, high) if 0 < low <= high else None
     except (ValueError, ZeroDivisionError):
+        return None
+
+
+def _positive(text: str) -> float | None:
+    try:
+        return float(text) if float(text) > 0 else None
+    except ValueError:
         return None
 
 

@@ -7,12 +7,13 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.algorithms.token_picks import pick_tokens, token_noise
+from siirl.algorithms.aggregate import prompt_shares
+from siirl.algorithms.token_picks import high_entropy, pick_tokens, token_noise
 from siirl.compiler.interactions.credit_reads import trains_in
 from siirl.dag.ops import old_log_prob_source, uses_full_kl
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.nodes.context import OpContext, sum_over_ranks
-from siirl.nodes.mini_batches import policy_mini_batches
+from siirl.nodes.mini_batches import global_positions, policy_mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import waiting
@@ -37,6 +38,11 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
         mini_batch, loss = rows[mine_B], loss_fn
         if actor.loss.picks_tokens:
             mini_batch["picked"] = _picked(ctx, mini_batch)
+        if actor.picks_by_entropy:
+            found = (mini_batch["old_entropy"], mini_batch["response_mask"], actor.top_entropy_quantile)
+            mini_batch["high_entropy"] = high_entropy(*found, partial(sum_over_ranks, ctx))
+        if actor.loss_agg_mode == "prompt-mean":
+            mini_batch["prompt_share"] = _prompt_share(ctx, mini_batch)
         if number == 0 and recomputes and not _has_old(mini_batch):
             mini_batch = mini_batch.exclude("old_log_prob")
             if actor.ppo_epochs > 1:
@@ -71,6 +77,14 @@ def _kept(rows: TensorDict, first: TensorDict, first_B: Tensor, loss_fn: LossFn)
         return loss_fn(outputs, micro_batch, counts)
 
     return old_BT, keeping
+
+
+def _prompt_share(ctx: OpContext, rows: TensorDict) -> Tensor:
+    """What a trained token of each row of a mini-batch counts, float64 [B]. Collective over ctx.group."""
+    prompt_B, num_prompts = global_positions(rows["group_id"], ctx.group)
+    mine_P = torch.zeros(num_prompts, dtype=torch.float64)
+    mine_P.index_add_(0, prompt_B, rows["response_mask"].sum(-1).double())
+    return prompt_shares(sum_over_ranks(ctx, mine_P), prompt_B)
 
 
 def _picked(ctx: OpContext, rows: TensorDict) -> Tensor:

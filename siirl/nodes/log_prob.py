@@ -11,8 +11,13 @@ from siirl.nodes.mini_batches import policy_mini_batches
 
 
 def old_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
-    """old_log_prob [B, T] by the policy's current weights. Collective over the model's ranks."""
-    return _forward(ctx, rows, engine, {"log_prob": "old_log_prob"})
+    """old_log_prob [B, T] by the policy's current weights; old_entropy if the loss picks tokens by it.
+
+    Collective over the model's ranks.
+    """
+    picks_by_entropy = ctx.cfg.actor_rollout_ref.actor.picks_by_entropy
+    entropy = {"entropy": "old_entropy"} if picks_by_entropy else {}
+    return _forward(ctx, rows, engine, {"log_prob": "old_log_prob", **entropy})
 
 
 def later_old_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:

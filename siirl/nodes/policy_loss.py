@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.aggregate import aggregate_loss, trained_only
-from siirl.algorithms.kl import kl_estimate, straight_through
+from siirl.algorithms.kl import kl_estimate, policy_ratio, straight_through
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rollout_correction import (
     Correction,
@@ -66,13 +66,19 @@ def make_loss_fn(cfg: Config) -> LossFn:
             left_out_BT = off_policy_negatives(*columns, actor.opsm_delta)
             terms["pg_loss"] = torch.where(left_out_BT, 0, terms["pg_loss"])
             stats["opsm_masked"] = left_out_BT.to(log_prob_BT.dtype)
+        if actor.picks_by_entropy:
+            terms["pg_loss"] = torch.where(rows["high_entropy"], terms["pg_loss"], 0)
+            stats["high_entropy"] = rows["high_entropy"].to(log_prob_BT.dtype)
         if actor.entropy_coeff:
             terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
         if actor.use_kl_loss:
             kl_BT = _kl(actor.kl_loss_type, outputs, column["ref_log_prob"])
+            if actor.kl_loss_weighted:
+                kl_BT = kl_BT * policy_ratio(log_prob_BT, old_BT)
             terms["kl_loss"] = actor.kl_loss_coef * kl_BT
             stats["ref_kl"] = kl_BT.detach()
-        shares = _shares(terms, mask_BT, actor.loss_agg_mode, counts)
+        share_B = rows["prompt_share"] if "prompt_share" in rows.keys() else None
+        shares = _shares(terms, mask_BT, actor.loss_agg_mode, counts, share_B)
         loss = sum(shares.values())
         _report(metrics, stats, {**shares, "loss": loss}, mask_BT, counts)
         if "turn_id" in rows.keys():
@@ -113,6 +119,7 @@ def rollout_correction(actor: ActorConfig) -> Correction:
         reject=config.reject,
         reject_low=config.reject_low,
         reject_high=config.reject_high,
+        reject_divergence=config.reject_divergence or 0.0,
     )
 
 
@@ -126,13 +133,11 @@ def policy_loss_options(cfg: Config) -> dict[str, Any]:
     }
 
 
-def _shares(terms: dict[str, Tensor], mask_BT: Tensor, mode: str, counts: BatchCounts) -> dict[str, Tensor]:
-    return {
-        name: aggregate_loss(
-            term_BT, mask_BT, mode, counts.num_tokens, counts.num_rows, counts.response_width
-        )
-        for name, term_BT in terms.items()
-    }
+def _shares(
+    terms: dict[str, Tensor], mask_BT: Tensor, mode: str, counts: BatchCounts, prompt_share_B: Tensor | None
+) -> dict[str, Tensor]:
+    sizes = (counts.num_tokens, counts.num_rows, counts.response_width, prompt_share_B)
+    return {name: aggregate_loss(term_BT, mask_BT, mode, *sizes) for name, term_BT in terms.items()}
 
 
 def _report(

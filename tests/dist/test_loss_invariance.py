@@ -23,7 +23,7 @@ from torch import Tensor
 from train_engine_cases import NUM_ROWS, TEMPERATURE, WIDTH, Scenario
 
 from siirl.algorithms.policy_losses import POLICY_LOSSES
-from siirl.algorithms.token_picks import pick_tokens, token_noise
+from siirl.algorithms.token_picks import high_entropy, pick_tokens, token_noise
 from siirl.config import Config, load_config, with_overrides
 from siirl.config.algorithm_table import AGGREGATIONS
 from siirl.data.rows import take_rows
@@ -58,6 +58,18 @@ PICKS = {  # enough tokens that a pick differs if one rank's rows are forgotten,
     f"{ACTOR}.policy_loss.clip_cov_ub": 9.0,
     f"{ACTOR}.policy_loss.kl_cov_ratio": 0.15,
 }
+MASKS = {  # bounds that some tokens and rows of `columns` pass and some do not
+    f"{ACTOR}.opsm_delta": 0.02,
+    f"{ACTOR}.top_entropy_quantile": 0.6,
+    f"{ACTOR}.use_kl_loss": True,
+    f"{ACTOR}.kl_loss_coef": 0.2,
+    f"{ACTOR}.kl_loss_weighted": True,
+    f"{ACTOR}.rollout_correction.weight": "filter",
+    f"{ACTOR}.rollout_correction.low": 0.6,
+    f"{ACTOR}.rollout_correction.high": 1.7,
+    f"{ACTOR}.rollout_correction.reject": "mean_k3",
+    f"{ACTOR}.rollout_correction.reject_divergence": 0.08,
+}
 LOSSES = [name for name in POLICY_LOSSES.names() if name != "geo_mean"]
 
 
@@ -70,6 +82,7 @@ FEW = dict(
     [
         case("vanilla", "token-mean", ", terms, shuffled", **TERMS, **{f"{ACTOR}.shuffle": True}),
         case("gspo", "seq-mean-token-mean", ", full KL", **FULL_KL),
+        case("vespo", "prompt-mean", ", masks", **MASKS),
         case("clip_cov", "seq-mean-token-sum"),
         case("kl_cov", "seq-mean-token-sum-norm"),
     ]
@@ -81,7 +94,7 @@ ALL |= dict(
 ALL |= dict(
     case("vanilla", mode, ", terms", **TERMS, **{f"{ACTOR}.kl_loss_type": "k3+"}) for mode in AGGREGATIONS
 )
-
+ALL |= dict(case("vanilla", mode, ", masks", **MASKS) for mode in AGGREGATIONS)
 
 KEEP_HEAD = (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full")
 
@@ -147,6 +160,8 @@ def columns() -> dict[str, Tensor]:
     log_prob_BT, hidden_BTD = plain_outputs()[0].detach(), plain_hidden().detach()
     names = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
     found = {name: log_prob_BT + 0.25 * torch.randn(NUM_ROWS, WIDTH, generator=draw) for name in names}
+    found["old_entropy"] = plain_outputs()[1].detach() + 0.25 * torch.randn(NUM_ROWS, WIDTH, generator=draw)
+    found["group_id"] = torch.arange(NUM_ROWS) // 4  # one prompt has rows in both mini-batches
     return found | {"ref_hidden": hidden_BTD + 0.3 * torch.randn(hidden_BTD.shape, generator=draw)}
 
 
@@ -198,6 +213,10 @@ def whole_update(keys: dict[str, Any]) -> Update:
             noise_BT = token_noise(mini["row_id"], WIDTH, cfg.trainer.seed * 1_000_003 + STEP)
             given = (mini["old_log_prob"], mini["advantage"], mask_BT, noise_BT, policy_loss_options(cfg))
             mini["picked"] = pick_tokens(actor.loss_name, *given)
+        if actor.picks_by_entropy:
+            mini["high_entropy"] = high_entropy(mini["old_entropy"], mask_BT, actor.top_entropy_quantile)
+        if actor.loss_agg_mode == "prompt-mean":
+            mini["prompt_share"] = shares_of_prompts(mini["group_id"].tolist(), mask_BT.sum(-1).tolist())
         counts = BatchCounts(float(mask_BT.sum()), float(mask_BT.any(-1).sum()), cfg.data.max_response_length)
         outputs = TokenOutputs(log_prob_BT[index], entropy_BT[index], plain_full_kl()[index])
         loss, of_mini = make_loss_fn(cfg)(outputs, mini, counts)
@@ -207,6 +226,13 @@ def whole_update(keys: dict[str, Any]) -> Update:
         norms.append(torch.nn.utils.get_total_norm(grads).item())
     named = dict(zip((name for name, _ in model.named_parameters()), grads, strict=True))
     return Update(sum(losses) / 2, sum(norms) / 2, metrics.values()["entropy"], named)
+
+
+def shares_of_prompts(prompts: list[int], tokens: list[int]) -> Tensor:
+    """What a trained token of each row counts where prompts count alike."""
+    of = {p: sum(n for q, n in zip(prompts, tokens, strict=True) if q == p) for p in prompts}
+    trained = sum(number > 0 for number in of.values())
+    return torch.tensor([1 / (of[p] * trained) if of[p] else 0.0 for p in prompts], dtype=torch.float64)
 
 
 def updates(

@@ -51,7 +51,7 @@ def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.
 
 
 def rows_for(name: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """The batch, with rewards that an estimator takes: for maxrl none below 0, and a group without success."""
+    """The batch, with rewards that an estimator takes: for maxrl none below 0, one group without success."""
     fields = batch(seed, dtype)
     if name == "maxrl":
         fields["reward"] = fields["reward"].clamp(min=0) * (fields["group_id"] != -3)[:, None]
@@ -273,7 +273,9 @@ def test_empty_single_and_untrained_rows_give_finite_numbers(name, num_rows):
     assert got.shape == fields["reward"].shape and (got == 0).all()
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "opo", "maxrl"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "rloo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline", "opo", "maxrl"]
+)
 @pytest.mark.parametrize("score", [0.1, 0.0, 1 / 3])
 def test_a_group_of_equal_outcomes_carries_no_signal_at_all(name, score):
     reward = torch.zeros(7, 3)

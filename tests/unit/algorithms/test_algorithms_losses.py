@@ -133,7 +133,9 @@ def test_vespo_weighs_each_token_by_the_likelihood_ratio_of_its_row(seed):
     total, count = torch.zeros((), dtype=torch.float64), 0
     for i in range(B):
         places = [t for t in range(T) if b["mask"][i, t]]
-        ratio = math.exp(max(sum(float(b["log_prob"][i, t] - b["old"][i, t]) for t in places), math.log(1e-8)))
+        ratio = math.exp(
+            max(sum(float(b["log_prob"][i, t] - b["old"][i, t]) for t in places), math.log(1e-8))
+        )
         for t in places:
             positive = float(b["advantage"][i, t]) >= 0
             k, rate = (2.0, 3.0) if positive else (3.0, 2.0)

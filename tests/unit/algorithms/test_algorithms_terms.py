@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from siirl.algorithms.aggregate import aggregate_loss
+from siirl.algorithms.aggregate import aggregate_loss, prompt_shares
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.groups import is_varied
 from siirl.algorithms.kl import (
@@ -212,7 +212,7 @@ def test_each_aggregation_follows_its_formula():
         "seq-mean-token-mean": (1.5 + 4) / 2,
         "seq-mean-token-sum-norm": 7 / 2 / 10,
     }
-    assert set(want) == set(AGGREGATIONS)
+    assert {*want, "prompt-mean"} == set(AGGREGATIONS)  # tests/unit/algorithms/test_policy_loss_terms.py
     for mode, value in want.items():
         assert math.isclose(aggregate_loss(loss, mask, mode, 3, 2, 10).item(), value)
     with pytest.raises(ConfigError, match="loss_agg_mode='mean' is not known"):
@@ -223,7 +223,7 @@ def test_garbage_at_untrained_tokens_does_not_reach_loss_or_gradient():
     loss = torch.tensor([[1.0, math.nan], [math.inf, 2.0]], requires_grad=True)
     mask = torch.tensor([[True, False], [False, True]])
     for mode in AGGREGATIONS:
-        total = aggregate_loss(loss, mask, mode, 2, 2, 4)
+        total = aggregate_loss(loss, mask, mode, 2, 2, 4, torch.tensor([0.5, 0.5]))
         grad = torch.autograd.grad(total, loss)[0]
         assert total.isfinite() and grad.isfinite().all() and (grad[~mask] == 0).all()
 
@@ -247,12 +247,15 @@ def test_loss_and_gradient_do_not_depend_on_how_rows_are_split(split, mode, name
     mask = torch.rand(rows, width, generator=generator) < 0.6
     picked = torch.rand(rows, width, generator=generator) < 0.3
     num_tokens, num_rows = float(mask.sum()), float(mask.any(-1).sum())
+    prompt = torch.arange(rows) // 3
+    prompt_share = prompt_shares(torch.zeros(3).index_add_(0, prompt, mask.sum(-1).float()), prompt)
 
     def share(index: list[int]) -> Tensor:
         options = {**OPTIONS, "picked_BT": picked[index]}
         token = compute_policy_loss(name, log_prob[index], old[index], advantage[index], mask[index], options)
         entropy = log_prob[index].exp()
-        return aggregate_loss(token.loss_BT - 0.01 * entropy, mask[index], mode, num_tokens, num_rows, 16)
+        sizes = (num_tokens, num_rows, 16, prompt_share[index])
+        return aggregate_loss(token.loss_BT - 0.01 * entropy, mask[index], mode, *sizes)
 
     whole = share(list(range(rows)))
     want = torch.autograd.grad(whole, log_prob)[0]

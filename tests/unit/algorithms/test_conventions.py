@@ -129,13 +129,13 @@ def rejected_rows() -> None:
 
 
 def rejection_by_token() -> None:
-    """verl's token_k1 leaves out the token, ours the row; weight=mask is by token, weighted."""
+    """verl's token_k1 leaves out the token, ours the row; weight=filter is by token."""
     log_ratio = torch.tensor([[0.0, 0, 2]])
     theirs = log_ratio.abs() <= math.log(2)
     mine = correction_weights(log_ratio, ONES, Correction(reject="token"))
     assert mine.tolist() == [[0, 0, 0]] and theirs.tolist() == [[True, True, False]]
-    by_token = correction_weights(log_ratio, ONES, Correction(weight="mask", low=0.5, high=2.0))
-    assert torch.equal(by_token.bool(), theirs)
+    by_token = correction_weights(log_ratio, ONES, Correction(weight="filter", low=0.5, high=2.0))
+    assert torch.equal(by_token, theirs.float())
 
 
 def at_tool_tokens(name: str, theirs: list[float]) -> None:

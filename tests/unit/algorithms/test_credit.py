@@ -238,7 +238,7 @@ def test_each_speaker_is_normalised_by_itself_also_over_ranks():
     assert (white[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", [mode for mode in AGGREGATIONS if mode != "prompt-mean"])  # refused with it
 @pytest.mark.parametrize("by", ["turn", "row", "episode"])
 def test_each_unit_has_the_same_share_of_the_loss(by, mode):
     """The loss's derivatives by what is common to the tokens of a unit are the same for all units."""

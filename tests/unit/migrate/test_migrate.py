@@ -337,6 +337,14 @@ def test_bounds_of_a_k1_rejection_are_turned_over(mode, threshold, reject, bound
     assert written["reject"] == reject and (low, high) == pytest.approx(bounds, rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["seq_max_k2", "seq_sum_k3", "seq_mean_k3"])
+def test_a_rejection_by_divergence_keeps_its_threshold(mode):
+    group = "algorithm.rollout_correction"
+    found = translate("verl", [f"{group}.rollout_rs={mode}", f"{group}.rollout_rs_threshold=0.005"])
+    written = {item.name.rpartition(".")[2]: item.value for item in found.written()}
+    assert written == {"reject": mode.removeprefix("seq_"), "reject_divergence": "0.005"}
+
+
 @pytest.mark.parametrize(
     "mode", ["token_k1", "token_k3", "seq_mean_k3", "seq_max_k2", "seq_mean_k1,token_k1"]
 )
