@@ -237,6 +237,49 @@ def maxrl(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Ad
     return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_BT.dtype))
 
 
+def _row_moments(advantage_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    trained_B = mask_BT.bool().any(-1)
+    row_B = advantage_BT.double().sum(-1) / mask_BT.bool().sum(-1).clamp(min=1)
+    return torch.stack([trained_B.sum(), row_B.sum(), (row_B**2).sum()]).double()
+
+
+def _normalize_rows(advantage_BT: Tensor, mask_BT: Tensor, totals: Tensor) -> Tensor:
+    count, total, total_sq = totals.to(advantage_BT.device).unbind()
+    mean = total / count.clamp(min=1)
+    std = ((total_sq - count * mean**2).clamp(min=0) / (count - 1).clamp(min=1)).sqrt()
+    normal_BT = (advantage_BT.double() - mean) / (std + 1e-6)
+    return torch.where(mask_BT.bool(), normal_BT, 0).to(advantage_BT.dtype)
+
+
+NORMALIZE_ROWS = AcrossRanks(_row_moments, _normalize_rows)
+"""Zero mean and unit deviation (n - 1) over the batch's rows with a trained token; one advantage a row."""
+
+
+@built_in("gdpo", across_ranks=NORMALIZE_ROWS)
+def gdpo(
+    reward_part_BK: Tensor,
+    response_mask_BT: Tensor,
+    group_id_B: Tensor,
+    *,
+    gdpo_rewards: Mapping[str, float],
+    epsilon: float = 1e-6,
+) -> Advantages:
+    """Each reward less its group's mean and over its group's deviation, then their weighted sum, which is
+    normalised over the batch.
+
+    K: the rewards, in the order of gdpo_rewards (name -> weight). So a reward counts by its weight, whatever
+    its scale, and rows that differ in any reward differ in the advantage. A reward that does not vary in a
+    group counts nothing there. Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization for
+    Multi-reward RL Optimization" (2026), section 3.
+    """
+    groups = Groups.of(group_id_B)
+    advantage_B = torch.zeros(len(group_id_B), dtype=torch.float64, device=group_id_B.device)
+    for part_B, weight in zip(reward_part_BK.double().unbind(-1), gdpo_rewards.values(), strict=True):
+        distance_B = part_B - groups.rows(groups.mean(part_B))
+        advantage_B += weight * distance_B / (groups.rows(groups.std(part_B)) + epsilon)
+    return Advantages(_over_tokens(advantage_B, response_mask_BT, reward_part_BK.dtype))
+
+
 def _cpgd_step(options: Mapping[str, Any]) -> AcrossRanks | None:
     by_filter = options["weight_factor_in_cpgd"] == "clip_filter_like_weight"
     return AcrossRanks(_row_counts, _upweight_signal_thrice) if by_filter else None

@@ -391,7 +391,7 @@ def dro(
     The advantage takes the place of the reward less the paper's value. The square is that of each token's log
     ratio, as trainers of language models have it; the paper squares that of the whole response.
     Source: Richemond et al., "Offline Regularised Reinforcement Learning for Large Language Models Alignment"
-    (2024), section 3; "Kimi k1.5" (2025), section 2.3.2.
+    (2024); "Kimi k1.5" (2025), policy optimization.
     """
     log_ratio_BT = _log_ratio(log_prob_BT, old_log_prob_BT)
     penalty_BT = 0.5 * dro_beta * log_ratio_BT**2

@@ -69,7 +69,7 @@ def high_entropy(
     mini-batch; it is called four times, also by ranks without rows: the least entropy that is kept is found
     by counts of its bytes, from the highest on, so what is exchanged does not grow with the batch.
     Source: Wang et al., "Beyond the 80/20 Rule: High-Entropy Minority Tokens Drive Effective Reinforcement
-    Learning for LLM Reasoning" (2025), equation 5.
+    Learning for LLM Reasoning" (2025), section 5.
     """
     mask_BT = mask_BT.bool()
     rank_BT = _rank_of_float32(entropy_BT)

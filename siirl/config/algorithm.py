@@ -116,6 +116,12 @@ class AlgorithmConfig:
         when=estimators_with("weight_factor_in_cpgd"),
         choices=("STD_weight", "clip_filter_like_weight", "naive"),
     )
+    gdpo_rewards: dict[str, Any] = key(
+        {},
+        "rewards that gdpo compares one by one, and their weights: reward nodes by name, numbers that the "
+        "reward function returns, or score",
+        when=estimators_with("gdpo_rewards"),
+    )
     workflow_type: str = key(
         "default",
         "kind of workflow",

@@ -33,6 +33,11 @@ class Estimator:
         return "value" in self.reads
 
     @property
+    def compares_parts(self) -> bool:
+        """Whether it compares each of several rewards of a row, not their sum."""
+        return "reward_part" in self.reads
+
+    @property
     def uses_greedy(self) -> bool:
         """Whether a prompt's greedy response is scored, too."""
         return "baseline_score" in self.reads
@@ -82,6 +87,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "opo": Estimator(_GROUP),
     "gpg": Estimator(_GROUP),
     "maxrl": Estimator(_GROUP),
+    "gdpo": Estimator(("reward_part", "response_mask", "group_id"), keys=("gdpo_rewards",)),
     "grpo_passk": Estimator(_GROUP, keys=("norm_adv_by_std_in_grpo",)),
     "cpgd": Estimator(_GROUP, keys=("weight_factor_in_cpgd",)),
     "reinforce_plus_plus": Estimator(("reward", "response_mask"), keys=("gamma",), form="reward to go"),

@@ -1,5 +1,6 @@
 """Checks between keys that need no DAG."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -93,6 +94,29 @@ def _loss(cfg: Config) -> Iterator[str]:
             )
 
 
+def _parts(cfg: Config) -> Iterator[str]:
+    algorithm, key = cfg.algorithm, "algorithm.gdpo_rewards"
+    if not algorithm.estimator.compares_parts:
+        return
+    if not algorithm.gdpo_rewards:
+        yield (
+            f"{key} is empty with algorithm.adv_estimator={algorithm.adv_estimator}: it compares rewards "
+            "one by one. Set NAME: WEIGHT for each, e.g. algorithm.gdpo_rewards={score: 1, format: 0.5}."
+        )
+    for name, weight in algorithm.gdpo_rewards.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            yield f"{key}.{name}={weight}: expected a weight, a finite number."
+    shaped = {
+        "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "reward_model.overlong_buffer.enable": cfg.reward_model.overlong_buffer.enable,
+    }
+    for other in (name for name, used in shaped.items() if used):
+        yield (
+            f"{other}=true with algorithm.adv_estimator={algorithm.adv_estimator}: it reads the rewards that "
+            f"gdpo_rewards names, so a change of the token rewards would count nothing. Set {other}=false."
+        )
+
+
 def _resampling(cfg: Config) -> Iterator[str]:
     if not cfg.algorithm.use_pf_ppo:
         return
@@ -115,5 +139,5 @@ def _prometheus(cfg: Config) -> Iterator[str]:
         )
 
 
-COMPUTED = (_batch, _budgets, _loss, _resampling, _prometheus)
+COMPUTED = (_batch, _budgets, _loss, _parts, _resampling, _prometheus)
 """Each is left out from where it reads the value of a key that was refused."""

@@ -174,6 +174,7 @@ def _estimator_needs(cfg: Config) -> Names:
         needs = declared_needs(name, "register_advantage", "algorithm.adv_estimator")
     else:
         needs, had = cfg.algorithm.estimator.reads, (*had, "other_turns")
+        needs = tuple("reward_info" if field == "reward_part" else field for field in needs)
     return tuple(field for field in needs if field not in had)
 
 

@@ -12,6 +12,8 @@ from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
 from siirl.algorithms.stats import advantage_stats, group_stats, length_stats, score_stats
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.dag.ops import old_log_prob_source
+from siirl.data.rows import objects
+from siirl.errors import RewardError
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.function_reward import check_scores
 from siirl.nodes.interaction_credit import (
@@ -35,6 +37,8 @@ def advantage(ctx: OpContext, rows: TensorDict) -> TensorDict:
     fields = {name: rows[name] for name in rows.keys() if isinstance(rows[name], Tensor)} | {
         "reward": reward_BT
     }
+    if algorithm.estimator.compares_parts:
+        fields["reward_part"] = reward_parts(ctx, rows)
     options = {name: getattr(algorithm, name) for row in ESTIMATORS.values() for name in row.keys}
     if in_interaction(rows):
         found = estimate(ctx, rows, fields, options)
@@ -76,6 +80,26 @@ def token_reward(ctx: OpContext, rows: TensorDict) -> Tensor:
     if not ctx.cfg.algorithm.use_kl_in_reward:
         return reward_BT
     return _less_kl(ctx, rows, reward_BT)
+
+
+def reward_parts(ctx: OpContext, rows: TensorDict) -> Tensor:
+    """The rewards that algorithm.gdpo_rewards names, in its order, fp32 [B, K].
+
+    RewardError, with the names that there are, for a row without a finite number of that name.
+    """
+    names, infos = ctx.cfg.algorithm.gdpo_rewards, [info or {} for info in objects(rows, "reward_info")]
+    parts = []
+    for name in names:
+        given = rows["score"].tolist() if name == "score" else [info.get(name) for info in infos]
+        for value, info in zip(given, infos, strict=True):
+            if not isinstance(value, int | float):
+                raise RewardError(
+                    f"algorithm.gdpo_rewards names {name!r}, of which a row has {value!r}; it has score, "
+                    f"{', '.join(info)}. Return a number of this name for every response, or remove it."
+                )
+        parts.append(torch.tensor(given, dtype=torch.float64))
+        check_scores(ctx, rows, parts[-1], name)
+    return torch.stack(parts, -1).float()
 
 
 def _less_kl(ctx: OpContext, rows: TensorDict, reward_BT: Tensor) -> Tensor:

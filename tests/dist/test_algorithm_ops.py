@@ -10,17 +10,18 @@ import yaml
 from dist_harness import run_workers
 from tensordict import TensorDict
 
+from siirl.algorithms.advantages import compute_advantage
 from siirl.config import Config, load_config, with_overrides
 from siirl.config.root import all_keys
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
 from siirl.errors import RewardError
-from siirl.nodes.advantage import advantage, token_reward
+from siirl.nodes.advantage import advantage, reward_parts, token_reward
 from siirl.nodes.function_reward import check_scores, report_validation
 from siirl.nodes.policy_loss import make_loss_fn
 from siirl.observe.metrics import Metrics
 
-ELSEWHERE = {"remax", "gae_marft"}  # what they read is not in `batch`; tests/dist/test_credit_ops.py
+ELSEWHERE = {"remax", "gae_marft", "gdpo"}  # what they read is not in `batch`; tests/dist/test_credit_ops.py
 ESTIMATORS = [n for n in all_keys()["algorithm.adv_estimator"].rule.choices if n not in ELSEWHERE]
 LOSSES = all_keys()["actor_rollout_ref.actor.policy_loss.loss_mode"].rule.choices
 
@@ -103,6 +104,36 @@ def test_a_score_that_float32_does_not_hold_is_an_error_that_names_the_row():
     rows["score"] = score_B
     with pytest.raises(RewardError, match="row_id 103"):
         token_reward(ctx, rows)
+
+
+def parts_of(rank: int, world_size: int) -> list[list[float]]:
+    """GDPO's advantages of this rank's rows, by two rewards."""
+    infos = [{"right": float(row % 3 == 0), "short": 0.1 * row, "why": "text"} for row in range(8)]
+    rows = batch()
+    rows = make_rows({name: rows[name] for name in rows.keys()} | {"reward_info": infos})
+    keys = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_rewards={short: 1.0, score: 0.5, right: 2.0}")
+    size = 8 // world_size
+    return advantage(context(*keys), take_rows(rows, torch.arange(rank * size, (rank + 1) * size)))[
+        "advantage"
+    ].tolist()
+
+
+def test_the_advantages_of_several_rewards_are_the_same_on_one_rank_and_on_two():
+    (whole,), halves = run_workers(parts_of, 1), run_workers(parts_of, 2)
+    got = torch.tensor(halves[0] + halves[1])
+    torch.testing.assert_close(got, torch.tensor(whole), atol=1e-6, rtol=0)
+    fields = {"reward_part": torch.tensor([[0.1 * row, 0, float(row % 3 == 0)] for row in range(8)])}
+    fields["reward_part"][:, 1] = batch()["score"]
+    fields |= {"response_mask": batch()["response_mask"], "group_id": batch()["group_id"]}
+    want = compute_advantage("gdpo", fields, {"gdpo_rewards": {"a": 1.0, "b": 0.5, "c": 2.0}}).advantage_BT
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=0)
+
+
+def test_a_reward_that_a_row_does_not_have_is_named():
+    rows = make_rows({"score": torch.ones(2), "reward_info": [{"right": 1.0}, {"right": "yes"}]})
+    cfg = with_overrides(default_config(), {"algorithm.gdpo_rewards": {"score": 1.0, "right": 1.0}})
+    with pytest.raises(RewardError, match="names 'right', of which a row has 'yes'; it has score, right"):
+        reward_parts(SimpleNamespace(cfg=cfg, node_id="a", metrics=Metrics()), rows)
 
 
 @pytest.mark.parametrize("name", LOSSES)

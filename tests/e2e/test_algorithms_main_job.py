@@ -1,4 +1,4 @@
-"""ReMax, PF-PPO, filter plugins and the full KL through the main job, the same on one rank and on two."""
+"""ReMax, PF-PPO, GDPO, masks, filters, the full KL through the main job: the same on one rank and on two."""
 
 import pytest
 from job_harness import Inputs, overrides, run_job
@@ -8,6 +8,11 @@ def most(ctx, rows):
     """Leave out the first response of each prompt."""
     return rows["row_id"] % 4 != 0
 '''
+REWARDS = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    digits = sum(character.isdigit() for character in solution_str)
+    return {"score": digits / 8, "right": float(ground_truth in solution_str), "odd": digits % 2}
+"""
 ACTOR = "actor_rollout_ref.actor"
 COMPARED = ("actor/loss", "actor/grad_norm", "reward/score")
 
@@ -29,19 +34,45 @@ def filtered(folder) -> str:
     return f"dag.workflow_path={folder / 'filtered.yaml'}"
 
 
+def gdpo(folder) -> list[str]:
+    """Several rewards, VESPO, and every term that leaves tokens out of a policy loss or weighs them."""
+    (folder / "rewards.py").write_text(REWARDS)
+    correction = f"{ACTOR}.rollout_correction"
+    return [
+        "algorithm.adv_estimator=gdpo",
+        "algorithm.gdpo_rewards={score: 1.0, right: 2.0, odd: 0.5}",
+        f"custom_reward_function.path={folder / 'rewards.py'}",
+        f"{ACTOR}.policy_loss.loss_mode=vespo",
+        f"{ACTOR}.loss_agg_mode=prompt-mean",
+        f"{ACTOR}.opsm_delta=0.001",
+        f"{ACTOR}.top_entropy_quantile=0.5",
+        f"{ACTOR}.use_kl_loss=True",
+        f"{ACTOR}.kl_loss_coef=0.1",
+        f"{ACTOR}.kl_loss_weighted=True",
+        f"{correction}.weight=filter",
+        f"{correction}.reject=mean_k3",
+        f"{correction}.reject_divergence=0.01",
+    ]
+
+
 def workflow(name: str, folder) -> list[str]:
     fp32 = "critic.fsdp_config.mixed_precision.param_dtype=float32"
     return {
         "remax": ["algorithm.adv_estimator=remax"],
         "pf_ppo": ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True", fp32],
         "filter": [filtered(folder)],
+        "gdpo": gdpo(folder),
+        "maxrl": ["algorithm.adv_estimator=maxrl", f"{ACTOR}.policy_loss.loss_mode=dro"],
         "full_kl": [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.kl_loss_type=full"],
     }[name]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["remax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pf_ppo", "filter", "full_kl"))],
+    [
+        *("remax", "gdpo"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("pf_ppo", "filter", "full_kl", "maxrl")),
+    ],
 )
 def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name):
     more = workflow(name, tmp_path)
@@ -49,7 +80,8 @@ def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name)
         run_job(world, overrides(inputs, tmp_path / str(world), *more, "trainer.total_training_steps=2"))
         for world in (1, 2)
     )
-    shown = {"pf_ppo": "resampling/distinct", "filter": "filter/kept", "full_kl": "actor/ref_kl"}.get(name)
+    shown = {"pf_ppo": "resampling/distinct", "filter": "filter/kept", "full_kl": "actor/ref_kl"}
+    shown = (shown | {"gdpo": "actor/high_entropy"}).get(name)
     if shown:
         assert all(0 < share < 1 for share in one.values(shown)), one.values(shown)
     for metric in (*COMPARED, *([shown] if shown else [])):

@@ -63,6 +63,12 @@ def test_the_policy_of_two_speakers_has_a_team_without_reads():
     assert compiled(dag.build(), 1, f"{CREDIT}.team=0.5").nodes["advantage_0"]
 
 
+def test_rewards_one_by_one_are_refused_where_agents_talk():
+    keys = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_rewards={score: 1}")
+    with pytest.raises(DagError, match=r"adv_estimator=gdpo compares the rewards .* Set algorithm.adv_estim"):
+        compiled(two_agents(), 1, *keys)
+
+
 def joins(plan: Plan, node: str) -> list[str]:
     run = next(ins for ins in plan.instructions if isinstance(ins, Run) and ins.node == node)
     assert all(plan.layouts[layout].ranks == plan.layouts[run.source].ranks for _, layout in run.joins)

@@ -161,6 +161,12 @@ def _check_advantage(node: ResolvedNode, workflow: Workflow) -> None:
                 f"{node}: algorithm.credit.group_by has {name!r}. {suggest(name, GROUP_KEYS)} Or name a "
                 "function: file.py:name."
             )
+    if node.agent in agents and node.cfg.algorithm.estimator.compares_parts:
+        raise DagError(
+            f"{node}: algorithm.adv_estimator={node.cfg.algorithm.adv_estimator} compares the rewards of a "
+            "response one by one, and the rows of an interaction have those of other agents and turns, too. "
+            "Set algorithm.adv_estimator=grpo, and reward_model.weights to add rewards up."
+        )
     changed = {key.rpartition(".")[2] for key in node.cfg.explicit if key.startswith("algorithm.credit.")}
     if changed and not agents:
         raise DagError(

@@ -26,6 +26,7 @@ OPTIONS = {
     "gamma": GAMMA,
     "lam": LAM,
     "weight_factor_in_cpgd": "STD_weight",
+    "gdpo_rewards": {"right": 2.0, "short": 0.5},
 }
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -47,6 +48,7 @@ def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.
         "group_id": torch.tensor(ids),
         "value": torch.tensor(value, dtype=dtype),
         "baseline_score": torch.tensor([rng.gauss(0, 1) for _ in ids], dtype=dtype),
+        "reward_part": torch.tensor([[rng.gauss(0, 1), 7.5 * rng.randint(0, 1)] for _ in ids], dtype=dtype),
     }
 
 
@@ -117,6 +119,19 @@ def oracle_maxrl(b):
     return over_tokens(out, b.response_mask)
 
 
+def oracle_gdpo(b):
+    found = [0.0] * len(b.group_id)
+    for number, weight in enumerate((2.0, 0.5)):
+        part = [row[number] for row in b.reward_part]
+        for i in range(len(found)):
+            group = [part[j] for j in peers(b, i)]
+            std = statistics.stdev(group) if len(group) > 1 else 0.0
+            found[i] += weight * (part[i] - statistics.fmean(group)) / (std + 1e-6)
+    trained = [a for a, mask in zip(found, b.response_mask, strict=True) if any(mask)]
+    mean, std = statistics.fmean(trained), statistics.stdev(trained)
+    return over_tokens([(a - mean) / (std + 1e-6) for a in found], b.response_mask)
+
+
 def oracle_grpo_passk(b):
     score = [math.fsum(r) for r in b.reward]
     out = []
@@ -184,6 +199,7 @@ ORACLES = {
     "opo": oracle_opo,
     "gpg": oracle_gpg,
     "maxrl": oracle_maxrl,
+    "gdpo": oracle_gdpo,
     "grpo_passk": oracle_grpo_passk,
     "gae": lambda b: whitened(oracle_gae(b)[0], b.response_mask),
     "reinforce_plus_plus": lambda b: whitened(oracle_to_go(b), b.response_mask),
@@ -301,6 +317,19 @@ def test_maxrl_climbs_the_truncated_log_likelihood_in_expectation(rows, rate):
         of_log_prob = [1 / rate if success else -1 / (1 - rate) for success in outcome]
         slope += chance * sum(a * g for a, g in zip(advantage, of_log_prob, strict=True)) / rows
     assert slope == pytest.approx(sum((1 - rate) ** (k - 1) for k in range(1, rows)), rel=1e-9)
+
+
+def test_gdpo_tells_rows_apart_whose_rewards_have_the_same_sum():
+    """No reward counts more for its scale; one that is the same for all rows of a group counts nothing."""
+    part = torch.tensor([[1.0, 0, 3], [0, 1, 3], [0, 0, 3], [1, 0, 3]], dtype=torch.float64)
+    fields = {"response_mask": torch.ones(4, 1), "group_id": torch.zeros(4)}
+    options = OPTIONS | {"gdpo_rewards": {"a": 1.0, "b": 1.0, "c": 1.0}}
+    first, scaled = (
+        compute_advantage("gdpo", fields | {"reward_part": part * scale}, options).advantage_BT[:, 0]
+        for scale in (torch.ones(3), torch.tensor([1.0, 1000.0, -5.0]))
+    )
+    assert first[0] != first[1] and first[0] == first[3] and first[2] == first.min()
+    torch.testing.assert_close(first, scaled, rtol=1e-4, atol=1e-4)
 
 
 def test_maxrl_refuses_rewards_that_are_no_successes():

@@ -116,10 +116,10 @@ def test_no_kl_of_the_loss_sees_what_is_not_trained(name):
 @pytest.mark.parametrize("reject", REJECTS)
 def test_no_correction_sees_what_is_not_trained(weight, reject):
     for level in LEVELS:
-        keys = {"weight": weight, "level": level, "reject": reject}
+        keys = {"weight": weight, "level": level, "reject": reject, "reject_divergence": 0.1}
         check(actor_loss(**{f"rollout_correction.{name}": value for name, value in keys.items()}), USED)
     log_ratio = randn(2)
-    correction = Correction(weight=weight, reject=reject)
+    correction = Correction(weight=weight, reject=reject, reject_divergence=0.1)
     want = correction_weights(log_ratio, mask(), correction)[mask()]
     for garbage in GARBAGE:
         bad = torch.where(mask(), log_ratio, garbage)
@@ -173,11 +173,12 @@ def test_no_estimator_sees_values_of_what_is_not_trained(name, garbage):
         "turn_id": turn,
         "episode_id": torch.arange(B),
         "other_turns": torch.empty(0, 4, dtype=torch.float64),
+        "reward_part": torch.arange(B).float()[:, None],
     }
     fields["reward"][:, -1] = torch.arange(B).float()
     config = base_config().algorithm
     names = ("norm_adv_by_std_in_grpo", "gamma", "lam", "weight_factor_in_cpgd")
-    options = {key: getattr(config, key) for key in names}
+    options = {key: getattr(config, key) for key in names} | {"gdpo_rewards": {"score": 1.0}}
     value = randn(13)
     want, got = (
         compute_advantage(name, fields | {"value": x}, options)

@@ -127,7 +127,8 @@ def test_the_check_knows_what_an_estimator_needs_of_the_workflow(name):
     else:
         compiled(dag, 2, f"{ADVANTAGE}={name}")
     data = ("data.train_files=[a]", "data.val_files=[a]")
-    single = config(f"{ADVANTAGE}={name}", "actor_rollout_ref.rollout.n=1", *data)
+    parts = ["algorithm.gdpo_rewards={score:1}"] if name == "gdpo" else []
+    single = config(f"{ADVANTAGE}={name}", "actor_rollout_ref.rollout.n=1", *data, *parts)
     if "group_id" in ADVANTAGES.get(name).needs:
         with pytest.raises(ConfigError, match=r"rollout\.n=1 with .*Set actor_rollout_ref\.rollout\.n=2"):
             check_config(single)
@@ -155,6 +156,7 @@ def rewards_at_the_end() -> dict[str, torch.Tensor]:
         "turn_id": torch.arange(width).div(2, rounding_mode="floor").expand(rows, width),
         "episode_id": torch.arange(rows),
         "other_turns": turns.NO_TURNS,
+        "reward_part": torch.tensor([[1.0], [0], [0.5], [1], [0], [0]]),
     }
 
 
@@ -163,7 +165,7 @@ def rewards_at_the_end() -> dict[str, torch.Tensor]:
 def test_gmpo_is_told_of_where_the_advantages_of_a_row_differ(name, gamma):
     """And only there: what the check says of an estimator is what the estimator does."""
     options = {"norm_adv_by_std_in_grpo": True, "gamma": gamma, "lam": 0.9}
-    options["weight_factor_in_cpgd"] = "STD_weight"
+    options |= {"weight_factor_in_cpgd": "STD_weight", "gdpo_rewards": {"score": 1.0}}
     found = compute_advantage(name, rewards_at_the_end(), options).advantage_BT
     differ = bool((found != found[:, :1]).any())
     for loss in POLICY_LOSSES.names():
@@ -185,6 +187,43 @@ def test_gmpo_is_told_of_credit_by_token_and_turn(estimator, keys):
     keys = [f"{ADVANTAGE}={estimator}", f"{LOSS}=gmpo", *keys]
     assert any("mean of a row's advantages" in line for line in effect_warnings(config(*keys)))
     assert not any("mean of a row's" in line for line in effect_warnings(config(*keys, f"{LOSS}=gspo")))
+
+
+def test_the_plan_has_what_masks_and_means_over_prompts_read():
+    """The entropy before the step needs the pass of old log-probs of all rows, also with one mini-batch."""
+    dag = load_dag_file(TEMPLATES / "grpo.yaml")
+    for mini in (1024, 256):
+        keys = (f"{ACTOR}.ppo_mini_batch_size={mini}", "data.train_batch_size=1024")
+        picks = compiled(dag, 2, *keys, f"{ACTOR}.top_entropy_quantile=0.2")
+        assert picks.nodes["actor_old_log_prob"].op == "old_log_prob"
+        assert {"old_entropy", "old_log_prob"} <= read_by_training(picks)
+        prompts = compiled(dag, 2, *keys, f"{ACTOR}.loss_agg_mode=prompt-mean", f"{ACTOR}.opsm_delta=0.1")
+        assert "group_id" in read_by_training(prompts) and "rollout_log_prob" in read_by_training(prompts)
+        assert not {"old_entropy", "group_id"} & read_by_training(compiled(dag, 2, *keys))
+
+
+def read_by_training(plan) -> set[str]:
+    (run,) = [ins for ins in plan.instructions if isinstance(ins, Run) and ins.node == "actor_train"]
+    return {key.name for key in run.reads}
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["gdpo", "gdpo_rewards={}"], r"gdpo_rewards is empty .* Set NAME: WEIGHT"),
+        (["gdpo", "gdpo_rewards={score: much}"], r"gdpo_rewards.score=much: expected a weight"),
+        (["gdpo", "gdpo_rewards={score: 1}", "use_kl_in_reward=true"], r"use_kl_in_reward=true with .*gdpo"),
+        (["maxrl", "use_kl_in_reward=true"], r"success rate.* Set algorithm.use_kl_in_reward=false"),
+        (["maxrl", "~overlong_buffer"], r"success rate.* Set reward_model.overlong_buffer.enable=false"),
+        (["grpo", "credit.equal_weight=row", "~prompts"], "both say what has the same share"),
+    ],
+)
+def test_rewards_that_an_estimator_cannot_take_are_refused(keys, words):
+    short = {"~overlong_buffer": "reward_model.overlong_buffer.enable=true"}
+    short["~prompts"] = f"{ACTOR}.loss_agg_mode=prompt-mean"
+    more = [short.get(key, f"algorithm.{key}") for key in keys[1:]]
+    with pytest.raises(ConfigError, match=words):
+        check_config(config(f"{ADVANTAGE}={keys[0]}", *more, "data.train_files=[a]", "data.val_files=[a]"))
 
 
 @pytest.mark.parametrize("kl", [None, "k3", "full", "full+"])

@@ -129,7 +129,7 @@ def random_turns(num_rows, width, most_turns, seed):
     return turn.masked_fill(outside, X), torch.randn(num_rows, width, generator=generator)
 
 
-@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("name", [name for name in GROUPED if name != "gdpo"])  # refused in an interaction
 @pytest.mark.parametrize("option", [True, False])
 def test_one_number_for_a_turn_gives_what_its_tokens_give(name, option):
     options = {
@@ -139,6 +139,7 @@ def test_one_number_for_a_turn_gives_what_its_tokens_give(name, option):
     for seed in range(4):
         turn, reward = random_turns(12, 30, 5, seed)
         reward[:3] = 0.0
+        reward = reward.abs() if name == "maxrl" else reward
         episode, speaker = torch.arange(12) // 2, torch.arange(12) % 2
         found = []
         for by_token in (True, False):
