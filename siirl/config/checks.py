@@ -9,7 +9,7 @@ from siirl.config.contradictions import CONTRADICTIONS
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES
 from siirl.config.root import Config, all_keys
-from siirl.config.tree import with_broken
+from siirl.config.tree import default_config, with_broken
 from siirl.errors import ConfigError, UserError, joined
 from siirl.findings import Findings
 
@@ -86,7 +86,8 @@ def _loss(cfg: Config) -> Iterator[str]:
     actor = cfg.actor_rollout_ref.actor
     mode = actor.policy_loss.loss_mode
     for name, key in LOSSES.get(mode, OWN_LOSS).instead.items():
-        if f"actor_rollout_ref.actor.{name}" in cfg.explicit:
+        full = f"actor_rollout_ref.actor.{name}"
+        if full in cfg.explicit and get(cfg, full) != get(default_config(), full):
             yield (
                 f"actor_rollout_ref.actor.{name}={getattr(actor, name):g} with policy_loss.loss_mode={mode}: "
                 "its bounds are divergences, not ratios, and have keys of their own. Set "

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from siirl.config.aliases import ALIASES
 from siirl.config.config_warnings import default_warnings
 from siirl.config.keys import Key
-from siirl.config.resolve import FOLLOWS, followed_value, get
+from siirl.config.resolve import get, is_changed
 from siirl.config.root import TOP_GROUPS, Config, all_keys
 from siirl.config.values import show
 
@@ -23,13 +23,11 @@ def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
     others = list(node_cfgs)
     warnings = []
     for name in cfg.explicit:
-        key = all_keys()[name]
-        default = followed_value(cfg, name) if name in FOLLOWS else key.default
-        if name in ALIASES or get(cfg, name) == default:
+        if name in ALIASES or not is_changed(cfg, name):
             continue
         reason = why_no_effect(cfg, name, others)
         if reason:
-            warnings.append(f"{name}={show(key, get(cfg, name))} has no effect: {reason}.")
+            warnings.append(f"{name}={show(all_keys()[name], get(cfg, name))} has no effect: {reason}.")
     return [*warnings, *default_warnings(cfg)]
 
 

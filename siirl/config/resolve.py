@@ -64,6 +64,12 @@ def get(cfg: Config, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), cfg)
 
 
+def is_changed(cfg: Config, name: str) -> bool:
+    """Whether a key was set to something else than it is by itself: the file that a run writes sets all."""
+    default = followed_value(cfg, name) if name in FOLLOWS else all_keys()[name].default
+    return name in cfg.explicit and get(cfg, name) != default
+
+
 def compute_dtype(cfg: Config, role: str) -> str:
     """The type in which the actor or the reference computes."""
     strategy = get(cfg, f"{POLICY}.{role}.strategy")

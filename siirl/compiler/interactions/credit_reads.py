@@ -9,6 +9,7 @@ from siirl.compiler.interactions.stages import is_member
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config.algorithm_table import GROUPED
+from siirl.config.resolve import is_changed
 from siirl.dag.ops import EPISODE
 from siirl.errors import DagError
 from siirl.spelling import suggest
@@ -167,10 +168,11 @@ def _check_advantage(node: ResolvedNode, workflow: Workflow) -> None:
             "response one by one, and the rows of an interaction have those of other agents and turns, too. "
             "Set algorithm.adv_estimator=grpo, and reward_model.weights to add rewards up."
         )
-    changed = {key.rpartition(".")[2] for key in node.cfg.explicit if key.startswith("algorithm.credit.")}
+    told = [key for key in node.cfg.explicit if key.startswith("algorithm.credit.")]
+    changed = [key for key in told if is_changed(node.cfg, key)]
     if changed and not agents:
         raise DagError(
-            f"{node}: algorithm.credit.{sorted(changed)[0]} is set, but the DAG has no interaction: no "
+            f"{node}: {changed[0]} is set, but the DAG has no interaction: no "
             "rollout node depends on another, on an environment or on tools. Remove it."
         )
 
