@@ -64,6 +64,11 @@ def _check(args: argparse.Namespace, overrides: list[str]) -> None:
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
+    if args.search:
+        from siirl.commands.plan_search import search
+
+        print_text(search(overrides, args.config_name, args.device, args.tokens))
+        return
     run = _planned(args, overrides)
     print_text(run.explain(args.device, args.tokens) if args.explain else str(run).rstrip("\n"))
     if args.json:
@@ -164,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")
             sub.add_argument("--draw", metavar="FILE", help="draw the plan: .svg or .png")
             sub.add_argument("--explain", action="store_true", help="predict where the time of a step goes")
+            sub.add_argument("--search", action="store_true", help="find the fastest layouts that fit")
             sub.add_argument("--device", metavar="KIND", help="that it is predicted for, as in h200")
             sub.add_argument(
                 "--tokens", metavar="PROMPT+RESPONSE", help="mean length of a row [the longest possible]"

@@ -14,7 +14,8 @@ def with_node_config(dag: DagSpec, node_config: Mapping[str, Any]) -> DagSpec:
     """The DAG with keys of nodes set: node id -> config, whose keys win over those of the file.
 
     {"actor": {"model": {"path": "/m"}}} is {"actor": {"model.path": "/m"}}; an environment's or a custom
-    node's own options keep their maps. DagError for a node that the DAG does not have.
+    node's own options keep their maps. Of other nodes `placement` sets where they run. DagError for a node
+    that the DAG does not have.
     """
     if not node_config:
         return dag
@@ -36,11 +37,13 @@ def with_node_config(dag: DagSpec, node_config: Mapping[str, Any]) -> DagSpec:
                 )
             )
     found.close()
-    nodes = [
-        replace(node, config=node.config | _flat(node_config.get(node.node_id, {}), _keeps_maps(node)))
-        for node in dag.nodes
-    ]
+    nodes = [_with_keys(node, dict(node_config.get(node.node_id, {}))) for node in dag.nodes]
     return dag_spec(dag.dag_id, nodes, dag.description)
+
+
+def _with_keys(node: NodeSpec, keys: dict[str, Any]) -> NodeSpec:
+    placement = node.placement if _keeps_maps(node) else keys.pop("placement", node.placement)
+    return replace(node, config=node.config | _flat(keys, _keeps_maps(node)), placement=placement)
 
 
 def _keeps_maps(node: NodeSpec) -> bool:

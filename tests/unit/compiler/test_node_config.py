@@ -47,6 +47,18 @@ def test_keys_of_nodes_are_set_on_the_command_line_as_in_the_file():
     assert (credit.team, credit.own) == (0.5, 0.0)  # over the file's, beside the file's
 
 
+def test_the_ranks_of_a_node_are_set_on_the_command_line_and_an_option_of_that_name_stays_one():
+    dag, resolved = nodes(
+        "dag.node_config.actor.placement=0-1",
+        "dag.node_config.actor.model.path=/m",
+        "dag.node_config.world.placement=corner",
+    )
+    assert dag.node("actor").placement == "0-1" and dag.node("reasoner").placement is None
+    assert "placement" not in dag.node("actor").config
+    assert resolved["actor"].cfg.actor_rollout_ref.model.path == "/m"
+    assert dag.node("world").config["placement"] == "corner" and dag.node("world").placement is None
+
+
 def test_the_template_is_as_it_is_in_the_file_without():
     assert nodes()[0].node("advantage_reasoner").config == {"credit.own": 0.0, "credit.team": 1.0}
 

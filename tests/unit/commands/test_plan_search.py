@@ -1,0 +1,159 @@
+"""`siirl plan --search`: what it prints fits, is accepted as printed, and is the fastest there is."""
+
+import json
+import re
+import shlex
+
+import pytest
+
+from siirl.cli import main
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.cost.devices import H200
+from siirl.compiler.cost.step_time import StepTime, step_time
+from siirl.compiler.memory.estimate import GIB
+from siirl.compiler.memory.phases import memory_lines, phase_peaks
+from siirl.config import load_config, with_overrides
+
+SHAPE = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+ROW = 1280
+ROLLOUT = "actor_rollout_ref.rollout"
+MEGATRON = [
+    f"actor_rollout_ref.{group}.{key}"
+    for group in ("actor", "ref")
+    for key in ("strategy=megatron", "megatron.param_dtype=bfloat16", "megatron.param_offload=False")
+]
+
+
+@pytest.fixture
+def keys(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    return [
+        "algorithm.adv_estimator=grpo",
+        "data.train_files=train.parquet",
+        "data.val_files=val.parquet",
+        "data.train_batch_size=128",
+        "data.max_prompt_length=256",
+        "data.max_response_length=1024",
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "actor_rollout_ref.model.use_liger=True",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+        f"{ROLLOUT}.name=vllm",
+        f"{ROLLOUT}.n=8",
+        f"{ROLLOUT}.enforce_eager=False",
+        f"{ROLLOUT}.max_num_seqs=512",
+        "trainer.device_memory_gib=139.8",
+    ]
+
+
+def searched(capsys, keys):
+    """[(seconds, GiB, overrides)] of the layouts that are printed, best first, and all that is printed."""
+    assert main(["plan", "--search", "--device", "h200", *keys]) == 0
+    out = capsys.readouterr().out
+    shown = r"^\d\. ([\d.]+) s a step, (\d+) GiB in \w+\n   ((?:.*\\\n)*.*)$"
+    found = re.findall(shown, out, re.MULTILINE)
+    words = [[] if text == "as it is" else shlex.split(text) for _, _, text in found]
+    return [(float(s), int(gib), own) for (s, gib, _), own in zip(found, words, strict=True)], out
+
+
+def printed_is_accepted(capsys, keys, layouts):
+    for seconds, gib, overrides in layouts:
+        command = [*keys, *overrides]
+        assert main(["check", "--elsewhere", *command]) == 0
+        assert "does not fit" not in capsys.readouterr().err
+        assert main(["plan", "--explain", "--device", "h200", *command]) == 0
+        assert f"step: {seconds:.1f} s" in capsys.readouterr().out
+        assert main(["plan", *command]) == 0
+        verdicts = re.findall(r"fits 139.8 GiB: yes, (\d+) in", capsys.readouterr().out)
+        assert max(map(int, verdicts)) == gib
+
+
+@pytest.mark.heavy
+def test_megatron_layouts_are_found_in_the_order_in_which_they_were_measured(keys, capsys):
+    """Of 1.7B on four H200s data parallel was fastest, then TP 2 x PP 2, then TP 4; rollouts by TP 1."""
+    layouts, out = searched(capsys, [*keys, *MEGATRON, "trainer.n_gpus_per_node=4"])
+    assert len(layouts) == 5 and layouts == sorted(layouts, key=lambda one: one[0])
+    best = layouts[0][2]
+    assert not any("model_parallel_size" in text and not text.endswith("=1") for text in best)
+    assert not any("placement" in text for text in best)
+    assert all(
+        f"actor_rollout_ref.{name}" in " ".join(best) for name in ("actor.ppo_max", "ref.log_prob_max")
+    )
+    as_it_is = float(re.search(r"as it is: ([\d.]+) s", out)[1])
+    assert layouts[0][0] < as_it_is  # which has micro-batches of one row
+    printed_is_accepted(capsys, [*keys, *MEGATRON, "trainer.n_gpus_per_node=4"], layouts)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("lag", [0, 1])
+def test_the_first_is_the_fastest_of_all_that_fit(lag, keys, capsys):
+    """Each layout of two GPUs that there is, compiled from its command line and looked at one by one."""
+    keys = [*keys, "trainer.n_gpus_per_node=2", f"{ROLLOUT}.max_lag={lag}"]
+    layouts, out = searched(capsys, keys)
+    nodes = ("actor_old_log_prob", "reference_log_prob", "actor_train")
+    apart = ["dag.node_config.rollout_actor.placement=0"]
+    apart += [f"dag.node_config.{node}.placement=1" for node in nodes]
+    times = []
+    for placed, tp in (([], 1), ([], 2), (apart, 1)):
+        base = load_config([*keys, *placed, f"{ROLLOUT}.tensor_model_parallel_size={tp}"])
+        times += list(brute_force(base))
+    assert f"{min(times):.1f}" == f"{layouts[0][0]:.1f}"
+    assert ("take turns with training" in out) == (not lag)
+    printed_is_accepted(capsys, keys, layouts[:2])
+
+
+def brute_force(base):
+    """The predicted step of each size of micro-batches that fits."""
+    for doublings in range(7):
+        budget = ROW << doublings
+        policy = "actor_rollout_ref"
+        cfg = with_overrides(
+            base,
+            {
+                f"{policy}.actor.use_dynamic_bsz": True,
+                f"{policy}.actor.ppo_max_token_len_per_gpu": budget,
+                f"{policy}.rollout.log_prob_use_dynamic_bsz": True,
+                f"{policy}.rollout.log_prob_max_token_len_per_gpu": 2 * budget,
+                f"{policy}.ref.log_prob_use_dynamic_bsz": True,
+                f"{policy}.ref.log_prob_max_token_len_per_gpu": 2 * budget,
+            },
+        )
+        plan, configs = compile_plan(load_dag(cfg), cfg, 2)
+        lines, time = memory_lines(plan, configs), step_time(plan, configs, H200)
+        assert isinstance(time, StepTime) and not isinstance(lines, str)
+        if max(peak.device for peak in phase_peaks(plan, lines, int(139.8 * GIB))) <= 0.9 * 139.8 * GIB:
+            yield time.step_s
+
+
+def test_what_does_not_fit_is_left_out_and_said(keys, capsys):
+    small = [key for key in keys if "device_memory" not in key] + ["trainer.device_memory_gib=20"]
+    layouts, out = searched(capsys, [*small, "trainer.n_gpus_per_node=2"])
+    assert layouts == [] and "none fits" in out and "0 fit" in out
+
+
+def test_a_workflow_that_places_its_nodes_keeps_them_where_they_are(keys, capsys):
+    placed = [*keys, "trainer.n_gpus_per_node=2", "dag.node_config.rollout_actor.placement=0-1"]
+    layouts, out = searched(capsys, placed)
+    assert layouts and not any("placement" in text for _, _, overrides in layouts for text in overrides)
+    assert "take turns" not in out
+
+
+def test_a_run_that_is_wrong_is_refused_as_by_plan(keys, capsys):
+    assert main(["plan", "--search", *keys, "trainer.n_gpus_per_node=2", "data.train_batch_size=0"]) == 2
+    assert "train_batch_size" in capsys.readouterr().err
