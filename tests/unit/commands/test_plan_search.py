@@ -2,7 +2,6 @@
 
 import json
 import re
-import shlex
 
 import pytest
 
@@ -68,7 +67,7 @@ def searched(capsys, keys):
     out = capsys.readouterr().out
     shown = r"^\d\. ([\d.]+) s a step, (\d+) GiB in \w+\n   ((?:.*\\\n)*.*)$"
     found = re.findall(shown, out, re.MULTILINE)
-    words = [[] if text == "as it is" else shlex.split(text) for _, _, text in found]
+    words = [[] if text == "as it is" else text.replace("\\\n", "").split() for _, _, text in found]
     return [(float(s), int(gib), own) for (s, gib, _), own in zip(found, words, strict=True)], out
 
 
