@@ -3,6 +3,7 @@
 A hostile environment (one that raises, hangs, blocks or answers nonsense) costs its own episode only.
 """
 
+import asyncio
 import copy
 import functools
 import inspect
@@ -95,7 +96,7 @@ class HostedEnvironment:
         self._make = make
         self._places = places or Places()
         self._env: Any = None
-        self._begun = False
+        self._begun = self._ended = False
         self._thread = UserThread(f"env-{name}")
 
     async def reset(self, task: dict[str, Any], seed: int, deadline_s: float) -> Observation:
@@ -117,18 +118,17 @@ class HostedEnvironment:
         """End the environment and its thread. Never raises: what went wrong is returned.
 
         Where nobody waits for `reset` any more, it is waited for here: only then is there something to close.
+        Who is cancelled while it waits for this is so once the environment is closed.
         """
         if self._thread.abandoned:
             return None
-
-        def end() -> Any:
-            close = getattr(self._env, "close", None)
-            return None if close is None else close()
-
         try:
             if self._begun:
-                async with self._places.place():
-                    await self._thread.call(deadline_s, end)
+                try:
+                    await self._end(deadline_s)
+                except asyncio.CancelledError:
+                    await self._end(deadline_s)
+                    raise
         except Hung as error:
             return f"{self.name}.close: {error}"
         except Raised as error:
@@ -136,6 +136,15 @@ class HostedEnvironment:
         finally:
             self._thread.end()
         return None
+
+    async def _end(self, deadline_s: float) -> None:
+        def end() -> Any:
+            ended, self._ended = self._ended, True
+            close = None if ended else getattr(self._env, "close", None)
+            return None if close is None else close()
+
+        async with self._places.place():
+            await self._thread.call(deadline_s, end)
 
     async def _call(
         self, method: str, deadline_s: float, function: Callable[[], Any], check: Callable[[str, Any], Any]

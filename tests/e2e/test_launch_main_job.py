@@ -96,6 +96,7 @@ def test_a_reward_that_raises_ends_the_run_and_names_sample_source_and_function(
     assert state.cause.startswith("rank 0, step 1, function_reward: RewardError"), state.cause
 
 
+@pytest.mark.slow
 def test_failed_rewards_count_as_zero_if_asked_and_a_damaged_checkpoint_is_passed_over(
     inputs, failing_reward, tmp_path
 ):

@@ -13,7 +13,7 @@ from siirl.config.values import show
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
     for package in ("sphinx", "myst_parser", "furo", "sphinx_copybutton"):
         pytest.importorskip(package)

@@ -57,10 +57,6 @@ def test_a_known_circle_is_let_through_until_it_is_gone(tmp_path):
     assert "no circle any more" in line
 
 
-def test_siirl_has_no_other_circles():
-    assert checker.problems(ROOT / "siirl", checker.TEMPORARY) == []
-
-
 def test_no_two_test_files_have_one_name():
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
     assert [name for name, number in names.items() if number > 1] == []

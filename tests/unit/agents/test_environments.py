@@ -16,6 +16,7 @@ from siirl.agents.environments import (
     reset_env,
     step_env,
 )
+from siirl.agents.user_thread import Places
 from siirl.errors import DagError, EpisodeFailed
 
 pytestmark = pytest.mark.heavy
@@ -107,6 +108,40 @@ def test_an_environment_that_is_still_being_made_when_its_episode_is_cancelled_i
             await asyncio.sleep(0.001)
         task.cancel()
         asyncio.get_running_loop().call_later(0.05, go_on.set)
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled())
+    assert closed == ["env-Slow"]
+
+
+@pytest.mark.parametrize("waits_for", ["close", "a place"])
+def test_an_environment_whose_episode_is_cancelled_while_it_closes_is_closed_once(waits_for):
+    began, go_on, closed = threading.Event(), threading.Event(), []
+
+    class Slow:
+        def reset(self, task, seed):
+            return ""
+
+        def close(self):
+            began.set()
+            go_on.wait(5)
+            closed.append(threading.current_thread().name)
+
+    async def cancelled():
+        places = Places(1)
+        slow = HostedEnvironment(Slow, "Slow", places)
+        await slow.reset({}, 0, 5)
+        if waits_for == "a place":
+            held = places.place()
+            await held.acquire()
+            asyncio.get_running_loop().call_later(0.05, held.release)
+        task = asyncio.ensure_future(slow.close())
+        while waits_for == "close" and not began.is_set():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+        task.cancel()
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
         await task
 
     with pytest.raises(asyncio.CancelledError):

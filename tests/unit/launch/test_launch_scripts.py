@@ -103,6 +103,7 @@ def test_the_settings_of_a_script_pass_the_check(tmp_path, script):
     assert "warning" not in done.stderr, "every key that a script sets has an effect"
 
 
+@pytest.mark.slow
 def test_later_settings_of_the_user_count(tmp_path):
     env = script_environment(tmp_path, SCRIPTS[0], DRY_RUN="1", PET_NNODES="2", N_GPUS_PER_NODE="4")
     assert "on 8 ranks" in run(SCRIPTS[0], env).stdout

@@ -96,6 +96,7 @@ def test_the_last_warning_of_the_log_is_the_last_problem_of_a_run_without_failur
     assert "last problem\n  12:00:02 [rank 0] E siirl.b: second\n" in shown(tmp_path, capsys)
 
 
+@pytest.mark.slow
 def test_four_thousand_ranks_fit_a_screen(tmp_path):
     run = written(tmp_path, num_ranks=4096).start()
     run.positions({rank: (rank % 40, f"node_{rank % 3}", 1e9) for rank in range(4096)})
