@@ -22,8 +22,8 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
         [*command, str(ROOT / "docs"), str(tmp_path / "site")], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    for page in (ROOT / "docs").glob("*.md"):
-        assert (tmp_path / "site" / f"{page.stem}.html").is_file()
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (tmp_path / "site" / page.relative_to(ROOT / "docs").with_suffix(".html")).is_file()
     index = (tmp_path / "site" / "index.html").read_text()
     fetched = re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)"', index)
     assert not fetched, "the site needs no network"

@@ -55,7 +55,7 @@ def test_no_page_has_long_lines():
     pages = [
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
-        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/**/*.md"),
         *ROOT.glob("examples/**/*.md"),
     ]
     for page in pages:
@@ -64,7 +64,7 @@ def test_no_page_has_long_lines():
 
 
 def test_links_between_pages_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
         for target, anchor in re.findall(r"\]\((?!http)([^)#\s]*)(?:#([^)]*))?\)", page.read_text()):
             file = (page.parent / target).resolve() if target else page
             assert file.exists(), f"{page.name}: {target}"

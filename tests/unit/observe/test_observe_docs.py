@@ -1,16 +1,15 @@
-"""docs/troubleshooting.md and docs/observability.md name keys that exist and quote what is printed."""
+"""docs/troubleshooting.md, messages.md, observability.md: their keys exist, what is quoted is printed."""
 
-import ast
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
+from package_texts import texts
 
 from siirl.config.root import TOP_GROUPS, all_groups, all_keys
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "observability.md")]
+PAGES = [ROOT / "docs" / name for name in ("troubleshooting.md", "messages.md", "observability.md")]
 COMMANDS = ("siirl trace", "siirl check", "siirl plan", "cat ", "kill ", "python ", "# ")
 
 
@@ -18,20 +17,6 @@ def quoted(page: Path) -> list[str]:
     """What stands in backticks, code blocks left out; lines of one paragraph are joined."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     return re.findall(r"`([^`]+)`", re.sub(r"\n\s*", " ", text))
-
-
-@cache
-def texts() -> str:
-    """All string literals of the package, what is inserted into them as a NUL."""
-    found = []
-    for file in (ROOT / "siirl").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.JoinedStr):
-                parts = (part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
-                found.append("".join(parts))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return "\n".join(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
