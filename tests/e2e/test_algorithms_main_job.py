@@ -70,8 +70,11 @@ def workflow(name: str, folder) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("remax", "gdpo"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("pf_ppo", "filter", "full_kl", "maxrl")),
+        "remax",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gdpo", "maxrl", "pf_ppo", "filter", "full_kl")
+        ),
     ],
 )
 def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name):

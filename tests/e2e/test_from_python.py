@@ -29,6 +29,7 @@ def test_the_script_plans_checks_and_trains(tmp_path):
     assert (tmp_path / "plan.svg").exists() and (tmp_path / "hf_model").is_dir()
 
 
+@pytest.mark.slow
 def test_the_cells_of_the_notebook_run_one_after_the_other(tmp_path):
     notebook = json.loads((PYTHON / "quickstart.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]

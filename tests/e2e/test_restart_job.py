@@ -12,13 +12,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from job_harness import ROOT, Finished, Inputs, overrides
+from job_harness import ROOT, Finished, Inputs, overrides, run_job
 
 from siirl.cli import main
 from siirl.launch.attempts import ATTEMPTS_FILE
 from siirl.runs.run_state import read_run
 
 pytestmark = pytest.mark.timeout(300)
+KEYS = ("trainer.total_training_steps=8", "trainer.logger=[console]")
 FRESH = ("trainer.resume_mode=disable", "trainer.overwrite=true")
 IN_THE_BACKGROUND = "actor_rollout_ref.actor.checkpoint.async_save=true"
 MEASURED = re.compile(r"time|perf/|memory/|.*_s$")
@@ -31,8 +32,8 @@ def inputs(tmp_path_factory):
 
 
 def command(inputs: Inputs, output: Path, *keys: str) -> list[str]:
-    steps = ("trainer.total_training_steps=8", "trainer.n_gpus_per_node=2", "trainer.logger=[console]")
-    return [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, output, *steps, *keys)]
+    ranks = "trainer.n_gpus_per_node=2"
+    return [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, output, *KEYS, ranks, *keys)]
 
 
 def start(words: Sequence[str], console: Path) -> subprocess.Popen:
@@ -75,10 +76,9 @@ def results(output: Path) -> tuple[list[dict], dict]:
 
 @pytest.fixture(scope="module")
 def undisturbed(inputs, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("undisturbed")
-    job = start(command(inputs, folder / "out"), folder / "console")
-    assert job.wait(120) == 0, (folder / "console").read_text()
-    return results(folder / "out")
+    output = tmp_path_factory.mktemp("undisturbed")
+    run_job(2, overrides(inputs, output, *KEYS), deadline_s=120)
+    return results(output)
 
 
 def check_same(output: Path, undisturbed: tuple[list[dict], dict]) -> None:

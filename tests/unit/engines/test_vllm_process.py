@@ -123,6 +123,7 @@ def test_a_process_that_is_stopped_is_noticed_long_before_the_deadline(process):
         process.call("sleep")
 
 
+@pytest.mark.slow
 def test_a_process_that_lives_is_not_silent_and_does_not_hide_an_engine_that_hangs(process):
     with pytest.raises(RolloutError):
         process.call("sleep")
