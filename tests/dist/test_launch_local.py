@@ -97,6 +97,7 @@ def test_a_wait_past_the_deadline_shows_where_the_stuck_rank_is(tmp_path):
     assert "in time_out" in log(tmp_path, 1)  # the stack of the rank that was waited for
 
 
+@pytest.mark.slow
 def test_killed_workers_are_started_again_until_a_user_error_ends_the_run(tmp_path):
     """Both ranks are killed, then rank 1; the third attempt is the user's fault, and there is no fourth."""
     done = run(tmp_path, "killed_twice", "trainer.max_restarts=5")

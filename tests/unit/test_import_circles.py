@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,16 @@ def test_a_known_circle_is_let_through_until_it_is_gone(tmp_path):
     assert checker.problems(made(tmp_path, BACK["at the top"]), known) == []
     (line,) = checker.problems(made(tmp_path, ""), known)
     assert "no circle any more" in line
+
+
+def test_no_folder_of_tests_is_passed_over(pytestconfig):
+    """By default pytest does not look into folders that are called as those of builds are, such as dist."""
+    passed_over = pytestconfig.getini("norecursedirs")
+    folders = {
+        part for file in (ROOT / "tests").rglob("test_*.py") for part in file.relative_to(ROOT).parts[:-1]
+    }
+    assert "dist" in folders
+    assert [(name, mask) for name in folders for mask in passed_over if fnmatch(name, mask)] == []
 
 
 def test_no_two_test_files_have_one_name():
