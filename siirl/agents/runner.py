@@ -6,9 +6,9 @@ policies, tools and environments. unblocked by: their answers or deadlines.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from siirl.agents.contexts import Chat, ChatRenderer, Context, ContextFull, Limits
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
@@ -18,6 +18,9 @@ from siirl.agents.tool_use import ToolUse
 from siirl.agents.user_thread import where_raised
 from siirl.compiler.plan import InteractionPlan, StagePlan
 from siirl.errors import EpisodeFailed, UserCodeError
+
+WAKE_S = 0.5
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,25 @@ def run_all(game: Game, episodes: Sequence[Episode], prompts: Sequence[list[int]
         pairs = zip(episodes, prompts, strict=True)
         return await asyncio.gather(*(run_episode(game, episode, prompt) for episode, prompt in pairs))
 
-    return asyncio.run(everything())
+    return asyncio.run(interruptible(everything()))
+
+
+async def interruptible(work: Coroutine[Any, Any, Result]) -> Result:
+    """What `work` gives; a Ctrl-C is heeded within WAKE_S even if nothing else happens in the event loop.
+
+    Python handles a signal between two instructions: of one that comes just before the loop goes to sleep it
+    hears when the loop wakes.
+    """
+
+    async def wake() -> None:
+        while True:
+            await asyncio.sleep(WAKE_S)
+
+    waking = asyncio.create_task(wake())
+    try:
+        return await work
+    finally:
+        waking.cancel()
 
 
 async def run_episode(game: Game, episode: Episode, prompt_ids: list[int] | None = None) -> Played:

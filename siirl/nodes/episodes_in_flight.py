@@ -21,7 +21,7 @@ from siirl.agents.episode import Episode
 from siirl.agents.held_policy import HeldPolicy, Line
 from siirl.agents.policy import Generated
 from siirl.agents.pump import Pump
-from siirl.agents.runner import Game, Played, run_episode
+from siirl.agents.runner import Game, Played, interruptible, run_episode
 from siirl.data.buffer import ORDER
 from siirl.data.rows import take_rows
 from siirl.engines.rollout.base import Key
@@ -123,7 +123,7 @@ class EpisodesInFlight(PromptsInFlight):
             for name, lines in self._lines.items():
                 for line, pump in zip(lines, pumps[name], strict=True):
                     line.open(pump)
-            self._runner.run(self._until_enough(self._game, begin))
+            self._runner.run(interruptible(self._until_enough(self._game, begin)))
             self._ending = True
             for line in self._all_lines():
                 line.close()

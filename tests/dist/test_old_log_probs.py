@@ -118,7 +118,8 @@ def outcomes(rank: int, world: int, scenarios: list[Scenario], cases: list[dict]
 
 
 def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
+    """Of all weights together: Adam moves a single one by as much however small its gradient is."""
+    return sum(float((one[name] - other[name]).square().sum()) for name in one) ** 0.5
 
 
 def check(scenarios: list[Scenario], cases: list[dict]) -> None:
@@ -131,7 +132,7 @@ def check(scenarios: list[Scenario], cases: list[dict]) -> None:
         whole, pruned = of_case["whole"], of_case["pruned"]
         mini, epochs = keys[f"{ACTOR}.ppo_mini_batch_size"], keys[f"{ACTOR}.ppo_epochs"]
         moved = distance(whole.weights, start)
-        assert distance(whole.weights, pruned.weights) < 1e-3 * moved, (name, keys)
+        assert distance(whole.weights, pruned.weights) < 1e-4 * moved, (name, keys)
         assert pruned.passed == (2 * (NUM_ROWS - mini * SAMPLES) if mini < PROMPTS else 0), (name, keys)
         assert whole.passed == 2 * NUM_ROWS
         for metric, value in whole.metrics.items():
@@ -141,8 +142,8 @@ def check(scenarios: list[Scenario], cases: list[dict]) -> None:
                     keys,
                     metric,
                 )
-        if mini < PROMPTS and epochs == 1 and keys[f"{ACTOR}.policy_loss.loss_mode"] == "vanilla":
-            assert distance(whole.weights, of_case["none"].weights) > 2e-3 * moved, (name, keys)
+        if mini < PROMPTS and epochs == 1:
+            assert distance(whole.weights, of_case["none"].weights) > 0.05 * moved, (name, keys)
 
 
 def test_training_without_the_old_log_probs_of_the_first_mini_batch_gives_the_same_weights():

@@ -1,6 +1,9 @@
 """What each turn of an episode gets and gives: seeds, room, environments, the user's functions, order."""
 
+import _thread
 import asyncio
+import signal
+import threading
 
 import pytest
 from episode_cases import END, Script, play, speaker, stage
@@ -278,3 +281,18 @@ def test_a_policy_that_says_nothing_costs_the_episode(tokens, log_probs):
 
     (one,) = play([stage("a", 0)], {"a": speaker(Broken())})
     assert one.kind == "policy" and "the policy gave" in one.episode.error
+
+
+@pytest.mark.timeout(30)
+def test_an_interruption_that_no_call_is_interrupted_by_is_heeded():
+    class Silent:
+        async def generate(self, prompt, params, seed):
+            threading.Timer(0.1, _thread.interrupt_main).start()
+            await asyncio.get_running_loop().create_future()
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            play([stage("talk", 0)], {"talk": speaker(Silent())})
+    finally:
+        signal.signal(signal.SIGINT, before)

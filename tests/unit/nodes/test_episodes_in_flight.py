@@ -1,5 +1,6 @@
 """Episodes that go on from step to step: nothing is lost, trained twice, too old, cut, or begun again."""
 
+import _thread
 import json
 import random
 import signal
@@ -389,11 +390,16 @@ def interruptible():
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interruption_by_the_user_is_prompt_and_closes_the_environments(interruptible):
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("asleep", [True, False], ids=["while it sleeps", "just before it sleeps"])
+def test_an_interruption_by_the_user_is_prompt_and_closes_the_environments(asleep, interruptible):
     class Silent(Decoder):
         def collect(self, timeout_s):
             if self.pending and once.acquire(blocking=False):
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # where Ctrl-C arrives
+                if asleep:
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # where Ctrl-C arrives
+                else:  # noted, as by a signal that no call is interrupted by
+                    _thread.interrupt_main()
             return []
 
     once = threading.Lock()
