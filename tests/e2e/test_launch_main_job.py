@@ -23,6 +23,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         raise RuntimeError("no score for this one")
     return sum(character.isdigit() for character in solution_str) / 8
 """
+IDLE = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.1)
+    return sum(character.isdigit() for character in solution_str) / 8
+"""
+"""A run that mostly waits leaves the processors to what is started beside it."""
 MAIN = [sys.executable, "-m", "siirl.main_dag"]
 QUICK = ["trainer.val_before_train=False", "trainer.export_hf=False", "trainer.total_training_steps=1"]
 
@@ -134,7 +142,11 @@ def test_failed_rewards_count_as_zero_if_asked_and_a_damaged_checkpoint_is_passe
 
 def test_torchrun_starts_the_same_job(inputs, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    settings = ["trainer.total_training_steps=1", "trainer.n_gpus_per_node=2"]
+    settings = [
+        "trainer.val_before_train=False",
+        "trainer.total_training_steps=1",
+        "trainer.n_gpus_per_node=2",
+    ]
     done = run([*torchrun, "-m", "siirl.main_dag", *overrides(inputs, tmp_path, *settings)])
     assert done.returncode == 0, done.stderr
     assert metrics(tmp_path)[-1]["step"] == 1
@@ -146,7 +158,9 @@ def test_torchrun_starts_the_same_job(inputs, tmp_path):
 def test_sigterm_ends_a_running_job_within_30_s_and_leaves_no_process_and_no_second_run_joins_it(
     inputs, tmp_path
 ):
+    (tmp_path / "idle_reward.py").write_text(IDLE)
     settings = [
+        f"custom_reward_function.path={tmp_path / 'idle_reward.py'}",
         "trainer.val_before_train=False",
         "trainer.total_training_steps=100000",
         "trainer.n_gpus_per_node=2",
