@@ -29,7 +29,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
     ),
     "how the run starts, resumes and ends": (
         *("trainer.resume_*", "trainer.launcher", "trainer.deadline_s", "*_restarts"),
-        *("trainer.restart_window_s", "trainer.stuck_s", "ray_init.*"),
+        *("trainer.restart_window_s", "trainer.memory_checkpoint_freq", "trainer.stuck_s", "ray_init.*"),
     ),
     "how services are asked": (
         *("*.timeout_s", "*.max_tries", "*.max_concurrent", "*.max_per_s", "*.token_env", "*.hf_hub_token"),

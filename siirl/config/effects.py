@@ -12,6 +12,11 @@ from siirl.config.values import show
 LOSS_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_drift_coeff")
 """Keys of the actor that only some policy losses take."""
 
+OF_CHECKPOINTS = tuple(
+    f"trainer.{name}" for name in ("save_freq", "memory_checkpoint_freq", "export_hf", "resume_mode")
+)
+"""Keys of the trainer about what a run without training does not have."""
+
 
 def effect_warnings(cfg: Config, node_cfgs: Iterable[Config] = ()) -> list[str]:
     """One line for each key that was set to more than its default and changes nothing in this run, and for
@@ -75,7 +80,7 @@ def _no_critic(cfg: Config, name: str) -> str:
 
 def _without(cfg: Config, name: str) -> str:
     """Why a key has no effect in a run that lacks what it is about, or an empty string."""
-    if cfg.trainer.rollout_only and name in ("trainer.save_freq", "trainer.export_hf", "trainer.resume_mode"):
+    if cfg.trainer.rollout_only and name in OF_CHECKPOINTS:
         return "trainer.rollout_only is true, so there is nothing to save or to resume"
     if cfg.actor_rollout_ref.rollout.name == "replay" and name == "trainer.dump_rollouts_dir":
         return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"

@@ -89,6 +89,12 @@ class TrainerConfig:
         "restarts of workers that died for no fault of the user's, until a new checkpoint has come",
         low=0,
     )
+    memory_checkpoint_freq: int = key(
+        -1,
+        "steps between checkpoints in host memory, from which workers that are started again go on; -1: none",
+        low=-1,
+        when="max_restarts",
+    )
     restart_window_s: float | None = key(
         None, "seconds after which a restart does not count any more; null: only a checkpoint ends it", low=1
     )

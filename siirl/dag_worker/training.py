@@ -2,13 +2,16 @@
 
 import logging
 import time
+from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from siirl.checkpoint.files import step_of
 from siirl.checkpoint.hf_directory import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
@@ -22,7 +25,7 @@ from siirl.dag_worker.observing import finish_trace, make_observer
 from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
-from siirl.errors import NumericsError
+from siirl.errors import CheckpointError, NumericsError
 from siirl.observe.loggers import make_sinks
 from siirl.observe.metrics import Metrics
 from siirl.observe.run_progress import record_begin, record_end
@@ -31,6 +34,8 @@ from siirl.observe.spans import observing, waiting
 from siirl.observe.summary import duration
 
 log = logging.getLogger(__name__)
+CONTENTS = ("model", "optimizer", "extra")
+"""All that a run needs to go on as it was."""
 SAMPLES_PER_REPORT = 4
 STEPS_BETWEEN_SAMPLES = 10
 
@@ -44,13 +49,26 @@ class RunPlaces(Protocol):
     @property
     def output_path(self) -> Path: ...
 
+    @property
+    def memory_dir(self) -> str: ...
+
     def position_path(self, rank: int) -> Path: ...
+
+
+@dataclass(frozen=True)
+class MemoryCheckpoints:
+    """Checkpoints in host memory, which the workers of the next attempt go on from."""
+
+    manager: CheckpointManager
+    groups: Mapping[tuple[int, ...], dist.ProcessGroup]
+    """For its saves, which are in the background."""
 
 
 class Training:
     """Drives a worker through the run. Every rank has one and calls the same methods in the same order."""
 
-    def __init__(self, worker: DAGWorker, output_dir: Path):
+    def __init__(self, worker: DAGWorker, output_dir: Path, memory_dir: str = ""):
+        """memory_dir: where checkpoints stay in host memory; "" for none."""
         self.worker, self.cfg, self.output_dir = worker, worker.cfg, output_dir
         self.steps = worker.plan.of_rank(worker.rank)
         self.validation = worker.plan.of_rank(worker.rank, "validation")
@@ -68,13 +86,16 @@ class Training:
                 engine.set_total_steps(steps * sum(each))
         trainer = self.cfg.trainer
         root = Path(trainer.default_local_dir).expanduser()
-        self.background_groups = self._make_background_groups()
+        self.background_groups = self._make_background_groups() if self._saves_in_background() else {}
+        world = tuple(range(worker.plan.world_size))
         self.checkpoints = CheckpointManager(
-            root,
-            trainer.max_actor_ckpt_to_keep,
-            worker.groups.world,
-            self.background_groups.get(tuple(range(worker.plan.world_size))),
+            root, trainer.max_actor_ckpt_to_keep, worker.groups.world, self.background_groups.get(world)
         )
+        self.memory: MemoryCheckpoints | None = None
+        if memory_dir:
+            groups = self._make_background_groups()
+            manager = CheckpointManager(Path(memory_dir), 1, worker.groups.world, groups.get(world))
+            self.memory = MemoryCheckpoints(manager, groups)
         self.step = 0
         self.last_checkpoint: Path | None = None
 
@@ -151,6 +172,8 @@ class Training:
                     metrics.max("time/checkpoint_stage_s", time.perf_counter() - start_s)
             if ends or not background:
                 finished.append(self.checkpoints.wait())
+            if ends or (not due and self._due(self.cfg.trainer.memory_checkpoint_freq)):
+                metrics.merge(self.save_in_memory(ends))
         for saved in filter(None, finished):
             self.last_checkpoint = saved.path
             metrics.max("time/checkpoint_s", saved.total_s)
@@ -159,18 +182,49 @@ class Training:
     def save(self, background: bool = False) -> None:
         """A checkpoint of this step: models, loader positions, node states, RNG."""
         with self.worker.all_on_device(), self.worker.observer.span("checkpoint", self.step):
-            models, rng = self._saved_models(), rng_state(self.worker.device)
+            models, rng = self._saved_models(self.background_groups), rng_state(self.worker.device)
             self.checkpoints.save(self.step, models, self._extra(), rng, background)
+
+    def save_in_memory(self, ends: bool = False) -> Metrics:
+        """Begin a checkpoint of this step in host memory, in the background; metrics of this rank.
+
+        If there is no room for it, the run goes on without. ends: the run does; only wait for the last one.
+        """
+        metrics, start_s = Metrics(), time.perf_counter()
+        if self.memory is None:
+            return metrics
+        try:
+            self.memory.manager.wait()
+            if not ends:
+                with self.worker.all_on_device():
+                    models, rng = (
+                        self._saved_models(self.memory.groups, whole=True),
+                        rng_state(self.worker.device),
+                    )
+                    self.memory.manager.save(self.step, models, self._extra(), rng, background=True)
+                metrics.max("time/memory_checkpoint_s", time.perf_counter() - start_s)
+        except CheckpointError as error:
+            self.memory = None
+            if self.worker.rank == 0:
+                log.warning("no more checkpoints in memory in this attempt: %s", error)
+        return metrics
 
     def resume(self) -> None:
         """Go on from the checkpoint that trainer.resume_mode finds, if any."""
         trainer = self.cfg.trainer
         found = self.checkpoints.find_resume(trainer.resume_mode, trainer.resume_from_path or None)
+        self.last_checkpoint = found
+        manager, models = self.checkpoints, self._saved_models(self.background_groups)
+        if self.memory is not None:
+            newest = self.memory.manager.find_resume("auto", None)
+            if newest is not None and (found is None or step_of(found) < step_of(newest)):
+                found, manager = newest, self.memory.manager
+                models = self._saved_models(self.memory.groups, whole=True)
         if found is None:
             return
         with self.worker.all_on_device():
-            restored = self.checkpoints.load(found, self._saved_models())
-        self.step, self.last_checkpoint = restored.step, found
+            restored = manager.load(found, models)
+        self.step = restored.step
         for name, state in restored.extra["loaders"].items():
             if name in self.worker.loaders and self.worker.loaders[name].train:
                 self.worker.loaders[name].train.load_state_dict(state)
@@ -248,7 +302,10 @@ class Training:
                 "leave no rows."
             )
 
-    def _saved_models(self) -> dict[str, SavedModel]:
+    def _saved_models(
+        self, background_groups: Mapping[tuple[int, ...], dist.ProcessGroup], whole: bool = False
+    ) -> dict[str, SavedModel]:
+        """What a checkpoint saves and restores of this rank's models. whole: all, whatever the keys say."""
         worker, saved = self.worker, {}
         for name, engine in worker.train_engines.items():
             model = worker.plan.models[name]
@@ -260,23 +317,24 @@ class Training:
                 engine,
                 worker.groups.get(model.ranks),
                 source.path,
-                checkpoint.save_contents,
-                checkpoint.load_contents,
+                *((CONTENTS, CONTENTS) if whole else (checkpoint.save_contents, checkpoint.load_contents)),
                 source.lora_alpha if source.lora_rank else None,
                 engine.hf_config_changes(),
-                self.background_groups.get(tuple(model.ranks)),
+                background_groups.get(tuple(model.ranks)),
             )
         return saved
 
+    def _saves_in_background(self) -> bool:
+        """Whether a trained model asks for it."""
+        trained = [model for model in self.worker.plan.models.values() if model.trains]
+        groups = (role_group(self.worker.node_cfg(model.node), model.role) for model in trained)
+        return any(group.checkpoint.async_save for group in groups)
+
     def _make_background_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
-        """The groups of saves in the background, if a trained model asks for them; every rank makes them."""
+        """Groups for the thread of one CheckpointManager; every rank makes them."""
         plan = self.worker.plan
-        trained = [model for model in plan.models.values() if model.trains]
-        groups = [role_group(self.worker.node_cfg(model.node), model.role) for model in trained]
-        if not any(group.checkpoint.async_save for group in groups):
-            return {}
-        world = tuple(range(plan.world_size))
-        return self.worker.groups.twins(sorted({world, *(tuple(model.ranks) for model in trained)}))
+        ranks = {tuple(model.ranks) for model in plan.models.values() if model.trains}
+        return self.worker.groups.twins(sorted({tuple(range(plan.world_size)), *ranks}))
 
     def _trains(self, model: str, step: int, warmup: int) -> bool:
         """Whether a model takes optimizer steps in a step: agents may take turns."""
@@ -336,7 +394,7 @@ def run_worker(
             worker = DAGWorker(cfg, plan, rank, device, observer)
         log.info("all models of this rank are built after %s", duration(time.perf_counter() - start_s))
         try:
-            training = Training(worker, places.output_path)
+            training = Training(worker, places.output_path, places.memory_dir)
             if rank == 0:
                 total_steps = None if cfg.trainer.val_only else training.total_steps
                 record_begin(places.output_path, places.run_id, total_steps)

@@ -44,7 +44,7 @@ class Attempt:
     cause: str
     """In one line."""
     next: str
-    """What the run went on from: "global_step_40", "the start"."""
+    """What the run went on from: "global_step_40", "global_step_42 in memory", "the start"."""
 
 
 class Attempts:
@@ -61,7 +61,8 @@ class Attempts:
         trainer = from_dict(job.config).trainer
         self._most, self._window_s = trainer.max_restarts, trainer.restart_window_s
         self._root = absolute(trainer.default_local_dir)
-        self._first = self._last = self._pointer()
+        self._in_memory = Path(job.memory_dir) if job.memory_dir else None
+        self._first = self._last = self._pointers()
         self._began_s = time.time()
         self._restarts: list[float] = []  # when those that count were, by time.monotonic
 
@@ -83,41 +84,42 @@ class Attempts:
         self._restarts.append(time.monotonic())
         self.job = self._next_job()
         cfg = from_dict(self.job.config)
-        origin = self._origin(cfg)
-        left = self._keep(number, anew=cfg.trainer.rollout_only or not resumes(cfg))
+        origin, anew = self._origin(cfg)
+        left = self._keep(number, anew)
         self._record(cause, number, origin)
         self._began_s = time.time()
         counts = f"restart {len(self._restarts)} of at most {self._most} without a new checkpoint"
         return f"{told}\nsiirl: the run goes on from {origin} ({counts}). {left}"
 
-    def _origin(self, cfg: Config) -> str:
-        """What the next attempt goes on from, in words."""
-        if cfg.trainer.resume_mode == "resume_path":
-            return str(cfg.trainer.resume_from_path)
-        if cfg.trainer.rollout_only or not resumes(cfg):
-            return "the start"
-        return f"global_step_{current_step(self._root) or saved_steps(self._root)[0]}"
+    def _origin(self, cfg: Config) -> tuple[str, bool]:
+        """What the next attempt goes on from, in words, and whether its results begin anew."""
+        goes_on, given = resumes(cfg), cfg.trainer.resume_mode == "resume_path"
+        on_disk = 0
+        if goes_on and not given:
+            on_disk = current_step(self._root) or saved_steps(self._root)[0]
+        in_memory = 0 if self._in_memory is None else current_step(self._in_memory) or 0
+        if in_memory > on_disk:
+            return f"global_step_{in_memory} in memory", False
+        if given:
+            return str(cfg.trainer.resume_from_path), not goes_on
+        return (f"global_step_{on_disk}", False) if goes_on else ("the start", True)
 
     def _forget(self) -> None:
         """Drop the restarts that no longer count."""
-        if self._pointer() != self._last:
-            self._last = self._pointer()
+        if self._pointers() != self._last:
+            self._last = self._pointers()
             self._restarts.clear()
         if self._window_s is not None:
             now_s = time.monotonic()
             self._restarts = [at_s for at_s in self._restarts if now_s - at_s <= self._window_s]
 
-    def _pointer(self) -> tuple[int, int] | None:
+    def _pointers(self) -> list[tuple[int, int] | None]:
         """What changes with each checkpoint that becomes current."""
-        try:
-            stat = (self._root / POINTER).stat()
-        except OSError:
-            return None
-        return stat.st_ino, stat.st_mtime_ns
+        return [_identity(root / POINTER) for root in (self._root, self._in_memory) if root is not None]
 
     def _next_job(self) -> Job:
         """The job of the next attempt: it goes on from this run's own checkpoint, however the run began."""
-        if self._pointer() == self._first:
+        if self._pointers() == self._first:
             return self.job
         trainer = self.job.config["trainer"] | {"resume_mode": "auto"}
         return dataclasses.replace(self.job, config=self.job.config | {"trainer": trainer})
@@ -156,6 +158,15 @@ class Attempts:
                 file.write(json.dumps(dataclasses.asdict(attempt)) + "\n")
         except OSError as error:  # of a full disk: the run goes on, or tells its cause, all the same
             os.write(2, f"siirl: {ATTEMPTS_FILE} cannot be written: {error}\n".encode())
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of the file that lies there now."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def is_no_fault_of_the_user(cause: Death) -> bool:

@@ -31,6 +31,8 @@ class Job:
     """ "pkg.mod:fn", called as fn(cfg, plan, rank, world_size, device, job) in every process."""
     run_id: str = ""
     """Tells this start from others in the same folder."""
+    memory_dir: str = ""
+    """Folder in host memory for checkpoints between those on disk; "" if there are none."""
 
     @property
     def output_path(self) -> Path:

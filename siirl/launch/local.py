@@ -1,6 +1,7 @@
 """The launcher for one machine: one process per rank, watched until the run has ended. No torch."""
 
 import contextlib
+import dataclasses
 import socket
 import sys
 import time
@@ -11,6 +12,7 @@ from siirl.launch.attempts import Attempts
 from siirl.launch.failure import Death, death_of, only_followers, oom_kill_count
 from siirl.launch.health import Watch
 from siirl.launch.job import Job
+from siirl.launch.memory_checkpoints import memory_folder
 from siirl.launch.outcome import Stop, catch_signals, conclude
 from siirl.launch.output_relay import ConsoleTee
 from siirl.launch.process import (
@@ -36,6 +38,11 @@ def run_local(job: Job) -> int:
     Workers that died for no fault of the user's are started again (see Attempts). The other codes are those
     of `conclude`. No worker, and nothing that a worker started, is left behind.
     """
+    with memory_folder(from_dict(job.config)) as folder:
+        return _run(dataclasses.replace(job, memory_dir=folder))
+
+
+def _run(job: Job) -> int:
     attempts, stop = Attempts(job), Stop()
     consoles: list[ConsoleTee] = []
 

@@ -58,7 +58,7 @@ def _parts(plan: Plan, series: Series) -> list[dict[str, Any]]:
     """What a step takes besides its nodes: loading, moving rows, weights, and what is in none of them."""
     names = [name for name in series if re.fullmatch(r"time/[^/]+_s", name)]
     other = {f"time/{name}_s" for name in plan.nodes} | {"time/step_s", "time/validation_s"}
-    other |= {"time/checkpoint_s", "time/checkpoint_stage_s"}
+    other |= {"time/checkpoint_s", "time/checkpoint_stage_s", "time/memory_checkpoint_s"}
     return [{"name": printable(name[5:-2]), **_time(series, name)} for name in names if name not in other]
 
 

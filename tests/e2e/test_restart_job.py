@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,12 +117,14 @@ def run_and_kill(
 def test_a_killed_rank_comes_back_and_the_run_ends_as_if_nothing_had_been(
     inputs, undisturbed, tmp_path, capsys
 ):
-    words = command(inputs, tmp_path / "out", "trainer.save_freq=2")
+    keys = ("trainer.save_freq=8", "trainer.memory_checkpoint_freq=1")
+    words = command(inputs, tmp_path / "out", *keys)
     code, console = run_and_kill(words, tmp_path, [3], [1])
     assert code == 0, console
     check_same(tmp_path / "out", undisturbed)
     assert "siirl: attempt 1 failed: rank 1 on " in console and "killed by SIGKILL" in console
-    assert "siirl: the run goes on from global_step_" in console
+    assert re.search("siirl: the run goes on from global_step_[2-7] in memory", console), console
+    assert not Path(json.loads((tmp_path / "out" / "job.json").read_text())["memory_dir"]).exists()
     assert "(restart 1 of at most 3 without a new checkpoint)" in console
     assert "resumed from" in (tmp_path / "out" / "logs" / "rank_0.log").read_text()
     assert "resumed from" not in (tmp_path / "out" / "attempts" / "1" / "logs" / "rank_0.log").read_text()
@@ -152,8 +155,18 @@ def test_a_killed_rank_comes_back_and_the_run_ends_as_if_nothing_had_been(
         ("SIGTERM", ("trainer.save_freq=3", *FRESH, "trainer.max_restarts=1"), [1, 4], [1]),
         ("SIGKILL", ("trainer.save_freq=1", IN_THE_BACKGROUND), [2, 4, 6], [0]),
         ("SIGSTOP", ("trainer.save_freq=2",), [3, 6], [1]),
+        ("SIGKILL", ("trainer.memory_checkpoint_freq=2",), [1, 4, 6], [0, 1]),
+        (
+            "SIGKILL",
+            ("trainer.save_freq=2", "trainer.memory_checkpoint_freq=1", IN_THE_BACKGROUND),
+            [2, 3, 4, 5, 6],
+            [1],
+        ),
     ],
-    ids=["both ranks", "before a checkpoint", "resume_mode=disable", "saves in the background", "stopped"],
+    ids=[
+        *("both ranks", "before a checkpoint", "resume_mode=disable", "saves in the background", "stopped"),
+        *("in memory", "in memory and on disk"),
+    ],
 )
 def test_any_kills_leave_the_result_as_it_was(number, keys, at_steps, victims, inputs, undisturbed, tmp_path):
     words = command(inputs, tmp_path / "out", *keys)
@@ -166,6 +179,25 @@ def test_any_kills_leave_the_result_as_it_was(number, keys, at_steps, victims, i
         kept = tmp_path / "out" / "attempts" / str(number)
         assert attempt.attempt == number and (kept / "logs" / "rank_1.log").is_file()
         assert (kept / "metrics.jsonl").is_file() == (attempt.next == "the start")
+
+
+@pytest.mark.slow
+def test_without_room_for_checkpoints_in_memory_a_run_goes_on(inputs, undisturbed, tmp_path):
+    console, output = tmp_path / "console", tmp_path / "out"
+    job = start(command(inputs, output, "trainer.memory_checkpoint_freq=1"), console)
+    try:
+        wait_until(lambda: steps_done(output) >= 2, job, console)
+        memory = Path(json.loads((output / "job.json").read_text())["memory_dir"])
+        memory.rename(memory.with_suffix(".away"))
+        memory.touch()
+        assert job.wait(200) == 0, console.read_text()
+    finally:
+        shutil.rmtree(memory.with_suffix(".away"))
+        job.kill()
+        job.wait()
+    check_same(output, undisturbed)
+    assert "no more checkpoints in memory in this attempt: the checkpoint of step " in console.read_text()
+    assert not memory.exists()
 
 
 @pytest.mark.slow

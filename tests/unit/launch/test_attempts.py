@@ -24,6 +24,11 @@ def make_attempts(folder: Path, *keys: str) -> Attempts:
     return Attempts(job)
 
 
+def save_in_memory(folder: Path, step: int) -> None:
+    (folder / "aside").write_text(str(step))
+    (folder / "aside").replace(folder / POINTER)
+
+
 def killed(rank: int = 1, number: int = signal.SIGKILL) -> Death:
     return Death(rank, -number, time.time(), None, Position(7, "rollout", 0.0))
 
@@ -158,3 +163,26 @@ def test_what_an_attempt_left_is_kept_and_its_results_too_if_the_next_begins_ane
             assert (kept / name).exists() == from_start and (tmp_path / name).exists() != from_start
         assert (tmp_path / "logs" / "siirl.log").exists(), "another file than those of the ranks"
         assert not (tmp_path / "logs" / "rank_0.log").exists()
+
+
+@pytest.mark.parametrize("mode", ["auto", "disable", "resume_path"])
+def test_the_next_attempt_takes_the_newer_of_the_checkpoints_on_disk_and_in_memory(mode, tmp_path):
+    given, memory = tmp_path / "elsewhere" / "global_step_7", tmp_path / "memory"
+    given.mkdir(parents=True)
+    memory.mkdir()
+    path = [f"trainer.resume_from_path={given}"] if mode == "resume_path" else []
+    cfg = load_config([f"trainer.output_dir={tmp_path}/out", f"trainer.resume_mode={mode}", *path])
+    job = Job(to_dict(cfg), "{}", f"{tmp_path}/out", 2, 2, run_id="this start", memory_dir=str(memory))
+    job.prepare()
+    attempts = Attempts(job)
+    metrics = tmp_path / "out" / "metrics.jsonl"
+    metrics.write_text("{}\n")
+    save_in_memory(memory, 9)
+    told = attempts.after([killed()], {})
+    assert "goes on from global_step_9 in memory (restart 1 of" in told
+    assert attempts.job.config["trainer"]["resume_mode"] == "auto" and metrics.exists()
+    save(tmp_path / "out", 10)
+    assert "goes on from global_step_10 (restart 1 of" in attempts.after([killed()], {})
+    save_in_memory(memory, 11)
+    assert "goes on from global_step_11 in memory (restart 1 of" in attempts.after([killed()], {})
+    assert "goes on from global_step_11 in memory (restart 2 of" in attempts.after([killed()], {})

@@ -1,0 +1,57 @@
+"""Where a run keeps checkpoints in host memory, between those on disk. No torch.
+
+A folder of /dev/shm, which holds files in memory: it outlives the workers, and ends with their launcher, even
+if that is killed.
+"""
+
+import contextlib
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from siirl.config import Config
+from siirl.errors import ConfigError
+
+SHARED_MEMORY = Path("/dev/shm")
+KEY = "trainer.memory_checkpoint_freq"
+KEEPER = 'cat; rm -rf -- "$1"'
+"""Waits until nobody holds the other end of its input, then removes the folder."""
+
+
+def keeps_in_memory(cfg: Config) -> bool:
+    """Whether the run has checkpoints in memory: a restart may come, and there is something to save."""
+    trainer = cfg.trainer
+    trains = not (trainer.val_only or trainer.rollout_only)
+    return trains and trainer.memory_checkpoint_freq > 0 and trainer.max_restarts > 0
+
+
+@contextlib.contextmanager
+def memory_folder(cfg: Config) -> Iterator[str]:
+    """The folder of a run's checkpoints in memory, until the block ends; "" if it keeps none there.
+
+    ConfigError: this machine has no such memory.
+    """
+    if not keeps_in_memory(cfg):
+        yield ""
+        return
+    try:
+        folder = tempfile.mkdtemp(prefix="siirl-checkpoints-", dir=SHARED_MEMORY)
+    except OSError as error:
+        raise ConfigError(
+            f"{KEY}={cfg.trainer.memory_checkpoint_freq}: {SHARED_MEMORY}, where files stay in memory, "
+            f"cannot be used: {error}. Set {KEY}=-1, and trainer.save_freq for checkpoints on disk."
+        ) from error
+    keeper = subprocess.Popen(
+        ["/bin/sh", "-c", KEEPER, "siirl-keeper", folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in the terminal is not for it
+    )
+    try:
+        yield folder
+    finally:
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        keeper.wait()
