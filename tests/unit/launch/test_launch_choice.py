@@ -22,7 +22,8 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "
 
 
 def config(launcher: str, nnodes: int = 1):
-    return SimpleNamespace(trainer=SimpleNamespace(launcher=launcher, nnodes=nnodes))
+    trainer = SimpleNamespace(launcher=launcher, nnodes=nnodes, memory_checkpoint_freq=-1)
+    return SimpleNamespace(trainer=trainer)
 
 
 @pytest.mark.parametrize(
