@@ -231,9 +231,9 @@ class RolloutConfig:
     stale: str = key(
         "wait",
         "what becomes of a prompt whose responses would be older than max_lag in the next step; wait: the "
-        "step waits for them; restart: it does not, and they begin anew in the next one",
-        choices=("wait", "restart"),
-        later_choices={"drop": "giving such prompts up and loading others in their place"},
+        "step waits for them; restart: it does not, and they begin anew in the next one; drop: it does not, "
+        "they are given up, and others loaded in their place",
+        choices=("wait", "restart", "drop"),
         when="max_lag",
     )
     keep_kv: bool = key(

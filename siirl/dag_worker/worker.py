@@ -146,10 +146,18 @@ class DAGWorker:
             if reader is None or not reader.plan.spec.runs_ahead:
                 return loader.train.next_batch()
             in_flight = reader.services["in_flight"]
-            return in_flight.load(loader.train, record.step, self.last_step, record.wanted)
+            missing = in_flight.num_missing(loader.train, record.step, self.last_step, record.wanted)
+            return in_flight.load(loader.train, self._most(missing, plan.layout))
         rows = loader.val.next_batch()
         loader.num_val_batches_given += 1
         return take_rows(rows, []) if loader.num_val_batches_given > loader.val.steps_per_epoch else rows
+
+    def _most(self, number: int, layout: str) -> int:
+        """The largest of these numbers. Collective over the ranks of a layout."""
+        found = torch.tensor([number])
+        with waiting():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.groups.get(self.plan.layouts[layout].ranks))
+        return int(found)
 
     def exchange(self, store: FieldStore, ins: Reshard) -> None:
         route = self.plan.routes[ins.route]

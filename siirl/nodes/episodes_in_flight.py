@@ -61,7 +61,7 @@ class Left:
     """Episodes that have spoken in several steps."""
 
     num_restarted: int
-    """Groups that a resume has begun anew."""
+    """Groups that were begun anew, as they were too old, or by a resume."""
 
     num_in_flight: int
     """Groups that stay."""
@@ -76,9 +76,16 @@ class EpisodesInFlight(PromptsInFlight):
     Of an episode a checkpoint holds the prompt: after a resume it begins anew, with the seeds that it had.
     """
 
-    def __init__(self, max_lag: int, surplus: float, batch_size: int, step_size: int | None = None) -> None:
+    def __init__(
+        self,
+        max_lag: int,
+        surplus: float,
+        batch_size: int,
+        step_size: int | None = None,
+        stale: str = "wait",
+    ) -> None:
         """See PromptsInFlight."""
-        super().__init__(max_lag, surplus, batch_size, step_size)
+        super().__init__(max_lag, surplus, batch_size, step_size, stale)
         self._batches: dict[int, int] = {}  # ORDER of a group -> number of its batch, which the seeds are of
         self._groups: dict[int, list[HeldEpisode]] = {}
         self._num_restarted = 0
@@ -113,6 +120,8 @@ class EpisodesInFlight(PromptsInFlight):
         what ends an episode but an EpisodeFailed; then all are over.
         """
         self._step, self._ending = step, False
+        if self._stale == "restart":
+            self._restart(self._too_old(step))
         self._runner = self._runner or asyncio.Runner()
         self._lines = self._lines or {name: tuple(Line() for _ in found) for name, found in pumps.items()}
         self._game = self._game or game_of(self._lines)
@@ -169,6 +178,31 @@ class EpisodesInFlight(PromptsInFlight):
         if runner is not None:
             runner.close()
         self._groups, self._num_open, self._oldest = {}, {}, {}
+
+    def _too_old(self, step: int) -> list[int]:
+        """See PromptsInFlight."""
+        firsts = {order: [one.first_step or step for one in group] for order, group in self._groups.items()}
+        return [order for order, found in firsts.items() if min(found) < step - self._max_lag]
+
+    def _restart(self, orders: Sequence[int]) -> None:
+        """Have groups begin anew, with the seeds that they had."""
+        self._end(orders)
+        self._num_restarted += len(orders)
+
+    def _forget(self, orders: Sequence[int]) -> None:
+        """See PromptsInFlight."""
+        self._end(orders)
+        for order in orders:
+            del self._batches[order]
+
+    def _end(self, orders: Sequence[int]) -> None:
+        """End the episodes of groups, and their environments."""
+        held = [one for order in orders for one in self._groups.pop(order)]
+        for order in orders:
+            del self._num_open[order], self._oldest[order]
+        if held:
+            assert self._runner is not None
+            self._runner.run(interruptible(_cancelled([one.task for one in held])))
 
     async def _until_enough(self, game: Game, begin: Begin) -> None:
         self._begin(game, begin)
@@ -235,7 +269,7 @@ class EpisodesInFlight(PromptsInFlight):
             return self._is_enough(self._num_open)
 
     def _is_enough(self, num_open: dict[int, int]) -> bool:
-        return is_enough(num_open, self._oldest, self._num_leaving, self._steady, self._step, self._max_lag)
+        return is_enough(num_open, self._oldest, self._num_leaving, self._steady, self._step, self._bound)
 
     def _first_step(self, order: int) -> int:
         """When the first token of a group was sampled; now, if there is none."""
@@ -261,6 +295,13 @@ class EpisodesInFlight(PromptsInFlight):
 
     def _all_lines(self) -> list[Line]:
         return [line for lines in self._lines.values() for line in lines]
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Played]]) -> None:
+    """Until these tasks have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _order_of(key: Key) -> int:

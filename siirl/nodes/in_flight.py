@@ -94,17 +94,14 @@ class RolloutsInFlight(PromptsInFlight):
         surplus: float,
         batch_size: int,
         step_size: int | None = None,
-        restarts: bool = False,
+        stale: str = "wait",
         decodes_on: bool = False,
     ) -> None:
-        """n: responses of each prompt. restarts: a step does not wait for groups that would be too old in the
-        next one, they begin anew there (rollout.stale). decodes_on: the engine goes on between the steps,
-        while others train.
+        """n: responses of each prompt. decodes_on: the engine goes on between the steps, while others train.
 
         The rest as of PromptsInFlight.
         """
-        super().__init__(max_lag, surplus, batch_size, step_size)
-        self._restarts = restarts
+        super().__init__(max_lag, surplus, batch_size, step_size, stale)
         self._engine, self._n, self._decodes_on = engine, n, decodes_on
         self._stream: RolloutStream | None = None  # while requests may be pending
         self._running: dict[Key, int] = {}  # requests that are -> the step in which they were submitted
@@ -233,11 +230,21 @@ class RolloutsInFlight(PromptsInFlight):
             one.first_step or self._running.get(_key(order, one), step) for one in self.responses[order]
         )
 
+    def _too_old(self, step: int) -> list[int]:
+        """See PromptsInFlight."""
+        found = [order for order in self.responses if self._oldest(order, step) < step - self._max_lag]
+        return self._engine.share(found if self._engine.leads else None)
+
+    def _forget(self, orders: Sequence[int]) -> None:
+        """See PromptsInFlight."""
+        self._take_back(orders)
+        for order in orders:
+            del self.responses[order]
+
     def _restart_stale(self, max_tokens: int, step: int) -> int:
         """Begin the groups anew that cannot be trained any more; how many they are.
 
-        Where steps wait, none is older than the bound while it and the number of shards stay the same. If one
-        of them runs, all that runs is taken back, and asked again: a stream cannot give up one request.
+        Where steps wait, none is older than the bound while it and the number of shards stay the same.
         """
         stale = [
             order
@@ -245,17 +252,20 @@ class RolloutsInFlight(PromptsInFlight):
             if self._oldest(order, step) < step - self._max_lag
             or any(one.finish_reason is None and len(one.token_ids) >= max_tokens for one in group)
         ]
-        if any(_key(order, one) in self._running for order in stale for one in self.responses[order]):
-            self.pause()
+        self._take_back(stale)
         for order in stale:
             self.responses[order] = [Response(one.seed, one.number) for one in self.responses[order]]
         return len(stale)
 
+    def _take_back(self, orders: Sequence[int]) -> None:
+        """Have nothing of these groups run. A stream cannot give up one request: all that runs is paused."""
+        if any(_key(order, one) in self._running for order in orders for one in self.responses[order]):
+            self.pause()
+
     def _is_enough(self, num_open: dict[int, int], step: int) -> bool:
         """Whether the step may end; see deadlines.py."""
         oldest, leave = self._oldest_of(num_open, step), self._num_leaving
-        bound = 0 if self._restarts else self._max_lag  # 0: what stays need not leave in time
-        return is_enough(num_open, oldest, leave, self._steady, step, bound)
+        return is_enough(num_open, oldest, leave, self._steady, step, self._bound)
 
     def _oldest_of(self, orders: Iterable[int], step: int) -> dict[int, int]:
         return {order: self._oldest(order, step) for order in orders}

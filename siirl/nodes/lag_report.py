@@ -6,12 +6,18 @@ from siirl.nodes.context import OpContext
 
 
 def report_lag(
-    ctx: OpContext, lags: Sequence[int], num_partial: int, num_restarted: int, num_left: int
+    ctx: OpContext,
+    lags: Sequence[int],
+    num_partial: int,
+    num_restarted: int,
+    num_dropped: int,
+    num_left: int,
 ) -> None:
     """How old the responses are: the mean, the oldest, and the share of each age.
 
     lags: of each response, how many steps ago its first token was sampled. num_partial: those that were
-    sampled in several steps. num_restarted: groups that were begun anew. num_left: those that stay.
+    sampled in several steps. num_restarted: groups that were begun anew. num_dropped: those that were
+    given up. num_left: those that stay.
     """
     ctx.metrics.mean("rollout/lag", sum(lags), len(lags))
     ctx.metrics.max("rollout/lag_max", max(lags, default=0))
@@ -19,6 +25,7 @@ def report_lag(
         ctx.metrics.mean(f"rollout/lag_{lag}", lags.count(lag), len(lags))
     ctx.metrics.mean("rollout/partial", num_partial, len(lags))
     ctx.metrics.sum("rollout/restarted", num_restarted)
+    ctx.metrics.sum("rollout/dropped", num_dropped)
     ctx.metrics.sum("rollout/in_flight", num_left)
 
 

@@ -33,5 +33,6 @@ def partial_interaction(
             pumps, lambda lines: game_of(interaction, lines, validate=False), begin, ctx.step
         )
     interaction.step_of = left.step_of
-    report_lag(ctx, left.lags, left.num_partial, left.num_restarted, left.num_in_flight)
+    dropped = in_flight.drain_dropped()
+    report_lag(ctx, left.lags, left.num_partial, left.num_restarted, dropped, left.num_in_flight)
     return give_rows(ctx, interaction, left.prompts, left.played, n)

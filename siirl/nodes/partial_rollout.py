@@ -50,7 +50,8 @@ def partial_rollout(
     lags = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
     num_partial = sum(len(set(one.steps)) > 1 for one in taken.responses)
     report_token_lag(ctx, Counter(step for one in taken.responses for step in one.steps))
-    report_lag(ctx, lags, num_partial, taken.num_restarted, in_flight.num_more(ctx.step))
+    dropped, left = in_flight.drain_dropped(), in_flight.num_more(ctx.step)
+    report_lag(ctx, lags, num_partial, taken.num_restarted, dropped, left)
     ctx.metrics.merge(engine.drain_metrics())
     dump_rollouts(ctx, out)
     return out

@@ -7,7 +7,8 @@ line within the bound trains within it. The last step gives the groups that were
 have begun by then; prompts that a batch of the loader had too many stay unread, and are counted.
 
 Shards load whole batches and give parts of them: the groups that leave are dealt to the shards in turn, so
-that each has loaded all that it must give.
+that each has loaded all that it must give. All load the same batches. Where groups are dropped
+(rollout.stale=drop), the shard that lacks the most says how many, and what the others have too many waits.
 """
 
 import functools
@@ -33,14 +34,23 @@ class PromptsInFlight(RowBuffer):
     shard keep the same prompts.
     """
 
-    def __init__(self, max_lag: int, surplus: float, batch_size: int, step_size: int | None = None) -> None:
-        """See rollout.max_lag and rollout.surplus. batch_size: prompts that the loader gives at once, over
-        all shards. step_size: those that train in a step, where that is another number.
+    def __init__(
+        self,
+        max_lag: int,
+        surplus: float,
+        batch_size: int,
+        step_size: int | None = None,
+        stale: str = "wait",
+    ) -> None:
+        """See rollout.max_lag, rollout.surplus and rollout.stale. batch_size: prompts that the loader gives
+        at once, over all shards. step_size: those that train in a step, where that is another number.
         """
         super().__init__()
         self._max_lag, self._surplus, self._batch_size = max_lag, surplus, batch_size
-        self._step_size = step_size or batch_size
-        self._num_prompts = 0  # that were loaded and not given, over all shards
+        self._step_size, self._stale = step_size or batch_size, stale
+        self._bound = max_lag if stale == "wait" else 0  # 0: what stays need not leave in time
+        self._num_given = 0  # groups that have left, over all shards
+        self._num_dropped = 0  # groups that were given up since the last report
         self._last_batch = 0  # number of the last batch that was loaded
         self._num_loading = self._num_leaving = self._num_active = 0  # batches; groups, of this shard
         self._wanted = 0  # groups that leave now, over all shards
@@ -48,12 +58,14 @@ class PromptsInFlight(RowBuffer):
         self._group_ids = range(0)
         self._told = (0, 0)
 
-    def load(self, loader: PromptLoader, step: int, last_step: int, wanted: int | None = None) -> TensorDict:
-        """The prompts that are read now, maybe several batches or none, so that all that begins is trained.
+    def num_missing(self, loader: PromptLoader, step: int, last_step: int, wanted: int | None = None) -> int:
+        """How many batches this shard lacks for what leaves now and the surplus; drops what is too old.
 
         wanted: groups that leave, over all shards, where that is not the whole of a step. Each rank of the
-        node asks its own loader; no communication.
+        node asks, in every round; collective over the ranks of a shard where groups are dropped.
         """
+        if self._stale == "drop":
+            self._drop(self._too_old(step))
         self._wanted = wanted or self._step_size
         owners = _owners(self._batch_size, loader.num_shards)
         window = [owners[at % self._batch_size] for at in range(self._first, self._first + self._wanted)]
@@ -63,14 +75,20 @@ class PromptsInFlight(RowBuffer):
         self._steady = _least(owners, loader.shard, self._step_size)
         ahead = min(self._surplus, last_step - step)
         self._num_active = self._num_leaving + int(ahead * self._steady)
-        missing = self._wanted + ahead * self._step_size - self._num_prompts
-        self._num_loading = max(0, math.ceil(missing / self._batch_size))
-        return loader.next_batch(self._num_loading)
+        needed = math.ceil(self._wanted + ahead * self._step_size)
+        mine = sum(owners[(self._first + at) % self._batch_size] == loader.shard for at in range(needed))
+        return max(0, math.ceil((mine - len(self.orders())) / (owners.count(loader.shard) or 1)))
+
+    def load(self, loader: PromptLoader, num_batches: int) -> TensorDict:
+        """The next batches. num_batches: the most that any shard misses, so that all that begins is trained
+        and all shards have read the same."""
+        self._num_loading = num_batches
+        return loader.next_batch(num_batches)
 
     @property
     def _first(self) -> int:
         """The place in a batch of the group that leaves next, over all shards."""
-        return -self._num_prompts % self._batch_size
+        return self._num_given % self._batch_size
 
     def give_prompts(self, orders: Sequence[int]) -> TensorDict:
         """The prompts of the groups that leave, numbered over all shards. On all ranks of the shard."""
@@ -78,7 +96,7 @@ class PromptsInFlight(RowBuffer):
         out = take_rows(out, out[ORDER].argsort()).exclude(ORDER)
         out["group_id"] = torch.tensor(self._group_ids, dtype=torch.int64)
         out["row_id"] = out["group_id"].clone()
-        self._num_prompts -= self._wanted
+        self._num_given += self._wanted
         return out
 
     def num_more(self, step: int) -> int:
@@ -87,14 +105,19 @@ class PromptsInFlight(RowBuffer):
         self._told = (step, len(self.orders()))
         return self._told[1] - told
 
+    def drain_dropped(self) -> int:
+        """How many groups were given up since the last call."""
+        dropped, self._num_dropped = self._num_dropped, 0
+        return dropped
+
     def state(self) -> dict[str, Any]:
         """See RowBuffer."""
-        kept = {"num_prompts": self._num_prompts, "last_batch": self._last_batch}
+        kept = {"num_given": self._num_given, "last_batch": self._last_batch}
         return super().state() | kept | {"batch_size": self._batch_size}
 
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
         """See RowBuffer: of as many shards as before each goes on with its own; DataError for states of
-        another batch size, and for prompts of which is not told how many were loaded.
+        another batch size, and for prompts of which is not told how many have left before them.
         """
         sizes = {state.get("batch_size", self._batch_size) for state in states if state["columns"]}
         if sizes - {self._batch_size}:
@@ -103,13 +126,13 @@ class PromptsInFlight(RowBuffer):
                 f"is {self._batch_size} (or data.gen_batch_size, with dynamic sampling): they cannot be "
                 "dealt out. Resume with the batch size of before."
             )
-        if any(state["columns"] and "num_prompts" not in state for state in states):
+        if any(state["columns"] and "num_given" not in state for state in states):
             raise DataError(
-                "the checkpoint holds prompts in flight and not how many were loaded: another version of "
-                "siirl has saved it, and some would be trained twice. Resume with that version, or start "
-                "anew with trainer.resume_mode=disable."
+                "the checkpoint holds prompts in flight and not how many have left before them: another "
+                "version of siirl has saved it, and some would be trained twice. Resume with that version, "
+                "or start anew with trainer.resume_mode=disable."
             )
-        self._num_prompts = max((state.get("num_prompts", 0) for state in states), default=0)
+        self._num_given = max((state.get("num_given", 0) for state in states), default=0)
         self._last_batch = max((state.get("last_batch", 0) for state in states), default=0)
         if len(states) == num_shards:
             super().load_state([states[shard]], 0, 1)
@@ -129,12 +152,26 @@ class PromptsInFlight(RowBuffer):
             for name in ("group_id", "row_id"):
                 part[name] = part[name] % self._batch_size
             self._last_batch += 1
-            self._num_prompts += self._batch_size
             slots = part["group_id"].tolist()
             self.add(part)
             orders = self._orders()[-len(part) :] if len(part) else ()
             yield self._last_batch, dict(zip(slots, orders, strict=True))
         self._num_loading = 0
+
+    def _too_old(self, step: int) -> list[int]:
+        """The ORDERs of the groups with a token older than the bound; equal on all ranks of a shard."""
+        raise NotImplementedError
+
+    def _forget(self, orders: Sequence[int]) -> None:
+        """Let go of what there is of these groups besides their prompts."""
+        raise NotImplementedError
+
+    def _drop(self, orders: Sequence[int]) -> None:
+        """Give groups up, their prompts too."""
+        if orders:
+            self._forget(orders)
+            self.remove(torch.tensor(orders, dtype=torch.int64))
+            self._num_dropped += len(orders)
 
     def _active(self) -> list[int]:
         """The ORDERs of the groups that are in work: those that leave and the surplus."""

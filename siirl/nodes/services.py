@@ -58,14 +58,14 @@ def _in_flight(node: LocalNode, rank: OnRank) -> PromptsInFlight:
     batch = batch_of(node.cfg)
     sizes = {"batch_size": batch.generated, "step_size": batch.prompts}
     if "interaction" in node.plan.needs:
-        kept = EpisodesInFlight(rollout.max_lag, rollout.surplus, **sizes)
+        kept = EpisodesInFlight(rollout.max_lag, rollout.surplus, **sizes, stale=rollout.stale)
     else:
         engine = rank.engines[str(node.plan.model)]
         assert isinstance(engine, RolloutEngine)
         kept = RolloutsInFlight(
             *(engine, rollout.n, rollout.max_lag, rollout.surplus),
             **sizes,
-            restarts=rollout.stale == "restart",
+            stale=rollout.stale,
             decodes_on=node.plan.decodes_on,
         )
     node.buffer = kept

@@ -313,8 +313,11 @@ def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> li
     else:
         kept = _kept_memory(cfg) if rollout.keeps_kv else "no device memory"
         rest = f"those that a step does not complete keep their tokens, and {kept}, and go on in the next one"
-    if rollout.stale == "restart":
-        rest += "; those that would be older begin anew"
+    rest += {
+        "wait": "",
+        "restart": "; those that would be older begin anew",
+        "drop": "; those that would be older are dropped, and others loaded in their place",
+    }[rollout.stale]
     return [
         f"  at most {_count(node.max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
         f"{'episodes' if talks else 'responses'}) are in work; {rest}"

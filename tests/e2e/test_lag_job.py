@@ -1,5 +1,6 @@
 """Rollouts with a lag, by the command: what is trained, how old it is, and that a resume loses nothing."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -97,6 +98,34 @@ def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, w
     if ranks == 2:
         ours, theirs = resumed.weights(), run.weights()
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_what_is_too_old_is_dropped_and_replaced_also_after_a_kill(tmp_path):
+    """Killed and resumed it drops, loads and trains what the uninterrupted run does, bit for bit."""
+    made, runs, rows = Inputs.make(tmp_path / "inputs", rows=120), {}, {}
+    keys = [*LONG_TAIL, f"{ROLLOUT}.max_lag=1", f"{ROLLOUT}.stale=drop", "trainer.total_training_steps=7"]
+    keys += ["trainer.test_freq=-1", "trainer.deadline_s=240"]
+    for name, more in (("whole", []), ("killed", ["trainer.save_freq=1"])):
+        dump = f"trainer.dump_rollouts_dir={tmp_path / name / 'dump'}"
+        texts = f"trainer.rollout_data_dir={tmp_path / name / 'texts'}"
+        arguments = overrides(made, tmp_path / name / "out", *keys, *more, dump, texts)
+        if name == "killed":
+            with pytest.raises(WorkerFailure, match="killed in step 4"):
+                run_job(2, arguments, deadline_s=300, run=three_steps)
+        runs[name] = run_job(2, arguments, deadline_s=300)
+        rows[name] = recorded(tmp_path / name / "dump")
+    lines = [
+        line for file in (tmp_path / "whole/texts").glob("*.jsonl") for line in file.read_text().splitlines()
+    ]
+    trained = Counter(json.loads(line)["sample_index"] for line in lines)
+    assert set(trained.values()) == {2} and len(trained) == 7 * 8, "n rows of each prompt, no prompt twice"
+    dropped = runs["whole"].values("rollout/dropped")
+    assert sum(dropped[:3]) > 0 and sum(dropped[3:]) > 0 and max(runs["whole"].values("rollout/lag_max")) == 1
+    assert runs["killed"].values("rollout/dropped") == dropped and rows["killed"] == rows["whole"]
+    ours, theirs = (runs[name].weights() for name in ("killed", "whole"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.slow

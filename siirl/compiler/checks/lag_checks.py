@@ -36,22 +36,17 @@ def _of_an_interaction(plan: InteractionPlan, kept: Workflow) -> Iterator[UserEr
     rollouts = [node.cfg.actor_rollout_ref.rollout for node in speakers]
     if not any(rollout.max_lag for rollout in rollouts):
         return
-    for key in ("max_lag", "surplus"):
+    for key in ("max_lag", "surplus", "stale"):
         values = [getattr(rollout, key) for rollout in rollouts]
         other = next((i for i, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             yield DagError(
-                f"{speakers[0]} has rollout.{key}={values[0]:g} and {speakers[other]}, in the same "
-                f"interaction, {values[other]:g}: its episodes go on as a whole. Set the same for all its "
+                f"{speakers[0]} has rollout.{key}={values[0]} and {speakers[other]}, in the same "
+                f"interaction, {values[other]}: its episodes go on as a whole. Set the same for all its "
                 "agents."
             )
             return
     for node, rollout in zip(speakers, rollouts, strict=True):
-        if rollout.stale != "wait":
-            yield NotSupportedError(
-                f"not supported yet: {node}: rollout.stale={rollout.stale} in an interaction, whose episodes "
-                "may be inside environments and tools. Set stale=wait."
-            )
         if rollout.name == "openai":
             yield NotSupportedError(
                 f"not supported yet: rollout.max_lag={rollout.max_lag} in an interaction with {node}, for "

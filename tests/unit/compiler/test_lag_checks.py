@@ -198,8 +198,8 @@ def test_the_episodes_of_an_interaction_go_on_as_a_whole(template):
         (lambda: talking(config={"rollout.surplus": 1}), DagError, ["surplus=1.5", "'rollout_1'", ", 1"]),
         (
             lambda: talking(config={"rollout.stale": "restart"}),
-            NotSupportedError,
-            ["'rollout_1'", "stale=restart", "Set stale=wait"],
+            DagError,
+            ["stale=wait", "'rollout_1'", ", restart"],
         ),
         (
             lambda: talking(config={"rollout.max_lag": 0, "rollout.surplus": 0}),

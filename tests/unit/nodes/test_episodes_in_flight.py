@@ -150,14 +150,17 @@ def game_of(stages, functions):
 class Job:
     """The interactions of a run on some shards, without the rest of it."""
 
-    def __init__(self, shards, batch, n, max_lag, surplus, steps, stages=TALK, functions=None, speed=1):
+    def __init__(
+        self, shards, batch, n, max_lag, surplus, steps, stages=TALK, functions=None, speed=1, stale="wait"
+    ):
         self.shards, self.batch, self.n, self.steps = shards, batch, n, steps
         self.stages = stages
         self.game = game_of(stages, functions or {"over": over})
         self.loaders = [PromptLoader(Prompts(64), batch, s, shards, seed=3) for s in range(shards)]
-        self.kept = [EpisodesInFlight(max_lag, surplus, batch) for _ in range(shards)]
+        self.kept = [EpisodesInFlight(max_lag, surplus, batch, stale=stale) for _ in range(shards)]
         self.rng = random.Random(speed)
         self.step, self.trained, self.lags, self.partial, self.restarted = 0, [], [], 0, 0
+        self.dropped = 0
 
     def begin(self, prompts, batches):
         found = []
@@ -177,9 +180,11 @@ class Job:
     def advance(self):
         """One step; the rows of all shards, as (prompt, conversation of each episode)."""
         self.step += 1
-        ids = []
-        for loader, kept in zip(self.loaders, self.kept, strict=True):
-            kept.admit(kept.load(loader, self.step, self.steps), self.step)
+        ids, both = [], list(zip(self.loaders, self.kept, strict=True))
+        missing = max(kept.num_missing(loader, self.step, self.steps) for loader, kept in both)
+        for loader, kept in both:
+            kept.admit(kept.load(loader, missing), self.step)
+            self.dropped += kept.drain_dropped()
             left = kept.play(self.pumps(), self.game, self.begin, self.step)
             self.partial, self.restarted = (
                 self.partial + left.num_partial,
@@ -279,6 +284,55 @@ def test_a_run_that_is_killed_and_resumed_on_any_number_of_shards_trains_the_sam
         assert resumed.restarted == (begun if saved[0] < steps else 0)
 
 
+@settings(max_examples=8, deadline=None)
+@given(CASES, st.sampled_from(["restart", "drop"]), st.sampled_from([TALK, PLAY]))
+def test_episodes_that_are_too_old_begin_anew_or_are_given_up(case, stale, stages):
+    """Within the bound, each prompt once; environments end with their episodes."""
+    shards, batch, n, max_lag, share, steps = case
+    Table.begun = Table.closed = 0
+    job = Job(shards, batch, n, max_lag, share * max_lag, steps, stages, speed=3, stale=stale)
+    while job.step < steps:
+        job.advance()
+    waiting = sum(len(kept.orders()) for kept in job.kept)
+    job.close()
+    prompts = [prompt for prompt, *_ in job.trained]
+    assert len(prompts) == steps * batch and max(job.lags) <= max_lag
+    assert Table.begun == Table.closed
+    if stale == "drop":
+        read = job.kept[0].state()["last_batch"] * batch
+        assert job.restarted == 0 and read == len(prompts) + waiting + job.dropped
+        assert max(Counter(prompts).values()) <= 1 + (read - 1) // (64 // batch * batch)
+    else:
+        plain = Job(shards, batch, n, 1, 0.0, steps, stages).finish()
+        assert Counter(job.trained) == Counter(plain.trained) and waiting == job.dropped == 0
+
+
+class Stuck(Decoder):
+    """Begins a few turns, and goes on with them in every fourth step only."""
+
+    def collect(self, timeout_s):
+        stuck = {key for key, (ask, _) in self.pending.items() if draw(ask.seed, "stuck") % 12 == 0}
+        before = {key: self.pending[key][1] for key in stuck if self.version % 4}
+        for key in before:
+            self.pending[key][1] = -99
+        answers = super().collect(timeout_s)
+        for key, end in before.items():
+            self.pending[key][1] = max(end, 1)
+        return answers
+
+
+@pytest.mark.parametrize("stale", ["restart", "drop"])
+def test_a_step_does_not_wait_for_episodes_that_it_restarts_or_drops(stale):
+    job = Job(1, 6, 1, 1, 1.0, 8, PLAY, stale=stale)
+    job.pumps = lambda: {
+        name: (Pump(lambda: Stuck(job.step, job.rng), Ask, name, 10.0),) for name in POLICIES
+    }
+    for _ in range(8):
+        job.advance()
+    job.close()
+    assert (job.dropped if stale == "drop" else job.restarted) > 1
+
+
 class Waves(RolloutEngine):
     """Says a token of each turn at a time, and counts how often; comes back where it is interrupted."""
 
@@ -352,13 +406,13 @@ def test_another_batch_size_is_refused():
         Job(1, 4, 2, 1, 1.0, 6).resume(1, job.state())
 
 
-def test_prompts_in_flight_that_do_not_say_how_many_were_loaded_are_refused():
+def test_prompts_in_flight_that_do_not_say_how_many_have_left_are_refused():
     job = Job(1, 8, 2, 1, 1.0, 6)
     job.advance()
     job.close()
     states, position = json.loads(job.state())
-    untold = [{name: value for name, value in state.items() if name != "num_prompts"} for state in states]
-    with pytest.raises(DataError, match=r"not how many were loaded.*resume_mode=disable"):
+    untold = [{name: value for name, value in state.items() if name != "num_given"} for state in states]
+    with pytest.raises(DataError, match=r"not how many have left.*resume_mode=disable"):
         Job(1, 8, 2, 1, 1.0, 6).resume(1, json.dumps([untold, position]))
 
 
