@@ -258,9 +258,11 @@ class RolloutsInFlight(PromptsInFlight):
         return len(stale)
 
     def _take_back(self, orders: Sequence[int]) -> None:
-        """Have nothing of these groups run. A stream cannot give up one request: all that runs is paused."""
-        if any(_key(order, one) in self._running for order in orders for one in self.responses[order]):
-            self.pause()
+        """Have nothing of these groups run."""
+        keys = {_key(order, one) for order in orders for one in self.responses[order]} & self._running.keys()
+        if keys:
+            assert self._stream is not None
+            self._extend(self._stream.pause(keys))
 
     def _is_enough(self, num_open: dict[int, int], step: int) -> bool:
         """Whether the step may end; see deadlines.py."""

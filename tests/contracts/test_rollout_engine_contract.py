@@ -644,6 +644,19 @@ def test_what_is_kept_is_of_the_weights_that_computed_it_and_new_requests_find_n
         torch.testing.assert_close(torch.tensor(one.log_probs), expected, atol=1e-4, rtol=0)
 
 
+def test_a_part_of_the_requests_is_paused(engine):
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    requests = [Request(key, [5, 6], params, number) for number, key in enumerate("abc")]
+    expected = generated(engine, requests)
+    stream = engine.stream(lambda keys: True)
+    stream.submit(requests)
+    answers = dict(stream.pause(["b"]))
+    assert "b" in answers
+    while stream.num_pending:
+        answers |= dict(stream.collect(60.0))
+    assert [answers[key] for key in "ac"] == [expected[key] for key in "ac"]
+
+
 def test_a_stream_of_nothing_answers_at_once(engine):
     stream = engine.stream()
     stream.submit([])

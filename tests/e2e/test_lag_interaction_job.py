@@ -134,6 +134,28 @@ def test_a_run_that_goes_on_from_a_checkpoint_trains_every_prompt_once(inputs, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(800)
+def test_agents_whose_engines_are_on_other_ranks_go_on_too(inputs, tmp_path):
+    other = make_tiny_model_dir(tmp_path / "other", family="llama", tie=False, vocab=80, init_std=0.2, seed=5)
+
+    def apart(folder: Path) -> list[str]:
+        """Agent 1, of another model, answers on a rank of its own."""
+        nodes = [*agent(0, "talk_1"), *agent(1, "talk_1")]
+        for one in nodes:
+            if one["node_role"] in ("ROLLOUT", "ACTOR"):
+                one["placement"] = f"{one['agent_group']}"
+                one |= {"config": {"model.path": str(other)}} if one["agent_group"] else {}
+            if one["node_id"] == "talk_1":
+                one["dependencies"] = ["talk_0"]
+        return workflow(folder, nodes)
+
+    run = compared(inputs, tmp_path, 2, apart, "trainer.deadline_s=240", deadline_s=360)
+    assert max(run.values("agent_0/rollout/lag_max")) > 0
+    assert max(run.values("agent_0/rollout/partial")) > 0
+    assert run.values("agent_0/rollout/in_flight")[-1] == 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_episodes_on_vllm_go_on(inputs, tmp_path):
     make_tiny_model_dir(tmp_path / "model", init_std=0.2, head_dim=32)

@@ -87,15 +87,7 @@ def _of_its_rows(node: ResolvedNode, lag: str, kept: Workflow) -> Iterator[UserE
 
 
 def check_loaders(plan: Plan) -> Iterator[UserError]:
-    """Prompts that are loaded ahead arrive where the rollout is, and so do the turns of its episodes."""
-    for entry, found in plan.interactions.items():
-        if plan.nodes[entry].max_lag and found.streams:
-            policies = " and ".join(sorted({stream.policy for stream in found.streams}))
-            yield NotSupportedError(
-                f"not supported yet: node {entry!r}: actor_rollout_ref.rollout.max_lag where engines of "
-                f"other ranks speak in its episodes ({policies}): their turns cannot be interrupted. Set "
-                "max_lag to 0, or place all agents of the interaction on the same ranks."
-            )
+    """Prompts that are loaded ahead arrive where the rollout is."""
     for loader in plan.loaders.values():
         if loader.ahead and plan.run_of(loader.node).source != loader.layout:
             yield NotSupportedError(

@@ -4,7 +4,7 @@ An engine belongs to one data-parallel shard of its node; methods are local to t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -144,9 +144,10 @@ class RolloutStream(ABC):
         when the engine failed, died, or hangs.
         """
 
-    def pause(self) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
-        """Take back everything that is pending: what is not complete ends with finish_reason "paused".
+    def pause(self, keys: Collection[Key] | None = None) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
+        """Take back what is pending: what is not complete ends with finish_reason "paused".
 
+        keys: of the requests that are taken back, by default all; others may be answered, too.
         Such a completion has the tokens so far, maybe none. Submitted again as the end of a prompt (see
         Request.start), under equal weights the response becomes what it would have been. NotSupportedError
         for a stream that cannot; else as `collect`.
@@ -396,12 +397,12 @@ class WaveStream(RolloutStream):
             more = f" and {len(keys) - MOST_NAMED} more" if len(keys) > MOST_NAMED else ""
             raise RolloutError(f"{error} Prompts 0, 1, ... are those of requests {named}{more}.") from error
 
-    def pause(self) -> list[tuple[Key, Completion | EpisodeFailed]]:
+    def pause(self, keys: Collection[Key] | None = None) -> list[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream."""
         answers: list[tuple[Key, Completion | EpisodeFailed]] = list(self._refused.items())
-        version = self._engine.weight_version
-        answers += [(key, one.so_far("paused", version)) for key, one in self._waiting.items()]
-        self.close()
+        version, self._refused = self._engine.weight_version, {}
+        for key in [key for key in self._waiting if keys is None or key in keys]:
+            answers.append((key, self._waiting.pop(key).so_far("paused", version)))
         return answers
 
     def close(self) -> None:

@@ -16,13 +16,13 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, check_keys
+from siirl.engines.rollout.base import Completion, Interrupt, Key, Request, RolloutStream, check_keys
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 from siirl.observe.printable import printable
@@ -70,11 +70,15 @@ class Failed(Message):
     reason: str
 
 
+class Pause(Message):
+    """The client takes back all that it has asked."""
+
+
 class Done(Message):
     """The client closes its stream."""
 
 
-FromClient = Hello | Submit | Alive | Failed | Done
+FromClient = Hello | Submit | Pause | Alive | Failed | Done
 FromServer = Finished | Unanswered | Alive | Failed
 
 
@@ -124,9 +128,10 @@ class StreamServer:
         self._arrived: dict[int, deque[Connection]] = defaultdict(deque)
         threading.Thread(target=self._accept, name=f"door of {model}", daemon=True).start()
 
-    def serve(self, open_stream: Callable[[], RolloutStream], clients: Sequence[int]) -> None:
+    def serve(self, open_stream: Callable[[Interrupt], RolloutStream], clients: Sequence[int]) -> None:
         """Answer the next stream of each client rank, until each has closed it.
 
+        open_stream: `RolloutEngine.stream`; it comes back where a client takes back what it has asked.
         RolloutError when the engine fails; PeerError when a client fails or dies; DeadlineError for one that
         never comes or falls silent. Whatever is raised, all clients get to know, also those that come later:
         nobody is served after it. Without clients nothing is opened.
@@ -135,7 +140,8 @@ class StreamServer:
             return
         session = None
         try:
-            session = Session(self.address, open_stream())
+            opened: dict[int, Connection] = {}
+            session = Session(self.address, open_stream(lambda _: self._is_pausing(opened)), opened)
             self._serve(session, set(clients))
         except BaseException as error:
             self._fail(session, str(error))
@@ -178,6 +184,10 @@ class StreamServer:
             here = [connection for arrived in self._arrived.values() for connection in arrived]
         for connection in [*here, *(session.open.values() if session else ())]:
             connection.refuse(text)
+
+    def _is_pausing(self, opened: dict[int, Connection]) -> bool:
+        with self._news:
+            return any(isinstance(said, Pause) for one in opened.values() for said in one.inbox)
 
     def _has_news(self, session: "Session", expected: set[int]) -> bool:
         come = any(self._arrived[rank] for rank in expected)
@@ -232,9 +242,9 @@ class StreamServer:
 class Session:
     """One interaction at the server: the engine's stream, and the clients whose requests it holds."""
 
-    def __init__(self, address: Address, stream: RolloutStream) -> None:
-        self.address, self.stream = address, stream
-        self.open: dict[int, Connection] = {}
+    def __init__(self, address: Address, stream: RolloutStream, opened: dict[int, Connection]) -> None:
+        """opened: the connections, which it changes."""
+        self.address, self.stream, self.open = address, stream, opened
         self._asked: dict[Key, tuple[int, Key]] = {}  # key in the stream -> client and its own key
         self._num_asked = 0
         self._spoken_s = time.monotonic()
@@ -247,6 +257,10 @@ class Session:
                 self._num_asked += len(numbered)
                 self._asked |= {number: (rank, request.key) for number, request in numbered.items()}
                 self.stream.submit([dataclasses.replace(r, key=number) for number, r in numbered.items()])
+            case Pause():
+                self._hand_out(
+                    self.stream.pause({key for key, (asker, _) in self._asked.items() if asker == rank})
+                )
             case Done():
                 self.open.pop(rank).channel.close()
             case Failed(reason):
@@ -256,10 +270,7 @@ class Session:
 
     def answer(self) -> None:
         """Hand out what has completed, and say that we are alive. PeerError if a client has gone."""
-        for key, completion in self.stream.collect(COLLECT_S):
-            rank, own_key = self._asked.pop(key)
-            if rank in self.open:  # else it closed its stream before
-                self._send(rank, _answer(own_key, completion))
+        self._hand_out(self.stream.collect(COLLECT_S))
         if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
             self._spoken_s = time.monotonic()
             for rank in self.open:
@@ -269,6 +280,12 @@ class Session:
         for connection in self.open.values():
             connection.channel.close()
         self.stream.close()
+
+    def _hand_out(self, answers: Sequence[tuple[Key, Completion | EpisodeFailed]]) -> None:
+        for key, answer in answers:
+            rank, own_key = self._asked.pop(key)
+            if rank in self.open:  # else it closed its stream before
+                self._send(rank, _answer(own_key, answer))
 
     def _send(self, rank: int, message: FromServer) -> None:
         try:
@@ -336,6 +353,15 @@ class RemoteStream(RolloutStream):
                     "requests wait for it: it hangs, or works on something else for longer. Look at its log, "
                     "or raise trainer.deadline_s."
                 )
+        return answers
+
+    def pause(self, keys: Collection[Key] | None = None) -> list[tuple[Key, Completion | EpisodeFailed]]:
+        """See RolloutStream: all of it, whatever keys; errors as of collect."""
+        if self._pending:
+            self._send(Pause())
+        answers: list[tuple[Key, Completion | EpisodeFailed]] = []
+        while self._pending:
+            answers += self.collect(POLL_S)
         return answers
 
     def fail(self, text: str) -> None:

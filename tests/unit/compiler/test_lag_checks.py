@@ -6,6 +6,7 @@ import pytest
 from plan_cases import add_agent, compiled, config, custom, run_symbolically
 
 from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
+from siirl.compiler.plan import Serve
 from siirl.config.checks import check_config
 from siirl.config.effects import effect_warnings
 from siirl.dag.spec import DagBuilder, dag_spec
@@ -226,13 +227,17 @@ def test_agents_of_one_interaction_may_read_each_others_rows_and_none_of_others(
         compiled(dag.build(), 2, *LAG)
 
 
-def test_engines_of_other_ranks_cannot_be_interrupted():
+def test_engines_of_other_ranks_speak_in_episodes_that_go_on():
     dag = DagBuilder("apart")
     above = add_agent(dag, 0, "0")["rollout"]
     add_agent(dag, 1, "1", dependencies=[above])
-    compiled(dag.build(), 2)
-    with pytest.raises(NotSupportedError, match=r"engines of other ranks speak .*agent_1\.rollout"):
-        compiled(dag.build(), 2, *LAG)
+    plan = compiled(dag.build(), 2, *LAG)
+    (entry,) = plan.interactions
+    assert plan.nodes[entry].op == "partial_interaction"
+    assert [(found.policy, found.heads) for found in plan.interactions[entry].streams] == [
+        ("agent_1.rollout", (1,))
+    ]
+    assert [ins.ranks for ins in plan.instructions if isinstance(ins, Serve)] == [(1,)]
 
 
 def test_an_agent_for_which_a_service_speaks_cannot_be_interrupted():

@@ -42,6 +42,11 @@ class Script(RolloutStream):
         self.waiting = [request for request in self.waiting if request not in ready]
         return [(r.key, self.answer(r.prompt[0])) for r in ready]
 
+    def pause(self, keys):
+        taken = [request for request in self.waiting if request.key in keys]
+        self.waiting = [request for request in self.waiting if request not in taken]
+        return [(r.key, Completion([r.prompt[0]], [-1.0], "paused", 7)) for r in taken]
+
     def answer(self, p):
         if p == 12:
             return EpisodeFailed("engine 'x' has no answer to 12\udcff", kind="request")
@@ -60,7 +65,7 @@ def serving(stream, *sessions, deadline_s=20.0):
     def work():
         try:
             for clients in sessions:
-                server.serve(lambda: stream, clients)
+                server.serve(lambda _: stream, clients)
         except Exception as error:  # noqa: BLE001 - the edge of the thread
             errors.append(error)
 
@@ -118,6 +123,55 @@ def test_a_request_that_fails_alone_reaches_its_asker_as_that():
     (failed,) = answers.values()
     assert isinstance(failed, EpisodeFailed) and failed.kind == "request"
     assert str(failed) == r"engine 'x' has no answer to 12\udcff"
+
+
+def test_a_client_takes_back_what_it_has_asked_and_no_other():
+    script = Script()
+    with serving(script, [0, 3], [0]) as (address, errors):
+        first, other = (RemoteStream(address, rank, 10.0) for rank in (0, 3))
+        ask(other, 0, -1)
+        ask(first, 0)
+        assert first.pause() == [("key 0", Completion([0], [-1.0], "paused", 7))]
+        assert first.pause() == [] and first.num_pending == 0
+        assert [key for key, _ in other.collect(5.0)] == ["key -1"] and other.num_pending == 1
+        assert [key for key, _ in other.pause()] == ["key 0"]
+        for client in (first, other):
+            client.close()
+        again = RemoteStream(address, 0, 10.0)
+        ask(again, 4)
+        assert [key for key, _ in collected(again)] == ["key 4"]
+        again.close()
+    assert not errors and script.closed == 2
+
+
+def test_an_engine_that_works_inside_collect_comes_back_when_a_client_takes_back():
+    class Wave(Script):
+        """Works until it is interrupted."""
+
+        def collect(self, timeout_s):
+            until_s = time.monotonic() + 10
+            while self.waiting and not self.interrupt([]) and time.monotonic() < until_s:
+                time.sleep(0.01)
+            self.waited = time.monotonic() < until_s
+            return []
+
+    wave = Wave()
+    server = StreamServer("agent_1.rollout", 5, 20.0)
+
+    def opened(interrupt):
+        wave.interrupt = interrupt
+        return wave
+
+    thread = threading.Thread(target=server.serve, args=(opened, [0]))
+    thread.start()
+    client = RemoteStream(server.address, 0, 10.0)
+    ask(client, 2)
+    time.sleep(0.1)
+    assert [key for key, _ in client.pause()] == ["key 2"]
+    client.close()
+    thread.join(15)
+    server.close()
+    assert wave.waited and not thread.is_alive()
 
 
 def test_each_stream_of_a_rank_belongs_to_one_session_also_if_it_comes_early():

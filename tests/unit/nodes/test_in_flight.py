@@ -302,8 +302,8 @@ class Decoding(RolloutStream):
         part = cut(whole, len(versions))
         return key, replace(part, versions=versions, finish_reason=reason or whole.finish_reason)
 
-    def pause(self):
-        return [self.told(key, "paused") for key in list(self.running)]
+    def pause(self, keys=None):
+        return [self.told(key, "paused") for key in list(self.running) if keys is None or key in keys]
 
     def close(self):
         self.running = {}

@@ -2,7 +2,7 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -172,18 +172,28 @@ class VLLMStream(RolloutStream):
         answered, self._answered = self._answered, []
         return answered
 
-    def pause(self) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
+    def pause(self, keys: Collection[Key] | None = None) -> Sequence[tuple[Key, Completion | EpisodeFailed]]:
         """See RolloutStream; errors as of collect."""
-        self.hold()
+        self._hold(keys)
         version = self._engine.weight_version
-        self._answered += [(one.request.key, one.so_far(PAUSED, version)) for one in self._held]
-        answered, self._answered, self._held = self._answered, [], []
+        held, self._held = self._held, []
+        for one in held:
+            if keys is None or one.request.key in keys:
+                self._answered.append((one.request.key, one.so_far(PAUSED, version)))
+            else:
+                self._held.append(one)
+        answered, self._answered = self._answered, []
         return answered
 
     def hold(self) -> None:
         """See RolloutStream; errors as of collect."""
-        if self._pending:
-            for finished in self._router.pause(self._name, list(self._pending)):
+        self._hold()
+
+    def _hold(self, keys: Collection[Key] | None = None) -> None:
+        named = self._pending.items()
+        names = [name for name, one in named if keys is None or one.request.key in keys]
+        if names:
+            for finished in self._router.pause(self._name, names):
                 self._take(finished)
 
     def go_on(self) -> None:
