@@ -4,7 +4,8 @@ Text becomes tokens once. What the model produced is kept as it is; what others 
 template behind a stand-in for the model's turn, and added.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ Chat = list[dict[str, Any]]
 STAND_IN = "STANDINFORTHETURN"
 """Stands for the model's own turn in templates; no letter of it is changed by trimming or escaping."""
 MOST_KNOWN = 512
+MOST_TOOL_LISTS = 64
 
 
 def alternating(messages: Chat) -> Chat:
@@ -60,11 +62,37 @@ class ChatRenderer:
         self, tokenizer: Vocabulary, template_kwargs: Mapping[str, Any], tools: Sequence[dict] = ()
     ) -> None:
         self.tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs)
         self._options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
         self._name = getattr(tokenizer, "name_or_path", "") or "a tokenizer"
         self._known: dict[Any, list[int]] = {}
         self._taken: dict[str, bool] = {}
         self._end: list[int] | None = None
+        self._with_tools: dict[str, ChatRenderer] = {}
+
+    def with_tools(self, tools: Sequence[dict]) -> "ChatRenderer":
+        """One that tells the template of these tools; itself without any. MOST_TOOL_LISTS are kept."""
+        if not tools:
+            return self
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._with_tools:
+            if len(self._with_tools) >= MOST_TOOL_LISTS:
+                self._with_tools.clear()
+            self._with_tools[key] = ChatRenderer(self.tokenizer, self._template_kwargs, tools)
+        return self._with_tools[key]
+
+    @property
+    def takes_calls(self) -> bool:
+        """Whether the template writes the tool calls of an assistant's message."""
+        if "calls" not in self._taken:
+            call = {"type": "function", "function": {"name": STAND_IN, "arguments": {}}}
+            said = {"role": "assistant", "content": "", "tool_calls": [call]}
+            try:
+                text = self._templated([{"role": "user", "content": "..."}, said])
+            except (TemplateError, TypeError):
+                text = ""
+            self._taken["calls"] = STAND_IN in text
+        return self._taken["calls"]
 
     def start(self, messages: Chat) -> list[int]:
         """The tokens of a conversation, up to where the agent's turn begins."""
@@ -168,13 +196,17 @@ class ChatRenderer:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """A token context: a prompt and what followed, of which the agent produced a part."""
 
     messages: Chat
     """What the prompt says."""
     prompt_ids: list[int]
+    tools: Sequence[dict] = ()
+    """What the prompt tells of tools, where they are not the same in all rows."""
+    shown: Chat = field(default_factory=list)
+    """All messages that it holds, its turns included."""
     ids: list[int] = field(default_factory=list)
     """The tokens after the prompt; the lists that follow have an entry for each."""
     assistant_mask: list[bool] = field(default_factory=list)
@@ -186,7 +218,9 @@ class Row:
     versions: list[int] = field(default_factory=list)
     """Of the weights that produced the token; -1 where it is not the agent's."""
     finish_reason: str = ""
-    """That of the last turn."""
+    """That of the last turn; empty before the first."""
+    busy: bool = False
+    """Its next turn is being generated."""
 
     def read(self, tokens: list[int]) -> None:
         """Add tokens that the agent did not produce."""
@@ -208,84 +242,158 @@ class Row:
         self.versions += versions
 
 
+@dataclass(frozen=True)
+class Opening:
+    """What an agent reads before a turn. It becomes part of its row when the turn has been spoken."""
+
+    row: Row
+    """One that goes on, or a new one."""
+    read: list[int]
+    """The tokens that follow what the row holds."""
+    shown: Chat
+    """All messages that the agent has read then."""
+    room: int
+    """Most tokens of the turn."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the turn is generated after."""
+        return self.row.prompt_ids + self.row.ids + self.read
+
+
+def as_said(text: str) -> dict[str, Any]:
+    """A turn as a message, word for word."""
+    return {"role": "assistant", "content": text}
+
+
 class Context:
-    """All rows of one agent in one episode; the last one is written."""
+    """All rows of one agent in one episode."""
 
     def __init__(self, renderer: ChatRenderer, limits: Limits) -> None:
         self._renderer, self._limits = renderer, limits
         self.rows: list[Row] = []
         self.texts: dict[int, str] = {}  # turn -> what the agent said, before any post-processing
         self.num_truncated = 0
-        self._shown: Chat = []
         self._where: dict[int, tuple[Row, int]] = {}  # turn -> its row, and position of its last token there
 
-    def begin(self, messages: Chat, prompt_ids: list[int] | None = None) -> tuple[list[int], int]:
-        """Read what is new in a conversation: (tokens so far, most tokens of the turn that follows them).
+    def begin(
+        self,
+        messages: Chat,
+        prompt_ids: list[int] | None = None,
+        tools: Sequence[dict] = (),
+        spelled: Chat | None = None,
+    ) -> Opening:
+        """Where the turn after a conversation begins; `speak` or `give_up` follows.
 
-        messages: all that the agent sees, its own turns as it said them. They extend the row if they begin
-        with what is in it, and there is room; else a new row begins. prompt_ids: tokens of exactly these
-        messages, where they are known. ContextFull if they fit nowhere, and are not to be cut.
+        messages: all that the agent sees, its own turns as it said them. They extend the row that holds most
+        of their beginning, if there is room; else a new row begins. prompt_ids: tokens of exactly these
+        messages, where they are known. tools: those that the agent is told of, if they are not the
+        renderer's. spelled: the messages as templates get them. ContextFull if they fit nowhere, and are not
+        to be cut.
         """
-        if not (self.rows and self._extend(messages)):
-            self._start(messages, prompt_ids)
-        row = self.rows[-1]
-        room = self._limits.response - len(row.ids)
-        return row.prompt_ids + row.ids, min(room, self._limits.turn or room)
+        renderer, spelled = self._renderer.with_tools(tools), spelled or messages
+        opening = self._extended(renderer, messages, tools, spelled)
+        if opening is None:
+            opening = self._started(renderer, messages, prompt_ids, tools, spelled)
+        opening.row.busy = True
+        return opening
 
-    def speak(self, generated: Generated, turn: int) -> str:
-        """Keep a turn; returns its text."""
+    def give_up(self, opening: Opening) -> None:
+        """There is no turn: the row stays as it was."""
+        opening.row.busy = False
+
+    def speak(
+        self,
+        opening: Opening,
+        generated: Generated,
+        turn: int,
+        as_message: Callable[[str], dict[str, Any]] = as_said,
+    ) -> str:
+        """Keep a turn; returns its text. as_message: gives how messages will name it later."""
+        row = opening.row
+        row.busy = False
         if not generated.token_ids or len(generated.token_ids) != len(generated.log_probs):
             raise EpisodeFailed(
                 f"the policy gave {len(generated.token_ids)} tokens and {len(generated.log_probs)} log-probs",
                 "policy",
             )
-        row = self.rows[-1]
+        if not row.finish_reason:
+            self.rows.append(row)
+        row.read(opening.read)
         row.speak(generated, turn)
         self._where[turn] = row, len(row.ids) - 1
         self.texts[turn] = text = self._renderer.text(generated.token_ids)
-        self._shown.append({"role": "assistant", "content": text})
+        row.shown = [*opening.shown, as_message(text)]
         return text
 
-    @property
-    def shown(self) -> Chat:
-        """The messages that its last row holds, the last turn included."""
-        return self._shown
+    def num_known(self, messages: Chat) -> int:
+        """How many of the messages, from the first on, are in a row."""
+        return max((_num_shared(row.shown, messages) for row in self.rows), default=0)
 
     def reward(self, turn: int, value: float) -> None:
         """Add what the environment gave for a turn, at its last token."""
         row, position = self._where[turn]
         row.rewards[position] += value
 
-    def _extend(self, messages: Chat) -> bool:
-        known = len(self._shown)
-        if messages[:known] != self._shown:
-            return False
-        row = self.rows[-1]
-        last = row.ids[-1] if row.finish_reason == "stop" else None
-        tokens = self._renderer.follow(messages[known:], last)
-        if len(row.ids) + len(tokens) >= self._limits.response:
-            return False
-        row.read(tokens)
-        self._shown = list(messages)
-        return True
+    def reward_rows(self, value: float) -> None:
+        """Add what an episode as a whole is worth, at the end of each row, which is that of a turn."""
+        for row in self.rows:
+            row.rewards[-1] += value
 
-    def _start(self, messages: Chat, prompt_ids: list[int] | None) -> None:
-        tokens = self._renderer.start(messages) if prompt_ids is None else prompt_ids
-        shown = messages
+    def _extended(
+        self, renderer: ChatRenderer, messages: Chat, tools: Sequence[dict], spelled: Chat
+    ) -> Opening | None:
+        """After the row that holds most of the messages' beginning; None: there is none with room."""
+        going_on = [
+            row
+            for row in self.rows
+            if not row.busy and row.tools == tools and messages[: len(row.shown)] == row.shown
+        ]
+        if not going_on:
+            return None
+        row = max(going_on, key=lambda row: len(row.shown))
+        last = row.ids[-1] if row.finish_reason == "stop" else None
+        tokens = renderer.follow(spelled[len(row.shown) :], last)
+        room = self._limits.response - len(row.ids) - len(tokens)
+        return Opening(row, tokens, list(messages), self._most(room)) if room > 0 else None
+
+    def _started(
+        self,
+        renderer: ChatRenderer,
+        messages: Chat,
+        prompt_ids: list[int] | None,
+        tools: Sequence[dict],
+        spelled: Chat,
+    ) -> Opening:
+        """In a new row."""
+        tokens = renderer.start(spelled) if prompt_ids is None else prompt_ids
+        shown = spelled
         while (excess := len(tokens) - self._limits.prompt) > 0:
             last = shown[-1]
-            content = self._renderer.shortened(last["content"], excess)
+            content = renderer.shortened(last["content"], excess)
             if self._limits.long_context == "end" or content == last["content"]:
                 raise ContextFull(self._too_long(len(tokens), messages))
             shown = [*shown[:-1], {**last, "content": content}]
-            tokens = self._renderer.start(shown)
-        self.num_truncated += shown is not messages
-        self.rows.append(Row(shown, tokens))
-        self._shown = list(messages)
+            tokens = renderer.start(shown)
+        self.num_truncated += shown is not spelled
+        return Opening(Row(shown, tokens, tools), [], list(messages), self._most(self._limits.response))
+
+    def _most(self, room: int) -> int:
+        return min(room, self._limits.turn or room)
 
     def _too_long(self, num_tokens: int, messages: Chat) -> str:
         """What is too long for what, by the keys of the configuration."""
         why = f"({num_tokens} tokens) does not fit data.max_prompt_length={self._limits.prompt}"
-        if self.rows and messages[: len(self._shown)] == self._shown:
+        if any(messages[: len(row.shown)] == row.shown for row in self.rows):
             why += f", and what is new in it not the rest of data.max_response_length={self._limits.response}"
         return why
+
+
+def _num_shared(one: Chat, other: Chat) -> int:
+    """How many messages both begin with."""
+    count = 0
+    for mine, its in zip(one, other, strict=False):
+        if mine != its:
+            break
+        count += 1
+    return count

@@ -6,11 +6,11 @@ policies, tools and environments. unblocked by: their answers or deadlines.
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from siirl.agents.contexts import Chat, ChatRenderer, Context, ContextFull, Limits
+from siirl.agents.contexts import Chat, ChatRenderer, Context, ContextFull, Limits, Opening, as_said
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
 from siirl.agents.policy import Policy
@@ -56,6 +56,8 @@ class Game:
     """Reference of until or route -> the function."""
     make_env: Callable[[], HostedEnvironment] | None = None
     env_deadline_s: float = 60.0
+    play_outside: "Callable[[Game, Played], Awaitable[None]] | None" = None
+    """Lets a program play an episode in the place of the stages (siirl/agents/outside/)."""
 
     def asking(self, ask: Callable[[Any], Policy]) -> "Game":
         """The same, whose speakers ask what `ask` makes of their policies."""
@@ -114,9 +116,12 @@ async def interruptible(work: Coroutine[Any, Any, Result]) -> Result:
 async def run_episode(game: Game, episode: Episode, prompt_ids: list[int] | None = None) -> Played:
     """Play one episode to its end, from reset to close of its environment."""
     played = Played(episode, {}, prompt_ids)
-    episode.messages += [_message(message) for message in episode.task["raw_prompt"]]
     try:
-        await _play(game, played)
+        if game.play_outside is not None:
+            await game.play_outside(game, played)
+        else:
+            episode.messages += [_message(message) for message in episode.task["raw_prompt"]]
+            await _play(game, played)
     except EpisodeFailed as error:
         episode.error, played.kind = str(error), error.kind
     except ContextFull as error:
@@ -166,7 +171,8 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
                 f"node {stage.node!r}: pre_process gave {view!r:.200}, no list of messages with role and "
                 "content. Return the messages that the agent shall see."
             )
-    turn = await _turn(speaker, stage, episode, context, context.begin(view, known))
+    opening = context.begin(view, known)
+    turn = await take_turn(speaker, stage, episode, context, opening)
     if speaker.tools is None:
         return
     for _ in range(speaker.tools.most_rounds):
@@ -175,21 +181,32 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
             return
         episode.messages += answers
         more = [{"role": message.role, "content": message.content} for message in answers]
-        turn = await _turn(speaker, stage, episode, context, context.begin([*context.shown, *more]))
+        opening = context.begin([*opening.row.shown, *more])
+        turn = await take_turn(speaker, stage, episode, context, opening)
 
 
-async def _turn(
-    speaker: Speaker, stage: StagePlan, episode: Episode, context: Context, begun: tuple[list[int], int]
+async def take_turn(
+    speaker: Speaker,
+    stage: StagePlan,
+    episode: Episode,
+    context: Context,
+    opening: Opening,
+    most_tokens: int | None = None,
+    as_message: Callable[[str], dict[str, Any]] = as_said,
 ) -> Message:
-    """Generate after what the context has begun with, and add it to the episode."""
-    tokens, room = begun
+    """Generate after an opening, and add the turn to its row and to the episode. as_message: see speak."""
     turn, episode.turns = episode.turns, episode.turns + 1
     params = speaker.params
+    room = min(opening.room, params.max_tokens, most_tokens or params.max_tokens)
     if room < params.max_tokens:
         params = replace(params, max_tokens=room)
     seed = turn_seed(episode.seed, stage.agent, turn)
-    generated = await speaker.policy_of(episode).generate(tokens, params, seed)
-    text = context.speak(generated, turn)
+    try:
+        generated = await speaker.policy_of(episode).generate(opening.tokens, params, seed)
+    except BaseException:
+        context.give_up(opening)
+        raise
+    text = context.speak(opening, generated, turn, as_message)
     if speaker.post_process is not None:
         text = _called("post_process", stage, speaker.post_process, text, episode)
         if not isinstance(text, str):

@@ -56,15 +56,20 @@ def register_tool_parser(name: str) -> Callable[[ToolParser], ToolParser]:
     return register
 
 
-def tool_parser(name: str) -> ToolParser:
-    """The parser of this name, or the function that "file.py:fn" or "pkg.mod:fn" names; else ConfigError."""
+FORMAT = "actor_rollout_ref.rollout.multi_turn.format"
+
+
+def tool_parser(name: str, key: str = FORMAT) -> ToolParser:
+    """The parser of this name, or the function that "file.py:fn" or "pkg.mod:fn" names; else ConfigError.
+
+    key: whose value it is.
+    """
     if name in TOOL_PARSERS:
         return TOOL_PARSERS[name]
     if ":" in name:
-        return load_object(name, "actor_rollout_ref.rollout.multi_turn.format")
+        return load_object(name, key)
     raise ConfigError(
-        f"actor_rollout_ref.rollout.multi_turn.format={name}: unknown. Choose one of "
-        f"{', '.join(TOOL_PARSERS)}, or name a function file.py:fn."
+        f"{key}={name}: unknown. Choose one of {', '.join(TOOL_PARSERS)}, or name a function file.py:fn."
     )
 
 

@@ -163,7 +163,9 @@ class StagePlan:
     route: str | None
     """A function of the episode that chooses the node instead."""
     options: dict[str, Any]
-    """process_path, pre_process_kwargs and post_process_kwargs of an agent; of an environment env_path,
+    """process_path, pre_process_kwargs and post_process_kwargs of an agent; at the entry of an interaction
+    that a program plays, serve: the group of that name, and needs_reward, if nobody else scores; of an
+    environment env_path,
     env_kwargs, env_seed, deadline_s, max_concurrent, and whether its observations and rewards are used
     (obs_with_env, rewards_with_env)."""
 
@@ -195,6 +197,11 @@ class InteractionPlan:
     streams: tuple[StreamPlan, ...] = ()
     """Of the policies that are not on the drivers' ranks alone; drivers ask their own engines of the
     others."""
+
+    @property
+    def program(self) -> dict[str, Any] | None:
+        """What plays its episodes in the place of the stages: the keys of actor_rollout_ref.serve."""
+        return self.stages[0].options.get("serve")
 
     def heads(self, policy: str, driver: int) -> Ranks:
         """The ranks whose engines answer the episodes of a driver."""

@@ -14,6 +14,7 @@ from siirl.config.data import DataConfig
 from siirl.config.keys import Key, group, walk
 from siirl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from siirl.config.rollout import RolloutConfig
+from siirl.config.serve import ServeConfig
 from siirl.config.trainer import DagConfig, RayInitConfig, TrainerConfig
 from siirl.config.unused_keys import unused_keys
 
@@ -26,6 +27,7 @@ class ActorRolloutRefConfig:
     actor: ActorConfig = group(ActorConfig, "training")
     ref: RefConfig = group(RefConfig, "reference model")
     rollout: RolloutConfig = group(RolloutConfig, "rollout")
+    serve: ServeConfig = group(ServeConfig, "a program that plays the rollout's episodes")
 
 
 @dataclass(frozen=True)

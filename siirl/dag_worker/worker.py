@@ -271,6 +271,8 @@ class DAGWorker:
         """Release engines and reward processes. The process groups stay until the process ends."""
         for node in self.nodes.values():
             node.buffer.close()
+        for played in self.interactions.values():
+            played.close()
         for streams in self.streams.values():
             streams.close()
         for engine in self.rollout_engines.values():

@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
@@ -14,6 +14,7 @@ from siirl.agents.contexts import ChatRenderer, Limits
 from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
 from siirl.agents.runner import Game, Played, Speaker, run_all
+from siirl.agents.tool_parsers import tool_parser
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.compiler.interactions.stages import process_call
 from siirl.compiler.plan import InteractionPlan, StagePlan
@@ -37,6 +38,9 @@ from siirl.user_code.load_object import load_object
 from siirl.user_code.signatures import Call
 from siirl.user_code.source import check_loaded
 
+if TYPE_CHECKING:
+    from siirl.agents.outside.programs import Programs  # its HTTP server takes a third of a second
+
 log = logging.getLogger(__name__)
 UNBOUNDED = 1 << 30  # positions of a context whose tokens only a service counts
 
@@ -57,12 +61,19 @@ class Interaction:
     make_env: Callable[[], HostedEnvironment] | None
     env_deadline_s: float
     tools: dict[str, ToolUse]
+    programs: "Programs | None" = None
+    """What lets a program play the episodes, if one does."""
     rows: dict[int, TensorDict] = field(default_factory=dict)
     """Agent -> its rows, from one Run to the next."""
     step_of: dict[str, dict[int, int]] = field(default_factory=dict)
     """With a lag: rollout model -> version of weights -> the training step that sampled with it."""
     told: bool = False
     """The log has said that episodes ended because a context was full."""
+
+    def close(self) -> None:
+        """End the programs that play episodes. Idempotent."""
+        if self.programs is not None:
+            self.programs.endpoint.close()
 
 
 def build_interaction(
@@ -115,7 +126,27 @@ def build_interaction(
             for node, cfg in cfgs.items()
             if (use := tool_use(cfg.actor_rollout_ref.rollout.multi_turn, f"node {node!r}"))
         },
+        _programs(plan),
     )
+
+
+def _programs(plan: InteractionPlan) -> "Programs | None":
+    """What lets a program play, if the plan names one."""
+    program = plan.program
+    if program is None:
+        return None
+    from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
+    from siirl.agents.outside.programs import Programs, starter
+
+    limits = ProgramLimits(program["deadline_s"], program["max_requests"], program["max_concurrent"])
+    parse = tool_parser(program["tool_format"], "actor_rollout_ref.serve.tool_format")
+    command: Any = program["command"]
+    if program["is_function"]:
+        who = f"node {plan.entry!r}: actor_rollout_ref.serve.command"
+        function = load_object(command, who)
+        check_loaded(function, f"{who} = {command!r}", Call(("session",)))
+        command = function
+    return Programs(Endpoint(starter(command), limits), parse, program["needs_reward"])
 
 
 def interaction(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> TensorDict:
@@ -197,7 +228,9 @@ def game_of(shared: Interaction, policies: Mapping[str, tuple[Any, ...]], valida
         for stage in shared.plan.stages
         if stage.kind == "agent"
     }
-    return Game(shared.plan, speakers, shared.functions, shared.make_env, shared.env_deadline_s)
+    return Game(
+        shared.plan, speakers, shared.functions, shared.make_env, shared.env_deadline_s, shared.programs
+    )
 
 
 def _speaker(
@@ -242,7 +275,7 @@ def _finished(ctx: OpContext, played: list[Played], rows: TensorDict) -> list[Pl
         count = f"{len(failed)} of {len(played)} episodes{here} failed in {_when(ctx)}"
         text = f"{count}, the first ({which}) at node {node!r}: {first.error}"
         if all_failed == all_played:
-            users = str(failed[0].kind).startswith("env")
+            users = str(failed[0].kind).startswith(("env", "program"))
             left = f"Nothing is left to {'score' if ctx.validate else 'train on'}."
             raise (UserCodeError if users else RolloutError)(f"{text}. {left}")
         log.warning("%s", text)
@@ -340,6 +373,7 @@ def report_episodes(
         metrics.max("interaction/turns_max", one.episode.turns)
         metrics.mean("interaction/context_full", one.full)
         metrics.mean("interaction/env_done", one.episode.done)
+        metrics.mean("interaction/env_reward", sum(message.reward for message in one.episode.messages))
         _report_turns(metrics, one)
         for stage in plan.stages:
             if stage.kind == "agent":

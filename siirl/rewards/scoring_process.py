@@ -17,10 +17,10 @@ from typing import Any
 
 from siirl.rewards import by_data_source
 from siirl.rewards.cpu_limit import was_interrupted
-from siirl.rewards.keeper import keep
 from siirl.rewards.reward_registry import REWARDS, ScoreFn
 from siirl.rewards.sample import Outcome, Sample, describe, failed, score_batch, score_sample
 from siirl.rewards.user_function import load_user_function
+from siirl.sandbox.keeper import keep
 
 
 def main() -> None:

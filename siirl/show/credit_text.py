@@ -99,6 +99,8 @@ def _terms(plan: Plan, name: str, agent: int, cfg: Config) -> list[str]:
     talk = next(talk for talk in plan.interactions.values() if _speaks(talk, agent))
     if credit.turn and any(stage.options.get("rewards_with_env") for stage in talk.stages):
         terms.append(f"{credit.turn:g} x the environment's")
+    if credit.turn and talk.program is not None:
+        terms.append(f"{credit.turn:g} x the program's, if it gives one")
     return terms
 
 

@@ -126,9 +126,15 @@ def conversations(plan: Plan, configs: Configs) -> list[str]:
         for position, stage in enumerate(talk.stages, 1):
             who = "environment" if stage.kind == "env" else f"agent {stage.agent}"
             tools = "" if stage.kind == "env" else tool_words(stage.node, configs)
-            rows.append([str(position), stage.node, who, acts_by(stage), tools, goes_to(stage)])
+            then = goes_to(stage) if talk.program is None else "where the program says"
+            rows.append([str(position), stage.node, who, acts_by(stage), tools, then])
         lines += table(rows)
-        lines.append(f"an episode has at most {_count(talk.most_turns, 'turn')}")
+        if talk.program is not None:
+            lines.append(f"a program plays each episode: {talk.program['command']}")
+            left_out = "; nobody else gives rewards" if talk.program["needs_reward"] else ""
+            lines.append(f"an episode has at most {talk.most_turns} requests{left_out}")
+        else:
+            lines.append(f"an episode has at most {_count(talk.most_turns, 'turn')}")
         lines += _played(plan, talk)
     return lines
 

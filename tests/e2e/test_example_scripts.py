@@ -1,6 +1,6 @@
 """Every launch script of examples/ runs: its own command line, a small model of its family, CPU processes.
 
-The scripts of examples/quickstart and examples/multi_agent run whole, until their agents have learnt, in
+The scripts of its folders run whole, until their agents have learnt, in test_agents_elsewhere.py,
 test_templates_learn.py, test_team_examples_learn.py and test_multi_agent_learns.py.
 """
 

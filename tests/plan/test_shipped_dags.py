@@ -30,6 +30,7 @@ ASKS_FOR = {
     ),
     "remax": ("algorithm.adv_estimator=remax",),
     "self_play": (*GROUPS, f"dag.node_config.game.env_path={GAMES}:Nim"),
+    "shopper": ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS),
     "solver_verifier": GROUPS,
     "dag.py:with_bonus": ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS),
     "dag.py:with_fluency": ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS),

@@ -116,9 +116,14 @@ def run_job(
 
 
 def run_example(
-    folder: Path, *arguments: str, python: str = sys.executable, fails: bool = False, timeout_s: float = 870
+    folder: Path,
+    *arguments: str,
+    example: str = "multi_agent",
+    python: str = sys.executable,
+    fails: bool = False,
+    timeout_s: float = 870,
 ) -> str:
-    """Run examples/multi_agent/run.sh, whose files go below `folder`; what it prints.
+    """Run examples/EXAMPLE/run.sh, whose files go below `folder`; what it prints.
 
     python: the program that it calls; "echo" prints the command lines. fails: it must, and its errors are
     returned.
@@ -126,12 +131,12 @@ def run_example(
     environment = {
         "PYTHON": python,
         "PYTHONPATH": str(ROOT),
-        "MULTI_AGENT_DIR": str(folder),
+        f"{example.upper()}_DIR": str(folder),
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     done = subprocess.run(
-        ["bash", str(ROOT / "examples" / "multi_agent" / "run.sh"), *arguments],
+        ["bash", str(ROOT / "examples" / example / "run.sh"), *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         timeout=timeout_s,

@@ -75,8 +75,11 @@ def _advantage_reads(node: ResolvedNode, workflow: Workflow) -> tuple[FieldKey, 
 
 
 def _has_environment(nodes: Nodes) -> bool:
+    """Whether something gives rewards for turns: an environment, or the program that plays the episodes."""
     return any(
-        node.op.is_environment or (node.op.is_rollout and node.cfg.actor_rollout_ref.rollout.agent.env_path)
+        node.op.is_environment
+        or (node.op.is_rollout and node.cfg.actor_rollout_ref.rollout.agent.env_path)
+        or (node.op.is_rollout and node.cfg.actor_rollout_ref.serve.command)
         for node in nodes.values()
     )
 

@@ -8,6 +8,7 @@ import itertools
 from dataclasses import replace
 
 from siirl.compiler.interactions.adapters import check_bases
+from siirl.compiler.interactions.outside import program_of
 from siirl.compiler.interactions.stages import (
     assistant_turns,
     environment_of,
@@ -123,11 +124,15 @@ def _connected(nodes: Nodes, graph: Graph) -> list[list[str]]:
 def _interaction(members: list[ResolvedNode], workflow: Workflow) -> InteractionPlan:
     inside = {node.id for node in members}
     entry = _entry(members, workflow.graph, inside)
+    program = program_of([entry, *(node for node in members if node is not entry)], workflow.nodes)
     stages = tuple(make_stage(node, members, workflow) for node in members)
     _check_sharing(members, workflow)
     _check_environments(members)
     speaking = [stage for stage in stages if stage.kind == "agent"]
     policies = dict.fromkeys(f"agent_{stage.policy}.rollout" for stage in speaking)
+    if program is not None:
+        stages = (replace(stages[0], options={"serve": program}), *stages[1:])
+        return InteractionPlan(entry.id, stages, tuple(policies), program["max_requests"])
     return InteractionPlan(entry.id, stages, tuple(policies), _most_turns(stages, workflow.nodes))
 
 

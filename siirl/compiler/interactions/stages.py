@@ -96,6 +96,8 @@ def is_conversation(node: ResolvedNode) -> bool:
     """Whether a rollout that is connected to no other is an interaction: it has turns, or code around it."""
     if not node.op.is_rollout:
         return False
+    if node.cfg.actor_rollout_ref.serve.command:
+        return True
     return bool(node.spec.loop or node.spec.agent_options or rollout_cfg(node).multi_turn.enable)
 
 

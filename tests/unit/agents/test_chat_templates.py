@@ -89,10 +89,9 @@ def test_what_a_template_leaves_out_silently_is_the_users(renderer):
 
 def test_a_row_grows_by_several_messages_at_once(renderer):
     context = Context(renderer(STRICT), Limits(100, 100))
-    context.begin([ASKED, SOLVED])
-    context.speak(Generated([ord("y")], [0.0], "length", 0), 0)
+    context.speak(context.begin([ASKED, SOLVED]), Generated([ord("y")], [0.0], "length", 0), 0)
     mine = {"role": "assistant", "content": "y"}
-    tokens, _ = context.begin([ASKED, SOLVED, mine, SOLVED, ASKED])
+    tokens = context.begin([ASKED, SOLVED, mine, SOLVED, ASKED]).tokens
     assert len(context.rows) == 1 and said(tokens) == "u=q\n\n3;a=y;u=3\n\nq;a="
 
 
@@ -139,9 +138,9 @@ TWO_TOKEN_END = """{%- for message in messages -%}
 def test_a_turn_end_of_two_tokens_is_not_repeated_whichever_of_them_was_said(renderer, turn, whole):
     """As Cohere's <|END_RESPONSE|><|END_OF_TURN_TOKEN|>, both of which the model says."""
     context = Context(renderer(TWO_TOKEN_END), Limits(prompt=50, response=50))
-    context.begin([ASKED])
+    opening = context.begin([ASKED])
     tokens = [ord(letter) for letter in turn]
     stopped = "length" if turn == "yes" else "stop"
-    answer = context.speak(Generated(tokens, [0.0] * len(tokens), stopped, 0), 0)
-    read, _ = context.begin([ASKED, {"role": "assistant", "content": answer}, SOLVED])
+    answer = context.speak(opening, Generated(tokens, [0.0] * len(tokens), stopped, 0), 0)
+    read = context.begin([ASKED, {"role": "assistant", "content": answer}, SOLVED]).tokens
     assert said(read) == whole

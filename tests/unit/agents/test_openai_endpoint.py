@@ -83,11 +83,10 @@ def test_a_service_is_asked_with_messages_and_its_text_is_the_turn(monkeypatch):
 def test_what_was_said_before_comes_back_as_messages():
     vocabulary = Messages()
     context = Context(ChatRenderer(vocabulary, {}), Limits(1 << 30, 1 << 30))
-    context.begin(CHAT)
     tokens = vocabulary.encode("hi there\ue002")
-    context.speak(Generated(tokens, [0.0] * len(tokens), "stop", 0), 0)
+    context.speak(context.begin(CHAT), Generated(tokens, [0.0] * len(tokens), "stop", 0), 0)
     more = [{"role": "assistant", "content": "hi there"}, {"role": "user", "content": "and now?"}]
-    prompt, _ = context.begin([*CHAT, *more])
+    prompt = context.begin([*CHAT, *more]).tokens
     assert vocabulary.messages(prompt) == [*CHAT, *more] and len(context.rows) == 1
 
 

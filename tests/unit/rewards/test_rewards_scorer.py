@@ -245,7 +245,7 @@ def test_a_keeper_ends_its_worker_when_the_pipe_of_the_rank_is_closed():
     ours, theirs = socket.socketpair()
     code = """
 import sys, time
-from siirl.rewards.keeper import keep
+from siirl.sandbox.keeper import keep
 keep(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(60)

@@ -1,7 +1,7 @@
-"""The keeper of a reward worker: a process that leaves nothing behind of the worker and all that it started.
+"""The keeper of a worker: a process that leaves nothing behind of the worker and all that it started.
 
-A reward function may start processes, in sessions of their own, too, and its worker may be killed at any
-time. Orphans become children of the keeper, which the kernel calls a subreaper (prctl(2)).
+The worker runs code of users, which may start processes, in sessions of their own, too, and may be killed at
+any time. Orphans become children of the keeper, which the kernel calls a subreaper (prctl(2)).
 """
 
 import contextlib

@@ -1,0 +1,257 @@
+"""The HTTP endpoint of a rank, on 127.0.0.1: sessions of episodes, whoever has the token of one.
+
+consumes: HTTP requests of programs, and sessions from the loops of episodes. produces: turns as answers.
+waits for: turns, and the programs that it runs. unblocked by: these, deadlines, and `close`.
+"""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from siirl.agents.outside import chat_wire, messages_wire
+from siirl.agents.outside.chat_wire import Asked, BadRequest, Said, returned_reward, reward_of
+from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
+from siirl.agents.outside.session import FLOODED, HUNG, Session
+from siirl.errors import EpisodeFailed
+
+log = logging.getLogger(__name__)
+MAX_BODY_BYTES = 8 << 20
+GRACE_S = 5.0
+"""How long a program may go on after its reward."""
+START_S = 30.0
+HOSTING = "hosting of a program"
+
+Handler = Callable[[Session, web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How programs ask for turns, and are answered."""
+
+    asked_of: Callable[[Any], Asked]
+    whole: Callable[[Said, int], dict[str, Any]]
+    """An answer in one piece, of a time in seconds."""
+    parts: Callable[[Said, int, bool], Iterator[bytes]]
+    """The same as server-sent events; the last: whether with the number of tokens."""
+    error_body: Callable[[str, str], dict[str, Any]]
+    """Of a text and a code."""
+
+
+WIRES = {
+    "/v1/chat/completions": Wire(
+        chat_wire.asked_of, chat_wire.completion, chat_wire.chunks, chat_wire.error_body
+    ),
+    "/v1/messages": Wire(
+        messages_wire.asked_of,
+        lambda said, now: messages_wire.message(said),
+        lambda said, now, with_usage: messages_wire.events(said),
+        messages_wire.error_body,
+    ),
+}
+"""Path -> what is spoken there."""
+
+
+@dataclass(frozen=True)
+class ProgramLimits:
+    """What a program may cost."""
+
+    deadline_s: float
+    """Its own time in an episode: that in which it does not wait for an answer."""
+    max_requests: int
+    """Of an episode."""
+    max_concurrent: int
+    """Programs at once, on each rank."""
+
+
+class Endpoint:
+    """A thread with a server, which runs until `close`, or to the end of the process."""
+
+    def __init__(self, start: Start, limits: ProgramLimits) -> None:
+        """start: begins what plays one episode."""
+        self._start, self.limits = start, limits
+        self.url = ""  # http://HOST:PORT, once it has started
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runner: web.AppRunner | None = None
+        self._places = asyncio.Semaphore(limits.max_concurrent)
+        self._sessions: dict[str, Session] = {}  # by token
+        self._told: set[str] = set()
+
+    def start(self) -> None:
+        """Listen. Idempotent; OSError if it cannot."""
+        if self._loop is not None:
+            return
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=_run, args=[self._loop], name="endpoint of programs", daemon=True).start()
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(START_S)
+
+    def close(self) -> None:
+        """Answer nobody any more, and end what runs. Idempotent."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            asyncio.run_coroutine_threadsafe(self._end(), loop).result(START_S)
+            loop.call_soon_threadsafe(loop.stop)
+
+    async def play(self, session: Session) -> None:
+        """Let a program play an episode; from another loop. EpisodeFailed if it ends as it should not."""
+        assert self._loop is not None
+        hosted = asyncio.run_coroutine_threadsafe(self._host(session), self._loop)
+        try:
+            await asyncio.wrap_future(hosted)
+        finally:
+            await session.finish()
+
+    async def _listen(self) -> None:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        for prefix in ("", "/v1"):
+            app.router.add_get(f"{prefix}/task", self._handler(self._task))
+            app.router.add_post(f"{prefix}/reward", self._handler(self._reward))
+        app.router.add_get("/v1/models", self._handler(self._models))
+        for path, wire in WIRES.items():
+            app.router.add_post(path, self._handler(partial(self._turn, wire), wire))
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, HOST, 0)
+        await site.start()
+        self.url = f"http://{HOST}:{self._runner.addresses[0][1]}"
+
+    async def _end(self) -> None:
+        hosting = [task for task in asyncio.all_tasks() if task.get_name() == HOSTING]
+        for task in hosting:
+            task.cancel()
+        await asyncio.gather(*hosting, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _host(self, session: Session) -> None:
+        """Run a program for a session, to its end."""
+        task = asyncio.current_task()
+        assert task is not None
+        task.set_name(HOSTING)
+        async with self._places:
+            session.begin()
+            self._sessions[session.token] = session
+            try:
+                await self._play(session)
+            finally:
+                del self._sessions[session.token]
+
+    async def _play(self, session: Session) -> None:
+        """Run a program, and end it."""
+        info = SessionInfo(self.url, f"{self.url}/v1", session.token, session.task)
+        program = await self._start(info)
+        try:
+            await self._until_over(session, program)
+        except EpisodeFailed as error:
+            await program.end()
+            raise EpisodeFailed(f"{error}{program.output}", error.kind) from None
+        finally:
+            await program.end()
+
+    async def _until_over(self, session: Session, program: Program) -> None:
+        ended = asyncio.ensure_future(program.ended())
+        try:
+            while not ended.done() and not session.over:
+                session.changed.clear()
+                left_s = None if session.waits_for_us else self.limits.deadline_s - session.own_s
+                if left_s is not None and left_s <= 0:
+                    raise EpisodeFailed(
+                        f"its program took more than serve.deadline_s={self.limits.deadline_s:g} seconds "
+                        "besides its requests",
+                        HUNG,
+                    )
+                changed = asyncio.ensure_future(session.changed.wait())
+                try:
+                    await asyncio.wait({ended, changed}, timeout=left_s, return_when="FIRST_COMPLETED")
+                finally:
+                    changed.cancel()
+            if session.failure is not None:
+                raise session.failure
+            if session.rewards is not None:
+                await asyncio.wait({ended}, timeout=GRACE_S)
+            elif (returned := ended.result()) is not None:
+                session.reward(returned_reward(returned, session.models))
+        finally:
+            if not ended.cancel() and not ended.cancelled():
+                ended.exception()  # has been looked at
+
+    def _handler(
+        self, answer: Handler, wire: Wire = WIRES["/v1/chat/completions"]
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """What answers requests with the token of a session, and no others; errors as clients read them."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+            session = self._sessions.get(token or request.headers.get("x-api-key", ""))
+            try:
+                if session is None or session.over:
+                    raise BadRequest("no episode that goes on has this token", "invalid_api_key", 401)
+                session.count_request()
+                return await answer(session, request)
+            except BadRequest as error:
+                return web.json_response(wire.error_body(str(error), error.code), status=error.status)
+            except web.HTTPRequestEntityTooLarge as error:
+                assert session is not None
+                reason = f"it has sent more than {MAX_BODY_BYTES} bytes in one request"
+                session.fail(EpisodeFailed(reason, FLOODED))
+                raise error
+
+        return handle
+
+    async def _task(self, session: Session, request: web.Request) -> web.Response:
+        return web.json_response(session.task)
+
+    async def _models(self, session: Session, request: web.Request) -> web.Response:
+        models = [
+            {"id": name, "object": "model", "created": 0, "owned_by": "siirl"} for name in session.models
+        ]
+        return web.json_response({"object": "list", "data": models})
+
+    async def _reward(self, session: Session, request: web.Request) -> web.Response:
+        session.reward(reward_of(await _json(request), session.models))
+        return web.json_response({"ended": True})
+
+    async def _turn(self, wire: Wire, session: Session, request: web.Request) -> web.StreamResponse:
+        asked = wire.asked_of(await _json(request))
+        self._tell_unused(asked)
+        said = await session.answer(asked)
+        now = int(time.time())
+        if not asked.streams:
+            return web.json_response(wire.whole(said, now))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for part in wire.parts(said, now, asked.with_usage):
+            await response.write(part)
+        await response.write_eof()
+        return response
+
+    def _tell_unused(self, asked: Asked) -> None:
+        """Log parameters that change nothing, each once in a run."""
+        for name in asked.unused:
+            if name not in self._told:
+                self._told.add(name)
+                log.warning(
+                    "the program sets %s in its requests: sampling is that of the run "
+                    "(actor_rollout_ref.rollout), as its log-probs are trained on. This is said once.",
+                    name,
+                )
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """The thread."""
+    loop.run_forever()
+    loop.close()
+
+
+async def _json(request: web.Request) -> object:
+    try:
+        return json.loads(await request.read())
+    except (ValueError, RecursionError):
+        raise BadRequest("the body is no JSON") from None

@@ -1,0 +1,41 @@
+"""Lets a program play the episodes of an interaction: what Game.play_outside is."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from siirl.agents.outside.endpoint import Endpoint
+from siirl.agents.outside.program import Command, Program, Routine, SessionInfo, Start
+from siirl.agents.outside.session import Session
+from siirl.agents.runner import Game, Played
+from siirl.agents.tool_parsers import ToolParser
+
+
+def starter(command: str | Callable[[SessionInfo], Any]) -> Start:
+    """What starts a shell command, or a function."""
+
+    async def start(session: SessionInfo) -> Program:
+        if isinstance(command, str):
+            return await Command.start(command, session)
+        return Routine(command, session)
+
+    return start
+
+
+@dataclass
+class Programs:
+    """One command for all episodes of a rank."""
+
+    endpoint: Endpoint
+    parse: ToolParser
+    """How models write tool calls."""
+    needs_reward: bool
+    """Nobody but the program scores its episodes."""
+
+    async def __call__(self, game: Game, played: Played) -> None:
+        """Play one episode. EpisodeFailed if the program does not end it as it should."""
+        self.endpoint.start()
+        played.node = game.plan.entry
+        session = Session(game, played, self.parse, self.endpoint.limits.max_requests)
+        await self.endpoint.play(session)
+        session.settle(self.needs_reward)

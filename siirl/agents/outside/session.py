@@ -1,0 +1,218 @@
+"""One episode that a program plays: its requests become turns of the agents, and rows as all turns do.
+
+consumes: requests, on the event loop of the endpoint. produces: turns, on the loop of the episode. waits for:
+the program between its requests, up to a deadline. unblocked by: a reward, its end, or what it does wrong.
+"""
+
+import asyncio
+import json
+import secrets
+import time
+from functools import partial
+from typing import Any
+
+from siirl.agents.contexts import Chat, Context, ContextFull, as_said
+from siirl.agents.episode import Message
+from siirl.agents.outside.chat_wire import UNREWARDED, Asked, BadRequest, Said, as_message
+from siirl.agents.runner import Game, Played, take_turn
+from siirl.agents.tool_parsers import ToolParser
+from siirl.compiler.plan import StagePlan
+from siirl.errors import DataError, EpisodeFailed
+
+HUNG, FLOODED, SILENT = "program_hung", "program_flooded", "program_silent"
+"""Kinds of EpisodeFailed: under these names failed episodes are counted."""
+UNREADABLE = (DataError, TypeError, ValueError, RecursionError)
+"""What templates and tokenizers raise for messages that they were not made for."""
+
+
+class Session:
+    """What the endpoint knows of an episode. `turn` and `finish` are for the episode's own event loop."""
+
+    def __init__(self, game: Game, played: Played, parse: ToolParser, max_requests: int) -> None:
+        """parse: how models write tool calls."""
+        self.token = f"siirl-{secrets.token_urlsafe(32)}"
+        self.loop = asyncio.get_running_loop()
+        self.rewards: dict[int, float] | float | None = None
+        self.changed = asyncio.Event()
+        """Of the endpoint's loop: a request has come or gone, or it is over."""
+        self.failure: BaseException | None = None
+        self._game, self._played, self._parse = game, played, parse
+        self._speaking = {stage.node: stage for stage in game.plan.stages if stage.kind == "agent"}
+        self._max_requests, self._num_requests = max_requests, 0
+        self._num_open, self._own_s, self._since_s = 0, 0.0, time.monotonic()
+        self._turning: set[asyncio.Task[Said]] = set()
+        self._spelled: dict[str, str] = {}
+        self._over, self._too_long = False, ""
+
+    @property
+    def models(self) -> dict[str, int]:
+        """Names that a request may have as its model, and the agents that they are."""
+        return {node: stage.agent for node, stage in self._speaking.items()}
+
+    @property
+    def task(self) -> dict[str, Any]:
+        """What the program is told of its episode."""
+        episode = self._played.episode
+        seed = episode.seed if episode.env_seed is None else episode.env_seed
+        return {**episode.task, "seed": seed, "models": list(self._speaking)}
+
+    @property
+    def over(self) -> bool:
+        """Whether no more requests are answered."""
+        return self._over or self.rewards is not None or self.failure is not None
+
+    @property
+    def waits_for_us(self) -> bool:
+        """Whether a request is being answered."""
+        return self._num_open > 0
+
+    @property
+    def own_s(self) -> float:
+        """Seconds that the program has taken by itself, while none of its requests was being answered."""
+        return self._own_s + (0.0 if self._num_open else time.monotonic() - self._since_s)
+
+    def begin(self) -> None:
+        """The program starts now."""
+        self._own_s, self._since_s = 0.0, time.monotonic()
+
+    def count_request(self) -> None:
+        """BadRequest, and the end, if there have been too many."""
+        self._num_requests += 1
+        if self._num_requests > self._max_requests:
+            reason = f"it has sent more than serve.max_requests={self._max_requests} requests"
+            self.fail(EpisodeFailed(reason, FLOODED))
+            raise BadRequest(reason, "rate_limit_exceeded", 429)
+
+    def fail(self, error: BaseException) -> None:
+        """End the episode by an error."""
+        self.failure = self.failure or error
+        self.changed.set()
+
+    def reward(self, rewards: dict[int, float] | float) -> None:
+        """End the episode with what the program says of it."""
+        self.rewards = rewards
+        self.changed.set()
+
+    async def answer(self, asked: Asked) -> Said:
+        """The turn that a request asks for. On the endpoint's loop; a cancelled one leaves no trace.
+
+        BadRequest; errors of policies end the episode, and are a BadRequest here.
+        """
+        if not self._num_open:
+            self._own_s = self.own_s
+        self._num_open += 1
+        self.changed.set()
+        try:
+            future = asyncio.run_coroutine_threadsafe(self.turn(asked), self.loop)
+            return await asyncio.wrap_future(future)
+        except (BadRequest, asyncio.CancelledError):
+            raise
+        except Exception as error:  # raised again by whoever plays the episode
+            self.fail(error)
+            raise BadRequest("the episode has failed", "episode_over", 410) from error
+        finally:
+            self._num_open -= 1
+            self._since_s = time.monotonic()
+            self.changed.set()
+
+    async def turn(self, asked: Asked) -> Said:
+        """Generate a turn, and add it to the episode. BadRequest, or errors of the policy."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self._over:
+            raise BadRequest("the episode is over", "episode_over", 410)
+        self._turning.add(task)
+        try:
+            return await self._turn(self._stage_of(asked.model), asked)
+        finally:
+            self._turning.discard(task)
+
+    async def finish(self) -> None:
+        """Take no more turns, and give up those that are being generated."""
+        self._over = True
+        for task in self._turning:
+            task.cancel()
+        await asyncio.gather(*self._turning, return_exceptions=True)
+
+    def settle(self, needs_reward: bool) -> None:
+        """Say how the episode ended, and give its rewards. EpisodeFailed if nothing can be learnt from it.
+
+        needs_reward: nobody but the program scores it.
+        """
+        episode, contexts = self._played.episode, self._played.contexts
+        if not any(context.rows for context in contexts.values()):
+            raise EpisodeFailed("its program ended without a turn of an agent", SILENT)
+        if self.rewards is None and needs_reward:
+            raise EpisodeFailed(
+                "its program ended without a reward, and the workflow has no reward node", UNREWARDED
+            )
+        if self.rewards is None:
+            episode.ended = f"its program ended{self._too_long}"
+            return
+        for agent, context in contexts.items():
+            value = self.rewards.get(agent, 0.0) if isinstance(self.rewards, dict) else self.rewards
+            context.reward_rows(value)
+            if (last := episode.last_turn(agent)) is not None:
+                last.reward += value
+                last.info["rewarded"] = True
+        episode.done, episode.ended = True, f"its program gave a reward{self._too_long}"
+
+    def _stage_of(self, model: str) -> StagePlan:
+        """The agent that a model's name picks; any name will do for a single one."""
+        if model in self._speaking:
+            return self._speaking[model]
+        if len(self._speaking) == 1:
+            return next(iter(self._speaking.values()))
+        known = ", ".join(self._speaking)
+        raise BadRequest(f"there is no model {model!r}. Models: {known}", "model_not_found", 404)
+
+    async def _turn(self, stage: StagePlan, asked: Asked) -> Said:
+        played, speaker = self._played, self._game.speakers[stage.node]
+        episode = played.episode
+        context = played.contexts.setdefault(stage.agent, Context(speaker.renderer, speaker.limits))
+        spelled = self._as_prompt(asked.messages, speaker.renderer.takes_calls)
+        heard = asked.messages[context.num_known(asked.messages) :]
+        try:
+            opening = context.begin(asked.messages, tools=asked.tools, spelled=spelled)
+        except ContextFull as error:
+            played.full, self._too_long = True, f", after what {stage.node} should have read {error}"
+            raise BadRequest(f"the conversation {error}", "context_length_exceeded") from error
+        except UNREADABLE as error:
+            raise BadRequest(f"the chat template and the tokenizer do not take it: {error}") from error
+        num_read = len(opening.tokens)
+        said = partial(self._said, asked)
+        turn = await take_turn(speaker, stage, episode, context, opening, asked.most_tokens, said)
+        at = len(episode.messages) - 1  # before the turn
+        episode.messages[at:at] = [
+            Message(one["role"], one["content"], node=stage.node, to=stage.agent) for one in heard
+        ]
+        assert turn.turn is not None
+        message, num_said = opening.row.shown[-1], turn.info["tokens"]
+        reason = "tool_calls" if "tool_calls" in message else turn.info["finish_reason"]
+        key = f"{episode.episode_id}-{turn.turn}"
+        return Said(key, asked.model, turn.turn, message, reason, num_read, num_said)
+
+    def _said(self, asked: Asked, text: str) -> dict[str, Any]:
+        """A turn as the message by which the program will name it, whose text is kept for other rows."""
+        message = as_message(self._parse(text), text, asked.tools)
+        self._spelled[_key(message)] = text
+        return message
+
+    def _as_prompt(self, messages: Chat, takes_calls: bool) -> Chat:
+        """The messages for a template: the agents' own turns word for word."""
+        spelled = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant" and (text := self._spelled.get(_key(message))) is not None:
+                spelled.append(as_said(text))
+            elif "tool_calls" in message and not takes_calls:
+                raise BadRequest(
+                    f"messages[{index}] has tool_calls that the model has not made, and its chat template "
+                    "does not show calls"
+                )
+            else:
+                spelled.append(message)
+        return spelled
+
+
+def _key(message: dict[str, Any]) -> str:
+    return json.dumps(message, sort_keys=True)

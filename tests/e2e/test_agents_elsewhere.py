@@ -1,0 +1,81 @@
+"""Agents that are outside programs, through the main job, asked for by the client of OpenAI."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fixtures_tiny import make_tiny_model_dir
+from job_harness import ROOT, Finished, Inputs, overrides, run_example, run_job
+
+HERE = Path(__file__).parent
+KEYS = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2"]
+TWO_MODELS = """
+import openai
+
+client = openai.OpenAI()
+task = client.get("/task", cast_to=object)
+said = {}
+for model in ("solver", "verifier"):
+    reply = client.chat.completions.create(model=model, messages=task["raw_prompt"])
+    said[model] = reply.choices[0].message.content
+rewards = {model: sum(letter.isdigit() for letter in text) / 8 for model, text in said.items()}
+client.post("/reward", body={"rewards": rewards}, cast_to=object)
+"""
+
+
+def example(folder: Path, *keys: str, **options: Any) -> str:
+    """Run examples/agents_elsewhere/run.sh; what it prints."""
+    return run_example(folder, *keys, example="agents_elsewhere", **options)
+
+
+def test_an_official_client_with_a_tool_trains(tmp_path, monkeypatch):
+    importlib.import_module("examples.agents_elsewhere.prepare").write(tmp_path, 16)
+    keys = ["actor_rollout_ref.rollout.n=8", "trainer.total_training_steps=2", "trainer.test_freq=-1"]
+    keys += ["trainer.val_before_train=False", "trainer.logger=[]", *KEYS]
+    words = example(tmp_path, *keys, python="echo").split()
+    monkeypatch.chdir(ROOT)
+    finished = run_job(1, words[2:], deadline_s=180)
+    assert finished.values("interaction/episodes") == [16, 16]
+    assert finished.values("interaction/failed") == [0, 0]
+    assert all(1 <= turns <= 2 for turns in finished.values("interaction/turns"))
+    assert max(finished.values("actor/grad_norm")) > 0
+    assert max(finished.values("actor/rollout_log_prob_diff_max")) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_an_agent_with_a_tool_learns_to_use_it(tmp_path):
+    example(tmp_path, timeout_s=1700)
+    worth = Finished.read(tmp_path / "run").values("val/interaction/env_reward")
+    assert worth[0] < 0.5 and worth[-1] > 0.9, worth
+
+
+@pytest.mark.slow
+def test_a_command_with_two_model_names_trains_two_policies(tmp_path):
+    inputs = Inputs.make(tmp_path / "inputs")
+    other = make_tiny_model_dir(tmp_path / "other", family="llama", tie=False, vocab=80, init_std=0.2, seed=5)
+    (tmp_path / "agent.py").write_text(TWO_MODELS)
+    lines = (HERE / "solver_verifier.yaml").read_text().replace("MODEL_B", str(other)).splitlines()
+    dag = "\n".join(line for line in lines if "node_role: REWARD" not in line)
+    for agent in ("solver", "verifier"):
+        dag = dag.replace(f"[reward_{agent}]", "[verifier]")
+    (tmp_path / "dag.yaml").write_text(dag)
+    finished = run_job(
+        1,
+        overrides(
+            inputs,
+            tmp_path / "out",
+            f"dag.workflow_path={tmp_path / 'dag.yaml'}",
+            f"actor_rollout_ref.serve.command={sys.executable} {tmp_path / 'agent.py'}",
+            "trainer.total_training_steps=1",
+            *KEYS,
+        ),
+        deadline_s=180,
+    )
+    assert finished.values("agent_0/interaction/failed") == [0]
+    assert finished.values("agent_0/interaction/turns") == [2]
+    for agent in (0, 1):
+        assert finished.values(f"agent_{agent}/actor/grad_norm")[0] > 0
+        assert finished.values(f"agent_{agent}/actor/rollout_log_prob_diff_max")[0] < 1e-3
