@@ -654,7 +654,7 @@ def test_a_part_of_the_requests_is_paused(engine):
     assert "b" in answers
     while stream.num_pending:
         answers |= dict(stream.collect(60.0))
-    assert [answers[key] for key in "ac"] == [expected[key] for key in "ac"]
+    assert_same([(key, answers[key]) for key in "ac"], {key: expected[key] for key in "ac"})
 
 
 def test_a_stream_of_nothing_answers_at_once(engine):

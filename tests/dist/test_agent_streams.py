@@ -122,7 +122,7 @@ def fail_in_turn(rank, world_size, plans, model_dir):
     return raised
 
 
-def no_stream():
+def no_stream(interrupt):
     raise RolloutError("no weights")
 
 
