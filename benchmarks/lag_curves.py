@@ -1,16 +1,19 @@
-"""What a lag costs in learning: the quickstart under rollout.max_lag, steps until a validation reward.
+"""What a lag costs in learning: an example under rollout.max_lag, steps until a validation reward.
 
-    python benchmarks/lag_curves.py [--settings 0 1 2 4 4-none] [--lr 5e-4] [--seeds 1 2 3] [key=value ...]
+    python benchmarks/lag_curves.py [--task quickstart|debate] [--settings 0 1 2 4 4-none] [--lr 5e-4]
+                                    [--seeds 1 2 3] [key=value ...]
 
 A setting is a lag; "4-none" does not correct for it (rollout_correction.weight=none). The quickstart's
-responses have two tokens, so none goes on from step to step. But all end together: whenever nothing is left,
-L + 1 batches (rollout.surplus=L) are sampled under the same weights, and then train one after the other, 0 to
-L steps old (rollout/lag among the results). A run is examples/quickstart/run.sh on one CPU process,
---together of them at a time. Seeds are of the data's order and of sampling; all begin with the same model.
-Validation (100 prompts, greedy) is in every step: reward_S[s] is that after s steps.
+responses have two tokens, the debate's turns one, so none goes on from step to step. But all end together:
+whenever nothing is left, L + 1 batches (rollout.surplus=L) are sampled under the same weights, and then train
+one after the other, 0 to L steps old (rollout/lag among the results). A run is the example's script on one
+CPU process, --together of them at a time. Seeds are of the data's order and of sampling; all begin with the
+same model. Validation (all prompts, greedy) is in every step: reward_S[s] is that after s steps; of the
+debate it is the share of right answers.
 
-Writes benchmarks/results/lag_curves_cpu.json (--out for another file), and a picture of the same name. Runs
-that the file has already are kept and not repeated, so that a measurement can be made in pieces.
+Writes benchmarks/results/lag_curves_cpu.json, of the debate lag_curves_debate_cpu.json (--out for another
+file), and a picture of the same name. Runs that the file has already are kept and not repeated, so that a
+measurement can be made in pieces.
 """
 
 import argparse
@@ -23,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +34,51 @@ import matplotlib
 from matplotlib.figure import Figure
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-QUICKSTART = REPOSITORY / "examples" / "quickstart"
-RESULT = REPOSITORY / "benchmarks" / "results" / "lag_curves_cpu.json"
+RESULTS = REPOSITORY / "benchmarks" / "results"
 POLICY = "actor_rollout_ref"
 Run = dict[str, Any]
 NAMES = ("lr", "setting", "seed")
 """What sets runs apart."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """An example that learns."""
+
+    script: tuple[str, ...]
+    prepare: tuple[str, ...]
+    """Makes model and data; "FOLDER" is where."""
+    variable: str
+    """Of the script's environment: the folder."""
+    agent: str
+    """What its metrics are named under."""
+    reward: str
+    """The metric that is its reward."""
+    lr: float
+    """That of the script."""
+    result: str
+
+
+TASKS = {
+    "quickstart": Task(
+        ("examples/quickstart/run.sh",),
+        ("examples.quickstart.prepare", "--out", "FOLDER"),
+        "QUICKSTART_DIR",
+        "",
+        "val/reward/mean",
+        5e-4,
+        "lag_curves_cpu.json",
+    ),
+    "debate": Task(
+        ("examples/multi_agent/run.sh", "debate"),
+        ("examples.multi_agent.prepare", "numbers", "--out", "FOLDER/numbers_0", "--seed", "0"),
+        "MULTI_AGENT_DIR",
+        "agent_0/",
+        "val/numbers/accuracy/mean",
+        1e-3,
+        "lag_curves_debate_cpu.json",
+    ),
+}
 
 
 def main() -> int:
@@ -67,11 +110,12 @@ def main() -> int:
 
 def kept(args: argparse.Namespace) -> dict[str, Any]:
     """What the file holds, as another piece may have written it meanwhile."""
-    report: dict[str, Any] = {"steps": args.steps, "keys": args.keys, "bar": args.bar, "runs": []}
+    asked: dict[str, Any] = {"task": args.task, "steps": args.steps, "keys": args.keys}
+    report = asked | {"bar": args.bar, "runs": []}
     if args.out.exists():
         report = json.loads(args.out.read_text()) | {"bar": args.bar}
-    if (report["steps"], report["keys"]) != (args.steps, args.keys):
-        raise SystemExit(f"{args.out} has runs of other --steps or keys: name another --out")
+    if asked != {name: report[name] for name in asked}:
+        raise SystemExit(f"{args.out} has runs of another --task, --steps or keys: name another --out")
     return report
 
 
@@ -79,22 +123,26 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--task", choices=TASKS, default="quickstart")
     parser.add_argument("--settings", nargs="+", default=["0", "1", "2", "4", "4-none"])
-    parser.add_argument("--lr", type=float, nargs="+", default=[5e-4])
+    parser.add_argument("--lr", type=float, nargs="+", help="default: the script's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--bar", type=float, default=0.9, help="the validation reward to reach")
     parser.add_argument("--together", type=int, default=2, help="runs at a time, a process each")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.lr = args.lr or [TASKS[args.task].lr]
+    args.out = args.out or RESULTS / TASKS[args.task].result
+    return args
 
 
 def runs(args: argparse.Namespace, wanted: list[tuple[float, str, int]]) -> Iterator[Run]:
     """The results of the runs, as they end."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.together) as pool:
-        prepare = [sys.executable, QUICKSTART / "prepare.py", "--out", folder]
-        subprocess.run(prepare, check=True, capture_output=True)
+        words = [word.replace("FOLDER", folder) for word in TASKS[args.task].prepare]
+        subprocess.run([sys.executable, "-m", *words], cwd=REPOSITORY, check=True, capture_output=True)
         for done in pool.map(lambda names: run(args, Path(folder), *names), wanted):
             names = f"lr {done['lr']:g}, lag {done['setting']}, seed {done['seed']}"
             print(f"{names}: {done['run_s']} s", flush=True)
@@ -102,7 +150,8 @@ def runs(args: argparse.Namespace, wanted: list[tuple[float, str, int]]) -> Iter
 
 
 def run(args: argparse.Namespace, folder: Path, lr: float, setting: str, seed: int) -> Run:
-    """One run of the quickstart by its script."""
+    """One run of the example by its script."""
+    task = TASKS[args.task]
     lag, _, weight = setting.partition("-")
     out = folder / f"{lr}_{setting}_{seed}"
     keys = [
@@ -117,19 +166,20 @@ def run(args: argparse.Namespace, folder: Path, lr: float, setting: str, seed: i
     environment = os.environ | {
         "PYTHON": sys.executable,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
-        "QUICKSTART_DIR": str(folder),
+        task.variable: str(folder),
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
     begin = time.monotonic()
-    command = ["bash", str(QUICKSTART / "run.sh"), *keys, *args.keys]
+    command = ["bash", *task.script, *keys, *args.keys]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{setting} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    reward = {line["step"]: round(line["val/reward/mean"], 3) for line in lines if "val/reward/mean" in line}
-    lags = [line["rollout/lag"] for line in lines if "rollout/lag" in line]
+    metric, lag_metric = task.agent + task.reward, f"{task.agent}rollout/lag"
+    reward = {line["step"]: round(line[metric], 3) for line in lines if metric in line}
+    lags = [line[lag_metric] for line in lines if lag_metric in line]
     return {
         **dict(zip(NAMES, (lr, setting, seed), strict=True)),
         "reward_S": [reward[step] for step in range(args.steps + 1)],
