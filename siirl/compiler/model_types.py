@@ -17,12 +17,14 @@ from siirl.errors import NotSupportedError
 
 OF_ANY_HEAD = (
     *("arcee", "diffllama", "exaone4", "gemma", "glm", "glm4", "helium", "llama", "ministral", "ministral3"),
-    *("mistral", "persimmon", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
+    *("mistral", "mixtral", "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss"),
+    *("smollm3", "starcoder2"),
 )
 """What fsdp trains as a language model, and with a value or score head."""
 LANGUAGE_MODELS = (
-    *("cwm", "ernie4_5", "gemma3_text", "gpt2", "gpt_bigcode", "granite", "hunyuan_v1_dense", "hyperclovax"),
-    *("jais2", "olmo", "olmo2", "olmo3", "opt"),
+    *("aria_text", "cwm", "ernie4_5", "flex_olmo", "gemma3_text", "gpt2", "gpt_bigcode", "granite"),
+    *("granitemoe", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2"),
+    *("mellum", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
 )
 """What fsdp trains as a language model only: transformers has no value or score head for them."""
 MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
@@ -30,7 +32,6 @@ MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 PARTS = ("vision_config", "audio_config", "text_config")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rope types whose frequencies change if the longest row of a batch is beyond the model's first training."""
@@ -54,7 +55,7 @@ class Trainable:
 
 
 TRAINABLE = {
-    "fsdp": Trainable(OF_ANY_HEAD, LANGUAGE_MODELS, lambda config: _no_experts(config), own_code=True),
+    "fsdp": Trainable(OF_ANY_HEAD, LANGUAGE_MODELS, lambda config: _as_fsdp_runs(config), own_code=True),
     "megatron": Trainable(MEGATRON, (), lambda config: _as_megatron_builds(config), own_code=False),
 }
 """Strategy -> what it trains."""
@@ -164,10 +165,13 @@ def _traits(config: Mapping[str, Any]) -> Iterator[str]:
         yield "use_bidirectional_attention (its tokens see the future)"
 
 
-def _no_experts(config: Mapping[str, Any]) -> Iterator[str]:
-    for name in EXPERTS:
-        if config.get(name):
-            yield f"{name}={config[name]} (a mixture of experts)"
+def _as_fsdp_runs(config: Mapping[str, Any]) -> Iterator[str]:
+    """What of transformers' models is left out."""
+    if config.get("output_router_logits"):
+        yield (
+            "output_router_logits=True (transformers then adds a loss of the router, whose value depends on how "
+            "rows are cut into micro-batches; set it to false by model.override_config to train without)"
+        )
 
 
 def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from siirl.config import load_config
 from siirl.config.common import STRATEGIES
 from siirl.errors import NotSupportedError
 
-SOME = {"fsdp": ("mistral", "opt", "gemma3_text"), "megatron": ("mixtral",)}
+SOME = {"fsdp": ("mistral", "opt", "gemma3_text", "olmoe"), "megatron": ("mixtral",)}
 """What `make test` builds: models whose differences are in attention, dropout and experts."""
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
+from expert_cases import largest_gap, reference_on_disk
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Outcome, Scenario
 
@@ -31,6 +32,7 @@ SCENARIOS = [
     Scenario("two ranks, uneven rows", 2, split="uneven", overrides=TOKEN_BUDGET),
     Scenario("two ranks, one without rows", 2, "llama", split="first_rank"),
     Scenario("two ranks, lora", 2, overrides=LORA),
+    Scenario("two ranks, five experts", 2, "qwen3_moe", split="uneven", overrides=TOKEN_BUDGET),
     Scenario("four ranks", 4, split="uneven"),
     Scenario("two shards, two copies", 4, "qwen3_untied", fsdp_size=2),
 ]
@@ -44,12 +46,13 @@ def model_dirs() -> dict[str, str]:
         "qwen3_tied": str(make_tiny_model_dir(root / "tied", tie=True, **TINY)),
         "qwen3_untied": str(make_tiny_model_dir(root / "untied", tie=False, **TINY)),
         "llama": str(make_tiny_model_dir(root / "llama", "llama", tie=False, **TINY)),
+        "qwen3_moe": str(make_tiny_model_dir(root / "experts", "qwen3_moe", tie=False, experts=5, **TINY)),
     }
 
 
 @functools.cache
 def reference(model: str, lora: bool) -> Outcome:
-    return cases.run_reference(Path(model_dirs()[model]), lora)
+    return reference_on_disk(model_dirs()[model], model, lora)
 
 
 @functools.cache
@@ -62,10 +65,6 @@ def outcomes(world: int) -> dict[str, Outcome]:
 def pair(request) -> tuple[Outcome, Outcome]:
     scenario = request.param
     return outcomes(scenario.world)[scenario.name], reference(scenario.model, "lora" in scenario.name)
-
-
-def largest_gap(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
-    return max((float((ours[name] - theirs[name]).abs().max()), name) for name in theirs)
 
 
 def test_log_probs_and_entropies_equal_plain_hf_one_row_at_a_time(pair):

@@ -7,7 +7,7 @@ import torch
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Finished, Inputs, overrides, run_job
 
-from siirl.engines.rollout.weight_loading import stored_parts
+from siirl.engines.rollout.weight_loading import stored_tensors_of
 
 ACTOR = "actor_rollout_ref.actor"
 MEGATRON = f"{ACTOR}.megatron"
@@ -85,7 +85,7 @@ def test_the_exported_model_is_the_one_that_rolled_out_last(train):
 
     run = train("mixtral", "hf", "ep2")
     model = AutoModelForCausalLM.from_pretrained(run.output / "hf_model", dtype=torch.float32)
-    parts = stored_parts(model)
+    parts = stored_tensors_of(model)
     assert parts.keys() == run.weights().keys()
     for name, weight in run.weights().items():
         assert torch.equal(parts[name], weight), name

@@ -53,6 +53,7 @@ def make_tiny_model_dir(
     kv_heads: int = 2,
     head_dim: int | None = None,
     mlp: int = 64,
+    experts: int = 4,
     max_positions: int = 512,
     init_std: float = 0.02,
     seed: int = 0,
@@ -88,9 +89,9 @@ def make_tiny_model_dir(
         "dtype": dtype,
     }
     if family == "qwen3_moe":
-        sizes |= {"num_experts": 4, "moe_intermediate_size": mlp // 2, "norm_topk_prob": True}
+        sizes |= {"num_experts": experts, "moe_intermediate_size": mlp // 2, "norm_topk_prob": True}
     if family in ("qwen3_moe", "mixtral"):
-        sizes |= {"num_experts_per_tok": 2} | ({"num_local_experts": 4} if family == "mixtral" else {})
+        sizes |= {"num_experts_per_tok": 2} | ({"num_local_experts": experts} if family == "mixtral" else {})
     config = AutoConfig.for_model(family, **sizes)
     if weights:
         with torch.random.fork_rng(devices=[]):

@@ -3,17 +3,16 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from siirl.engines.train.lora import plain_name
-from siirl.errors import DataError, NotSupportedError, WeightSyncError
+from siirl.errors import DataError, WeightSyncError
 from siirl.model_files.directory import check_weight_files, weight_files
+from siirl.model_files.file_parts import stored_parts
 
 WeightSpecs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Name -> (shape, dtype)."""
@@ -123,34 +122,9 @@ def tensor_names(model: PreTrainedModel) -> tuple[WeightSpecs, dict[str, str]]:
     return specs, aliases
 
 
-def stored_parts(model: PreTrainedModel, tensors: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The model's tensors as its files have them: file name -> a view of the model's own memory.
-
-    transformers fuses some tensors of the files in its modules, as all experts of a layer, and splits them
-    again where it saves a model: by that same conversion the views are found here, on the meta device, too.
-    tensors: some of the model's, by the names of its modules without what adapters add to them; None: all.
-    NotSupportedError if a tensor of the files is no part of one of the model.
-    """
-    own = _own_tensors(model) if tensors is None else tensors
-    parts = revert_weight_conversion(model, {name: x.detach().as_subclass(_Part) for name, x in own.items()})
-    places = {_storage(tensor) for tensor in own.values()}
-    for name, part in parts.items():
-        if _storage(part) not in places:
-            raise NotSupportedError(
-                f"not supported yet: rollouts of model type {model.config.model_type}: {name} of its files "
-                "is no part of a tensor that transformers computes with. Use another model."
-            )
-    return {name: part.as_subclass(Tensor) for name, part in parts.items()}
-
-
-class _Part(Tensor):
-    """A tensor whose parts stay views of it: asked for a contiguous copy, it gives itself."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.contiguous:
-            return args[0]
-        return super().__torch_function__(func, types, args, kwargs or {})
+def stored_tensors_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All of the model's tensors as its files have them: file name -> a view of the model's own memory."""
+    return stored_parts(model, _own_tensors(model))
 
 
 def _own_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

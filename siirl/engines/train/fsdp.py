@@ -21,6 +21,7 @@ from siirl.engines.train.fsdp_state import (
     exported,
     exported_adapter,
     load_training_state,
+    parts_of,
     specs,
     training_state,
 )
@@ -68,6 +69,7 @@ class FSDPEngine(SteppingEngine):
         self._model = build_sharded(
             settings, self._mesh, self._data_group, self.device, plan.trains, base._model if base else None
         )
+        self._parts = parts_of(self._model.hf)
         self._base = base._base if base else FrozenBase(self._model)
         self._base.onload(self.name)
         self._accumulates_locally = plan.dims.dp_shard == 1 or is_small(self._model)
@@ -126,17 +128,17 @@ class FSDPEngine(SteppingEngine):
         self._optimizer.step()
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return specs(self._model.hf, self._master_dtype)
+        return specs(self._model.hf, self._parts, self._master_dtype)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")
-        return exported(self._model.hf, dtype or self._master_dtype)
+        return exported(self._model.hf, self._parts, dtype or self._master_dtype)
 
     def export_adapter(
         self, dtype: torch.dtype | None = None, with_base: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")
-        return exported_adapter(self._model.hf, dtype or self._master_dtype, with_base)
+        return exported_adapter(self._model.hf, self._parts, dtype or self._master_dtype, with_base)
 
     def state_dict(self) -> dict[str, Any]:
         """See TrainEngine. Tensors are the engine's own DTensors, so reading into them in place is enough.
@@ -145,18 +147,21 @@ class FSDPEngine(SteppingEngine):
         """
         self._require_on_device("params", "optimizer")
         base = {"base": self._base_weights} if self._base_weights["names"] else {}
-        return training_state(self._model.hf, self._optimizer) | self._counts_state() | base
+        return self._training_state() | self._counts_state() | base
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device("params", "optimizer")
         self._check_base(state)
-        load_training_state(self._model.hf, self._optimizer, state)
+        load_training_state(self._training_state(), self._optimizer, state)
         self._load_counts(state)
+
+    def _training_state(self) -> dict[str, Any]:
+        return training_state(self._model.hf, self._parts, self._optimizer)
 
     @functools.cached_property
     def _base_weights(self) -> dict[str, Any]:
         """Which weights stay as model.path has them; the digest on the first rank, which has read them."""
-        path, names = Path(self._settings.model.path).expanduser().absolute(), base_names(self._model.hf)
+        path, names = Path(self._settings.model.path).expanduser().absolute(), base_names(self._model.hf, self._parts)
         digest = weights_digest(path) if names and self.dp_rank == 0 else None
         return {"path": str(path), "digest": digest, "names": names}
 

@@ -1,65 +1,96 @@
 """What leaves and enters a sharded model: weights under HF names, and training state for checkpoints."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
 from siirl.engines.train.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
 from siirl.engines.train.optimizer import MOMENTS
+from siirl.engines.train.pieces import Piece, PiecewiseTensor
 from siirl.errors import CheckpointError
+from siirl.model_files.file_parts import FilePart, file_parts
 
 BUCKET_BYTES = 64 << 20
 """Full tensors are gathered for at least so many bytes at once: small ones together, large ones alone."""
 
 
-def specs(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+FileParts = dict[str, tuple[FilePart, ...]]
+"""Name of a parameter without what adapters add to it -> the tensors of the model's files that it holds."""
+
+
+def parts_of(hf: PreTrainedModel) -> FileParts:
+    """Where the tensors of the model's files are in its parameters; NotSupportedError if they are not."""
+    return file_parts(hf, {name: tuple(param.shape) for name, param in _named(hf)})
+
+
+def specs(
+    hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """HF name -> (full shape, dtype) of what `exported` yields, in its order. No communication."""
-    return {exported_name: (tuple(param.shape), dtype) for exported_name, param in _named(hf)}
+    return {part.name: (part.shape, dtype) for name, _ in _named(hf) for part in parts[name]}
 
 
-@torch.no_grad()
-def exported(hf: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Full tensors under HF names, adapters merged, cast before the gather, which takes a bucket at a time.
 
     Collective: every rank exhausts it. On one rank and without a cast a tensor is the live weight itself:
     copy it to keep it.
     """
     adapters = adapters_of(hf)
-    bucket: list[_Shard] = []
-    for name, param in _named(hf):
-        local = param.to_local()
-        if name in adapters:
-            a, b, scale = adapters[name]
-            local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
-        bucket.append(_Shard(name, local.to(dtype), param))
-        if sum(shard.param.numel() for shard in bucket) * dtype.itemsize >= BUCKET_BYTES:
-            yield from _gathered(bucket)
-            bucket = []
-    yield from _gathered(bucket)
+
+    def shards() -> Iterator[_Shard]:
+        for name, param in _named(hf):
+            local = param.to_local()
+            if name in adapters:
+                a, b, scale = adapters[name]
+                local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
+            yield _Shard(name, local.to(dtype), param)
+
+    return _whole_parts(shards(), parts, dtype)
 
 
-@torch.no_grad()
 def exported_adapter(
-    hf: PreTrainedModel, dtype: torch.dtype, with_base: bool
+    hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype, with_base: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Full tensors of the adapter under X.lora_A.weight and X.lora_B.weight, and of the base unmerged.
 
     As `exported` otherwise.
     """
+    shards = (
+        _Shard(plain_name(name), param.to_local().to(dtype), param.detach())
+        for name, param in hf.named_parameters()
+        if with_base or adapter_name(name)
+    )
+    return _whole_parts(shards, parts, dtype)
+
+
+@torch.no_grad()
+def _whole_parts(
+    shards: Iterable["_Shard"], parts: FileParts, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the files that are in these parameters, whole, gathered a bucket at a time."""
     bucket: list[_Shard] = []
-    for name, param in hf.named_parameters():
-        if not (with_base or adapter_name(name)):
-            continue
-        bucket.append(_Shard(plain_name(name), param.to_local().to(dtype), param.detach()))
+    for shard in shards:
+        bucket.append(shard)
         if sum(shard.param.numel() for shard in bucket) * dtype.itemsize >= BUCKET_BYTES:
-            yield from _gathered(bucket)
+            yield from _split(_gathered(bucket), parts)
             bucket = []
-    yield from _gathered(bucket)
+    yield from _split(_gathered(bucket), parts)
+
+
+def _split(tensors: Iterable[tuple[str, Tensor]], parts: FileParts) -> Iterator[tuple[str, Tensor]]:
+    for name, whole in tensors:
+        if name not in parts:  # an adapter's
+            yield name, whole
+        for part in parts.get(name, ()):
+            yield part.name, part.of(whole).contiguous()
 
 
 class _Shard(NamedTuple):
@@ -104,10 +135,11 @@ def _named(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
             yield exported_name, param.detach()
 
 
-def base_names(hf: PreTrainedModel) -> list[str]:
+def base_names(hf: PreTrainedModel, parts: FileParts) -> list[str]:
     """HF names of what a training state leaves out: with adapters, the weights that stay as they are."""
     stored = _stored(hf)
-    return [plain_name(name) for name, _ in hf.named_parameters() if name not in stored]
+    left_out = (plain_name(name) for name, _ in hf.named_parameters() if name not in stored)
+    return [part.name for name in left_out for part in parts[name]]
 
 
 def _stored(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -116,31 +148,52 @@ def _stored(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
     return {name: param for name, param in params.items() if param.requires_grad or not adapted}
 
 
-def training_state(hf: PreTrainedModel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """{"model": name -> DTensor, "optimizer": moment.name -> DTensor}: the live tensors. No communication.
+def training_state(
+    hf: PreTrainedModel, parts: FileParts, optimizer: torch.optim.Optimizer | None
+) -> dict[str, Any]:
+    """{"model": name -> tensor, "optimizer": moment.name -> tensor}: the live tensors. No communication.
 
     Of a model with adapters it has what trains; the rest are its base's (base_names).
-    DTensors carry their global shape, so torch.distributed.checkpoint reads them on any number of ranks. The
+    Names are those of the model's files. Tensors are DTensors, or where a parameter holds several tensors of
+    the files, those that this rank has: torch.distributed.checkpoint reads both on any number of ranks. The
     step count of AdamW is the engine's version.
     """
     params = _stored(hf)
-    moments = {}
+    moments: dict[str, Tensor] = {}
     if optimizer is not None:
-        moments = {
-            f"{moment}.{name}": optimizer.state[param][moment]
-            for moment in MOMENTS
-            for name, param in params.items()
-            if param.requires_grad
-        }
-    return {"model": {name: param.detach() for name, param in params.items()}, "optimizer": moments}
+        trained = {name: param for name, param in params.items() if param.requires_grad}
+        for moment in MOMENTS:
+            held = {name: optimizer.state[param][moment] for name, param in trained.items()}
+            moments |= {f"{moment}.{name}": tensor for name, tensor in _held_parts(held, parts).items()}
+    weights = {name: param.detach() for name, param in params.items()}
+    return {"model": _held_parts(weights, parts), "optimizer": moments}
+
+
+def _held_parts(tensors: dict[str, DTensor], parts: FileParts) -> dict[str, Tensor]:
+    """Sharded tensors under the names of the files. Of one that holds several, those in this rank's rows."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        of_files = parts.get(name, ())
+        if [part.shape for part in of_files] in ([], [tuple(tensor.shape)]):
+            found[of_files[0].name if of_files else name] = tensor
+            continue
+        local, row = tensor.to_local(), math.prod(tensor.shape[1:])
+        _, (start, *_) = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
+        for part in of_files:
+            assert part.first // row == part.last // row, f"{part.name} is in several rows of {name}"
+            if start <= part.first // row < start + len(local):
+                piece = Piece(part.of(local, start * row), (0,) * len(part.shape))
+                found[part.name] = PiecewiseTensor(part.shape, [piece], tensor.dtype)
+    return found
 
 
 @torch.no_grad()
 def load_training_state(
-    hf: PreTrainedModel, optimizer: torch.optim.Optimizer | None, state: dict[str, Any]
+    own: dict[str, Any], optimizer: torch.optim.Optimizer | None, state: dict[str, Any]
 ) -> None:
-    """Copy a training state into the live tensors. CheckpointError, naming tensors, if it does not fit."""
-    own = training_state(hf, optimizer)
+    """Copy a training state into the live tensors of `own`; CheckpointError if it lacks, or has, others."""
     for part in ("model", "optimizer") if optimizer is not None else ("model",):
         missing, unknown = own[part].keys() - state[part].keys(), state[part].keys() - own[part].keys()
         if missing or unknown:

@@ -13,7 +13,6 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
@@ -21,6 +20,7 @@ from siirl.compiler.model_types import known_types, why_not
 from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
 from siirl.engines.train.attention import PACKED_ATTENTION
+from siirl.engines.train.experts import GROUPED_EXPERTS
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files, model_dir
 
@@ -67,7 +67,7 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
 def build_skeleton(
     config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool, head: Head = "lm"
 ) -> PreTrainedModel:
-    """The model on the meta device, with our packed attention; no memory, no communication.
+    """The model on the meta device, with our packed attention and experts; no memory, no communication.
 
     NotSupportedError for architectures that rows packed into one sequence, or our output head, would compute
     wrongly.
@@ -77,10 +77,14 @@ def build_skeleton(
         raise NotSupportedError(f"not supported yet: strategy=fsdp: {problem}")
     if head != "lm":
         config.num_labels = 1
-    turn_off_dropout(config)
+    turn_off_noise(config)
     with torch.device("meta"):
         model = MODEL_CLASSES[head].from_config(
-            config, dtype=dtype, attn_implementation=PACKED_ATTENTION, trust_remote_code=trust_remote_code
+            config,
+            dtype=dtype,
+            attn_implementation=PACKED_ATTENTION,
+            experts_implementation=GROUPED_EXPERTS,
+            trust_remote_code=trust_remote_code,
         )
     check_architecture(model, head)
     return model
@@ -103,8 +107,6 @@ def check_architecture(model: PreTrainedModel, head: Head = "lm") -> None:
     layer = getattr(model, VALUE_HEAD, None) if head != "lm" else model.get_output_embeddings()
     if not isinstance(layer, nn.Linear) or (head == "lm" and layer.bias is not None):
         problem = "an output head that is not a plain matrix"
-    elif get_model_conversion_mapping(model, add_legacy=False):
-        problem = "weights that are stored under other names or shapes"
     elif not model._supports_attention_backend:
         problem = "attention that cannot be replaced"
     if problem:
@@ -198,10 +200,10 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
-def turn_off_dropout(config: PretrainedConfig) -> None:
-    """No dropout anywhere: the log-probs of a row must not depend on the pass that computes them."""
+def turn_off_noise(config: PretrainedConfig) -> None:
+    """No dropout or noise anywhere: the log-probs of a row must not depend on the pass that computes them."""
     for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
 
 

@@ -18,6 +18,10 @@ from siirl.engines.train.attention import SequenceBounds
 from siirl.engines.train.packing import PackedBatch
 
 
+TOP_K = ("num_experts_per_tok", "moe_topk")
+"""What a config.json calls the experts of a token."""
+
+
 class PackedModel(nn.Module, ABC):
     """A decoder over packed rows with a head on top, head included, so that its gathered weight is used."""
 
@@ -155,13 +159,25 @@ def run_packed(
 
 
 def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool) -> float:
-    """pass_flops of a whole Hugging Face model: all its matrices, a tied output head too, the table not."""
+    """pass_flops of a whole Hugging Face model: all its matrices, a tied output head too, the table not.
+
+    Of experts, which transformers has as one tensor [E, ...] each layer, those that a token chooses.
+    """
     config = hf.config
     head, table = hf.get_output_embeddings(), hf.get_input_embeddings().weight
     tied = head is not None and head.weight is table
-    names = {id(p): p for p in hf.parameters() if p.ndim >= 2}
-    num_weights = sum(p.numel() for p in names.values()) - (0 if tied else table.numel())
+    num_weights = 0 if tied else -table.numel()
+    for param in {id(p): p for p in hf.parameters()}.values():
+        if param.ndim == 3:
+            num_weights += param.numel() * _experts_of_a_token(config) // param.shape[0]
+        elif param.ndim == 2:
+            num_weights += param.numel()
     return pass_flops(num_weights, config, lengths, backward)
+
+
+def _experts_of_a_token(config: PretrainedConfig) -> int:
+    """The same number in all layers, under one of the names that transformers has for it."""
+    return next(getattr(config, name) for name in TOP_K if hasattr(config, name))
 
 
 def pass_flops(num_weights: int, config: PretrainedConfig, lengths: list[int], backward: bool) -> float:

@@ -13,7 +13,7 @@ from siirl.engines.rollout import sampling
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.hf import decode, hf_rollout, kv_cache
 from siirl.engines.rollout.hf.hf_rollout import HFRollout
-from siirl.engines.rollout.weight_loading import stored_parts
+from siirl.engines.rollout.weight_loading import stored_tensors_of
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.nodes.streams import Streams
 from siirl.parallel.dims import ParallelDims
@@ -42,7 +42,7 @@ def build(path, *overrides, dtype="float32"):
 def loaded(path, *overrides, dtype="float32"):
     engine = build(path, *overrides, dtype=dtype)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    engine.load_weights(stored_parts(model).items(), version=0)
+    engine.load_weights(stored_tensors_of(model).items(), version=0)
     return engine
 
 
@@ -168,7 +168,7 @@ def test_greedy_equals_transformers_on_other_architectures(tmp_path, monkeypatch
     model = AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(tmp_path)
     engine = build(tmp_path)
-    engine.load_weights(stored_parts(model).items(), version=0)
+    engine.load_weights(stored_tensors_of(model).items(), version=0)
     for prompt, (response,) in zip(PROMPTS, tokens(engine, GREEDY), strict=True):
         full = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
         assert response == full[0, len(prompt) :].tolist()

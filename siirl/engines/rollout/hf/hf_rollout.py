@@ -29,7 +29,7 @@ from siirl.engines.rollout.weight_loading import (
     SharedBase,
     WeightSpecs,
     checked_weights,
-    stored_parts,
+    stored_tensors_of,
     tensor_names,
 )
 from siirl.engines.train.frozen_base import use_base
@@ -183,7 +183,7 @@ class HFRollout(RolloutEngine):
         self.check_idle("take weights")
         self.wake()
         self._state, self.weight_version = "loading", -1
-        own = stored_parts(self._model)
+        own = stored_tensors_of(self._model)
         with torch.no_grad():
             for name, tensor in checked_weights(weights, self.weight_specs(), self._aliases, self.name):
                 own[name].copy_(tensor, non_blocking=True)

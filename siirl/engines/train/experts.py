@@ -1,0 +1,76 @@
+"""The experts of a layer over packed tokens: the experts function that our language models are built with.
+
+Legend: N packed tokens, K experts of each, S = N K pairs in the order of their experts, E experts, D hidden
+size, O outputs of a product.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+GROUPED_EXPERTS = "siirl_grouped"
+"""Name under which transformers finds `grouped_experts`."""
+
+
+def grouped_experts(experts: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
+    """What the experts of each token make of it, by the router's weights: [N, D]; no communication.
+
+    experts: a module whose weights transformers has fused, [E, ...]. Every expert gets a gradient, of zeros
+    if no token has chosen it, so that all ranks reduce the same tensors.
+    """
+    top_k, hidden = expert_NK.shape[1], hidden_ND.shape[1]
+    expert_S, order_S = expert_NK.flatten().sort(stable=True)
+    ends_E = torch.searchsorted(expert_S, torch.arange(experts.num_experts, device=expert_S.device), right=True)
+    ends_E = ends_E.to(torch.int32)
+
+    def product(x_SD: Tensor, name: str) -> Tensor:
+        weight = getattr(experts, name)
+        weight_EOD = weight.transpose(1, 2) if experts.is_transposed else weight
+        out_SO = grouped_product(x_SD, weight_EOD, ends_E)
+        return out_SO + getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else out_SO
+
+    inner = product(hidden_ND[order_S // top_k], "gate_up_proj" if experts.has_gate else "up_proj")
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    out_SD = product(inner, "down_proj") * weight_NK.flatten()[order_S].unsqueeze(-1)
+    out_ND = torch.zeros_like(out_SD).index_copy(0, order_S, out_SD).view(-1, top_k, hidden).sum(dim=1)
+    return out_ND.to(hidden_ND.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(GROUPED_EXPERTS, grouped_experts)
+
+
+def grouped_product(x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+    """The rows of each expert times its weight: [S, O]; ends_E: int32, where the rows of each end.
+
+    In bf16 on CUDA by torch's grouped product, otherwise expert by expert.
+    """
+    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16:
+        return GroupedProduct.apply(x_SD, weight_EOD, ends_E)
+    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    parts = zip(x_SD.split(counts), weight_EOD.unbind(), strict=True)
+    return torch.cat([rows @ weight_OD.t() for rows, weight_OD in parts])
+
+
+class GroupedProduct(torch.autograd.Function):
+    """torch._grouped_mm, whose gradient of an expert without rows is memory that nobody wrote to on some
+    devices (pytorch/pytorch#172439): it is zero here."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
+        ctx.save_for_backward(x_SD, weight_EOD, ends_E)
+        return torch._grouped_mm(x_SD, weight_EOD.transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_SD, weight_EOD, ends_E = ctx.saved_tensors
+        grad_SO = grad_SO.contiguous()
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch._grouped_mm(grad_SO, weight_EOD, offs=ends_E)
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch._grouped_mm(grad_SO.t(), x_SD, offs=ends_E)
+            is_idle_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+            grad_weight = grad_weight.masked_fill_(is_idle_E[:, None, None], 0.0)
+        return grad_x, grad_weight, None
