@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
+from siirl.config.common import ModelConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model
 from siirl.errors import NotSupportedError
 
@@ -32,6 +33,9 @@ MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""What may have LoRA adapters in a mixture of experts: others would lie on one tensor of all experts."""
 PARTS = ("vision_config", "audio_config", "text_config")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rope types whose frequencies change if the longest row of a batch is beyond the model's first training."""
@@ -55,7 +59,7 @@ class Trainable:
 
 
 TRAINABLE = {
-    "fsdp": Trainable(OF_ANY_HEAD, LANGUAGE_MODELS, lambda config: _as_fsdp_runs(config), own_code=True),
+    "fsdp": Trainable(OF_ANY_HEAD, LANGUAGE_MODELS, lambda config: iter(()), own_code=True),
     "megatron": Trainable(MEGATRON, (), lambda config: _as_megatron_builds(config), own_code=False),
 }
 """Strategy -> what it trains."""
@@ -85,6 +89,9 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
     config = {**raw, **model.override_config}
     problem = why_not(config, strategy, ROLES[role].head)
+    problem = problem or _why_no_router_loss(model)
+    if strategy == "fsdp":
+        problem = problem or _why_not_with_experts(config, model, ROLES[role].model)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(
@@ -94,6 +101,39 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         raise NotSupportedError(
             f"not supported yet: {who}, {ROLE_GROUPS[role]}.strategy={strategy}: {problem}"
         )
+
+
+def _why_no_router_loss(model: ModelConfig) -> str:
+    """Why the loss of a router that is asked for is not there, and the fix; empty if none is."""
+    coefficient = model.override_config.get("router_aux_loss_coef")
+    if not coefficient:
+        return ""
+    return (
+        f"override_config.router_aux_loss_coef={coefficient}: transformers' loss of the router is that of "
+        "a micro-batch by itself, and is not added. Remove it; under megatron the mean over a mini-batch is "
+        "megatron.override_transformer_config.moe_aux_loss_coeff."
+    )
+
+
+def _why_not_with_experts(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
+    """Why fsdp does not change the layers of a mixture of experts in this way, and the fix; empty if it does.
+
+    keys: the group of keys that the model is.
+    """
+    if not any(config.get(name) for name in EXPERTS):
+        return ""
+    if model.use_liger:
+        return (
+            f"{keys}.use_liger=True for a mixture of experts: its kernels take the place of each expert, and "
+            "transformers has all in one tensor. Set it to false."
+        )
+    targets = model.target_modules
+    if model.lora_rank and (isinstance(targets, str) or not set(targets) <= set(ADAPTED)):
+        return (
+            f"LoRA adapters on experts ({keys}.target_modules={targets}): a mixture of experts has them on "
+            f"its attention only. Set {keys}.target_modules=[{','.join(ADAPTED)}], or lora_rank=0."
+        )
+    return ""
 
 
 def why_not_so_long(config: Mapping[str, Any], longest: int) -> str:
@@ -161,17 +201,13 @@ def _traits(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"kv_lora_rank={config['kv_lora_rank']} (keys and values that are compressed)"
     if config.get("quantization_config"):
         yield "a quantization_config (its weights are no plain numbers)"
-    if config.get("use_bidirectional_attention"):
-        yield "use_bidirectional_attention (its tokens see the future)"
-
-
-def _as_fsdp_runs(config: Mapping[str, Any]) -> Iterator[str]:
-    """What of transformers' models is left out."""
     if config.get("output_router_logits"):
         yield (
-            "output_router_logits=True (transformers then adds a loss of the router, whose value depends on how "
-            "rows are cut into micro-batches; set it to false by model.override_config to train without)"
+            "output_router_logits=True (a loss of the router, which transformers computes of each micro-"
+            "batch by itself; to train without, set it to false by model.override_config)"
         )
+    if config.get("use_bidirectional_attention"):
+        yield "use_bidirectional_attention (its tokens see the future)"
 
 
 def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:

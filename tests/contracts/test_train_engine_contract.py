@@ -52,7 +52,7 @@ def model_dirs() -> dict[str, str]:
 
 @functools.cache
 def reference(model: str, lora: bool) -> Outcome:
-    return reference_on_disk(model_dirs()[model], model, lora)
+    return reference_on_disk(model_dirs()[model], model, "all-linear" if lora else "")
 
 
 @functools.cache

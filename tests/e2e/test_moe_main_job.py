@@ -1,4 +1,4 @@
-"""The main job with mixtures of experts on Megatron-Core: every layout trains what one rank trains."""
+"""The main job with mixtures of experts: every layout, and FSDP2, trains what one rank of Megatron does."""
 
 import functools
 
@@ -14,18 +14,21 @@ MEGATRON = f"{ACTOR}.megatron"
 REF = "actor_rollout_ref.ref"
 FOUR_OPTIMIZER_STEPS = (
     "trainer.total_training_steps=2",
-    f"{ACTOR}.strategy=megatron",
     f"{ACTOR}.use_kl_loss=True",
     f"{ACTOR}.optim.lr=1e-3",
     f"+{ACTOR}.optim.override_optimizer_config={{eps:1e-6}}",
     f"{MEGATRON}.param_dtype=float32",
     f"{REF}.megatron.param_dtype=float32",
 )
+TP2 = (f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=True")
+EP2 = (f"{MEGATRON}.expert_model_parallel_size=2",)
+ON_MEGATRON = f"{ACTOR}.strategy=megatron"
 LAYOUTS = {
-    "alone": (),
-    "ep2": ("expert_model_parallel_size=2",),
-    "tp2": ("tensor_model_parallel_size=2", "sequence_parallel=True"),
-    "tp2 ep2": ("tensor_model_parallel_size=2", "sequence_parallel=True", "expert_model_parallel_size=2"),
+    "alone": (ON_MEGATRON,),
+    "ep2": (ON_MEGATRON, *EP2),
+    "tp2": (ON_MEGATRON, *TP2),
+    "tp2 ep2": (ON_MEGATRON, *TP2, *EP2),
+    "fsdp": (f"{ACTOR}.strategy=fsdp",),
 }
 
 
@@ -38,6 +41,8 @@ CASES = [
             ("qwen3_moe", "vllm", "ep2"),
             ("qwen3_moe", "vllm", "tp2"),
             ("qwen3_moe", "hf", "tp2"),
+            ("mixtral", "hf", "fsdp"),
+            ("qwen3_moe", "vllm", "fsdp"),
             ("mixtral", "vllm", "tp2"),
             ("mixtral", "vllm", "tp2 ep2"),
         )
@@ -58,10 +63,9 @@ def train(tmp_path_factory):
 
     @functools.cache
     def run(family: str, rollout: str = "hf", layout: str = "alone") -> Finished:
-        sizes = [f"{MEGATRON}.{size}" for size in LAYOUTS[layout]]
         engine = (f"actor_rollout_ref.rollout.name={rollout}", "trainer.deadline_s=300")
         folder = tmp_path_factory.mktemp("run")
-        arguments = overrides(inputs(family), folder, *FOUR_OPTIMIZER_STEPS, *engine, *sizes)
+        arguments = overrides(inputs(family), folder, *FOUR_OPTIMIZER_STEPS, *engine, *LAYOUTS[layout])
         return run_job(1 if layout == "alone" else 2, arguments, deadline_s=500)
 
     return run
@@ -80,10 +84,11 @@ def test_a_mixture_of_experts_trains_alike_in_every_layout(train, family, rollou
     assert max(float((mine[name] - wanted[name]).abs().max()) for name in wanted) < 1e-4
 
 
-def test_the_exported_model_is_the_one_that_rolled_out_last(train):
+@pytest.mark.parametrize("layout", ["ep2", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_the_exported_model_is_the_one_that_rolled_out_last(train, layout):
     from transformers import AutoModelForCausalLM
 
-    run = train("mixtral", "hf", "ep2")
+    run = train("mixtral", "hf", layout)
     model = AutoModelForCausalLM.from_pretrained(run.output / "hf_model", dtype=torch.float32)
     parts = stored_tensors_of(model)
     assert parts.keys() == run.weights().keys()

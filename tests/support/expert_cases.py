@@ -11,7 +11,7 @@ import train_engine_cases as cases
 from train_engine_cases import Outcome
 
 
-def reference_on_disk(path: str, model: str, lora: bool = False) -> Outcome:
+def reference_on_disk(path: str, model: str, lora: str | list[str] = "") -> Outcome:
     """The reference's outcome under the names of model files."""
     outcome = cases.run_reference(Path(path), lora)
     named = {name: names_on_disk(getattr(outcome, name), model) for name in ("grads", "weights")}

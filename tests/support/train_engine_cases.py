@@ -127,13 +127,13 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
 
 
-def run_reference(path: Path, lora: bool = False) -> Outcome:
-    """Plain single-process Hugging Face and AdamW."""
+def run_reference(path: Path, lora: str | list[str] = "") -> Outcome:
+    """Plain single-process Hugging Face and AdamW; lora: modules with adapters, which alone train then."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     if lora:
-        model = _plain_lora(model)
+        model = _plain_lora(model, lora)
     with torch.no_grad():
         outcome = Outcome(*reference_outputs(model, sample_rows(0)))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -159,11 +159,11 @@ def run_reference(path: Path, lora: bool = False) -> Outcome:
     return outcome
 
 
-def _plain_lora(model: Any) -> Any:
+def _plain_lora(model: Any, targets: str | list[str]) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(SEED)
-    return get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear"))
+    return get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets))
 
 
 def _plain(name: str) -> str:

@@ -22,7 +22,9 @@ SMALL_MODEL_BYTES = 2 << 30
 """Up to so many bytes of fp32 weights a model stays gathered under FSDP2, with whole gradients, in a
 mini-batch."""
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+ONLY_EXPERTS = ("mixtral", "olmoe")
+"""Families whose layers all have experts, of the width that dense MLPs have in others."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 GIB = 2**30
 LOGITS_CHUNK = 1 << 28
@@ -134,6 +136,8 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         attention += q_width + 2 * kv_width + hidden
     if family.startswith("qwen3"):
         attention += 2 * head_dim
+    if family == "olmoe":
+        attention += q_width + kv_width
     norms = 2 * hidden
     per_layer = [attention + norms + _mlp_params(raw, index) for index in range(layers)]
     moe_layers = sum(_has_experts(raw, index) for index in range(layers))
@@ -164,7 +168,7 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
 
 
 def _has_experts(raw: dict[str, Any], layer: int) -> bool:
-    if raw["model_type"] == "mixtral":
+    if raw["model_type"] in ONLY_EXPERTS:
         return True
     dense = layer in raw.get("mlp_only_layers", []) or (layer + 1) % raw.get("decoder_sparse_step", 1)
     return raw["model_type"].endswith("_moe") and not dense
@@ -172,8 +176,8 @@ def _has_experts(raw: dict[str, Any], layer: int) -> bool:
 
 def _mlp_params(raw: dict[str, Any], layer: int) -> int:
     hidden, width = raw["hidden_size"], raw["intermediate_size"]
-    if raw["model_type"] == "mixtral":
-        experts = raw["num_local_experts"]
+    if raw["model_type"] in ONLY_EXPERTS:
+        experts = raw.get("num_experts") or raw["num_local_experts"]
         return experts * 3 * hidden * width + hidden * experts
     if not raw["model_type"].endswith("_moe"):
         bias = 2 * width + hidden if raw.get("mlp_bias") else 0
@@ -191,7 +195,8 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     """What one rank holds of a model under FSDP2.
 
     One shard, and a model that stays gathered (SMALL_MODEL_BYTES), gather all layers; others
-    two at a time. Embedding and head stay gathered in a mini-batch.
+    two at a time. Embedding and head stay gathered in a mini-batch. The gradient of a layer, which is large
+    where there are experts, is whole before ranks reduce it.
     """
     fsdp, name = role_group(cfg, model.role).fsdp_config, model.name
     master, compute = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.param_dtype]
@@ -203,6 +208,9 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
         trained = -(-(adapter or shape.params) // shards)
         moments = offloadable(name, "optimizer", 2 * trained * master, fsdp.optimizer_offload, ("update",))
         lines += [MemoryLine(name, "gradients", trained * master, ("update",)), moments]
+        if shape.experts and not adapter:
+            whole_layer = shape.layer_params * (compute + BYTES[fsdp.mixed_precision.reduce_dtype])
+            lines.append(MemoryLine(name, "gradients of a layer", whole_layer, ("update",)))
     whole = shards == 1 or 4 * shape.params <= SMALL_MODEL_BYTES
     gathered = shape.params if whole else 2 * shape.layer_params + shape.embedding_params
     lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
@@ -295,10 +303,11 @@ def full_kl_lines(
 
 
 def adapter_params(model: ModelConfig, shape: ModelShape) -> int:
-    """Numbers in a LoRA adapter on all linear layers of a dense model; fewer target_modules have fewer."""
+    """Numbers in a LoRA adapter on all linear layers, or in a mixture of experts on those of attention; fewer
+    target_modules have fewer."""
     q_width = shape.hidden if not shape.heads else shape.kv_width // shape.kv_heads * shape.heads
     widths = [(shape.hidden, q_width), (q_width, shape.hidden), *2 * [(shape.hidden, shape.kv_width)]]
-    widths += 3 * [(shape.hidden, shape.intermediate)]
+    widths += 3 * [(shape.hidden, shape.intermediate)] * (not shape.experts)
     return model.lora_rank * shape.layers * sum(map(sum, widths))
 
 

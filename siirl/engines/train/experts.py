@@ -22,8 +22,8 @@ def grouped_experts(experts: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, we
     """
     top_k, hidden = expert_NK.shape[1], hidden_ND.shape[1]
     expert_S, order_S = expert_NK.flatten().sort(stable=True)
-    ends_E = torch.searchsorted(expert_S, torch.arange(experts.num_experts, device=expert_S.device), right=True)
-    ends_E = ends_E.to(torch.int32)
+    expert_E = torch.arange(experts.num_experts, device=expert_S.device)
+    ends_E = torch.searchsorted(expert_S, expert_E, right=True, out_int32=True)
 
     def product(x_SD: Tensor, name: str) -> Tensor:
         weight = getattr(experts, name)

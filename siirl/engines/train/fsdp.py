@@ -161,7 +161,8 @@ class FSDPEngine(SteppingEngine):
     @functools.cached_property
     def _base_weights(self) -> dict[str, Any]:
         """Which weights stay as model.path has them; the digest on the first rank, which has read them."""
-        path, names = Path(self._settings.model.path).expanduser().absolute(), base_names(self._model.hf, self._parts)
+        path = Path(self._settings.model.path).expanduser().absolute()
+        names = base_names(self._model.hf, self._parts)
         digest = weights_digest(path) if names and self.dp_rank == 0 else None
         return {"path": str(path), "digest": digest, "names": names}
 

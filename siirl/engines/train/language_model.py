@@ -17,7 +17,6 @@ from siirl.compiler.plan import Head
 from siirl.engines.train.attention import SequenceBounds
 from siirl.engines.train.packing import PackedBatch
 
-
 TOP_K = ("num_experts_per_tok", "moe_topk")
 """What a config.json calls the experts of a token."""
 

@@ -12,8 +12,9 @@ from siirl.cli import main
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.devices import DEVICES, H200
 from siirl.compiler.cost.step_time import StepTime, step_time
-from siirl.compiler.cost.work import RowTokens, model_pass
+from siirl.compiler.cost.work import RowTokens, model_pass, sync_work
 from siirl.compiler.memory.estimate import model_shape, read_shape
+from siirl.compiler.plan import LinkPlan
 from siirl.config import load_config
 from siirl.dag.spec import DagBuilder
 
@@ -249,6 +250,8 @@ def test_experts_that_a_token_does_not_choose_cost_nothing(model):
 
     active = active_layer_params(model_shape(raw)) * 48 + 2 * 151936 * 2048
     assert active == pytest.approx(3.3e9, rel=0.03)  # Qwen3-30B-A3B: 3.3 billion are active
+    link = LinkPlan("agent_0.weights", "agent_0.actor", "agent_0.rollout", (0,), "local")
+    assert sync_work(link, config(), model_shape(raw), 8)["sync_tensor"] == 18867  # tensors of its files
 
 
 def test_every_device_has_every_constant():

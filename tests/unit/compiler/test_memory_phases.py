@@ -8,13 +8,14 @@ import re
 import sys
 from pathlib import Path
 
+import causal_lms
 import pytest
 from plan_cases import add_agent, compiled, config
 
 from siirl.cli import main
 from siirl.compiler.backends import TRAIN_BACKENDS
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.memory.estimate import head_lines
+from siirl.compiler.memory.estimate import head_lines, read_shape
 from siirl.compiler.memory.phases import engine_rows, memory_lines, phase_peaks
 from siirl.config import load_config
 from siirl.config.root import all_keys
@@ -97,6 +98,22 @@ def test_peaks_of_both_strategies_on_h200s_are_within_15_percent_of_the_estimate
     else:
         rollout = next(peak for peak in found if peak.node == "rollout_actor")
         assert rollout.device / GIB == pytest.approx(measured["memory/device_gib"], rel=0.15)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_under_fsdp_a_rank_holds_its_share_of_all_experts(family, tmp_path):
+    sizes = causal_lms.tiny_config(family)
+    sizes.save_pretrained(tmp_path)
+    num, of_experts = causal_lms.num_params(sizes), 3 * 4 * 32 * (16 if "qwen" in family else 64)
+    cfg = load_config(["algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={tmp_path}"])
+    shape = read_shape(cfg, "actor")
+    assert (shape.params, shape.expert_params, shape.moe_layers) == (num, of_experts, 2)
+    plan, configs = compile_plan(load_dag(cfg), cfg, 4)
+    held = {
+        line.what: line.num_bytes for line in memory_lines(plan, configs) if line.model == "agent_0.actor"
+    }
+    assert held["parameters"] == held["gradients"] == held["optimizer"] / 2 == -(-num // 4) * 4
+    assert held["gradients of a layer"] > of_experts * (2 + 4)
 
 
 def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):

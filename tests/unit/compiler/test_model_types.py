@@ -25,13 +25,13 @@ from siirl.errors import NotSupportedError
 ACTOR = "actor_rollout_ref.actor"
 REFUSED = {
     "deepseek_v3": ({"kv_lora_rank": 512, "n_routed_experts": 256}, "kv_lora_rank=512"),
-    "gpt_oss": ({"num_local_experts": 32, "quantization_config": {}}, "num_local_experts=32|no model type"),
+    "gpt_oss": ({"num_local_experts": 32, "quantization_config": {}}, "no model type"),
     "qwen3_next": (
         {"layer_types": ["linear_attention", "full_attention"]},
         "layers of kind linear_attention",
     ),
     "llama4": ({"text_config": {"num_local_experts": 16}}, "a text_config"),
-    "glm4_moe": ({"n_routed_experts": 160}, "n_routed_experts=160|no model type"),
+    "glm4_moe": ({"n_routed_experts": 160}, "no model type"),
     "kimi_k2": ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
     "qwen2_5_vl": ({"vision_config": {"depth": 32}}, "a vision_config"),
     "gemma2": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
@@ -67,11 +67,36 @@ def test_every_other_model_that_transformers_knows_is_refused_with_a_reason(stra
         assert kind in why_not({"model_type": kind}, strategy), kind
 
 
-def test_a_mixture_of_experts_under_fsdp_is_pointed_to_megatron(tmp_path):
-    with pytest.raises(
-        NotSupportedError, match=r"num_experts=128 \(a mixture of experts\)\. Set strategy=megatron"
-    ):
-        check(tmp_path, "fsdp", model_type="qwen3_moe", num_experts=128)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_loss_of_the_router_that_nobody_would_add_is_refused(tmp_path, strategy):
+    with pytest.raises(NotSupportedError, match=r"output_router_logits=True .*override_config"):
+        check(tmp_path, strategy, model_type="qwen3_moe", num_experts=128, output_router_logits=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 128}))
+    model = "actor_rollout_ref.model"
+    keys = (f"{model}.path={tmp_path}", f"{ACTOR}.strategy={strategy}")
+    cfg = config(*keys, f"+{model}.override_config={{router_aux_loss_coef:0.01}}")
+    with pytest.raises(NotSupportedError, match=r"router_aux_loss_coef=0\.01: .*moe_aux_loss_coeff"):
+        compile_plan(load_dag(cfg), cfg, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("target_modules=all-linear", "adapters on experts"),
+        ("target_modules=[q_proj,gate_proj,up_proj]", "adapters on experts"),
+        ("use_liger=True", "kernels take the place of each expert"),
+    ],
+)
+def test_what_experts_do_not_have_under_fsdp_is_refused_and_the_fix_is_accepted(tmp_path, key, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 128}))
+    model = "actor_rollout_ref.model"
+    keys = (f"{model}.path={tmp_path}", f"{model}.lora_rank={4 * ('target' in key)}")
+    cfg = config(*keys, f"{model}.{key}")
+    with pytest.raises(NotSupportedError, match=words) as caught:
+        compile_plan(load_dag(cfg), cfg, 1)
+    fix = re.search(r"Set (\S+), or", str(caught.value))
+    cfg = config(*keys, *([fix[1]] if fix else []))
+    compile_plan(load_dag(cfg), cfg, 1)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +107,11 @@ def test_a_mixture_of_experts_under_fsdp_is_pointed_to_megatron(tmp_path):
             r"llama with attention_bias=True\. Set strategy=fsdp",
         ),
         ({"model_type": "qwen2", "use_sliding_window": True}, r"sliding windows\. Set strategy=fsdp"),
-        ({"model_type": "mixtral", "sliding_window": 4096}, r"sliding windows\. Use"),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "dense layers among those of experts"),
+        ({"model_type": "mixtral", "sliding_window": 4096}, r"sliding windows\. Set strategy=fsdp"),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+            r"dense layers among those of experts\. Set strategy=fsdp",
+        ),
         ({"model_type": "qwen3", "hidden_act": "gelu"}, "hidden_act=gelu"),
         ({"model_type": "mistral"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
     ],

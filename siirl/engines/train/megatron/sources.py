@@ -16,9 +16,9 @@ from transformers import PretrainedConfig
 
 from siirl.engines.train.hf_model import VALUE_HEAD, torch_dtype
 from siirl.engines.train.megatron.model import LocalParams, read_parameter, read_weights
-from siirl.engines.train.pieces import Piece, PiecewiseTensor
 from siirl.engines.train.megatron.state import pieces_of
 from siirl.engines.train.megatron.weights import EMBEDDING, Entry, hf_shapes
+from siirl.engines.train.pieces import Piece, PiecewiseTensor
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.directory import check_weight_files, model_dir
