@@ -91,7 +91,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     problem = why_not(config, strategy, ROLES[role].head)
     problem = problem or _why_no_router_loss(model)
     if strategy == "fsdp":
-        problem = problem or _why_not_with_experts(config, model, ROLES[role].model)
+        problem = problem or _why_not_with_experts(config, cfg, role)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(
@@ -110,17 +110,22 @@ def _why_no_router_loss(model: ModelConfig) -> str:
         return ""
     return (
         f"override_config.router_aux_loss_coef={coefficient}: transformers' loss of the router is that of "
-        "a micro-batch by itself, and is not added. Remove it; under megatron the mean over a mini-batch is "
-        "megatron.override_transformer_config.moe_aux_loss_coeff."
+        "a micro-batch by itself, and is not added. Remove it; the loss over a mini-batch is weighed by "
+        "fsdp_config.moe_aux_loss_coeff, or megatron.override_transformer_config.moe_aux_loss_coeff."
     )
 
 
-def _why_not_with_experts(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
-    """Why fsdp does not change the layers of a mixture of experts in this way, and the fix; empty if it does.
-
-    keys: the group of keys that the model is.
-    """
-    if not any(config.get(name) for name in EXPERTS):
+def _why_not_with_experts(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why fsdp does not treat the experts of a role's model as asked, and the fix; empty if it does."""
+    model, keys = role_model(cfg, role), ROLES[role].model
+    coefficient = role_group(cfg, role).fsdp_config.moe_aux_loss_coeff
+    has_experts = any(config.get(name) not in (None, 0, 1) for name in EXPERTS)
+    if coefficient and not (has_experts and ROLES[role].train):
+        return (
+            f"fsdp_config.moe_aux_loss_coeff={coefficient}: this model "
+            f"{'is never trained' if has_experts else 'has no experts'}. Set it to 0."
+        )
+    if not has_experts:
         return ""
     if model.use_liger:
         return (
@@ -203,8 +208,8 @@ def _traits(config: Mapping[str, Any]) -> Iterator[str]:
         yield "a quantization_config (its weights are no plain numbers)"
     if config.get("output_router_logits"):
         yield (
-            "output_router_logits=True (a loss of the router, which transformers computes of each micro-"
-            "batch by itself; to train without, set it to false by model.override_config)"
+            "output_router_logits=True (a loss of the router, which transformers has of each micro-batch "
+            "by itself; set it to false by override_config, and moe_aux_loss_coeff for one of mini-batches)"
         )
     if config.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention (its tokens see the future)"

@@ -34,6 +34,9 @@ class FSDPConfig:
         -1, "ranks that share one copy of the weights; fewer than all is HSDP; -1: all", low=-1, excluded=0
     )
     model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
+    moe_aux_loss_coeff: float = key(
+        0.0, "weight of the load-balancing loss of the routers of experts, over a mini-batch", low=0
+    )
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "types of compute and communication")
 
 

@@ -1,6 +1,7 @@
 """Mixtures of experts under FSDP2: against plain Hugging Face, and into and out of files of every layout."""
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import train_engine_cases as cases
 from dist_harness import run_workers
-from expert_cases import assert_equal_training, reference_on_disk
+from expert_cases import assert_equal_training, names_on_disk, reference_on_disk, router_losses_of_hf
 from fixtures_tiny import make_tiny_model_dir
 from safetensors.torch import load_file
 from train_engine_cases import Scenario
@@ -23,6 +24,7 @@ LORA = (
     f"actor_rollout_ref.model.lora_rank={cases.LORA_RANK}",
     f"actor_rollout_ref.model.lora_alpha={cases.LORA_ALPHA}",
 )
+AUX = 0.3
 MODELS = {"qwen3_moe": 5, "mixtral": 4, "few": 3}
 """Model -> experts of a layer; few: fewer than ranks."""
 
@@ -86,6 +88,39 @@ def test_experts_train_as_in_plain_hf(model_dirs, world):
         adapted = ATTENTION if "lora" in scenario.name else ""
         theirs = reference_on_disk(model_dirs[scenario.model], family, adapted)
         assert_equal_training(outcomes[scenario.name], theirs)
+
+
+def gradients(rank: int, world: int, path: str, scenario: Scenario) -> dict[str, torch.Tensor]:
+    engine, _ = cases.build_engine(scenario, path)
+    cases.train_steps(engine, scenario, range(1))
+    return cases.first_step_gradients(engine)
+
+
+BUDGET = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=24")
+CUTS = [
+    Scenario("two ranks, token budget", 2, split="uneven", overrides=BUDGET),
+    Scenario("two ranks, one without rows", 2, split="first_rank", overrides=ONE_ROW),
+    Scenario(
+        "alone, not recomputed", 1, overrides=("actor_rollout_ref.model.enable_gradient_checkpointing=False",)
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", CUTS, ids=lambda scenario: scenario.name)
+def test_the_loss_of_the_router_is_that_of_the_mini_batch_however_it_is_cut(model_dirs, scenario):
+    path = model_dirs["qwen3_moe"]
+    weighed = replace(
+        scenario, overrides=(*scenario.overrides, f"{ACTOR}.fsdp_config.moe_aux_loss_coeff={AUX}")
+    )
+    ours = run_workers(gradients, scenario.world, path, weighed)[0]
+    theirs = names_on_disk(router_losses_of_hf(path, 0, AUX, 0.0), "qwen3_moe")
+    without = names_on_disk(router_losses_of_hf(path, 0, 0.0, 0.0), "qwen3_moe")
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        torch.testing.assert_close(ours[name], grad, atol=1e-6, rtol=1e-4, msg=name)
+    router = "model.layers.0.mlp.gate.weight"
+    assert (theirs[router] - without[router]).abs().max() > 1e-3
 
 
 def through_files(rank: int, world: int, path: str, folder: str) -> dict:

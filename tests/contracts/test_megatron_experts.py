@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 import train_engine_cases as cases
 from dist_harness import run_workers
+from expert_cases import router_losses_of_hf
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Scenario
 
@@ -16,7 +16,6 @@ from siirl.engines.train.packing import packed_lengths
 ACTOR = "actor_rollout_ref.actor"
 OPTIONS = f"+{ACTOR}.megatron.override_transformer_config"
 AUX, Z = 0.3, 0.05
-TOP_K, EXPERTS = 2, 4
 
 
 @pytest.fixture(scope="module")
@@ -81,35 +80,6 @@ def step_without_filler() -> int:
     return next(step for step in range(100) if sum(packed_lengths(cases.sample_rows(step))) % 4 == 0)
 
 
-def router_losses_of_hf(path: str, step: int) -> dict[str, torch.Tensor]:
-    """Clipped gradients of the policy's loss and the router's, written out, by plain Hugging Face."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    routers = [layer.mlp.gate for layer in model.model.layers]
-    seen: list[list[torch.Tensor]] = [[] for _ in routers]
-    for number, router in enumerate(routers):
-        router.register_forward_hook(
-            lambda module, given, _, number=number: seen[number].append(
-                F.linear(given[0].reshape(-1, given[0].shape[-1]), module.weight)
-            )
-        )
-    rows = cases.sample_rows(step)
-    log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)
-    mask_BT = rows["response_mask"]
-    loss_BT = -rows["advantage"] * log_prob_BT - cases.ENTROPY_COEFF * entropy_BT
-    loss = (loss_BT * mask_BT).sum() / mask_BT.sum()
-    for logits in seen:
-        logits_NE = torch.cat([row[:-1] for row in logits])  # nothing follows the last token of a row
-        probs_NE, num = logits_NE.softmax(-1), len(logits_NE)
-        chosen_NE = torch.zeros_like(probs_NE).scatter(1, probs_NE.topk(TOP_K).indices, 1.0)
-        balance = (probs_NE.sum(0) * chosen_NE.sum(0)).sum() * EXPERTS / (TOP_K * num * num)
-        loss = loss + AUX * balance + Z * logits_NE.logsumexp(-1).square().mean()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP)
-    return {name: param.grad for name, param in model.named_parameters() if "mlp.gate" in name}
-
-
 def router_gradients(rank: int, world: int, path: str, scenario: Scenario, step: int) -> dict:
     engine, _ = cases.build_engine(scenario, path)
     cases.train_steps(engine, scenario, range(step, step + 1))
@@ -139,7 +109,8 @@ def test_the_losses_of_the_router_are_means_over_the_tokens_of_a_mini_batch(
     scenario = Scenario("", world, overrides=overrides, strategy="megatron", sizes=sizes)
     step = step_without_filler()
     ours = run_workers(router_gradients, world, model_dir, scenario, step)[0]
-    theirs = router_losses_of_hf(model_dir, step)
+    theirs = router_losses_of_hf(model_dir, step, AUX, Z)
+    theirs = {name: grad for name, grad in theirs.items() if "mlp.gate." in name}
     assert ours.keys() == theirs.keys()
     for name, grad in theirs.items():
         assert grad.abs().max() > 1e-3

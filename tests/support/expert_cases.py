@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 import train_engine_cases as cases
 from train_engine_cases import Outcome
 
@@ -79,3 +80,36 @@ def unequal_replicas(engine: Any) -> list[str]:
     dims = engine._dims
     assert num_copies or dims.world in (dims.pp, 1), "nothing was compared"
     return sorted(wrong)
+
+
+def router_losses_of_hf(path: str, step: int, aux: float, z: float) -> dict[str, torch.Tensor]:
+    """Clipped gradients of the policy's loss and the router's, written out, by plain Hugging Face.
+
+    aux, z: what the balancing loss and the z-loss weigh.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    top_k = model.config.num_experts_per_tok
+    routers = [layer.mlp.gate for layer in model.model.layers]
+    seen: list[list[torch.Tensor]] = [[] for _ in routers]
+    for number, router in enumerate(routers):
+        router.register_forward_hook(
+            lambda module, given, _, number=number: seen[number].append(
+                F.linear(given[0].reshape(-1, given[0].shape[-1]), module.weight)
+            )
+        )
+    rows = cases.sample_rows(step)
+    log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)
+    mask_BT = rows["response_mask"]
+    loss_BT = -rows["advantage"] * log_prob_BT - cases.ENTROPY_COEFF * entropy_BT
+    loss = (loss_BT * mask_BT).sum() / mask_BT.sum()
+    for logits in seen:
+        logits_NE = torch.cat([row[:-1] for row in logits])  # nothing follows the last token of a row
+        probs_NE, num = logits_NE.softmax(-1), len(logits_NE)
+        chosen_NE = torch.zeros_like(probs_NE).scatter(1, probs_NE.topk(top_k).indices, 1.0)
+        balance = (probs_NE.sum(0) * chosen_NE.sum(0)).sum() * probs_NE.shape[1] / (top_k * num * num)
+        loss = loss + aux * balance + z * logits_NE.logsumexp(-1).square().mean()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP)
+    return {name: param.grad for name, param in model.named_parameters()}

@@ -28,7 +28,8 @@ from siirl.engines.train.fsdp_state import (
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed
 from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
-from siirl.engines.train.packing import count_micro_batches, new_columns, row_lengths, split_rows
+from siirl.engines.train.packing import PackedBatch, count_micro_batches, new_columns, row_lengths, split_rows
+from siirl.engines.train.router_loss import RouterLoss
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import CheckpointError
@@ -73,6 +74,8 @@ class FSDPEngine(SteppingEngine):
         self._base = base._base if base else FrozenBase(self._model)
         self._base.onload(self.name)
         self._accumulates_locally = plan.dims.dp_shard == 1 or is_small(self._model)
+        coefficient = settings.fsdp.moe_aux_loss_coeff if plan.trains else 0.0
+        self._router_loss = RouterLoss(self._model.hf, coefficient) if coefficient else None
         self._optimizer = make_adamw(self._trained(), settings.optim) if settings.optim else None
 
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
@@ -104,8 +107,11 @@ class FSDPEngine(SteppingEngine):
     ) -> Metrics:
         metrics, limit, lengths = Metrics(), self._settings.train_limit, row_lengths(rows)
         (num_micro,) = self._reduce([count_micro_batches(lengths, limit)], dist.ReduceOp.MAX)
-        self._model.train()
         micro_batches = split_rows(lengths, limit, int(num_micro), self._hidden_size)
+        if self._router_loss:
+            add_up = functools.partial(self._reduce, op=dist.ReduceOp.SUM)
+            self._router_loss.count(lambda: self._pass_ahead(rows, micro_batches), add_up)
+        self._model.train()
         for number, index in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             self._model.set_is_last_backward(is_last)
@@ -114,11 +120,35 @@ class FSDPEngine(SteppingEngine):
             with phase("micro_batch"):
                 mine = take_rows(rows, index)
                 batch = self._packed(mine)
-                columns = run_packed(self._model, batch, temperature, outputs)
-                self._share(columns, batch, mine, loss_fn, counts, metrics).backward()
+                columns, router_loss = self._run(batch, temperature, outputs)
+                loss = self._share(columns, batch, mine, loss_fn, counts, metrics)
+                (loss + router_loss).backward()
         with phase("optimizer_step"):
             self._step(metrics)
         return metrics
+
+    def _run(
+        self, batch: PackedBatch, temperature: float, outputs: tuple[str, ...]
+    ) -> tuple[dict[str, Tensor], Tensor | float]:
+        """Columns of a micro-batch, and its share of the routers' loss."""
+        if not self._router_loss:
+            return run_packed(self._model, batch, temperature, outputs), 0.0
+        if not batch.is_dummy:
+            self._router_loss.begin()
+        columns = run_packed(self._model, batch, temperature, outputs)
+        return columns, self._router_loss.end()
+
+    @torch.no_grad()
+    def _pass_ahead(self, rows: TensorDict, micro_batches: list[list[int]]) -> int:
+        """Run a mini-batch for what its routers choose; its tokens on this rank."""
+        self._model.eval()
+        num_tokens = 0
+        for index in micro_batches:
+            with phase("micro_batch"):
+                batch = self._packed(take_rows(rows, index))
+                self._run(batch, 1.0, self._outputs[:1])
+                num_tokens += 0 if batch.is_dummy else batch.input_ids.numel()
+        return num_tokens
 
     def _clip(self) -> float:
         grads = [p.grad for p in self._trained()]

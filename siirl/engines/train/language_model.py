@@ -175,8 +175,9 @@ def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool) -> floa
 
 
 def _experts_of_a_token(config: PretrainedConfig) -> int:
-    """The same number in all layers, under one of the names that transformers has for it."""
-    return next(getattr(config, name) for name in TOP_K if hasattr(config, name))
+    """As config.json says it: the same number in all layers."""
+    found = next(getattr(config, name) for name in TOP_K if hasattr(config, name))
+    return found[0] if isinstance(found, list) else found
 
 
 def pass_flops(num_weights: int, config: PretrainedConfig, lengths: list[int], backward: bool) -> float:
