@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
-from siirl.config.common import ModelConfig
+from siirl.config.common import ModelConfig, TrainedConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model
 from siirl.errors import NotSupportedError
 
@@ -118,15 +118,12 @@ def _why_no_router_loss(model: ModelConfig) -> str:
 def _why_not_with_experts(config: Mapping[str, Any], cfg: Config, role: str) -> str:
     """Why fsdp does not treat the experts of a role's model as asked, and the fix; empty if it does."""
     model, keys = role_model(cfg, role), ROLES[role].model
-    coefficient = role_group(cfg, role).fsdp_config.moe_aux_loss_coeff
+    group = role_group(cfg, role)
+    coefficient = group.fsdp_config.moe_aux_loss_coeff if isinstance(group, TrainedConfig) else 0.0
     has_experts = any(config.get(name) not in (None, 0, 1) for name in EXPERTS)
-    if coefficient and not (has_experts and ROLES[role].train):
-        return (
-            f"fsdp_config.moe_aux_loss_coeff={coefficient}: this model "
-            f"{'is never trained' if has_experts else 'has no experts'}. Set it to 0."
-        )
     if not has_experts:
-        return ""
+        problem = f"fsdp_config.moe_aux_loss_coeff={coefficient}: this model has no experts. Set it to 0."
+        return problem if coefficient else ""
     if model.use_liger:
         return (
             f"{keys}.use_liger=True for a mixture of experts: its kernels take the place of each expert, and "

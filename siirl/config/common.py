@@ -34,10 +34,16 @@ class FSDPConfig:
         -1, "ranks that share one copy of the weights; fewer than all is HSDP; -1: all", low=-1, excluded=0
     )
     model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
+    mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "types of compute and communication")
+
+
+@dataclass(frozen=True)
+class TrainedFSDPConfig(FSDPConfig):
+    """How FSDP2 shards and offloads one model that is trained, and what the loss of its routers weighs."""
+
     moe_aux_loss_coeff: float = key(
         0.0, "weight of the load-balancing loss of the routers of experts, over a mini-batch", low=0
     )
-    mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "types of compute and communication")
 
 
 @dataclass(frozen=True)
@@ -147,7 +153,9 @@ class TrainedConfig:
     loss_agg_mode: str = key("token-mean", "how token losses become one number", choices=AGGREGATIONS)
     grad_clip: float = key(1.0, "largest gradient norm; larger ones are scaled down", low=0)
     optim: OptimConfig = group(OptimConfig, "optimizer and schedule")
-    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
+    fsdp_config: TrainedFSDPConfig = group(
+        TrainedFSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp"
+    )
     megatron: MegatronConfig = group(
         MegatronConfig, "sizes and options under megatron", when="strategy=megatron"
     )

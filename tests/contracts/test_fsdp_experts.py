@@ -120,7 +120,7 @@ def test_the_loss_of_the_router_is_that_of_the_mini_batch_however_it_is_cut(mode
     for name, grad in theirs.items():
         torch.testing.assert_close(ours[name], grad, atol=1e-6, rtol=1e-4, msg=name)
     router = "model.layers.0.mlp.gate.weight"
-    assert (theirs[router] - without[router]).abs().max() > 1e-3
+    assert (theirs[router] - without[router]).abs().max() > 1e-4
 
 
 def through_files(rank: int, world: int, path: str, folder: str) -> dict:

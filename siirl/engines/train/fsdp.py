@@ -74,8 +74,7 @@ class FSDPEngine(SteppingEngine):
         self._base = base._base if base else FrozenBase(self._model)
         self._base.onload(self.name)
         self._accumulates_locally = plan.dims.dp_shard == 1 or is_small(self._model)
-        coefficient = settings.fsdp.moe_aux_loss_coeff if plan.trains else 0.0
-        self._router_loss = RouterLoss(self._model.hf, coefficient) if coefficient else None
+        self._router_loss = RouterLoss(self._model.hf, settings.router_loss) if settings.router_loss else None
         self._optimizer = make_adamw(self._trained(), settings.optim) if settings.optim else None
 
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:

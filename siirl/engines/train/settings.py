@@ -28,6 +28,8 @@ class EngineSettings:
     """None for a model that is never trained."""
     grad_clip: float
     """Largest norm of a gradient."""
+    router_loss: float
+    """What the load-balancing loss of experts weighs (fsdp)."""
     grad_offload: bool
     """Gradients stay in host memory (fsdp)."""
     seed: int
@@ -55,6 +57,7 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
         train_limit=_limit(cfg, role.train) if plan.trains and role.train else None,
         optim=trainer.optim if plan.trains else None,
         grad_clip=trainer.grad_clip,
+        router_loss=trainer.fsdp_config.moe_aux_loss_coeff if plan.trains else 0.0,
         grad_offload=plan.is_policy and cfg.actor_rollout_ref.actor.grad_offload,
         seed=cfg.trainer.seed,
         response_width=cfg.data.max_response_length,

@@ -105,13 +105,11 @@ def test_under_fsdp_a_rank_holds_its_share_of_all_experts(family, tmp_path):
     sizes = causal_lms.tiny_config(family)
     sizes.save_pretrained(tmp_path)
     num, of_experts = causal_lms.num_params(sizes), 3 * 4 * 32 * (16 if "qwen" in family else 64)
-    cfg = load_config(["algorithm.adv_estimator=grpo", f"actor_rollout_ref.model.path={tmp_path}"])
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}")
     shape = read_shape(cfg, "actor")
-    assert (shape.params, shape.expert_params, shape.moe_layers) == (num, of_experts, 2)
+    assert (shape.params, shape.expert_params, shape.moe_layers, shape.top_k) == (num, of_experts, 2, 2)
     plan, configs = compile_plan(load_dag(cfg), cfg, 4)
-    held = {
-        line.what: line.num_bytes for line in memory_lines(plan, configs) if line.model == "agent_0.actor"
-    }
+    held = {line.what: line.num_bytes for line in memory_lines(plan, configs)["agent_0.actor"]}
     assert held["parameters"] == held["gradients"] == held["optimizer"] / 2 == -(-num // 4) * 4
     assert held["gradients of a layer"] > of_experts * (2 + 4)
 
