@@ -24,6 +24,8 @@ from siirl.parallel.megatron_groups import megatron_groups
 from siirl.parallel.process_groups import ProcessGroupManager
 
 NUM_ROWS, NUM_STEPS, WIDTH = 10, 3, 9
+SAME_PROMPT = (0, 0, 0, 0, 4, 4, 6, 6, 8, 6)
+"""Of each row, the first one of its prompt."""
 TEMPERATURE, LR, EPS, BETA1, WEIGHT_DECAY, CLIP = 0.7, 1e-3, 1e-6, 0.9, 0.1, 0.5
 ENTROPY_COEFF = 0.05
 LORA_RANK, LORA_ALPHA, SEED = 4, 8, 3
@@ -53,9 +55,12 @@ class Scenario:
 
 
 def sample_rows(step: int) -> TensorDict:
-    """NUM_ROWS rows of unequal length: one without response, one with nothing to train, masks with holes."""
+    """NUM_ROWS rows of unequal length: one without response, one with nothing to train, masks with holes.
+
+    Some have the same prompt as others.
+    """
     draw = torch.Generator().manual_seed(100 + step)
-    prompt_B = torch.randint(1, 8, (NUM_ROWS,), generator=draw)
+    prompt_B = torch.randint(1, 8, (NUM_ROWS,), generator=draw)[list(SAME_PROMPT)]
     response_B = torch.randint(1, WIDTH + 1, (NUM_ROWS,), generator=draw)
     response_B[3] = 0
     inside_BT = torch.arange(WIDTH) < response_B[:, None]
@@ -64,7 +69,7 @@ def sample_rows(step: int) -> TensorDict:
     return make_rows(
         {
             "row_id": torch.arange(NUM_ROWS),
-            "prompt_ids": torch.randint(0, 64, (NUM_ROWS, 7), generator=draw),
+            "prompt_ids": torch.randint(0, 64, (NUM_ROWS, 7), generator=draw)[list(SAME_PROMPT)],
             "prompt_length": prompt_B,
             "response_ids": torch.randint(0, 64, (NUM_ROWS, WIDTH), generator=draw),
             "response_length": response_B,

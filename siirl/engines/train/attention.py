@@ -5,33 +5,18 @@ Legend: N packed tokens, S sequences among them, L the longest, H query heads, K
 
 import functools
 import inspect
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from siirl.engines.train.sequence_bounds import SequenceBounds
+from siirl.engines.train.shared_attention import PaddedKernels, SharedAttention
 from siirl.errors import NotSupportedError
 
 PACKED_ATTENTION = "siirl_packed"
 """Name under which transformers finds `packed_attention`; it has no mask function, so no mask is built."""
-
-
-@dataclass(frozen=True)
-class SequenceBounds:
-    """Where S sequences begin and end among N packed tokens; tensors are on the model's device."""
-
-    cu_seqlens: Tensor
-    """int32 [S + 1], first token of each sequence, then N."""
-    padded_index: Tensor
-    """int64 [N], the place of each token in a right-padded batch [S * max_length]."""
-    max_length: int
-    """Tokens of the longest sequence."""
-
-    @property
-    def num_sequences(self) -> int:
-        return self.cu_seqlens.numel() - 1
 
 
 def packed_attention(
@@ -46,7 +31,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
+    """Causal attention within each row: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
 
     In bf16 or fp16 on CUDA by torch's variable-length kernel; otherwise by SDPA on a right-padded batch,
     which is exact: a causal query never sees the padding behind it. Dropout is never applied. No
@@ -59,7 +44,12 @@ def packed_attention(
                 "Use a model with plain softmax attention."
             )
     q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if sequence_bounds.shared is not None:
+        longest = sequence_bounds.shared.longest_row
+        assert sliding_window is None or sliding_window >= longest, "a window that ends in a shared prompt"
+        q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
+        out_NHD = SharedAttention.apply(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, PaddedKernels())
+    elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
         out_NHD = _varlen(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
     else:
         out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)

@@ -26,9 +26,18 @@ from siirl.engines.train.fsdp_state import (
     training_state,
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
-from siirl.engines.train.language_model import model_flops, run_packed
+from siirl.engines.train.language_model import model_flops, run_packed, seen_back
 from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
-from siirl.engines.train.packing import PackedBatch, count_micro_batches, new_columns, row_lengths, split_rows
+from siirl.engines.train.packing import (
+    MicroBatchLimit,
+    PackedBatch,
+    bundles_of,
+    count_bundles,
+    new_columns,
+    prompt_numbers,
+    row_lengths,
+    split_bundles,
+)
 from siirl.engines.train.router_loss import RouterLoss
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
@@ -82,14 +91,13 @@ class FSDPEngine(SteppingEngine):
         self._require_on_device("params")
         self._check_outputs(outputs)
         home = rows["response_ids"].device
-        limit, lengths = self._settings.forward_limit, row_lengths(rows)
-        (num_micro,) = self._reduce([count_micro_batches(lengths, limit)], dist.ReduceOp.MAX)
         columns = new_columns(rows, outputs, self._hidden_size, compute_dtype(self._settings), home)
+        shares = self._shares_prompts(rows)
         self._model.eval()
         with torch.no_grad():
-            for index in split_rows(lengths, limit, int(num_micro), self._hidden_size):
+            for index in self._split(rows, self._settings.forward_limit):
                 with phase("micro_batch"):
-                    batch = self._packed(take_rows(rows, index))
+                    batch = self._packed(take_rows(rows, index), shares)
                     for name, value_BT in run_packed(self._model, batch, temperature, outputs).items():
                         columns[name][index] = value_BT.to(home)
         for module in fsdp_modules(self._model):
@@ -104,9 +112,8 @@ class FSDPEngine(SteppingEngine):
         outputs: tuple[str, ...],
         temperature: float,
     ) -> Metrics:
-        metrics, limit, lengths = Metrics(), self._settings.train_limit, row_lengths(rows)
-        (num_micro,) = self._reduce([count_micro_batches(lengths, limit)], dist.ReduceOp.MAX)
-        micro_batches = split_rows(lengths, limit, int(num_micro), self._hidden_size)
+        metrics, shares = Metrics(), self._shares_prompts(rows)
+        micro_batches = self._split(rows, self._settings.train_limit)
         if self._router_loss:
             add_up = functools.partial(self._reduce, op=dist.ReduceOp.SUM)
             self._router_loss.count(lambda: self._pass_ahead(rows, micro_batches), add_up)
@@ -118,7 +125,7 @@ class FSDPEngine(SteppingEngine):
                 self._model.set_requires_gradient_sync(is_last)
             with phase("micro_batch"):
                 mine = take_rows(rows, index)
-                batch = self._packed(mine)
+                batch = self._packed(mine, shares)
                 columns, router_loss = self._run(batch, temperature, outputs)
                 loss = self._share(columns, batch, mine, loss_fn, counts, metrics)
                 (loss + router_loss).backward()
@@ -218,7 +225,32 @@ class FSDPEngine(SteppingEngine):
         return config_changes(type(self._model.hf).__name__, self._settings.head)
 
     def flops(self, rows: TensorDict, backward: bool) -> float:
-        return model_flops(self._model.hf, row_lengths(rows), backward)
+        """See TrainEngine. A prompt that several of the rows share is computed once, and counted once."""
+        flops = functools.partial(model_flops, self._model.hf, backward=backward)
+        if not self._shares_prompts(rows):
+            return flops(row_lengths(rows))
+        prompt, first = rows["prompt_length"].tolist(), {}
+        for row, number in enumerate(prompt_numbers(rows)):
+            first.setdefault(number, row)
+        again = set(range(len(rows))) - set(first.values())
+        return flops(row_lengths(rows)) - flops([prompt[row] for row in again])
+
+    def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
+        """Row indices of the micro-batches: as many on every rank. Collective."""
+        bundles = bundles_of(rows, limit, self._hidden_size, self._shares_prompts(rows))
+        (num,) = self._reduce([count_bundles(bundles, limit)], dist.ReduceOp.MAX)
+        return split_bundles(bundles, limit, int(num))
+
+    def _shares_prompts(self, rows: TensorDict) -> bool:
+        """Whether a prompt of several rows is computed once, as is exact where all layers see whole rows.
+
+        The kernels that join two parts of the attention are those of the CPU.
+        """
+        return self._seen_back >= max(row_lengths(rows), default=0)
+
+    @functools.cached_property
+    def _seen_back(self) -> float:
+        return seen_back(self._model.hf) if self.device.type == "cpu" else 0
 
     @property
     def _hidden_size(self) -> int:

@@ -3,6 +3,7 @@
 Legend: N packed tokens, M response tokens among them, D hidden size, V vocabulary.
 """
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -13,9 +14,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
 from siirl.compiler.memory.estimate import KEPT_LOGITS_BYTES, LOGITS_CHUNK
+from siirl.compiler.model_types import EXPERTS
 from siirl.compiler.plan import Head
-from siirl.engines.train.attention import SequenceBounds
 from siirl.engines.train.packing import PackedBatch
+from siirl.engines.train.sequence_bounds import SequenceBounds
 
 TOP_K = ("num_experts_per_tok", "moe_topk")
 """What a config.json calls the experts of a token."""
@@ -155,6 +157,22 @@ def run_packed(
         batch.ref_hidden,
     )
     return {name: batch.to_cells(value_M) for name, value_M in values.items()}
+
+
+def seen_back(hf: PreTrainedModel) -> float:
+    """Tokens of a row, itself included, that each layer sees from any token: inf where that is all of them.
+
+    0 for models whose layers may do otherwise: experts, which weigh tokens against each other, and code that
+    is not transformers' own.
+    """
+    config = hf.config
+    experts = any(getattr(config, name, None) for name in EXPERTS)
+    if experts or not type(config).__module__.startswith("transformers."):
+        return 0
+    windows = [getattr(module, "sliding_window", None) for module in hf.modules()]
+    if getattr(config, "use_sliding_window", True):
+        windows.append(getattr(config, "sliding_window", None))
+    return min((window for window in windows if window is not None), default=math.inf)
 
 
 def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool) -> float:

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.row_cost import row_cost
-from siirl.engines.train.attention import SequenceBounds
+from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
 from siirl.errors import ConfigError, DataError
 
 
@@ -33,6 +33,17 @@ class MicroBatchLimit:
                 "more. Either use_dynamic_bsz=True and a token budget, or a micro-batch size."
             )
 
+    @property
+    def most(self) -> int:
+        """Tokens or rows of a micro-batch."""
+        most = self.max_tokens if self.max_rows is None else self.max_rows
+        assert most is not None
+        return most
+
+    def size(self, bundle: "Bundle") -> int:
+        """How much of that a bundle takes."""
+        return bundle.tokens if self.max_rows is None else len(bundle.rows)
+
 
 def row_lengths(rows: TensorDict) -> list[int]:
     """Real tokens of each row, prompt and response together, on the host."""
@@ -45,71 +56,149 @@ def packed_lengths(rows: TensorDict) -> list[int]:
     return kept_B.tolist()
 
 
+def prompt_numbers(rows: TensorDict) -> list[int]:
+    """Which prompt each row has, by its tokens: 0, 1, ... in the order of their first rows. On the host."""
+    ids_BP, width = rows["prompt_ids"].cpu().numpy(), rows["prompt_ids"].shape[1]
+    seen: dict[tuple[int, bytes], int] = {}
+    return [
+        seen.setdefault((length, ids_P[width - length :].tobytes()), len(seen))
+        for ids_P, length in zip(ids_BP, rows["prompt_length"].tolist(), strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Rows that are computed in one micro-batch: a row alone, or some that share a prompt."""
+
+    rows: tuple[int, ...]
+    """Their places among the rows of this rank."""
+    tokens: int
+    """Those of the prompt once."""
+    cost: int
+    """row_cost, that of the prompt once."""
+
+
+def single_rows(lengths: Sequence[int], hidden_size: int) -> list[Bundle]:
+    """Each row alone. Pure."""
+    return [Bundle((row,), length, row_cost(length, hidden_size)) for row, length in enumerate(lengths)]
+
+
+def bundles_of(
+    rows: TensorDict, limit: MicroBatchLimit, hidden_size: int, share_prompts: bool
+) -> list[Bundle]:
+    """The rows, with share_prompts those of one prompt together, in runs that a micro-batch has room for.
+
+    Where micro-batches hold a number of rows, and runs would need more of them than single rows do, it is
+    single rows: those of one prompt that come together share it even so.
+    """
+    lengths = row_lengths(rows)
+    alone = single_rows(lengths, hidden_size)
+    if not share_prompts:
+        return alone
+    groups: dict[int, list[int]] = {}
+    for row, number in enumerate(prompt_numbers(rows)):
+        groups.setdefault(number, []).append(row)
+    prompt = rows["prompt_length"].tolist()
+    found = [
+        _bundle(run, lengths, prompt[run[0]], hidden_size)
+        for group in groups.values()
+        for run in _runs(group, lengths, prompt[group[0]], limit)
+    ]
+    more = limit.max_rows is not None and count_bundles(found, limit) > -(-len(alone) // limit.max_rows)
+    return alone if more else found
+
+
+def _runs(group: list[int], lengths: Sequence[int], prompt: int, limit: MicroBatchLimit) -> list[list[int]]:
+    """The rows of a prompt in runs within the limit, in their order."""
+    runs: list[list[int]] = []
+    room = 0
+    for row in group:
+        size, first = (1, 1) if limit.max_rows is not None else (lengths[row] - prompt, lengths[row])
+        if not runs or size > room:
+            runs.append([])
+            room, size = limit.most, first
+        runs[-1].append(row)
+        room -= size
+    return runs
+
+
+def _bundle(rows: list[int], lengths: Sequence[int], prompt: int, hidden_size: int) -> Bundle:
+    again = len(rows) - 1
+    cost = sum(row_cost(lengths[row], hidden_size) for row in rows) - again * row_cost(prompt, hidden_size)
+    return Bundle(tuple(rows), sum(lengths[row] for row in rows) - again * prompt, cost)
+
+
+def count_bundles(bundles: Sequence[Bundle], limit: MicroBatchLimit) -> int:
+    """How many micro-batches they need; 0 for none. Pure."""
+    return len(_first_fit(bundles, limit))
+
+
+def split_bundles(bundles: Sequence[Bundle], limit: MicroBatchLimit, num: int) -> list[list[int]]:
+    """Row indices of `num` micro-batches of about equal cost, the dearest first; some may be empty. Pure.
+
+    num: at least count_bundles(bundles, limit); the largest count of all ranks, so that the k-th
+    micro-batches of all ranks run together and are alike. Longest-processing-time greedy: the next dearest
+    bundle goes to the cheapest micro-batch with room.
+    """
+    assert num >= count_bundles(bundles, limit), (num, limit)
+    bins = _balance(bundles, limit, num)
+    if bins is None:
+        bins = _first_fit(bundles, limit)
+        bins += [[] for _ in range(num - len(bins))]
+    bins.sort(key=lambda found: -sum(bundle.cost for bundle in found))
+    return [sorted(row for bundle in found for row in bundle.rows) for found in bins]
+
+
 def count_micro_batches(lengths: Sequence[int], limit: MicroBatchLimit) -> int:
-    """How many micro-batches the rows need; 0 for no rows. Pure."""
-    if limit.max_rows is not None:
-        return -(-len(lengths) // limit.max_rows)
-    return len(_first_fit(lengths, limit.max_tokens))
+    """How many micro-batches the rows need, each alone. Pure."""
+    return count_bundles(single_rows(lengths, 1), limit)
 
 
 def split_rows(lengths: Sequence[int], limit: MicroBatchLimit, num: int, hidden_size: int) -> list[list[int]]:
-    """Row indices of `num` micro-batches of about equal cost, the dearest first; some may be empty. Pure.
-
-    num: at least count_micro_batches(lengths, limit); the largest count of all ranks, so that the k-th
-    micro-batches of all ranks run together and are alike. Longest-processing-time greedy: the next dearest
-    row goes to the cheapest micro-batch with room.
-    """
-    assert num >= count_micro_batches(lengths, limit), (num, limit)
-    costs = [row_cost(length, hidden_size) for length in lengths]
-    bins = _balance(lengths, costs, limit, num)
-    if bins is None:
-        bins = _first_fit(lengths, limit.max_tokens)
-        bins += [[] for _ in range(num - len(bins))]
-    bins.sort(key=lambda rows: -sum(costs[row] for row in rows))
-    return [sorted(rows) for rows in bins]
+    """split_bundles of the rows, each alone. Pure."""
+    return split_bundles(single_rows(lengths, hidden_size), limit, num)
 
 
-def _balance(
-    lengths: Sequence[int], costs: Sequence[int], limit: MicroBatchLimit, num: int
-) -> list[list[int]] | None:
+def _balance(bundles: Sequence[Bundle], limit: MicroBatchLimit, num: int) -> list[list[Bundle]] | None:
     """Greedy balance under the limit; None when it paints itself into a corner."""
-    bins: list[list[int]] = [[] for _ in range(num)]
-    room = [limit.max_tokens if limit.max_rows is None else limit.max_rows] * num
+    bins: list[list[Bundle]] = [[] for _ in range(num)]
+    room = [limit.most] * num
     heap = [(0, index) for index in range(num)]
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        size = lengths[row] if limit.max_rows is None else 1
+    for bundle in sorted(bundles, key=lambda bundle: -bundle.cost):
+        size = limit.size(bundle)
         full = []
         while heap and bins[heap[0][1]] and size > room[heap[0][1]]:
             full.append(heapq.heappop(heap))
         if not heap:
             return None
         cost, index = heap[0]
-        bins[index].append(row)
+        bins[index].append(bundle)
         room[index] -= size
-        heapq.heapreplace(heap, (cost + costs[row], index))
+        heapq.heapreplace(heap, (cost + bundle.cost, index))
         for entry in full:
             heapq.heappush(heap, entry)
     return bins
 
 
-def _first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """First-fit decreasing bin packing by tokens."""
-    bins: list[list[int]] = []
+def _first_fit(bundles: Sequence[Bundle], limit: MicroBatchLimit) -> list[list[Bundle]]:
+    """First-fit decreasing bin packing by tokens, or rows."""
+    bins: list[list[Bundle]] = []
     room: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
-        index = next((i for i, left in enumerate(room) if lengths[row] <= left), None)
+    for bundle in sorted(bundles, key=lambda bundle: -limit.size(bundle)):
+        size = limit.size(bundle)
+        index = next((i for i, left in enumerate(room) if size <= left), None)
         if index is None:
             bins.append([])
-            room.append(max_tokens)
+            room.append(limit.most)
             index = len(bins) - 1
-        bins[index].append(row)
-        room[index] -= lengths[row]
+        bins[index].append(bundle)
+        room[index] -= size
     return bins
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """The N tokens of a micro-batch, one row after the other, and where the results of M of them belong.
+    """The N tokens of a micro-batch, one segment after the other, and where the results of M of them belong.
 
     The last response token of a row is left out, as nothing follows it.
     """
@@ -148,13 +237,14 @@ class PackedBatch:
         return flat.index_copy(0, self.cell, value_M).view(shape)
 
 
-def pack_rows(rows: TensorDict, device: torch.device) -> PackedBatch:
+def pack_rows(rows: TensorDict, device: torch.device, share_prompts: bool = False) -> PackedBatch:
     """Pack left-padded prompts [B, P] and right-padded responses [B, T] into N tokens on `device`.
 
-    Rows without response tokens are left out. DataError if a row has a response but no prompt token.
+    Rows without response tokens are left out. With share_prompts a prompt that several rows have is there
+    once. DataError if a row has a response but no prompt token.
     """
     prompt_BP, response_BT = rows["prompt_ids"], rows["response_ids"]
-    (num_rows, num_prompt), width = prompt_BP.shape, response_BT.shape[1]
+    num_rows, width = response_BT.shape
     prompt_B, response_B = rows["prompt_length"], rows["response_length"]
     used_B = response_B > 0
     ref_BTD = rows["ref_hidden"] if "ref_hidden" in rows.keys() else None
@@ -166,20 +256,24 @@ def pack_rows(rows: TensorDict, device: torch.device) -> PackedBatch:
             f"row {row} has a response of {int(response_B[row])} tokens and no prompt token: nothing "
             "predicts its first token. Give every prompt at least one token."
         )
-    column = torch.arange(num_prompt + width, device=prompt_BP.device)
-    start_B1 = (num_prompt - prompt_B).unsqueeze(1)
-    end_B1 = (num_prompt + response_B - 1).unsqueeze(1)
-    kept = (column >= start_B1) & (column < end_B1) & used_B.unsqueeze(1)
-    answered_BT = column[:width] < response_B.unsqueeze(1)
-    ids = torch.cat([prompt_BP, response_BT], dim=1)[kept]
-    positions = (column - start_B1)[kept]
-    predicts = (column >= num_prompt - 1).expand(num_rows, -1)[kept]
-    lengths = (prompt_B + response_B - 1)[used_B]
+    found = _segments(rows, share_prompts)
+    ids_BW = torch.cat([prompt_BP, response_BT], dim=1)
+    row_S, column_S, length_S = torch.tensor(found.segments, device=ids_BW.device).unbind(1)
+    start_S = length_S.cumsum(0) - length_S
+    segment_N = torch.repeat_interleave(torch.arange(len(length_S), device=length_S.device), length_S)
+    inside_N = torch.arange(len(segment_N), device=length_S.device) - start_S[segment_N]
+    column_N = column_S[segment_N] + inside_N
+    row_N = row_S[segment_N]
+    padding_B = prompt_BP.shape[1] - prompt_B
+    answered_BT = torch.arange(width, device=response_B.device) < response_B.unsqueeze(1)
+    row_M, place_M = answered_BT.nonzero().unbind(1)
+    before_B, first_B = torch.tensor(found.predictors, device=ids_BW.device).unbind(1)
+    predict_M = torch.where(place_M == 0, before_B[row_M], first_B[row_M] + place_M - 1)
     return PackedBatch(
-        input_ids=ids.unsqueeze(0).to(device),
-        position_ids=positions.unsqueeze(0).to(device),
-        bounds=_bounds(lengths, positions, device),
-        predict_index=predicts.nonzero().squeeze(1).to(device),
+        input_ids=ids_BW[row_N, column_N].unsqueeze(0).to(device),
+        position_ids=(column_N - padding_B[row_N]).unsqueeze(0).to(device),
+        bounds=_bounds(length_S, segment_N, inside_N, found.shared, device),
+        predict_index=predict_M.to(device),
         target=response_BT[answered_BT].to(device),
         cell=answered_BT.flatten().nonzero().squeeze(1).to(device),
         num_rows=num_rows,
@@ -189,12 +283,74 @@ def pack_rows(rows: TensorDict, device: torch.device) -> PackedBatch:
     )
 
 
-def _bounds(length_S: Tensor, position_N: Tensor, device: torch.device) -> SequenceBounds:
-    """Bounds of sequences of the given lengths, whose tokens stand at position_N within their sequence."""
-    max_length = int(length_S.max())
-    sequence_N = torch.repeat_interleave(torch.arange(len(length_S), device=length_S.device), length_S)
-    ends = torch.nn.functional.pad(length_S.cumsum(0), (1, 0)).to(torch.int32)
-    return SequenceBounds(ends.to(device), (sequence_N * max_length + position_N).to(device), max_length)
+@dataclass
+class _Segments:
+    """How rows lie in a packed batch."""
+
+    segments: list[tuple[int, int, int]]
+    """Of each: a row that has it, its first column in [prompt | response], its tokens."""
+    predictors: list[tuple[int, int]]
+    """Of each row: the packed tokens before its first response token, and of that token."""
+    shared: tuple[list[int], list[int], int] | None
+    """Tokens of each shared prompt, and of its responses; of the longest row among them."""
+
+
+def _segments(rows: TensorDict, share_prompts: bool) -> _Segments:
+    """Shared prompts, then the responses of each, then rows that share nothing, each in one piece."""
+    num_prompt = rows["prompt_ids"].shape[1]
+    prompt, response = rows["prompt_length"].tolist(), rows["response_length"].tolist()
+    groups: dict[int, list[int]] = {}
+    for row, number in enumerate(prompt_numbers(rows) if share_prompts else range(len(rows))):
+        if response[row] > 0:
+            groups.setdefault(number, []).append(row)
+    together = [group for group in groups.values() if len(group) > 1]
+    alone = sorted(group[0] for group in groups.values() if len(group) == 1)
+    found = _Segments([], [(0, 0)] * len(rows), None)
+    at = 0
+    for group in together:
+        length = prompt[group[0]]
+        found.segments.append((group[0], num_prompt - length, length))
+        at += length
+        for row in group:
+            found.predictors[row] = (at - 1, 0)
+    for row in (row for group in together for row in group):
+        found.predictors[row] = (found.predictors[row][0], at)
+        if response[row] > 1:
+            found.segments.append((row, num_prompt, response[row] - 1))
+            at += response[row] - 1
+    if together:
+        after = [sum(response[row] - 1 for row in group) for group in together]
+        longest = max(prompt[row] + response[row] - 1 for group in together for row in group)
+        found.shared = ([prompt[group[0]] for group in together], after, longest) if any(after) else None
+    for row in alone:
+        length = prompt[row] + response[row] - 1
+        found.segments.append((row, num_prompt - prompt[row], length))
+        found.predictors[row] = (at + prompt[row] - 1, at + prompt[row])
+        at += length
+    return found
+
+
+def _bounds(
+    length_S: Tensor,
+    segment_N: Tensor,
+    inside_N: Tensor,
+    shared: tuple[list[int], list[int], int] | None,
+    device: torch.device,
+) -> SequenceBounds:
+    """Bounds of segments of the given lengths, each token's segment and its place inside."""
+    longest = int(length_S.max())
+    index_N = (segment_N * longest + inside_N).to(device)
+    if shared is None:
+        return SequenceBounds(_ends(length_S).to(device), index_N, longest)
+    prompts, after, longest_row = shared
+    ends = (_ends(torch.tensor(lengths)).to(device) for lengths in (prompts, after))
+    common = SharedPrompts(*ends, tuple(prompts), tuple(after), longest_row)
+    return SequenceBounds(_ends(length_S).to(device), index_N, longest, common)
+
+
+def _ends(length_S: Tensor) -> Tensor:
+    """0 and the end of each of so many tokens, int32."""
+    return torch.nn.functional.pad(length_S.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _dummy(num_rows: int, width: int, device: torch.device, ref_BTD: Tensor | None) -> PackedBatch:

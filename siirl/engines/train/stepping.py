@@ -170,9 +170,9 @@ class SteppingEngine(TrainEngine):
             dist.all_reduce(total, op, group=self._data_group)
         return total.tolist()
 
-    def _packed(self, rows: TensorDict) -> PackedBatch:
+    def _packed(self, rows: TensorDict, share_prompts: bool = False) -> PackedBatch:
         """The rows of a micro-batch, packed, and noted in the trace."""
-        batch = pack_rows(rows, self.device)
+        batch = pack_rows(rows, self.device, share_prompts)
         note(rows=batch.num_rows, tokens=batch.input_ids.numel())
         return batch
 

@@ -2,35 +2,11 @@
 
 import pytest
 import torch
+from packed_attention_cases import alone, bounds_of, drawn_forest, forest_bounds, rows_alone, sample
 from torch import nn
 
-from siirl.engines.train.attention import SequenceBounds, packed_attention
+from siirl.engines.train.attention import packed_attention
 from siirl.errors import NotSupportedError
-
-HEADS, KV_HEADS, SIZE = 4, 2, 8
-
-
-def bounds_of(lengths: list[int]) -> SequenceBounds:
-    longest = max(lengths)
-    index = [row * longest + place for row, length in enumerate(lengths) for place in range(length)]
-    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return SequenceBounds(ends, torch.tensor(index), longest)
-
-
-def sample(num_tokens: int, seed: int = 0) -> list[torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    heads = (HEADS, KV_HEADS, KV_HEADS)
-    return [torch.randn(1, h, num_tokens, SIZE, generator=draw, dtype=torch.float64) for h in heads]
-
-
-def alone(query, key, value, scale, window):
-    """Attention of one sequence by the definition, [1, L, H, D]."""
-    key, value = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (key, value))
-    length = query.shape[2]
-    ago = torch.arange(length)[:, None] - torch.arange(length)
-    hidden = (ago < 0) | (ago >= (window or length))
-    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize("lengths", [[5, 1, 7, 3], [4, 4, 4], [6]], ids=["ragged", "equal", "single"])
@@ -65,3 +41,25 @@ def test_changing_one_sequence_leaves_the_others_bit_for_bit():
 def test_attention_with_extras_is_refused(extra):
     with pytest.raises(NotSupportedError, match="not supported yet"):
         packed_attention(nn.Module(), *sample(4), None, sequence_bounds=bounds_of([4]), **extra)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_share_a_prompt_attend_as_each_alone(seed):
+    forest = drawn_forest(seed)
+    bounds = forest_bounds(*forest)
+    inputs = [x.requires_grad_() for x in sample(len(bounds.padded_index), seed)]
+    with_window = {"sliding_window": 100} if seed == 2 else {}
+    out, _ = packed_attention(nn.Module(), *inputs, None, sequence_bounds=bounds, scaling=0.3, **with_window)
+    expected = rows_alone(*inputs, *forest, 0.3)
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=0)
+    weights = torch.randn_like(out)
+    ours = torch.autograd.grad((out * weights).sum(), inputs)
+    theirs = torch.autograd.grad((expected * weights).sum(), inputs)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, atol=1e-12, rtol=0)
+
+
+def test_a_window_that_may_end_inside_a_shared_prompt_is_refused():
+    bounds = forest_bounds([5], [[3, 2]], [])
+    with pytest.raises(AssertionError, match="window"):
+        packed_attention(nn.Module(), *sample(10), None, sequence_bounds=bounds, sliding_window=4)

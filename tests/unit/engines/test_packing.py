@@ -1,5 +1,7 @@
 """Rows become packed micro-batches and come back: every row once, within limits, balanced, in place."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,9 +11,13 @@ from siirl.algorithms.row_cost import row_cost
 from siirl.data.rows import make_rows
 from siirl.engines.train.packing import (
     MicroBatchLimit,
+    bundles_of,
+    count_bundles,
     count_micro_batches,
     pack_rows,
+    prompt_numbers,
     row_lengths,
+    split_bundles,
     split_rows,
 )
 from siirl.errors import ConfigError, DataError
@@ -117,3 +123,91 @@ def test_row_lengths_count_prompt_and_response():
 def test_a_micro_batch_limit_must_be_one_positive_number(limit):
     with pytest.raises(ConfigError, match="micro-batch limit"):
         MicroBatchLimit(**limit)
+
+
+@st.composite
+def rows_of_few_prompts(draw):
+    """Rows of at most four prompts, some of one token, some without response."""
+    kinds = draw(st.lists(st.integers(0, 3), min_size=1, max_size=10))
+    lengths = draw(st.lists(st.integers(0, 5), min_size=len(kinds), max_size=len(kinds)))
+    num_prompt = torch.tensor([1, 2, 3, 3])
+    prompts = torch.tensor([[0, 0, 7], [0, 8, 7], [5, 8, 7], [6, 8, 7]])
+    ids = 100 + torch.arange(len(kinds) * 5).view(len(kinds), 5)
+    length_B = torch.tensor(lengths)
+    return make_rows(
+        {
+            "prompt_ids": prompts[kinds],
+            "prompt_length": num_prompt[kinds],
+            "response_ids": ids * (torch.arange(5) < length_B[:, None]),
+            "response_length": length_B,
+        }
+    )
+
+
+@given(rows_of_few_prompts())
+@settings(deadline=None)
+def test_a_prompt_of_several_rows_is_packed_once_and_each_token_follows_what_it_did(rows):
+    """Walking back from each target by segments gives the row up to it."""
+    batch = pack_rows(rows, CPU, share_prompts=True)
+    if batch.is_dummy:
+        assert not bool(rows["response_length"].any())
+        return
+    used = (rows["response_length"] > 0).tolist()
+    answered = [row for row in range(len(rows)) if used[row]]
+    prompts = [
+        rows["prompt_ids"][row, -int(rows["prompt_length"][row]) :].tolist() for row in range(len(rows))
+    ]
+    once = sum(map(len, {tuple(prompts[row]) for row in answered}))
+    ids, ends = batch.input_ids[0].tolist(), batch.bounds.cu_seqlens.tolist()
+    assert len(ids) == once + int((rows["response_length"] - 1).clamp(min=0).sum())
+    pieces = [ids[a:b] for a, b in itertools.pairwise(ends)]
+    parent = parents(batch, len(pieces))
+    at = 0
+    for row in answered:
+        length = int(rows["response_length"][row])
+        response = rows["response_ids"][row, :length].tolist()
+        for place in range(length):
+            where = int(batch.predict_index[at])
+            segment = next(i for i in range(len(pieces)) if where < ends[i + 1])
+            seen = ids[ends[segment] : where + 1]
+            if parent[segment] is not None:
+                seen = pieces[parent[segment]] + seen
+            assert seen == prompts[row] + response[:place]
+            assert int(batch.position_ids[0, where]) == len(seen) - 1
+            assert (int(batch.target[at]), int(batch.cell[at])) == (response[place], row * 5 + place)
+            at += 1
+    assert at == len(batch.target)
+
+
+def parents(batch, num: int) -> list[int | None]:
+    """Of each segment, the shared prompt before it."""
+    shared = batch.bounds.shared
+    if shared is None:
+        return [None] * num
+    ends, found = batch.bounds.cu_seqlens.tolist(), []
+    for start in ends[:-1]:
+        place = start - shared.responses.start
+        inside = 0 <= place < sum(shared.response_lengths)
+        of = torch.searchsorted(shared.response_ends[1:], place, right=True).item() if inside else None
+        found.append(of)
+    return found
+
+
+@given(rows=rows_of_few_prompts(), limit=st.sampled_from([*LIMITS, MicroBatchLimit(max_tokens=9)]))
+@settings(deadline=None)
+def test_rows_of_a_prompt_come_together_and_count_it_once(rows, limit):
+    bundles = bundles_of(rows, limit, 8, share_prompts=True)
+    assert sorted(row for bundle in bundles for row in bundle.rows) == list(range(len(rows)))
+    lengths, numbers = row_lengths(rows), prompt_numbers(rows)
+    for bundle in bundles:
+        first, *more = bundle.rows
+        assert {numbers[row] for row in more} <= {numbers[first]}
+        own = sum(lengths[row] - int(rows["prompt_length"][row]) for row in more)
+        assert bundle.tokens == lengths[first] + own
+        assert not more or limit.size(bundle) <= limit.most
+    num = count_bundles(bundles, limit)
+    for index in split_bundles(bundles, limit, num + 1):
+        held = [bundle for bundle in bundles if set(bundle.rows) <= set(index)]
+        assert len(held) <= 1 or sum(map(limit.size, held)) <= limit.most
+    if limit.max_rows is not None:
+        assert num == -(-len(rows) // limit.max_rows)

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
-from siirl.engines.train.attention import SequenceBounds, packed_attention
+from siirl.engines.train.attention import packed_attention
 from siirl.engines.train.megatron.context_parallel import ContextShard, context_attention
+from siirl.engines.train.sequence_bounds import SequenceBounds
 
 
 @dataclass

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from siirl.engines.train.attention import SequenceBounds
 from siirl.engines.train.megatron.context_parallel import ContextShard, context_shard
 from siirl.engines.train.megatron.layers import PackedRows
 from siirl.engines.train.packing import PackedBatch
+from siirl.engines.train.sequence_bounds import SequenceBounds
 
 
 @dataclass(frozen=True)

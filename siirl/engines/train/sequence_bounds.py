@@ -1,0 +1,63 @@
+"""Where rows begin and end among packed tokens, and which of them share a prompt.
+
+Legend: N packed tokens, P those of shared prompts, R those of their responses, G such prompts, S segments.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Prompts that several rows of a packed batch share.
+
+    They are the first segments of the batch; the responses of the first prompt follow, then those of the
+    second, and so on; then whatever shares nothing.
+    """
+
+    prompt_ends: Tensor
+    """int32 [G + 1], on the model's device: first token of each prompt, then P."""
+
+    response_ends: Tensor
+    """int32 [G + 1]: first token of the responses of each prompt, counted from P, then R."""
+
+    prompt_lengths: tuple[int, ...]
+    """Tokens of each prompt."""
+
+    response_lengths: tuple[int, ...]
+    """Tokens of all its responses together; 0 where each is of one token, which nothing follows."""
+
+    longest_row: int
+    """Tokens of the longest prompt with one of its responses."""
+
+    @property
+    def prompts(self) -> slice:
+        """Their tokens in the batch."""
+        return slice(0, sum(self.prompt_lengths))
+
+    @property
+    def responses(self) -> slice:
+        """The tokens of their responses."""
+        return slice(sum(self.prompt_lengths), sum(self.prompt_lengths) + sum(self.response_lengths))
+
+
+@dataclass(frozen=True)
+class SequenceBounds:
+    """Where S segments begin and end among N packed tokens; tensors are on the model's device.
+
+    A segment is a row, or, where rows share prompts, a prompt or a response.
+    """
+
+    cu_seqlens: Tensor
+    """int32 [S + 1], first token of each segment, then N."""
+    padded_index: Tensor
+    """int64 [N], the place of each token in a right-padded batch [S * max_length]."""
+    max_length: int
+    """Tokens of the longest segment."""
+    shared: SharedPrompts | None = None
+    """Of rows that share prompts."""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1

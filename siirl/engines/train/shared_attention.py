@@ -1,0 +1,169 @@
+"""Attention over packed rows of which several share one prompt, as one function with a backward of its own.
+
+A token of a response attends to its own segment, causally, and to all of its prompt, which stands in the
+batch once. The two are joined by the logarithms of their normalisers: the softmax over both is that over each
+times its share of the sum. The gradients of both follow from the joined output and normaliser.
+Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
+
+Legend: N packed tokens, P those of shared prompts, R those of their responses, H query heads, K key-value
+heads, D head size, S segments, L the longest.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
+
+aten = torch.ops.aten
+
+
+class Attended(NamedTuple):
+    """What a part of the attention gives."""
+
+    out: Tensor
+    """[N, H, D]."""
+    lse: Tensor
+    """[H, N], the log of the softmax's normaliser."""
+
+
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class PaddedKernels:
+    """torch's kernel of the CPU: segments as a right-padded batch, each prompt with its responses by itself.
+
+    It knows no shared key-value heads: these are repeated. own: causal attention within each segment. prompt:
+    responses [R, H, D] to all of their prompts [P, K, D]. In the backward grad, out and lse are those of the
+    joined attention.
+    """
+
+    def own(self, q, k, v, bounds, scale):
+        q, k, v = (_padded(x, bounds) for x in (q, *_repeated(q, k, v)))
+        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
+        return Attended(_packed(out, bounds), _packed(lse.unsqueeze(-1), bounds).squeeze(-1).t())
+
+    def own_backward(self, grad, q, k, v, at, bounds, scale):
+        heads = k.shape[1]
+        columns = (grad, q, *_repeated(q, k, v), at.out)
+        grad, q, k, v, out = (_padded(x, bounds) for x in columns)
+        lse = _padded(at.lse.t().unsqueeze(-1), bounds).squeeze(-1)
+        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, True, scale=scale
+        )
+        dq, dk, dv = (_packed(x, bounds) for x in found)
+        return dq, _summed(dk, heads), _summed(dv, heads)
+
+    def prompt(self, q, k, v, shared, scale):
+        k, v = _repeated(q, k, v)
+        found = [
+            aten._scaled_dot_product_flash_attention_for_cpu(*map(_alone, part), 0.0, False, scale=scale)
+            for part in _by_prompt(shared, (q,), (k, v))
+        ]
+        return Attended(
+            torch.cat([out[0].transpose(0, 1) for out, _ in found]),
+            torch.cat([lse[0] for _, lse in found], 1),
+        )
+
+    def prompt_backward(self, grad, q, k, v, at, shared, scale):
+        heads, (long_k, long_v) = k.shape[1], _repeated(q, k, v)
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(long_k), torch.zeros_like(long_v)
+        lse = at.lse.t().contiguous()
+        parts = zip(
+            _by_prompt(shared, (grad, q, at.out, lse.unsqueeze(-1)), (long_k, long_v)),
+            _by_prompt(shared, (dq,), (dk, dv)),
+            strict=True,
+        )
+        for columns, (to_q, to_k, to_v) in parts:
+            of_grad, of_q, of_out, of_lse, of_k, of_v = map(_alone, columns)
+            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *(of_grad, of_q, of_k, of_v, of_out, of_lse.squeeze(-1).contiguous(), 0.0, False), scale=scale
+            )
+            for to, x in zip((to_q, to_k, to_v), found, strict=True):
+                to.copy_(x[0].transpose(0, 1))
+        return dq, _summed(dk, heads), _summed(dv, heads)
+
+
+def _by_prompt(shared: SharedPrompts, responses: tuple[Tensor, ...], prompts: tuple[Tensor, ...]):
+    """For each prompt that has tokens after it: its responses of some columns, itself of others."""
+    cuts = [x.split(shared.response_lengths) for x in responses] + [
+        x.split(shared.prompt_lengths) for x in prompts
+    ]
+    return [part for part in zip(*cuts, strict=True) if len(part[0])]
+
+
+def _alone(x_NHD: Tensor) -> Tensor:
+    """As a batch of one, [1, H, N, D]."""
+    return x_NHD.transpose(0, 1).unsqueeze(0)
+
+
+def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    times = q.shape[1] // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, 1), v.repeat_interleave(times, 1))
+
+
+def _summed(grad_NHD: Tensor, heads: int) -> Tensor:
+    """The gradient of repeated heads, [N, K, D]."""
+    tokens, repeated, size = grad_NHD.shape
+    return grad_NHD if heads == repeated else grad_NHD.view(tokens, heads, -1, size).sum(2)
+
+
+def _padded(x_NHD: Tensor, bounds: SequenceBounds) -> Tensor:
+    """[S, H, L, D], zeros behind each segment."""
+    rows, length = bounds.num_sequences, bounds.max_length
+    if rows * length != x_NHD.shape[0]:
+        shape = (rows * length, *x_NHD.shape[1:])
+        x_NHD = x_NHD.new_zeros(shape).index_copy(0, bounds.padded_index, x_NHD)
+    return x_NHD.reshape(rows, length, *x_NHD.shape[1:]).transpose(1, 2)
+
+
+def _packed(x_SHLD: Tensor, bounds: SequenceBounds) -> Tensor:
+    """[N, H, D] of what _padded gave."""
+    flat = x_SHLD.transpose(1, 2).flatten(0, 1)
+    return flat if len(flat) == len(bounds.padded_index) else flat.index_select(0, bounds.padded_index)
+
+
+class SharedAttention(torch.autograd.Function):
+    """(query [N, H, D], key and value [N, K, D], bounds with shared prompts, scale, kernels) -> [N, H, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: SequenceBounds,
+        scale: float | None,
+        kernels: PaddedKernels,
+    ) -> Tensor:
+        shared = bounds.shared
+        assert shared is not None
+        prompts, responses = shared.prompts, shared.responses
+        own = kernels.own(q, k, v, bounds, scale)
+        prompt = kernels.prompt(q[responses], k[prompts], v[prompts], shared, scale)
+        out, lse = own.out, own.lse
+        joined = torch.logaddexp(lse[:, responses], prompt.lse)
+        parts = ((out[responses], lse[:, responses]), (prompt.out, prompt.lse))
+        shares = (part * (lse_HR - joined).exp().t().unsqueeze(-1) for part, lse_HR in parts)
+        out[responses] = sum(shares).to(out.dtype)
+        lse[:, responses] = joined
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.extra = bounds, scale, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        bounds, scale, kernels = ctx.extra
+        prompts, responses = bounds.shared.prompts, bounds.shared.responses
+        grad = grads[0].contiguous()
+        dq, dk, dv = kernels.own_backward(grad, q, k, v, Attended(out, lse), bounds, scale)
+        prompt = Attended(out[responses], lse[:, responses])
+        more_q, more_k, more_v = kernels.prompt_backward(
+            grad[responses], q[responses], k[prompts], v[prompts], prompt, bounds.shared, scale
+        )
+        dq[responses] += more_q
+        dk[prompts] += more_k
+        dv[prompts] += more_v
+        return dq, dk, dv, None, None, None
