@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from siirl.engines.train.sequence_bounds import SequenceBounds
-from siirl.engines.train.shared_attention import PaddedKernels, SharedAttention
+from siirl.engines.train.shared_attention import FlashKernels, PaddedKernels, SharedAttention
 from siirl.errors import NotSupportedError
 
 PACKED_ATTENTION = "siirl_packed"
@@ -44,12 +44,14 @@ def packed_attention(
                 "Use a model with plain softmax attention."
             )
     q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    by_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     if sequence_bounds.shared is not None:
         longest = sequence_bounds.shared.longest_row
         assert sliding_window is None or sliding_window >= longest, "a window that ends in a shared prompt"
+        kernels = FlashKernels() if by_flash else PaddedKernels()
         q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
-        out_NHD = SharedAttention.apply(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, PaddedKernels())
-    elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        out_NHD = SharedAttention.apply(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, kernels)
+    elif by_flash:
         out_NHD = _varlen(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
     else:
         out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)

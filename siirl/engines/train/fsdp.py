@@ -242,15 +242,13 @@ class FSDPEngine(SteppingEngine):
         return split_bundles(bundles, limit, int(num))
 
     def _shares_prompts(self, rows: TensorDict) -> bool:
-        """Whether a prompt of several rows is computed once, as is exact where all layers see whole rows.
-
-        The kernels that join two parts of the attention are those of the CPU.
-        """
+        """Whether a prompt of several rows is computed once, as is exact where all layers see whole rows."""
         return self._seen_back >= max(row_lengths(rows), default=0)
 
     @functools.cached_property
     def _seen_back(self) -> float:
-        return seen_back(self._model.hf) if self.device.type == "cpu" else 0
+        by_flash = compute_dtype(self._settings) == torch.bfloat16
+        return seen_back(self._model.hf) if self.device.type == "cpu" or by_flash else 0
 
     @property
     def _hidden_size(self) -> int:

@@ -9,7 +9,7 @@ Legend: N packed tokens, P those of shared prompts, R those of their responses, 
 heads, D head size, S segments, L the longest.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,17 +26,72 @@ class Attended(NamedTuple):
     """[N, H, D]."""
     lse: Tensor
     """[H, N], the log of the softmax's normaliser."""
+    more: tuple[Tensor, ...] = ()
+    """What the backward of the kernel needs besides."""
 
 
 Grads = tuple[Tensor, Tensor, Tensor]
 
 
+class Kernels(Protocol):
+    """The parts, forward and backward; grad, out and lse are those of the joined attention."""
+
+    def own(self, q: Tensor, k: Tensor, v: Tensor, bounds: SequenceBounds, scale: float | None) -> Attended:
+        """Causal attention within each segment."""
+
+    def own_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, at: Attended, bounds: SequenceBounds, scale: Any
+    ) -> Grads: ...
+
+    def prompt(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrompts, scale: float | None) -> Attended:
+        """Responses [R, H, D] to all of their prompts [P, K, D]."""
+
+    def prompt_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, at: Attended, shared: SharedPrompts, scale: Any
+    ) -> Grads: ...
+
+
+class FlashKernels:
+    """torch's variable-length kernels, in bf16 or fp16 on CUDA."""
+
+    def own(self, q, k, v, bounds, scale):
+        cu, longest = bounds.cu_seqlens, bounds.max_length
+        return self._forward(q, k, v, cu, cu, longest, longest, True, scale)
+
+    def own_backward(self, grad, q, k, v, at, bounds, scale):
+        cu, longest = bounds.cu_seqlens, bounds.max_length
+        return self._backward(grad, q, k, v, at, cu, cu, longest, longest, True, scale)
+
+    def prompt(self, q, k, v, shared, scale):
+        return self._forward(q, k, v, *self._between(shared), False, scale)
+
+    def prompt_backward(self, grad, q, k, v, at, shared, scale):
+        return self._backward(grad, q, k, v, at, *self._between(shared), False, scale)
+
+    @staticmethod
+    def _between(shared: SharedPrompts) -> tuple[Tensor, Tensor, int, int]:
+        longest = max(shared.response_lengths), max(shared.prompt_lengths)
+        return shared.response_ends, shared.prompt_ends, *longest
+
+    @staticmethod
+    def _forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale) -> Attended:
+        out, lse, *more, _ = aten._flash_attention_forward(
+            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
+        )
+        return Attended(out, lse, tuple(more))
+
+    @staticmethod
+    def _backward(grad, q, k, v, at, cu_q, cu_k, max_q, max_k, causal, scale) -> Grads:
+        rng, unused = at.more
+        return aten._flash_attention_backward(
+            *(grad, q, k, v, at.out, at.lse, cu_q, cu_k, max_q, max_k, 0.0, causal, rng, unused), scale=scale
+        )
+
+
 class PaddedKernels:
     """torch's kernel of the CPU: segments as a right-padded batch, each prompt with its responses by itself.
 
-    It knows no shared key-value heads: these are repeated. own: causal attention within each segment. prompt:
-    responses [R, H, D] to all of their prompts [P, K, D]. In the backward grad, out and lse are those of the
-    joined attention.
+    It knows no shared key-value heads: these are repeated.
     """
 
     def own(self, q, k, v, bounds, scale):
@@ -135,7 +190,7 @@ class SharedAttention(torch.autograd.Function):
         v: Tensor,
         bounds: SequenceBounds,
         scale: float | None,
-        kernels: PaddedKernels,
+        kernels: Kernels,
     ) -> Tensor:
         shared = bounds.shared
         assert shared is not None
@@ -148,18 +203,19 @@ class SharedAttention(torch.autograd.Function):
         shares = (part * (lse_HR - joined).exp().t().unsqueeze(-1) for part, lse_HR in parts)
         out[responses] = sum(shares).to(out.dtype)
         lse[:, responses] = joined
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.extra = bounds, scale, kernels
+        ctx.save_for_backward(q, k, v, out, lse, *own.more, *prompt.more)
+        ctx.extra = bounds, scale, kernels, len(own.more)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        bounds, scale, kernels = ctx.extra
+        q, k, v, out, lse, *more = ctx.saved_tensors
+        bounds, scale, kernels, num_own = ctx.extra
         prompts, responses = bounds.shared.prompts, bounds.shared.responses
         grad = grads[0].contiguous()
-        dq, dk, dv = kernels.own_backward(grad, q, k, v, Attended(out, lse), bounds, scale)
-        prompt = Attended(out[responses], lse[:, responses])
+        own = Attended(out, lse, tuple(more[:num_own]))
+        dq, dk, dv = kernels.own_backward(grad, q, k, v, own, bounds, scale)
+        prompt = Attended(out[responses], lse[:, responses].contiguous(), tuple(more[num_own:]))
         more_q, more_k, more_v = kernels.prompt_backward(
             grad[responses], q[responses], k[prompts], v[prompts], prompt, bounds.shared, scale
         )
