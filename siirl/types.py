@@ -161,9 +161,10 @@ class Layout:
     rowset: str
     """Which set of rows this is; an op that changes the row count (a rollout, a filter) starts a new one,
     e.g. "agent_0.samples" after "agent_0.prompts"."""
-    split: Literal["group", "cost"] = "group"
+    split: Literal["group", "cost", "prompt_cost"] = "group"
     """"group" keeps the samples of a prompt on one shard, in global order; "cost" balances the compute cost
-    of rows over shards within each mini-batch."""
+    of rows over shards within each mini-batch; "prompt_cost" likewise, where a prompt costs each shard that
+    has samples of it once."""
     mini_batch_rows: int = 0
     """Rows of a mini-batch; 0: the whole batch is one."""
 

@@ -53,6 +53,9 @@ class Backend:
     memory: Callable[[ModelPlan, Config, ModelShape, int], list[MemoryLine]]
     """What a rank holds; the last argument is the rows of a shard."""
 
+    shares_prompts: bool = False
+    """Whether rows of one prompt that lie together cost that prompt once."""
+
     groups: Callable[[ParallelDims, Ranks], Iterable[Ranks]] = lambda dims, ranks: ()
     """The rank tuples that a model of these sizes, on these ranks, communicates over."""
 
@@ -248,6 +251,7 @@ TRAIN_BACKENDS = {
         "siirl.engines.train.fsdp:FSDPEngine",
         _fsdp_dims,
         fsdp_lines,
+        shares_prompts=True,
         groups=_along("dp_shard", "dp_replicate"),
         check=_check_fsdp,
         base_keys=("fsdp_config.model_dtype",),

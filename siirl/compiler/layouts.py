@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass, field, replace
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.interactions.credit_reads import check_groups
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
@@ -210,7 +211,8 @@ def _data_agent(node: ResolvedNode, agents: dict[int, AgentRows]) -> int:
 def _model_layout(node: ResolvedNode, model: ModelPlan, rowset: str, rows: AgentRows | None) -> Layout:
     shards = model.dims.data_shards()
     if node.op.split == "cost" and rows is not None and rows.balance and model.dims.dp > 1:
-        return Layout(model.ranks, shards, rowset, "cost", rows.mini_batch_rows[_trainer(node)])
+        split = "prompt_cost" if backend_of(model).shares_prompts else "cost"
+        return Layout(model.ranks, shards, rowset, split, rows.mini_batch_rows[_trainer(node)])
     return Layout(model.ranks, shards, rowset)
 
 
@@ -249,7 +251,7 @@ def _dealing(layout: Layout) -> tuple:
 def _check_full(node: ResolvedNode, layout: Layout, rows: AgentRows) -> None:
     """PlacementError if a shard would get no rows."""
     shards = layout.num_shards
-    if layout.split == "cost":
+    if layout.split != "group":
         unit, count = "rows of a mini-batch", layout.mini_batch_rows or rows.samples
         keys = f"{_trainer(node)}.ppo_mini_batch_size or actor_rollout_ref.rollout.n"
         arithmetic = f" ({count // rows.n} prompts x {rows.n} responses)"

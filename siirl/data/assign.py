@@ -16,7 +16,8 @@ class RowTable:
 
     row_id: np.ndarray
     weight: np.ndarray
-    """The group_id or the length in tokens of each row, whichever the target's split asks for."""
+    """What the target's split asks for of each row, [N, k]: (group_id), (tokens), or (tokens, group_id,
+    tokens of the prompt). Tokens are -1 where they are not known."""
     shard: np.ndarray
     """The source shard that holds it."""
     position: np.ndarray
@@ -77,10 +78,16 @@ def assign(
     if filled:
         return _assign_as_held(rows, filled, target)
     if target.split == "group":
-        shard = split_groups(rows.weight, target.num_shards)
+        shard = split_groups(rows.weight[:, 0], target.num_shards)
     else:
-        cost = np.where(rows.weight < 0, 1, row_cost(np.maximum(rows.weight, 0)))
-        shard = split_costs(cost, target.num_shards, target.mini_batch_rows)
+        tokens = rows.weight[:, 0]
+        cost = np.where(tokens < 0, 1, row_cost(np.maximum(tokens, 0)))
+        if target.split == "cost":
+            shard = split_costs(cost, target.num_shards, target.mini_batch_rows)
+        else:
+            _, group, prompt = rows.weight.T
+            shared = np.where(tokens < 0, 0, row_cost(np.maximum(prompt, 0)))
+            shard = split_prompts(cost, group, shared, target.num_shards, target.mini_batch_rows)
     order = np.argsort(shard, kind="stable")
     return np.split(order, np.searchsorted(shard[order], np.arange(1, target.num_shards)))
 
@@ -128,16 +135,68 @@ def split_costs(cost: np.ndarray, num_shards: int, mini_batch_rows: int) -> np.n
         return shard_of_row
     step = mini_batch_rows or len(cost)
     for start in range(0, len(cost), step):
-        costs = cost[start : start + step]
-        loads = [(0, 0, shard) for shard in range(num_shards)]
-        order = np.argsort(-costs, kind="stable")
-        chosen = []
-        for row_cost in costs[order].tolist():
-            load, num_rows, shard = loads[0]
-            heapq.heapreplace(loads, (load + row_cost, num_rows + 1, shard))
-            chosen.append(shard)
-        shard_of_row[start + order] = chosen
+        shard_of_row[start : start + step] = _deal(cost[start : start + step], num_shards)
     return shard_of_row
+
+
+def _deal(cost: np.ndarray, num_shards: int) -> np.ndarray:
+    """The shard of each of some items, longest processing time first."""
+    loads = [(0, 0, shard) for shard in range(num_shards)]
+    order = np.argsort(-cost, kind="stable")
+    chosen = []
+    for item_cost in cost[order].tolist():
+        load, num_items, shard = loads[0]
+        heapq.heapreplace(loads, (load + item_cost, num_items + 1, shard))
+        chosen.append(shard)
+    shard_of_item = np.empty(len(cost), dtype=np.int64)
+    shard_of_item[order] = chosen
+    return shard_of_item
+
+
+def split_prompts(
+    cost: np.ndarray, group: np.ndarray, shared: np.ndarray, num_shards: int, mini_batch_rows: int
+) -> np.ndarray:
+    """The shard of each row [N], where the rows of a group on one shard cost their common part once.
+
+    shared: [N], that part of a row's cost. In each mini-batch groups are dealt whole, or in 2, 4, ... pieces,
+    as rows at last: whichever leaves the costliest shard the cheapest, and of equals the fewest pieces.
+    """
+    shard_of_row = np.zeros(len(cost), dtype=np.int64)
+    if num_shards == 1 or not len(cost):
+        return shard_of_row
+    step = mini_batch_rows or len(cost)
+    for start in range(0, len(cost), step):
+        rows = slice(start, start + step)
+        shard_of_row[rows] = _deal_groups(cost[rows], group[rows], shared[rows], num_shards)
+    return shard_of_row
+
+
+def _deal_groups(cost: np.ndarray, group: np.ndarray, shared: np.ndarray, num_shards: int) -> np.ndarray:
+    _, number, size = np.unique(group, return_inverse=True, return_counts=True)
+    order = np.lexsort((-cost, number))
+    place = np.empty(len(cost), dtype=np.int64)  # of a row in its group, the costliest first
+    place[order] = np.arange(len(cost)) - np.repeat(np.cumsum(size) - size, size)
+    best, lowest, pieces = None, None, 1
+    while best is None or pieces < 2 * size.max():
+        _, first, unit = np.unique(number * pieces + place % pieces, return_index=True, return_inverse=True)
+        found = _deal(_once(cost, shared, unit, len(first)), num_shards)[unit]
+        together = np.unique(number * num_shards + found, return_inverse=True)[1]
+        of_group = _once(cost, shared, together, together.max() + 1)
+        loads = np.zeros(num_shards, dtype=of_group.dtype)
+        np.add.at(loads, found[np.unique(together, return_index=True)[1]], of_group)
+        if lowest is None or loads.max() < lowest:
+            best, lowest = found, loads.max()
+        pieces *= 2
+    return best
+
+
+def _once(cost: np.ndarray, shared: np.ndarray, unit: np.ndarray, num_units: int) -> np.ndarray:
+    """The cost of each unit [U] of rows that share a part: that of its first row, and the rest of all."""
+    total = np.zeros(num_units, dtype=np.int64)
+    np.add.at(total, unit, cost - shared)
+    part = np.zeros(num_units, dtype=np.int64)
+    np.maximum.at(part, unit, shared)
+    return total + part
 
 
 def first_ranks(layout: Layout) -> list[int]:

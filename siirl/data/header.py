@@ -13,7 +13,7 @@ from torch import Tensor
 from siirl.data.store import Column
 from siirl.errors import DagError
 
-SIZES = 5
+SIZES = 6
 """Words at the head of an encoded header: its length, a check sum, and the lengths of its parts."""
 
 
@@ -55,7 +55,7 @@ class Header:
     row_id: np.ndarray
     """In the source layout, [n]."""
     weight: np.ndarray
-    """Of these, [n]: group_id or length in tokens (-1: unknown), whichever the target's split goes by."""
+    """Of these, [n, k]: what the target's split goes by (RowTable)."""
     held: np.ndarray | None
     """Row ids in the target layout, [m]; None when the rank has no rows there yet."""
     specs: tuple[ColumnSpec, ...]
@@ -66,15 +66,21 @@ class Header:
         text = np.frombuffer(specs.ljust(-(-len(specs) // 8) * 8), dtype=np.int64)
         held = self.row_id[:0] if self.held is None else self.held
         num_held = -1 if self.held is None else len(self.held)
-        body = np.concatenate([self.row_id, self.weight, held, text])
-        return np.concatenate([[SIZES + len(body), check, len(self.row_id), num_held, len(text)], body])
+        body = np.concatenate([self.row_id, self.weight.ravel(), held, text])
+        sizes = [SIZES + len(body), check, len(self.row_id), self.weight.shape[1], num_held, len(text)]
+        return np.concatenate([sizes, body])
 
     @classmethod
     def decode(cls, words: np.ndarray) -> "Header":
-        _, _, num_rows, num_held, num_text = words[:SIZES].tolist()
-        ends = np.cumsum([num_rows, num_rows, max(num_held, 0), num_text])
+        _, _, num_rows, width, num_held, num_text = words[:SIZES].tolist()
+        ends = np.cumsum([num_rows, num_rows * width, max(num_held, 0), num_text])
         row_id, weight, held, text, _ = np.split(words[SIZES:], ends)
-        return cls(row_id, weight, None if num_held < 0 else held, _decode_specs(text.tobytes()))
+        return cls(
+            row_id,
+            weight.reshape(num_rows, width),
+            None if num_held < 0 else held,
+            _decode_specs(text.tobytes()),
+        )
 
 
 @lru_cache(maxsize=256)

@@ -97,19 +97,20 @@ class Transport:
         def numbers(name: str, layout_id: str) -> np.ndarray:
             return store.column(FieldKey(agent, name), layout_id).cpu().numpy()
 
-        row_id = weight = np.empty(0, dtype=np.int64)
+        row_id, weights = np.empty(0, dtype=np.int64), [np.empty(0, dtype=np.int64)]
         if self._rank in source.ranks:
             row_id = numbers("row_id", route.source)
-            if target.split == "group":
-                weight = numbers("group_id", route.source)
-            else:
-                names = ("prompt_length", "response_length")
-                known = [name for name in names if (FieldKey(agent, name), route.source) in store]
-                lengths = [numbers(name, route.source) for name in known]
-                weight = sum(lengths) if lengths else np.full(len(row_id), -1)
+            names = ("prompt_length", "response_length")
+            known = [name for name in names if (FieldKey(agent, name), route.source) in store]
+            lengths = [numbers(name, route.source) for name in known if target.split != "group"]
+            tokens = sum(lengths) if lengths else np.full(len(row_id), -1)
+            group = [numbers("group_id", route.source)] if target.split != "cost" else []
+            weights = group if target.split == "group" else [tokens, *group]
+            if target.split == "prompt_cost":
+                weights.append(lengths[0] if lengths else tokens)
         held = _order(store, agent, route) if self._rank in target.ranks else None
         specs = tuple(ColumnSpec.of(key.name, column) for key, column in zip(keys, columns, strict=False))
-        return Header(row_id, weight, held, specs)
+        return Header(row_id, np.stack(weights, 1), held, specs)
 
     def _gather_headers(self, mine: Header, keys: Sequence[FieldKey], route: RoutePlan) -> dict[int, Header]:
         """The headers of all ranks of the route: one gather, or two if one does not fit into its share."""

@@ -54,7 +54,7 @@ def random_layout(rng: np.random.Generator) -> Layout:
     ranks = tuple(sorted(rng.choice(WORLD, rng.integers(1, WORLD + 1), replace=False).tolist()))
     num_shards = int(rng.integers(1, len(ranks) + 1))
     shards = rng.permutation([*range(num_shards), *rng.integers(0, num_shards, len(ranks) - num_shards)])
-    split = "group" if rng.random() < 0.5 else "cost"
+    split = str(rng.choice(["group", "cost", "prompt_cost"]))
     return Layout(ranks, tuple(shards.tolist()), "agent_0.samples", split, int(rng.choice([0, 5])))
 
 

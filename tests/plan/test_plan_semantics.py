@@ -244,11 +244,11 @@ def test_rows_are_balanced_by_cost_within_mini_batches_only_if_asked_or_needed()
     assert {layout.split for layout in template_plan(2).layouts.values()} == {"group"}
     asked = template_plan(2, BALANCE)
     assert asked.layouts[run_of(asked, "actor_train").source] == Layout(
-        (0, 1), (0, 1), "agent_0.samples", "cost", 0
+        (0, 1), (0, 1), "agent_0.samples", "prompt_cost", 0
     )
     several = template_plan(2, "actor_rollout_ref.actor.ppo_mini_batch_size=4")
     train, old = (several.layouts[run_of(several, n).source] for n in ("actor_train", "actor_old_log_prob"))
-    assert (train.split, train.mini_batch_rows) == ("cost", 16)
+    assert (train.split, train.mini_batch_rows) == ("prompt_cost", 16)
     assert train == old, "both passes of the actor share one layout"
     assert several.layouts[run_of(several, "calculate_advantages").source].split == "group"
     alone = template_plan(1, BALANCE)
