@@ -200,8 +200,8 @@ class SharedAttention(torch.autograd.Function):
         out, lse = own.out, own.lse
         joined = torch.logaddexp(lse[:, responses], prompt.lse)
         parts = ((out[responses], lse[:, responses]), (prompt.out, prompt.lse))
-        shares = (part * (lse_HR - joined).exp().t().unsqueeze(-1) for part, lse_HR in parts)
-        out[responses] = sum(shares).to(out.dtype)
+        ours, theirs = (part * (lse_HR - joined).exp().t().unsqueeze(-1) for part, lse_HR in parts)
+        out[responses] = ours.add_(theirs)
         lse[:, responses] = joined
         ctx.save_for_backward(q, k, v, out, lse, *own.more, *prompt.more)
         ctx.extra = bounds, scale, kernels, len(own.more)
