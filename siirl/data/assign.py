@@ -27,6 +27,24 @@ class RowTable:
         return len(self.row_id)
 
 
+def split_weights(split: str, row_id: np.ndarray, column: Callable[[str], np.ndarray | None]) -> np.ndarray:
+    """RowTable.weight of some rows, [n, k], for a target of this split.
+
+    column: a column of these rows by name, None where there is none. Rows whose group_id is not known are
+    taken for groups of their own.
+    """
+    group = column("group_id") if split != "cost" else None
+    group = row_id if group is None else group
+    if split == "group":
+        return group[:, None]
+    prompt, response = column("prompt_length"), column("response_length")
+    known = [lengths for lengths in (prompt, response) if lengths is not None]
+    tokens = sum(known) if known else np.full(len(row_id), -1)
+    if split == "cost":
+        return tokens[:, None]
+    return np.stack([tokens, group, np.zeros_like(tokens) if prompt is None else prompt], 1)
+
+
 def tabulate(row_id: Mapping[int, np.ndarray], weight: Mapping[int, np.ndarray], source: Layout) -> RowTable:
     """The rows of `source`, from what each of its ranks holds (rank -> [n]).
 

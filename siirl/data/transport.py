@@ -20,7 +20,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
 from siirl.compiler.plan import RoutePlan
-from siirl.data.assign import Moves, assign, plan_moves, stays_in_place, tabulate
+from siirl.data.assign import Moves, assign, plan_moves, split_weights, stays_in_place, tabulate
 from siirl.data.header import ColumnSpec, Header, common_specs
 from siirl.data.rows import object_column, object_element, objects, widened
 from siirl.data.store import Column, FieldStore
@@ -94,23 +94,17 @@ class Transport:
         """This rank's header."""
         agent = keys[0].agent
 
-        def numbers(name: str, layout_id: str) -> np.ndarray:
-            return store.column(FieldKey(agent, name), layout_id).cpu().numpy()
+        def column(name: str) -> np.ndarray | None:
+            key = FieldKey(agent, name), route.source
+            return store.column(*key).cpu().numpy() if key in store else None
 
-        row_id, weights = np.empty(0, dtype=np.int64), [np.empty(0, dtype=np.int64)]
+        row_id, weight = np.empty(0, dtype=np.int64), np.empty((0, 1), dtype=np.int64)
         if self._rank in source.ranks:
-            row_id = numbers("row_id", route.source)
-            names = ("prompt_length", "response_length")
-            known = [name for name in names if (FieldKey(agent, name), route.source) in store]
-            lengths = [numbers(name, route.source) for name in known if target.split != "group"]
-            tokens = sum(lengths) if lengths else np.full(len(row_id), -1)
-            group = [numbers("group_id", route.source)] if target.split != "cost" else []
-            weights = group if target.split == "group" else [tokens, *group]
-            if target.split == "prompt_cost":
-                weights.append(lengths[0] if lengths else tokens)
+            row_id = store.column(FieldKey(agent, "row_id"), route.source).cpu().numpy()
+            weight = split_weights(target.split, row_id, column)
         held = _order(store, agent, route) if self._rank in target.ranks else None
         specs = tuple(ColumnSpec.of(key.name, column) for key, column in zip(keys, columns, strict=False))
-        return Header(row_id, np.stack(weights, 1), held, specs)
+        return Header(row_id, weight, held, specs)
 
     def _gather_headers(self, mine: Header, keys: Sequence[FieldKey], route: RoutePlan) -> dict[int, Header]:
         """The headers of all ranks of the route: one gather, or two if one does not fit into its share."""

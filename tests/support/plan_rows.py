@@ -8,6 +8,7 @@ does not name the agent, so that rows of two agents that pair up have equal orig
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from zlib import crc32
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from siirl.compiler.plan import Collect, Free, Instruction, Load, Plan, Repeat, Reshard, Run, Until
 from siirl.config import Config
 from siirl.config.batch import batch_of
-from siirl.data.assign import assign, tabulate
+from siirl.data.assign import assign, split_weights, tabulate
 from siirl.types import FieldKey, Layout
 
 Origin = tuple[int, ...]
@@ -143,13 +144,12 @@ class Interpreter:
         source, target = self.plan.layouts[route.source], self.plan.layouts[route.target]
         agent = ins.keys[0].agent
         views = {rank: self._view(ins, rank, ins.keys, route.source) for rank in source.ranks}
-        lengths = ("group_id",) if target.split == "group" else ("prompt_length", "response_length")
-        weight = {}
-        for rank in source.ranks:
-            known = [self._numbers(rank, agent, name, route.source) for name in lengths]
-            weight[rank] = sum(numbers for numbers in known if numbers is not None)
-        ids = {rank: self._numbers(rank, agent, "row_id", route.source) for rank in source.ranks}
+        ids = {rank: self._numbers(rank, agent, route.source, "row_id") for rank in source.ranks}
         assert all(numbers is not None for numbers in ids.values()), f"{ins}: no row_id in the source"
+        weight = {
+            rank: split_weights(target.split, ids[rank], partial(self._numbers, rank, agent, route.source))
+            for rank in source.ranks
+        }
         held = {rank: self._held(ins, rank, agent, route.target) for rank in target.ranks}
         rows = tabulate(ids, weight, source)
         wanted = assign(rows, target, held, lambda tokens: tokens**2 + 10 * tokens)
@@ -167,7 +167,7 @@ class Interpreter:
         assert keys or not there, f"{ins}: dealt anew, though {layout} has {', '.join(map(str, there))}"
         return np.array(there[keys[0]].numbers, dtype=np.int64) if keys else None
 
-    def _numbers(self, rank: int, agent: int, name: str, layout: str) -> np.ndarray | None:
+    def _numbers(self, rank: int, agent: int, layout: str, name: str) -> np.ndarray | None:
         column = self._rows(rank, layout).get(FieldKey(agent, name))
         return None if column is None else np.array(column.numbers, dtype=np.int64)
 
