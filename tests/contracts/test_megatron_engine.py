@@ -153,4 +153,5 @@ def test_bf16_weights_with_fp32_masters_stay_near_fp32(optimizer):
     assert gap.mean() < 0.05
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=0.1)
     for name, weight in theirs.weights.items():
-        assert (ours.weights[name] - weight).abs().mean() < 1.5 * cases.LR, name
+        rounded = (weight.bfloat16() - weight).abs().mean()
+        assert (ours.weights[name] - weight).abs().mean() < rounded + cases.LR, name

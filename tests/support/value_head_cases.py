@@ -30,6 +30,7 @@ def critic_config(path: str, *more: str) -> Config:
             "critic.fsdp_config.mixed_precision.param_dtype=float32",
             "critic.megatron.param_dtype=float32",
             f"critic.optim.lr={LR}",
+            f"+critic.optim.override_optimizer_config={{eps:{cases.EPS}}}",
             "critic.optim.weight_decay=0.1",
             "critic.ppo_micro_batch_size_per_gpu=3",
             f"critic.cliprange_value={CLIP_RANGE}",
@@ -116,7 +117,7 @@ def plain_training(path: str) -> CriticOutcome:
     hf_config = load_hf_config(cfg.critic.model)
     hf_config.num_labels = 1
     model = load_source(hf_config, cfg.critic.model, "value", cfg.trainer.seed)
-    adamw = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
+    adamw = torch.optim.AdamW(model.parameters(), lr=LR, eps=cases.EPS, weight_decay=0.1)
     grads: dict[str, Tensor] = {}
     with torch.no_grad():
         before = plain_values(model, critic_rows(0))
