@@ -5,15 +5,13 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from job_harness import ROOT, Finished, Inputs, overrides, run_job
+from job_harness import Finished, Inputs, overrides, run_job
+from killed_jobs import ranks_of, run_and_kill, start, steps_done, wait_until
 
 from siirl.cli import main
 from siirl.launch.attempts import ATTEMPTS_FILE
@@ -37,37 +35,6 @@ def command(inputs: Inputs, output: Path, *keys: str) -> list[str]:
     return [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, output, *KEYS, ranks, *keys)]
 
 
-def start(words: Sequence[str], console: Path) -> subprocess.Popen:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with console.open("wb") as file:
-        return subprocess.Popen(words, env=env, stdout=file, stderr=file)
-
-
-def ranks_of(job: subprocess.Popen) -> dict[int, int]:
-    """Rank -> pid of the workers that run now."""
-    found = {}
-    for child in psutil.Process(job.pid).children():
-        try:
-            if rank := child.environ().get("RANK"):
-                found[int(rank)] = child.pid
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return found
-
-
-def wait_until(what: Callable[[], bool], job: subprocess.Popen, console: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not what():
-        assert job.poll() is None and time.monotonic() < deadline, console.read_text()
-        time.sleep(0.02)
-
-
-def steps_done(output: Path) -> int:
-    path = output / "metrics.jsonl"
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return json.loads(lines[-1])["step"] if lines else 0
-
-
 def results(output: Path) -> tuple[list[dict], dict]:
     """Metrics that must be equal, a dict a line, and the exported weights."""
     done = Finished.read(output)
@@ -88,30 +55,6 @@ def check_same(output: Path, undisturbed: tuple[list[dict], dict]) -> None:
     assert lines == undisturbed[0]
     assert weights.keys() == undisturbed[1].keys() and len(weights) > 5
     assert all(weights[name].equal(tensor) for name, tensor in undisturbed[1].items())
-
-
-def run_and_kill(
-    words: Sequence[str],
-    folder: Path,
-    at_steps: Sequence[int],
-    victims: Sequence[int],
-    number: int = signal.SIGKILL,
-) -> tuple[int, str]:
-    """Signal these ranks when each of the steps is done; the exit code, and what the console shows."""
-    console, output = folder / "console", folder / "out"
-    job = start(words, console)
-    try:
-        for done, step in enumerate(at_steps):
-            wait_until(lambda step=step: steps_done(output) >= step and len(ranks_of(job)) == 2, job, console)
-            pids = ranks_of(job)
-            for rank in victims:
-                os.kill(pids[rank], number)
-            kept = folder / "out" / "attempts" / str(done + 1)
-            wait_until(lambda kept=kept: (kept / "logs").is_dir(), job, console)
-        return job.wait(200), console.read_text()
-    finally:
-        job.kill()
-        job.wait()
 
 
 def test_a_killed_rank_comes_back_and_the_run_ends_as_if_nothing_had_been(
