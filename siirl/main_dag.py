@@ -1,5 +1,6 @@
 """`python -m siirl.main_dag key=value ...`: compose and check the configuration, compile the plan, launch."""
 
+import dataclasses
 import logging
 import os
 import socket
@@ -7,6 +8,7 @@ import sys
 import time
 
 from siirl.command_line import parse_arguments, print_text, user_errors
+from siirl.compiler.memory.phases import estimate_record
 from siirl.compiler.plan import Plan
 from siirl.config import Config, to_dict
 from siirl.config.load import read_config
@@ -71,7 +73,9 @@ def run(cfg: Config, found: Findings) -> int:
         return _launch(launcher, job, cfg, plan)
     with held(cfg, run_id):
         setup_logging(0, job.log_dir)
-        too_much = memory_warnings(plan, node_cfgs, device_memory_gib())
+        device_gib = device_memory_gib()
+        job = dataclasses.replace(job, memory_estimate=estimate_record(plan, node_cfgs, device_gib))
+        too_much = memory_warnings(plan, node_cfgs, device_gib)
         for warning in [*seen.warnings, *too_much]:
             log.warning(warning)
         print(model_setup(plan, node_cfgs))

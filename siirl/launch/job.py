@@ -31,6 +31,9 @@ class Job:
     """ "pkg.mod:fn", called as fn(cfg, plan, rank, world_size, device, job) in every process."""
     run_id: str = ""
     """Tells this start from others in the same folder."""
+    memory_estimate: dict[str, Any] = field(default_factory=dict)
+    """What the phases of a step were estimated to take of a device, for readers of the folder; workers do not
+    look at it. See siirl/compiler/memory/phases.py, estimate_record."""
     memory_dir: str = ""
     """Folder in host memory for checkpoints between those on disk; "" if there are none."""
 

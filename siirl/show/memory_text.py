@@ -5,7 +5,7 @@ from typing import Any
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.estimate import GIB
-from siirl.compiler.memory.phases import PhasePeak, memory_lines, phase_peaks
+from siirl.compiler.memory.phases import PhasePeak, estimated, memory_lines, phase_peaks
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.config import Config
 from siirl.config.resolve import get
@@ -14,7 +14,6 @@ from siirl.config.tree import with_overrides
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.show.text_table import table
 
-ASSUMED_GIB = 80.0
 _SHOWN = 5  # largest parts of a phase
 _SMALL = 0.01  # of a phase: parts below are left out
 _MOST_CHANGES = 6
@@ -27,20 +26,16 @@ def memory_table(plan: Plan, configs: Configs, device_gib: float | None) -> list
 
     device_gib: what a device has, if trainer.device_memory_gib does not say.
     """
-    cfg = next(iter(configs.values()))
-    if cfg.trainer.device == "cpu":
-        return ["left out: the processes share the memory of a machine without a GPU (trainer.device=cpu)"]
-    gib = cfg.trainer.device_memory_gib or device_gib or ASSUMED_GIB
-    lines = memory_lines(plan, configs)
-    if isinstance(lines, str):
-        return [f"left out: {lines}"]
+    found = estimated(plan, configs, device_gib)
+    if isinstance(found, str):
+        return [f"left out: {found}"]
     rows = [["phase", "ranks", "device", "host", "the largest parts, GiB"]]
-    for peak in phase_peaks(plan, lines, int(gib * GIB)):
+    for peak in found.phases:
         host = gib_text(peak.host) if peak.host else ""
         rows.append([peak.node, format_ranks(peak.ranks), gib_text(peak.device), host, _largest(peak)])
-    known = cfg.trainer.device_memory_gib or device_gib
-    assumed = [] if known else ["(80 GiB is assumed: trainer.device_memory_gib sets what your devices have)"]
-    return [*table(rows), *_verdicts(plan, configs, gib), *assumed]
+    gib = found.device_gib
+    told = f"({gib:g} GiB is assumed: trainer.device_memory_gib sets what your devices have)"
+    return [*table(rows), *_verdicts(plan, configs, gib), *([told] if found.assumed else [])]
 
 
 def memory_warnings(plan: Plan, configs: Configs, device_gib: float | None) -> list[str]:

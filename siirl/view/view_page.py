@@ -23,11 +23,12 @@ from siirl.show.plan_picture import AGENT_COLORS
 from siirl.view.alerts import alerts
 from siirl.view.dag_share import dag_of
 from siirl.view.episodes import KINDS, read_episodes
+from siirl.view.memory_phases import memory_phases
 from siirl.view.metric_curves import curves
 from siirl.view.run_status import health, overview, trainer_of
 from siirl.view.timeline import timeline
 
-SCRIPTS = ("page.js", "dag.js", "step.js", "timeline.js", "curves.js", "conversations.js")
+SCRIPTS = ("page.js", "dag.js", "step.js", "timeline.js", "memory.js", "curves.js", "conversations.js")
 LAST_WORDS = "start();\n"
 SAMPLE_KEYS = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
 
@@ -46,6 +47,7 @@ def read_run(output_dir: Path) -> dict[str, Any]:
         "alerts": attempt(lambda: [asdict(alert) for alert in alerts(history)], [], "alerts", left_out),
         "dag": attempt(lambda: dag_of(job, history, left_out), None, "the plan of job.json", left_out),
         "timeline": attempt(lambda: timeline(output_dir, plan, left_out), None, "the trace", left_out),
+        "memory": attempt(lambda: memory_phases(job, history.series), None, "memory", left_out),
         "curves": curves(history, left_out),
         "episodes": read_episodes(folders, left_out),
         "health": health(state, left_out),

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.memory.estimate import ENGINE_PARTS, GIB, Activity, MemoryLine, read_shape
@@ -15,12 +16,14 @@ from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Run
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.roles import ROLES
-from siirl.parallel.placement import Ranks
+from siirl.parallel.placement import Ranks, format_ranks
 
 CONTEXT_BYTES = int(0.6 * GIB)
 """CUDA context of a worker."""
 SLACK = 1.06
 """What the allocator reserves for a byte that the trainer uses at its peak; 1.03 to 1.08 measured."""
+ASSUMED_GIB = 80.0
+"""Of a device whose size nobody has told."""
 
 Configs = Mapping[str, Config]
 
@@ -48,6 +51,54 @@ class PhasePeak:
         """Bytes that the phase takes of the device, with the allocators' slack and the worker's context."""
         engines = sum(self.parts.values()) - self.tensors
         return int(self.tensors * SLACK) + engines + CONTEXT_BYTES
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The phases of a step on devices of one size."""
+
+    phases: list[PhasePeak]
+    """In the order of a step."""
+    device_gib: float
+    assumed: bool
+    """Whether nobody has told how large a device is."""
+
+    def record(self) -> dict[str, Any]:
+        """As JSON values, for the run's folder: sizes in bytes, ranks as text."""
+        phases = [
+            {
+                "node": peak.node,
+                "ranks": format_ranks(peak.ranks),
+                "tensors": peak.tensors,
+                "device": peak.device,
+                "host": peak.host,
+                "parts": [[model, what, size] for (model, what), size in peak.parts.items()],
+            }
+            for peak in self.phases
+        ]
+        return {"device_gib": self.device_gib, "assumed": self.assumed, "phases": phases}
+
+
+def estimated(plan: Plan, configs: Configs, device_gib: float | None) -> Estimate | str:
+    """The memory that each phase takes, or why there is no estimate.
+
+    device_gib: what a device has, if trainer.device_memory_gib does not say.
+    """
+    trainer = next(iter(configs.values())).trainer
+    if trainer.device == "cpu":
+        return "the processes share the memory of a machine without a GPU (trainer.device=cpu)"
+    known = trainer.device_memory_gib or device_gib
+    lines = memory_lines(plan, configs)
+    if isinstance(lines, str):
+        return lines
+    gib = known or ASSUMED_GIB
+    return Estimate(phase_peaks(plan, lines, int(gib * GIB)), gib, not known)
+
+
+def estimate_record(plan: Plan, configs: Configs, device_gib: float | None) -> dict[str, Any]:
+    """What a run's folder says of the estimate: that of `Estimate.record`, or {"left_out": why}."""
+    found = estimated(plan, configs, device_gib)
+    return {"left_out": found} if isinstance(found, str) else found.record()
 
 
 def memory_lines(plan: Plan, configs: Configs) -> dict[str, list[MemoryLine]] | str:

@@ -3,8 +3,15 @@
 const LANE = { left: 150, row: 15, gap: 7, top: 22, width: 1240 };
 const LEAST_PIXELS = 0.4, DEEPEST = 3;
 
+const MEMORY = { peak_gib: "tensors at most", reserved_gib: "reserved at most", device_gib: "in use on the device", host_gib: "memory of the process" };
+
+function factText(key, value) {
+  if (key in MEMORY) return MEMORY[key] + " " + gib(value);
+  return key === "bytes" ? sizeText(value) + " moved" : key + " " + (Number.isInteger(value) ? value.toLocaleString("en") : short(value));
+}
+
 function spanText([name, start, duration, , open, args], lane) {
-  const facts = Object.entries(args).map(([key, value]) => key + " " + (typeof value === "number" ? short(value) : value));
+  const facts = Object.entries(args).map(([key, value]) => typeof value === "number" ? factText(key, value) : key + " " + value);
   return [name + (open ? " (has no end on record)" : ""), (lane.label || "rank " + lane.rank) + (lane.lane ? ", " + lane.lane : ""),
     short(duration) + " ms, from " + short(start) + " ms on", ...facts].join("\n");
 }

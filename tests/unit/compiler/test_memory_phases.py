@@ -15,8 +15,8 @@ from plan_cases import add_agent, compiled, config
 from siirl.cli import main
 from siirl.compiler.backends import TRAIN_BACKENDS
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.memory.estimate import head_lines, read_shape
-from siirl.compiler.memory.phases import engine_rows, memory_lines, phase_peaks
+from siirl.compiler.memory.estimate import ENGINE_PARTS, head_lines, read_shape
+from siirl.compiler.memory.phases import engine_rows, estimate_record, memory_lines, phase_peaks
 from siirl.config import load_config
 from siirl.config.root import all_keys
 from siirl.dag.spec import DagBuilder, DagSpec
@@ -285,3 +285,14 @@ def test_a_device_of_unknown_size_is_assumed_in_the_plan_and_no_warning(tmp_path
         for node, node_cfg in configs.items()
     }
     assert memory_table(plan, on_cpu, None)[0].startswith("left out")
+    assert list(estimate_record(plan, on_cpu, None)) == ["left_out"]
+    told = json.loads(json.dumps(estimate_record(plan, configs, None)))
+    assert (told["device_gib"], told["assumed"]) == (80.0, True)
+    assert estimate_record(plan, configs, H200_GIB)["assumed"] is False
+    lines = memory_lines(plan, configs)
+    assert not isinstance(lines, str)
+    found = [(peak.node, peak.tensors, peak.device) for peak in phase_peaks(plan, lines, int(80 * GIB))]
+    assert [(phase["node"], phase["tensors"], phase["device"]) for phase in told["phases"]] == found
+    assert (
+        sum(size for _, what, size in told["phases"][-1]["parts"] if what not in ENGINE_PARTS) == found[-1][1]
+    )

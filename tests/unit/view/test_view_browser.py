@@ -1,5 +1,6 @@
 """The page in a real browser: what it shows, also of hostile text. Skipped where there is no browser."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -59,6 +60,18 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
     folder = write_run(tmp_path / "run", text=HOSTILE)
     write_error(folder, 0, HOSTILE)
     record_end(folder, "id", "failed", HOSTILE)
+    job = json.loads((folder / "job.json").read_text())
+    part = ["agent_0.actor", HOSTILE, 3 << 30]
+    phase = {
+        "node": HOSTILE,
+        "ranks": "0-1",
+        "tensors": 3 << 30,
+        "device": 4 << 30,
+        "host": 0,
+        "parts": [part],
+    }
+    job["memory_estimate"] = {"device_gib": 8, "assumed": True, "phases": [phase]}
+    (folder / "job.json").write_text(json.dumps(job))
     second = write_run(tmp_path / "second", name="other")
     data = read_runs([folder, second])
     plain = page_text(data)
@@ -76,6 +89,7 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
     assert parts["step"].count('class="span"') == len(bound["path"]) and "32 rows" in parts["step"]
     running = re.search(r'id="now"[^>]*>([^<]*)', parts["step"])
     assert running and re.search(r": \w+ on 0, 1$", running[1]), "what runs at the time that was chosen"
+    assert all(words in parts["memory"] for words in ('id="memory-bars"', "4 GiB", "assumed"))
     assert parts["conversations"].count('class="pair"') == 1 and "step 1, reward" in parts["conversations"]
     assert parts["conversations"].count("<details") == 4 and "2+2?" in parts["conversations"]
     assert "hello from rank 1" in parts["health"] and "&lt;img src=x" in parts["health"]
