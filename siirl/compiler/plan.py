@@ -180,6 +180,8 @@ class StreamPlan:
     heads: Ranks
     """The ranks of its engines; an episode keeps to one of them. An engine that several ranks ask, or
     another one, is served."""
+    shares: tuple[int, ...]
+    """Of its episodes, how many each of them gets of sum(shares)."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,11 @@ class InteractionPlan:
         """The ranks whose engines answer the episodes of a driver."""
         found = (x.heads for x in self.streams if (x.policy, x.driver) == (policy, driver))
         return next(found, (driver,))
+
+    def shares(self, policy: str, driver: int) -> tuple[int, ...]:
+        """How a driver shares its episodes out to these (StreamPlan.shares)."""
+        found = (x.shares for x in self.streams if (x.policy, x.driver) == (policy, driver))
+        return next(found, (1,))
 
     def clients(self, policy: str, head: int) -> Ranks:
         """The drivers that the engine of a rank is served to; none if only its own rank asks it."""

@@ -4,6 +4,7 @@ A rank that plays episodes is a driver: the first rank of each shard of the entr
 a shard answers for its engine.
 """
 
+import math
 from dataclasses import replace
 
 from siirl.compiler.backends import backend_of
@@ -70,17 +71,31 @@ def _streams(policy: str, drivers: Ranks, heads: Ranks) -> list[StreamPlan]:
     remote = [rank for rank in drivers if rank not in heads]
     if not remote and not idle:
         return []
-    asked = {rank: {rank} for rank in local}
     helped, helpers = remote or local, idle or sorted(heads)
-    for position, rank in enumerate(helped):
-        asked.setdefault(rank, set()).update(_dealt(helpers, position, len(helped)))
-    return [StreamPlan(policy, rank, tuple(sorted(asked[rank]))) for rank in drivers]
+    shares: dict[int, dict[int, int]] = {rank: {rank: len(helped)} for rank in local}
+    for rank, dealt in zip(helped, _dealt(helpers, len(helped)), strict=True):
+        shares[rank] = shares.get(rank, {}) | dealt
+    return [_stream(policy, rank, shares[rank]) for rank in drivers]
 
 
-def _dealt(helpers: list[int], position: int, count: int) -> list[int]:
-    """The part of one of `count` askers, of equal loads; all of them if they cannot be dealt evenly."""
-    if len(helpers) % count == 0:
-        return helpers[position::count]
-    if count % len(helpers) == 0:
-        return [helpers[position % len(helpers)]]
-    return helpers
+def _stream(policy: str, driver: int, shares: dict[int, int]) -> StreamPlan:
+    heads, common = tuple(sorted(shares)), math.gcd(*shares.values())
+    return StreamPlan(policy, driver, heads, tuple(shares[head] // common for head in heads))
+
+
+def _dealt(helpers: list[int], count: int) -> list[dict[int, int]]:
+    """What each of `count` askers asks: helper -> its share, of `count` for a whole helper.
+
+    Both are laid out on one line, in equal runs: so all helpers have the same load, and there are fewer
+    streams than helpers and askers together.
+    """
+    dealt, num_helpers = [], len(helpers)
+    for asker in range(count):
+        first, end = asker * num_helpers, (asker + 1) * num_helpers
+        dealt.append(
+            {
+                helpers[place]: min(end, (place + 1) * count) - max(first, place * count)
+                for place in range(first // count, -(-end // count))
+            }
+        )
+    return dealt

@@ -1,10 +1,12 @@
 """What a run tells its user: metrics of all ranks joined on rank 0, sampled rollouts, the closing summary."""
 
+import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from siirl.config import Config
 from siirl.dag_worker.worker import DAGWorker
@@ -16,8 +18,12 @@ from siirl.observe.metrics import Metrics
 from siirl.observe.sinks import Sinks
 from siirl.observe.spans import waiting
 from siirl.observe.summary import closing_summary
+from siirl.parallel.tree import join_on_first
 from siirl.show.conversation_page import write_page
 from siirl.show.conversation_text import split_episodes
+
+MOST_SAMPLES = 64
+"""That are shown of a step, where not all are kept."""
 
 PAGES = "conversations"
 """Folder of the pages in a run's output."""
@@ -37,17 +43,22 @@ class Report:
         self._worker.drain_restarts(mine)
         self._worker.observer.drain_idle(mine)
         with self._worker.observer.span("report", step):
-            joined = Metrics()
-            for entries in self._gather(mine.entries):
-                joined.merge(Metrics(entries))
+            joined = self._join(mine, _merged)
             if self._sinks is not None:
                 values = joined.values()
                 self._sinks.log(step, values | derived_metrics(values) | self._rates(values))
 
     def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
-        """Give sampled rollouts of all ranks to the sinks, and draw the conversations of a validation."""
-        rows = [row for part in self._gather(samples) for row in part]
-        if self._sinks is not None and rows:
+        """Give sampled rollouts to the sinks, and draw the conversations of a validation.
+
+        Those of all ranks where all are kept, else of the first ranks that have MOST_SAMPLES.
+        """
+        worker, parts = self._worker, {self._worker.rank: samples} if samples else {}
+        limit = worker.sample_limit
+        most = math.inf if limit < 0 else max(MOST_SAMPLES, limit)
+        parts = self._join(parts, partial(_first_parts, most=most))
+        if self._sinks is not None and parts:
+            rows = [row for part in parts.values() for row in part]
             rows, episodes = split_episodes(rows)
             self._sinks.text(step, kind, rows)
             if episodes and kind == "validation":
@@ -60,12 +71,9 @@ class Report:
         if self._sinks is not None:
             self._sinks.close()
 
-    def _gather(self, mine: Any) -> list[Any]:
-        world = self._worker.groups.world
-        parts: list[Any] | None = [None] * dist.get_world_size() if self._worker.rank == 0 else None
+    def _join(self, mine: Any, add: Callable[[Any, Any], Any]) -> Any:
         with waiting():
-            dist.gather_object(mine, parts, group=world)
-        return parts or []
+            return join_on_first(mine, add, self._worker.groups.world)
 
     def _rates(self, values: dict[str, float]) -> dict[str, float]:
         """Rates of a training step: tokens per second, and the update's share of the devices' peak."""
@@ -85,6 +93,21 @@ class Report:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         share = mfu(flops, train_s, world_size, name)
         return rates if share is None else rates | {"perf/mfu": share}
+
+
+def _merged(mine: Metrics, theirs: Metrics) -> Metrics:
+    mine.merge(theirs)
+    return mine
+
+
+def _first_parts(mine: dict[int, list], theirs: dict[int, list], most: float) -> dict[int, list]:
+    """Rank -> its samples, of as many ranks, the first ones, as have `most` together."""
+    kept: dict[int, list] = {}
+    for rank, samples in sorted((mine | theirs).items()):
+        if sum(map(len, kept.values())) >= most:
+            break
+        kept[rank] = samples
+    return kept
 
 
 def run_title(cfg: Config, dag_id: str) -> str:

@@ -245,6 +245,7 @@ def _speaker(
     return Speaker(
         policy=first,
         more=tuple(more),
+        shares=shared.streams.shares(name),
         params=replace(sampling_params(cfg, stop_token_ids_of(cfg, tokenizer), validate), n=1),
         renderer=ChatRenderer(
             tokenizer, cfg.data.apply_chat_template_kwargs, tools.toolbox.schemas if tools else ()

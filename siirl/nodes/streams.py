@@ -40,6 +40,10 @@ class Streams:
             server = self._servers.get(name)
             self._addresses[name] = gather_addresses(server.address if server else None, group)
 
+    def shares(self, policy: str) -> tuple[int, ...]:
+        """How the episodes of this rank are shared out to the engines of a policy (StreamPlan.shares)."""
+        return self._plan.shares(policy, self._rank)
+
     def serve(self) -> None:
         """Answer until every driver that asks an engine of this rank is done.
 

@@ -1,11 +1,15 @@
 """Agents of an interaction on any ranks: who plays the episodes, and whose engine answers whom."""
 
+from fractions import Fraction
+
 import pytest
 from plan_cases import add_agent, compiled, config, run_symbolically
 
+from siirl.agents.runner import in_turn
 from siirl.compiler.compile import compile_plan
 from siirl.compiler.memory.phases import engine_rows
 from siirl.compiler.plan import Plan, Serve, SyncWeights
+from siirl.compiler.serving import _streams
 from siirl.dag.spec import DagBuilder
 from siirl.errors import PlacementError
 from siirl.show.plan_text import report
@@ -22,7 +26,8 @@ PLACEMENTS = {  # ranks of each agent -> {driver: heads of agent 1's engines}, r
     "apart, more to answer": (3, "0", "1-2", {0: (1, 2)}, (1, 2)),
     "apart, fewer to answer": (3, "0-1", "2", {0: (2,), 1: (2,)}, (2,)),
     "apart, dealt": (4, "0-1", "2-3", {0: (2,), 1: (3,)}, (2, 3)),
-    "apart, not to be dealt": (5, "0-1", "2-4", {0: (2, 3, 4), 1: (2, 3, 4)}, (2, 3, 4)),
+    "apart, one engine in two": (5, "0-1", "2-4", {0: (2, 3), 1: (3, 4)}, (2, 3, 4)),
+    "apart, one driver in two": (5, "0-2", "3-4", {0: (3,), 1: (3, 4), 2: (4,)}, (3, 4)),
     "more": (4, "0-1", "0-3", {0: (0, 2), 1: (1, 3)}, (2, 3)),
     "more, odd": (3, "0-1", "0-2", {0: (0, 2), 1: (1, 2)}, (2,)),
     "fewer": (2, "0-1", "0", {0: (0,), 1: (0,)}, ()),
@@ -61,6 +66,34 @@ def test_every_driver_is_answered_by_the_nearest_engines_in_equal_shares(name):
         clients = tuple(rank for rank, answering in heads.items() if head in answering)
         assert interaction.clients("agent_1.rollout", head) == (() if clients == (head,) else clients)
     assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize(("drivers", "engines"), [(600, 424), (424, 600), (96, 64), (7, 7), (1, 9), (9, 1)])
+def test_streams_do_not_multiply_and_engines_have_equal_loads(drivers, engines):
+    heads = tuple(range(drivers, drivers + engines))
+    streams = _streams("policy", tuple(range(drivers)), heads)
+    assert sum(len(stream.heads) for stream in streams) < drivers + engines
+    loads = dict.fromkeys(heads, Fraction(0))
+    for stream in streams:
+        for head, share in zip(stream.heads, stream.shares, strict=True):
+            loads[head] += Fraction(share, sum(stream.shares))
+    assert set(loads.values()) == {Fraction(drivers, engines)}
+
+
+def test_a_driver_whose_own_engine_gets_help_shares_its_episodes_out_evenly():
+    streams = _streams("policy", (0, 1), (0, 1, 2))
+    assert [(stream.heads, stream.shares) for stream in streams] == [((0, 2), (2, 1)), ((1, 2), (2, 1))]
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 1, 1), (3, 2), (53, 22), (1, 40, 12)])
+def test_any_run_of_episodes_is_shared_out_as_planned(shares):
+    turns = in_turn(shares)
+    assert [turns.count(place) for place in range(len(shares))] == list(shares)
+    for first in range(len(turns)):
+        for length in range(len(turns)):
+            run = [turns[(first + i) % len(turns)] for i in range(length)]
+            for place, share in enumerate(shares):
+                assert abs(run.count(place) - length * share / sum(shares)) < 2
 
 
 def test_all_weights_have_arrived_before_anybody_answers():

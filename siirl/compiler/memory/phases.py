@@ -147,9 +147,9 @@ def engine_rows(plan: Plan, model: ModelPlan, configs: Configs) -> int:
     drivers = plan.run_of(interaction.entry).ranks
     loads = dict.fromkeys(model.ranks, 0.0)
     for driver in drivers:
-        heads = interaction.heads(model.name, driver)
-        for head in heads:
-            loads[head] += rows / len(drivers) / len(heads)
+        shares = interaction.shares(model.name, driver)
+        for head, share in zip(interaction.heads(model.name, driver), shares, strict=True):
+            loads[head] += rows / len(drivers) * share / sum(shares)
     return math.ceil(max(loads.values()))
 
 

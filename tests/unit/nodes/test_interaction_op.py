@@ -110,6 +110,9 @@ class OneRank:
     def __init__(self, policies):
         self.policies = policies
 
+    def shares(self, policy):
+        return (1,)
+
     @contextmanager
     def open(self):
         yield {f"agent_{agent}.rollout": (policy,) for agent, policy in enumerate(self.policies)}

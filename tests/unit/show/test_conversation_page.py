@@ -231,8 +231,8 @@ def test_the_console_prints_one_conversation_of_a_validation(capsys):
 
 
 class OneRank(Report):
-    def _gather(self, mine):
-        return [mine]
+    def _join(self, mine, add):
+        return mine
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -241,7 +241,9 @@ def test_each_validation_of_an_interaction_has_a_page_named_as_the_run_or_else_i
     trainer = SimpleNamespace(output_dir=str(tmp_path), experiment_name="run")
     sinks = SimpleNamespace(text=lambda *arguments: written.append(arguments[:2]))
     cfg = SimpleNamespace(trainer=trainer, explicit=("trainer.experiment_name",) if named else ())
-    report = OneRank(SimpleNamespace(cfg=cfg, plan=SimpleNamespace(dag_id="sums")), sinks)
+    report = OneRank(
+        SimpleNamespace(cfg=cfg, plan=SimpleNamespace(dag_id="sums"), rank=0, sample_limit=4), sinks
+    )
     rows = [sampled(1, 0.5, 1), sampled(0, -1.0, 0)]
     for step, kind, given in (
         (2, "train", rows),
