@@ -205,12 +205,10 @@ def _agent(row: dict[str, Any]) -> str:
 
 def _file_starts(out: Path) -> tuple[list[int], list[str]]:
     """(number of the first row of each validation file among all rows, the files)."""
-    import pyarrow.parquet as pq
-
-    from siirl.data.check_files import list_files
+    from siirl.data.check_files import list_files, open_rows
 
     files = list_files(read_config(out, LeftOut()).get("data.val_files") or ())
-    counts = [pq.read_metadata(path).num_rows for path in files]
+    counts = [open_rows(path).num_rows for path in files]
     return [0, *itertools.accumulate(counts)][: len(files)], [str(path) for path in files]
 
 

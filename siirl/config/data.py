@@ -26,10 +26,12 @@ class DataConfig:
         {}, "arguments of the chat template, e.g. {enable_thinking: false}"
     )
     train_files: tuple[str, ...] = key(
-        ("~/data/rlhf/gsm8k/train.parquet",), "parquet files of training prompts: one path or a list"
+        ("~/data/rlhf/gsm8k/train.parquet",),
+        "parquet files of training prompts, or reasoning_gym:TASK?size=N&seed=N: one or a list",
     )
     val_files: tuple[str, ...] = key(
-        ("~/data/rlhf/gsm8k/test.parquet",), "parquet files of validation prompts: one path or a list"
+        ("~/data/rlhf/gsm8k/test.parquet",),
+        "parquet files of validation prompts, or reasoning_gym:TASK?size=N&seed=N: one or a list",
     )
     prompt_key: str = key("prompt", "column of the prompt: chat messages [{role, content}, ...] or a string")
     max_prompt_length: int = key(512, "most tokens of a prompt", low=1)

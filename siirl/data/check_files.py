@@ -1,18 +1,33 @@
 """Checks of dataset files without torch or a tokenizer: the launcher runs them before any worker starts."""
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from siirl.config import Config
+from siirl.data.reasoning_gym_rows import PREFIX, GeneratedRows, first_overlap
 from siirl.errors import DataError, Place
 from siirl.findings import Findings
 
 GROUND_TRUTH_KEY = "reward_model"
 EXTRA_KEY = "extra_info"
+
+DataFile = Path | GeneratedRows
+"""What an entry of data.train_files names: a parquet file, or rows that are made."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a DataFile, before any is read."""
+
+    schema: pa.Schema
+    num_rows: int
+    read: Callable[[list[str]], pa.Table]
+    """The rows, of these columns. pa.ArrowException or OSError for a file that is corrupt."""
 
 
 def inspect_data(cfg: Config) -> dict[str, int]:
@@ -29,7 +44,10 @@ def inspect_data(cfg: Config) -> dict[str, int]:
     for split in splits_read(cfg):
         with found.at():
             files = cfg.data.train_files if split == "train" else cfg.data.val_files
-            counts[split] = inspect_files(files, cfg.data.prompt_key, required)
+            counts[split] = inspect_files(files, cfg.data.prompt_key, required, cfg.data.reward_fn_key)
+    with found.at():
+        if len(counts) == 2:
+            _refuse_overlap(cfg)
     with found.at():
         if counts.get("train", cfg.data.train_batch_size) < cfg.data.train_batch_size:
             raise DataError(
@@ -38,6 +56,16 @@ def inspect_data(cfg: Config) -> dict[str, int]:
             )
     found.close()
     return counts
+
+
+def _refuse_overlap(cfg: Config) -> None:
+    overlap = first_overlap(list_files(cfg.data.train_files), list_files(cfg.data.val_files))
+    if overlap is not None:
+        train, val = overlap
+        raise DataError(
+            f"data.val_files={val} has rows of data.train_files={train}: reasoning-gym draws row i from "
+            f"seed + i. Set a seed of at least {train.options['seed'] + train.options['size']}."
+        )
 
 
 def splits_read(cfg: Config) -> list[str]:
@@ -55,8 +83,11 @@ def data_sources(cfg: Config) -> set[str]:
     key, found = cfg.data.reward_fn_key, set()
     for split in splits_read(cfg):
         for path in list_files(cfg.data.train_files if split == "train" else cfg.data.val_files):
+            if isinstance(path, GeneratedRows):
+                found.add(path.data_source)
+                continue
             try:
-                column = open_parquet(path).read([key])[key]
+                column = open_rows(path).read([key])[key]
             except (pa.ArrowException, OSError) as error:
                 raise DataError(f"{path} is corrupt: {error}. Write the file again.") from error
             kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
@@ -75,7 +106,10 @@ def data_sources(cfg: Config) -> set[str]:
 
 
 def inspect_files(
-    files: str | Sequence[str], prompt_key: str = "prompt", required: Sequence[str] = ("data_source",)
+    files: str | Sequence[str],
+    prompt_key: str = "prompt",
+    required: Sequence[str] = ("data_source",),
+    source_key: str = "data_source",
 ) -> int:
     """Check the metadata of parquet files and return their total number of rows. Reads no data pages.
 
@@ -86,9 +120,9 @@ def inspect_files(
     found = Findings(Place.DATA)
     for path in list_files(files):
         with found.at():
-            parquet = open_parquet(path)
-            check_columns(path, parquet.schema_arrow, prompt_key, required)
-            num_rows += parquet.metadata.num_rows
+            rows = open_rows(path, prompt_key, source_key)
+            check_columns(path, rows.schema, prompt_key, required)
+            num_rows += rows.num_rows
     found.close()
     if num_rows == 0:
         raise DataError(
@@ -97,29 +131,40 @@ def inspect_files(
     return num_rows
 
 
-def list_files(files: str | Sequence[str]) -> list[Path]:
-    """The paths with `~` expanded. DataError for no file at all, or one that does not exist."""
-    paths = [Path(name).expanduser() for name in ([files] if isinstance(files, str) else files)]
+def list_files(files: str | Sequence[str]) -> list[DataFile]:
+    """What the names stand for, `~` expanded. DataError for no file at all, or one that does not exist."""
+    names = [files] if isinstance(files, str) else files
+    paths = [GeneratedRows(name) if name.startswith(PREFIX) else Path(name).expanduser() for name in names]
     if not paths:
         raise DataError("no dataset files given. Set data.train_files and data.val_files to parquet files.")
     found = Findings(Place.DATA)
     for path in paths:
-        if not path.is_file():
+        if isinstance(path, Path) and not path.is_file():
             what = "is a directory" if path.is_dir() else "does not exist"
             found.add(DataError(f"dataset file {path} {what}: expected a parquet file. {_near_files(path)}"))
     found.close()
     return paths
 
 
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a parquet file, memory-mapped. DataError if it is not one."""
+def open_rows(file: DataFile, prompt_key: str = "prompt", source_key: str = "data_source") -> Rows:
+    """The rows of a file, memory-mapped. DataError if it cannot be read as parquet, or no rows can be made.
+
+    prompt_key, source_key: columns of rows that are made.
+    """
+    if isinstance(file, GeneratedRows):
+        return Rows(
+            file.schema(prompt_key, source_key),
+            file.num_rows,
+            lambda columns: file.table(prompt_key, source_key).select(columns),
+        )
     try:
-        return pq.ParquetFile(path, memory_map=path.stat().st_size > 0)
+        parquet = pq.ParquetFile(file, memory_map=file.stat().st_size > 0)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as parquet: {error}. Write the file again.") from error
+        raise DataError(f"{file} cannot be read as parquet: {error}. Write the file again.") from error
+    return Rows(parquet.schema_arrow, parquet.metadata.num_rows, parquet.read)
 
 
-def check_columns(path: Path, schema: pa.Schema, prompt_key: str, required: Sequence[str]) -> None:
+def check_columns(path: DataFile, schema: pa.Schema, prompt_key: str, required: Sequence[str]) -> None:
     """DataError: a column is missing, the prompt is no chat and no text, or a value is not JSON."""
     found = Findings(Place.DATA)
     found.take(_column_problems(path, schema, prompt_key, required))
@@ -127,7 +172,7 @@ def check_columns(path: Path, schema: pa.Schema, prompt_key: str, required: Sequ
 
 
 def _column_problems(
-    path: Path, schema: pa.Schema, prompt_key: str, required: Sequence[str]
+    path: DataFile, schema: pa.Schema, prompt_key: str, required: Sequence[str]
 ) -> Iterator[DataError]:
     for name in dict.fromkeys((prompt_key, *required)):
         if name not in schema.names:

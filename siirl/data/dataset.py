@@ -1,4 +1,4 @@
-"""Prompts from parquet files in the verl/siiRL column layout, tokenised when a step needs them."""
+"""Prompts from parquet files in the verl/siiRL column layout, or made, tokenised when a step needs them."""
 
 import bisect
 import itertools
@@ -15,7 +15,14 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.chat import Prompt, as_messages, encode_prompts
-from siirl.data.check_files import EXTRA_KEY, GROUND_TRUTH_KEY, check_columns, list_files, open_parquet
+from siirl.data.check_files import (
+    EXTRA_KEY,
+    GROUND_TRUTH_KEY,
+    DataFile,
+    check_columns,
+    list_files,
+    open_rows,
+)
 from siirl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -128,12 +135,12 @@ class PromptDataset:
         file = bisect.bisect_right(self._starts, sample_index) - 1
         return f"{self.files[file]}, row {sample_index - self._starts[file]}"
 
-    def _read(self, path) -> pa.Table:
-        parquet = open_parquet(path)
-        check_columns(path, parquet.schema_arrow, self.prompt_key, [self.data_source_key])
+    def _read(self, path: DataFile) -> pa.Table:
+        rows = open_rows(path, self.prompt_key, self.data_source_key)
+        check_columns(path, rows.schema, self.prompt_key, [self.data_source_key])
         wanted = [self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY]
         try:
-            return parquet.read([name for name in wanted if name in parquet.schema_arrow.names])
+            return rows.read([name for name in wanted if name in rows.schema.names])
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path} is corrupt: {error}. Write the file again.") from error
 

@@ -9,12 +9,18 @@ from siirl.config import Config
 from siirl.config.reward_weights import parse_parts
 from siirl.config.values import closest
 from siirl.errors import ConfigError, NotSupportedError
-from siirl.rewards import code, math_answer, reward_service, rules
+from siirl.rewards import code, generated_answer, math_answer, reward_service, rules
 from siirl.rewards.fusion import MAX_CONCURRENT, check_fusion
 from siirl.rewards.reward_registry import REWARDS, Executor
 from siirl.rewards.reward_service import REMOTE, remote_settings
 
-BUILT_IN_MODULES = (rules, math_answer, code, reward_service)  # importing them registers their functions
+BUILT_IN_MODULES = (
+    rules,
+    math_answer,
+    code,
+    generated_answer,
+    reward_service,
+)  # importing them registers their functions
 
 CUSTOM = "custom"
 
@@ -36,6 +42,7 @@ DATA_SOURCES = {
     "codeforces": "code",
     "taco": "code",
     "livecodebench*": "code",
+    "reasoning_gym/*": "reasoning_gym",
 }
 """Data source (a name, or a pattern with *) -> reward function. A registered name is its own data source."""
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
 from siirl.data.chat import decode_responses
+from siirl.data.reasoning_gym_rows import PREFIX
 from siirl.data.rows import make_rows, objects, renamed
 from siirl.errors import DataError, EndpointError, RewardError
 from siirl.observe.metrics import Metrics
@@ -59,7 +60,13 @@ class RewardScorer:
         custom = None
         if self.chooser.custom:
             custom = {"path": user.path, "name": user.name, "reward_kwargs": dict(user.reward_kwargs)}
-        setup = {"kwargs": self.chooser.kwargs, "custom": custom, "batch": self.chooser.manager == "batch"}
+        files = (*cfg.data.train_files, *cfg.data.val_files)
+        setup = {
+            "kwargs": self.chooser.kwargs,
+            "custom": custom,
+            "batch": self.chooser.manager == "batch",
+            "imports": ["reasoning_gym"] * any(name.startswith(PREFIX) for name in files),
+        }
         workers = cfg.reward_model.num_workers or _default_workers(cfg.trainer.n_gpus_per_node)
         longer = {"code": longest_s(**self.chooser.kwargs["code"])}
         self._pool = WorkerPool(workers, user.timeout_s, setup, longer)

@@ -1,12 +1,13 @@
 """A reward worker: a process, started by WorkerPool, that scores one sample after another.
 
 Its pipe carries JSON: first the setup {"kwargs": {reward: {...}}, "custom": {path, name, reward_kwargs} or
-null, "batch": whether that function takes many samples at once}, which it answers by {"ready": true} or
-{"fatal": message}; then lists of samples, each sample answered by {"outcome": {...}, "last": whether the
-worker ends now}, at once or after the whole list.
+null, "batch": whether that function takes many samples at once, "imports": modules that take seconds},
+which it answers by {"ready": true} or {"fatal": message}; then lists of samples, each sample answered by
+{"outcome": {...}, "last": whether the worker ends now}, at once or after the whole list.
 """
 
 import functools
+import importlib
 import json
 import os
 import signal
@@ -50,6 +51,8 @@ def main() -> None:
 
 
 def _load(setup: dict[str, Any]) -> dict[str, ScoreFn]:
+    for module in setup.get("imports", ()):
+        importlib.import_module(module)
     functions: dict[str, ScoreFn] = {
         name: functools.partial(REWARDS[name].fn, **kwargs) for name, kwargs in setup["kwargs"].items()
     }

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Train in an environment of another package, on CPU, from scratch: bash examples/environments/run.sh NAME [key=value ...]
+# NAME: reasoning_gym. ENVIRONMENTS_DIR (outputs/environments) holds inputs and results.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-.venv/bin/python}
+NAME=${1:?name an example: reasoning_gym}
+shift
+OUT=${ENVIRONMENTS_DIR:-outputs/environments}/$NAME
+keys=() # what differs from the list at the end
+case $NAME in
+  reasoning_gym)
+    legs='reasoning_gym:leg_counting?max_instances=1&min_animals=1&max_animals=1'
+    keys+=(
+      "data.train_files=$legs&size=2000&seed=0"
+      "data.val_files=$legs&size=100&seed=2000"
+      data.max_prompt_length=48
+      trainer.total_training_steps=120
+    )
+    ;;
+  *)
+    echo "run.sh: unknown example $NAME: name one of reasoning_gym" >&2
+    exit 2
+    ;;
+esac
+if [[ ! -e $OUT/model_0 ]]; then
+  "$PYTHON" -m examples.environments.prepare "$NAME" --out "$OUT"
+fi
+exec "$PYTHON" -m siirl.main_dag \
+  algorithm.adv_estimator=grpo \
+  algorithm.norm_adv_by_std_in_grpo=False \
+  data.train_batch_size=16 \
+  data.max_response_length=1 \
+  actor_rollout_ref.model.path="$OUT/model_0" \
+  actor_rollout_ref.model.enable_gradient_checkpointing=False \
+  actor_rollout_ref.actor.optim.lr=1e-3 \
+  actor_rollout_ref.actor.entropy_coeff=0.02 \
+  actor_rollout_ref.actor.ppo_mini_batch_size='${data.train_batch_size}' \
+  actor_rollout_ref.actor.use_dynamic_bsz=True \
+  actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32 \
+  actor_rollout_ref.rollout.name=hf \
+  actor_rollout_ref.rollout.dtype=float32 \
+  actor_rollout_ref.rollout.n=16 \
+  trainer.device=cpu \
+  trainer.n_gpus_per_node=1 \
+  trainer.total_training_steps=80 \
+  trainer.test_freq=10 \
+  trainer.save_freq=-1 \
+  trainer.resume_mode=disable \
+  trainer.overwrite=true \
+  trainer.project_name=siirl \
+  trainer.experiment_name="environments_$NAME" \
+  trainer.output_dir="$OUT/run" \
+  "${keys[@]}" "$@"
