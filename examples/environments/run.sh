@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train in an environment of another package, on CPU, from scratch: bash examples/environments/run.sh NAME [key=value ...]
-# NAME: reasoning_gym. ENVIRONMENTS_DIR (outputs/environments) holds inputs and results.
+# NAME: reasoning_gym, lake, nim or shop. ENVIRONMENTS_DIR (outputs/environments) holds inputs and results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
-NAME=${1:?name an example: reasoning_gym}
+NAME=${1:?name an example: reasoning_gym, lake, nim or shop}
 shift
 OUT=${ENVIRONMENTS_DIR:-outputs/environments}/$NAME
 keys=() # what differs from the list at the end
@@ -18,8 +18,38 @@ case $NAME in
       trainer.total_training_steps=120
     )
     ;;
+  lake)
+    keys+=(
+      dag.workflow_path=examples/environments/lake.yaml
+      trainer.total_training_steps=40
+      data.max_prompt_length=16
+      data.max_response_length=96
+      actor_rollout_ref.rollout.agent.max_turn_tokens=1
+    )
+    ;;
+  nim)
+    keys+=(
+      dag.workflow_path=examples/environments/nim.yaml
+      dag.node_config.second.model.path="$OUT/model_1"
+      actor_rollout_ref.actor.entropy_coeff=0.1 # one who always loses must go on trying
+      data.max_prompt_length=16
+      data.max_response_length=64
+      actor_rollout_ref.rollout.agent.max_turn_tokens=1
+    )
+    ;;
+  shop)
+    PATH=$(cd "$(dirname "$PYTHON")" && pwd):$PATH # the server's python
+    keys+=(
+      dag.workflow_path=examples/environments/shop.yaml
+      custom_reward_function.path=examples/environments/shop_reward.py
+      trainer.total_training_steps=60
+      data.max_prompt_length=16
+      data.max_response_length=24
+      actor_rollout_ref.rollout.agent.max_turn_tokens=1
+    )
+    ;;
   *)
-    echo "run.sh: unknown example $NAME: name one of reasoning_gym" >&2
+    echo "run.sh: unknown example $NAME: name one of reasoning_gym, lake, nim, shop" >&2
     exit 2
     ;;
 esac
@@ -29,6 +59,8 @@ fi
 exec "$PYTHON" -m siirl.main_dag \
   algorithm.adv_estimator=grpo \
   algorithm.norm_adv_by_std_in_grpo=False \
+  data.train_files="$OUT/train.parquet" \
+  data.val_files="$OUT/test.parquet" \
   data.train_batch_size=16 \
   data.max_response_length=1 \
   actor_rollout_ref.model.path="$OUT/model_0" \

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 from siirl.agents.gym_adapter import GymEnvironment, is_gym_class
 from siirl.agents.user_thread import Hung, Places, Raised, UserThread
 from siirl.errors import DagError, EpisodeFailed
+from siirl.user_code.extras import env_package, missing_extra
 from siirl.user_code.load_object import load_object
 
 Texts = str | dict[int, str]
@@ -25,6 +26,11 @@ RAISED, HUNG, INVALID = "env_raised", "env_hung", "env_invalid"
 """Kinds of EpisodeFailed: under these names failed episodes are counted."""
 
 CLOSE_DEADLINE_S = 10.0
+ADAPTERS = {
+    "gymnasium": "siirl.agents.gymnasium_env:Gymnasium",
+    "textarena": "siirl.agents.textarena_env:TextArena",
+}
+"""Package -> the class that makes an environment of it, Class(name, **env_kwargs)."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,9 @@ class Environment(Protocol):
     """
 
     async def reset(self, task: dict[str, Any], seed: int) -> Observation | Texts:
-        """Begin. task: raw_prompt, data_source, ground_truth, extra_info of the dataset row. seed: of the
-        episode (63 bits), the only source of randomness if runs shall be repeatable.
+        """Begin; a tuple (observations, info) will do, too. task: raw_prompt, data_source, ground_truth,
+        extra_info of the dataset row. seed: of the episode (63 bits), the only source of randomness if runs
+        shall be repeatable.
         """
         ...
 
@@ -158,6 +165,8 @@ class HostedEnvironment:
             raise EpisodeFailed(f"{self.name}.{method} raised {error}", RAISED) from None
 
     def _observation(self, method: str, answer: Any) -> Observation:
+        if isinstance(answer, tuple) and len(answer) == 2:
+            answer = Observation(*answer)
         observation = answer if isinstance(answer, Observation) else Observation(answer)
         return Observation(self._texts(method, observation.texts), self._info(method, observation.info))
 
@@ -219,6 +228,9 @@ def load_environment(
     step(actions) nor Gymnasium's methods. who: the key that names it.
     """
     kwargs = dict(env_kwargs or {})
+    if packaged := env_package(reference):
+        adapter, name, places = check_packaged(reference, who, kwargs), packaged[1], Places(max_concurrent)
+        return lambda: HostedEnvironment(lambda: adapter(name, **kwargs), name, places)
     cls = load_object(reference, who, "class")
     if not inspect.isclass(cls):
         raise DagError(
@@ -234,6 +246,31 @@ def load_environment(
     if is_gym_class(cls):
         return lambda: HostedEnvironment(lambda: GymEnvironment(cls(**kwargs)), name, places)
     return lambda: HostedEnvironment(lambda: cls(**kwargs), name, places)
+
+
+def check_packaged(reference: str, who: str, env_kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """The adapter of an environment that a package names. DagError if it is not installed, or one that it
+    makes to see cannot be made of env_kwargs, or cannot be acted in by words.
+    """
+    module, name = env_package(reference) or ("", "")
+    what = f"{who} = {reference!r}"
+    if problem := missing_extra(module):
+        raise DagError(f"{what}: {problem}")
+    adapter = load_object(ADAPTERS[module], who, "class")
+    try:
+        env = adapter(name, **env_kwargs)
+        problem = env.problem()
+        env.close()
+    except DagError:
+        raise
+    except Exception as error:  # the edge to the package
+        raise DagError(
+            f"{what} with env_kwargs {dict(env_kwargs)} cannot be made: {type(error).__name__}: {error} "
+            "Correct the name or env_kwargs."
+        ) from error
+    if problem:
+        raise DagError(f"{what}: {problem}")
+    return adapter
 
 
 async def reset_env(

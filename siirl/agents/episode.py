@@ -43,6 +43,8 @@ class Episode:
     state: dict[str, Any] = field(default_factory=dict)
     turns: int = 0
     """How many turns the agents have spoken."""
+    nodes: dict[int, str] = field(default_factory=dict)
+    """Agent -> the first node where it speaks."""
     visits: dict[str, int] = field(default_factory=dict)
     """How often each node has run."""
     speaker: int | None = None

@@ -153,6 +153,7 @@ async def _play(game: Game, played: Played) -> None:
         shown = seen.texts if any(stage.options["obs_with_env"] for stage in acted_in) else ""
         _observe(episode, shown, seen.info, acted_in[0].node, set(_agents(game)))
     stages = {stage.node: stage for stage in game.plan.stages}
+    episode.nodes = {stage.agent: stage.node for stage in reversed(game.plan.stages) if stage.kind == "agent"}
     node, acted = game.plan.entry, 0
     while node is not None and not episode.done:
         stage, played.node = stages[node], node

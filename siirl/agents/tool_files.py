@@ -9,10 +9,11 @@ from typing import Any
 import yaml
 
 from siirl.agents.builtin_tools import BUILTIN_TOOLS
+from siirl.agents.mcp_tools import check_mcp, check_mcp_here, mcp_tools
 from siirl.agents.tool_schema import check_schema
 from siirl.agents.tools import Tool, Toolbox
 from siirl.config.rollout import MultiTurnConfig
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, UserError
 from siirl.user_code.load_object import load_object
 from siirl.user_code.signatures import Call, misfits, needed_names, signature_of
 from siirl.user_code.source import (
@@ -30,15 +31,15 @@ KEY = "rollout.multi_turn.tool_config_path"
 def load_tools(multi_turn: MultiTurnConfig, who: str) -> Toolbox:
     """The tools of a configuration: those of its tool file. ConfigError or DagError if one cannot be used.
 
-    The file lists tools as {builtin, class_name or function; config; tool_schema}; docs/tools.md. who: the
-    node that names the file, for messages.
+    The file lists tools as {builtin, class_name or function; config; tool_schema}, and servers that have some
+    as {mcp}; docs/tools.md. who: the node that names the file, for messages.
     """
     tools: dict[str, Tool] = {}
     names: set[str] = set()
     for entry, where, folder in _entries(multi_turn, who):
-        tool = _load_tool(entry, where, folder)
-        _check_name(tool.schema, names, where)
-        tools[tool.schema["function"]["name"]] = tool
+        for tool in _load_tools(entry, where, folder, multi_turn.tool_timeout_s):
+            _check_name(tool.schema, names, where)
+            tools[tool.schema["function"]["name"]] = tool
     return Toolbox(tools)
 
 
@@ -54,9 +55,22 @@ def check_tool_file(multi_turn: MultiTurnConfig, who: str) -> None:
         _check_source(entry, where, folder)
 
 
+def check_tools_here(multi_turn: MultiTurnConfig, who: str) -> None:
+    """ConfigError if this machine lacks what a server of the tool file needs."""
+    try:
+        check_tool_file(multi_turn, who)
+    except UserError:
+        return  # that is said without a look at the machine
+    for entry, where, _ in _entries(multi_turn, who):
+        if "mcp" in entry:
+            check_mcp_here(entry["mcp"], where)
+
+
 def _check_source(entry: dict[str, Any], who: str, folder: Path) -> None:
     """DagError or ConfigError unless the code of a tool, by its source, takes its config and its calls."""
     config = _config(entry)
+    if "mcp" in entry:
+        return
     if "builtin" in entry:
         check_loaded(BUILTIN_TOOLS[entry["builtin"]], who, Call(keywords=tuple(config), more="config"))
     elif "function" in entry:
@@ -130,7 +144,7 @@ def _entries(multi_turn: MultiTurnConfig, who: str) -> list[tuple[Any, str, Path
     ]
 
 
-SOURCES = ("builtin", "class_name", "function")
+SOURCES = ("builtin", "class_name", "function", "mcp")
 CALL = Call(("arguments", "episode"), awaits=True)
 """How an object of a class is called as a tool."""
 
@@ -140,6 +154,11 @@ def _check_entry(entry: Any, who: str) -> None:
         raise ConfigError(
             f"{who}: {entry!r} must have one of {', '.join(SOURCES)}. Write e.g. builtin: python."
         )
+    if "mcp" in entry:
+        check_mcp(entry["mcp"], who)
+        if extra := set(entry) - {"mcp"}:
+            raise ConfigError(f"{who}: a server says itself what its tools are. Remove {sorted(extra)}.")
+        return
     unknown = set(entry) - {*SOURCES, "config", "tool_schema"}
     if unknown:
         known = ", ".join((*SOURCES, "config", "tool_schema"))
@@ -159,8 +178,17 @@ def _config(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (entry.get("config") or {}).items() if name != "type"}
 
 
-def _load_tool(entry: Any, who: str, folder: Path) -> Tool:
+def _load_tools(entry: Any, who: str, folder: Path, timeout_s: float) -> list[Tool]:
     _check_entry(entry, who)
+    if "mcp" not in entry:
+        return [_load_tool(entry, who, folder)]
+    tools = mcp_tools(entry["mcp"], who, folder, timeout_s)
+    for tool in tools:
+        check_schema(tool.schema, who)
+    return list(tools)
+
+
+def _load_tool(entry: Any, who: str, folder: Path) -> Tool:
     config, schema = _config(entry), entry.get("tool_schema")
     if "function" in entry:
         function = _object(entry["function"], who, folder, "function")

@@ -113,7 +113,7 @@ class Toolbox:
             )
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads. Tools that hold something give it back as the process ends."""
         while self._idle:
             self._idle.pop().end()
 

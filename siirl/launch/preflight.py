@@ -10,7 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from siirl.agents.tool_files import check_tool_file
+from siirl.agents.environments import check_packaged
+from siirl.agents.tool_files import check_tool_file, check_tools_here
 from siirl.checkpoint.files import (
     EXTRA_FILE,
     POINTER,
@@ -39,6 +40,7 @@ from siirl.model_files.local_models import on_hub, with_local_models
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.rewards.judge import check_judge
 from siirl.rewards.user_function import check_user_function
+from siirl.user_code.extras import env_package
 from siirl.user_code.signatures import Call
 from siirl.user_code.source import check_reference
 
@@ -122,6 +124,7 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
 
     Reads metadata, and the data sources of the prompts. A model that is named as on a hub is left out.
     """
+    check_packages(plan, node_cfgs, found)
     so_far = len(found)
     for loader in plan.loaders.values():
         with found.at(Place.DATA):
@@ -231,6 +234,19 @@ def check_tools(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) ->
         with found.at(Place.WORKFLOW):
             if stage.kind == "agent" and multi_turn.enable:
                 check_tool_file(multi_turn, f"node {stage.node!r}")
+
+
+def check_packages(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
+    """Environments of packages that are not installed, or that cannot be made; servers of tools likewise."""
+    for stage in (stage for interaction in plan.interactions.values() for stage in interaction.stages):
+        multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
+        with found.at(Place.MACHINE):
+            if stage.kind == "agent" and multi_turn.enable:
+                check_tools_here(multi_turn, f"node {stage.node!r}")
+        path = stage.options.get("env_path")
+        with found.at(Place.MACHINE):
+            if env_package(path):
+                check_packaged(path, f"node {stage.node!r}: env_path", stage.options["env_kwargs"])
 
 
 def check_weights(cfg: Config, reads: Sequence[str]) -> None:

@@ -4,8 +4,19 @@ import importlib.util
 
 EXTRAS = {
     "reasoning_gym": ("reasoning-gym", "reasoning-gym"),
+    "gymnasium": ("gymnasium", "gymnasium"),
+    "textarena": ("textarena", "textarena"),
+    "mcp": ("mcp", "mcp"),
 }
 """Module -> (its package, the extra of siirl that installs it)."""
+ENV_PACKAGES = ("gymnasium", "textarena")
+"""Modules whose environments are named as MODULE:NAME."""
+
+
+def env_package(reference: object) -> tuple[str, str] | None:
+    """(module, name) of an environment of a package; None for a class in a file or module of the user's."""
+    module, _, name = str(reference).partition(":")
+    return (module, name) if module in ENV_PACKAGES else None
 
 
 def missing_extra(module: str) -> str | None:

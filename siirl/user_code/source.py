@@ -13,9 +13,12 @@ from typing import Any, NoReturn
 
 from siirl.errors import ConfigError, DagError
 from siirl.spelling import suggest
+from siirl.user_code.extras import env_package
 from siirl.user_code.signatures import Call, Function, misfits, needed_names, signature_of
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
+PACKAGE_FUNCTIONS = {"show": Call(("observation", "info")), "read": Call(("text", "info"))}
+"""Arguments of environments of packages that name functions, and how these are called."""
 _WRITE = {"function": "file.py:fn or pkg.mod:fn", "class": "file.py:Class or pkg.mod:Class"}
 
 
@@ -230,6 +233,9 @@ def check_environment(
     Gymnasium's reset(*, seed, options) is taken as well, unless several nodes speak before it steps. A class
     with bases or decorators is left to the start of the run.
     """
+    if packaged := env_package(reference):
+        _check_packaged(packaged, f"{who} = {reference!r}", kwargs, several)
+        return
     cls = check_reference(reference, who, kind="class")
     if not isinstance(cls, ast.ClassDef) or cls.bases:
         return
@@ -243,6 +249,24 @@ def check_environment(
             _check_gym(methods[method], who, several)
             continue
         check_call(methods[method], who, Call(values, awaits=True), bound=True)
+
+
+def _check_packaged(
+    packaged: tuple[str, str], who: str, kwargs: Mapping[str, Any], several: tuple[str, ...]
+) -> None:
+    """DagError for an environment of a package that is not named, is given functions that are not there, or
+    is for one agent where several speak."""
+    module, name = packaged
+    if not name:
+        raise DagError(f"{who} names no environment. Write {module}:NAME.")
+    for key, call in PACKAGE_FUNCTIONS.items():
+        if kwargs.get(key) is not None:
+            check_reference(kwargs[key], f"{who}: env_kwargs.{key}", call)
+    if several and module == "gymnasium":
+        raise DagError(
+            f"{who} takes the action of one agent, but {' and '.join(map(repr, several))} speak in turn. "
+            "Write a class with reset(self, task, seed) and step(self, actions)."
+        )
 
 
 def _check_gym(reset: Function, who: str, several: tuple[str, ...]) -> None:

@@ -15,12 +15,15 @@ ROOT = Path(__file__).parents[2]
 GAMES = "examples/multi_agent/games.py"
 GROUPS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
 REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/reward")
+ONE_MINI_BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS)
 ASKS_FOR = {
     "dapo": (*GROUPS, "algorithm.filter_groups.enable=true"),
     "debate": GROUPS,
     "grpo": GROUPS,
     "grpo_lag": GROUPS,
     "grpo_reward_model": (*GROUPS, *REWARD_MODEL),
+    "lake": ONE_MINI_BATCH,
+    "nim": ONE_MINI_BATCH,
     "planner_worker": GROUPS,
     "ppo": (),
     "ppo_reward_model": REWARD_MODEL,
@@ -30,10 +33,11 @@ ASKS_FOR = {
     ),
     "remax": ("algorithm.adv_estimator=remax",),
     "self_play": (*GROUPS, f"dag.node_config.game.env_path={GAMES}:Nim"),
-    "shopper": ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS),
+    "shop": ONE_MINI_BATCH,
+    "shopper": ONE_MINI_BATCH,
     "solver_verifier": GROUPS,
-    "dag.py:with_bonus": ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS),
-    "dag.py:with_fluency": ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS),
+    "dag.py:with_bonus": ONE_MINI_BATCH,
+    "dag.py:with_fluency": ONE_MINI_BATCH,
 }
 """What a workflow cannot be run without: algorithm, samples to compare, reward model, environment."""
 

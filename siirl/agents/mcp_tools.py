@@ -1,0 +1,260 @@
+"""Tools of an MCP server: one that a command starts, asked over its stdin and stdout, or one behind a URL.
+
+The package is imported when a server is asked.
+"""
+
+import asyncio
+import atexit
+import json
+import os
+import shlex
+import shutil
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from siirl.errors import ConfigError
+from siirl.user_code.extras import missing_extra
+
+KEYS = ("command", "url", "env", "token_env", "tools", "max_concurrent")
+START_S, CLOSE_S = 120.0, 10.0
+"""Longest wait for a server that starts, or ends."""
+
+
+def check_mcp(settings: Any, who: str) -> None:
+    """ConfigError unless settings say how a server is asked: {command: ...} or {url: ...}, and what else."""
+    given = settings if isinstance(settings, dict) else {}
+    if sum(key in given for key in ("command", "url")) != 1 or set(given) - set(KEYS):
+        raise ConfigError(
+            f"{who}: mcp = {settings!r} must have command or url, and may have {', '.join(KEYS[2:])}. Write "
+            "e.g. mcp: {command: python server.py}."
+        )
+    url, tools = given.get("url", "http://"), given.get("tools", [])
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{who}: mcp.url = {url!r} is no address. Write http://HOST:PORT/mcp.")
+    if not isinstance(tools, list) or not all(isinstance(name, str) for name in tools):
+        raise ConfigError(f"{who}: mcp.tools = {tools!r} is no list of names. Write tools: [search].")
+    if not isinstance(given.get("env", {}), dict):
+        raise ConfigError(f"{who}: mcp.env = {given['env']!r} is no mapping. Write env: {{NAME: value}}.")
+    if "command" in given and not _words(given["command"]):
+        raise ConfigError(f"{who}: mcp.command = {given['command']!r} is no command. Write python server.py.")
+
+
+def check_mcp_here(settings: dict[str, Any], who: str) -> None:
+    """ConfigError if this machine lacks the package, or the program of the command."""
+    if problem := missing_extra("mcp"):
+        raise ConfigError(f"{who}: {problem}")
+    token = settings.get("token_env")
+    if token is not None and not os.environ.get(token):
+        raise ConfigError(f"{who}: mcp.token_env = {token!r}: there is no such environment variable. Set it.")
+    program = (_words(settings.get("command")) or [""])[0]
+    if program and shutil.which(program) is None:
+        raise ConfigError(f"{who}: mcp.command: there is no program {program!r}. Install it, or correct it.")
+
+
+def mcp_tools(settings: dict[str, Any], who: str, folder: Path, timeout_s: float) -> list["McpTool"]:
+    """The tools of a server, which is started or asked now, or those of them that settings name.
+
+    folder: where a script of the command may be. timeout_s: of a call. ConfigError if the server gives no
+    tools, or lacks one that is named.
+    """
+    check_mcp_here(settings, who)
+    server = McpServer(settings, who, folder, timeout_s)
+    found = {tool.name: tool for tool in server.start()}
+    names = settings.get("tools") or list(found)
+    absent = [name for name in names if name not in found]
+    if absent or not names:
+        server.close()
+        raise ConfigError(
+            f"{who}: {server} has no tool {', '.join(map(repr, absent)) or 'at all'}. It has: "
+            f"{', '.join(found) or 'none'}."
+        )
+    most = settings.get("max_concurrent", 0)
+    return [McpTool(server, found[name], most) for name in names]
+
+
+class McpTool:
+    """One tool of a server. What the server calls an error is a text for the model, too."""
+
+    def __init__(self, server: "McpServer", tool: Any, max_concurrent: int):
+        self.max_concurrent = max_concurrent
+        self._server, self._name = server, tool.name
+        self.schema = {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+
+    async def __call__(self, arguments: dict[str, Any], episode: Any) -> str:
+        """What the server answers, its texts one below the other."""
+        return _text(await self._server.call(self._name, arguments))
+
+    def close(self) -> None:
+        """End the server, with all of its tools."""
+        self._server.close()
+
+
+class McpServer:
+    """A session with a server, shared by all episodes of a rank, on the event loop of a thread.
+
+    consumes: calls from threads of tools. produces: their results. waits for: the server. unblocked by: its
+    answer, or a second after the deadline of the call, when its caller waits no more. A session that has
+    ended is begun anew by the next call.
+    """
+
+    def __init__(self, settings: dict[str, Any], who: str, folder: Path, timeout_s: float):
+        self._settings, self._who, self._folder = settings, who, folder
+        self._timeout_s = timeout_s + 1
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
+        self._client: Any = None
+        self._session: asyncio.Task[None] | None = None
+        self._beginning = asyncio.Lock()
+        self._end = asyncio.Event()
+
+    def __str__(self) -> str:
+        return f"the MCP server {self._settings.get('command') or self._settings.get('url')!r}"
+
+    def start(self) -> list[Any]:
+        """Begin a session; its tools. ConfigError if the server does not answer."""
+        self._thread.start()
+        atexit.register(self.close)
+        try:
+            return self._ask(self._tools()).result(START_S)
+        except Exception as error:  # the edge to the server
+            self.close()
+            raise ConfigError(
+                f"{self._who}: {self} gives no tools: {_shown(error)}. It has {START_S:g} s; run it by hand."
+            ) from error
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """The result of a call, from any event loop."""
+        return await asyncio.wrap_future(self._ask(self._call(name, arguments)))
+
+    def close(self) -> None:
+        """End the session, and a server that a command has started. Once."""
+        atexit.unregister(self.close)
+        if not self._thread.is_alive():
+            return
+        with suppress(TimeoutError):  # its process ends with this one, whose end of the pipe it reads
+            self._ask(self._finish()).result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+
+    def _ask(self, work: Any) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _tools(self) -> list[Any]:
+        client, found, cursor = await self._begun(), [], None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            found += page.tools
+            cursor = page.next_cursor
+            if cursor is None:
+                return found
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        from mcp import MCPError
+
+        client, session = await self._begun(), self._session
+        try:
+            return await client.call_tool(name, arguments, self._timeout_s)
+        except Exception as error:
+            lost = not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED
+            if lost and session is self._session:
+                await self._finish()
+            raise
+
+    async def _begun(self) -> Any:
+        """The client of a session that goes on. What keeps it from beginning is raised."""
+        async with self._beginning:
+            if self._session is None:
+                ready = self._loop.create_future()
+                self._end = asyncio.Event()
+                self._session = self._loop.create_task(self._serve(ready, self._end))
+                try:
+                    self._client = await ready
+                except BaseException:
+                    self._session = None
+                    raise
+            return self._client
+
+    async def _serve(self, ready: asyncio.Future[Any], end: asyncio.Event) -> None:
+        """Hold a session until its end: what it opens must be closed by the same task."""
+        from mcp import Client
+
+        try:
+            async with Client(self._transport()) as client:
+                ready.set_result(client)
+                await end.wait()
+        except BaseException as error:  # noqa: BLE001 - the edge to the server
+            if not ready.done():
+                ready.set_exception(_first(error))
+
+    async def _finish(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self._end.set()
+            await asyncio.wait({session}, timeout=CLOSE_S)
+
+    def _transport(self) -> Any:
+        from mcp import StdioServerParameters
+        from mcp.client.streamable_http import streamable_http_client
+
+        if "command" in self._settings:
+            program, *rest = _words(self._settings["command"])
+            env = {str(name): str(value) for name, value in self._settings.get("env", {}).items()}
+            return StdioServerParameters(
+                command=program, args=[_beside(word, self._folder) for word in rest], env=env
+            )
+        if "token_env" not in self._settings:
+            return streamable_http_client(self._settings["url"])
+        import httpx2
+
+        token = os.environ[self._settings["token_env"]]
+        client = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {token}"}, timeout=httpx2.Timeout(30, read=self._timeout_s)
+        )
+        return streamable_http_client(self._settings["url"], http_client=client)
+
+
+def _shown(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+CONNECTION_CLOSED = -32000
+"""Code of the error that a call gets whose connection ends."""
+
+
+def _words(command: Any) -> list[str]:
+    """A command as words; none if it is none."""
+    if isinstance(command, str):
+        return shlex.split(command)
+    return [str(word) for word in command] if isinstance(command, Sequence) else []
+
+
+def _beside(word: str, folder: Path) -> str:
+    """A script that is not in the working folder but beside the tool file, by its path."""
+    is_there = word.endswith(".py") and not Path(word).is_file() and (folder / word).is_file()
+    return str(folder / word) if is_there else word
+
+
+def _text(result: Any) -> str:
+    texts = [block.text if block.type == "text" else f"({block.type} left out)" for block in result.content]
+    if not texts and result.structured_content is not None:
+        texts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    text = "\n".join(texts)
+    return f"Error: {text}" if result.is_error else text
+
+
+def _first(error: BaseException) -> Exception:
+    """The first of the errors of a task group, which wraps what happens in it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error if isinstance(error, Exception) else RuntimeError(repr(error))
