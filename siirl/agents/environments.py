@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 from siirl.agents.gym_adapter import GymEnvironment, is_gym_class
 from siirl.agents.user_thread import Hung, Places, Raised, UserThread
 from siirl.errors import DagError, EpisodeFailed
-from siirl.user_code.extras import env_package, missing_extra
+from siirl.user_code.extras import EXTRAS, env_package, missing_extra
 from siirl.user_code.load_object import load_object
 
 Texts = str | dict[int, str]
@@ -29,6 +29,7 @@ CLOSE_DEADLINE_S = 10.0
 ADAPTERS = {
     "gymnasium": "siirl.agents.gymnasium_env:Gymnasium",
     "textarena": "siirl.agents.textarena_env:TextArena",
+    "openenv": "siirl.agents.openenv_env:OpenEnv",
 }
 """Package -> the class that makes an environment of it, Class(name, **env_kwargs)."""
 
@@ -254,7 +255,7 @@ def check_packaged(reference: str, who: str, env_kwargs: Mapping[str, Any]) -> C
     """
     module, name = env_package(reference) or ("", "")
     what = f"{who} = {reference!r}"
-    if problem := missing_extra(module):
+    if module in EXTRAS and (problem := missing_extra(module)):
         raise DagError(f"{what}: {problem}")
     adapter = load_object(ADAPTERS[module], who, "class")
     try:

@@ -9,8 +9,8 @@ EXTRAS = {
     "mcp": ("mcp", "mcp"),
 }
 """Module -> (its package, the extra of siirl that installs it)."""
-ENV_PACKAGES = ("gymnasium", "textarena")
-"""Modules whose environments are named as MODULE:NAME."""
+ENV_PACKAGES = ("gymnasium", "textarena", "openenv")
+"""Whose environments are named as PACKAGE:NAME. What is none of EXTRAS is spoken to without its package."""
 
 
 def env_package(reference: object) -> tuple[str, str] | None:

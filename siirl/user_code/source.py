@@ -262,7 +262,7 @@ def _check_packaged(
     for key, call in PACKAGE_FUNCTIONS.items():
         if kwargs.get(key) is not None:
             check_reference(kwargs[key], f"{who}: env_kwargs.{key}", call)
-    if several and module == "gymnasium":
+    if several and module != "textarena":
         raise DagError(
             f"{who} takes the action of one agent, but {' and '.join(map(repr, several))} speak in turn. "
             "Write a class with reset(self, task, seed) and step(self, actions)."
