@@ -48,6 +48,9 @@ EXAMPLES = {
         models=2,
         prompts=(("play", {}),),
     ),
+    "guess": Example(
+        lambda: ["number", "?", "guess", "higher", "lower", "right", *"0123456"], prompts=(("number ?", {}),)
+    ),
     "shop": Example(
         lambda: ["price", "of", "?", *"012345", *ITEMS, *(call("price", item=item) for item in ITEMS)],
         prompts=tuple((f"price of {item} ?", {"wanted": item}) for item in ITEMS),

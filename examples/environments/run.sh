@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train in an environment of another package, on CPU, from scratch: bash examples/environments/run.sh NAME [key=value ...]
-# NAME: reasoning_gym, lake, nim or shop. ENVIRONMENTS_DIR (outputs/environments) holds inputs and results.
+# NAME: reasoning_gym, lake, nim, guess or shop. ENVIRONMENTS_DIR (outputs/environments) holds inputs and results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
-NAME=${1:?name an example: reasoning_gym, lake, nim or shop}
+NAME=${1:?name an example: reasoning_gym, lake, nim, guess or shop}
 shift
 OUT=${ENVIRONMENTS_DIR:-outputs/environments}/$NAME
 keys=() # what differs from the list at the end
@@ -37,6 +37,19 @@ case $NAME in
       actor_rollout_ref.rollout.agent.max_turn_tokens=1
     )
     ;;
+  guess)
+    PORT=${GUESS_PORT:-8123}
+    "$PYTHON" examples/environments/guess_server.py "$PORT" &
+    (while kill -0 $$ 2>/dev/null; do sleep 1; done; kill $!) & # the server ends with the run
+    keys+=(
+      dag.workflow_path=examples/environments/guess.yaml
+      dag.node_config.number.env_path="openenv:http://127.0.0.1:$PORT"
+      data.max_prompt_length=16
+      data.max_response_length=48
+      actor_rollout_ref.rollout.agent.max_turn_tokens=1
+    )
+    until (exec 3<>"/dev/tcp/127.0.0.1/$PORT") 2>/dev/null || ! kill -0 $! 2>/dev/null; do sleep 1; done
+    ;;
   shop)
     PATH=$(cd "$(dirname "$PYTHON")" && pwd):$PATH # the server's python
     keys+=(
@@ -49,7 +62,7 @@ case $NAME in
     )
     ;;
   *)
-    echo "run.sh: unknown example $NAME: name one of reasoning_gym, lake, nim, shop" >&2
+    echo "run.sh: unknown example $NAME: name one of reasoning_gym, lake, nim, guess, shop" >&2
     exit 2
     ;;
 esac

@@ -6,6 +6,7 @@ Messages are JSON over a WebSocket, so that the package is needed by the server 
 import asyncio
 import json
 import threading
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -13,7 +14,7 @@ import aiohttp
 
 from siirl.user_code.load_object import load_object
 
-CONNECT_S = 30.0
+CONNECT_S, CLOSE_S = 30.0, 5.0
 
 
 class OpenEnv:
@@ -104,9 +105,11 @@ class OpenEnv:
         answers.put_nowait({"type": "error", "data": gone})
 
     async def _end(self) -> None:
-        if self._reading is not None:
+        if self._socket is not None and self._reading is not None:
+            with suppress(OSError, aiohttp.ClientError):
+                await self._socket.send_json({"type": "close"})  # the server then closes the socket
+            await asyncio.wait({self._reading}, timeout=CLOSE_S)
             self._reading.cancel()
-        if self._socket is not None:
             await self._socket.close()
         if self._session is not None:
             await self._session.close()

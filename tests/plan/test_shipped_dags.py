@@ -22,6 +22,7 @@ ASKS_FOR = {
     "grpo": GROUPS,
     "grpo_lag": GROUPS,
     "grpo_reward_model": (*GROUPS, *REWARD_MODEL),
+    "guess": ONE_MINI_BATCH,
     "lake": ONE_MINI_BATCH,
     "nim": ONE_MINI_BATCH,
     "planner_worker": GROUPS,

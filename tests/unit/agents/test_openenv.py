@@ -58,14 +58,16 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """(its address, the module that it runs)"""
+    """(its address, the module that it runs, the file of what it prints)"""
     pytest.importorskip("openenv", reason="pip install openenv-core")
     file = tmp_path_factory.mktemp("openenv") / "number_server.py"
     file.write_text(SERVER)
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    process = subprocess.Popen([sys.executable, str(file), str(port)])
+    printed = file.with_name("printed.txt")
+    with printed.open("w") as stream:
+        process = subprocess.Popen([sys.executable, str(file), str(port)], stdout=stream, stderr=stream)
     deadline = time.monotonic() + 120
     while True:
         try:
@@ -77,7 +79,7 @@ def server(tmp_path_factory):
     sys.path.insert(0, str(file.parent))
     import number_server
 
-    yield f"http://127.0.0.1:{port}", number_server
+    yield f"http://127.0.0.1:{port}", number_server, printed
     sys.path.remove(str(file.parent))
     process.terminate()
     process.wait(20)
@@ -134,6 +136,7 @@ def test_64_episodes_at_once_pay_what_the_environment_pays(server):
     episodes = asyncio.run(everything())
     assert episodes == [theirs(server[1], seed) for seed in range(64)]
     assert len({sum(paid) for paid, _ in episodes}) > 2
+    assert server[2].read_text() == ""  # sessions end as the server expects it
 
 
 @pytest.mark.slow
