@@ -8,6 +8,7 @@ from packed_attention_cases import drawn_forest, forest_bounds, rows_alone
 from torch import nn
 
 from siirl.engines.train.attention import packed_attention
+from siirl.engines.train.shared_attention import join_
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +33,25 @@ def test_shared_prompts_in_bf16_are_near_to_the_definition(seed, heads):
     theirs = torch.autograd.grad((expected * weights.double()).sum(), exact)
     for mine, reference in zip((out, *ours), (expected, *theirs), strict=True):
         assert (mine - reference).norm() < 0.01 * reference.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("tokens", "heads", "size"), [(1, 1, 64), (37, 6, 80), (1000, 16, 128), (5, 3, 256)])
+def test_two_parts_are_joined_as_one_softmax_over_both(dtype, tokens, heads, size):
+    draw = torch.Generator().manual_seed(tokens)
+    out, more = torch.randn(2, tokens, heads, size, generator=draw).to(dtype)
+    lse, more_lse = torch.randn(2, heads, tokens, generator=draw) * 20
+    joined = torch.logaddexp(lse.double(), more_lse.double())
+    shares = [(part - joined).exp().t().unsqueeze(-1) for part in (lse.double(), more_lse.double())]
+    expected = out.double() * shares[0] + more.double() * shares[1]
+    around = torch.full((heads, tokens + 7), torch.nan).cuda()
+    within = around[:, 4 : 4 + tokens]
+    within.copy_(lse)
+    ours = out.cuda()
+    join_(ours, within, more.cuda(), more_lse.cuda())
+    torch.testing.assert_close(ours.cpu().double(), expected.to(dtype).double(), atol=1e-6, rtol=2**-7)
+    torch.testing.assert_close(within.cpu().double(), joined, atol=1e-5, rtol=1e-6)
+    assert around[:, :4].isnan().all() and around[:, 4 + tokens :].isnan().all()
 
 
 def on_cuda(bounds):

@@ -16,6 +16,11 @@ from torch import Tensor
 
 from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
 
+if torch.cuda.is_available():
+    from siirl.engines.train import shared_attention_triton
+else:
+    shared_attention_triton = None
+
 aten = torch.ops.aten
 
 
@@ -179,6 +184,18 @@ def _packed(x_SHLD: Tensor, bounds: SequenceBounds) -> Tensor:
     return flat if len(flat) == len(bounds.padded_index) else flat.index_select(0, bounds.padded_index)
 
 
+def join_(out_RHD: Tensor, lse_HR: Tensor, more_RHD: Tensor, more_lse_HR: Tensor) -> None:
+    """out and lse of one part of the attention become those of both parts."""
+    if out_RHD.is_cuda and shared_attention_triton is not None:
+        shared_attention_triton.join_(out_RHD, lse_HR, more_RHD, more_lse_HR)
+        return
+    joined = torch.logaddexp(lse_HR, more_lse_HR)
+    parts = ((out_RHD, lse_HR), (more_RHD, more_lse_HR))
+    ours, theirs = (part * (of_part - joined).exp().t().unsqueeze(-1) for part, of_part in parts)
+    out_RHD.copy_(ours.add_(theirs))
+    lse_HR.copy_(joined)
+
+
 class SharedAttention(torch.autograd.Function):
     """(query [N, H, D], key and value [N, K, D], bounds with shared prompts, scale, kernels) -> [N, H, D]."""
 
@@ -198,11 +215,7 @@ class SharedAttention(torch.autograd.Function):
         own = kernels.own(q, k, v, bounds, scale)
         prompt = kernels.prompt(q[responses], k[prompts], v[prompts], shared, scale)
         out, lse = own.out, own.lse
-        joined = torch.logaddexp(lse[:, responses], prompt.lse)
-        parts = ((out[responses], lse[:, responses]), (prompt.out, prompt.lse))
-        ours, theirs = (part * (lse_HR - joined).exp().t().unsqueeze(-1) for part, lse_HR in parts)
-        out[responses] = ours.add_(theirs)
-        lse[:, responses] = joined
+        join_(out[responses], lse[:, responses], prompt.out, prompt.lse)
         ctx.save_for_backward(q, k, v, out, lse, *own.more, *prompt.more)
         ctx.extra = bounds, scale, kernels, len(own.more)
         return out
