@@ -209,7 +209,7 @@ class RolloutConfig:
         choices=("auto", "checkpoint"),
     )
     max_engine_restarts: int = key(
-        0,
+        2,
         "how often within an hour an engine is started again whose process died or fell silent, on each "
         "rank; its weights are kept in host memory for that. 0: the run ends, as with "
         "tensor_model_parallel_size above 1",
