@@ -1,11 +1,11 @@
 """Which rank gets which row: pure functions of row ids, groups and lengths, the same on every rank."""
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from siirl.data.balance import NOWHERE, balance, deal_groups
 from siirl.errors import DagError
 from siirl.types import Layout
 
@@ -77,6 +77,7 @@ def tabulate(row_id: Mapping[int, np.ndarray], weight: Mapping[int, np.ndarray],
 
 def assign(
     rows: RowTable,
+    source: Layout,
     target: Layout,
     held: Mapping[int, np.ndarray | None],
     row_cost: Callable[[np.ndarray], np.ndarray],
@@ -84,8 +85,9 @@ def assign(
     """The rows of each target shard, as indices into `rows`.
 
     held: target rank -> row ids that it already has in the target layout, which then stay as they are; None
-    on all ranks when the layout is empty. Then rows go by target.split, ascending on each shard; that
-    depends on ids and weights alone. A row of unknown length (weight -1) costs 1.
+    on all ranks when the layout is empty. Then rows go by target.split, ascending on each shard. Where they
+    are balanced, they stay on ranks that have them as far as that goes. A row of unknown length (weight -1)
+    costs 1.
     """
     filled = {rank: row_id for rank, row_id in held.items() if row_id is not None}
     if filled and len(filled) < len(held):
@@ -98,16 +100,67 @@ def assign(
     if target.split == "group":
         shard = split_groups(rows.weight[:, 0], target.num_shards)
     else:
-        tokens = rows.weight[:, 0]
-        cost = np.where(tokens < 0, 1, row_cost(np.maximum(tokens, 0)))
-        if target.split == "cost":
-            shard = split_costs(cost, target.num_shards, target.mini_batch_rows)
-        else:
-            _, group, prompt = rows.weight.T
-            shared = np.where(tokens < 0, 0, row_cost(np.maximum(prompt, 0)))
-            shard = split_prompts(cost, group, shared, target.num_shards, target.mini_batch_rows)
+        shard = _balance_batches(rows, source, target, row_cost)
     order = np.argsort(shard, kind="stable")
     return np.split(order, np.searchsorted(shard[order], np.arange(1, target.num_shards)))
+
+
+def _balance_batches(
+    rows: RowTable, source: Layout, target: Layout, row_cost: Callable[[np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """The shard of each row [N]: of about equal cost in every mini-batch."""
+    cost, group, shared = row_costs(rows.row_id, rows.weight, target.split, row_cost)
+    near = homes(source, target)
+    shard = np.zeros(len(rows), dtype=np.int64)
+    step = target.mini_batch_rows or max(len(rows), 1)
+    for first in range(0, len(rows), step):
+        part = slice(first, first + step)
+        mine = cost[part], group[part], shared[part]
+        shard[part] = balance(*mine, starts(*mine, rows.shard[part], near), target.num_shards)
+    return shard
+
+
+def row_costs(
+    row_id: np.ndarray, weight: np.ndarray, split: str, row_cost: Callable[[np.ndarray], np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What rows are balanced by, [n] each: their cost, their group, and the cost that rows of a group share.
+
+    weight: see RowTable.
+    """
+    tokens = weight[:, 0]
+    cost = np.where(tokens < 0, 1, row_cost(np.maximum(tokens, 0)))
+    if split == "cost":
+        return cost, row_id, np.zeros_like(cost)
+    return cost, weight[:, 1], np.where(tokens < 0, 0, row_cost(np.maximum(weight[:, 2], 0)))
+
+
+def homes(source: Layout, target: Layout) -> list[tuple[int, ...]]:
+    """Of each source shard, the target shards of ranks that hold it: its rows need not move to get there."""
+    there = dict(zip(target.ranks, target.shards, strict=True))
+    found: list[set[int]] = [set() for _ in range(source.num_shards)]
+    for rank, shard in zip(source.ranks, source.shards, strict=True):
+        if rank in there:
+            found[shard].add(there[rank])
+    return [tuple(sorted(shards)) for shards in found]
+
+
+def starts(
+    cost: np.ndarray,
+    group: np.ndarray,
+    shared: np.ndarray,
+    shard: np.ndarray,
+    near: Sequence[tuple[int, ...]],
+) -> np.ndarray:
+    """The target shard that has each row already, NOWHERE if none has; of several, balanced over these.
+
+    shard: the source shard of each row. near: homes.
+    """
+    start = np.array([shards[0] if shards else NOWHERE for shards in near])[shard]
+    for of, shards in enumerate(near):
+        if len(shards) > 1 and len(mine := np.flatnonzero(shard == of)):
+            dealt = deal_groups(cost[mine], group[mine], shared[mine], len(shards))
+            start[mine] = np.array(shards)[dealt]
+    return start
 
 
 def _assign_as_held(rows: RowTable, held: Mapping[int, np.ndarray], target: Layout) -> list[np.ndarray]:
@@ -141,82 +194,6 @@ def split_groups(group_id: np.ndarray, num_shards: int) -> np.ndarray:
     return shard_of_group[group_of_row]
 
 
-def split_costs(cost: np.ndarray, num_shards: int, mini_batch_rows: int) -> np.ndarray:
-    """The shard of each row [N]: shards of equal cost in every mini-batch of `mini_batch_rows` rows (0: all).
-
-    cost: [N], of rows sorted by row_id. Longest processing time first: the costliest row goes to the shard
-    with the least cost so far (then the fewest rows, then the lowest number), so the costliest shard is
-    within 4/3 of the best. Source: Graham, "Bounds on multiprocessing timing anomalies" (1969).
-    """
-    shard_of_row = np.zeros(len(cost), dtype=np.int64)
-    if num_shards == 1 or not len(cost):
-        return shard_of_row
-    step = mini_batch_rows or len(cost)
-    for start in range(0, len(cost), step):
-        shard_of_row[start : start + step] = _deal(cost[start : start + step], num_shards)
-    return shard_of_row
-
-
-def _deal(cost: np.ndarray, num_shards: int) -> np.ndarray:
-    """The shard of each of some items, longest processing time first."""
-    loads = [(0, 0, shard) for shard in range(num_shards)]
-    order = np.argsort(-cost, kind="stable")
-    chosen = []
-    for item_cost in cost[order].tolist():
-        load, num_items, shard = loads[0]
-        heapq.heapreplace(loads, (load + item_cost, num_items + 1, shard))
-        chosen.append(shard)
-    shard_of_item = np.empty(len(cost), dtype=np.int64)
-    shard_of_item[order] = chosen
-    return shard_of_item
-
-
-def split_prompts(
-    cost: np.ndarray, group: np.ndarray, shared: np.ndarray, num_shards: int, mini_batch_rows: int
-) -> np.ndarray:
-    """The shard of each row [N], where the rows of a group on one shard cost their common part once.
-
-    shared: [N], that part of a row's cost. In each mini-batch groups are dealt whole, or in 2, 4, ... pieces,
-    as rows at last: whichever leaves the costliest shard the cheapest, and of equals the fewest pieces.
-    """
-    shard_of_row = np.zeros(len(cost), dtype=np.int64)
-    if num_shards == 1 or not len(cost):
-        return shard_of_row
-    step = mini_batch_rows or len(cost)
-    for start in range(0, len(cost), step):
-        rows = slice(start, start + step)
-        shard_of_row[rows] = _deal_groups(cost[rows], group[rows], shared[rows], num_shards)
-    return shard_of_row
-
-
-def _deal_groups(cost: np.ndarray, group: np.ndarray, shared: np.ndarray, num_shards: int) -> np.ndarray:
-    _, number, size = np.unique(group, return_inverse=True, return_counts=True)
-    order = np.lexsort((-cost, number))
-    place = np.empty(len(cost), dtype=np.int64)  # of a row in its group, the costliest first
-    place[order] = np.arange(len(cost)) - np.repeat(np.cumsum(size) - size, size)
-    best, lowest, pieces = None, None, 1
-    while best is None or pieces < 2 * size.max():
-        _, first, unit = np.unique(number * pieces + place % pieces, return_index=True, return_inverse=True)
-        found = _deal(_once(cost, shared, unit, len(first)), num_shards)[unit]
-        together = np.unique(number * num_shards + found, return_inverse=True)[1]
-        of_group = _once(cost, shared, together, together.max() + 1)
-        loads = np.zeros(num_shards, dtype=of_group.dtype)
-        np.add.at(loads, found[np.unique(together, return_index=True)[1]], of_group)
-        if lowest is None or loads.max() < lowest:
-            best, lowest = found, loads.max()
-        pieces *= 2
-    return best
-
-
-def _once(cost: np.ndarray, shared: np.ndarray, unit: np.ndarray, num_units: int) -> np.ndarray:
-    """The cost of each unit [U] of rows that share a part: that of its first row, and the rest of all."""
-    total = np.zeros(num_units, dtype=np.int64)
-    np.add.at(total, unit, cost - shared)
-    part = np.zeros(num_units, dtype=np.int64)
-    np.maximum.at(part, unit, shared)
-    return total + part
-
-
 def first_ranks(layout: Layout) -> list[int]:
     """The lowest rank of each shard, by shard: the one that sends its rows."""
     first: dict[int, int] = {}
@@ -246,27 +223,27 @@ def plan_moves(
     target: Layout,
 ) -> Moves:
     """The part of rank `me` in bringing every rank of `target` the rows of its shard."""
+    first = first_ranks(source)
+    there = dict(zip(source.ranks, source.shards, strict=True))
     place = {rank: index for index, rank in enumerate(ranks)}
     send = [np.empty(0, dtype=np.int64)] * len(ranks)
     receive = [0] * len(ranks)
     order = np.empty(0, dtype=np.int64)
-    for rank, shard in zip(target.ranks, target.shards, strict=True):
-        sender = _senders(rows, wanted[shard], rank, source)
-        send[place[rank]] = rows.position[wanted[shard][sender == me]]
-        if rank == me:
-            order = np.argsort(np.argsort(sender, kind="stable"))
-            for origin, count in zip(*np.unique(sender, return_counts=True), strict=True):
-                receive[place[int(origin)]] = int(count)
+    if me in there:
+        leaving = [rows.position[part[rows.shard[part] == there[me]]] for part in wanted]
+        for rank, shard in zip(target.ranks, target.shards, strict=True):
+            has_it = there.get(rank) == there[me]  # it sends to itself
+            if rank == me or (first[there[me]] == me and not has_it):
+                send[place[rank]] = leaving[shard]
+    if me in target.ranks:
+        shard = rows.shard[wanted[target.shard_of(me)]]
+        sender = np.asarray(first)[shard]
+        if me in there:
+            sender[shard == there[me]] = me
+        order = np.argsort(np.argsort(sender, kind="stable"))
+        for origin, count in zip(*np.unique(sender, return_counts=True), strict=True):
+            receive[place[int(origin)]] = int(count)
     return Moves(send, receive, order)
-
-
-def _senders(rows: RowTable, wanted: np.ndarray, receiver: int, source: Layout) -> np.ndarray:
-    """The rank that sends each of the `wanted` rows to `receiver`: itself if it has the row."""
-    shard = rows.shard[wanted]
-    sender = np.asarray(first_ranks(source))[shard]
-    if receiver in source.ranks:
-        sender[shard == source.shard_of(receiver)] = receiver
-    return sender
 
 
 def stays_in_place(rows: RowTable, wanted: Sequence[np.ndarray], source: Layout, target: Layout) -> bool:

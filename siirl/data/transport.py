@@ -69,7 +69,8 @@ class Transport:
             {rank: headers[rank].weight for rank in source.ranks},
             source,
         )
-        wanted = assign(rows, target, {rank: headers[rank].held for rank in target.ranks}, self._row_cost)
+        held = {rank: headers[rank].held for rank in target.ranks}
+        wanted = assign(rows, source, target, held, self._row_cost)
         if not stays_in_place(rows, wanted, source, target):
             specs = common_specs(headers, source.ranks)
             moves = plan_moves(self._rank, route.ranks, rows, wanted, source, target)

@@ -179,32 +179,25 @@ def test_random_layouts_keep_every_column_bit_for_bit_and_split_rows_as_promised
             assert sum(map(len, groups)) == len(set(group_of.values())), "whole groups"
 
 
-def split_of(rank: int, world_size: int, splits: list[list[list[int]]]) -> list[list[int]]:
-    """row ids on this rank after the same rows, split differently over sources, went to one target."""
-    batch = whole_batch(np.random.default_rng(0), 12)
-    target = Layout((0, 1, 2), (0, 1, 2), "agent_0.samples", "cost", 8)
-    results = []
-    for positions in splits:
-        ranks = tuple(range(len(positions)))
-        source = Layout(ranks, ranks, "agent_0.samples")
-        route = route_of(source, target)
-        if rank not in route.ranks:
-            results.append([])
-            continue
-        store = FieldStore(10)
-        if rank in ranks:
-            store.put(take_rows(batch, positions[rank]), 0, "source", batch.keys())
-        transport().exchange(store, [FieldKey(0, "row_id")], route, source, target)
-        results.append(store.view([FieldKey(0, "row_id")], "target")["row_id"].tolist() if rank < 3 else [])
-    return results
+def stay_or_go(rank: int, world_size: int, lengths: list[list[int]]) -> tuple[list[int], int]:
+    """row ids on this rank, and bytes that it sent: rows of such lengths go to shards of equal cost."""
+    ranks = tuple(range(world_size))
+    source = Layout(ranks, ranks, "agent_0.samples")
+    target = Layout(ranks, ranks, "agent_0.samples", "cost", 0)
+    first = sum(map(len, lengths[:rank]))
+    rows = simple_rows(first, len(lengths[rank]), response_length=torch.tensor(lengths[rank]))
+    before, store = transport().sent_bytes, exchange_two(rank, rows, target, source)
+    return store.view([FieldKey(0, "row_id")], "target")["row_id"].tolist(), transport().sent_bytes - before
 
 
-def test_where_a_row_goes_does_not_depend_on_where_it_was():
-    rng = np.random.default_rng(1)
-    n = len(whole_batch(np.random.default_rng(0), 12))
-    splits = [random_positions(rng, n, shards) for shards in (1, 2, 3, 4, 4)]
-    for results in run_workers(split_of, WORLD, splits):
-        assert all(result == results[0] for result in results)
+def test_rows_stay_where_they_are_unless_a_rank_has_more_than_its_part():
+    row_bytes = 4 * 8
+    even = run_workers(stay_or_go, WORLD, [[7] * 8] * WORLD)
+    assert even == [(list(range(8 * rank, 8 * rank + 8)), 0) for rank in range(WORLD)]
+    uneven = run_workers(stay_or_go, WORLD, [[7] * 12, [7] * 8, [7] * 6, [7] * 6])
+    assert [len(ids) for ids, _ in uneven] == [8] * WORLD
+    assert [sent for _, sent in uneven] == [4 * row_bytes, 0, 0, 0]
+    assert sorted(itertools.chain(*(ids for ids, _ in uneven))) == list(range(32))
 
 
 TWO = Layout((0, 1), (0, 1), "agent_0.samples")

@@ -152,7 +152,7 @@ class Interpreter:
         }
         held = {rank: self._held(ins, rank, agent, route.target) for rank in target.ranks}
         rows = tabulate(ids, weight, source)
-        wanted = assign(rows, target, held, lambda tokens: tokens**2 + 10 * tokens)
+        wanted = assign(rows, source, target, held, lambda tokens: tokens**2 + 10 * tokens)
         whole = self._whole(source, views)
         for rank in target.ranks:
             chosen = [(int(rows.shard[i]), int(rows.position[i])) for i in wanted[target.shard_of(rank)]]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from siirl.data.assign import split_costs, split_groups, split_prompts
+from siirl.data.assign import split_groups
 from siirl.data.rows import make_rows, objects
 from siirl.data.store import FieldStore
 from siirl.errors import DagError, DeadlineError
@@ -154,68 +154,6 @@ def test_equal_groups_are_split_as_a_loader_splits_prompts():
 def test_rows_of_a_group_stay_together_when_they_are_not_adjacent():
     shard = split_groups(np.array([5, 2, 5, 2, 7, 7]), 3)
     assert shard.tolist() == [0, 1, 0, 1, 2, 2]
-
-
-def test_costs_are_even_in_every_mini_batch():
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        cost = rng.integers(1, 1000, 128) ** 2
-        shard = split_costs(cost, 4, 32)
-        for start in range(0, 128, 32):
-            part, of = cost[start : start + 32], shard[start : start + 32]
-            loads = np.bincount(of, weights=part, minlength=4)
-            assert loads.max() <= 4 / 3 * max(part.sum() / 4, part.max())
-            assert loads.max() / loads.mean() < 1.15
-
-
-def test_rows_without_cost_are_spread_by_number():
-    assert np.bincount(split_costs(np.zeros(10, dtype=np.int64), 3, 0)).tolist() == [4, 3, 3]
-    assert split_costs(np.empty(0, dtype=np.int64), 3, 0).tolist() == []
-
-
-def once_a_shard(cost: np.ndarray, group: np.ndarray, shared: np.ndarray, shard: np.ndarray) -> np.ndarray:
-    """What each of 4 shards computes: a group's common part once."""
-    loads = np.bincount(shard, weights=cost, minlength=4)
-    for number in np.unique(group):
-        for at in range(4):
-            again = (group == number) & (shard == at)
-            loads[at] -= shared[group == number][0] * max(0, again.sum() - 1)
-    return loads
-
-
-def test_prompts_are_dealt_whole_where_that_balances():
-    rng = np.random.default_rng(1)
-    whole = 0
-    for _ in range(30):
-        samples = int(rng.choice([1, 4, 8]))
-        group = np.repeat(rng.permutation(128 // samples), samples)
-        shared = np.repeat(rng.integers(0, 500, 128 // samples), samples)
-        cost = shared + rng.integers(1, 1000, 128)
-        shard = split_prompts(cost, group, shared, 4, 32)
-        for start in range(0, 128, 32):
-            part = slice(start, start + 32)
-            loads = once_a_shard(cost[part], group[part], shared[part], shard[part])
-            alone = split_costs(cost[part], 4, 0)
-            assert loads.max() <= np.bincount(alone, weights=cost[part], minlength=4).max()
-            assert loads.max() / loads.mean() < 1.25
-        whole += all(len(np.unique(shard[group == number])) == 1 for number in np.unique(group))
-        if samples == 1:
-            assert sorted(np.bincount(shard, weights=cost)) == sorted(
-                np.bincount(split_costs(cost, 4, 32), weights=cost)
-            )
-    assert whole > 10
-
-
-def test_equal_rows_of_a_group_lie_on_one_shard():
-    group, shared = np.repeat(np.arange(8), 4), np.full(32, 6)
-    shard = split_prompts(np.full(32, 10), group, shared, 4, 0)
-    assert np.bincount(shard).tolist() == [8, 8, 8, 8]
-    assert all(len(set(shard[group == number])) == 1 for number in range(8))
-
-
-def test_a_group_that_is_too_large_for_a_shard_is_dealt_in_pieces():
-    group, shared = np.zeros(16, dtype=np.int64), np.full(16, 2)
-    assert np.bincount(split_prompts(np.full(16, 10), group, shared, 4, 0)).tolist() == [4, 4, 4, 4]
 
 
 def test_the_sum_of_tensors_in_a_view_is_not_a_copy():
