@@ -21,6 +21,7 @@ from siirl.completion import complete
 from siirl.config.load import read_config
 from siirl.errors import CheckpointError, ConfigError, DataError, UserError
 from siirl.findings import Findings
+from siirl.launch.launcher_choice import choose_launcher
 from siirl.migrate.foreign_files import read_source, translate_source
 from siirl.migrate.page import page
 from siirl.migrate.translate import ORIGINS
@@ -55,12 +56,17 @@ def _planned(args: argparse.Namespace, overrides: list[str], elsewhere: bool = T
 
 
 def _check(args: argparse.Namespace, overrides: list[str]) -> None:
-    plan = _planned(args, overrides, args.elsewhere).plan
+    run = _planned(args, overrides, args.elsewhere)
+    plan = run.plan
     print(f"ok: DAG {plan.dag_id!r}, {len(plan.nodes)} nodes on {plan.world_size} ranks")
     for node, why in plan.pruned.items():
         print(f"left out: {node}: {why}")
     for note in plan_notes(plan):
         print(f"note: {note}.")
+    if args.security:
+        from siirl.launch.security import Subject, security_report
+
+        print_text(security_report(Subject(run.cfg, plan, run.node_cfgs, choose_launcher(run.cfg))))
 
 
 def _plan(args: argparse.Namespace, overrides: list[str]) -> None:
@@ -164,6 +170,11 @@ def _parser() -> argparse.ArgumentParser:
                 "--elsewhere",
                 action="store_true",
                 help="data and models are on other machines: do not look for them here",
+            )
+            sub.add_argument(
+                "--security",
+                action="store_true",
+                help="also say what listens, what runs without isolation, and who can read the files",
             )
         if name == "plan":
             sub.add_argument("--json", metavar="FILE", help="write the plan as JSON")

@@ -66,6 +66,24 @@ def check_tools_here(multi_turn: MultiTurnConfig, who: str) -> None:
             check_mcp_here(entry["mcp"], where)
 
 
+def code_of_tools(multi_turn: MultiTurnConfig) -> list[str]:
+    """The references of tools that are code of the user's, and commands of servers. Errors of check_tool_file."""
+    found = []
+    for entry, where, folder in _entries(multi_turn, "the run"):
+        for kind, name in (("function", "function"), ("class_name", "class")):
+            if kind in entry:
+                found.append(_reference(entry[kind], where, folder, name))
+        if "command" in entry.get("mcp", {}):
+            found.append(entry["mcp"]["command"])
+    return found
+
+
+def services_of_tools(multi_turn: MultiTurnConfig) -> list[str]:
+    """The addresses of servers that have tools. Errors of check_tool_file."""
+    servers = (entry.get("mcp", {}) for entry, _, _ in _entries(multi_turn, "the run"))
+    return [server["url"] for server in servers if "url" in server]
+
+
 def _check_source(entry: dict[str, Any], who: str, folder: Path) -> None:
     """DagError or ConfigError unless the code of a tool, by its source, takes its config and its calls."""
     config = _config(entry)

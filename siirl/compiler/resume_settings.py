@@ -21,14 +21,20 @@ FREE: Mapping[str, tuple[str, ...]] = {
         *("trainer.project_name", "trainer.experiment_name", "trainer.logger", "trainer.log_val_generations"),
         *("trainer.*_dir", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.overwrite"),
         *("trainer.export_hf", "trainer.trace*", "*.checkpoint.*", "*.disable_log_stats"),
-        *("reward_model.overlong_buffer.log", "trainer.progress", "trainer.prometheus_address"),
+        *("reward_model.overlong_buffer.log", "trainer.progress", "trainer.prometheus_*"),
     ),
     "where the workflow is written: what its nodes are and set counts": ("dag.workflow_path",),
     "validation": (
         *("trainer.test_freq", "trainer.val_*", "data.val_*", "actor_rollout_ref.rollout.val_kwargs.*"),
     ),
     "how the run starts, resumes and ends": (
-        *("trainer.resume_*", "trainer.launcher", "trainer.deadline_s", "*_restarts"),
+        *(
+            "trainer.resume_*",
+            "trainer.launcher",
+            "trainer.deadline_s",
+            "*_restarts",
+            "trainer.behind_firewall",
+        ),
         *("trainer.restart_window_s", "trainer.memory_checkpoint_freq", "trainer.stuck_s", "ray_init.*"),
     ),
     "how services are asked": (

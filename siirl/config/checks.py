@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from siirl.addresses import is_loopback
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.contradictions import CONTRADICTIONS
 from siirl.config.resolve import get
@@ -137,6 +138,13 @@ def _prometheus(cfg: Config) -> Iterator[str]:
         yield (
             f"trainer.prometheus_address={address!r} is not host:port with a port of at most 65535. Set e.g. "
             "trainer.prometheus_address=127.0.0.1:9464."
+        )
+    elif "prometheus" in cfg.trainer.logger and not (is_loopback(host) or cfg.trainer.prometheus_token_env):
+        yield (
+            f"trainer.prometheus_address={address}: other machines could read the metrics without a token. "
+            "Put a secret into an environment variable and name it by trainer.prometheus_token_env (in "
+            "Prometheus: authorization: {credentials: ...}); or set trainer.prometheus_address="
+            f"127.0.0.1:{port}."
         )
 
 

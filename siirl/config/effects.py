@@ -84,7 +84,8 @@ def _without(cfg: Config, name: str) -> str:
         return "trainer.rollout_only is true, so there is nothing to save or to resume"
     if cfg.actor_rollout_ref.rollout.name == "replay" and name == "trainer.dump_rollouts_dir":
         return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"
-    logger = {"trainer.prometheus_address": "prometheus", "trainer.progress": "console"}.get(name)
+    logger = "prometheus" if name.startswith("trainer.prometheus_") else ""
+    logger = "console" if name == "trainer.progress" else logger
     if logger and logger not in cfg.trainer.logger:
         return f"trainer.logger does not name {logger}"
     return ""

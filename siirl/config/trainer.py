@@ -27,7 +27,11 @@ class TrainerConfig:
     )
     prometheus_address: str = key(
         "127.0.0.1:9464",
-        "host:port at which trainer.logger=[prometheus] answers; 0.0.0.0 lets other machines ask",
+        "host:port at which trainer.logger=[prometheus] answers; 0.0.0.0 lets other machines ask, with a "
+        "token (prometheus_token_env)",
+    )
+    prometheus_token_env: str | None = key(
+        None, "environment variable whose value who asks for metrics must send as a bearer token"
     )
     log_val_generations: int = key(0, "validation responses that are logged as text", low=0)
     nnodes: int = key(1, "machines", low=1)
@@ -69,6 +73,11 @@ class TrainerConfig:
     rollout_only: bool = key(False, "sample, score and report with the weights of model.path; train nothing")
     device: str = key(
         "auto", "device of the workers; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
+    )
+    behind_firewall: bool = key(
+        False,
+        "workers of several machines may listen on addresses of the internet: a firewall keeps strangers "
+        "from them, as torch and NCCL ask for no token",
     )
     launcher: str = key(
         "auto",

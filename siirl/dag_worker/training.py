@@ -378,6 +378,7 @@ class Training:
             sample_dirs={kind: Path(folder) for kind, folder in folders.items() if folder},
             progress=trainer.progress,
             prometheus_address=trainer.prometheus_address,
+            prometheus_token_env=trainer.prometheus_token_env,
         )
         return make_sinks(trainer.logger, info)
 

@@ -1,6 +1,7 @@
 """The entry of every worker process, started by the local launcher or by torchrun."""
 
 import argparse
+import contextlib
 import faulthandler
 import importlib
 import logging
@@ -14,9 +15,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from siirl.addresses import is_public, own_host
 from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
-from siirl.config import from_dict
+from siirl.config import Config, from_dict
 from siirl.errors import ConfigError
 from siirl.launch.attempt_store import attempt_store
 from siirl.launch.failure import describe_exception, write_failure
@@ -93,6 +95,7 @@ def _run(job: Job, place: ProcessPlace) -> None:
     os.environ.update(cuda_variables(plan, place.rank, os.environ))
     device = pick_device(cfg.trainer.device, place)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    refuse_public(cfg)
     timeout = timedelta(seconds=cfg.trainer.deadline_s)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -103,6 +106,19 @@ def _run(job: Job, place: ProcessPlace) -> None:
     )
     entry(cfg, plan, place.rank, place.world_size, device, job)
     dist.destroy_process_group()
+
+
+def refuse_public(cfg: Config) -> None:
+    """ConfigError if ranks would meet on an address of the internet, and nobody said that this is safe."""
+    with contextlib.suppress(OSError):  # of a name that nobody knows: torch says so
+        host = own_host()
+        if is_public(host) and not cfg.trainer.behind_firewall:
+            raise ConfigError(
+                f"this worker would listen on {host}, an address of the internet, for the other machines: "
+                "torch and NCCL ask nobody for a token, and who connects can run code here. Use addresses of "
+                "a private network (torchrun: --master-addr; Ray: --node-ip-address), or keep strangers out "
+                "by a firewall and set trainer.behind_firewall=true."
+            )
 
 
 def cuda_variables(plan: Plan, rank: int, env: Mapping[str, str]) -> dict[str, str]:

@@ -35,8 +35,8 @@ class Streams:
         self._servers: dict[str, StreamServer] = {}
         self._addresses: dict[str, dict[int, Address]] = {}
         for name in dict.fromkeys(stream.policy for stream in plan.streams):
-            if plan.clients(name, rank):
-                self._servers[name] = StreamServer(name, rank, deadline_s)
+            if clients := plan.clients(name, rank):
+                self._servers[name] = StreamServer(name, rank, deadline_s, len(clients))
             server = self._servers.get(name)
             self._addresses[name] = gather_addresses(server.address if server else None, group)
 

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from siirl.observe.console import ConsoleSink
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.printable import printable
 from siirl.observe.sinks import JsonlSink, Rows, RunInfo, SampleSink, Sink, Sinks, samples_text
+from siirl.strangers import BoundedServer, PageHandler, is_same
 
 log = logging.getLogger(__name__)
 IDS_FILE = "loggers.json"
@@ -218,8 +220,12 @@ class PrometheusSink:
         self._labels = {"project": info.project, "experiment": info.experiment}
         self._gauges = {}
         host, _, port = info.prometheus_address.rpartition(":")
-        self._server, _ = self._client.start_http_server(int(port), host, self._registry)
-        log.info("metrics for Prometheus: http://%s:%d/metrics", host, self._server.server_port)
+        self._server = MetricsServer((host, int(port)), self._text, _token(info.prometheus_token_env))
+        threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
+        log.info("metrics for Prometheus: http://%s:%d/metrics", host, self.port)
+
+    def _text(self) -> bytes:
+        return self._client.generate_latest(self._registry)
 
     @property
     def port(self) -> int:
@@ -243,6 +249,38 @@ class PrometheusSink:
             clean = re.sub(r"\W", "_", f"siirl_{name}", flags=re.ASCII)
             self._gauges[name] = self._client.Gauge(clean, name, list(self._labels), registry=self._registry)
         return self._gauges[name]
+
+
+class MetricsServer(BoundedServer):
+    """Gives a text to who asks for /metrics, with the token if there is one."""
+
+    def __init__(self, address: tuple[str, int], text: Callable[[], bytes], token: str):
+        self.text, self.token = text, token
+        super().__init__(address, _MetricsHandler)
+
+
+class _MetricsHandler(PageHandler):
+    server: MetricsServer
+
+    def do_GET(self) -> None:
+        shown = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        if self.server.token and not is_same(shown, self.server.token):
+            self.send(401, "text/plain", "the token is missing or wrong", WWW_Authenticate="Bearer")
+            return
+        self.admitted()
+        if self.path.partition("?")[0] in ("/", "/metrics"):
+            self.send(200, "text/plain; version=0.0.4; charset=utf-8", self.server.text())
+        else:
+            self.send(404, "text/plain", "metrics are at /metrics")
+
+
+def _token(variable: str | None) -> str:
+    """The value of an environment variable that is to hold a token; "" if none is named."""
+    if variable is None:
+        return ""
+    if not (token := os.environ.get(variable, "").strip()):
+        raise ValueError(f"the environment variable {variable} (trainer.prometheus_token_env) is not set")
+    return token
 
 
 def _told(error: Exception) -> str:

@@ -52,6 +52,9 @@ class RunInfo:
     prometheus_address: str = ""
     """trainer.prometheus_address."""
 
+    prometheus_token_env: str | None = None
+    """trainer.prometheus_token_env."""
+
 
 class Sinks:
     """All sinks of a run as one."""

@@ -5,27 +5,23 @@ no address but 127.0.0.1.
 """
 
 import hashlib
-import hmac
 import secrets
 import threading
 import time
 from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from siirl.errors import ConfigError
+from siirl.strangers import BoundedServer, PageHandler, is_same
 from siirl.view.view_page import page, read_runs, safe_json
 
 HOST = "127.0.0.1"
 MIN_AGE_S = 2.0
 """The folders are not read more often than this."""
-REQUEST_S = 30.0
 
 
-class PageServer(ThreadingHTTPServer):
-    """Threads of requests end with the process. token: the first part of every path that is answered."""
-
-    daemon_threads = True
+class PageServer(BoundedServer):
+    """token: the first part of every path that is answered."""
 
     def __init__(self, output_dirs: Sequence[Path], port: int = 0):
         self.token = secrets.token_urlsafe(24)
@@ -60,10 +56,8 @@ class PageServer(ThreadingHTTPServer):
         return page(read_runs(self._output_dirs, live=True), connect="'self'")
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(PageHandler):
     server: PageServer
-    server_version, sys_version = "siirl", ""
-    timeout = REQUEST_S
 
     def do_GET(self) -> None:
         """/TOKEN/ is the page, /TOKEN/data.json what it shows."""
@@ -71,9 +65,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(403, "text/plain", "This address serves 127.0.0.1 alone.")
             return
         _, token, *rest = [*self.path.split("/"), ""]
-        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
+        if not is_same(token, self.server.token):
             self._send(404, "text/plain", "Nothing is here: open the address that siirl view printed.")
-        elif rest == ["", ""]:
+            return
+        self.admitted()
+        if rest == ["", ""]:
             self._send(200, "text/html", self.server.page())
         elif rest[0] == "data.json":
             data, tag = self.server.data()
@@ -82,20 +78,15 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(404, "text/plain", "Nothing is here.")
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the terminal is the user's."""
-
     def _send(self, status: int, kind: str, text: str, tag: str = "") -> None:
-        body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
-        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
-        if tag:
-            self.send_header("ETag", tag)
-        self.end_headers()
-        self.wfile.write(body)
+        self.send(
+            status,
+            f"{kind}; charset=utf-8",
+            text,
+            Cache_Control="no-store",
+            X_Content_Type_Options="nosniff",
+            Referrer_Policy="no-referrer",
+            Cross_Origin_Resource_Policy="same-origin",
+            Content_Security_Policy="frame-ancestors 'none'",
+            **({"ETag": tag} if tag else {}),
+        )

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -153,6 +155,23 @@ def test_torchrun_starts_the_same_job(inputs, tmp_path):
     assert (read_run(tmp_path).status, read_run(tmp_path).total_steps) == ("ended", 1)
     assert (tmp_path / "hf_model" / "model.safetensors").is_file()
     assert (tmp_path / "hf_model" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+def test_workers_do_not_meet_on_an_address_of_the_internet(inputs, tmp_path):
+    """A network of its own, in which this machine has such an address."""
+    net = "ip link set lo up && ip address add 8.8.8.8/32 dev lo && exec "
+    alone = ["unshare", "--net", "--map-root-user", "sh", "-c"]
+    if not shutil.which("unshare") or subprocess.run([*alone, net + "true"], capture_output=True).returncode:
+        pytest.skip("no network namespace can be made here")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--master-addr=8.8.8.8"]
+    settings = overrides(inputs, tmp_path, "trainer.val_before_train=False", "trainer.nnodes=2")
+    first, second = (
+        shlex.join([*torchrun, f"--node-rank={rank}", "-m", "siirl.main_dag", *settings]) for rank in (0, 1)
+    )
+    done = run([*alone, f"{net} sh -c {shlex.quote(f'{second} & {first}')}"])
+    assert done.returncode and "listen on 8.8.8.8, an address of the internet" in done.stderr, done.stderr
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_sigterm_ends_a_running_job_within_30_s_and_leaves_no_process_and_no_second_run_joins_it(

@@ -21,12 +21,14 @@ from siirl.agents.outside.chat_wire import Asked, BadRequest, Said, returned_rew
 from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
 from siirl.agents.outside.session import FLOODED, HUNG, Session
 from siirl.errors import EpisodeFailed
+from siirl.strangers import MOST_STRANGERS, Strangers
 
 log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 << 20
 GRACE_S = 5.0
 """How long a program may go on after its reward."""
 START_S = 30.0
+CLOSE_S = 0.1
 HOSTING = "hosting of a program"
 
 Handler = Callable[[Session, web.Request], Awaitable[web.StreamResponse]]
@@ -80,6 +82,8 @@ class Endpoint:
         self.url = ""  # http://HOST:PORT, once it has started
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._strangers = Strangers(MOST_STRANGERS + 8 * limits.max_concurrent)
         self._places = asyncio.Semaphore(limits.max_concurrent)
         self._sessions: dict[str, Session] = {}  # by token
         self._told: set[str] = set()
@@ -118,15 +122,28 @@ class Endpoint:
             app.router.add_post(path, self._handler(partial(self._turn, wire), wire))
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, 0)
-        await site.start()
-        self.url = f"http://{HOST}:{self._runner.addresses[0][1]}"
+        self._server = await asyncio.get_running_loop().create_server(self._connection, HOST, 0)
+        self.url = f"http://{HOST}:{self._server.sockets[0].getsockname()[1]}"
+
+    def _connection(self) -> asyncio.Protocol:
+        """What answers one that comes: a stranger, until it shows the token of a session.
+
+        One that went without is forgotten when it is the oldest: it cannot be closed any more.
+        """
+        assert self._runner is not None and self._runner.server is not None
+        protocol = self._runner.server()
+        loop = asyncio.get_running_loop()
+        # Of many that come at once the first is not connected yet when the last one does.
+        self._strangers.come(protocol, HOST, lambda: loop.call_later(CLOSE_S, protocol.force_close))
+        return protocol
 
     async def _end(self) -> None:
         hosting = [task for task in asyncio.all_tasks() if task.get_name() == HOSTING]
         for task in hosting:
             task.cancel()
         await asyncio.gather(*hosting, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -193,6 +210,7 @@ class Endpoint:
             try:
                 if session is None or session.over:
                     raise BadRequest("no episode that goes on has this token", "invalid_api_key", 401)
+                self._strangers.left(request.protocol)
                 session.count_request()
                 return await answer(session, request)
             except BadRequest as error:

@@ -9,7 +9,6 @@ before it nothing is read. Then come typed messages, a Hello first. Each side sa
 import contextlib
 import dataclasses
 import hmac
-import os
 import secrets
 import socket
 import struct
@@ -18,14 +17,17 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
+from siirl.addresses import own_host
 from siirl.engines.rollout.base import Completion, Interrupt, Key, Request, RolloutStream, check_keys
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 from siirl.observe.printable import printable
+from siirl.strangers import MOST_STRANGERS, Strangers, shut
 
 ALIVE_EVERY_S, POLL_S, COLLECT_S, HELLO_S, GOODBYE_S = 1.0, 0.5, 0.002, 10.0, 2.0
 TOKEN_BYTES = 32
@@ -117,14 +119,16 @@ class Connection:
 class StreamServer:
     """Listens from its start on; `serve` answers. Used by one thread; others, of its own, only read."""
 
-    def __init__(self, model: str, rank: int, deadline_s: float) -> None:
+    def __init__(self, model: str, rank: int, deadline_s: float, num_clients: int = 1) -> None:
         """model: whose engine is served, for messages. deadline_s: of every wait for a client."""
         self._deadline_s = deadline_s
-        self._socket = socket.create_server((own_host(), 0))
+        self._socket = _listening(own_host())
         host, port = self._socket.getsockname()[:2]
         self.address = Address(model, rank, host, port, secrets.token_bytes(TOKEN_BYTES))
         self._news = threading.Condition()
         self._failure: str | None = None  # why nobody is answered any more
+        self._strangers = Strangers(MOST_STRANGERS + 2 * num_clients)
+        self._closed = False
         self._arrived: dict[int, deque[Connection]] = defaultdict(deque)
         threading.Thread(target=self._accept, name=f"door of {model}", daemon=True).start()
 
@@ -152,8 +156,8 @@ class StreamServer:
 
     def close(self) -> None:
         """Stop listening, also where a thread waits for a client already. Idempotent."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        self._closed = True
+        shut(self._socket)
         self._socket.close()
 
     def _serve(self, session: "Session", expected: set[int]) -> None:
@@ -203,10 +207,14 @@ class StreamServer:
             )
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                sock, _ = self._socket.accept()
-                threading.Thread(target=self._read, args=(sock,), daemon=True).start()
+        while not self._closed:
+            try:
+                sock, peer = self._socket.accept()
+            except OSError:  # closed; or a client went before it was let in, or there are too many open files
+                time.sleep(COLLECT_S)
+                continue
+            self._strangers.come(sock, peer[0], partial(shut, sock))
+            threading.Thread(target=self._read, args=(sock,), daemon=True).start()
 
     def _read(self, sock: socket.socket) -> None:
         """Read what one client says, so that it can always send; strangers are sent away."""
@@ -215,6 +223,7 @@ class StreamServer:
             sock.settimeout(HELLO_S)
             if not hmac.compare_digest(channel.read(TOKEN_BYTES), self.address.token):
                 return
+            self._strangers.left(sock)
             _configure(sock, self._deadline_s)
             connection = Connection(channel.receive().rank, channel)
             with self._news:
@@ -228,6 +237,7 @@ class StreamServer:
         except (ChannelClosed, OSError):
             pass
         finally:
+            self._strangers.left(sock)
             if connection is None:
                 channel.close()
             else:
@@ -421,11 +431,9 @@ class RemoteStream(RolloutStream):
         )
 
 
-def own_host() -> str:
-    """This machine's address towards the others of the run; the loopback device where the run is local."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
-        return probe.getsockname()[0]
+def _listening(host: str) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, 0), family=family)
 
 
 def _configure(sock: socket.socket, deadline_s: float) -> None:

@@ -73,6 +73,21 @@ ask("/reward", {"rewards": {"worker": 1, "planner": -2}})
     assert policies["worker"].read == ["u:plan/a:"]
 
 
+def test_many_strangers_are_few_and_keep_no_program_out(tmp_path):
+    code = """
+import socket
+port = int(os.environ["SIIRL_URL"].rpartition(":")[2])
+strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(120)]
+assert chat(user("one"))["content"] == "a1"
+strangers[0].settimeout(5)
+assert strangers[0].recv(1) == b""
+ask("/reward", {"reward": 1})
+"""
+    limits = ProgramLimits(30.0, 64, 1)
+    (played,) = play_outside(program(tmp_path, code), {"a": Script("a1")}, limits=limits)
+    assert played.kind is None, played.episode.error
+
+
 def test_an_official_client_uses_tools_and_streams_and_a_stranger_gets_nothing(tmp_path):
     code = """
 import openai

@@ -1,9 +1,10 @@
 """A stream served over TCP, both sides in this process, over a stream that answers by a script."""
 
+import select
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from siirl.engines.rollout.base import Completion, Request, RolloutStream, Sampl
 from siirl.engines.rollout.remote import RemoteStream, StreamServer, Unanswered
 from siirl.errors import DeadlineError, EpisodeFailed, PeerError, RolloutError
 from siirl.launch.failure import describe_exception
+from siirl.strangers import MOST_STRANGERS
 
 pytestmark = pytest.mark.heavy
 
@@ -221,6 +223,22 @@ def test_a_stranger_without_the_token_is_sent_away():
         assert collected(client)
         client.close()
     assert not errors
+
+
+def test_many_strangers_are_few_and_keep_nobody_out():
+    script = Script()
+    with serving(script, [0]) as (address, errors), ExitStack() as stack:
+        where = (address.host, address.port)
+        strangers = [stack.enter_context(socket.create_connection(where)) for _ in range(150)]
+        client = RemoteStream(address, 0, 10.0)
+        ask(client, 1)
+        assert collected(client)
+        until_s = time.monotonic() + 5  # before those who say nothing are sent away for that
+        sent_away = []
+        while len(sent_away) < 150 - (MOST_STRANGERS + 2) and time.monotonic() < until_s:
+            sent_away, _, _ = select.select(strangers, [], [], 0.1)
+        client.close()
+    assert len(sent_away) >= 150 - (MOST_STRANGERS + 2) and not errors
 
 
 def test_a_failure_of_the_engine_reaches_both_sides():

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import urllib.error
 import urllib.request
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -148,7 +149,7 @@ def test_the_configuration_knows_the_loggers():
     assert tuple(LOGGERS) == SINKS
 
 
-def test_prometheus_gets_the_newest_numbers(tmp_path):
+def test_prometheus_gets_the_newest_numbers(tmp_path, monkeypatch):
     pytest.importorskip("prometheus_client")
     info = RunInfo(tmp_path, "project", "experiment", 50, 0, {}, {}, prometheus_address="127.0.0.1:0")
     sinks = make_sinks(["prometheus"], info)
@@ -159,6 +160,21 @@ def test_prometheus_gets_the_newest_numbers(tmp_path):
     labels = '{experiment="experiment",project="project"}'
     assert f"siirl_step{labels} 7.0" in lines and f"siirl_reward_score{labels} 1.75" in lines
     assert f"siirl_val_gsm8k__main__reward_mean{labels} 3.5" in lines
+    monkeypatch.setenv("METRICS_TOKEN", "secret")
+    asking = make_sinks(["prometheus"], replace(info, prometheus_token_env="METRICS_TOKEN"))
+    asking.log(9, METRICS)
+    url = f"http://127.0.0.1:{asking.sinks[-1].sink.port}/metrics"
+    for token, status in (("", 401), ("Bearer secre", 401), ("Bearer secret", 200)):
+        request = urllib.request.Request(url, headers={"Authorization": token})
+        try:
+            with urllib.request.urlopen(request) as answer:
+                assert (status, b"siirl_step{" in answer.read()) == (200, True)
+        except urllib.error.HTTPError as error:
+            assert error.code == status and b"siirl" not in error.read()
+    asking.close()
+    with pytest.raises(ConfigError, match="METRICS_TOKEN"):
+        monkeypatch.delenv("METRICS_TOKEN")
+        make_sinks(["prometheus"], replace(info, prometheus_token_env="METRICS_TOKEN"))
     taken = replace(info, prometheus_address=f"127.0.0.1:{port}")
     with pytest.raises(ConfigError, match=r"'prometheus', which did not start.*another trainer.prometheus"):
         make_sinks(["prometheus"], taken)

@@ -2,12 +2,15 @@
 
 import http.client
 import json
+import socket
 import threading
+from contextlib import ExitStack
 
 import pytest
 from viewed_runs import write_run
 
 from siirl.errors import ConfigError
+from siirl.strangers import MOST_STRANGERS
 from siirl.view import page_server
 from siirl.view.page_server import PageServer
 
@@ -74,3 +77,16 @@ def test_it_listens_on_loopback_alone_and_says_when_a_port_is_taken(served):
     for port in (server.server_port, 70_000):
         with pytest.raises(ConfigError, match=f"--port {port} cannot be served on"):
             PageServer([folder], port)
+
+
+def test_many_strangers_are_few_and_keep_nobody_out(served):
+    _, server = served
+    with ExitStack() as stack:
+        strangers = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.server_port)))
+            for _ in range(MOST_STRANGERS + 40)
+        ]
+        assert ask(server, f"/{server.token}/")[0] == 200
+        strangers[0].settimeout(5)
+        assert strangers[0].recv(1) == b""
+        assert sum("process_request" in thread.name for thread in threading.enumerate()) <= MOST_STRANGERS + 1

@@ -1,0 +1,334 @@
+"""`siirl check --security`: what a run lets in, what runs unconfined, who reads its files; and the fixes.
+
+Looks at this machine and starts nothing of the user's. docs/security.md explains the lines.
+"""
+
+import os
+import pwd
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from siirl.addresses import is_loopback
+from siirl.agents.tool_files import code_of_tools, services_of_tools
+from siirl.compiler.plan import Plan, StagePlan
+from siirl.config import Config
+from siirl.config.resolve import get
+from siirl.config.root import all_keys
+from siirl.config.values import SECRET_KEYS
+from siirl.errors import SandboxError
+from siirl.launch.devices import count_gpus
+from siirl.launch.launcher_choice import Launcher
+from siirl.launch.run_folder import written_folders
+from siirl.observe.printable import printable
+from siirl.sandbox.box import strongest_isolation
+
+REFERENCE = re.compile(r"(?!\d)[\w./~-]+:[A-Za-z_]\w*")
+"""Code of the user's, as keys name it: file.py:name or pkg.mod:name."""
+HERE, CLUSTER = "users and programs of this machine", "whoever reaches the machine"
+SHUT_IN = "Beside strangers: in a container of your own"
+FIREWALL = "Let only the machines of the run reach each other"
+PRIVATE = "chmod 700 it"
+READ, WRITE, ENTER = 0o004, 0o002, 0o001
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that somebody else could use."""
+
+    open: bool
+    """Whether somebody can who shows nothing for it."""
+    what: str
+    found: str
+    remedy: str = ""
+    """How to close it; "" where nothing is to be done."""
+
+    def __str__(self) -> str:
+        remedy = f". {self.remedy}" if self.remedy else ""
+        return printable(f"  {'open' if self.open else 'ok':<5} {self.what}: {self.found}{remedy}.")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The run that is looked at."""
+
+    cfg: Config
+    plan: Plan
+    node_cfgs: Mapping[str, Config]
+    launcher: Launcher
+    env: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    @property
+    def local(self) -> bool:
+        return self.launcher == "local"
+
+    @property
+    def has_gpus(self) -> bool:
+        device = self.cfg.trainer.device
+        return device == "cuda" or (device == "auto" and bool(count_gpus(self.env, Path("/dev"))))
+
+    def configs(self) -> Iterator[tuple[str, Config]]:
+        """The run's configuration, and those of its nodes, with their names for messages."""
+        yield "", self.cfg
+        yield from ((f"node {name!r}: ", cfg) for name, cfg in self.node_cfgs.items())
+
+    def stages(self) -> Iterator[StagePlan]:
+        for interaction in self.plan.interactions.values():
+            yield from interaction.stages
+
+
+def torch_store(run: Subject) -> Iterator[Line]:
+    """The rendezvous store, served by rank 0 or by torchrun."""
+    if run.local:
+        yield Line(True, "torch's store, of rank 0", f"127.0.0.1: {HERE}; no token", SHUT_IN)
+    else:
+        of = "its address in Ray" if run.launcher == "ray" else "all addresses of the first machine"
+        yield Line(True, "torch's store", f"{of}: {CLUSTER}; no token", FIREWALL)
+
+
+def gloo(run: Subject) -> Iterator[Line]:
+    """Sockets between the ranks, for what is not on GPUs."""
+    interface = run.env.get("GLOO_SOCKET_IFNAME", "lo" if run.local else "")
+    if interface == "lo":
+        yield Line(True, "gloo, of each rank", f"127.0.0.1: {HERE}; no token", SHUT_IN)
+    else:
+        where = f"the interface {interface}" if interface else "the interface to the first machine"
+        yield Line(True, "gloo, of each rank", f"{where}: {CLUSTER}; no token", FIREWALL)
+
+
+def nccl(run: Subject) -> Iterator[Line]:
+    """Sockets by which NCCL finds its peers, and moves data where nothing better is."""
+    if not run.has_gpus:
+        return
+    interface = run.env.get("NCCL_SOCKET_IFNAME", "")
+    where = f"the interface {interface}" if interface else "an interface that NCCL picks"
+    remedy = FIREWALL
+    if run.local and not interface:
+        remedy = "On one machine: NCCL_SOCKET_IFNAME=lo in the environment"
+    who = HERE if interface == "lo" else CLUSTER
+    yield Line(True, "NCCL, of each rank with a GPU", f"{where}: {who}; no token", remedy)
+
+
+def streams(run: Subject) -> Iterator[Line]:
+    """Engines that other ranks ask."""
+    served = {stream.policy for inter in run.plan.interactions.values() for stream in inter.streams}
+    for policy in sorted(served):
+        where = f"127.0.0.1: {HERE}" if run.local else f"the address to the first machine: {CLUSTER}"
+        yield Line(False, f"requests to {policy}", f"{where}; asks for a token of the run, 32 random bytes")
+
+
+def programs(run: Subject) -> Iterator[Line]:
+    """The endpoint of programs that play episodes."""
+    if any(interaction.program for interaction in run.plan.interactions.values()):
+        yield Line(False, "endpoint of programs", f"127.0.0.1: {HERE}; asks for the token of an episode")
+
+
+def vllm(run: Subject) -> Iterator[Line]:
+    """What vLLM's processes talk through."""
+    if any(model.backend == "vllm" for model in run.plan.models.values()):
+        yield Line(False, "vLLM", f"sockets in {tempfile.gettempdir()} and shared memory: this user alone")
+
+
+def ray(run: Subject) -> Iterator[Line]:
+    """Ray's own ports: who reaches them can start programs."""
+    if run.launcher != "ray":
+        return
+    where = f"all addresses of its machines: {CLUSTER}"
+    if _ray_asks(run):
+        yield Line(False, "Ray", f"{where}; asks for Ray's token")
+        return
+    generate = "`ray get-auth-token --generate`, the same token and RAY_AUTH_MODE=token on all machines"
+    yield Line(True, "Ray", f"{where}, and runs what they send; no token", f"{generate}; and a firewall")
+
+
+def _ray_asks(run: Subject) -> bool:
+    """Whether Ray asks for a token: a cluster of the run's own does, another where this machine has one."""
+    if mode := run.env.get("RAY_AUTH_MODE"):
+        return mode.lower() == "token"
+    own = not (run.cfg.ray_init.address or run.env.get("RAY_ADDRESS")) and run.cfg.trainer.nnodes == 1
+    has_token = "RAY_AUTH_TOKEN" in run.env or "RAY_AUTH_TOKEN_PATH" in run.env
+    return own or has_token or (Path.home() / ".ray" / "auth_token").is_file()
+
+
+def prometheus(run: Subject) -> Iterator[Line]:
+    """Metrics to be fetched."""
+    trainer = run.cfg.trainer
+    if "prometheus" not in trainer.logger:
+        return
+    host = trainer.prometheus_address.rpartition(":")[0]
+    where = f"{trainer.prometheus_address}: {HERE if is_loopback(host) else CLUSTER}"
+    if trainer.prometheus_token_env:
+        yield Line(False, "metrics", f"{where}; asks for the token in {trainer.prometheus_token_env}")
+    else:
+        yield Line(True, "metrics", f"{where}; no token", "Set trainer.prometheus_token_env")
+
+
+def services(run: Subject) -> Iterator[Line]:
+    """Services that the run asks: prompts, answers and tokens go there."""
+    told = set()
+    for who, cfg in run.configs():
+        urls = {name: get(cfg, name) for name in all_keys() if name.endswith(".url")}
+        urls["reward_model.sandbox_fusion.url"] = (cfg.reward_model.sandbox_fusion or {}).get("url")
+        multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
+        if multi_turn.enable:
+            urls |= {f"MCP server {url}": url for url in services_of_tools(multi_turn)}
+        for name, url in urls.items():
+            if not isinstance(url, str) or not url or (name, url) in told:
+                continue
+            told.add((name, url))
+            parts = urlsplit(url)
+            plain = parts.scheme == "http" and not is_loopback(parts.hostname or "")
+            found = f"{parts.scheme}://{parts.hostname}" + (": anybody on the way can read" if plain else "")
+            yield Line(plain, f"{who}{name}", found, "Use https://" if plain else "")
+
+
+def user(run: Subject) -> Iterator[Line]:
+    """As whom all of it runs."""
+    uid = os.geteuid()
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        name = "a user without a name"
+    on = "" if run.local else ", on each machine as whom its processes were started"
+    remedy = "Start it as a user who may do less, or in a container" if uid == 0 else ""
+    yield Line(uid == 0, "workers and all below", f"run as {name} (uid {uid}){on}", remedy)
+
+
+def code(run: Subject) -> Iterator[Line]:
+    """Code of the user's and of others, which may do all that the run's user may."""
+    seen: dict[str, str] = {}
+    for reference, place in _code(run):
+        seen.setdefault(reference, place)
+    for reference, place in seen.items():
+        yield Line(
+            True,
+            reference,
+            f"{place}, with the files, the network and the environment of that user",
+            "If you have not written or read it: in a container with nothing else",
+        )
+
+
+def _code(run: Subject) -> Iterator[tuple[str, str]]:
+    """(what, where it runs), with repetitions."""
+    worker, thread = "runs in each worker", "runs in threads of the workers"
+    for _, cfg in run.configs():
+        if cfg.custom_reward_function.path is not None:
+            yield cfg.custom_reward_function.path, "runs in reward processes of each rank"
+        for name in all_keys():
+            value = None if name.endswith(".env_path") else get(cfg, name)
+            for text in value if isinstance(value, tuple) else (value,):
+                if isinstance(text, str) and REFERENCE.fullmatch(text) and "://" not in text:
+                    place = "runs in this command and in the launcher" if name.startswith("dag.") else worker
+                    yield text, place
+            if name.endswith(".model.trust_remote_code") and value is True:
+                yield f"{name}=true", f"the Python code of the model's folder {worker}"
+        multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
+        if multi_turn.enable:
+            yield from ((f"tool {reference}", thread) for reference in code_of_tools(multi_turn))
+    for node in run.plan.nodes.values():
+        if node.executable is not None:
+            yield node.executable, worker
+    for stage in run.stages():
+        for reference in (stage.until, stage.route, stage.options.get("process_path")):
+            if reference is not None:
+                yield reference, worker
+        if stage.options.get("env_path"):
+            yield f"environment {stage.options['env_path']}", thread
+    for interaction in run.plan.interactions.values():
+        if (program := interaction.program) and not program["is_function"]:
+            yield f"program {program['command']!r}", "is a process for each episode"
+
+
+def sandbox(run: Subject) -> Iterator[Line]:
+    """What holds programs that a model wrote: code rewards, and the tool `python`."""
+    what = "programs that a model writes (code rewards, the tool python)"
+    try:
+        isolation = strongest_isolation()
+    except SandboxError as error:
+        yield Line(True, what, "no sandbox works here: they are refused", str(error))
+        return
+    gaps = "".join(f"; {gap}" for gap in isolation.gaps())
+    remedy = "docs/sandbox.md says what better modes need" if gaps else ""
+    yield Line(bool(gaps), what, f"sandbox, mode {isolation.mode}{gaps}", remedy)
+
+
+def folders(run: Subject) -> Iterator[Line]:
+    """What the run writes: rollouts, samples, logs and checkpoints."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for key, folder in written_folders(run.cfg).items():
+        if folder.exists():
+            readable = _others_may(folder, READ | ENTER)
+            yield Line(readable, key, f"{folder}: {_readers(readable)}", PRIVATE if readable else "")
+            continue
+        parent = next(path for path in folder.parents if path.is_dir())
+        readable = _others_may(parent, ENTER) and not umask & READ
+        remedy = "`umask 077` before the command" if readable else ""
+        yield Line(readable, key, f"{folder} will be made: {_readers(readable)}", remedy)
+
+
+def changeable(run: Subject) -> Iterator[Line]:
+    """Files that say what the run does, which others may write."""
+    named = [reference.rpartition(" ")[2].partition(":")[0] for reference, _ in _code(run)]
+    named += [str(run.cfg.dag.workflow_path or "")]
+    for name in dict.fromkeys(named):
+        path = Path(name).expanduser().absolute()
+        if path.is_file() and (_others_may(path, WRITE) or _others_may(path.parent, WRITE)):
+            yield Line(True, "code", f"{path}: all users may change it", "chmod o-w it, and its folder")
+
+
+def secrets(run: Subject) -> Iterator[Line]:
+    """Secrets that a command line shows."""
+    shown = [name for name in run.cfg.explicit if name.endswith(SECRET_KEYS)]
+    shown += ["ray_init.env_vars"] * bool(run.cfg.ray_init.env_vars)
+    for name in shown:
+        yield Line(
+            True,
+            name,
+            "on a command line all users of this machine can read it (ps)",
+            "Put secrets into the environment (HF_TOKEN), or into a file that only you can read",
+        )
+
+
+def _others_may(path: Path, bits: int) -> bool:
+    """Whether any user may do this with a path: the bits are of others."""
+    try:
+        reached = all(parent.stat().st_mode & ENTER for parent in path.parents)
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    sticky = bits & WRITE and path.is_dir() and mode & 0o1000
+    return reached and mode & bits == bits and not sticky
+
+
+def _readers(readable: bool) -> str:
+    return (
+        "all users can read it (its secrets, in job.json and run_config.yaml, not)" if readable else "private"
+    )
+
+
+Check = Callable[[Subject], Iterator[Line]]
+SECTIONS: Mapping[str, tuple[Check, ...]] = {
+    "listens": (torch_store, gloo, nccl, streams, programs, vllm, ray, prometheus),
+    "asks": (services,),
+    "runs": (user, code, sandbox),
+    "files": (folders, changeable, secrets),
+}
+"""What is looked at, by section of the report."""
+
+
+def security_report(run: Subject) -> str:
+    """The report: a line for each thing, by section."""
+    lines: list[str] = []
+    num_open = 0
+    for title, checks in SECTIONS.items():
+        found: Iterable[Line] = [line for check in checks for line in check(run)]
+        if found:
+            lines += [f"{title}:", *map(str, found)]
+            num_open += sum(line.open for line in found)
+    return "\n".join(
+        [*lines, f"{num_open} open: somebody who shows no token can use them (docs/security.md)."]
+    )
