@@ -16,6 +16,8 @@ from siirl.engines import link_folder, links
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.links import make_link
 from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.vllm import vllm_rollout
+from siirl.engines.rollout.vllm.engine_process import EngineLost
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -294,3 +296,57 @@ def test_an_export_that_raises_fails_all_ranks_and_nobody_hangs(model_dir, kind,
             message, version = out[rank][index]
             assert "out of memory" in message
             assert version == (-1 if rank in targets else None)
+
+
+class LostProcess:
+    """In the place of a vLLM process: answers, until it is lost in one of the calls of a sync."""
+
+    def __init__(self, *args):
+        pass
+
+    def call(self, method, **arguments):
+        if method == LostProcess.lost_in:
+            raise EngineLost("rollout engine 'agent_0.rollout' (pid 5) died: killed by SIGKILL.", "")
+
+    def ask(self, message, again):
+        self.call(message.method)
+
+
+def shared_engine_is_lost(rank, world_size, model_dir, calls):
+    """What each rank of one engine raises, for each call in which the engine is lost; its metrics if None."""
+    vllm_rollout.RecoveringEngine = LostProcess
+    groups = ProcessGroupManager([(0, 1)], "gloo", 20)
+    dims = ParallelDims(2, tp=2)
+    plan = ModelPlan("agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0, 1), dims, "rollout", ())
+    cfg = load_config(
+        [
+            "actor_rollout_ref.rollout.name=vllm",
+            f"actor_rollout_ref.model.path={model_dir}",
+            "actor_rollout_ref.rollout.dtype=float32",
+            f"trainer.output_dir={model_dir}/outputs",
+        ]
+    )
+    trainer = FakeTrainer(model_dir, groups, (0, 1))
+    link_plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", (0, 1), "local")
+    rollout = make_rollout_engine(plan, cfg, groups, torch.device("cpu"))
+    link = make_link(link_plan, trainer, rollout, groups, Path("never"))
+    said = []
+    for LostProcess.lost_in in calls:
+        trainer.version += 1
+        try:
+            said.append(link.push().values())
+        except WeightSyncError as error:
+            said.append(str(error))
+    return said, rollout.weight_version
+
+
+def test_an_engine_of_two_ranks_that_is_lost_in_a_sync_fails_it_on_both_and_nobody_waits(model_dir):
+    pytest.importorskip("vllm")
+    calls = ["begin_update", "update", "finish_update", None]
+    out = run_workers(shared_engine_is_lost, 2, model_dir, calls, deadline_s=60)
+    for said, version in out:
+        assert all(
+            "rank 0: rollout engine 'agent_0.rollout' (pid 5) died: killed by SIGKILL" in text
+            for text in said[:3]
+        )
+        assert "weight_sync/bytes" in said[3] and version == 4

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,7 @@ class VLLMRollout(RolloutEngine):
                     pass
             else:
                 self._load_base(base, keeps_kv and self._adapter is None)
-            if self._adapter is not None and self._process is not None:
+            if self._adapter is not None:
                 number = self._engine.users.index(self) + 1
                 load = functools.partial(
                     load_adapter,
@@ -241,10 +241,9 @@ class VLLMRollout(RolloutEngine):
                     keeps_kv=keeps_kv,
                 )
                 with phase("load_adapter", tensors=len(adapter)):
-                    self._process.act("load_adapter", load, key=number)
+                    self._together(lambda process: process.act("load_adapter", load, key=number))
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
-        self._meet()
         self._state, self.weight_version = "ready", version
 
     def _load_base(self, weights: Iterator[tuple[str, Tensor]], keeps_kv: bool) -> None:
@@ -257,26 +256,47 @@ class VLLMRollout(RolloutEngine):
         self._state, self._engine.loaded = "loading", False
         with self._transfer.buffer() as buffer:
             with phase("begin"):
-                self._tell("begin_update")
+                self._together(lambda process: process.call("begin_update"))
             complete = False
             try:
                 place = _joined(self._gather(buffer.place))
                 for bucket, data in self._transfer.fill(weights, buffer):
                     with phase("load", tensors=len(bucket["names"])):
                         self._update(bucket | {"size": buffer.size, "place": place}, data)
-                        self._meet()
                 complete = True
             finally:  # after a failure, which is the one to tell of, finishing may fail too
                 with phase("finish"), nullcontext() if complete else suppress(RolloutError):
-                    self._tell("finish_update", keeps_kv=keeps_kv and complete)
-        self._meet()
+                    self._together(
+                        lambda process: process.call("finish_update", keeps_kv=keeps_kv and complete)
+                    )
         self._engine.loaded = True
 
     def _update(self, bucket: Bucket, data: Tensor) -> None:
-        """Have the engine load a bucket, whose bytes are `data`; the first rank of the shard does."""
-        if self._process is not None:
+        """Have the engine load a bucket, whose bytes are `data`."""
+
+        def update(process: RecoveringEngine) -> None:
             with self._transfer.keeping(bucket, data) as again:
-                self._process.ask(Call("update", {"bucket": bucket}), Call("update", {"bucket": again}))
+                process.ask(Call("update", {"bucket": bucket}), Call("update", {"bucket": again}))
+
+        self._together(update)
+
+    def _together(self, act: Callable[[RecoveringEngine], object]) -> None:
+        """Have the first rank of the shard do something with the process; all of it go on, or none does.
+
+        RolloutError on every rank if that failed. A rank that alone went on would wait for the others where
+        they do not come: they take part in the rest of a sync that has failed, which is collective too.
+        """
+        failure: RolloutError | None = None
+        if self._process is not None:
+            try:
+                act(self._process)
+            except RolloutError as error:
+                failure = error
+        told = self.share(failure is not None)
+        if failure is not None:
+            raise failure
+        if told:
+            raise RolloutError(f"rollout engine {self.name!r} failed on rank {self._shard[0]}")
 
     def lose_weights(self) -> None:
         """See Policy."""
