@@ -67,21 +67,18 @@ def check_tools_here(multi_turn: MultiTurnConfig, who: str) -> None:
 
 
 def code_of_tools(multi_turn: MultiTurnConfig) -> list[str]:
-    """The references of tools that are code of the user's, and commands of servers. Errors of check_tool_file."""
-    found = []
-    for entry, where, folder in _entries(multi_turn, "the run"):
-        for kind, name in (("function", "function"), ("class_name", "class")):
-            if kind in entry:
-                found.append(_reference(entry[kind], where, folder, name))
-        if "command" in entry.get("mcp", {}):
-            found.append(entry["mcp"]["command"])
-    return found
+    """The references of tools that are code of the user's. Errors of check_tool_file."""
+    return [
+        _reference(entry[kind], where, folder, "function" if kind == "function" else "class")
+        for entry, where, folder in _entries(multi_turn, "the run")
+        for kind in ("function", "class_name")
+        if kind in entry
+    ]
 
 
-def services_of_tools(multi_turn: MultiTurnConfig) -> list[str]:
-    """The addresses of servers that have tools. Errors of check_tool_file."""
-    servers = (entry.get("mcp", {}) for entry, _, _ in _entries(multi_turn, "the run"))
-    return [server["url"] for server in servers if "url" in server]
+def servers_of_tools(multi_turn: MultiTurnConfig) -> list[dict[str, Any]]:
+    """The settings of servers that have tools. Errors of check_tool_file."""
+    return [entry["mcp"] for entry, _, _ in _entries(multi_turn, "the run") if "mcp" in entry]
 
 
 def _check_source(entry: dict[str, Any], who: str, folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from siirl.addresses import is_loopback
-from siirl.agents.tool_files import code_of_tools, services_of_tools
+from siirl.agents.tool_files import code_of_tools, servers_of_tools
 from siirl.compiler.plan import Plan, StagePlan
 from siirl.config import Config
 from siirl.config.resolve import get
@@ -28,6 +28,8 @@ from siirl.sandbox.box import strongest_isolation
 
 REFERENCE = re.compile(r"(?!\d)[\w./~-]+:[A-Za-z_]\w*")
 """Code of the user's, as keys name it: file.py:name or pkg.mod:name."""
+OPENENV = "openenv:"
+"""Before the address of an environment that runs elsewhere."""
 HERE, CLUSTER = "users and programs of this machine", "whoever reaches the machine"
 SHUT_IN = "Beside strangers: in a container of your own"
 FIREWALL = "Let only the machines of the run reach each other"
@@ -169,20 +171,32 @@ def prometheus(run: Subject) -> Iterator[Line]:
 def services(run: Subject) -> Iterator[Line]:
     """Services that the run asks: prompts, answers and tokens go there."""
     told = set()
+    for stage in run.stages():
+        path = str(stage.options.get("env_path") or "")
+        if path.startswith(OPENENV):
+            yield _service(f"environment {path}", path.removeprefix(OPENENV))
     for who, cfg in run.configs():
         urls = {name: get(cfg, name) for name in all_keys() if name.endswith(".url")}
         urls["reward_model.sandbox_fusion.url"] = (cfg.reward_model.sandbox_fusion or {}).get("url")
         multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
         if multi_turn.enable:
-            urls |= {f"MCP server {url}": url for url in services_of_tools(multi_turn)}
+            urls |= {
+                f"MCP server {server['url']}": server["url"]
+                for server in servers_of_tools(multi_turn)
+                if "url" in server
+            }
         for name, url in urls.items():
             if not isinstance(url, str) or not url or (name, url) in told:
                 continue
             told.add((name, url))
-            parts = urlsplit(url)
-            plain = parts.scheme == "http" and not is_loopback(parts.hostname or "")
-            found = f"{parts.scheme}://{parts.hostname}" + (": anybody on the way can read" if plain else "")
-            yield Line(plain, f"{who}{name}", found, "Use https://" if plain else "")
+            yield _service(f"{who}{name}", url)
+
+
+def _service(what: str, url: str) -> Line:
+    parts = urlsplit(url)
+    plain = parts.scheme in ("http", "ws") and not is_loopback(parts.hostname or "")
+    found = f"{parts.scheme}://{parts.hostname}" + (": anybody on the way can read" if plain else "")
+    return Line(plain, what, found, f"Use {parts.scheme}s://" if plain else "")
 
 
 def user(run: Subject) -> Iterator[Line]:
@@ -228,6 +242,12 @@ def _code(run: Subject) -> Iterator[tuple[str, str]]:
         multi_turn = cfg.actor_rollout_ref.rollout.multi_turn
         if multi_turn.enable:
             yield from ((f"tool {reference}", thread) for reference in code_of_tools(multi_turn))
+            commands = (server.get("command") for server in servers_of_tools(multi_turn))
+            yield from (
+                (f"MCP server {command!r}", "is a process beside each worker")
+                for command in commands
+                if command
+            )
     for node in run.plan.nodes.values():
         if node.executable is not None:
             yield node.executable, worker
@@ -235,7 +255,7 @@ def _code(run: Subject) -> Iterator[tuple[str, str]]:
         for reference in (stage.until, stage.route, stage.options.get("process_path")):
             if reference is not None:
                 yield reference, worker
-        if stage.options.get("env_path"):
+        if stage.options.get("env_path") and not stage.options["env_path"].startswith(OPENENV):
             yield f"environment {stage.options['env_path']}", thread
     for interaction in run.plan.interactions.values():
         if (program := interaction.program) and not program["is_function"]:

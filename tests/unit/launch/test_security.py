@@ -17,6 +17,8 @@ GRPO = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
 TOOL = """
 tools:
   - builtin: calculator
+  - mcp: {command: python server.py}
+  - mcp: {url: http://tools.example/mcp}
   - function: tools.py:shout
     tool_schema: {type: function, function: {name: shout, parameters: {type: object}}}
 """
@@ -92,6 +94,8 @@ def test_tools_environments_and_programs_are_named_with_where_they_run(tmp_path,
     )
     assert "threads of the workers" in said[f"environment {tmp_path}/env.py:World"][1]
     assert f"{tmp_path}/env.py:World" not in said
+    assert "a process beside each worker" in said["MCP server 'python server.py'"][1]
+    assert said["MCP server http://tools.example/mcp"][0]
     assert "threads of the workers" in said[f"tool {tmp_path}/tools.py:shout"][1]
     said = lines_of(capsys, "actor_rollout_ref.serve.command=agent --fast", *GRPO)
     assert "a process for each episode" in said["program 'agent --fast'"][1]

@@ -26,6 +26,7 @@ from siirl.engines.rollout.vllm.messages import (
     Start,
     Stop,
 )
+from siirl.engines.rollout.vllm.temporary import TemporaryFolder
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.logs import last_lines
 
@@ -68,11 +69,12 @@ class EngineProcess:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         clean = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+        self._temporary = TemporaryFolder()
         with log_path.open("ab") as log, theirs:
             self._log_offset = log.tell()
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "siirl.engines.rollout.vllm.server", str(theirs.fileno())],
-                env=clean | env,
+                env=clean | self._temporary.environment() | env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -207,6 +209,7 @@ class EngineProcess:
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+        self._temporary.close()
 
     def _death(self, kind: str) -> EngineLost:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -42,6 +42,7 @@ from siirl.engines.rollout.vllm.messages import (
     Stop,
     Submit,
 )
+from siirl.engines.rollout.vllm.temporary import forget_shared_memory
 from siirl.errors import UserError
 from siirl.observe.printable import printable
 
@@ -94,6 +95,7 @@ class Server:
                 from siirl.engines.rollout.vllm.native import NativeEngine
 
                 self._engine = NativeEngine(arguments)
+                forget_shared_memory()
             case Call(method, arguments):
                 answer = Done(getattr(self._engine, method)(**arguments))
             case Generate():

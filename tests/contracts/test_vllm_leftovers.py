@@ -1,0 +1,67 @@
+"""A vLLM engine on the CPU leaves nothing on the machine, however it ends."""
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from fixtures_tiny import make_tiny_model_dir
+
+from siirl.config import load_config
+from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment
+from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.vllm.messages import Start
+from siirl.engines.train.hf_model import load_hf_config
+
+pytest.importorskip("vllm")
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return make_tiny_model_dir(path, vocab=24, init_std=0.3, head_dim=32, max_positions=256, tokenizer=False)
+
+
+def shared_memory(pid):
+    """Paths below /dev/shm that a process and its children have mapped; one without a name is "(deleted)"."""
+    processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    lines = [line for one in processes for line in Path(f"/proc/{one.pid}/maps").read_text().splitlines()]
+    return {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/psm_" in line}
+
+
+@pytest.mark.parametrize(("ranks", "end"), [(1, "close"), (2, "close"), (2, "kill")])
+def test_an_engine_leaves_no_file_no_socket_and_no_shared_memory(
+    ranks, end, model_dir, tmp_path, public_path, monkeypatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(public_path))
+    monkeypatch.setenv("TMPDIR", str(public_path))
+    cfg = load_config(
+        [
+            "actor_rollout_ref.rollout.name=vllm",
+            f"actor_rollout_ref.model.path={model_dir}",
+            "actor_rollout_ref.rollout.dtype=float32",
+            "actor_rollout_ref.rollout.max_model_len=256",
+        ]
+    )
+    cpu = torch.device("cpu")
+    arguments = engine_arguments(cfg, str(model_dir), load_hf_config(cfg.actor_rollout_ref.model), ranks, cpu)
+    process = EngineProcess("engine", engine_environment(ranks, cpu, []), tmp_path / "vllm.log", 500.0)
+    process.ask(Start(arguments))
+    mapped = shared_memory(process.pid)
+    assert all("(deleted)" in path for path in mapped) and bool(mapped) == (ranks > 1)
+    parts = process.call("read_tensor", name="model.norm.weight")
+    assert len(parts) == ranks, "its processes talk"
+    if end == "kill":
+        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
+    else:
+        process.close()
+    until_s = time.monotonic() + 20
+    while left := [path for path in public_path.iterdir() if "torchinductor" not in path.name]:
+        assert time.monotonic() < until_s, left
+        time.sleep(0.1)
