@@ -2,9 +2,9 @@
 
     python benchmarks/fit_costs.py
 
-Reads benchmarks/results, prints the constants of siirl/compiler/cost/devices.py as they are fitted, and the
-table of docs/tuning.md: what that file predicts against what was measured, of the files that were fitted to
-and of those held out.
+Reads benchmarks/results, prints the constants of siirl/compiler/cost/device_kinds.py as they are fitted, and
+the table of docs/tuning.md: what that file predicts against what was measured, of the files that were fitted
+to and of those held out.
 Runs without torch and without a device. A step's time is a sum of amounts of work over rates, so the fit is
 least squares of relative errors.
 """
@@ -22,7 +22,7 @@ from backends_gpu import SHAPES as BACKEND_SHAPES
 from grpo_gpu import COMMON, HERE, SHAPES, overrides
 
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.cost.devices import H200, DeviceKind
+from siirl.compiler.cost.device_kinds import H200, DeviceKind
 from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.plan import Plan
 from siirl.config import Config, load_config

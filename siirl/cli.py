@@ -15,7 +15,7 @@ from pathlib import Path
 
 from siirl import main_dag
 from siirl.command_line import add_config_arguments, parse_settings, print_text, user_errors
-from siirl.commands.arguments import add_commands
+from siirl.commands.command_arguments import add_commands
 from siirl.compiler.plan_warnings import plan_notes
 from siirl.completion import complete
 from siirl.config.load import read_config

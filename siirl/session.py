@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from siirl import main_dag
-from siirl.compiler.cost.devices import chosen_device
+from siirl.compiler.cost.device_kinds import chosen_device
 from siirl.compiler.cost.step_time import step_time
 from siirl.compiler.cost.work import row_tokens
 from siirl.compiler.plan import Plan

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.cost.devices import DeviceKind, chosen_device
+from siirl.compiler.cost.device_kinds import DeviceKind, chosen_device
 from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.cost.work import RowTokens, row_tokens
 from siirl.compiler.memory.estimate import GIB, read_shape

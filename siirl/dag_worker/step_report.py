@@ -18,7 +18,7 @@ from siirl.observe.metrics import Metrics
 from siirl.observe.sinks import Sinks
 from siirl.observe.spans import waiting
 from siirl.observe.summary import closing_summary
-from siirl.parallel.tree import join_on_first
+from siirl.parallel.join_tree import join_on_first
 from siirl.show.conversation_page import write_page
 from siirl.show.conversation_text import split_episodes
 

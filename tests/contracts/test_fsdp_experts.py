@@ -51,7 +51,8 @@ def grouped(counts: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, 
 @pytest.mark.parametrize("counts", [(5, 0, 9, 1), (0, 0, 15, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_grouped_product_equals_that_of_each_expert(counts, dtype):
-    from siirl.engines.train.experts import GroupedProduct, grouped_product
+    from siirl.engines.train.grouped_product import GroupedProduct
+    from siirl.engines.train.hf_experts import grouped_product
 
     x_SD, weight_EOD, ends_E = grouped(counts, dtype)
     expert_S = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
@@ -59,7 +60,7 @@ def test_a_grouped_product_equals_that_of_each_expert(counts, dtype):
     along = torch.randn_like(expected)
     wanted = torch.autograd.grad((expected * along).sum(), [x_SD, weight_EOD])
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.1, "rtol": 0.02}
-    for result in (grouped_product(x_SD, weight_EOD, ends_E), GroupedProduct.apply(x_SD, weight_EOD, ends_E)):
+    for result in (grouped_product(x_SD, weight_EOD, ends_E), GroupedProduct.apply(x_SD, ends_E, weight_EOD)):
         torch.testing.assert_close(result.float(), expected, **close)
         found = torch.autograd.grad((result * along).sum(), [x_SD, weight_EOD])
         for ours, theirs in zip(found, wanted, strict=True):

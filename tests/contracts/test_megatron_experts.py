@@ -27,7 +27,8 @@ def model_dir() -> str:
 @pytest.mark.parametrize("counts", [(5, 0, 9, 1), (0, 0, 15, 0), (0, 0, 0, 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_grouped_product_equals_that_of_each_expert(counts, dtype):
-    from siirl.engines.train.megatron.experts import GroupedProduct, grouped_linear
+    from siirl.engines.train.grouped_product import GroupedProduct
+    from siirl.engines.train.megatron.grouped_experts import grouped_linear
 
     torch.manual_seed(0)
     weights = [torch.randn(16, 24).to(dtype).requires_grad_() for _ in counts]

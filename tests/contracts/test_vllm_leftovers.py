@@ -34,7 +34,14 @@ def shared_memory(pid):
     return {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm/psm_" in line}
 
 
-@pytest.mark.parametrize(("ranks", "end"), [(1, "close"), (2, "close"), (2, "kill")])
+ENDS = [
+    pytest.param(1, "close", marks=pytest.mark.slow),
+    pytest.param(2, "close", marks=pytest.mark.slow),
+    (2, "kill"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "end"), ENDS)
 def test_an_engine_leaves_no_file_no_socket_and_no_shared_memory(
     ranks, end, model_dir, tmp_path, public_path, monkeypatch
 ):

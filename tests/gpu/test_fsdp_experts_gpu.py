@@ -14,7 +14,7 @@ from fixtures_tiny import make_tiny_model_dir
 from job_harness import ROOT, Finished, Inputs, overrides
 from train_engine_cases import Scenario
 
-from siirl.engines.train.experts import grouped_product
+from siirl.engines.train.hf_experts import grouped_product
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""`make check` finds circles of imports wherever they hide; and names of test files that are not unique."""
+"""`make check` finds circles of imports wherever they hide; and names of files that are not unique."""
 
 import importlib.util
 from collections import Counter
@@ -70,4 +70,10 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig):
 
 def test_no_two_test_files_have_one_name():
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
+    assert [name for name, number in names.items() if number > 1] == []
+
+
+def test_no_two_files_of_different_rooms_have_one_name():
+    everywhere = {"__init__.py", "base.py"}
+    names = Counter(path.name for path in (ROOT / "siirl").rglob("*.py") if path.name not in everywhere)
     assert [name for name, number in names.items() if number > 1] == []

@@ -18,8 +18,8 @@ from aiohttp import web
 
 from siirl.agents.outside import chat_wire, messages_wire
 from siirl.agents.outside.chat_wire import Asked, BadRequest, Said, returned_reward, reward_of
+from siirl.agents.outside.episode_session import FLOODED, HUNG, Session
 from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
-from siirl.agents.outside.session import FLOODED, HUNG, Session
 from siirl.errors import EpisodeFailed
 from siirl.strangers import MOST_STRANGERS, Strangers
 

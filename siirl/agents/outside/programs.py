@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.agents.outside.endpoint import Endpoint
+from siirl.agents.outside.episode_session import Session
 from siirl.agents.outside.program import Command, Program, Routine, SessionInfo, Start
-from siirl.agents.outside.session import Session
 from siirl.agents.runner import Game, Played
 from siirl.agents.tool_parsers import ToolParser
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from siirl.compiler.backends import backend_of
-from siirl.compiler.cost.devices import DEVICES, DeviceKind
+from siirl.compiler.cost.device_kinds import DEVICES, DeviceKind
 from siirl.compiler.cost.work import RowTokens, Work, model_pass, rollout_work, sync_work
 from siirl.compiler.memory.estimate import BYTES, GIB, ModelShape, read_shape
 from siirl.compiler.memory.phases import engine_rows

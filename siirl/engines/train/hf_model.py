@@ -20,7 +20,7 @@ from siirl.compiler.model_types import known_types, why_not
 from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
 from siirl.engines.train.attention import PACKED_ATTENTION
-from siirl.engines.train.experts import GROUPED_EXPERTS
+from siirl.engines.train.hf_experts import GROUPED_EXPERTS
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files, model_dir
 

@@ -304,7 +304,7 @@ def test_a_program_that_hangs_is_ended_at_its_deadline():
 def test_waiting_for_the_policy_does_not_count_against_a_program(monkeypatch):
     passed_s = [0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s[0])
-    monkeypatch.setattr("siirl.agents.outside.session.time", clock)
+    monkeypatch.setattr("siirl.agents.outside.episode_session.time", clock)
 
     async def waits(number):
         passed_s[0] += 1000

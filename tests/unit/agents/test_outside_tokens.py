@@ -12,7 +12,7 @@ from outside_cases import episode, game_of
 from siirl.agents.contexts import Limits
 from siirl.agents.outside import messages_wire
 from siirl.agents.outside.chat_wire import BadRequest, Said, asked_of, completion
-from siirl.agents.outside.session import Session
+from siirl.agents.outside.episode_session import Session
 from siirl.agents.policy import Generated
 from siirl.agents.runner import Played, turn_seed
 from siirl.agents.tool_parsers import hermes

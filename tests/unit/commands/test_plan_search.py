@@ -7,7 +7,7 @@ import pytest
 
 from siirl.cli import main
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.cost.devices import H200
+from siirl.compiler.cost.device_kinds import H200
 from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.memory.estimate import GIB
 from siirl.compiler.memory.phases import memory_lines, phase_peaks

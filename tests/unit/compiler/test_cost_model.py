@@ -10,7 +10,7 @@ from plan_cases import add_agent, config
 
 from siirl.cli import main
 from siirl.compiler.compile import compile_plan, load_dag
-from siirl.compiler.cost.devices import DEVICES, H200
+from siirl.compiler.cost.device_kinds import DEVICES, H200
 from siirl.compiler.cost.step_time import StepTime, step_time
 from siirl.compiler.cost.work import RowTokens, model_pass, sync_work
 from siirl.compiler.memory.estimate import model_shape, read_shape

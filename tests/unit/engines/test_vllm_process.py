@@ -23,8 +23,8 @@ from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.vllm import engine_process
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, physical_gpu
+from siirl.engines.rollout.vllm.beating_channel import BeatingChannel
 from siirl.engines.rollout.vllm.engine_process import EngineLost, EngineProcess
-from siirl.engines.rollout.vllm.heartbeat import BeatingChannel
 from siirl.engines.rollout.vllm.messages import (
     Beat,
     Call,

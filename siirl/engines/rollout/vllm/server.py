@@ -23,7 +23,7 @@ from typing import Any
 
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.engines.rollout.vllm.heartbeat import BeatingChannel
+from siirl.engines.rollout.vllm.beating_channel import BeatingChannel
 from siirl.engines.rollout.vllm.messages import (
     Abort,
     Alive,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from siirl.compiler.plan import Head
-from siirl.engines.train.megatron.experts import GroupedExperts
+from siirl.engines.train.megatron.grouped_experts import GroupedExperts
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token
 from siirl.engines.train.megatron.scope import MegatronScope

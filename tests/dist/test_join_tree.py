@@ -8,22 +8,22 @@ from dist_harness import run_workers
 
 from siirl.dag_worker.step_report import _first_parts, _merged
 from siirl.observe.metrics import Metrics
-from siirl.parallel import tree
+from siirl.parallel import join_tree
 
 
 def join(rank: int, world_size: int, fan_in: int) -> tuple:
-    tree.FAN_IN = fan_in
+    join_tree.FAN_IN = fan_in
     mine = Metrics()
     mine.mean("score", rank * 2.5, 2 + rank)
     mine.sum("tokens", 0.1 * rank)
     mine.max("longest", rank)
     if rank == world_size - 1:
         mine.min("of_the_last", 7)
-    joined = tree.join_on_first(mine, _merged, dist.group.WORLD)
+    joined = join_tree.join_on_first(mine, _merged, dist.group.WORLD)
     keep = partial(_first_parts, most=3)
-    texts = tree.join_on_first({rank: [f"{rank}a", f"{rank}b"]} if rank else {}, keep, dist.group.WORLD)
+    texts = join_tree.join_on_first({rank: [f"{rank}a", f"{rank}b"]} if rank else {}, keep, dist.group.WORLD)
     own = dist.new_group([1, 2]) if world_size > 2 else None
-    pair = tree.join_on_first([rank], list.__add__, own) if rank in (1, 2) and own else None
+    pair = join_tree.join_on_first([rank], list.__add__, own) if rank in (1, 2) and own else None
     return joined and joined.entries, texts, pair
 
 

@@ -70,7 +70,7 @@ def _eval(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _chat(args: argparse.Namespace, _overrides: list[str]) -> int:
-    from siirl.commands.chat import Sampling, chat
+    from siirl.commands.chat_command import Sampling, chat
 
     sampling = Sampling(args.temperature, args.max_tokens, args.seed)
     return chat(args.model, args.agent, args.system, sampling)

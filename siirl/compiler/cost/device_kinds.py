@@ -100,7 +100,7 @@ def device_kind(name: str) -> DeviceKind:
     if found is None:
         raise ConfigError(
             f"--device {name}: nothing is known of it: no step was measured on it, and its data sheet is not "
-            f"in the table (siirl/compiler/cost/devices.py). {suggest(name, DEVICES)} "
+            f"in the table (siirl/compiler/cost/device_kinds.py). {suggest(name, DEVICES)} "
             f"Known: {', '.join(DEVICES)}."
         )
     return found

@@ -17,6 +17,8 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn.functional import silu
 
+from siirl.engines.train.grouped_product import GroupedProduct, expert_by_expert
+
 
 class GroupedExperts(SequentialMLP):
     """SequentialMLP with grouped products; the router's weights are applied between the two matrices."""
@@ -45,8 +47,7 @@ def grouped_linear(x_TK: Tensor, weights_NK: Sequence[Tensor], counts: Sequence[
     token, expert by expert.
     """
     if x_TK.dtype != torch.bfloat16 or not len(x_TK):
-        parts = x_TK.split(list(counts))
-        return torch.cat([part @ weight.t() for part, weight in zip(parts, weights_NK, strict=True)])
+        return expert_by_expert(x_TK, weights_NK, counts)
     library = grouped_gemm() if x_TK.is_cuda else None
     if library is not None:
         sizes = torch.tensor(counts, dtype=torch.int64)
@@ -60,28 +61,3 @@ def grouped_gemm() -> Any:
     """The package of that name; None if it is not installed."""
     found = importlib.util.find_spec("grouped_gemm")
     return importlib.import_module("grouped_gemm") if found else None
-
-
-class GroupedProduct(torch.autograd.Function):
-    """Tokens times their experts' weights by torch._grouped_mm, which wants the weights in one tensor.
-
-    They are copied together for every product: a few hundred megabytes, less than a millisecond on a GPU.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, ends_E: Tensor, *weights_NK: Tensor) -> Tensor:
-        ctx.save_for_backward(x_TK, ends_E, *weights_NK)
-        return torch._grouped_mm(x_TK, torch.stack(weights_NK).transpose(-2, -1), offs=ends_E)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, ends_E, *weights_NK = ctx.saved_tensors
-        grad_TN = grad_TN.contiguous()
-        grad_x = grads = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch._grouped_mm(grad_TN, torch.stack(weights_NK), offs=ends_E)
-        if any(ctx.needs_input_grad[2:]):
-            grad_ENK = torch._grouped_mm(grad_TN.t(), x_TK, offs=ends_E)
-            is_idle_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
-            grads = grad_ENK.masked_fill_(is_idle_E[:, None, None], 0.0).unbind()
-        return grad_x, None, *(grads or [None] * len(weights_NK))

@@ -4,11 +4,11 @@ Legend: N packed tokens, K experts of each, S = N K pairs in the order of their 
 size, O outputs of a product.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from siirl.engines.train.grouped_product import GroupedProduct, expert_by_expert
 
 GROUPED_EXPERTS = "siirl_grouped"
 """Name under which transformers finds `grouped_experts`."""
@@ -47,30 +47,6 @@ def grouped_product(x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
     In bf16 on CUDA by torch's grouped product, otherwise expert by expert.
     """
     if x_SD.is_cuda and x_SD.dtype == torch.bfloat16:
-        return GroupedProduct.apply(x_SD, weight_EOD, ends_E)
+        return GroupedProduct.apply(x_SD, ends_E, weight_EOD)
     counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
-    parts = zip(x_SD.split(counts), weight_EOD.unbind(), strict=True)
-    return torch.cat([rows @ weight_OD.t() for rows, weight_OD in parts])
-
-
-class GroupedProduct(torch.autograd.Function):
-    """torch._grouped_mm, whose gradient of an expert without rows is memory that nobody wrote to on some
-    devices (pytorch/pytorch#172439): it is zero here."""
-
-    @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
-        ctx.save_for_backward(x_SD, weight_EOD, ends_E)
-        return torch._grouped_mm(x_SD, weight_EOD.transpose(1, 2), offs=ends_E)
-
-    @staticmethod
-    def backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_SD, weight_EOD, ends_E = ctx.saved_tensors
-        grad_SO = grad_SO.contiguous()
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch._grouped_mm(grad_SO, weight_EOD, offs=ends_E)
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch._grouped_mm(grad_SO.t(), x_SD, offs=ends_E)
-            is_idle_E = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
-            grad_weight = grad_weight.masked_fill_(is_idle_E[:, None, None], 0.0)
-        return grad_x, grad_weight, None
+    return expert_by_expert(x_SD, weight_EOD.unbind(), counts)
