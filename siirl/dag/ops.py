@@ -198,7 +198,8 @@ def _actor_train_reads(cfg: Config) -> Names:
     actor = cfg.actor_rollout_ref.actor
     entropy = ("old_entropy",) if actor.picks_by_entropy else ()
     prompt = ("group_id",) if actor.loss_agg_mode == "prompt-mean" else ()
-    return ("row_id", *_TOKENS, "rollout_log_prob", *old, *entropy, *ref, "advantage", *prompt)
+    read = ("row_id", "sample_index", *_TOKENS, "rollout_log_prob", *old, *entropy, *ref, "advantage")
+    return (*read, *prompt)
 
 
 def _old_log_prob_writes(cfg: Config) -> Names:
@@ -321,7 +322,7 @@ ADVANTAGE = OpSpec(
     _advantage_writes,
     "advantage:advantage",
     split="group",
-    in_episodes=(*EPISODE, "env_reward"),
+    in_episodes=("sample_index", *EPISODE, "env_reward"),
     credits=True,
 )
 OLD_LOG_PROB = OpSpec(

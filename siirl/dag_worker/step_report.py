@@ -7,26 +7,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from siirl.config import Config
 from siirl.dag_worker.worker import DAGWorker
+from siirl.nodes.trained_tokens import MOST_ROWS, Found, sample_records
 from siirl.observe.curve import METRICS_FILE, reward_curve_png
 from siirl.observe.derived import derived_metrics
 from siirl.observe.flops import mfu
 from siirl.observe.loggers import tensorboard_dir
 from siirl.observe.metrics import Metrics
-from siirl.observe.sinks import Sinks
+from siirl.observe.sinks import Sinks, write_json_lines
 from siirl.observe.spans import waiting
 from siirl.observe.summary import closing_summary
 from siirl.parallel.join_tree import join_on_first
 from siirl.show.conversation_page import write_page
-from siirl.show.conversation_text import split_episodes
+from siirl.show.conversation_text import CHAT, WANTED, split_episodes
 
 MOST_SAMPLES = 64
 """That are shown of a step, where not all are kept."""
 
 PAGES = "conversations"
 """Folder of the pages in a run's output."""
+
+TOKENS = "rollouts/tokens"
+"""Folder of what sampled rows were trained with."""
 
 
 class Report:
@@ -48,24 +53,44 @@ class Report:
                 values = joined.values()
                 self._sinks.log(step, values | derived_metrics(values) | self._rates(values))
 
-    def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> None:
+    def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Give sampled rollouts to the sinks, and draw the conversations of a validation.
 
-        Those of all ranks where all are kept, else of the first ranks that have MOST_SAMPLES.
+        Those of all ranks where all are kept, else of the first ranks that have MOST_SAMPLES. Returns their
+        rows to rank 0.
         """
         worker, parts = self._worker, {self._worker.rank: samples} if samples else {}
         limit = worker.sample_limit
         most = math.inf if limit < 0 else max(MOST_SAMPLES, limit)
-        parts = self._join(parts, partial(_first_parts, most=most))
+        parts = self._join(parts, partial(_first_parts, most=most)) or {}
+        sampled = [row for part in parts.values() for row in part]
         if self._sinks is not None and parts:
-            rows = [row for part in parts.values() for row in part]
-            rows, episodes = split_episodes(rows)
+            rows, episodes = split_episodes(sampled)
             self._sinks.text(step, kind, rows)
             if episodes and kind == "validation":
                 cfg = self._worker.cfg
                 path = Path(cfg.trainer.output_dir).expanduser() / PAGES / f"step_{step}.html"
                 title = run_title(cfg, self._worker.plan.dag_id)
                 write_page(path, episodes, f"{title}: {kind}, step {step}")
+        return sampled
+
+    def trained_tokens(self, step: int, sampled: list[dict[str, Any]]) -> None:
+        """Write what the sampled rows of a step were trained with, in the steps in which ops keep that.
+
+        sampled: what `samples` gave. Rank 0 tells all which rows they are: about 100 bytes each.
+        """
+        kept, world = self._worker.trained, self._worker.groups.world
+        if kept is None:
+            return
+        with self._worker.observer.span("report", step):
+            wanted = [[row[CHAT][WANTED] for row in sampled if WANTED in row.get(CHAT, {})][:MOST_ROWS]]
+            with waiting():
+                dist.broadcast_object_list(wanted, group=world, device=torch.device("cpu"), group_src=0)
+            found = self._join(kept.found(wanted[0]), Found.and_those) if wanted[0] else None
+            if found is not None and found.records:
+                output_dir = Path(self._worker.cfg.trainer.output_dir).expanduser()
+                write_json_lines(output_dir / TOKENS / f"step_{step}.jsonl", sample_records(wanted[0], found))
+        self._worker.trained = None
 
     def close(self) -> None:
         if self._sinks is not None:

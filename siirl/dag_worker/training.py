@@ -26,6 +26,7 @@ from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
 from siirl.dag_worker.worker import DAGWorker
 from siirl.errors import CheckpointError, NumericsError
+from siirl.nodes.trained_tokens import TrainedTokens
 from siirl.observe.loggers import make_sinks
 from siirl.observe.metrics import Metrics
 from siirl.observe.run_progress import record_begin, record_end
@@ -115,7 +116,8 @@ class Training:
         while self.step < self.total_steps and not trainer.val_only:
             self.step += 1
             train_metrics = self.train_step()
-            report.samples(self.step, "train", self.samples)
+            shown = report.samples(self.step, "train", self.samples)
+            report.trained_tokens(self.step, shown)
             val_metrics = self.validate() if self._due(trainer.test_freq) else Metrics()
             report.samples(self.step, "validation", self.samples if val_metrics.entries else [])
             saved = self.save_if_due() if trains else Metrics()
@@ -133,6 +135,8 @@ class Training:
     def train_step(self) -> Metrics:
         """One step of the plan; metrics of this rank, times included."""
         self.worker.sample_limit = self._train_samples()
+        tells = self._samples_due() and not self.cfg.trainer.rollout_only
+        self.worker.trained = TrainedTokens() if tells else None
         self.worker.observer.begin_step()
         record = run_step(self.steps, self.worker, self.step)
         metrics, self.samples = record.metrics, record.samples
@@ -363,7 +367,10 @@ class Training:
     def _train_samples(self) -> int:
         if self.cfg.trainer.rollout_data_dir:
             return -1
-        return SAMPLES_PER_REPORT if self.step % STEPS_BETWEEN_SAMPLES == 1 else 0
+        return SAMPLES_PER_REPORT if self._samples_due() else 0
+
+    def _samples_due(self) -> bool:
+        return self.step % STEPS_BETWEEN_SAMPLES == 1
 
     def _make_sinks(self):
         trainer = self.cfg.trainer

@@ -33,6 +33,7 @@ from siirl.nodes.context import LocalNode, Moment, Op, OpContext, Peers, Samples
 from siirl.nodes.interaction import Interaction, build_interaction
 from siirl.nodes.services import SERVICES, OnRank, built_in, find_op
 from siirl.nodes.streams import Streams
+from siirl.nodes.trained_tokens import TrainedTokens
 from siirl.observe.columns import ENGINE_RESTARTS
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note, waiting
@@ -76,6 +77,7 @@ class DAGWorker:
         sections = (plan.instructions, plan.validation)
         self._numbers = {id(ins): index for section in sections for index, ins in enumerate(section)}
         self.sample_limit = 0  # rows of each reward node to keep as text this step; -1: all
+        self.trained: TrainedTokens | None = None  # what ops say of this step's tokens, if it is written
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.train_engines: dict[str, TrainEngine] = {}
         self.rollout_engines: dict[str, RolloutEngine] = {}
@@ -233,6 +235,7 @@ class DAGWorker:
             Metrics(),
             Samples(record.samples if is_shard_leader else [], self.sample_limit),
             tuple(key.name for key in ins.writes) if isinstance(ins, Run) else (),
+            trained=None if record.validate else self.trained,
         )
 
     def buffer_states(self) -> dict[str, list[dict[str, Any]]]:

@@ -33,9 +33,11 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
         return TensorDict({}, batch_size=rows.batch_size)
     actor, rollout = ctx.cfg.actor_rollout_ref.actor, ctx.cfg.actor_rollout_ref.rollout
     outputs = ("log_prob", "entropy", *(("full_kl",) if uses_full_kl(ctx.cfg) else ()))
-    recomputes, loss_fn = actor.recompute_old_log_prob, make_loss_fn(ctx.cfg)
+    kept = None if ctx.trained is None else ctx.trained.keep(ctx.agent, rows, ctx.tokenizer)
+    recomputes, loss_fn = actor.recompute_old_log_prob, make_loss_fn(ctx.cfg, kept)
     for number, mine_B in enumerate(policy_mini_batches(ctx, rows)):
         mini_batch, loss = rows[mine_B], loss_fn
+        mini_batch["place"] = mine_B.nonzero().squeeze(1)
         if actor.loss.picks_tokens:
             mini_batch["picked"] = _picked(ctx, mini_batch)
         if actor.picks_by_entropy:
@@ -46,7 +48,7 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
         if number == 0 and recomputes and not _has_old(mini_batch):
             mini_batch = mini_batch.exclude("old_log_prob")
             if actor.ppo_epochs > 1:
-                old_BT, loss = _kept(rows, mini_batch, mine_B, loss_fn)
+                old_BT, loss = _kept(rows, loss_fn)
                 rows = rows.copy().set("old_log_prob", old_BT)
         metrics = engine.train_mini_batch(mini_batch, loss, outputs, rollout.temperature)
         ctx.metrics.merge(metrics, "actor/")
@@ -59,7 +61,7 @@ def _has_old(rows: TensorDict) -> bool:
     return "old_log_prob" in rows.keys() and not bool(rows["old_log_prob"].isnan().any())
 
 
-def _kept(rows: TensorDict, first: TensorDict, first_B: Tensor, loss_fn: LossFn) -> tuple[Tensor, LossFn]:
+def _kept(rows: TensorDict, loss_fn: LossFn) -> tuple[Tensor, LossFn]:
     """Old log-probs [B, T] of all `rows`, and a loss that fills in those of the first mini-batch.
 
     They are the log-probs that its optimizer step computes, before it: later epochs need them.
@@ -67,7 +69,6 @@ def _kept(rows: TensorDict, first: TensorDict, first_B: Tensor, loss_fn: LossFn)
     old_BT = torch.full(rows["response_ids"].shape, torch.nan)
     if "old_log_prob" in rows.keys():
         old_BT = rows["old_log_prob"].clone()
-    first["place"] = first_B.nonzero().squeeze(1)
 
     def keeping(
         outputs: TokenOutputs, micro_batch: TensorDict, counts: BatchCounts

@@ -20,6 +20,7 @@ from siirl.nodes.interaction_credit import (
     Estimated,
     estimate,
     in_interaction,
+    keep_shares,
     outcome,
     report_turns,
     turn_rewards,
@@ -43,6 +44,7 @@ def advantage(ctx: OpContext, rows: TensorDict) -> TensorDict:
     if in_interaction(rows):
         found = estimate(ctx, rows, fields, options)
         report_turns(ctx.metrics, rows, reward_BT, found.advantages.advantage_BT)
+        keep_shares(ctx, rows, reward_BT)
     else:
         who = "algorithm.adv_estimator"
         name = ADVANTAGES.resolve(algorithm.adv_estimator, partial(load_object, who=who))

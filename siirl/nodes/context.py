@@ -15,6 +15,7 @@ from siirl.compiler.plan import NodePlan
 from siirl.config import Config
 from siirl.dag.ops import INFO
 from siirl.data.buffer import RowBuffer
+from siirl.nodes.trained_tokens import TrainedTokens
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import waiting
 
@@ -91,6 +92,9 @@ class OpContext:
 
     others: dict[int, TensorDict] = field(default_factory=dict)
     """In an interaction, what the node reads of other agents' rows of the same episodes: agent -> rows."""
+
+    trained: TrainedTokens | None = None
+    """In a step whose trained tokens are written: where ops leave what they know of them."""
 
     @property
     def node_id(self) -> str:

@@ -16,8 +16,9 @@ from siirl.dag.ops import INFO
 from siirl.data.rows import objects, renamed
 from siirl.errors import RewardError
 from siirl.nodes.context import Op, OpContext
+from siirl.nodes.trained_tokens import wanted_row
 from siirl.rewards.scorer import RewardScorer
-from siirl.show.conversation_text import CHAT, EPISODE
+from siirl.show.conversation_text import CHAT, EPISODE, WANTED
 
 
 def function_reward(
@@ -161,15 +162,17 @@ def show(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
             names = ("agent", "episode_id", "conversation", "ended")
             turn = int(rows["turn_id"][index].max()) if "turn_id" in rows.keys() else None
             episode = {EPISODE: {**{name: extra.get(name, "") for name in names}, "turn": turn}}
+        recorded = {} if ctx.trained is None else {WANTED: wanted_row(ctx.agent, rows, index)}
         ctx.shown.rows.append(
             {
                 **episode,
                 "node": ctx.node_id,
                 "data_source": rows["data_source"][index],
                 "sample_index": int(rows["sample_index"][index]),
+                **({} if ctx.trained is None else {"row_id": int(rows["row_id"][index])}),
                 "score": float(scored["score"][index]),
                 **info,
-                CHAT: {"agent": ctx.agent, "prompt": as_messages(rows["raw_prompt"][index])},
+                CHAT: {"agent": ctx.agent, "prompt": as_messages(rows["raw_prompt"][index]), **recorded},
                 "prompt": as_text(rows["raw_prompt"][index]),
                 "response": response,
                 "ground_truth": str(rows["ground_truth"][index]),

@@ -50,27 +50,47 @@ def outcome(ctx: OpContext, rows: TensorDict) -> Tensor:
     """
     if not in_interaction(rows):
         return rows["score"]
+    return sum(outcome_shares(ctx, rows).values(), torch.zeros(len(rows), dtype=torch.float64)).float()
+
+
+def outcome_shares(ctx: OpContext, rows: TensorDict) -> dict[str, Tensor]:
+    """What `outcome` adds up in an interaction: "own" and "team", float64 [B] each."""
     credit, episode_B, speaker_B = ctx.cfg.algorithm.credit, rows["episode_id"], rows["speaker"]
     own = [Scores(episode_B, speaker_B, rows["score"])] if "score" in rows.keys() else []
-    score_B = torch.zeros(len(rows), dtype=torch.float64)
-    if own:
-        score_B += credit.own * rows["score"].double()
-    team = _team_weight(ctx, rows)
+    own_B = credit.own * rows["score"].double() if own else torch.zeros(len(rows), dtype=torch.float64)
+    team_B, team = torch.zeros_like(own_B), _team_weight(ctx, rows)
     scores = own + [
         Scores(columns["episode_id"], columns["speaker"], columns["score"])
         for columns in ctx.others.values()
         if "score" in columns.keys() and "value" not in columns.keys()
     ]
     if team and scores:
-        score_B += team * team_score(episode_B, speaker_B, join_scores(*scores))
-    if _by_turn(ctx):
-        score_B /= rows_of_episode(episode_B, speaker_B)
-    return score_B.float()
+        team_B = team * team_score(episode_B, speaker_B, join_scores(*scores))
+    parts_B = rows_of_episode(episode_B, speaker_B) if _by_turn(ctx) else 1
+    return {"own": own_B / parts_B, "team": team_B / parts_B}
 
 
 def turn_rewards(ctx: OpContext, rows: TensorDict) -> Tensor | float:
     """What the environment gave for each turn, weighted, fp32 [B, T]; 0 without an interaction."""
     return ctx.cfg.algorithm.credit.turn * rows["env_reward"] if in_interaction(rows) else 0.0
+
+
+def keep_shares(ctx: OpContext, rows: TensorDict, reward_BT: Tensor) -> None:
+    """Leave the parts of each token's reward with what is written of this step's tokens, if it is.
+
+    own, team: of the scores; env: of the environment; shaping: what penalties and a KL add.
+    """
+    if ctx.trained is None:
+        return
+    length_B, width = rows["response_length"], reward_BT.shape[1]
+    shares = {
+        name: score_to_token_reward(share_B.float(), length_B, width)
+        for name, share_B in outcome_shares(ctx, rows).items()
+    }
+    scores_BT = score_to_token_reward(outcome(ctx, rows), length_B, width)
+    shares["env"] = turn_rewards(ctx, rows) + torch.zeros_like(reward_BT)
+    shares["shaping"] = reward_BT - (scores_BT + shares["env"])
+    ctx.trained.keep_shares(ctx.agent, rows, shares)
 
 
 def other_turns(ctx: OpContext, rows: TensorDict) -> Tensor:

@@ -23,6 +23,7 @@ from siirl.config.algorithm_table import LOSSES
 from siirl.config.batch import batch_of
 from siirl.dag.ops import old_log_prob_source
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
+from siirl.nodes.trained_tokens import KeptRows
 from siirl.observe.metrics import MOST_TURNS, Metrics
 from siirl.user_code.load_object import load_object
 
@@ -34,8 +35,15 @@ OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "
 """Rows without the field are trained by the policy that their old log-probs would be of."""
 
 
-def make_loss_fn(cfg: Config) -> LossFn:
-    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL, aggregated by loss_agg_mode."""
+CLIPS = ("clip_fraction", "clip_fraction_lower")
+"""What the stats of policy losses call tokens whose gradient a bound cuts off."""
+
+
+def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
+    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL, aggregated by loss_agg_mode.
+
+    kept: gets what becomes of each token of the rows, which then have a column "place".
+    """
     actor = cfg.actor_rollout_ref.actor
     who = "actor_rollout_ref.actor.policy_loss.loss_mode"
     name = POLICY_LOSSES.resolve(actor.loss_name, partial(load_object, who=who))
@@ -56,6 +64,7 @@ def make_loss_fn(cfg: Config) -> LossFn:
         metrics = Metrics()
         terms = {"pg_loss": policy.loss_BT}
         stats = policy.stats | {"entropy": outputs.entropy_BT.detach()}
+        weight_BT = None
         if correction.is_used:
             log_ratio_BT = old_BT - column["rollout_log_prob"]
             weight_BT = correction_weights(log_ratio_BT, mask_BT, correction)
@@ -69,6 +78,8 @@ def make_loss_fn(cfg: Config) -> LossFn:
         if actor.picks_by_entropy:
             terms["pg_loss"] = torch.where(rows["high_entropy"], terms["pg_loss"], 0)
             stats["high_entropy"] = rows["high_entropy"].to(log_prob_BT.dtype)
+        if kept is not None:
+            kept(rows["place"], _token_columns(log_prob_BT, old_BT, stats, weight_BT))
         if actor.entropy_coeff:
             terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
         if actor.use_kl_loss:
@@ -89,6 +100,22 @@ def make_loss_fn(cfg: Config) -> LossFn:
         return loss, metrics
 
     return loss_fn
+
+
+def _token_columns(
+    log_prob_BT: Tensor, old_BT: Tensor, stats: dict[str, Tensor], weight_BT: Tensor | None
+) -> dict[str, Tensor]:
+    """What readers see of each token: the log-prob that the ratio is to, the ratio, and where there are such,
+    1 where the loss clips, and what its policy loss was multiplied by.
+    """
+    found = {"old_log_prob": old_BT, "ratio": policy_ratio(log_prob_BT.detach(), old_BT)}
+    if clips := [stats[name] for name in CLIPS if name in stats]:
+        found["clip"] = torch.stack([clip_BT.float() for clip_BT in clips]).amax(0)
+    for name, sign in (("opsm_masked", -1), ("high_entropy", 1)):
+        if name in stats:
+            counts_BT = stats[name] if sign > 0 else 1 - stats[name]
+            weight_BT = counts_BT if weight_BT is None else weight_BT * counts_BT
+    return found if weight_BT is None else found | {"weight": weight_BT}
 
 
 def _of_trained(outputs: TokenOutputs, mask_BT: Tensor) -> TokenOutputs:

@@ -128,14 +128,19 @@ class SampleSink:
     def text(self, step: int, name: str, rows: Rows) -> None:
         folder = Path(self._dirs.get(name) or self._output_dir / "rollouts" / name)
         folder.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps({"step": step, **row}, ensure_ascii=False, default=str) for row in rows)
-        json_lines = "".join(line + "\n" for line in lines)
-        # half a surrogate pair becomes its JSON escape, which reads back as what it was
-        (folder / f"step_{step}.jsonl").write_text(json_lines, encoding="utf-8", errors="backslashreplace")
+        write_json_lines(folder / f"step_{step}.jsonl", [{"step": step, **row} for row in rows])
         (folder / f"step_{step}.txt").write_text(samples_text(rows), encoding="utf-8")
 
     def close(self) -> None:
         """Nothing is pending."""
+
+
+def write_json_lines(path: Path, rows: Rows) -> None:
+    """A file of a JSON object for each row; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    # half a surrogate pair becomes its JSON escape, which reads back as what it was
+    path.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
 
 
 def samples_text(rows: Rows) -> str:

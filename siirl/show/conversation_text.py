@@ -43,7 +43,11 @@ turn in the row, or None.
 CHAT = "chat"
 """Key of a sampled row: its agent and the messages of its prompt, for the page; files have them as text."""
 
-SAMPLE = ("node", "data_source", "sample_index", "score", "prompt", "response", "ground_truth", CHAT, EPISODE)
+WANTED = "wanted"
+"""Key in CHAT: which trained row it is (siirl/nodes/trained_tokens.py), in steps that write these."""
+
+_ABOUT = ("node", "data_source", "sample_index", "row_id", "score", "prompt", "response", "ground_truth")
+SAMPLE = (*_ABOUT, CHAT, EPISODE)
 """Keys that every sampled row has; what it has besides is what its reward function returned."""
 
 

@@ -17,6 +17,7 @@ from siirl.errors import DagError
 from siirl.nodes.advantage import advantage
 from siirl.nodes.filter import pf_ppo
 from siirl.nodes.mini_batches import mini_batches
+from siirl.nodes.trained_tokens import TrainedTokens, Wanted
 from siirl.observe.metrics import Metrics
 
 X = -1
@@ -77,7 +78,7 @@ def context(keys: dict, others: dict[int, TensorDict]) -> SimpleNamespace:
         "node_id": "advantage",
         "agent": 0,
     }
-    return SimpleNamespace(cfg=cfg, metrics=Metrics(), others=others, **common)
+    return SimpleNamespace(cfg=cfg, metrics=Metrics(), others=others, trained=None, **common)
 
 
 def run_cases(rank: int, world: int, cases: list[tuple[dict, tuple, tuple]]) -> list[dict]:
@@ -100,6 +101,24 @@ def run_cases(rank: int, world: int, cases: list[tuple[dict, tuple, tuple]]) -> 
                 "metrics": ctx.metrics.entries,
             }
         )
+    return found
+
+
+def run_shares(rank: int, world: int, cases: list[dict]) -> list[dict]:
+    """config -> (episode, turn) -> shares of the rewards of the solver's turns, as a run would write them."""
+    found = []
+    for keys in cases:
+        mine, theirs = (
+            take_rows(rows, rows["group_id"] % world == rank) for rows in (rows_of(SOLVER), rows_of(VERIFIER))
+        )
+        mine["sample_index"] = mine["group_id"] + 10
+        ctx = context(keys, {1: theirs.exclude("value")})
+        ctx.trained = TrainedTokens()
+        advantage(ctx, mine)
+        first_only, both = ([Wanted(0, index, "", 0, 0) for index in indices] for indices in ([10], [10, 11]))
+        shares = ctx.trained.found(both).shares
+        assert ctx.trained.found(first_only).shares.keys() == {key for key in shares if key[1] < 2}
+        found.append({(episode, turn): share for (_, episode, turn), share in shares.items()})
     return found
 
 
@@ -219,6 +238,31 @@ def plain_marft(chains: bool, turn: float) -> list[list[tuple[float, float]]]:
             if row is not None:
                 rows[row].append((one, total))
     return rows
+
+
+SHARES = {
+    (0, 0): (0, 0, 0.5, 0), (0, 2): (0.25, 1.5, 0, -1), (1, 0): (0, 0.5, 0, -0.25), (1, 2): (0.5, 0.5, 0, 0),
+    (2, 0): (0, 0, 0, 0), (2, 2): (0, 2.5, 1, -0.75), (3, 0): (0.125, 0, 0, -0.5),
+}  # fmt: skip
+"""(episode, turn) -> own, team, env, shaping: a quarter of its own, half of the other's and of what the
+environment gave, and a penalty of up to 1 for responses of two to five tokens."""
+
+
+def test_the_shares_of_a_turn_are_those_of_its_reward():
+    weights = {f"{CREDIT}.own": 0.25, f"{CREDIT}.team": 0.5, f"{CREDIT}.turn": 0.5}
+    length = "actor_rollout_ref.rollout.response_length"
+    penalty = {"enable": True, "len": 4, "penalty_factor": 1.0}
+    penalty = {f"reward_model.overlong_buffer.{name}": value for name, value in penalty.items()}
+    keys = GRPO | weights | penalty | {length: 5}
+    by_turn = keys | {f"{CREDIT}.group_by": ["task", "turn"]}
+    halves = {key: SHARES[key] for key in SHARES if key[0] != 1}
+    halves |= {(1, 0): (0, 0.25, 0, -0.25), (1, 2): (0.25, 0.25, 0, 0)}  # two rows, a score
+    for world in (1, 2):
+        ranks = run_workers(run_shares, world, [keys, by_turn])
+        for case, expected in enumerate((SHARES, halves)):
+            found = {key: share for rank in ranks for key, share in rank[case].items()}
+            names = ("own", "team", "env", "shaping")
+            assert {key: tuple(share[name] for name in names) for key, share in found.items()} == expected
 
 
 def test_advantages_in_an_interaction_are_those_by_hand_on_one_rank_and_on_two(function):

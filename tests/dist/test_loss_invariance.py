@@ -258,7 +258,9 @@ def updates(
                 engine.dp_size, (NUM_ROWS,), generator=torch.Generator().manual_seed(number)
             )
             mine = take_rows(rows, (owner == engine.dp_rank).nonzero().squeeze(1))
-            ctx = SimpleNamespace(cfg=with_overrides(base_config(), keys), step=STEP, group=dist.group.WORLD)
+            ctx = SimpleNamespace(
+                cfg=with_overrides(base_config(), keys), step=STEP, group=dist.group.WORLD, trained=None
+            )
             ctx.metrics, ctx.is_shard_leader = Metrics(), is_shard_leader
             actor_train(ctx, mine, engine)
             results[f"{one.name}: {name}"] = joined(ctx)

@@ -4,6 +4,7 @@ Three agents speak twice: 0 has a policy, 1 another of its own family, tokenizer
 rate, and 2 speaks with the policy of 0.
 """
 
+import json
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -210,8 +211,10 @@ def turn_log_probs(model: Any, row: Row, said: range) -> Tensor:
 
 def expected_advantages(
     rows: dict[int, list[Row]], tokenizers: dict[int, Any]
-) -> dict[int, dict[int, float]]:
-    """agent -> row id -> advantage, from the texts alone, by the rules that the DAG file states."""
+) -> tuple[dict[int, dict[int, float]], dict[int, dict[int, tuple[float, float]]]]:
+    """agent -> row id -> advantage, and (own, team) share of its reward; from the texts alone, by the rules
+    that the DAG file states.
+    """
     scores: dict[tuple[int, int], float] = {}
     for agent, of_agent in rows.items():
         for row in of_agent:
@@ -224,14 +227,17 @@ def expected_advantages(
                 digits += sum(character.isdigit() for character in text)
             scores[int(row.columns["episode_id"]), int(row.columns["speaker"])] = digits / 8
     found: dict[int, dict[int, float]] = {}
+    shares: dict[int, dict[int, tuple[float, float]]] = {}
     for agent, of_agent in rows.items():
         outcome: dict[int, float] = {}
+        shares[agent] = {}
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for row in of_agent:
             episode, speaker = int(row.columns["episode_id"]), int(row.columns["speaker"])
             team = [scores[episode, one] for one in (0, 1, 2) if one != speaker]
             row_id = int(row.columns["row_id"])
-            outcome[row_id] = scores[episode, speaker] + (0 if agent else TEAM * sum(team) / len(team))
+            shares[agent][row_id] = (scores[episode, speaker], 0.0 if agent else TEAM * sum(team) / len(team))
+            outcome[row_id] = sum(shares[agent][row_id])
             groups[episode // 4, speaker].append(row_id)
         found[agent] = {}
         for members in groups.values():
@@ -240,7 +246,7 @@ def expected_advantages(
             deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
             for row_id, value in zip(members, values, strict=True):
                 found[agent][row_id] = (value - mean) / (deviation + 1e-6) if deviation else 0.0
-    return found
+    return found, shares
 
 
 @dataclass
@@ -348,7 +354,7 @@ def test_advantages_are_those_by_hand_from_the_texts_of_the_turns(finished, inpu
             for agent in (0, 1)
         }
         assert {agent: len(of_agent) for agent, of_agent in rows.items()} == {0: 32, 1: 16}
-        expected = expected_advantages(rows, tokenizers)
+        expected, _ = expected_advantages(rows, tokenizers)
         assert any(expected[0].values()) and any(expected[1].values())
         for agent, of_agent in rows.items():
             for row in of_agent:
@@ -362,6 +368,59 @@ def test_advantages_are_those_by_hand_from_the_texts_of_the_turns(finished, inpu
                         trained, torch.full_like(trained, wanted), atol=1e-4, rtol=1e-4
                     )
                 assert row.columns["response_mask"].equal(own)
+
+
+def check_written_tokens(output: Path, inputs: Inputs, other: Path) -> None:
+    """What a run writes of the tokens of its first step is by plain Hugging Face and the rules of credit."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    paths = {0: inputs.model, 1: other}
+    tokenizers = {agent: AutoTokenizer.from_pretrained(path) for agent, path in paths.items()}
+    models = {agent: AutoModelForCausalLM.from_pretrained(path) for agent, path in paths.items()}
+    rows = {
+        agent: [row for part in range(MINI_BATCHES) for row in rows_of_step(output, agent, part)]
+        for agent in paths
+    }
+    advantages, shares = expected_advantages(rows, tokenizers)
+    by_id = {(agent, int(row.columns["row_id"])): row for agent in paths for row in rows[agent]}
+    first = {(agent, int(row.columns["row_id"])) for agent in paths for row in rows_of_step(output, agent, 0)}
+    lines = (output / "rollouts" / "tokens" / "step_1.jsonl").read_text().splitlines()
+    written = {(line["agent"], line["row_id"]): line for line in map(json.loads, lines)}
+    samples = (output / "rollouts" / "train" / "step_1.jsonl").read_text().splitlines()
+    episodes = {sample["episode"]["episode_id"] for sample in map(json.loads, samples)}
+    assert len(written) == len(lines) == 3 * len(episodes) == 24
+    assert {line["episode_id"] for line in written.values()} == episodes
+    assert {line["speaker"] for line in written.values()} == {0, 1, 2}
+    for (agent, row_id), line in written.items():
+        row, tokens = by_id[agent, row_id], line["tokens"]
+        places = [place for _, said in row.segments() for place in said]
+        with torch.no_grad():
+            expected = torch.cat([turn_log_probs(models[agent], row, said) for _, said in row.segments()])
+        assert tokens["id"] == [row.tokens[row.num_prompt + place] for place in places]
+        assert tokens["turn"] == [turn for turn, said in row.segments() for _ in said]
+        assert "".join(tokens["text"]) == tokenizers[agent].decode(tokens["id"])
+        for name in ("rollout_log_prob", "old_log_prob"):
+            torch.testing.assert_close(torch.tensor(tokens[name]), expected, atol=1e-4, rtol=1e-4)
+        assert tokens["advantage"] == pytest.approx([advantages[agent][row_id]] * len(places), abs=1e-4)
+        assert (set(tokens["ratio"]) == {1.0}) == ((agent, row_id) in first)
+        clipped = [
+            (ratio > 1 + CLIP and advantage > 0)
+            or ((ratio < 1 - CLIP or ratio > DUAL_CLIP) and advantage < 0)
+            for ratio, advantage in zip(tokens["ratio"], tokens["advantage"], strict=True)
+        ]
+        assert [bool(clip) for clip in tokens["clip"]] == clipped
+        assert "weight" not in tokens, "there is no correction"
+        nothing, all_of_it = (0.0, 0.0), shares[agent][row_id]
+        for turn, share in zip(line["turns"], (nothing, all_of_it), strict=True):
+            assert (turn["own"], turn["team"]) == pytest.approx(share, abs=1e-6)
+            assert turn["env"] == turn["shaping"] == 0
+            assert turn["tokens"] == tokens["turn"].count(turn["turn"])
+            assert turn["advantage"] == pytest.approx(advantages[agent][row_id], abs=1e-4)
+    assert any(clip for line in written.values() for clip in line["tokens"]["clip"]), "some are clipped"
+
+
+def test_what_is_written_of_tokens_is_what_plain_hugging_face_says(finished, inputs, other):
+    check_written_tokens(finished.output, inputs, other)
 
 
 def test_an_agent_on_megatron_beside_one_on_fsdp_learns_the_same(finished, inputs, other, tmp_path):
@@ -378,3 +437,4 @@ def test_an_agent_on_megatron_beside_one_on_fsdp_learns_the_same(finished, input
         model = f"agent_{agent}.actor"
         gap, name = largest_gap(mixed.weights(model), finished.weights(model))
         assert gap < 1e-4, name
+    check_written_tokens(mixed.output, inputs, other)

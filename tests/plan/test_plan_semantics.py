@@ -296,7 +296,7 @@ def test_only_columns_that_somebody_reads_are_loaded():
     dag.node("train", "MODEL_TRAIN", "ACTOR", dependencies=[advantage])
     plan = compiled(dag.build(), 1)
     [load] = [ins for ins in plan.instructions if isinstance(ins, Load)]
-    assert names(load.keys) == {"row_id", "group_id", "prompt_ids", "prompt_length"}
+    assert names(load.keys) == {"row_id", "group_id", "sample_index", "prompt_ids", "prompt_length"}
 
 
 def test_a_node_of_one_agent_can_read_fields_of_another_whose_rows_pair_up():

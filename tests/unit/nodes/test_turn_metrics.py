@@ -64,7 +64,9 @@ def test_kl_in_the_reward_is_reported_for_each_speaker(monkeypatch):
         },
         batch_size=[3],
     )
-    ctx = SimpleNamespace(cfg=cfg, node_id="advantage", metrics=Metrics(), state={}, agent=0, others={})
+    ctx = SimpleNamespace(
+        cfg=cfg, node_id="advantage", metrics=Metrics(), state={}, agent=0, others={}, trained=None
+    )
     advantage.token_reward(ctx, rows)
     values = ctx.metrics.values()
     assert values["speaker_0/kl"] == pytest.approx((2 + 1) / 2)
@@ -105,6 +107,7 @@ def scored(limit: int, validate: bool) -> tuple[Metrics, list[dict]]:
         agent=0,
         validate=validate,
         shown=Samples([], limit),
+        trained=None,
         metrics=Metrics(),
         node_id="reward",
         cfg=config(),
