@@ -34,8 +34,9 @@ from siirl.engines.train.packing import (
     bundles_of,
     count_bundles,
     new_columns,
-    prompt_numbers,
+    repeated_prompt_tokens,
     row_lengths,
+    sharing_pays,
     split_bundles,
 )
 from siirl.engines.train.router_loss import RouterLoss
@@ -229,11 +230,7 @@ class FSDPEngine(SteppingEngine):
         flops = functools.partial(model_flops, self._model.hf, backward=backward)
         if not self._shares_prompts(rows):
             return flops(row_lengths(rows))
-        prompt, first = rows["prompt_length"].tolist(), {}
-        for row, number in enumerate(prompt_numbers(rows)):
-            first.setdefault(number, row)
-        again = set(range(len(rows))) - set(first.values())
-        return flops(row_lengths(rows)) - flops([prompt[row] for row in again])
+        return flops(row_lengths(rows)) - flops(repeated_prompt_tokens(rows))
 
     def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
         """Row indices of the micro-batches: as many on every rank. Collective."""
@@ -242,8 +239,8 @@ class FSDPEngine(SteppingEngine):
         return split_bundles(bundles, limit, int(num))
 
     def _shares_prompts(self, rows: TensorDict) -> bool:
-        """Whether a prompt of several rows is computed once, as is exact where all layers see whole rows."""
-        return self._seen_back >= max(row_lengths(rows), default=0)
+        """Whether a prompt of several rows is computed once: exact where all layers see whole rows."""
+        return self._seen_back >= max(row_lengths(rows), default=0) and sharing_pays(rows)
 
     @functools.cached_property
     def _seen_back(self) -> float:

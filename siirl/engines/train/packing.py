@@ -16,6 +16,10 @@ from siirl.algorithms.row_cost import row_cost
 from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
 from siirl.errors import ConfigError, DataError
 
+LEAST_SAVING = 0.1
+"""The share of tokens from which on sharing prompts pays: the attention of a response in two parts costs the
+time of about 6% of the tokens on a CPU and on an H200."""
+
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
@@ -64,6 +68,18 @@ def prompt_numbers(rows: TensorDict) -> list[int]:
         seen.setdefault((length, ids_P[width - length :].tobytes()), len(seen))
         for ids_P, length in zip(ids_BP, rows["prompt_length"].tolist(), strict=True)
     ]
+
+
+def repeated_prompt_tokens(rows: TensorDict) -> list[int]:
+    """Tokens of the prompt of each row that has one of an earlier row."""
+    seen: set[int] = set()
+    prompt = zip(prompt_numbers(rows), rows["prompt_length"].tolist(), strict=True)
+    return [length for number, length in prompt if number in seen or seen.add(number)]
+
+
+def sharing_pays(rows: TensorDict) -> bool:
+    """Whether enough tokens are saved where a prompt of several rows is computed once."""
+    return sum(repeated_prompt_tokens(rows)) >= LEAST_SAVING * sum(row_lengths(rows))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,9 @@ Legend: N packed tokens, P those of shared prompts, R those of their responses, 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
@@ -61,3 +63,22 @@ class SequenceBounds:
     @property
     def num_sequences(self) -> int:
         return self.cu_seqlens.numel() - 1
+
+    @cached_property
+    def parts(self) -> tuple[tuple[slice, "SequenceBounds"], ...]:
+        """Tokens and bounds of the shared prompts, and of all behind them."""
+        if self.shared is None:
+            return ((slice(None), self),)
+        length_S, num = self.cu_seqlens.diff(), len(self.shared.prompt_lengths)
+        behind = slice(self.shared.prompts.stop, None)
+        halves = ((self.shared.prompts, length_S[:num]), (behind, length_S[num:]))
+        return tuple((tokens, bounds_of(lengths)) for tokens, lengths in halves if len(lengths))
+
+
+def bounds_of(length_S: Tensor) -> SequenceBounds:
+    """Bounds of segments of given lengths that share nothing."""
+    ends = torch.nn.functional.pad(length_S.cumsum(0), (1, 0)).to(torch.int32)
+    longest = int(length_S.max())
+    segment_N = torch.repeat_interleave(length_S)
+    inside_N = torch.arange(len(segment_N), device=length_S.device) - ends[segment_N]
+    return SequenceBounds(ends, segment_N * longest + inside_N, longest)

@@ -52,8 +52,17 @@ class Kernels(Protocol):
         """Responses [R, H, D] to all of their prompts [P, K, D]."""
 
     def prompt_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, at: Attended, shared: SharedPrompts, scale: Any
-    ) -> Grads: ...
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at: Attended,
+        shared: SharedPrompts,
+        scale: Any,
+        into: Grads,
+    ) -> None:
+        """Adds the gradients to those of the other part."""
 
 
 class FlashKernels:
@@ -70,8 +79,10 @@ class FlashKernels:
     def prompt(self, q, k, v, shared, scale):
         return self._forward(q, k, v, *self._between(shared), False, scale)
 
-    def prompt_backward(self, grad, q, k, v, at, shared, scale):
-        return self._backward(grad, q, k, v, at, *self._between(shared), False, scale)
+    def prompt_backward(self, grad, q, k, v, at, shared, scale, into):
+        found = self._backward(grad, q, k, v, at, *self._between(shared), False, scale)
+        for to, x in zip(into, found, strict=True):
+            to += x
 
     @staticmethod
     def _between(shared: SharedPrompts) -> tuple[Tensor, Tensor, int, int]:
@@ -100,20 +111,26 @@ class PaddedKernels:
     """
 
     def own(self, q, k, v, bounds, scale):
-        q, k, v = (_padded(x, bounds) for x in (q, *_repeated(q, k, v)))
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
-        return Attended(_packed(out, bounds), _packed(lse.unsqueeze(-1), bounds).squeeze(-1).t())
+        k, v = _repeated(q, k, v)
+        out, lse = torch.empty_like(q), []
+        for tokens, part in bounds.parts:
+            columns = (_padded(x[tokens], part) for x in (q, k, v))
+            found = aten._scaled_dot_product_flash_attention_for_cpu(*columns, 0.0, True, scale=scale)
+            out[tokens] = _packed(found[0], part)
+            lse.append(_packed(found[1].unsqueeze(-1), part).squeeze(-1).t())
+        return Attended(out, torch.cat(lse, 1))
 
     def own_backward(self, grad, q, k, v, at, bounds, scale):
-        heads = k.shape[1]
-        columns = (grad, q, *_repeated(q, k, v), at.out)
-        grad, q, k, v, out = (_padded(x, bounds) for x in columns)
-        lse = _padded(at.lse.t().unsqueeze(-1), bounds).squeeze(-1)
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, True, scale=scale
-        )
-        dq, dk, dv = (_packed(x, bounds) for x in found)
-        return dq, _summed(dk, heads), _summed(dv, heads)
+        grads = tuple(torch.empty_like(x) for x in (q, k, v))
+        every = (grad, q, *_repeated(q, k, v), at.out, at.lse.t().unsqueeze(-1))
+        for tokens, part in bounds.parts:
+            *columns, lse = (_padded(x[tokens], part) for x in every)
+            found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *columns, lse.squeeze(-1).contiguous(), 0.0, True, scale=scale
+            )
+            for to, x in zip(grads, found, strict=True):
+                to[tokens] = _summed(_packed(x, part), to.shape[1])
+        return grads
 
     def prompt(self, q, k, v, shared, scale):
         k, v = _repeated(q, k, v)
@@ -126,23 +143,21 @@ class PaddedKernels:
             torch.cat([lse[0] for _, lse in found], 1),
         )
 
-    def prompt_backward(self, grad, q, k, v, at, shared, scale):
-        heads, (long_k, long_v) = k.shape[1], _repeated(q, k, v)
-        dq, dk, dv = torch.empty_like(q), torch.zeros_like(long_k), torch.zeros_like(long_v)
+    def prompt_backward(self, grad, q, k, v, at, shared, scale, into):
+        to_q, *to_prompt = into
         lse = at.lse.t().contiguous()
         parts = zip(
-            _by_prompt(shared, (grad, q, at.out, lse.unsqueeze(-1)), (long_k, long_v)),
-            _by_prompt(shared, (dq,), (dk, dv)),
+            _by_prompt(shared, (grad, q, at.out, lse.unsqueeze(-1)), _repeated(q, k, v)),
+            _by_prompt(shared, (to_q,), tuple(to_prompt)),
             strict=True,
         )
-        for columns, (to_q, to_k, to_v) in parts:
+        for columns, places in parts:
             of_grad, of_q, of_out, of_lse, of_k, of_v = map(_alone, columns)
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *(of_grad, of_q, of_k, of_v, of_out, of_lse.squeeze(-1).contiguous(), 0.0, False), scale=scale
             )
-            for to, x in zip((to_q, to_k, to_v), found, strict=True):
-                to.copy_(x[0].transpose(0, 1))
-        return dq, _summed(dk, heads), _summed(dv, heads)
+            for to, x in zip(places, found, strict=True):
+                to += _summed(x[0].transpose(0, 1), to.shape[1])
 
 
 def _by_prompt(shared: SharedPrompts, responses: tuple[Tensor, ...], prompts: tuple[Tensor, ...]):
@@ -166,7 +181,7 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def _summed(grad_NHD: Tensor, heads: int) -> Tensor:
     """The gradient of repeated heads, [N, K, D]."""
     tokens, repeated, size = grad_NHD.shape
-    return grad_NHD if heads == repeated else grad_NHD.view(tokens, heads, -1, size).sum(2)
+    return grad_NHD if heads == repeated else grad_NHD.reshape(tokens, heads, -1, size).sum(2)
 
 
 def _padded(x_NHD: Tensor, bounds: SequenceBounds) -> Tensor:
@@ -190,9 +205,8 @@ def join_(out_RHD: Tensor, lse_HR: Tensor, more_RHD: Tensor, more_lse_HR: Tensor
         shared_attention_triton.join_(out_RHD, lse_HR, more_RHD, more_lse_HR)
         return
     joined = torch.logaddexp(lse_HR, more_lse_HR)
-    parts = ((out_RHD, lse_HR), (more_RHD, more_lse_HR))
-    ours, theirs = (part * (of_part - joined).exp().t().unsqueeze(-1) for part, of_part in parts)
-    out_RHD.copy_(ours.add_(theirs))
+    ours, theirs = ((of_part - joined).exp().t().unsqueeze(-1) for of_part in (lse_HR, more_lse_HR))
+    out_RHD.mul_(ours).addcmul_(more_RHD, theirs)
     lse_HR.copy_(joined)
 
 
@@ -229,10 +243,8 @@ class SharedAttention(torch.autograd.Function):
         own = Attended(out, lse, tuple(more[:num_own]))
         dq, dk, dv = kernels.own_backward(grad, q, k, v, own, bounds, scale)
         prompt = Attended(out[responses], lse[:, responses].contiguous(), tuple(more[num_own:]))
-        more_q, more_k, more_v = kernels.prompt_backward(
-            grad[responses], q[responses], k[prompts], v[prompts], prompt, bounds.shared, scale
+        kernels.prompt_backward(
+            *(grad[responses], q[responses], k[prompts], v[prompts], prompt, bounds.shared, scale),
+            into=(dq[responses], dk[prompts], dv[prompts]),
         )
-        dq[responses] += more_q
-        dk[prompts] += more_k
-        dv[prompts] += more_v
         return dq, dk, dv, None, None, None

@@ -16,7 +16,9 @@ from siirl.engines.train.packing import (
     count_micro_batches,
     pack_rows,
     prompt_numbers,
+    repeated_prompt_tokens,
     row_lengths,
+    sharing_pays,
     split_bundles,
     split_rows,
 )
@@ -193,12 +195,30 @@ def parents(batch, num: int) -> list[int | None]:
     return found
 
 
+@pytest.mark.parametrize(("prompt", "pays"), [(7, False), (8, True), (30, True)])
+def test_prompts_are_shared_where_that_saves_a_tenth_of_the_tokens(prompt, pays):
+    rows = make_rows(
+        {
+            "prompt_ids": torch.ones(8, 30, dtype=torch.int64),
+            "prompt_length": torch.full((8,), prompt),
+            "response_ids": torch.zeros(8, 56, dtype=torch.int64),
+            "response_length": torch.full((8,), 56),
+        }
+    )
+    assert sharing_pays(rows) is pays
+    rows["prompt_ids"][:, -prompt:] = torch.arange(8).unsqueeze(1)
+    assert not sharing_pays(rows)
+
+
 @given(rows=rows_of_few_prompts(), limit=st.sampled_from([*LIMITS, MicroBatchLimit(max_tokens=9)]))
 @settings(deadline=None)
 def test_rows_of_a_prompt_come_together_and_count_it_once(rows, limit):
     bundles = bundles_of(rows, limit, 8, share_prompts=True)
     assert sorted(row for bundle in bundles for row in bundle.rows) == list(range(len(rows)))
     lengths, numbers = row_lengths(rows), prompt_numbers(rows)
+    first_rows = [numbers.index(number) for number in set(numbers)]
+    again = sum(repeated_prompt_tokens(rows))
+    assert int(rows["prompt_length"].sum()) - again == int(rows["prompt_length"][first_rows].sum())
     for bundle in bundles:
         first, *more = bundle.rows
         assert {numbers[row] for row in more} <= {numbers[first]}
