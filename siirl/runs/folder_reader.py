@@ -58,6 +58,12 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def first_left_out(num_bytes: int) -> str:
+    """What is said of a file whose beginning was not read."""
+    size = f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 1 << 18 else f"{num_bytes / 2**10:.1f} KiB"
+    return f"its first {size} are left out"
+
+
 def tail(path: Path, most: int | None, left_out: LeftOut) -> tuple[bytes, int]:
     """(the last bytes of a file, how many come before them); nothing where there is no file.
 
@@ -77,6 +83,22 @@ def tail(path: Path, most: int | None, left_out: LeftOut) -> tuple[bytes, int]:
     except OSError as error:
         left_out.add(path, error.strerror or error)
         return b"", 0
+
+
+def part(path: Path, start: int, most: int, left_out: LeftOut) -> bytes:
+    """At most `most` bytes of a regular file from `start` on; b"" at its end, or where there is none."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            left_out.add(path, "it is no regular file")
+            return b""
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read(most)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        left_out.add(path, error.strerror or error)
+        return b""
 
 
 def content(path: Path, left_out: LeftOut, last: int | None = None) -> bytes:
@@ -109,7 +131,7 @@ def json_lines(path: Path, most: int, left_out: LeftOut) -> Iterator[dict[str, A
         else:
             bad += 1
     if before:
-        left_out.add(path, f"its first {before / 2**20:.1f} MiB are left out")
+        left_out.add(path, first_left_out(before))
     if bad:
         left_out.add(path, f"{bad} damaged line{'s' * (bad > 1)} left out")
 

@@ -20,6 +20,7 @@ from siirl.observe.run_progress import PROGRESS_FILE, How
 from siirl.runs.folder_reader import (
     LeftOut,
     content,
+    first_left_out,
     json_file,
     json_lines,
     json_value,
@@ -27,6 +28,8 @@ from siirl.runs.folder_reader import (
     number,
     numbered,
     one_line,
+    part,
+    tail,
     whole,
     word,
 )
@@ -34,7 +37,8 @@ from siirl.runs.folder_reader import (
 JOB_FILE, STATUS_DIR, ERRORS_DIR = "job.json", "status", "errors"
 MARKS = (RUN_FILE, CONFIG_FILE, METRICS_FILE)
 """A folder with one of these is a run's."""
-TAIL_BYTES, LATEST_BYTES, MOST_BYTES, MOST_JOB_BYTES = 1 << 18, 1 << 20, 128 << 20, 64 << 20
+TAIL_BYTES, LATEST_BYTES, PROGRESS_BYTES = 1 << 18, 1 << 20, 8 << 20
+MOST_BYTES, MOST_JOB_BYTES, CHUNK_BYTES = 512 << 20, 64 << 20, 8 << 20
 PACE_STEPS = 20
 """Steps over which the pace of a run is measured, as in the console's table."""
 DEEPEST = 100
@@ -85,11 +89,17 @@ class Start:
     """Package -> version."""
 
 
-def scan_metrics(folder: Path, unreadable: LeftOut, since_s: float = 0.0) -> MetricsScan:
-    """The progress of a run. since_s: when its last start was; the pace is that of this start alone."""
+def scan_metrics(
+    folder: Path, unreadable: LeftOut, since_s: float = 0.0, rewards: bool = True
+) -> MetricsScan:
+    """The progress of a run. since_s: when its last start was; the pace is that of this start alone.
+
+    rewards: also those; without them the end of the file is enough, however long the run is.
+    """
     path = folder / METRICS_FILE
-    scan, lines, damaged = MetricsScan(), content(path, unreadable).split(b"\n"), 0
-    for line in lines[:-1]:  # the last one ends without a line feed: it is being written, or was cut
+    data, before = tail(path, None if rewards else PROGRESS_BYTES, unreadable)
+    scan, lines, damaged = MetricsScan(), data.split(b"\n"), 0
+    for line in lines[1 if before else 0 : -1]:  # one without a line feed is being written, or was cut
         head = _LINE.match(line)
         if head is None or not line.endswith(b"}"):
             damaged += bool(line.strip(b"\0 \t\r"))
@@ -102,7 +112,7 @@ def scan_metrics(folder: Path, unreadable: LeftOut, since_s: float = 0.0) -> Met
             if scan.times and scan.times[-1][0] == step:
                 scan.times.pop()
             scan.times = [*scan.times[-PACE_STEPS:], (step, time_s)]
-        for name, value in _REWARDS.findall(line):
+        for name, value in _REWARDS.findall(line) if rewards else ():
             scan.rewards.setdefault(name.decode(), {})[step] = float(value)
     if damaged:
         unreadable.add(path, f"{damaged} damaged line{'s' * (damaged > 1)} left out")
@@ -140,6 +150,22 @@ class MetricHistory:
     times: dict[int, float] = field(default_factory=dict)
     """Step -> seconds since the epoch."""
 
+    def add(self, record: dict[str, Any]) -> None:
+        """A line of the file, in their order."""
+        step = whole(record.pop("step", None))
+        if step is None or step < 0:
+            return
+        if self.times and step < next(reversed(self.times)):
+            self.rewind(step)
+        self.times[step] = number(record.pop("time_s", None)) or 0.0
+        for name, value in record.items():
+            if (found := number(value)) is not None:
+                self.series.setdefault(name, {})[step] = found
+                if name in self.broken:
+                    self.broken[name].discard(step)
+            elif value is None:
+                self.broken.setdefault(name, set()).add(step)
+
     def rewind(self, step: int) -> None:
         """Forget steps from `step` on."""
         self.times = {at: time_s for at, time_s in self.times.items() if at < step}
@@ -153,22 +179,60 @@ class MetricHistory:
 
 def read_history(folder: Path, unreadable: LeftOut) -> MetricHistory:
     """The history of a run's folder; empty where there is none."""
-    history, last = MetricHistory(), 0
-    for record in json_lines(folder / METRICS_FILE, MOST_BYTES, unreadable):
-        step = whole(record.pop("step", None))
-        if step is None or step < 0:
-            continue
-        if step < last:
-            history.rewind(step)
-        last = step
-        history.times[step] = number(record.pop("time_s", None)) or 0.0
-        for name, value in record.items():
-            if (found := number(value)) is not None:
-                history.series.setdefault(name, {})[step] = found
-                history.broken.get(name, set()).discard(step)
-            elif value is None:
-                history.broken.setdefault(name, set()).add(step)
-    return history
+    return HistoryReader(folder).read(unreadable)
+
+
+class HistoryReader:
+    """Reads the history of a run, and after that only what the run has added to it."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / METRICS_FILE
+        self._begin_anew(0)
+
+    def _begin_anew(self, inode: int) -> None:
+        self._inode, self._place, self._bad, self._left_bytes = inode, 0, 0, 0
+        self._history = MetricHistory()
+
+    def read(self, unreadable: LeftOut) -> MetricHistory:
+        """The history so far, always the same object while the run goes on in one file."""
+        try:
+            about = self._path.stat()
+        except OSError:
+            about = None
+        if about is None or about.st_ino != self._inode or about.st_size < self._place:
+            self._begin_anew(about.st_ino if about else 0)
+            self._left_bytes = max(0, about.st_size - MOST_BYTES) if about else 0
+            self._place = self._left_bytes
+        while (lines := self._lines(unreadable)) is not None:
+            for line in lines:
+                self._add(line)
+        if self._left_bytes:
+            unreadable.add(self._path, first_left_out(self._left_bytes))
+        if self._bad:
+            unreadable.add(self._path, f"{self._bad} damaged line{'s' * (self._bad > 1)} left out")
+        return self._history
+
+    def _lines(self, unreadable: LeftOut) -> list[bytes] | None:
+        """The next whole lines; a last one without an end is being written, and waits. None: no more."""
+        data = part(self._path, self._place, CHUNK_BYTES, unreadable)
+        end = data.rfind(b"\n") + 1
+        if not end:
+            if len(data) < CHUNK_BYTES:
+                return None
+            self._place, self._bad = self._place + len(data), self._bad + 1  # no line is that long
+            return []
+        begun_within = self._left_bytes and self._place == self._left_bytes
+        self._place += end
+        return data[:end].split(b"\n")[1 if begun_within else 0 : -1]
+
+    def _add(self, line: bytes) -> None:
+        if not line.strip(b"\0 \t\r"):
+            return
+        found = json_value(line)
+        if isinstance(found, dict):
+            self._history.add(found)
+        else:
+            self._bad += 1
 
 
 @dataclass(frozen=True)

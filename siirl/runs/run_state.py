@@ -138,11 +138,14 @@ def run_folder(text: str) -> Path:
     return folder
 
 
-def read_run(folder: Path) -> RunState:
-    """The state of the run in a folder. Reads only; damaged files are in `unreadable`, nothing is raised."""
+def read_run(folder: Path, rewards: bool = True) -> RunState:
+    """The state of the run in a folder. Reads only; damaged files are in `unreadable`, nothing is raised.
+
+    rewards: also these, for which all of the metrics file is read.
+    """
     unreadable = LeftOut()
     starts, start = read_starts(folder, unreadable)
-    scan = scan_metrics(folder, unreadable, start.started_s)
+    scan = scan_metrics(folder, unreadable, start.started_s, rewards)
     config = read_config(folder, unreadable)
     progress = read_progress(folder, start.run_id, unreadable)
     positions = read_positions(folder, unreadable)

@@ -313,7 +313,7 @@ def _agents(plan: Plan) -> dict[int, str]:
 
 def _draw_legend(axes: Any, plan: Plan, canvas: _Canvas, left: float) -> None:
     """Which colour is which agent, right of `left`; nothing to say of a single one. Without the names of
-    nodes where there is no room for them.
+    nodes, or not at all, where there is no room for them.
     """
     from matplotlib.patches import Rectangle
 
@@ -322,6 +322,8 @@ def _draw_legend(axes: Any, plan: Plan, canvas: _Canvas, left: float) -> None:
     if sum(wide.values()) > canvas.width - left:
         names = {agent: str(agent) for agent in names}
         wide = dict.fromkeys(names, 0.5)
+    if sum(wide.values()) > canvas.width - left:
+        return  # the boxes have the numbers, too
     x, y = canvas.width - _MARGIN, canvas.top + 0.24
     for agent, shown in reversed(names.items() if len(names) > 1 else ()):
         x -= wide[agent]

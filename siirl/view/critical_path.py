@@ -129,8 +129,39 @@ def _walk(done: Mapping[int, list[_Done]]) -> tuple[float, list[Segment]]:
     return total, path[::-1]
 
 
-def bounds(step: int, parts: list[Part], meeting: Collection[str]) -> dict[str, Any]:
-    """The critical path of a step as the page shows it; times in the unit of the parts, milliseconds."""
+def ranks_of_path(parts: list[Part], meeting: Collection[str], most: int) -> tuple[list[Part], int]:
+    """(the parts of some ranks, how many ranks there are), at most `most` parts beside those of the path.
+
+    All who came last on the way to the end are among them, so the path is that of all ranks. The others that
+    are kept came late, too: one of them may bound the step when an instruction is faster.
+    """
+    num_ranks = len({part.rank for part in parts})
+    if len(parts) <= most:
+        return parts, num_ranks
+    _, path = replay(parts, meeting)
+    kept = {segment.rank for segment in path}
+    late: Counter[int] = Counter()
+    first: dict[Hashable, float] = {}
+    for part in parts:
+        if part.name in meeting:
+            first[part.key] = min(first.get(part.key, part.start), part.start)
+    for part in parts:
+        if part.name in meeting:
+            late[part.rank] += int(1e3 * (part.start - first[part.key]))
+    sizes = Counter(part.rank for part in parts)
+    room = most - sum(sizes[rank] for rank in kept)
+    for rank, _ in late.most_common():
+        if rank not in kept and room >= sizes[rank]:
+            kept.add(rank)
+            room -= sizes[rank]
+    return [part for part in parts if part.rank in kept], num_ranks
+
+
+def bounds(step: int, parts: list[Part], meeting: Collection[str], num_ranks: int = 0) -> dict[str, Any]:
+    """The critical path of a step as the page shows it; times in the unit of the parts, milliseconds.
+
+    num_ranks: of the step, if not all of them are in the parts.
+    """
     total, path = replay(parts, meeting)
     began = min(part.start for part in parts)
     whole = max(total - began, 1e-9)
@@ -158,7 +189,7 @@ def bounds(step: int, parts: list[Part], meeting: Collection[str]) -> dict[str, 
         "total_ms": round(whole, 3),
         "path": [[part.rank, part.name, round(part.start, 3), round(part.end, 3)] for part in path],
         "faster": faster,
-        "text": _sentence(step, whole, faster),
+        "text": _sentence(step, whole, faster) + _counted(len({part.rank for part in parts}), num_ranks),
     }
 
 
@@ -175,3 +206,12 @@ def _sentence(step: int, whole_ms: float, faster: list[dict[str, Any]]) -> str:
     if best is not top:
         text += f" Most would be won by a faster {best['name']}: {duration(best['total_ms'] / 1e3)}."
     return text
+
+
+def _counted(shown: int, num_ranks: int) -> str:
+    if num_ranks <= shown:
+        return ""
+    return (
+        f" The path is that of all {num_ranks} ranks; what a faster instruction would change is computed "
+        f"with the {shown} that others waited for most, so it may be less."
+    )

@@ -1,6 +1,6 @@
-"""The conversations that a run wrote as samples, newest first, of at most so many."""
+"""The conversations that a run wrote as samples: a list of them, and their texts apart, a file at a time."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 from siirl.runs.folder_reader import LeftOut, attempt, json_lines, number, numbered, whole
 from siirl.show.conversation_text import (
     EPISODE,
+    SAMPLE,
     ShownEpisode,
     details_of,
     errors_of,
@@ -17,55 +18,116 @@ from siirl.show.conversation_text import (
     speaker_name,
 )
 
-MOST_EPISODES, MOST_CHARACTERS, MOST_FILE_BYTES, MOST_MESSAGES = 400, 4 << 20, 16 << 20, 200
+MOST_EPISODES, MOST_FILE_BYTES, MOST_MESSAGES = 20_000, 16 << 20, 200
 KINDS = ("validation", "train")
-_ROW_KEYS = ("step", "node", "data_source", "sample_index", "score", "prompt", "response", "ground_truth")
+_ROW_KEYS = ("step", *SAMPLE)
 
 
-def read_episodes(folders: Mapping[str, Path], left_out: LeftOut) -> list[dict[str, Any]]:
-    """Episodes as the page shows them, newest step first. folders: kind of samples -> its folder."""
-    files = [
-        (step, kind, path)
-        for kind in KINDS
-        if kind in folders
-        for step, path in numbered(folders[kind], "step_", ".jsonl", left_out)
-    ]
-    files.sort(key=lambda item: (-item[0], KINDS.index(item[1])))
-    shown: list[dict[str, Any]] = []
-    characters = damaged = 0
-    for place, (step, kind, path) in enumerate(files):
-        for index, row in enumerate(json_lines(path, MOST_FILE_BYTES, left_out)):
-            if len(shown) >= MOST_EPISODES or characters >= MOST_CHARACTERS:
+class Episodes:
+    """The samples of a run: a list of them all, and the texts file by file."""
+
+    def __init__(self, folders: Mapping[str, Path]):
+        """folders: kind of samples -> its folder."""
+        self._folders = folders
+        self._listed: dict[Path, tuple[Any, list[dict[str, Any]], int]] = {}
+
+    def files(self, left_out: LeftOut) -> list[tuple[int, str, Path]]:
+        """(step, kind, file), the newest step first."""
+        found = [
+            (step, kind, path)
+            for kind in KINDS
+            if kind in self._folders
+            for step, path in numbered(self._folders[kind], "step_", ".jsonl", left_out)
+        ]
+        return sorted(found, key=lambda item: (-item[0], KINDS.index(item[1])))
+
+    def listed(self, left_out: LeftOut) -> list[dict[str, Any]]:
+        """All but the texts of the newest episodes. "block": which `texts` an episode is in."""
+        shown: list[dict[str, Any]] = []
+        damaged, files = 0, self.files(left_out)
+        for place, (step, kind, path) in enumerate(files):
+            if len(shown) >= MOST_EPISODES:
+                left = len(files) - place
                 left_out.add(
                     "conversations",
-                    f"the newest {len(shown)} are shown, down to step {step}; older ones are "
-                    f"in {len(files) - place} file{'s' * (len(files) - place > 1)} of the run's folder",
+                    f"the newest {len(shown)} are listed, down to step {files[place - 1][0]}; older ones are "
+                    f"in {left} file{'s' * (left > 1)} of the run's folder",
                 )
-                return shown
-            episode = attempt(partial(_shown, row), None, "a conversation", LeftOut())
-            if episode is None:
-                damaged += 1
-                continue
-            characters += sum(len(message["text"]) for message in episode["messages"])
-            shown.append({"id": f"{kind} {step}.{index}", "step": step, "kind": kind, **episode})
-    if damaged:
-        left_out.add("conversations", f"damaged ones were left out: {damaged}")
-    return shown
+                break
+            rows, bad = self._file(step, kind, path, left_out)
+            shown += rows
+            damaged += bad
+        if damaged:
+            left_out.add("conversations", f"damaged ones were left out: {damaged}")
+        return shown
+
+    def _file(self, step: int, kind: str, path: Path, left_out: LeftOut) -> tuple[list[dict[str, Any]], int]:
+        """(list entries of a file, how many are damaged); read again when it has changed."""
+        about = signatures([path])
+        if path not in self._listed or self._listed[path][0] != about:
+            rows, damaged = [], 0
+            for index, row in enumerate(json_lines(path, MOST_FILE_BYTES, left_out)):
+                entry = attempt(partial(_entry, row), None, "a conversation", LeftOut())
+                if entry is None:
+                    damaged += 1
+                else:
+                    rows.append({"id": f"{kind} {step}.{index}", "step": step, "kind": kind, **entry})
+            self._listed[path] = (about, rows, damaged)
+        return self._listed[path][1:]
+
+    def texts(self, block: str, left_out: LeftOut) -> dict[str, dict[str, Any]]:
+        """Of a block, as "validation 30": id of an episode -> what was said in it."""
+        kind, _, step = block.partition(" ")
+        if kind not in self._folders or not (step.isascii() and step.isdigit() and len(step) < 10):
+            return {}
+        found = {}
+        for index, row in enumerate(
+            json_lines(self._folders[kind] / f"step_{int(step)}.jsonl", MOST_FILE_BYTES, left_out)
+        ):
+            said = attempt(partial(_said, row), None, "a conversation", LeftOut())
+            if said is not None:
+                found[f"{kind} {int(step)}.{index}"] = said
+        return found
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    episode = _of_interaction(row) if "messages" in row else _of_row(row)
-    with_env = has_env_rewards(episode)
+def signatures(paths: Iterable[Path]) -> tuple[tuple[int, int], ...]:
+    """(time of the last change, size) of files; two that are equal mean that nothing was written."""
+    found = []
+    for path in paths:
+        try:
+            about = path.stat()
+        except OSError:
+            found.append((0, 0))
+        else:
+            found.append((about.st_mtime_ns, about.st_size))
+    return tuple(found)
+
+
+def _entry(row: dict[str, Any]) -> dict[str, Any]:
+    """What the list says of an episode."""
+    episode = _read(row)
     return {
         "title": shown_text(episode.title),
         "prompt": shown_text(f"{row.get('data_source')}, row {row.get('sample_index')}"),
         "rewards": {str(agent): number(reward) for agent, reward in episode.rewards.items()},
         "reward": number(episode.mean_reward),
+        "turns": sum(1 for message in episode.messages if whole(message.get("agent")) is not None),
+    }
+
+
+def _said(row: dict[str, Any]) -> dict[str, Any]:
+    episode = _read(row)
+    with_env = has_env_rewards(episode)
+    return {
         "messages": [_message(message, with_env) for message in episode.messages[:MOST_MESSAGES]],
         "cut": max(0, len(episode.messages) - MOST_MESSAGES),
         "ended": shown_text(episode.ended),
         "note": shown_text(episode.note),
     }
+
+
+def _read(row: dict[str, Any]) -> ShownEpisode:
+    return _of_interaction(row) if "messages" in row else _of_row(row)
 
 
 def _of_interaction(row: dict[str, Any]) -> ShownEpisode:

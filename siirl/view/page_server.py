@@ -1,23 +1,21 @@
 """Serves the page of runs on loopback, to whoever has the address with its token, and to nobody else.
 
-The standard library's server is enough here and needs no package: one reader, two resources, GET alone, and
-no address but 127.0.0.1.
+The standard library's server is enough here and needs no package: one reader, GET alone, and no address but
+127.0.0.1.
 """
 
 import hashlib
 import secrets
-import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
 from siirl.errors import ConfigError
 from siirl.strangers import BoundedServer, PageHandler, is_same
-from siirl.view.view_page import page, read_runs, safe_json
+from siirl.view.run_parts import RunParts
+from siirl.view.view_page import first_data, page, part_data, safe_json
 
 HOST = "127.0.0.1"
-MIN_AGE_S = 2.0
-"""The folders are not read more often than this."""
 
 
 class PageServer(BoundedServer):
@@ -25,9 +23,7 @@ class PageServer(BoundedServer):
 
     def __init__(self, output_dirs: Sequence[Path], port: int = 0):
         self.token = secrets.token_urlsafe(24)
-        self._output_dirs = output_dirs
-        self._lock = threading.Lock()
-        self._data: tuple[float, str, str] | None = None
+        self._runs = [RunParts(folder) for folder in output_dirs]
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -43,24 +39,25 @@ class PageServer(BoundedServer):
         """What a browser names as Host that was sent here by this address, and not by another name's."""
         return f"{HOST}:{self.server_port}", f"localhost:{self.server_port}"
 
-    def data(self) -> tuple[str, str]:
-        """(the data as JSON, its tag: the same as long as the folders say the same)."""
-        with self._lock:
-            if self._data is None or time.monotonic() - self._data[0] > MIN_AGE_S:
-                found = read_runs(self._output_dirs, live=True)
-                tag = hashlib.sha256(safe_json(found["runs"]).encode()).hexdigest()[:32]
-                self._data = (time.monotonic(), safe_json(found), f'"{tag}"')
-            return self._data[1], self._data[2]
-
     def page(self) -> str:
-        return page(read_runs(self._output_dirs, live=True), connect="'self'")
+        return "".join(page(first_data(self._runs, live=True), connect="'self'"))
+
+    def part(self, run: str, name: str) -> tuple[str, str] | None:
+        """(a part of a run as JSON, its tag: the same as long as it says the same); None if there is none."""
+        if not (run.isascii() and run.isdigit() and int(run[:9]) < len(self._runs)):
+            return None
+        part = self._runs[int(run[:9])].read(name)
+        if part is None:
+            return None
+        text = safe_json(part_data(part))
+        return text, f'"{hashlib.sha256(text.encode()).hexdigest()[:32]}"'
 
 
 class _Handler(PageHandler):
     server: PageServer
 
     def do_GET(self) -> None:
-        """/TOKEN/ is the page, /TOKEN/data.json what it shows."""
+        """/TOKEN/ is the page, /TOKEN/part/RUN/NAME a part of what it shows."""
         if self.headers.get("Host") not in self.server.hosts():
             self._send(403, "text/plain", "This address serves 127.0.0.1 alone.")
             return
@@ -71,8 +68,8 @@ class _Handler(PageHandler):
         self.admitted()
         if rest == ["", ""]:
             self._send(200, "text/html", self.server.page())
-        elif rest[0] == "data.json":
-            data, tag = self.server.data()
+        elif rest[0] == "part" and len(rest) == 4 and (found := self.server.part(rest[1], unquote(rest[2]))):
+            data, tag = found
             unchanged = self.headers.get("If-None-Match") == tag
             self._send(304 if unchanged else 200, "application/json", "" if unchanged else data, tag)
         else:

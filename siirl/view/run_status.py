@@ -1,6 +1,7 @@
 """What a run is and where it stands: its record, its configuration, its ranks; its errors and logs."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from siirl.runs.folder_reader import LeftOut, attempt, mapping, whole, word
 from siirl.runs.run_files import read_starts
 from siirl.runs.run_state import RunState
 from siirl.runs.run_text import moment_text
+from siirl.view.rank_groups import MOST_CELLS, RankGroup, cells, places
 
-MOST_RANKS, MOST_LOGS = 512, 64
+MOST_LOGS, MOST_PLACES = 64, 200
 SHOWN_PACKAGES = ("torch", "transformers", "vllm")
 _LOG = re.compile(r"(rank_\d+|vllm_.*|.*rank_\d+)\.log")
 
@@ -22,11 +24,20 @@ def trainer_of(job: dict[str, Any]) -> dict[str, Any]:
     return mapping(mapping(job.get("config")).get("trainer"))
 
 
-def overview(run: RunState, job: dict[str, Any], left_out: LeftOut) -> dict[str, Any]:
-    """What ran, how far it is, in which state, by which command; ranks with where each is or ended."""
+def overview(
+    run: RunState, job: dict[str, Any], groups: Mapping[str, list[RankGroup]], left_out: LeftOut
+) -> dict[str, Any]:
+    """What ran, how far it is, in which state, by which command; where its ranks are or ended."""
     _, start = read_starts(run.folder, LeftOut(), packages=True)
-    if len(run.ranks) > MOST_RANKS:
-        left_out.add("ranks", f"the first {MOST_RANKS} of {len(run.ranks)} are shown")
+    where = places(run.ranks)
+    if len(where) > MOST_PLACES:
+        left_out.add(
+            "ranks", f"they are in {len(where)} places, of which the {MOST_PLACES} furthest behind are shown"
+        )
+    shown = {kind: some for kind, some in groups.items() if kind != "alike" and run.ranks}
+    for kind, some in shown.items():
+        if len(some) > MOST_CELLS:
+            left_out.add(kind, f"the first {MOST_CELLS} of {len(some)} are shown")
     commit = word(start.siirl.get("commit"))[:12]
     return {
         "name": word(trainer_of(job).get("experiment_name")) or run.folder.name,
@@ -43,10 +54,8 @@ def overview(run: RunState, job: dict[str, Any], left_out: LeftOut) -> dict[str,
         "world_size": whole(job.get("world_size")),
         "commit": commit + (" (changed)" if start.siirl.get("changed") else ""),
         "packages": {name: start.packages[name] for name in SHOWN_PACKAGES if name in start.packages},
-        "ranks": [
-            {"rank": rank.rank, "step": rank.step, "node": rank.node, "time_s": rank.since_s}
-            for rank in run.ranks[:MOST_RANKS]
-        ],
+        "places": where[:MOST_PLACES],
+        "groups": {kind: cells(some[:MOST_CELLS], run.ranks) for kind, some in shown.items()},
     }
 
 

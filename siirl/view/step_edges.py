@@ -6,6 +6,7 @@ from typing import Any
 from siirl.compiler.plan import Load, Plan, Reshard, Run
 from siirl.runs.folder_reader import whole
 from siirl.show.plan_picture import node_mark
+from siirl.types import Layout
 
 LOADED = "data"
 """What is read of the dataset comes from."""
@@ -42,15 +43,16 @@ def step_edges(plan: Plan, spans: Iterable[tuple[int, str, Mapping[str, Any]]]) 
     rows: of the reader, those that several ranks hold counted once. bytes: of all ranks, by the reshards that
     brought fields of this edge; fields of other edges that came along are in them.
     """
-    layouts = {
-        ins.node: plan.layouts[ins.source] for ins in plan.instructions if isinstance(ins, Run) and ins.source
+    counting = {
+        ins.node: _leaders(plan.layouts[ins.source])
+        for ins in plan.instructions
+        if isinstance(ins, Run) and ins.source
     }
     rows: dict[str, int] = {}
     moved: dict[str, int] = {}
     for rank, name, args in spans:
         count, size, route = whole(args.get("rows")), whole(args.get("bytes")), args.get("route")
-        layout = layouts.get(name)
-        if count is not None and layout and rank in layout.ranks and layout.is_shard_leader(rank):
+        if count is not None and rank in counting.get(name, ()):
             rows[name] = rows.get(name, 0) + count
         if size is not None and isinstance(route, str):
             moved[route] = moved.get(route, 0) + size
@@ -65,3 +67,11 @@ def step_edges(plan: Plan, spans: Iterable[tuple[int, str, Mapping[str, Any]]]) 
         }
         for (parent, child), routes in plan_edges(plan).items()
     ]
+
+
+def _leaders(layout: Layout) -> frozenset[int]:
+    """The first rank of each shard, which counts its rows."""
+    first: dict[int, int] = {}
+    for rank, shard in zip(layout.ranks, layout.shards, strict=True):
+        first.setdefault(shard, rank)
+    return frozenset(first.values())

@@ -1,11 +1,11 @@
 """What each rank did in the last traced steps, from the files that trainer.trace=true writes."""
 
+import functools
 import gzip
 import json
 import zlib
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,45 +13,61 @@ from siirl.compiler.plan import Plan
 from siirl.observe.printable import printable
 from siirl.observe.trace import TRACE_DIR, TRACE_FILE
 from siirl.runs.folder_reader import LeftOut, json_lines, number, numbered, whole
-from siirl.view.critical_path import OUTSIDE, Part, bounds, meeting_names
+from siirl.view.critical_path import OUTSIDE, Part, bounds, meeting_names, ranks_of_path
+from siirl.view.group_lanes import group_lanes
+from siirl.view.rank_groups import RankGroup
 from siirl.view.step_edges import step_edges
+from siirl.view.trace_spans import Interval, RankTrace, milliseconds
 
-LAST_STEPS, MOST_RANKS, MOST_SPANS = 3, 64, 20_000
+LAST_STEPS, MOST_RANKS, MOST_SPANS, MOST_FILES = 3, 64, 20_000, 16_384
 MOST_BYTES, MOST_MERGED_BYTES, MOST_EVENTS = 64 << 20, 256 << 20, 20_000
-MOST_ARGS, MOST_TEXT, MOST_REPLAYED = 16, 200, 6_000
+MOST_ARGS, MOST_TEXT, MOST_REPLAYED, MOST_NAMED = 16, 200, 6_000, 4
 
 
-@dataclass
-class _Interval:
-    name: str
-    start_us: float
-    end_us: float
-    """The end of what is on record, of one that is open."""
-    depth: int
-    args: dict[str, Any]
-    open: bool = False
-
-
-@dataclass
-class _RankTrace:
-    rank: int
-    label: str = ""
-    lanes: dict[int, str] = field(default_factory=dict)
-    spans: dict[int, list[_Interval]] = field(default_factory=dict)
-
-
-def timeline(output_dir: Path, plan: Plan | None, left_out: LeftOut) -> dict[str, Any] | None:
-    """Lanes of the ranks with their intervals in the last steps; None without a trace.
+def timeline(
+    output_dir: Path, plan: Plan | None, groups: Mapping[str, list[RankGroup]], left_out: LeftOut
+) -> dict[str, Any] | None:
+    """Lanes of ranks with their intervals in the last steps, and of groups of ranks; None without a trace.
 
     With what bounds each step, and its rows and bytes on the edges of the plan, if there is one. Times are
     milliseconds since the first shown step began, on the clock of the trace.
     """
-    traces = [_read(rank, events) for rank, events in _events(output_dir, left_out)]
-    steps = sorted({step for trace in traces for step, _, _ in _steps(trace)})[-LAST_STEPS:]
+    traces = [_read(rank, events, cut) for rank, events, cut in _events(output_dir, left_out)]
+    steps = sorted({step for trace in traces for step in trace.steps})[-LAST_STEPS:]
     if not steps:
         return None
-    bounds = [(a, b, step) for trace in traces for step, a, b in _steps(trace) if step in steps]
+    whole_after = max(trace.begun_before for trace in traces)
+    steps = [step for step in steps if step > whole_after] or steps[-1:]
+    bounds = [(*trace.steps[step], step) for trace in traces for step in steps if step in trace.steps]
     start = min(a for a, _, _ in bounds)
+    meeting = meeting_names(plan)
+    lanes = _lanes(_chosen(traces, left_out), start, left_out)
+    several = len(traces) > 1
+    return {
+        "steps": [
+            {
+                "step": step,
+                "start": milliseconds(min(a for a, _, s in bounds if s == step), start),
+                "end": milliseconds(max(b for _, b, s in bounds if s == step), start),
+            }
+            for step in steps
+        ],
+        "lanes": lanes,
+        "chosen": len(traces) > MOST_RANKS,
+        "groups": group_lanes(traces, groups, steps, start, meeting) if several else {},
+        **_replayed(traces, steps, start, plan, meeting, left_out),
+    }
+
+
+def _chosen(traces: list[RankTrace], left_out: LeftOut) -> list[RankTrace]:
+    """Ranks that are shown one by one."""
+    if len(traces) <= MOST_RANKS:
+        return traces
+    left_out.add("timeline", f"{MOST_RANKS} of {len(traces)} ranks are shown one by one, evenly chosen")
+    return [traces[index * len(traces) // MOST_RANKS] for index in range(MOST_RANKS)]
+
+
+def _lanes(traces: list[RankTrace], start: float, left_out: LeftOut) -> list[dict[str, Any]]:
     shown = [(trace, lane, span) for trace in traces for lane in trace.spans for span in trace.spans[lane]]
     shown = [item for item in shown if item[2].end_us > start or item[2].start_us >= start]
     if len(shown) > MOST_SPANS:
@@ -61,44 +77,44 @@ def timeline(output_dir: Path, plan: Plan | None, left_out: LeftOut) -> dict[str
     lanes: dict[tuple[int, int], dict[str, Any]] = {}
     for trace, lane, span in sorted(shown, key=lambda item: (item[0].rank, item[1], item[2].start_us)):
         about = {"rank": trace.rank, "label": trace.label, "lane": trace.lanes.get(lane, ""), "spans": []}
-        lanes.setdefault((trace.rank, lane), about)["spans"].append(_row(span, start))
-    return {
-        "steps": [
-            {
-                "step": step,
-                "start": _ms(min(a for a, _, s in bounds if s == step), start),
-                "end": _ms(max(b for _, b, s in bounds if s == step), start),
-            }
-            for step in steps
-        ],
-        "lanes": list(lanes.values()),
-        **_replayed(traces, steps, start, plan, left_out),
-    }
+        lanes.setdefault((trace.rank, lane), about)["spans"].append(span.row(start))
+    return list(lanes.values())
 
 
 def _replayed(
-    traces: list[_RankTrace], steps: list[int], start: float, plan: Plan | None, left_out: LeftOut
+    traces: list[RankTrace],
+    steps: list[int],
+    start: float,
+    plan: Plan | None,
+    meeting: Collection[str],
+    left_out: LeftOut,
 ) -> dict[str, Any]:
     """Step -> what bounds it ("bounds"), and what went along the edges of the plan ("edges")."""
     found: dict[str, Any] = {"bounds": [], "edges": {}}
-    meeting = meeting_names(plan)
     for step in steps:
         spans = [
             (trace.rank, span)
             for trace in traces
-            for span in trace.spans.get(0, [])
-            if span.depth == 0 and span.args.get("step") == step and span.name not in OUTSIDE
+            for span in trace.instructions(step)
+            if span.name not in OUTSIDE
         ]
         parts = [
-            Part(rank, span.name, _met(span), _ms(span.start_us, start), _ms(span.end_us, start))
-            for rank, span in spans[:MOST_REPLAYED]
+            Part(
+                rank,
+                span.name,
+                span.met,
+                milliseconds(span.start_us, start),
+                milliseconds(span.end_us, start),
+            )
+            for rank, span in spans
         ]
-        if len(spans) > MOST_REPLAYED:
+        if len(parts) > MOST_REPLAYED and step != steps[-1]:
             left_out.add(
-                "timeline", f"what bounds step {step} is not looked for: it has {len(spans)} intervals"
+                "timeline", f"what bounds a step of {len(parts)} intervals is said of the last one alone"
             )
         elif parts:
-            found["bounds"].append(bounds(step, parts, meeting))
+            few, num_ranks = ranks_of_path(parts, meeting, MOST_REPLAYED)
+            found["bounds"].append(bounds(step, few, meeting, num_ranks))
         if plan is not None:
             found["edges"][str(step)] = step_edges(
                 plan, [(rank, span.name, span.args) for rank, span in spans]
@@ -106,21 +122,31 @@ def _replayed(
     return found
 
 
-def _met(span: _Interval) -> tuple[str, str]:
-    """What an instruction has in common on all ranks that run it together."""
-    return span.name, str(span.args.get("route") or span.args.get("link") or "")
-
-
-def _events(output_dir: Path, left_out: LeftOut) -> list[tuple[int, Iterable[dict[str, Any]]]]:
-    """(rank, its events): of the ranks' files, else of the merged one."""
+def _events(output_dir: Path, left_out: LeftOut) -> Iterator[tuple[int, Iterable[dict[str, Any]], bool]]:
+    """(rank, its events, whether earlier ones are left out): of the ranks' files, else of the merged one."""
     files = numbered(output_dir / TRACE_DIR, "rank_", ".jsonl", left_out)
     if not files:
-        return _merged_events(output_dir / TRACE_FILE, left_out)
-    if len(files) > MOST_RANKS:
-        left_out.add("timeline", f"{MOST_RANKS} of {len(files)} ranks are shown, evenly chosen")
-        files = [files[index * len(files) // MOST_RANKS] for index in range(MOST_RANKS)]
-    most = MOST_BYTES // len(files)
-    return [(rank, json_lines(path, most, left_out)) for rank, path in files]
+        for rank, events in _merged_events(output_dir / TRACE_FILE, left_out):
+            yield rank, events, False
+        return
+    if len(files) > MOST_FILES:
+        left_out.add("timeline", f"the first {MOST_FILES} of {len(files)} ranks are read")
+        files = files[:MOST_FILES]
+    most, of_files = MOST_BYTES // len(files), LeftOut()
+    for rank, path in files:
+        yield rank, json_lines(path, most, of_files), _size(path) > most
+    for what, why in list(of_files.items())[:MOST_NAMED]:
+        left_out.add(what, why)
+    if len(of_files) > MOST_NAMED:
+        more = f"of {len(of_files) - MOST_NAMED} more ranks, too, not all is read"
+        left_out.add("trace", f"{more}: the last {most >> 10} KiB of each")
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _merged_events(path: Path, left_out: LeftOut) -> list[tuple[int, Iterable[dict[str, Any]]]]:
@@ -147,10 +173,10 @@ def _merged_events(path: Path, left_out: LeftOut) -> list[tuple[int, Iterable[di
     return sorted(found.items())
 
 
-def _read(rank: int, events: Iterable[dict[str, Any]]) -> _RankTrace:
+def _read(rank: int, events: Iterable[dict[str, Any]], cut: bool) -> RankTrace:
     """Intervals of a rank by lane; ends whose beginnings lie before what was read are dropped."""
-    trace = _RankTrace(rank, f"rank {rank}")
-    stacks: dict[int, list[_Interval]] = {}
+    trace = RankTrace(rank, f"rank {rank}", cut)
+    stacks: dict[int, list[Interval]] = {}
     last = 0.0
     for event in events:
         kind, lane, at = event.get("ph"), whole(event.get("tid", 0)), number(event.get("ts"))
@@ -162,13 +188,13 @@ def _read(rank: int, events: Iterable[dict[str, Any]]) -> _RankTrace:
         stack = stacks.setdefault(lane, [])
         last = max(last, at)
         if kind == "B":
-            stack.append(_Interval(_text(event.get("name")), at, at, len(stack), {}, True))
+            stack.append(Interval(_text(event.get("name")), at, at, len(stack), {}, True))
             trace.spans.setdefault(lane, []).append(stack[-1])
         elif kind == "E" and stack:
             span = stack.pop()
             span.end_us, span.open, span.args = max(at, span.start_us), False, _args(event)
         elif kind == "X" and (dur := number(event.get("dur"))) is not None:
-            span = _Interval(_text(event.get("name")), at, at + max(0.0, dur), len(stack), _args(event))
+            span = Interval(_text(event.get("name")), at, at + max(0.0, dur), len(stack), _args(event))
             trace.spans.setdefault(lane, []).append(span)
     for stack in stacks.values():
         for span in stack:
@@ -176,34 +202,13 @@ def _read(rank: int, events: Iterable[dict[str, Any]]) -> _RankTrace:
     return trace
 
 
-def _name(trace: _RankTrace, event: dict[str, Any], lane: int | None) -> None:
+def _name(trace: RankTrace, event: dict[str, Any], lane: int | None) -> None:
     args = event.get("args")
     name = _text(args.get("name")) if isinstance(args, dict) else ""
     if event.get("name") == "process_name" and name:
         trace.label = name
     elif event.get("name") == "thread_name" and lane is not None:
         trace.lanes[lane] = name
-
-
-def _steps(trace: _RankTrace) -> list[tuple[int, float, float]]:
-    """(step, begin, end) of the outermost intervals of the rank's instructions."""
-    found: dict[int, tuple[float, float]] = {}
-    for span in trace.spans.get(0, []):
-        step = whole(span.args.get("step"))
-        if span.depth == 0 and step is not None:
-            low, high = found.get(step, (span.start_us, span.end_us))
-            found[step] = (min(low, span.start_us), max(high, span.end_us))
-    return [(step, low, high) for step, (low, high) in found.items()]
-
-
-def _row(span: _Interval, start: float) -> list[Any]:
-    """[name, start, duration, depth, whether it never ended, args]"""
-    duration = round((span.end_us - span.start_us) / 1e3, 3)
-    return [span.name, _ms(span.start_us, start), duration, span.depth, int(span.open), span.args]
-
-
-def _ms(at_us: float, start_us: float) -> float:
-    return round((at_us - start_us) / 1e3, 3)
 
 
 def _args(event: dict[str, Any]) -> dict[str, Any]:
@@ -218,4 +223,9 @@ def _value(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    return printable(str(value))[:MOST_TEXT]
+    return _printable(str(value)[:MOST_TEXT])
+
+
+@functools.lru_cache(maxsize=4_096)  # names of a trace are few
+def _printable(text: str) -> str:
+    return printable(text)[:MOST_TEXT]

@@ -8,73 +8,55 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from siirl.compiler.plan import Plan
-from siirl.runs.folder_reader import LeftOut, attempt
-from siirl.runs.run_files import read_history, read_job
-from siirl.runs.run_state import read_run as read_state
 from siirl.show.plan_picture import AGENT_COLORS
-from siirl.view.alerts import alerts
-from siirl.view.dag_share import dag_of
-from siirl.view.episodes import KINDS, read_episodes
-from siirl.view.memory_phases import memory_phases
-from siirl.view.metric_curves import curves
-from siirl.view.run_status import health, overview, trainer_of
-from siirl.view.timeline import timeline
+from siirl.view.run_parts import OVERVIEW, PARTS, TEXTS, Part, RunParts
 
 SCRIPTS = ("page.js", "dag.js", "step.js", "timeline.js", "memory.js", "curves.js", "conversations.js")
 LAST_WORDS = "start();\n"
-SAMPLE_KEYS = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
+MOST_TEXT_BYTES = 48 << 20
+"""Texts of conversations in a page that is a file."""
 
 
 def read_run(output_dir: Path) -> dict[str, Any]:
-    """All that the page shows of a run, as JSON values; `notes` says what was left out, or is damaged."""
-    left_out, state = LeftOut(), read_state(output_dir)
-    job, history = read_job(output_dir, left_out), read_history(output_dir, left_out)
-    trainer = trainer_of(job)
-    plan = attempt(lambda: Plan.from_json(job["plan"]), None, "the plan of job.json", LeftOut())
-    folders = {
-        kind: Path(str(trainer.get(SAMPLE_KEYS[kind]) or output_dir / "rollouts" / kind)) for kind in KINDS
-    }
-    run = {
-        "overview": overview(state, job, left_out),
-        "alerts": attempt(lambda: [asdict(alert) for alert in alerts(history)], [], "alerts", left_out),
-        "dag": attempt(lambda: dag_of(job, history, left_out), None, "the plan of job.json", left_out),
-        "timeline": attempt(lambda: timeline(output_dir, plan, left_out), None, "the trace", left_out),
-        "memory": attempt(lambda: memory_phases(job, history.series), None, "memory", left_out),
-        "curves": curves(history, left_out),
-        "episodes": read_episodes(folders, left_out),
-        "health": health(state, left_out),
-    }
-    for what, why in state.unreadable.items():
-        left_out.add(what, why)
-    return run | {"notes": [f"{what}: {why}" for what, why in left_out.items()]}
+    """All parts of a run but texts of conversations; `notes` says what was left out, or is damaged."""
+    parts = RunParts(output_dir)
+    found = {name: part for name in PARTS if (part := parts.read(name))}
+    notes = dict.fromkeys(note for part in found.values() for note in part.notes)
+    return {name: part.value for name, part in found.items()} | {"notes": list(notes)}
 
 
-def read_runs(output_dirs: Sequence[Path], live: bool = False) -> dict[str, Any]:
-    """The data of the page. live: it is served, and asks again for what has changed."""
-    runs = [read_run(folder) for folder in output_dirs]
-    names = [run["overview"]["name"] for run in runs]
-    for run, name in zip(runs, names, strict=True):
-        alone = names.count(name) == 1
-        run["label"] = name if alone else f"{name} ({Path(run['overview']['folder']).name})"
+def first_data(runs: Sequence[RunParts], live: bool) -> dict[str, Any]:
+    """What the page begins with: each run's overview. live: it is served, and asks for everything else."""
+    overviews = [run.read(OVERVIEW) for run in runs]
+    names = [part.value["name"] if part else "" for part in overviews]
     return {
         "live": live,
         "made": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "made_s": time.time(),
         "agent_colors": AGENT_COLORS,
-        "runs": runs,
+        "runs": [
+            {
+                "label": name if names.count(name) == 1 else f"{name} ({run.folder.name})",
+                "overview": part_data(part),
+            }
+            for run, name, part in zip(runs, names, overviews, strict=True)
+        ],
     }
 
 
-def page(data: dict[str, Any], connect: str = "'none'") -> str:
-    """The page as text. connect: whom its script may ask, as the content policy says it."""
+def part_data(part: Part | None) -> dict[str, Any]:
+    """A part as the page gets it."""
+    return {"value": part.value if part else None, "notes": list(part.notes) if part else []}
+
+
+def page(data: dict[str, Any], connect: str = "'none'") -> Iterator[str]:
+    """The page in pieces. connect: whom its script may ask, as the content policy says it."""
     script = "\n".join([*(_asset(name) for name in SCRIPTS), LAST_WORDS])
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
@@ -90,11 +72,46 @@ def page(data: dict[str, Any], connect: str = "'none'") -> str:
         "SCRIPT": script,
     }
     text = _asset("page.html")
-    before = []
     for name, content in parts.items():  # in the order of the template: what was put in is not searched again
         head, text = text.split(f"[[{name}]]", 1)
-        before += [head, content]
-    return "".join([*before, text])
+        yield head
+        yield content
+    yield text
+
+
+def more_parts(runs: Sequence[RunParts]) -> Iterator[str]:
+    """All else that a page has that is a file: an element for each part, which its script finds by its id."""
+    room = MOST_TEXT_BYTES
+    for number, run in enumerate(runs):
+        blocks = []
+        for name in run.blocks():
+            text = safe_json(part_data(run.read(name)))
+            if room < len(text):
+                break
+            room -= len(text)
+            blocks.append((name, text))
+        for name in PARTS:
+            if name == "episodes":
+                yield _element(number, name, safe_json(_listed(run, [block for block, _ in blocks])))
+            elif name != OVERVIEW:
+                yield _element(number, name, safe_json(part_data(run.read(name))))
+        for name, text in blocks:
+            yield _element(number, name, text)
+
+
+def _listed(run: RunParts, blocks: list[str]) -> dict[str, Any]:
+    """The list of the conversations whose texts are there."""
+    found = part_data(run.read("episodes"))
+    there = {block.removeprefix(TEXTS) for block in blocks}
+    kept = [one for one in found["value"] if f"{one['kind']} {one['step']}" in there]
+    left = len(found["value"]) - len(kept)
+    notes = [f"conversations: the texts of {left} older ones have no room in this file"] if left else []
+    return {"value": kept, "notes": [*found["notes"], *notes]}
+
+
+def _element(number: int, name: str, json_text: str) -> str:
+    mark = "-".join(["part", str(number), *name.split()])
+    return f'<script type="application/json" id="{mark}">{json_text}</script>\n'
 
 
 def safe_json(value: Any) -> str:
@@ -106,10 +123,12 @@ def safe_json(value: Any) -> str:
 
 def export(output_dirs: Sequence[Path], out: Path) -> Path:
     """Write the page as one file, whole or not at all; returns where."""
-    text = page(read_runs(output_dirs))
+    runs = [RunParts(folder) for folder in output_dirs]
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = out.with_name(f"{out.name}.part")
-    draft.write_text(text, encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.writelines(page(first_data(runs, live=False)))
+        file.writelines(more_parts(runs))
     os.replace(draft, out)
     return out
 

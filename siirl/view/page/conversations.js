@@ -1,6 +1,6 @@
 // Conversations that a run sampled, filtered by step, kind, agent, reward and words.
 
-const MOST_SHOWN = 100, MOST_OPEN = 8, MOST_BESIDE = 40;
+const MOST_SHOWN = 100, MOST_OPEN = 8, MOST_BESIDE = 40, TYPING_MS = 250;
 
 function rewardChip(source, value) {
   const sign = value > 0 ? " up" : value < 0 ? " down" : "";
@@ -23,63 +23,99 @@ function samePrompt(episode) {
   return found.sort((a, b) => (b.title === episode.title) - (a.title === episode.title) || b.step - a.step).slice(0, MOST_BESIDE);
 }
 
-function spoken(episode, agent, named) {
-  const below = [episode.cut && plural(episode.cut, "message") + " left out", episode.ended && "ended: " + episode.ended, episode.note];
+function blockOf(episode) { return episode.kind + " " + episode.step; }
+
+// What was said in an episode: its part of a block of texts, which is read when somebody wants it.
+async function saidIn(episode) {
+  return (await textsOf(blockOf(episode)))[episode.id] || { messages: [], cut: 0, ended: "", note: "its text cannot be read" };
+}
+
+function spoken(episode, said, agent, named) {
+  const below = [said.cut && plural(said.cut, "message") + " left out", said.ended && "ended: " + said.ended, said.note];
   return make("div", {}, named ? make("p", { class: "details faint" }, "step " + episode.step + ", reward " + short(episode.reward)) : null,
-    episode.messages.map(message => messageBox(message, agent)),
+    said.messages.map(message => messageBox(message, agent)),
     below.filter(Boolean).map(text => make("p", { class: "details faint" }, text)));
 }
 
+// A conversation; its text is read and written when it is opened, so that thousands stay fast.
 function episodeBox(episode, agent, open) {
   const chips = Object.entries(episode.rewards).map(([who, reward]) =>
     make("span", { class: "chip", color: agentColor(Number(who)) }, "agent " + who + " ", rewardChip("", reward)));
-  const turns = episode.messages.filter(message => message.agent !== null).length;
-  const box = make("details", { "data-id": episode.id },
-    make("summary", {}, episode.kind + ", step " + episode.step + ": " + episode.title, chips, make("span", { class: "chip" }, plural(turns, "turn"))));
-  const write = () => {  // only when it is opened: hundreds stay fast
+  const known = "open " + page.run + " " + episode.id, box = make("details", { "data-id": episode.id },
+    make("summary", { onclick: () => { page.state[known] = !box.open; } }, episode.kind + ", step " + episode.step + ": " + episode.title, chips, make("span", { class: "chip" }, plural(episode.turns, "turn"))));
+  const write = async () => {
     if (!box.open || box.children.length > 1) return;
-    const holder = make("div");
-    const beside = id => {
-      const other = id && run().episodes.find(item => item.id === id);
-      holder.className = other ? "pair" : "";
-      holder.replaceChildren(...[episode, other].filter(Boolean).map(item => spoken(item, agent, Boolean(other))));
-    };
+    const holder = make("div", {}, make("p", { class: "details faint", role: "status" }, "reading..."));
     const others = samePrompt(episode);
+    const beside = async id => {
+      const shown = [episode, id && others.find(item => item.id === id)].filter(Boolean);
+      const said = await Promise.all(shown.map(saidIn));
+      holder.className = shown.length > 1 ? "pair" : "";
+      holder.replaceChildren(...shown.map((item, index) => spoken(item, said[index], agent, shown.length > 1)));
+    };
     if (others.length) box.append(make("div", { class: "details" }, choice("the same prompt, beside it:", "",
       [["", "-"], ...others.map(item => [item.id, "step " + item.step + ", reward " + short(item.reward)])], beside)));
-    beside("");
     box.append(holder);
+    await beside("").catch(error => holder.replaceChildren(make("p", { class: "details down" }, "It cannot be read: " + error.message)));
   };
   box.addEventListener("toggle", write);
-  box.open = open;
-  write();
-  return box;
+  box.open = keep(known, open);
+  return { box, written: write() };
 }
 
-section("conversations", "Conversations", () => {
-  const episodes = run().episodes, filters = keep("filters", { kind: "", step: "", agent: "", least: "", most: "", words: "", order: "" });
+// The episodes that have the words, block after block; tell: how far it is, and whether to go on.
+async function withWords(episodes, words, tell) {
+  const blocks = new Map();
+  for (const episode of episodes) blocks.set(blockOf(episode), [...blocks.get(blockOf(episode)) || [], episode]);
+  const found = [];
+  let searched = 0;
+  for (const [block, some] of blocks) {
+    const texts = await textsOf(block);
+    for (const episode of some) {
+      const said = (texts[episode.id] || { messages: [] }).messages.map(message => message.text).join("\n");
+      if ((episode.title + "\n" + said).toLowerCase().includes(words)) found.push(episode);
+    }
+    searched += some.length;
+    if (!tell(searched)) return null;
+  }
+  return found;
+}
+
+section("conversations", "Conversations", ["episodes"], () => {
+  const episodes = run().episodes || [], filters = keep("filters", { kind: "", step: "", agent: "", least: "", most: "", words: "", order: "" });
   page.state.filters = filters;
   if (!episodes.length) return [make("p", { class: "box" }, "The run has written no samples: see trainer.log_val_generations and trainer.rollout_data_dir.")];
   const list = make("div", { id: "episodes" }), count = make("span", { class: "faint", role: "status" });
-  const texts = episodes.map(episode => (episode.title + "\n" + episode.messages.map(message => message.text).join("\n")).toLowerCase());
-  const render = () => {
-    const words = filters.words.toLowerCase();
+  let asked = 0;
+  const render = async () => {
+    const ticket = ++asked, words = filters.words.toLowerCase();
     const reward = episode => filters.agent === "" ? episode.reward : episode.rewards[filters.agent];
-    const found = episodes.filter((episode, index) => (filters.kind === "" || episode.kind === filters.kind)
+    let found = episodes.filter(episode => (filters.kind === "" || episode.kind === filters.kind)
       && (filters.step === "" || String(episode.step) === filters.step) && reward(episode) !== undefined
-      && (filters.least === "" || reward(episode) >= Number(filters.least)) && (filters.most === "" || reward(episode) <= Number(filters.most))
-      && (words === "" || texts[index].includes(words)));
+      && (filters.least === "" || reward(episode) >= Number(filters.least)) && (filters.most === "" || reward(episode) <= Number(filters.most)));
+    if (words) {
+      const of = found.length;
+      found = await withWords(found, words, searched => {
+        if (ticket === asked) count.textContent = "searched " + searched + " of " + of;
+        return ticket === asked;
+      });
+      if (!found) return;
+    }
     if (filters.order) found.sort((a, b) => (filters.order === "best" ? -1 : 1) * (reward(a) - reward(b)));
-    list.replaceChildren(...found.slice(0, MOST_SHOWN).map((episode, index) => episodeBox(episode, filters.agent, index < MOST_OPEN)));
+    const boxes = found.slice(0, MOST_SHOWN).map((episode, index) => episodeBox(episode, filters.agent, index < MOST_OPEN));
+    list.replaceChildren(...boxes.map(one => one.box));
     count.textContent = found.length + " of " + plural(episodes.length, "conversation")
       + (found.length > MOST_SHOWN ? "; the first " + MOST_SHOWN + " are listed" : "");
+    await Promise.all(boxes.map(one => one.written));
   };
-  const set = key => value => { filters[key] = value; render(); };
+  const set = key => value => { filters[key] = value; page.written = render(); };
+  let typed = null;
+  const typing = key => value => { clearTimeout(typed); typed = setTimeout(() => set(key)(value), TYPING_MS); };
   const entry = (title, key, type) => make("label", {}, title,
-    make("input", { type, step: "any", value: filters[key], oninput: event => set(key)(event.target.value) }));
+    make("input", { type, step: "any", value: filters[key], oninput: event => typing(key)(event.target.value) }));
   const steps = [...new Set(episodes.map(episode => episode.step))], kinds = [...new Set(episodes.map(episode => episode.kind))];
   const agents = [...new Set(episodes.flatMap(episode => Object.keys(episode.rewards)))].sort((a, b) => a - b);
-  render();
+  page.written = render();
   return [make("div", { class: "bar" },
     choice("kind", filters.kind, [["", "all"], ...kinds.map(kind => [kind, kind])], set("kind")),
     choice("step", filters.step, [["", "all"], ...steps.map(step => [step, String(step)])], set("step")),

@@ -34,7 +34,7 @@ function linesOf(metric, agent, window) {
   const lines = [], several = page.data.runs.length > 1;
   page.data.runs.forEach((item, index) => {
     if (several && keep("hidden-" + index, false)) return;
-    for (const [name, curve] of Object.entries(item.curves)) {
+    for (const [name, curve] of Object.entries(partOf("curves", index) || {})) {
       if (base(name) !== metric || (agent !== "" && agentOf(name) !== null && String(agentOf(name)) !== agent)) continue;
       const of = agentOf(name);
       lines.push({
@@ -111,9 +111,9 @@ function chart(metric, lines) {
     }) : null, left_out ? make("span", {}, left_out.steps.length + " of " + left_out.of + " points") : null));
 }
 
-section("curves", "Curves", () => {
+section("curves", "Curves", ["curves"], () => {
   const names = new Set(), agents = new Set();
-  for (const item of page.data.runs) for (const name of Object.keys(item.curves)) {
+  for (const index of page.data.runs.keys()) for (const name of Object.keys(partOf("curves", index) || {})) {
     names.add(base(name));
     if (agentOf(name) !== null) agents.add(agentOf(name));
   }
@@ -142,4 +142,4 @@ section("curves", "Curves", () => {
   if (!names.size) return [make("p", { class: "box" }, "No step has been reported yet: metrics.jsonl is empty or not there.")];
   render();
   return [bar, grid];
-});
+}, true);

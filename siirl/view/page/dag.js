@@ -29,11 +29,11 @@ function said(part) {
   return part.mean_s === null ? "not in the measured steps" : seconds(part.mean_s) + " a step, " + (part.share * 100).toFixed(1) + "% of it";
 }
 
-section("dag", "DAG", () => {
+section("dag", "DAG", ["dag", "overview"], () => {
   const dag = run().dag;
   if (!dag) return [make("p", { class: "box" }, "The folder has no plan that can be read (job.json).")];
-  const ranks = run().overview.ranks, by = keep("by", "time");
-  const ranksIn = name => ranks.filter(rank => rank.node === name).map(rank => rank.rank);
+  const places = run().overview.places, by = keep("by", "time");
+  const ranksIn = name => places.filter(place => place.node === name).map(place => place.ranks);
   const rows = [...dag.nodes, ...dag.parts].sort((a, b) => (b.share || 0) - (a.share || 0)).map(part => {
     const bar = make("meter", { min: 0, max: 1, value: part.share || 0, "aria-label": part.name + ": share of the step" });
     const cells = [part.name, part.op || "", part.op ? String(part.agent) : "", part.ranks || "",

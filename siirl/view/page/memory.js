@@ -55,7 +55,7 @@ function memoryTable(memory) {
     rows.map(cells => make("tr", {}, cells.map(cell => make("td", {}, cell))))));
 }
 
-section("memory", "Memory", () => {
+section("memory", "Memory", ["memory"], () => {
   const memory = run().memory;
   if (!memory) return [make("p", { class: "box" }, "The memory of this run cannot be shown.")];
   const host = memory.host ? "A worker process took at most " + at(memory.host) + " of its machine's memory." : "";

@@ -5,7 +5,9 @@ const SVG = "http://www.w3.org/2000/svg";
 const COLORS = ["#3b6fb6", "#d9822b", "#3f9b6c", "#a2559b", "#c04f4f", "#8a8a3a", "#4a9fb0", "#9c7d5f"];
 const REFRESH_MS = 5000, MOST_WAIT_MS = 60000;
 const SECTIONS = [];
-const page = { data: null, section: null, run: 0, etag: "", state: {} };
+const page = { data: null, section: null, run: 0, stale: false, state: {} };
+const PARTS = new Map();  // "RUN NAME" -> {value, notes, etag}: what has been read so far of each run
+const MOST_TEXTS = 40;  // blocks of conversations that are kept
 
 // An element: attributes as an object ("on..." are functions), then children: elements, or values shown as text.
 function make(name, attributes, ...children) { return fill(document.createElement(name), attributes, children); }
@@ -20,8 +22,52 @@ function fill(element, attributes, children) {
   for (const child of children.flat(3)) if (child !== null && child !== undefined) element.append(child);
   return element;
 }
-function section(id, title, show) { SECTIONS.push({ id, title, show }); }
-function run() { return page.data.runs[page.run]; }
+// needs: names of the parts that it shows, of the chosen run, or (every) of all runs.
+function section(id, title, needs, show, every) { SECTIONS.push({ id, title, needs, show, every }); }
+function partOf(name, index) { const found = PARTS.get(index + " " + name); return found && found.value; }
+// The parts of the chosen run by their names, as far as they have been read.
+function run() { return new Proxy({}, { get: (_, name) => partOf(name, page.run) }); }
+function needed(shown) {
+  const runs = shown.every ? page.data.runs.map((_, index) => index) : [page.run];
+  return runs.flatMap(index => shown.needs.map(name => [name, index]));
+}
+
+// Reads a part: of this file, or from the server; whether it says anything new.
+async function load(name, index) {
+  const key = index + " " + name, known = PARTS.get(key);
+  if (!page.data.live) {
+    if (known) return false;
+    const mark = ["part", index, ...name.split(" ")].join("-");
+    let element = document.getElementById(mark);
+    if (!element && document.readyState === "loading") {  // the file goes on behind this script
+      await new Promise(done => document.addEventListener("DOMContentLoaded", done, { once: true }));
+      element = document.getElementById(mark);
+    }
+    PARTS.set(key, element ? JSON.parse(element.textContent) : { value: null, notes: [] });
+    return true;
+  }
+  const headers = known && known.etag ? { "If-None-Match": known.etag } : {};
+  const answer = await fetch("part/" + index + "/" + encodeURIComponent(name), { headers, cache: "no-store" });
+  if (answer.status === 304) return false;
+  if (answer.status !== 200) throw new Error("answer " + answer.status);
+  PARTS.set(key, { ...await answer.json(), etag: answer.headers.get("ETag") || "" });
+  if (name === "episodes") for (const other of texts(index)) PARTS.delete(other);  // files of them were written since
+  return true;
+}
+
+function texts(index) { return [...PARTS.keys()].filter(key => key.startsWith(index + " texts ")); }
+
+// The texts of a block of conversations; the ones that were asked for longest ago are forgotten.
+async function textsOf(block) {
+  const name = "texts " + block, key = page.run + " " + name;
+  if (!PARTS.has(key)) await load(name, page.run);
+  const found = PARTS.get(key);
+  PARTS.delete(key);
+  PARTS.set(key, found);
+  const kept = texts(page.run);
+  for (const other of kept.slice(0, Math.max(0, kept.length - MOST_TEXTS))) PARTS.delete(other);
+  return found.value || {};
+}
 function plural(count, word) { return count + " " + word + (count === 1 ? "" : "s"); }
 function short(value) {
   if (value === null || value === undefined) return "-";
@@ -33,6 +79,8 @@ function seconds(value) {
   const minutes = Math.round(value / 60);
   return minutes < 120 ? minutes + " min" : Math.floor(minutes / 60) + " h " + (minutes % 60) + " min";
 }
+function lasting(ms) { return ms < 10000 ? short(ms) + " ms" : seconds(ms / 1000); }
+function axisText(ms, wide) { return wide < 10000 ? short(ms) + " ms" : short(ms / 1000) + " s"; }
 function agentColor(agent) { return page.data.agent_colors[agent % page.data.agent_colors.length]; }
 function choice(title, value, options, change) {
   const chosen = options.map(([key, text]) => make("option", { value: key, selected: String(key) === String(value) }, text));
@@ -50,7 +98,7 @@ function tip(text, x, y) {
   box.style.top = Math.max(4, y + 18 + high > innerHeight ? y - high - 10 : y + 18) + "px";
 }
 
-section("overview", "Overview", () => {
+section("overview", "Overview", ["overview"], () => {
   const about = run().overview, parts = [];
   const facts = [
     ["state", [make("span", { class: "state " + about.state, id: "state" }, about.state), about.cause ? " " + about.cause : ""]],
@@ -69,22 +117,66 @@ section("overview", "Overview", () => {
   parts.push(make("div", { class: "box" }, make("h2", {}, about.name),
     make("table", {}, facts.map(([name, value]) => make("tr", {}, make("th", { scope: "row" }, name), make("td", {}, value))))));
   parts.push(make("h2", {}, "Alerts"));
-  for (const alert of run().alerts) parts.push(make("div", { class: "box alert" }, alert.text));
-  if (!run().alerts.length) parts.push(make("p", { class: "faint" }, "Nothing in the numbers asks for a look."));
-  if (about.ranks.length) {
-    const rows = about.ranks.map(rank => make("tr", {},
-      [rank.rank, rank.step, rank.node, rank.time_s === null ? "-" : seconds(Math.max(0, page.data.made_s - rank.time_s)) + " before"].map(cell => make("td", {}, String(cell)))));
-    parts.push(make("h2", {}, about.state === "running" ? "Where each rank is" : "Where each rank was last"),
-      make("div", { class: "box scroll", tabindex: 0 }, make("table", {},
-        make("tr", {}, ["rank", "step", "node", "entered, before this page was made"].map(cell => make("th", { scope: "col" }, cell))), rows)));
+  const alerts = run().alerts, holder = make("div", { id: "alerts" });
+  const tell = found => holder.replaceChildren(...(found.length ? found.map(alert => make("div", { class: "box alert" }, alert.text))
+    : [make("p", { class: "faint" }, "Nothing in the numbers asks for a look.")]));
+  parts.push(holder);
+  if (alerts) tell(alerts);
+  else {
+    holder.append(make("p", { class: "faint", role: "status" }, "reading the numbers..."));
+    const index = page.run;
+    load("alerts", index).then(() => tell(partOf("alerts", index) || []), () => holder.replaceChildren(make("p", { class: "down" }, "The numbers cannot be read.")));
   }
-  if (run().notes.length) parts.push(make("h2", {}, "Left out"),
-    make("ul", { class: "box", id: "notes" }, run().notes.map(note => make("li", {}, note))));
+  if (about.places.length) parts.push(make("h2", {}, about.state === "running" ? "Where each rank is" : "Where each rank was last"), whereRanksAre(about));
   return parts;
 });
 
+function placeColor(index) { return index < 0 ? "var(--shade)" : COLORS[index % COLORS.length]; }
+
+// Ranks in the same node of the same step as one row, who is behind first; machines and shards as cells.
+function whereRanksAre(about) {
+  const ago = at => seconds(Math.max(0, page.data.made_s - at));
+  const rows = about.places.map((place, index) => make("tr", {}, [make("span", {}, make("i", { class: "patch", color: placeColor(index) }), String(place.count)),
+    place.ranks.length > 120 ? place.ranks.slice(0, 118) + "\u2026" : place.ranks, String(place.step), place.node,
+    (ago(place.first_s) === ago(place.last_s) ? "" : ago(place.first_s) + " to ") + ago(place.last_s) + " before"].map(cell => make("td", {}, cell))));
+  const grids = Object.entries(about.groups).map(([kind, cells]) => make("div", {}, make("h3", {}, plural(cells.length, kind.replace(/s$/, ""))), grid(kind, cells, about.places)));
+  return make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "places" },
+    make("tr", {}, ["ranks", "which", "step", "node", "entered, before this page was made"].map(cell => make("th", { scope: "col" }, cell))), rows), grids);
+}
+
+// A cell for each group of ranks, coloured by where most of them are, marked where they are apart. Arrows read them.
+function grid(kind, cells, places) {
+  const wide = 64, size = 14, svg = draw("svg", { class: "cells", id: "cells-" + kind, tabindex: 0, role: "img", width: Math.min(cells.length, wide) * size,
+    height: Math.ceil(cells.length / wide) * size, "aria-label": plural(cells.length, kind.replace(/s$/, "")) + ": arrows read one after another; the table above has them by place" });
+  const text = ([label, counts]) => [label, ...counts.map(([place, count]) => places[place] ? count + " in step " + places[place].step + ", " + places[place].node : count + " elsewhere")].join("\n");
+  cells.forEach((cell, index) => {
+    const [first] = cell[1], box = draw("rect", { x: index % wide * size, y: Math.floor(index / wide) * size, width: size - 2, height: size - 2,
+      fill: first && places[first[0]] ? placeColor(first[0]) : placeColor(-1), class: cell[1].length > 1 ? "apart" : null });
+    box.addEventListener("pointermove", event => tip(text(cell), event.clientX, event.clientY));
+    box.addEventListener("pointerleave", () => tip(""));
+    svg.append(box);
+  });
+  let chosen = -1;
+  svg.addEventListener("keydown", event => {
+    const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: wide, ArrowUp: -wide }[event.key];
+    if (!move) return;
+    chosen = Math.max(0, Math.min(cells.length - 1, chosen + move));
+    const box = svg.children[chosen].getBoundingClientRect();
+    tip(text(cells[chosen]), box.left, box.bottom);
+    event.preventDefault();
+  });
+  svg.addEventListener("blur", () => tip(""));
+  return svg;
+}
+
+// What was left out of the parts that are shown.
+function leftOut(parts) {
+  const notes = [...new Set(parts.flatMap(([name, index]) => (PARTS.get(index + " " + name) || { notes: [] }).notes))];
+  return notes.length ? [make("h2", {}, "Left out"), make("ul", { class: "box notes" }, notes.map(note => make("li", {}, note)))] : [];
+}
+
 function healthSection() {
-  section("health", "Health", () => {
+  section("health", "Health", ["health"], () => {
     const { errors, logs } = run().health, parts = [make("h2", {}, "Errors")];
     for (const error of errors) {
       const where = ["rank " + error.rank, error.host, error.node !== "None" && error.node,
@@ -102,8 +194,13 @@ function healthSection() {
   });
 }
 
+// What can be scrolled or have the focus in a section; a section that is drawn anew has it in the same order.
+const SCROLLED = ".scroll, .lanes, .picture", FOCUSED = "button, input, select, summary, [tabindex]";
+
 function show(id, focus) {
+  const before = page.section;
   page.section = SECTIONS.some(item => item.id === id) ? id : "overview";
+  page.stale = false;
   tip("");
   for (const tab of document.getElementById("tabs").children) {
     const chosen = tab.id === "tab-" + page.section;
@@ -112,18 +209,29 @@ function show(id, focus) {
     if (chosen && focus) tab.focus();
   }
   const main = document.getElementById("main"), shown = SECTIONS.find(item => item.id === page.section);
-  const at = scrollY;
+  const at = scrollY, wanted = needed(shown), missing = wanted.filter(([name, index]) => !PARTS.has(index + " " + name));
   let content;
   try {
-    content = shown.show();
+    content = missing.length ? [make("p", { class: "faint", role: "status" }, "reading...")] : [shown.show(), leftOut(wanted)];
   } catch (error) {
     content = make("p", { class: "box down" }, "This section cannot be shown: " + error.message);
   }
-  main.replaceChildren(make("div", { role: "tabpanel", id: "panel", "aria-labelledby": "tab-" + page.section }, content));
+  const panel = make("div", { role: "tabpanel", id: "panel", "aria-labelledby": "tab-" + page.section }, content);
+  const scrolled = [...main.querySelectorAll(SCROLLED)].map(item => [item.scrollLeft, item.scrollTop]);
+  const focused = [...main.querySelectorAll(FOCUSED)].indexOf(document.activeElement);
+  main.replaceChildren(panel);
   scrollTo(0, at);
+  if (before === page.section && !missing.length) {
+    main.querySelectorAll(SCROLLED).forEach((item, index) => item.scrollTo(...scrolled[index] || [0, 0]));
+    if (focused >= 0) main.querySelectorAll(FOCUSED)[focused]?.focus({ preventScroll: true });
+  }
+  if (!missing.length) return Promise.resolve();
+  return Promise.all(missing.map(([name, index]) => load(name, index))).then(
+    () => panel.isConnected ? show(page.section) : null,
+    error => panel.replaceChildren(make("p", { class: "box down" }, "This section cannot be read: " + error.message)));
 }
 
-function redraw() { show(page.section); }
+function redraw() { return show(page.section); }
 
 function header() {
   const names = page.data.runs.map((item, index) => make("option", { value: index, selected: index === page.run }, item.label));
@@ -149,14 +257,16 @@ function tabs() {
 async function refresh(wait) {
   let next = REFRESH_MS;
   try {
-    const answer = await fetch("data.json", { headers: page.etag ? { "If-None-Match": page.etag } : {}, cache: "no-store" });
-    if (answer.status === 200) {
-      page.etag = answer.headers.get("ETag") || "";
-      const active = document.activeElement, busy = active && document.getElementById("main").contains(active) && active.matches("input, select");
-      page.data = await answer.json();
-      header();
-      if (!busy) redraw();
-    } else if (answer.status !== 304) throw new Error("answer " + answer.status);
+    const shown = page.section, asked = needed(SECTIONS.find(item => item.id === shown));
+    if (shown === "overview") asked.push(["alerts", page.run]);
+    const news = await Promise.all(asked.map(([name, index]) => load(name, index)));
+    const now = new Date();
+    page.data.made_s = now / 1000;
+    page.data.made = now.toLocaleString();
+    header();
+    const active = document.activeElement, busy = active && document.getElementById("main").contains(active) && active.matches("input, select, svg");
+    page.stale = page.stale || shown === page.section && news.some(Boolean);
+    if (page.stale && !busy) redraw();
   } catch {
     next = Math.min(MOST_WAIT_MS, wait * 2);
     document.getElementById("made").textContent = "as of " + page.data.made + "; siirl view does not answer";
@@ -167,6 +277,7 @@ async function refresh(wait) {
 function start() {
   healthSection();
   page.data = JSON.parse(document.getElementById("data").textContent);
+  page.data.runs.forEach((item, index) => PARTS.set(index + " overview", item.overview));
   tabs();
   header();
   document.getElementById("run").addEventListener("change", event => { page.run = Number(event.target.value); redraw(); });

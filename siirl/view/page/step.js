@@ -37,11 +37,11 @@ function labelEdges(drawn, dag, edges) {
 
 // Instructions of the step: node or kind -> [start, end, rank].
 function played(trace, step) {
-  const found = new Map();
-  for (const lane of trace.lanes) for (const [name, start, duration, depth, , args] of lane.spans) {
+  const found = new Map(), alike = trace.groups.alike;  // of thousands of ranks some are shown one by one
+  for (const lane of trace.chosen && alike ? alike.lanes : trace.lanes) for (const [name, start, duration, depth, , args] of lane.spans) {
     if (depth !== 0 || args.step !== step || (lane.lane && lane.lane !== "instructions")) continue;
     if (!found.has(name)) found.set(name, []);
-    found.get(name).push([start, start + duration, lane.rank]);
+    found.get(name).push([start, start + duration, lane.rank, args.ranks || 1]);
   }
   return found;
 }
@@ -52,13 +52,13 @@ function strip(bound, begin) {
   const svg = draw("svg", { id: "path", role: "img", viewBox: `0 0 ${STRIP.width} ${STRIP.top + ranks.length * STRIP.row + 6}`,
     "aria-label": "critical path: " + bound.path.map(part => part[1] + " on rank " + part[0]).join(", then ") });
   for (const at of ticks(0, bound.total_ms, 8)) svg.append(
-    draw("text", { class: "axis", x: STRIP.left + at * scale, y: 12, "text-anchor": "middle" }, short(at) + " ms"));
+    draw("text", { class: "axis", x: STRIP.left + at * scale, y: 12, "text-anchor": "middle" }, axisText(at, bound.total_ms)));
   ranks.forEach((rank, place) => svg.append(draw("text", { class: "lane", x: 4, y: STRIP.top + place * STRIP.row + 14 }, "rank " + rank)));
   for (const [rank, name, start, end] of bound.path) {
     const x = STRIP.left + (start - begin) * scale, wide = Math.max(0.6, (end - start) * scale), y = STRIP.top + ranks.indexOf(rank) * STRIP.row;
     const color = name === "between instructions" ? "#8a929b" : COLORS[names.indexOf(name) % COLORS.length];
     const box = draw("rect", { class: "span", x: x.toFixed(1), y, width: wide.toFixed(1), height: STRIP.row - 4, fill: color, "data-name": name });
-    box.addEventListener("pointermove", event => tip(name + "\nrank " + rank + "\n" + short(end - start) + " ms", event.clientX, event.clientY));
+    box.addEventListener("pointermove", event => tip(name + "\nrank " + rank + "\n" + lasting(end - start), event.clientX, event.clientY));
     box.addEventListener("pointerleave", () => tip(""));
     svg.append(box);
     if (wide > 7 * name.length + 8) svg.append(draw("text", { class: "inside", x: x + 4, y: y + 13 }, name));
@@ -70,13 +70,13 @@ function strip(bound, begin) {
 
 function fasterTable(bound) {
   const head = ["instruction", "waited for", "share of the step", "on ranks", "the step, were it twice as fast"];
-  const rows = bound.faster.map(row => [row.name, short(row.ms) + " ms", (row.share * 100).toFixed(1) + "%", row.ranks.join(", "),
-    short(row.total_ms) + " ms (" + (100 * (row.total_ms / bound.total_ms - 1)).toFixed(1) + "%)"]);
+  const rows = bound.faster.map(row => [row.name, lasting(row.ms), (row.share * 100).toFixed(1) + "%", row.ranks.join(", "),
+    lasting(row.total_ms) + " (" + (100 * (row.total_ms / bound.total_ms - 1)).toFixed(1) + "%)"]);
   return make("table", { id: "faster" }, make("tr", {}, head.map(title => make("th", { scope: "col" }, title))),
     rows.map(cells => make("tr", {}, cells.map(cell => make("td", {}, cell)))));
 }
 
-section("step", "Step", () => {
+section("step", "Step", ["timeline", "dag"], () => {
   const trace = run().timeline, dag = run().dag;
   if (!trace || !trace.bounds.length) return [make("p", { class: "box" },
     "There is no trace of a whole step: run with trainer.trace=true (and trainer.trace_steps=[...] for some steps only).")];
@@ -91,12 +91,13 @@ section("step", "Step", () => {
     move(time);
     const busy = [];
     for (const [name, spans] of parts) {
-      const inside = spans.filter(([start, end]) => start - begin <= time && time < end - begin).map(span => span[2]);
-      if (inside.length) busy.push(name + " on " + inside.sort((a, b) => a - b).join(", "));
+      const inside = spans.filter(([start, end]) => start - begin <= time && time < end - begin);
+      if (inside.length) busy.push(name + " on " + (trace.chosen ? plural(inside.reduce((sum, span) => sum + span[3], 0), "rank")
+        : inside.map(span => span[2]).sort((a, b) => a - b).join(", ")));
       const ground = drawn && drawn.grounds.get(name);
       if (ground) paint(ground, inside.length ? "#4f8fe0" : spans.every(span => span[1] - begin <= time) ? "#3f9b6c" : "", inside.length ? 0.6 : 0.22);
     }
-    now.textContent = short(time) + " ms of " + short(bound.total_ms) + ": " + (busy.join("; ") || "between instructions");
+    now.textContent = lasting(time) + " of " + lasting(bound.total_ms) + ": " + (busy.join("; ") || "between instructions");
   };
   let timer = null;
   const button = make("button", { type: "button", id: "play" }, "play");

@@ -13,7 +13,7 @@ function factText(key, value) {
 function spanText([name, start, duration, , open, args], lane) {
   const facts = Object.entries(args).map(([key, value]) => typeof value === "number" ? factText(key, value) : key + " " + value);
   return [name + (open ? " (has no end on record)" : ""), (lane.label || "rank " + lane.rank) + (lane.lane ? ", " + lane.lane : ""),
-    short(duration) + " ms, from " + short(start) + " ms on", ...facts].join("\n");
+    lasting(duration) + ", from " + lasting(start) + " on", ...facts].join("\n");
 }
 
 function lanesPicture(trace, view, chosen, choose) {
@@ -25,11 +25,11 @@ function lanesPicture(trace, view, chosen, choose) {
     "aria-label": "timeline: arrows choose an interval, plus and minus zoom, Escape shows all" });
   for (const at of ticks(view.start, view.end, 8)) {
     const x = LANE.left + (at - view.start) * scale;
-    svg.append(draw("text", { x, y: 13, class: "axis", "text-anchor": "middle" }, short(at) + " ms"));
+    svg.append(draw("text", { x, y: 13, class: "axis", "text-anchor": "middle" }, axisText(at, view.end - view.start)));
   }
   trace.lanes.forEach((lane, index) => {
     const deep = Math.min(DEEPEST, Math.max(0, ...lane.spans.map(span => span[3])));
-    const title = "rank " + lane.rank + (lane.lane && lane.lane !== "instructions" ? " " + lane.lane : "");
+    const title = (lane.title || "rank " + lane.rank) + (lane.lane && lane.lane !== "instructions" ? " " + lane.lane : "");
     svg.append(draw("text", { x: 4, y: y + 12 }, draw("title", {}, lane.label), title.slice(0, 22)));
     lane.spans.forEach((span, place) => {
       const [name, start, duration, depth] = span;
@@ -55,10 +55,15 @@ function lanesPicture(trace, view, chosen, choose) {
   return [svg, hidden];
 }
 
-section("timeline", "Timeline", () => {
-  const trace = run().timeline;
-  if (!trace) return [make("p", { class: "box" },
+section("timeline", "Timeline", ["timeline"], () => {
+  const whole = run().timeline;
+  if (!whole) return [make("p", { class: "box" },
     "There is no trace of a whole step: run with trainer.trace=true (and trainer.trace_steps=[...] for some steps only).")];
+  const kinds = { ranks: whole.chosen ? plural(new Set(whole.lanes.map(lane => lane.rank)).size, "rank") + ", evenly chosen" : "ranks" };
+  for (const [kind, { lanes, of }] of Object.entries(whole.groups)) if (of > 1) kinds[kind] = (lanes.length < of ? lanes.length + " of " : "")
+    + (kind === "alike" ? plural(of, "set") + " of ranks that do the same" : plural(of, kind.replace(/s$/, "")));
+  const lanesBy = keep("lanes", "") in kinds ? keep("lanes", "") : whole.chosen && "alike" in kinds ? "alike" : "ranks";
+  const trace = { ...whole, lanes: lanesBy === "ranks" ? whole.lanes : whole.groups[lanesBy].lanes };
   const all = { start: 0, end: Math.max(1e-3, ...trace.steps.map(step => step.end)) };
   let view = keep("view", null) || all, chosen = null;
   const holder = make("div", { class: "lanes box" }), note = make("span", { class: "faint", role: "status" });
@@ -108,7 +113,8 @@ section("timeline", "Timeline", () => {
   const steps = trace.steps.map(step => make("button", { type: "button",
     onclick: () => look({ start: step.start, end: Math.max(step.end, step.start + 1e-3) }) }, "step " + step.step));
   render();
-  return [make("div", { class: "bar" }, steps, make("button", { type: "button", onclick: () => look(all) }, "all"),
+  const lanesChoice = Object.keys(kinds).length > 1 ? choice("lanes", lanesBy, Object.entries(kinds), value => { page.state.lanes = value; redraw(); }) : null;
+  return [make("div", { class: "bar" }, lanesChoice, steps, make("button", { type: "button", onclick: () => look(all) }, "all"),
     make("button", { type: "button", onclick: () => zoom(0.5), "aria-label": "zoom in" }, "+"),
     make("button", { type: "button", onclick: () => zoom(2), "aria-label": "zoom out" }, "\u2212"),
     make("button", { type: "button", onclick: () => pan(-0.5), "aria-label": "earlier" }, "\u2190"),

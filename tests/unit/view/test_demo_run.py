@@ -12,21 +12,24 @@ from siirl.view.view_command import DEMO
 def test_the_demo_is_a_whole_run_of_several_agents(tmp_path):
     out = tmp_path / "page.html"
     assert main(["view", "--demo", "--export", str(out)]) == 0
-    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', out.read_text(), re.DOTALL)
-    assert text
-    (run,) = json.loads(text[1])["runs"]
-    about = run["overview"]
-    assert (about["state"], about["step"], about["total"]) == ("ended", 30, 30) and run["notes"] == []
+    elements = re.findall(
+        r'<script type="application/json" id="([\w-]+)">(.*?)</script>', out.read_text(), re.DOTALL
+    )
+    data, run = json.loads(dict(elements)["data"]), {}
+    for name, text in elements[1:]:
+        part = json.loads(text)
+        run[name.removeprefix("part-0-")] = part["value"]
+        assert part["notes"] == [], name
+    (about,) = (one["overview"]["value"] for one in data["runs"])
+    assert (about["state"], about["step"], about["total"]) == ("ended", 30, 30)
     assert {node["agent"] for node in run["dag"]["nodes"]} == {0, 1} and run["dag"]["svg"]
     assert [bound["step"] for bound in run["timeline"]["bounds"]] == [28, 29, 30]
     assert any(edge["bytes"] for edge in run["timeline"]["edges"]["30"]), "rows moved between its ranks"
-    assert {episode["step"] for episode in run["episodes"] if episode["kind"] == "validation"} == {
-        0,
-        10,
-        20,
-        30,
-    }
-    turns = [message for episode in run["episodes"] for message in episode["messages"]]
+    listed = {(one["kind"], one["step"]) for one in run["episodes"]}
+    assert {step for kind, step in listed if kind == "validation"} == {0, 10, 20, 30}
+    said = [one for kind, step in listed for one in run[f"texts-{kind}-{step}"].values()]
+    assert len(said) == len(run["episodes"])
+    turns = [message for episode in said for message in episode["messages"]]
     assert any(message["tool"] for message in turns) and {0, 1} <= {message["agent"] for message in turns}
     reward = run["curves"]["agent_0/val/reward/mean"]["values"]
     assert reward[-1] > reward[0], "it has learnt something"

@@ -12,13 +12,13 @@ from viewed_runs import write_run
 
 from siirl.errors import ConfigError
 from siirl.strangers import MOST_STRANGERS
-from siirl.view import page_server
+from siirl.view import run_parts
 from siirl.view.page_server import PageServer
 
 
 @pytest.fixture
 def served(tmp_path, monkeypatch):
-    monkeypatch.setattr(page_server, "MIN_AGE_S", 0.0)
+    monkeypatch.setattr(run_parts, "REST", 0.0)
     folder = write_run(tmp_path / "run")
     with PageServer([folder]) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
@@ -40,18 +40,29 @@ def test_the_page_and_its_data_are_served_to_who_has_the_token(served):
     status, headers, text = ask(server, f"/{server.token}/")
     assert status == 200 and headers["Cache-Control"] == "no-store"
     assert "connect-src 'self'" in text and '"live":true' in text
-    status, headers, text = ask(server, f"/{server.token}/data.json")
-    assert status == 200 and json.loads(text)["runs"][0]["overview"]["step"] == 6
+    where = f"/{server.token}/part/0/overview"
+    status, headers, text = ask(server, where)
+    assert status == 200 and json.loads(text)["value"]["step"] == 6
     tag = headers["ETag"]
-    assert ask(server, f"/{server.token}/data.json", **{"If-None-Match": tag})[0] == 304
+    assert ask(server, where, **{"If-None-Match": tag})[0] == 304
+    curves = f"/{server.token}/part/0/curves"
+    assert json.loads(ask(server, curves)[2])["value"]["reward/score"]["steps"][-1] == 6
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "time_s": 1.0, "reward/score": 0.25}\n')
-    status, headers, text = ask(server, f"/{server.token}/data.json", **{"If-None-Match": tag})
-    assert status == 200 and json.loads(text)["runs"][0]["overview"]["step"] == 7
+    status, headers, text = ask(server, where, **{"If-None-Match": tag})
+    assert status == 200 and json.loads(text)["value"]["step"] == 7
+    assert json.loads(ask(server, curves)[2])["value"]["reward/score"]["values"][-1] == 0.25
+    said = json.loads(ask(server, f"/{server.token}/part/0/texts%20train%206")[2])["value"]
+    assert said["train 6.0"]["messages"][1]["text"] == "four"
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/data.json", "/x/data.json", "/{}x/", "/{}", "/{}/../{}/x", "/{}/job.json", "*"]
+    "path",
+    [
+        *("/", "/part/0/overview", "/x/part/0/overview", "/{}x/", "/{}", "/{}/../{}/x", "/{}/job.json", "*"),
+        *("/{}/part/1/overview", "/{}/part/-1/overview", "/{}/part/0/job", "/{}/part/0/overview/x"),
+        *("/{}/part/%C2%B2/overview", "/{}/part/99999999999999/overview", "/{}/part/0"),
+    ],
 )
 def test_nothing_else_is_served(served, path):
     _, server = served

@@ -22,6 +22,7 @@ from siirl.runs.run_state import run_folder
 from siirl.view import episodes, timeline, view_page
 from siirl.view.alerts import alerts
 from siirl.view.metric_curves import MOST_POINTS, curves, thin
+from siirl.view.run_parts import RunParts
 from siirl.view.view_page import read_run
 
 
@@ -31,7 +32,7 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     assert (about["state"], about["step"], about["total"], about["name"]) == ("ended", 6, 6, "small")
     assert about["command"] == "python -m siirl.main_dag trainer.token=..."
     assert (about["host"], about["commit"]) == ("node7", "0123456789ab (changed)")
-    assert [(rank["rank"], rank["step"]) for rank in about["ranks"]] == [(0, 6), (1, 6)]
+    assert [(place["ranks"], place["step"]) for place in about["places"]] == [("0-1", 6)]
     assert run["curves"]["reward/score"]["steps"] == [1, 2, 3, 4, 5, 6]
     assert run["curves"]["reward/score"]["values"][-1] == 1.0
     assert [(e["step"], e["kind"]) for e in run["episodes"]] == [
@@ -41,7 +42,8 @@ def test_a_run_is_read_from_its_folder(tmp_path):
         (1, "train"),
     ]
     assert run["episodes"][0]["rewards"] == {"0": 1.0, "1": -0.5}
-    assert run["episodes"][0]["messages"][2]["rewards"] == [["score", -0.5]]
+    said = RunParts(tmp_path / "run").read("texts validation 6").value["validation 6.0"]
+    assert said["messages"][2]["rewards"] == [["score", -0.5]]
     assert "hello from rank 1" in run["health"]["logs"][1]["lines"]
     assert run["notes"] == []
 
@@ -79,6 +81,17 @@ def test_a_long_trace_and_many_ranks_are_cut_and_said(tmp_path, monkeypatch):
     assert run["timeline"]["steps"][-1]["step"] == 40
     assert any("1 of 2 ranks" in note for note in run["notes"])
     assert any(note.startswith("rank_0.jsonl: its first") for note in run["notes"])
+
+
+def test_a_step_whose_beginning_was_not_read_is_not_shown(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", steps=4)
+    size = (folder / TRACE_DIR / "rank_0.jsonl").stat().st_size
+    assert [step["step"] for step in read_run(folder)["timeline"]["steps"]] == [2, 3, 4]
+    for part, steps in ((0.6, [3, 4]), (0.4, [4]), (0.1, [4])):
+        monkeypatch.setattr(timeline, "MOST_BYTES", int(2 * part * size))
+        shown = read_run(folder)["timeline"]
+        assert [step["step"] for step in shown["steps"]] == steps
+        assert [bound["step"] for bound in shown["bounds"]] == steps
 
 
 def test_the_state_is_that_of_the_folder(tmp_path):
@@ -126,7 +139,7 @@ def test_the_newest_conversations_come_first_up_to_a_bound(tmp_path, monkeypatch
     monkeypatch.setattr(episodes, "MOST_EPISODES", 2)
     run = read_run(folder)
     assert [episode["step"] for episode in run["episodes"]] == [6, 6]
-    assert any(note.startswith("conversations: the newest 2 are shown") for note in run["notes"])
+    assert any(note.startswith("conversations: the newest 2 are listed") for note in run["notes"])
 
 
 def history_of(name, values, tmp_path):
@@ -244,6 +257,6 @@ def test_folders_of_no_run_are_refused(tmp_path):
 def test_reading_writes_nothing(tmp_path):
     folder = write_run(tmp_path / "run")
     before = {path: os.stat(path).st_mtime_ns for path in folder.rglob("*")}
-    view_page.page(view_page.read_runs([folder]))
+    view_page.export([folder], tmp_path / "page.html")
     assert {path: os.stat(path).st_mtime_ns for path in folder.rglob("*")} == before
     assert Path(folder, "errors").is_dir()

@@ -1,0 +1,174 @@
+"""What the page shows of a run, in parts: each is read when it is asked for, and again when files changed."""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from siirl.compiler.plan import Plan
+from siirl.observe.curve import METRICS_FILE
+from siirl.observe.trace import TRACE_DIR, TRACE_FILE
+from siirl.runs.folder_reader import LeftOut, attempt, numbered, whole
+from siirl.runs.run_files import JOB_FILE, HistoryReader, MetricHistory, read_job
+from siirl.runs.run_state import RunState
+from siirl.runs.run_state import read_run as read_state
+from siirl.view.alerts import alerts
+from siirl.view.dag_share import dag_of
+from siirl.view.episodes import KINDS, Episodes, signatures
+from siirl.view.memory_phases import memory_phases
+from siirl.view.metric_curves import curves
+from siirl.view.rank_groups import RankGroup, rank_groups
+from siirl.view.run_status import health, overview, trainer_of
+from siirl.view.timeline import timeline
+
+SAMPLE_KEYS = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
+OVERVIEW = "overview"
+"""The part that is in the page itself: all that can be said at once of a run of any size."""
+PARTS = (OVERVIEW, "alerts", "dag", "timeline", "memory", "curves", "episodes", "health")
+TEXTS = "texts "
+"""Before the name of a block: the texts of its episodes."""
+OF_HISTORY = ("alerts", "dag", "memory", "curves")
+REST = 4.0
+"""A part is read again after so many times as long as reading it took, however fast its files change."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a run."""
+
+    value: Any
+    """JSON values; None where the run has nothing of it."""
+    notes: tuple[str, ...]
+    """What was left out, or is damaged."""
+
+
+@dataclass(frozen=True)
+class _Kept:
+    part: Part
+    signature: Any
+    read_s: float
+    """When, on time.monotonic."""
+    took_s: float
+
+
+class RunParts:
+    """A run's folder. Reads only; several threads may ask."""
+
+    def __init__(self, output_dir: Path):
+        self.folder = output_dir
+        self._history, self._plan = HistoryReader(output_dir), (None, "")
+        self._episodes: tuple[Any, Episodes] | None = None
+        self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._kept: dict[str, _Kept] = {}
+
+    def read(self, name: str) -> Part | None:
+        """A part by its name, of PARTS or a block of texts; None if there is none of that name."""
+        if name.startswith(TEXTS):
+            left_out = LeftOut()
+            return _part(self._read_episodes().texts(name.removeprefix(TEXTS), left_out), left_out)
+        if name not in PARTS:
+            return None
+        with self._locks["history" if name in OF_HISTORY else name]:
+            signature, began_s, kept = self._signature(name), time.monotonic(), self._kept.get(name)
+            if kept and (
+                kept.signature == signature is not None or began_s < kept.read_s + REST * kept.took_s
+            ):
+                return kept.part
+            part = self._read(name)
+            now_s = time.monotonic()
+            self._kept[name] = _Kept(part, signature, now_s, now_s - began_s)
+            return part
+
+    def _read(self, name: str) -> Part:
+        read: dict[str, Callable[[LeftOut], Any]] = {
+            OVERVIEW: self._overview,
+            "alerts": self._alerts,
+            "dag": self._dag,
+            "timeline": self._timeline,
+            "memory": self._memory,
+            "curves": lambda left_out: curves(self._read_history(left_out), left_out),
+            "episodes": lambda left_out: self._read_episodes().listed(left_out),
+            "health": lambda left_out: health(self._state(left_out), left_out),
+        }
+        left_out = LeftOut()
+        return _part(read[name](left_out), left_out)
+
+    def _signature(self, name: str) -> Any:
+        """What changes when the files of a part do; None: it is not looked for."""
+        own = [self.folder / JOB_FILE]
+        if name in OF_HISTORY:
+            return signatures([*own, self.folder / METRICS_FILE])
+        if name == "timeline":
+            ranks = [path for _, path in numbered(self.folder / TRACE_DIR, "rank_", ".jsonl", LeftOut())]
+            return signatures([*own, *ranks, self.folder / TRACE_FILE])
+        return None
+
+    def blocks(self) -> list[str]:
+        """Names of the parts with texts, the newest first."""
+        return [f"{TEXTS}{kind} {step}" for step, kind, _ in self._read_episodes().files(LeftOut())]
+
+    def _overview(self, left_out: LeftOut) -> dict[str, Any]:
+        job = read_job(self.folder, left_out)
+        return overview(self._state(left_out), job, self._groups(job), left_out)
+
+    def _alerts(self, left_out: LeftOut) -> list[dict[str, Any]]:
+        history = self._read_history(left_out)
+        return attempt(lambda: [asdict(alert) for alert in alerts(history)], [], "alerts", left_out)
+
+    def _dag(self, left_out: LeftOut) -> dict[str, Any] | None:
+        job, history = read_job(self.folder, left_out), self._read_history(left_out)
+        return attempt(lambda: dag_of(job, history, left_out), None, "the plan of job.json", left_out)
+
+    def _timeline(self, left_out: LeftOut) -> dict[str, Any] | None:
+        job = read_job(self.folder, LeftOut())
+        plan, groups = self._read_plan(job), self._groups(job)
+        return attempt(lambda: timeline(self.folder, plan, groups, left_out), None, "the trace", left_out)
+
+    def _memory(self, left_out: LeftOut) -> dict[str, Any] | None:
+        job, series = read_job(self.folder, LeftOut()), self._read_history(left_out).series
+        return attempt(lambda: memory_phases(job, series), None, "memory", left_out)
+
+    def _state(self, left_out: LeftOut) -> RunState:
+        state = read_state(self.folder, rewards=False)
+        for what, why in state.unreadable.items():
+            left_out.add(what, why)
+        return state
+
+    def _read_history(self, left_out: LeftOut) -> MetricHistory:
+        """Only where the lock of OF_HISTORY is held: the reader changes what it gave before."""
+        return self._history.read(left_out)
+
+    def _read_plan(self, job: dict[str, Any]) -> Plan | None:
+        """The plan of the job, parsed once."""
+        with self._locks["plan"]:
+            text = job.get("plan")
+            if text != self._plan[1]:
+                plan = attempt(lambda: Plan.from_json(str(text)), None, "the plan of job.json", LeftOut())
+                self._plan = (plan, text)
+            return self._plan[0]
+
+    def _groups(self, job: dict[str, Any]) -> dict[str, list[RankGroup]]:
+        plan = self._read_plan(job)
+        size, per_machine = whole(job.get("world_size")) or 0, whole(job.get("local_world_size")) or 0
+        if not 0 < size <= 1 << 20 or per_machine < 1:
+            return {}
+        return attempt(lambda: rank_groups(plan, size, per_machine), {}, "groups", LeftOut())
+
+    def _read_episodes(self) -> Episodes:
+        """By the folders that the run's configuration names."""
+        with self._locks["episodes of"]:
+            trainer = trainer_of(read_job(self.folder, LeftOut()))
+            names = {kind: trainer.get(SAMPLE_KEYS[kind]) for kind in KINDS}
+            if self._episodes is None or self._episodes[0] != names:
+                folders = {
+                    kind: Path(str(name or self.folder / "rollouts" / kind)) for kind, name in names.items()
+                }
+                self._episodes = names, Episodes(folders)
+            return self._episodes[1]
+
+
+def _part(value: Any, left_out: LeftOut) -> Part:
+    return Part(value, tuple(f"{what}: {why}" for what, why in left_out.items()))
