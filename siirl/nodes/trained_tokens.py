@@ -55,8 +55,9 @@ class KeptRows:
         place_b = place_b.cpu()
         self._seen_B[place_b] = True
         for name, column_bT in columns.items():
-            kept_BT = self._found.setdefault(name, torch.full(self._shape, torch.nan))
-            kept_BT[place_b] = column_bT.detach().float().cpu()
+            if name not in self._found:
+                self._found[name] = torch.full(self._shape, torch.nan)
+            self._found[name][place_b] = column_bT.detach().float().cpu()
 
     def matching(self, wanted: Sequence[Wanted]) -> dict[int, Wanted | None]:
         """Rows that were trained, and are wanted: by what they say; or by the episode, which gives None.

@@ -17,6 +17,7 @@ from siirl.show.conversation_text import (
     shown_text,
     speaker_name,
 )
+from siirl.view.token_numbers import Turns, read_tokens, sample_of
 
 MOST_EPISODES, MOST_FILE_BYTES, MOST_MESSAGES = 20_000, 16 << 20, 200
 KINDS = ("validation", "train")
@@ -26,9 +27,9 @@ _ROW_KEYS = ("step", *SAMPLE)
 class Episodes:
     """The samples of a run: a list of them all, and the texts file by file."""
 
-    def __init__(self, folders: Mapping[str, Path]):
-        """folders: kind of samples -> its folder."""
-        self._folders = folders
+    def __init__(self, folders: Mapping[str, Path], tokens: Path):
+        """folders: kind of samples -> its folder. tokens: the folder of what samples were trained with."""
+        self._folders, self._tokens = folders, tokens
         self._listed: dict[Path, tuple[Any, list[dict[str, Any]], int]] = {}
 
     def files(self, left_out: LeftOut) -> list[tuple[int, str, Path]]:
@@ -63,15 +64,16 @@ class Episodes:
 
     def _file(self, step: int, kind: str, path: Path, left_out: LeftOut) -> tuple[list[dict[str, Any]], int]:
         """(list entries of a file, how many are damaged); read again when it has changed."""
-        about = signatures([path])
+        about = signatures([path, self._tokens / path.name])
         if path not in self._listed or self._listed[path][0] != about:
             rows, damaged = [], 0
+            told = {"tokens": kind == "train" and about[1] != (0, 0)}
             for index, row in enumerate(json_lines(path, MOST_FILE_BYTES, left_out)):
                 entry = attempt(partial(_entry, row), None, "a conversation", LeftOut())
                 if entry is None:
                     damaged += 1
                 else:
-                    rows.append({"id": f"{kind} {step}.{index}", "step": step, "kind": kind, **entry})
+                    rows.append({"id": f"{kind} {step}.{index}", "step": step, "kind": kind, **told, **entry})
             self._listed[path] = (about, rows, damaged)
         return self._listed[path][1:]
 
@@ -80,11 +82,11 @@ class Episodes:
         kind, _, step = block.partition(" ")
         if kind not in self._folders or not (step.isascii() and step.isdigit() and len(step) < 10):
             return {}
-        found = {}
-        for index, row in enumerate(
-            json_lines(self._folders[kind] / f"step_{int(step)}.jsonl", MOST_FILE_BYTES, left_out)
-        ):
-            said = attempt(partial(_said, row), None, "a conversation", LeftOut())
+        found, name = {}, f"step_{int(step)}.jsonl"
+        tokens = read_tokens(self._tokens / name, left_out) if kind == "train" else {}
+        for index, row in enumerate(json_lines(self._folders[kind] / name, MOST_FILE_BYTES, left_out)):
+            turns = tokens.get(sample_of(row), {})
+            said = attempt(partial(_said, row, turns), None, "a conversation", LeftOut())
             if said is not None:
                 found[f"{kind} {int(step)}.{index}"] = said
         return found
@@ -115,11 +117,11 @@ def _entry(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _said(row: dict[str, Any]) -> dict[str, Any]:
+def _said(row: dict[str, Any], turns: Turns) -> dict[str, Any]:
     episode = _read(row)
     with_env = has_env_rewards(episode)
     return {
-        "messages": [_message(message, with_env) for message in episode.messages[:MOST_MESSAGES]],
+        "messages": [_message(message, with_env, turns) for message in episode.messages[:MOST_MESSAGES]],
         "cut": max(0, len(episode.messages) - MOST_MESSAGES),
         "ended": shown_text(episode.ended),
         "note": shown_text(episode.note),
@@ -156,8 +158,10 @@ def _of_row(row: dict[str, Any]) -> ShownEpisode:
     )
 
 
-def _message(message: Mapping[str, Any], with_env: bool) -> dict[str, Any]:
+def _message(message: Mapping[str, Any], with_env: bool, turns: Turns) -> dict[str, Any]:
+    tokens = turns.get((whole(message.get("agent")), whole(message.get("turn"))))
     return {
+        **({"tokens": tokens} if tokens else {}),
         "who": shown_text(speaker_name(message)),
         "agent": whole(message.get("agent")),
         "turn": whole(message.get("turn")),

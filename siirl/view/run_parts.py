@@ -24,6 +24,7 @@ from siirl.view.rank_groups import RankGroup, rank_groups
 from siirl.view.run_status import health, overview, trainer_of
 from siirl.view.timeline import timeline
 
+TOKENS = "rollouts/tokens"
 SAMPLE_KEYS = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
 OVERVIEW = "overview"
 """The part that is in the page itself: all that can be said at once of a run of any size."""
@@ -166,7 +167,7 @@ class RunParts:
                 folders = {
                     kind: Path(str(name or self.folder / "rollouts" / kind)) for kind, name in names.items()
                 }
-                self._episodes = names, Episodes(folders)
+                self._episodes = names, Episodes(folders, self.folder / TOKENS)
             return self._episodes[1]
 
 

@@ -17,7 +17,16 @@ from typing import Any
 from siirl.show.plan_picture import AGENT_COLORS
 from siirl.view.run_parts import OVERVIEW, PARTS, TEXTS, Part, RunParts
 
-SCRIPTS = ("page.js", "dag.js", "step.js", "timeline.js", "memory.js", "curves.js", "conversations.js")
+SCRIPTS = (
+    "page.js",
+    "dag.js",
+    "step.js",
+    "timeline.js",
+    "memory.js",
+    "curves.js",
+    "tokens.js",
+    "conversations.js",
+)
 LAST_WORDS = "start();\n"
 MOST_TEXT_BYTES = 48 << 20
 """Texts of conversations in a page that is a file."""

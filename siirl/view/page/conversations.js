@@ -7,14 +7,14 @@ function rewardChip(source, value) {
   return make("span", { class: "reward" + sign }, (source ? source + " " : "") + (value > 0 ? "+" : "") + short(value));
 }
 
-function messageBox(message, agent) {
+function messageBox(message, agent, by, most) {
   const color = message.agent === null ? null : agentColor(message.agent);
   const other = agent !== "" && message.agent !== null && String(message.agent) !== agent;
   return make("div", { class: "message" + (message.tool ? " tool" : "") + (other ? " other" : ""), color },
     make("div", { class: "head" }, message.turn === null ? null : make("span", {}, String(message.turn)),
       make("span", { class: "name" }, message.who), message.rewards.map(([source, value]) => rewardChip(source, value)),
-      message.details.map(detail => make("span", {}, detail)), message.errors ? make("span", { class: "down" }, message.errors) : null),
-    make("pre", {}, message.text));
+      creditChips(message.tokens && message.tokens.credit), message.details.map(detail => make("span", {}, detail)), message.errors ? make("span", { class: "down" }, message.errors) : null),
+    message.tokens && by && tokenText(message.tokens, by, most) || make("pre", {}, message.text));
 }
 
 // Conversations of the same kind about the same prompt in other steps, those of the same sample first.
@@ -31,9 +31,11 @@ async function saidIn(episode) {
 }
 
 function spoken(episode, said, agent, named) {
-  const below = [said.cut && plural(said.cut, "message") + " left out", said.ended && "ended: " + said.ended, said.note];
+  const by = keep("tokens by", ""), turns = said.messages.map(message => message.tokens).filter(Boolean), most = by && furthest(by, turns);
+  const key = by && (turns.some(tokens => tokens.numbers[by]) ? tokenKey(by, most) : episode.tokens ? "it has no token with a " + TOKEN_NUMBERS[by][0] : "its tokens were not written");
+  const below = [key, said.cut && plural(said.cut, "message") + " left out", said.ended && "ended: " + said.ended, said.note];
   return make("div", {}, named ? make("p", { class: "details faint" }, "step " + episode.step + ", reward " + short(episode.reward)) : null,
-    said.messages.map(message => messageBox(message, agent)),
+    said.messages.map(message => messageBox(message, agent, by, most)),
     below.filter(Boolean).map(text => make("p", { class: "details faint" }, text)));
 }
 
@@ -42,7 +44,7 @@ function episodeBox(episode, agent, open) {
   const chips = Object.entries(episode.rewards).map(([who, reward]) =>
     make("span", { class: "chip", color: agentColor(Number(who)) }, "agent " + who + " ", rewardChip("", reward)));
   const known = "open " + page.run + " " + episode.id, box = make("details", { "data-id": episode.id },
-    make("summary", { onclick: () => { page.state[known] = !box.open; } }, episode.kind + ", step " + episode.step + ": " + episode.title, chips, make("span", { class: "chip" }, plural(episode.turns, "turn"))));
+    make("summary", { onclick: () => { page.state[known] = !box.open; } }, episode.kind + ", step " + episode.step + ": " + episode.title, chips, make("span", { class: "chip" }, plural(episode.turns, "turn")), episode.tokens ? make("span", { class: "chip" }, "tokens") : null));
   const write = async () => {
     if (!box.open || box.children.length > 1) return;
     const holder = make("div", {}, make("p", { class: "details faint", role: "status" }, "reading..."));
@@ -121,5 +123,6 @@ section("conversations", "Conversations", ["episodes"], () => {
     choice("step", filters.step, [["", "all"], ...steps.map(step => [step, String(step)])], set("step")),
     choice("agent", filters.agent, [["", "all"], ...agents.map(agent => [agent, "agent " + agent])], set("agent")),
     entry("reward from", "least", "number"), entry("to", "most", "number"), entry("words", "words", "search"),
+    choice("tokens by", keep("tokens by", ""), tokenChoices(), value => { page.state["tokens by"] = value; page.written = render(); }),
     choice("order", filters.order, [["", "newest"], ["best", "best first"], ["worst", "worst first"]], set("order")), count), list];
 });

@@ -31,6 +31,9 @@ def test_the_demo_is_a_whole_run_of_several_agents(tmp_path):
     assert len(said) == len(run["episodes"])
     turns = [message for episode in said for message in episode["messages"]]
     assert any(message["tool"] for message in turns) and {0, 1} <= {message["agent"] for message in turns}
+    trained = [message["tokens"] for message in turns if "tokens" in message]
+    assert {"own", "team", "env", "advantage"} <= trained[0]["credit"].keys() and trained[0]["texts"]
+    assert any(advantage for one in trained for advantage in one["numbers"]["advantage"])
     reward = run["curves"]["agent_0/val/reward/mean"]["values"]
     assert reward[-1] > reward[0], "it has learnt something"
 
