@@ -1,10 +1,13 @@
 """Where a run keeps checkpoints in host memory, between those on disk. No torch.
 
-A folder of /dev/shm, which holds files in memory: it outlives the workers, and ends with their launcher, even
-if that is killed.
+A folder of /dev/shm, which holds files in memory: it outlives the workers, and ends with their launcher. If
+that is killed, another process removes it.
 """
 
 import contextlib
+import os
+import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +19,7 @@ from siirl.errors import ConfigError
 SHARED_MEMORY = Path("/dev/shm")
 KEY = "trainer.memory_checkpoint_freq"
 KEEPER = 'cat; rm -rf -- "$1"'
-"""Waits until nobody holds the other end of its input, then removes the folder."""
+"""Waits until nobody holds the other end of its input, as the launcher is gone, then removes the folder."""
 
 
 def keeps_in_memory(cfg: Config) -> bool:
@@ -52,6 +55,7 @@ def memory_folder(cfg: Config) -> Iterator[str]:
     try:
         yield folder
     finally:
-        assert keeper.stdin is not None
-        keeper.stdin.close()
+        shutil.rmtree(folder, ignore_errors=True)  # not the keeper's: it may be gone, or stopped
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(keeper.pid, signal.SIGKILL)
         keeper.wait()

@@ -3,13 +3,14 @@
 import argparse
 import contextlib
 import faulthandler
+import gc
 import importlib
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -84,14 +85,15 @@ def run_rank(job: Job, place: ProcessPlace, watched: bool = False) -> int:
 
 
 def _run(job: Job, place: ProcessPlace) -> None:
-    import torch
-    import torch.distributed as dist
-    from transformers.utils.logging import disable_progress_bar
+    with no_collection():
+        import torch
+        import torch.distributed as dist
+        from transformers.utils.logging import disable_progress_bar
 
+        entry = _load_entry(job.entry)
     disable_progress_bar()
     cfg = from_dict(job.config)
     plan = with_local_models(cfg, Plan.from_json(job.plan), cached_first=True)
-    entry = _load_entry(job.entry)
     os.environ.update(cuda_variables(plan, place.rank, os.environ))
     device = pick_device(cfg.trainer.device, place)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
@@ -119,6 +121,18 @@ def refuse_public(cfg: Config) -> None:
                 "a private network (torchrun: --master-addr; Ray: --node-ip-address), or keep strangers out "
                 "by a firewall and set trainer.behind_firewall=true."
             )
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Import what is large without the garbage collector: it would look through all modules again and again,
+    for a fifth of the time that they take, and find nothing. Nor does it look at them later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def cuda_variables(plan: Plan, rank: int, env: Mapping[str, str]) -> dict[str, str]:

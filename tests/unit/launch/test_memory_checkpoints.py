@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from siirl.config import load_config
@@ -40,6 +41,18 @@ def test_it_is_this_users_alone_and_goes_with_what_is_in_it():
         assert folder.stat().st_mode & 0o777 == 0o700
         (folder / "global_step_1").mkdir()
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_it_goes_also_if_the_process_that_looks_after_it_is_gone_or_stopped(number):
+    with memory_folder(load_config([EVERY_STEP])) as name:
+        children = psutil.Process().children()
+        (keeper,) = (child for child in children if name in child.cmdline())
+        started = [keeper, *keeper.children()]
+        keeper.send_signal(number)
+    assert not Path(name).exists()
+    _, left = psutil.wait_procs(started, timeout=10)
+    assert left == []
 
 
 @pytest.mark.heavy
