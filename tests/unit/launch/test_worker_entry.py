@@ -11,5 +11,4 @@ def test_imports_are_not_looked_through_for_garbage_and_what_follows_is():
     with pytest.raises(ImportError), no_collection():
         assert not gc.isenabled()
         raise ImportError("a module that is not there")
-    assert gc.isenabled() and gc.get_freeze_count() > 0
-    gc.unfreeze()
+    assert gc.isenabled()
