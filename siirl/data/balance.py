@@ -1,6 +1,7 @@
 """Shards of equal cost: rows stay on the shard where they are, unless it has more than its part."""
 
 import heapq
+from bisect import insort
 
 import numpy as np
 
@@ -77,14 +78,16 @@ def _levelled(
     shard = np.empty(len(unit_cost), dtype=np.int64)
     shard[unit] = start
     loads = np.bincount(shard[shard >= 0], unit_cost[shard >= 0], num_shards)
+    dearest_first = np.lexsort((-unit_cost, shard))
+    ends = np.searchsorted(shard[dearest_first], np.arange(num_shards + 1))
     for over in np.flatnonzero(loads > most):
-        mine = np.flatnonzero(shard == over)
-        loads[over] = 0
-        for one in mine[np.argsort(-unit_cost[mine], kind="stable")]:
-            if loads[over] + unit_cost[one] <= most:
-                loads[over] += unit_cost[one]
+        mine, kept = dearest_first[ends[over] : ends[over + 1]], 0.0
+        for one, its_cost in zip(mine.tolist(), unit_cost[mine].tolist(), strict=True):
+            if kept + its_cost <= most:
+                kept += its_cost
             else:
                 shard[one] = NOWHERE
+        loads[over] = kept
     loose = np.flatnonzero(shard == NOWHERE)
     shard[loose] = _deal(unit_cost[loose], loads)
     _exchange(unit_cost, shard, num_shards, most)
@@ -94,21 +97,27 @@ def _levelled(
 def _exchange(unit_cost: np.ndarray, shard: np.ndarray, num_shards: int, most: float) -> None:
     """Move single units from the costliest shard to the cheapest, or swap two, until none is above `most`."""
     loads = np.bincount(shard, unit_cost, num_shards)
+    if loads.max() <= most:
+        return
+    by_shard = np.argsort(shard, kind="stable")
+    ends = np.searchsorted(shard[by_shard], np.arange(1, num_shards))
+    units = [part.tolist() for part in np.split(by_shard, ends)]
     for _ in range(PASSES * num_shards):
         high, low = int(loads.argmax()), int(loads.argmin())
         gap = loads[high] - loads[low]
         if loads[high] <= most:
             return
-        theirs = np.flatnonzero(shard == low)
-        ours = np.flatnonzero(shard == high)
+        ours, theirs = units[high], units[low]
         less = unit_cost[ours][:, None] - np.append(unit_cost[theirs], 0)  # what the costliest loses
         worth = np.minimum(less, gap - less)
         row, column = np.unravel_index(worth.argmax(), worth.shape)
         if worth[row, column] <= 0:
             return
-        shard[ours[row]] = low
-        if column < len(theirs):
-            shard[theirs[column]] = high
+        swapped = [theirs.pop(column)] if column < len(theirs) else []
+        insort(theirs, ours.pop(row))
+        for one in swapped:
+            insort(ours, one)
+        shard[swapped], shard[theirs] = high, low
         loads[high] -= less[row, column]
         loads[low] += less[row, column]
 
@@ -141,9 +150,9 @@ def _loads(
 def _once(cost: np.ndarray, shared: np.ndarray, unit: np.ndarray) -> np.ndarray:
     """The cost of each unit [U] of rows that share a part: that of one row, and the rest of all."""
     total = np.bincount(unit, cost - shared)
-    part = np.zeros(len(total))
-    np.maximum.at(part, unit, shared)
-    return total + part
+    order = np.argsort(unit, kind="stable")
+    firsts = np.searchsorted(unit[order], np.arange(len(total)))
+    return total + np.maximum.reduceat(shared[order], firsts)
 
 
 def _places(cost: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, int]:

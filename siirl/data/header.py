@@ -2,6 +2,7 @@
 
 import json
 import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,7 +15,7 @@ from siirl.data.store import Column
 from siirl.errors import DagError
 
 SIZES = 6
-"""Words at the head of an encoded header: its length, a check sum, and the lengths of its parts."""
+"""Words at the head of an encoded header: its length, a check sum, and what says how to read the rest."""
 
 
 @dataclass(frozen=True)
@@ -61,25 +62,29 @@ class Header:
     specs: tuple[ColumnSpec, ...]
 
     def encode(self, check: int) -> np.ndarray:
-        """As int64 words: the sizes, the arrays, then the specs as JSON. The first word is the length."""
+        """As int64 words: sizes, the length first, then differences of the arrays and specs, compressed."""
         specs = json.dumps([[spec.name, spec.dtype, spec.dims, spec.on_gpu] for spec in self.specs]).encode()
-        text = np.frombuffer(specs.ljust(-(-len(specs) // 8) * 8), dtype=np.int64)
         held = self.row_id[:0] if self.held is None else self.held
+        columns = (self.row_id, *self.weight.T, held)
+        steps = np.concatenate([np.diff(column, prepend=0) for column in columns])
+        packed = zlib.compress(steps.tobytes() + specs, level=1)
+        body = np.frombuffer(packed.ljust(-(-len(packed) // 8) * 8), dtype=np.int64)
         num_held = -1 if self.held is None else len(self.held)
-        body = np.concatenate([self.row_id, self.weight.ravel(), held, text])
-        sizes = [SIZES + len(body), check, len(self.row_id), self.weight.shape[1], num_held, len(text)]
+        sizes = [SIZES + len(body), check, len(self.row_id), self.weight.shape[1], num_held, len(packed)]
         return np.concatenate([sizes, body])
 
     @classmethod
     def decode(cls, words: np.ndarray) -> "Header":
-        _, _, num_rows, width, num_held, num_text = words[:SIZES].tolist()
-        ends = np.cumsum([num_rows, num_rows * width, max(num_held, 0), num_text])
-        row_id, weight, held, text, _ = np.split(words[SIZES:], ends)
+        _, _, num_rows, width, num_held, num_packed = words[:SIZES].tolist()
+        body = zlib.decompress(words[SIZES:].tobytes()[:num_packed])
+        lengths = [*[num_rows] * (1 + width), max(num_held, 0)]
+        steps = np.frombuffer(body, dtype=np.int64, count=sum(lengths))
+        row_id, *weight, held = (np.cumsum(part) for part in np.split(steps, np.cumsum(lengths)[:-1]))
         return cls(
             row_id,
-            weight.reshape(num_rows, width),
+            np.stack(weight, 1),
             None if num_held < 0 else held,
-            _decode_specs(text.tobytes()),
+            _decode_specs(body[steps.nbytes :]),
         )
 
 

@@ -31,6 +31,8 @@ from siirl.types import FieldKey, Layout
 
 HEADER_WORDS = 8192
 """What the ranks of a group together gather in the first round; a second follows if a header needs more."""
+LEAST_WORDS = 64
+"""Of one rank: enough for about 64 rows and ten columns."""
 
 RowCost = Callable[[np.ndarray], np.ndarray]
 """Tokens [N] -> cost [N]; the engines' own, handed in because data does not import algorithms."""
@@ -112,7 +114,7 @@ class Transport:
         if len(route.ranks) == 1:
             return {self._rank: mine}
         words = mine.encode(check=crc32(f"{route.name} {[str(key) for key in keys]}".encode()))
-        room = max(128, HEADER_WORDS // len(route.ranks))
+        room = max(LEAST_WORDS, HEADER_WORDS // len(route.ranks))
         gathered = self._gather(words[:room], room, route)
         if len(np.unique(gathered[:, 1])) > 1:
             raise DagError(
