@@ -35,6 +35,17 @@ def is_gone(folder: Path) -> bool:
     return not folder.exists()
 
 
+def keeper_of(folder: str) -> psutil.Process:
+    """The process that looks after it; for a moment after its start it has no command line yet."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for child in psutil.Process().children():
+            if folder in child.cmdline():
+                return child
+        time.sleep(0.01)
+    raise AssertionError("nobody looks after it")
+
+
 def test_it_is_this_users_alone_and_goes_with_what_is_in_it():
     with memory_folder(load_config([EVERY_STEP])) as name:
         folder = Path(name)
@@ -46,8 +57,7 @@ def test_it_is_this_users_alone_and_goes_with_what_is_in_it():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
 def test_it_goes_also_if_the_process_that_looks_after_it_is_gone_or_stopped(number):
     with memory_folder(load_config([EVERY_STEP])) as name:
-        children = psutil.Process().children()
-        (keeper,) = (child for child in children if name in child.cmdline())
+        keeper = keeper_of(name)
         started = [keeper, *keeper.children()]
         keeper.send_signal(number)
     assert not Path(name).exists()
