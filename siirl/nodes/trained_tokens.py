@@ -223,13 +223,14 @@ def _turn_shares(agent: int, rows: TensorDict) -> dict[tuple[int, int, int], dic
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """What each token says in its place. Of a character that several tokens spell the first has all."""
-    before = list(tokenizer.encode("a", add_special_tokens=False))[-1:]
 
     def text_of(some: Sequence[int]) -> str:
         return str(
             tokenizer.decode(list(some), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         )
 
+    # a word of its own, as no text need be in the vocabulary
+    before = next(([one] for one in ids if text_of([one]).strip().isalnum()), [])
     begin = text_of(before)
     after = {one: text_of([*before, one]) for one in set(ids)}  # alone, a first space of it may be lost
     texts = [
