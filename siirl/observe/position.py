@@ -2,10 +2,11 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RECORD_BYTES = 256
+RECORD_BYTES, PLACE_BYTES = 256, 96
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,11 @@ class Position:
     node: str
     time_s: float
     """Seconds since the epoch."""
+    part: str = ""
+    """Of the step that it is a part of: "step", "validation", or its own name; "" unknown."""
+    order: tuple[int, ...] = ()
+    """Number of the part, and of an instruction its place there (siirl/observe/heartbeat.py); () unknown. Of
+    two ranks in one step the one with the smaller is behind."""
 
 
 class PositionFile:
@@ -25,8 +31,10 @@ class PositionFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o644)
 
-    def set(self, step: int, node: str) -> None:
-        record = f"{step}\t{node}".encode()[: RECORD_BYTES - 32] + f"\t{time.time():.3f}".encode()
+    def set(self, step: int, node: str, part: str = "", order: Sequence[int] = ()) -> None:
+        place = f"{part[:32]} {' '.join(map(str, order))}"
+        record = f"{step}\t{node}".encode()[: RECORD_BYTES - PLACE_BYTES]
+        record += f"\t{time.time():.3f}\t{place}".encode()[:PLACE_BYTES]
         os.pwrite(self._fd, record.ljust(RECORD_BYTES), 0)
 
     def close(self) -> None:
@@ -36,7 +44,8 @@ class PositionFile:
 def read_position(path: Path) -> Position | None:
     """The position that a worker left in its file; None when it never entered a node."""
     try:
-        step, node, time_s = path.read_text(errors="replace").strip().split("\t")
-        return Position(int(step), node, float(time_s))
+        step, node, time_s, *place = path.read_text(errors="replace").strip().split("\t")
+        part, *order = place[0].split(" ") if place else [""]
+        return Position(int(step), node, float(time_s), part, tuple(int(number) for number in order))
     except (FileNotFoundError, ValueError):
         return None

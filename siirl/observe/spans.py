@@ -112,6 +112,7 @@ class Observer:
         self._owner = threading.get_ident()
         self._stacks: dict[int, list[_Open]] = {self._owner: []}
         self._step = 0
+        self._part, self._part_step, self._part_name = 0, 0, ""
         self._idle_s = 0.0
         self._step_start_s = time.perf_counter()
 
@@ -125,11 +126,15 @@ class Observer:
     @contextmanager
     def part(self, name: str, step: int) -> Iterator[None]:
         """Say that this rank begins a part of the run, as all ranks do in the same order."""
+        self._begin_part(step, name)
+        yield
+        self._begin_part(step, f"after {name}")
+
+    def _begin_part(self, step: int, name: str) -> None:
+        self._part = self._part + 1 if step == self._part_step else 0
+        self._part_step, self._part_name = step, name
         if self._heartbeat is not None:
             self._heartbeat.begin_part(step, name)
-        yield
-        if self._heartbeat is not None:
-            self._heartbeat.begin_part(step, f"after {name}")
 
     @contextmanager
     def span(self, name: str, step: int, order: Sequence[int] = (), **args: Any) -> Iterator[None]:
@@ -137,8 +142,6 @@ class Observer:
 
         order: of an instruction, among those of its pass through the plan; empty: this is a part of its own.
         """
-        if self._position is not None:
-            self._position.set(step, name)
         if order and self._heartbeat is not None:
             self._heartbeat.enter(name, order)
         self._step = step
@@ -146,10 +149,13 @@ class Observer:
         if memory is not None:
             memory.begin()
         part = nullcontext() if order else self.part(name, step)
-        with part, self._measure(name, name, self._sync, args | {"step": step}):
-            yield
-            if memory is not None:
-                self.note(**memory.end(name))
+        with part:
+            if self._position is not None:
+                self._position.set(step, name, self._part_name, (self._part, *order))
+            with self._measure(name, name, self._sync, args | {"step": step}):
+                yield
+                if memory is not None:
+                    self.note(**memory.end(name))
 
     def phase(self, name: str, **args: Any) -> AbstractContextManager[None]:
         """See the function `phase`."""

@@ -51,6 +51,9 @@ class RankState:
     """When it entered it, since the epoch."""
     error: str = ""
     """What ended it, in one line; "" if nothing is known to have."""
+    part: str = ""
+    order: tuple[int, ...] = ()
+    """As siirl/observe/position.py has them."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,8 @@ def read_run(folder: Path, rewards: bool = True) -> RunState:
     attempts = read_attempts(folder, unreadable, start.run_id)
     errors = {failure.rank: _first_line(failure.error) for failure in failures}
     ranks = tuple(
-        RankState(rank, at.step, at.node, at.time_s, errors.get(rank, "")) for rank, at in positions.items()
+        RankState(rank, at.step, at.node, at.time_s, errors.get(rank, ""), at.part, at.order)
+        for rank, at in positions.items()
     )
     lockable = os.path.isfile(folder / LOCK)
     about = holder(folder) if lockable else {}

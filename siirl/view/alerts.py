@@ -8,6 +8,11 @@ from siirl.runs.run_files import MetricHistory
 
 RECENT = 5
 """Values that an alert looks at, so that one odd step is none."""
+MOST_ALIKE = 3
+"""Agents of which an alert is said one by one."""
+LENGTH_SUCCESS, LENGTH_FAILURE = "reward/length_success", "reward/length_failure"
+LENGTH_TIMES, LEAST_LENGTH = 1.5, 64
+"""Responses that score are so many times as long as the others, and no shorter than so many tokens."""
 _PREFIX = re.compile(r"^(agent_\d+)/")
 
 Points = list[tuple[int, float]]
@@ -117,6 +122,13 @@ RULES = (
         "tokens, or penalise length (reward_model.overlong_buffer).",
     ),
     _Rule(
+        ("rollout/lag", "rollout/token_lag"),
+        _risen(1.0, 1.5),
+        "tokens are trained with weights that are further from those that sampled them, so the update is "
+        "more off-policy. Give the rollout more ranks or a smaller rollout.max_lag; actor.rollout_correction "
+        "weighs it out.",
+    ),
+    _Rule(
         ("reward/failed", "interaction/failed"),
         _any_recent,
         "a reward function or an environment raised or ran out of time, and its rows count as 0 or are "
@@ -126,13 +138,20 @@ RULES = (
 
 
 def alerts(history: MetricHistory) -> list[Alert]:
-    """The alerts of a run, in the order of the rules, then metrics that were not a number."""
+    """The alerts of a run, in the order of the rules, then metrics that were not a number.
+
+    What many agents have is said of the first, with how many others.
+    """
     found = []
     for rule in RULES:
-        for name, values in history.series.items():
-            points = sorted(values.items())
-            if _PREFIX.sub("", name) in rule.metrics and (seen := rule.seen(points)):
-                found.append(Alert(name, points[-1][0], f"{name} {seen}: {rule.meaning}"))
+        for metric in rule.metrics:
+            same = []
+            for name, values in history.series.items():
+                points = sorted(values.items())
+                if _PREFIX.sub("", name) == metric and (seen := rule.seen(points)):
+                    same.append(Alert(name, points[-1][0], f"{name} {seen}: {rule.meaning}"))
+            found += same if len(same) <= MOST_ALIKE else [_of_many(same)]
+    found += _rewarded_lengths(history)
     for name, steps in sorted(history.broken.items()):
         if steps:
             text = (
@@ -140,4 +159,31 @@ def alerts(history: MetricHistory) -> list[Alert]:
                 f"{max(steps)}: a division by zero or an overflow. A loss or a norm is the first to look at."
             )
             found.append(Alert(name, max(steps), text))
+    return found
+
+
+def _of_many(same: list[Alert]) -> Alert:
+    first = same[0]
+    others = ", ".join(alert.metric.partition("/")[0] for alert in same[1 : MOST_ALIKE + 1])
+    more = f", and of {len(same) - 1 - MOST_ALIKE} more" if len(same) - 1 > MOST_ALIKE else ""
+    return Alert(first.metric, first.step, f"{first.text} The same is seen of {others}{more}.")
+
+
+def _rewarded_lengths(history: MetricHistory) -> list[Alert]:
+    """Where responses are long and those that score are much longer than the others."""
+    found = []
+    for name, values in history.series.items():
+        if _PREFIX.sub("", name) != LENGTH_SUCCESS:
+            continue
+        other = history.series.get(name.replace(LENGTH_SUCCESS, LENGTH_FAILURE), {})
+        steps = sorted(values.keys() & other.keys())[-RECENT:]
+        long, short = (sum(series[step] for step in steps) for series in (values, other))
+        if len(steps) == RECENT and long / RECENT >= LEAST_LENGTH and long >= LENGTH_TIMES * short:
+            text = (
+                f"{name} is {long / RECENT:.0f} tokens where the other responses have {short / RECENT:.0f} "
+                f"(mean of the last {RECENT} steps): length itself may be what is rewarded. Read the longest "
+                "that score; a reward that does not grow with length holds it, or "
+                "reward_model.overlong_buffer."
+            )
+            found.append(Alert(name, steps[-1], text))
     return found

@@ -1,13 +1,14 @@
 """Thousands of ranks as a page can show them: machines, shards, and ranks that do the same."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from siirl.compiler.plan import Plan, Run
-from siirl.parallel.placement import Ranks, format_ranks
+from siirl.parallel.placement import Ranks, format_ranks, parse_ranks
 from siirl.runs.run_state import RankState
 from siirl.show.plan_text import rank_classes
+from siirl.view.rank_now import Doing
 
 MOST_CELLS = 4_096
 KINDS = ("alike", "machines", "shards")
@@ -64,33 +65,43 @@ def _shards(plan: Plan, alike: Ranks) -> list[RankGroup]:
     ]
 
 
-def places(ranks: Sequence[RankState]) -> list[dict[str, Any]]:
-    """Where ranks are: those in the same node of the same step as one, who is behind first."""
-    found: dict[tuple[int, str], list[RankState]] = {}
+Place = tuple[int, str, Doing]
+"""Step, the node or other part of it, and what a rank does there."""
+
+
+def _place(rank: RankState, now: Mapping[int, Doing]) -> Place:
+    return rank.step, rank.node, now.get(rank.rank, Doing("runs", rank.node))
+
+
+def places(ranks: Sequence[RankState], now: Mapping[int, Doing]) -> list[dict[str, Any]]:
+    """Where ranks are: those who do the same in the same step as one, who is behind first."""
+    found: dict[Place, list[RankState]] = {}
     for rank in ranks:
-        found.setdefault((rank.step, rank.node), []).append(rank)
+        found.setdefault(_place(rank, now), []).append(rank)
     return [
         {
             "step": step,
             "node": node,
+            "state": doing.state,
+            "at": doing.node,
+            "behind": format_ranks(doing.behind),
             "ranks": format_ranks([rank.rank for rank in here]),
             "count": len(here),
             "first_s": min(rank.since_s for rank in here),
             "last_s": max(rank.since_s for rank in here),
         }
-        for (step, node), here in sorted(
+        for (step, node, doing), here in sorted(
             found.items(), key=lambda item: (item[0][0], min(r.since_s for r in item[1]))
         )
     ]
 
 
-def cells(groups: Iterable[RankGroup], ranks: Sequence[RankState]) -> list[list[Any]]:
-    """For each group [label, {place -> how many of its ranks are there}], the place that most are in first.
+def cells(groups: Iterable[RankGroup], where: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    """For each group [label, [(place, how many of its ranks are there)]], the place that most are in first.
 
-    A place is the index in `places(ranks)`.
+    A place is the index in `where`, what `places` gave.
     """
-    index = {(place["step"], place["node"]): at for at, place in enumerate(places(ranks))}
-    at = {rank.rank: index[rank.step, rank.node] for rank in ranks}
+    at = {rank: index for index, place in enumerate(where) for rank in parse_ranks(place["ranks"])}
     out = []
     for group in groups:
         counts: dict[int, int] = {}

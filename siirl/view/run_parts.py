@@ -113,7 +113,7 @@ class RunParts:
 
     def _overview(self, left_out: LeftOut) -> dict[str, Any]:
         job = read_job(self.folder, left_out)
-        return overview(self._state(left_out), job, self._groups(job), left_out)
+        return overview(self._state(left_out), job, self._read_plan(job), self._groups(job), left_out)
 
     def _alerts(self, left_out: LeftOut) -> list[dict[str, Any]]:
         history = self._read_history(left_out)

@@ -6,16 +6,33 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from siirl.compiler.plan import Plan
 from siirl.observe.logs import last_lines
 from siirl.observe.printable import printable
 from siirl.runs.folder_reader import LeftOut, attempt, mapping, whole, word
-from siirl.runs.run_files import read_starts
-from siirl.runs.run_state import RunState
+from siirl.runs.run_files import latest_metrics, read_starts
+from siirl.runs.run_state import RunState, attempt_text
 from siirl.runs.run_text import moment_text
 from siirl.view.rank_groups import MOST_CELLS, RankGroup, cells, places
+from siirl.view.rank_now import doing
 
 MOST_LOGS, MOST_PLACES = 64, 200
 SHOWN_PACKAGES = ("torch", "transformers", "vllm")
+MOST_AGENTS = 256
+ENGINES = {
+    "rollout/engine_restarts": "engines started again since the report before",
+    "rollout/in_flight": "prompts in work after the step",
+    "rollout/restarted": "prompts begun anew, as too old or after a resume",
+    "rollout/dropped": "prompts given up as too old",
+    "rollout/lag_max": "steps, age of the oldest token that was trained",
+    "rollout/vllm_kv_cache_usage": "share of the KV cache in use when generation ended",
+    "rollout/vllm_preemptions_total": "requests preempted for lack of KV cache since the start",
+    "rollout/prefix_cache_hits": "share of prompt tokens that were in the engine's cache",
+    "reward/worker_death": "reward processes that died and were started anew",
+    "sampling/groups_left": "prompts kept for the next step",
+    "perf/idle_s_max": "seconds, most that a rank waited for others",
+}
+"""What tells how engines do, and what waits at them or for others."""
 _LOG = re.compile(r"(rank_\d+|vllm_.*|.*rank_\d+)\.log")
 
 
@@ -25,11 +42,15 @@ def trainer_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def overview(
-    run: RunState, job: dict[str, Any], groups: Mapping[str, list[RankGroup]], left_out: LeftOut
+    run: RunState,
+    job: dict[str, Any],
+    plan: Plan | None,
+    groups: Mapping[str, list[RankGroup]],
+    left_out: LeftOut,
 ) -> dict[str, Any]:
     """What ran, how far it is, in which state, by which command; where its ranks are or ended."""
     _, start = read_starts(run.folder, LeftOut(), packages=True)
-    where = places(run.ranks)
+    where = places(run.ranks, attempt(lambda: doing(plan, run.ranks), {}, "what ranks do", left_out))
     if len(where) > MOST_PLACES:
         left_out.add(
             "ranks", f"they are in {len(where)} places, of which the {MOST_PLACES} furthest behind are shown"
@@ -55,12 +76,14 @@ def overview(
         "commit": commit + (" (changed)" if start.siirl.get("changed") else ""),
         "packages": {name: start.packages[name] for name in SHOWN_PACKAGES if name in start.packages},
         "places": where[:MOST_PLACES],
-        "groups": {kind: cells(some[:MOST_CELLS], run.ranks) for kind, some in shown.items()},
+        "groups": {kind: cells(some[:MOST_CELLS], where) for kind, some in shown.items()},
     }
 
 
 def health(run: RunState, left_out: LeftOut) -> dict[str, Any]:
-    """Errors that ranks left behind, first ones first, and the last lines of the logs."""
+    """Attempts, the last sign of life, engines and what waits at them; errors that ranks left behind, first
+    ones first, and the last lines of the logs.
+    """
     if len(run.failures) > MOST_LOGS:
         left_out.add("errors", f"those of {MOST_LOGS} of {len(run.failures)} ranks are shown")
     failures = [
@@ -68,7 +91,27 @@ def health(run: RunState, left_out: LeftOut) -> dict[str, Any]:
         for failure in run.failures[:MOST_LOGS]
     ]
     logs = attempt(lambda: _logs(run.folder / "logs", left_out), [], "logs", left_out)
-    return {"errors": failures, "logs": logs}
+    return {
+        "starts": run.starts,
+        "attempts": [
+            {"attempt": one.attempt, "ended_s": one.ended_s, "cause": attempt_text(one), "next": one.next}
+            for one in run.attempts
+        ],
+        "last_sign_s": run.last_sign_s or None,
+        "engines": attempt(lambda: _engines(latest_metrics(run.folder)), [], "engines", left_out),
+        "errors": failures,
+        "logs": logs,
+    }
+
+
+def _engines(latest: Mapping[str, float]) -> list[list[Any]]:
+    """[metric, agent or None, newest value, what it is]"""
+    return [
+        [metric, agent, latest[name], meaning]
+        for metric, meaning in ENGINES.items()
+        for agent, name in ((None, metric), *((n, f"agent_{n}/{metric}") for n in range(MOST_AGENTS)))
+        if name in latest
+    ]
 
 
 def _logs(folder: Path, left_out: LeftOut) -> list[dict[str, Any]]:

@@ -1,5 +1,7 @@
 // The plan's picture, its nodes coloured by their share of the step's time, or by which ranks are in them.
 
+const STATE_COLORS = { failed: "#c8344a", runs: "#4f8fe0", waits: "#e0a030" };
+
 function heat(share) { return `hsl(${Math.round(130 - 130 * Math.min(1, share * 1.6))} 75% 55%)`; }
 
 // The picture as an element of its own: {box, svg, grounds: node -> its ground}; null if it cannot be drawn.
@@ -32,28 +34,34 @@ function said(part) {
 section("dag", "DAG", ["dag", "overview"], () => {
   const dag = run().dag;
   if (!dag) return [make("p", { class: "box" }, "The folder has no plan that can be read (job.json).")];
-  const places = run().overview.places, by = keep("by", "time");
-  const ranksIn = name => places.filter(place => place.node === name).map(place => place.ranks);
+  const about = run().overview, by = keep("by", about.state !== "ended" && about.places.length ? "state" : "time");
+  const placesAt = name => about.places.filter(place => place.at === name || place.node === name);
+  const saidAt = name => placesAt(name).map(place => brief(place.ranks) + (place.state === "runs" ? "" : " " + doingText(place).replace("waits", place.count > 1 ? "wait" : "waits")));
   const rows = [...dag.nodes, ...dag.parts].sort((a, b) => (b.share || 0) - (a.share || 0)).map(part => {
     const bar = make("meter", { min: 0, max: 1, value: part.share || 0, "aria-label": part.name + ": share of the step" });
     const cells = [part.name, part.op || "", part.op ? String(part.agent) : "", part.ranks || "",
-      part.mean_s === null ? "-" : seconds(part.mean_s), part.share === null ? "-" : (part.share * 100).toFixed(1) + "%", bar, ranksIn(part.name).join(", ")];
+      part.mean_s === null ? "-" : seconds(part.mean_s), part.share === null ? "-" : (part.share * 100).toFixed(1) + "%", bar, saidAt(part.name).join("; ")];
     return make("tr", {}, cells.map(cell => make("td", {}, cell)));
   });
-  const now = run().overview.state === "running" ? "ranks in it now" : "ranks in it last";
+  const now = about.state === "running" ? "ranks in it now" : "ranks in it last";
   const heads = ["node", "op", "agent", "ranks", "time", "share", "", now];
   const colors = choice("colours by", by, [["time", "share of the step's time"], ["state", now]], value => { page.state.by = value; redraw(); });
-  const about = "times are of the slowest rank, mean of the last 10 steps; nodes on other ranks run at the same time, "
-    + "so shares may add up to more than 100%";
+  const legend = by === "time" ? "times are of the slowest rank, mean of the last 10 steps; nodes on other ranks run at the same time, "
+    + "so shares may add up to more than 100%" : "blue: runs; amber: waits for ranks that are behind; red: failed; plain: no rank is there";
   const head = make("tr", {}, heads.map(title => make("th", { scope: "col" }, title)));
   const drawn = picture(dag);
   for (const node of drawn ? dag.nodes : []) {
     const ground = drawn.grounds.get(node.name);
     if (!ground) continue;
     if (by === "time" && node.share !== null) paint(ground, heat(node.share), 0.15 + 0.35 * Math.min(1, node.share * 1.6));
-    if (by !== "time" && ranksIn(node.name).length) paint(ground, "#4f8fe0", 0.45);
+    const state = ["failed", "runs", "waits"].find(state => placesAt(node.name).some(place => place.state === state));
+    if (by !== "time" && state) {
+      paint(ground, STATE_COLORS[state], 0.45);
+      ground.setAttribute("data-state", state);
+      ground.firstChild.textContent += "\n" + saidAt(node.name).join("\n");
+    }
   }
-  return [make("div", { class: "bar" }, colors, make("span", { class: "faint" }, about)),
+  return [make("div", { class: "bar" }, colors, make("span", { class: "faint" }, legend)),
     drawn ? drawn.box : dag.svg ? make("p", { class: "box" }, "The picture cannot be drawn; its nodes are listed below.") : null,
     make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "nodes" }, head, rows))];
 });

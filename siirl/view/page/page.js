@@ -131,24 +131,26 @@ section("overview", "Overview", ["overview"], () => {
   return parts;
 });
 
+function brief(ranks) { return ranks.length > 120 ? ranks.slice(0, 118) + "\u2026" : ranks; }
+function doingText(place) { return place.state === "waits" ? "waits for " + brief(place.behind) : place.state; }
 function placeColor(index) { return index < 0 ? "var(--shade)" : COLORS[index % COLORS.length]; }
 
 // Ranks in the same node of the same step as one row, who is behind first; machines and shards as cells.
 function whereRanksAre(about) {
   const ago = at => seconds(Math.max(0, page.data.made_s - at));
   const rows = about.places.map((place, index) => make("tr", {}, [make("span", {}, make("i", { class: "patch", color: placeColor(index) }), String(place.count)),
-    place.ranks.length > 120 ? place.ranks.slice(0, 118) + "\u2026" : place.ranks, String(place.step), place.node,
+    brief(place.ranks), String(place.step), place.node + (place.at && place.at !== place.node ? " for " + place.at : ""), doingText(place),
     (ago(place.first_s) === ago(place.last_s) ? "" : ago(place.first_s) + " to ") + ago(place.last_s) + " before"].map(cell => make("td", {}, cell))));
   const grids = Object.entries(about.groups).map(([kind, cells]) => make("div", {}, make("h3", {}, plural(cells.length, kind.replace(/s$/, ""))), grid(kind, cells, about.places)));
   return make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "places" },
-    make("tr", {}, ["ranks", "which", "step", "node", "entered, before this page was made"].map(cell => make("th", { scope: "col" }, cell))), rows), grids);
+    make("tr", {}, ["ranks", "which", "step", "node", about.state === "running" ? "now" : "last", "entered, before this page was made"].map(cell => make("th", { scope: "col" }, cell))), rows), grids);
 }
 
 // A cell for each group of ranks, coloured by where most of them are, marked where they are apart. Arrows read them.
 function grid(kind, cells, places) {
   const wide = 64, size = 14, svg = draw("svg", { class: "cells", id: "cells-" + kind, tabindex: 0, role: "img", width: Math.min(cells.length, wide) * size,
     height: Math.ceil(cells.length / wide) * size, "aria-label": plural(cells.length, kind.replace(/s$/, "")) + ": arrows read one after another; the table above has them by place" });
-  const text = ([label, counts]) => [label, ...counts.map(([place, count]) => places[place] ? count + " in step " + places[place].step + ", " + places[place].node : count + " elsewhere")].join("\n");
+  const text = ([label, counts]) => [label, ...counts.map(([place, count]) => places[place] ? count + " in step " + places[place].step + ", " + places[place].node + (places[place].state === "runs" ? "" : ": " + doingText(places[place])) : count + " elsewhere")].join("\n");
   cells.forEach((cell, index) => {
     const [first] = cell[1], box = draw("rect", { x: index % wide * size, y: Math.floor(index / wide) * size, width: size - 2, height: size - 2,
       fill: first && places[first[0]] ? placeColor(first[0]) : placeColor(-1), class: cell[1].length > 1 ? "apart" : null });
@@ -177,7 +179,16 @@ function leftOut(parts) {
 
 function healthSection() {
   section("health", "Health", ["health"], () => {
-    const { errors, logs } = run().health, parts = [make("h2", {}, "Errors")];
+    const { errors, logs, starts, attempts, engines, last_sign_s } = run().health, parts = [make("h2", {}, "Attempts")];
+    const ago = at => seconds(Math.max(0, page.data.made_s - at)) + " before this page was made";
+    const rows = (head, lines, id) => make("div", { class: "box scroll", tabindex: 0 }, make("table", { id },
+      make("tr", {}, head.map(title => make("th", { scope: "col" }, title))), lines.map(cells => make("tr", {}, cells.map(cell => make("td", {}, cell))))));
+    parts.push(make("p", { id: "life" }, [starts && plural(starts, "start") + " of this run", attempts.length ? plural(attempts.length, "attempt") + " of the last one failed" : "no attempt was lost",
+      last_sign_s && "last sign of life " + ago(last_sign_s)].filter(Boolean).join("; ") + "."));
+    if (attempts.length) parts.push(rows(["attempt", "ended", "by", "went on from"], attempts.map(one => [String(one.attempt), ago(one.ended_s), one.cause, one.next]), "attempts"));
+    if (engines.length) parts.push(make("h2", {}, "Engines and queues, as last reported"), rows(["metric", "agent", "value", ""],
+      engines.map(([metric, agent, value, meaning]) => [metric, agent === null ? "" : String(agent), short(value), meaning]), "engines"));
+    parts.push(make("h2", {}, "Errors"));
     for (const error of errors) {
       const where = ["rank " + error.rank, error.host, error.node !== "None" && error.node,
         error.step !== "None" && "step " + error.step].filter(Boolean).join(", ");

@@ -46,7 +46,7 @@ def test_kinds_of_groups_that_tell_nothing_are_left_out():
 def test_ranks_are_counted_by_place_and_the_one_behind_is_first():
     ranks = [RankState(rank, 7, "train", 100.0 + rank) for rank in range(6)]
     ranks += [RankState(6, 6, "rollout", 50.0), RankState(7, 7, "rollout", 99.0)]
-    found = places(ranks)
+    found = places(ranks, {})
     assert [(place["step"], place["node"], place["ranks"], place["count"]) for place in found] == [
         (6, "rollout", "6", 1),
         (7, "rollout", "7", 1),
@@ -54,7 +54,7 @@ def test_ranks_are_counted_by_place_and_the_one_behind_is_first():
     ]
     assert (found[2]["first_s"], found[2]["last_s"]) == (100.0, 105.0)
     groups = [RankGroup("a", (0, 1, 2, 3)), RankGroup("b", (4, 5, 6, 7)), RankGroup("gone", (8, 9))]
-    assert cells(groups, ranks) == [["a", [(2, 4)]], ["b", [(2, 2), (0, 1), (1, 1)]], ["gone", []]]
+    assert cells(groups, found) == [["a", [(2, 4)]], ["b", [(2, 2), (0, 1), (1, 1)]], ["gone", []]]
 
 
 def trace(rank: int, late_us: float = 0.0) -> RankTrace:

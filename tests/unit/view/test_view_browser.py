@@ -81,6 +81,7 @@ def test_every_section_shows_the_run_and_no_text_of_it_is_markup(tmp_path, dom, 
     assert "6 of 6" in re.sub("<[^>]*>", "", parts["overview"]) and "failed" in parts["overview"]
     assert 'data-metric="reward/score"' in parts["curves"] and parts["curves"].count("<polyline") >= 4
     assert parts["dag"].count("data-node=") == len(run["dag"]["nodes"]), "all boxes are coloured"
+    assert parts["dag"].count('data-state="failed"') == 1, "rank 0 has left an error in the first node"
     assert parts["timeline"].count('class="span"') >= len(run["dag"]["nodes"]) * 3 * 2
     bound = run["timeline"]["bounds"][-1]
     assert bound["text"].split(":")[0] in parts["step"] and 'id="path"' in parts["step"]

@@ -160,6 +160,7 @@ def history_of(name, values, tmp_path):
         ("actor/skipped_step", [0, 0, 1, 0], "optimizer step was left out"),
         ("actor/rollout_log_prob_diff", [0.2] * 3, "disagree on the probabilities"),
         ("rollout/truncated", [0.6] * 3, "cut at data.max_response_length"),
+        ("rollout/lag", [0.5] * 10 + [2.0] * 6, "more off-policy"),
         ("reward/failed", [0, 2], "raised or ran out of time"),
         ("actor/grad_norm", [1.0, float("nan")], "was not a finite number in 1 step"),
     ],
@@ -183,6 +184,50 @@ def test_what_asks_for_a_look_is_an_alert(tmp_path, name, values, words):
 )
 def test_a_quiet_run_has_no_alert(tmp_path, name, values):
     assert alerts(history_of(name, values, tmp_path)) == []
+
+
+def test_what_many_agents_have_is_one_alert():
+    series = {f"agent_{agent}/rollout/truncated": {1: 0.9} for agent in range(3)}
+    assert len(alerts(MetricHistory(series=series))) == 3
+    series |= {f"agent_{agent}/rollout/truncated": {1: 0.9} for agent in range(3, 51)}
+    (alert,) = alerts(MetricHistory(series=series))
+    assert alert.text.startswith("agent_0/rollout/truncated is 0.9")
+    assert alert.text.endswith("The same is seen of agent_1, agent_2, agent_3, and of 47 more.")
+
+
+def test_responses_that_score_by_their_length_are_an_alert():
+    def found(success, failure, steps=8):
+        lengths = (("success", success), ("failure", failure))
+        series = {f"agent_1/reward/length_{kind}": dict.fromkeys(range(steps), v) for kind, v in lengths}
+        return [alert.text for alert in alerts(MetricHistory(series=series))]
+
+    (text,) = found(600.0, 300.0)
+    assert "agent_1/reward/length_success is 600 tokens where the other responses have 300" in text
+    assert (
+        found(300.0, 600.0) == found(400.0, 300.0) == found(20.0, 2.0) == found(600.0, 300.0, steps=3) == []
+    )
+
+
+def test_health_has_attempts_engines_and_the_last_sign_of_life(tmp_path):
+    folder = write_run(tmp_path / "run")
+    assert read_run(folder)["health"]["attempts"] == read_run(folder)["health"]["engines"] == []
+    lost = {"run_id": "id", "attempt": 1, "ended_s": 50.0, "rank": 1, "step": 3, "node": "rollout"}
+    (folder / "attempts.jsonl").write_text(json.dumps(lost | {"cause": "killed", "next": "the start"}) + "\n")
+    metrics = JsonlSink(folder / "metrics.jsonl")
+    metrics.log(
+        7, {"agent_0/rollout/in_flight": 12.0, "agent_1/rollout/in_flight": 0.0, "perf/idle_s_max": 2.5}
+    )
+    metrics.close()
+    health = read_run(folder)["health"]
+    assert health["attempts"] == [
+        {"attempt": 1, "ended_s": 50.0, "cause": "rank 1, step 3, rollout: killed", "next": "the start"}
+    ]
+    assert [row[:3] for row in health["engines"]] == [
+        ["rollout/in_flight", 0, 12.0],
+        ["rollout/in_flight", 1, 0.0],
+        ["perf/idle_s_max", None, 2.5],
+    ]
+    assert health["last_sign_s"] > 1e9 and health["starts"] == 1
 
 
 def test_of_two_lines_for_a_step_the_later_counts(tmp_path):
