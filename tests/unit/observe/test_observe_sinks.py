@@ -150,6 +150,7 @@ def test_the_console_says_how_long_the_rest_takes_with_all_that_lies_between_ste
 
 def test_a_warning_of_torch_about_its_own_names_does_not_reach_the_table(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("SIIRL_LOG_VERBOSITY", raising=False)
+    logging.captureWarnings(False)  # a run in this process may have left it on
     code = "import warnings\nwarnings.warn('old name', FutureWarning)\nwarnings.warn('odd', UserWarning)"
     with warnings.catch_warnings():
         setup_logging(0, tmp_path)
