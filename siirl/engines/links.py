@@ -90,9 +90,9 @@ class WeightLink:
     def push(self) -> Metrics:
         """Bring the target to the source's version; nothing if all target ranks have it. Wakes the target.
 
-        The trainer's parameters must be on their device. Metrics: time/weight_sync_s and weight_sync/bytes
-        (one copy of the weights), none when skipped. WeightSyncError on every rank of the link if any part
-        failed; targets that failed refuse to generate.
+        The trainer's parameters must be on their device. Metrics: time/weight_sync_s, weight_sync/bytes
+        (one copy of the weights) and the version, none when skipped. WeightSyncError on every rank of the
+        link if any part failed; targets that failed refuse to generate.
         """
         start = time.perf_counter()
         with phase("compare_versions"):
@@ -108,6 +108,7 @@ class WeightLink:
             note(bytes=self._num_bytes)
         metrics.max("time/weight_sync_s", time.perf_counter() - start)
         metrics.max("weight_sync/bytes", self._num_bytes)
+        metrics.max(f"weight_sync/{self.name}_version", version)
         return metrics
 
     def _exchange(self) -> tuple[int | None, torch.dtype | None, int, bool, WeightPart]:

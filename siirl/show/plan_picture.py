@@ -80,6 +80,11 @@ def node_mark(plan: Plan, name: str) -> str:
     return f"node-{list(plan.nodes).index(name)}"
 
 
+def link_mark(plan: Plan, name: str) -> str:
+    """The id of the words on a weight link."""
+    return f"link-{list(plan.links).index(name)}"
+
+
 def _save(figure: Any, file: Any, kind: str) -> None:
     import matplotlib
 
@@ -470,6 +475,7 @@ def _draw_weights(axes: Any, plan: Plan, link: LinkPlan, track: int, canvas: _Ca
     axes.add_patch(arrow)
     text = f"weights, if newer ({link.kind})"
     box = {"boxstyle": "round,pad=0.15", "fc": _LANE_COLOR, "ec": "none"}
-    axes.text(
+    label = axes.text(
         x - _BOX_W, low, text, size=8, color=_WEIGHT_COLOR, ha="center", va="center", bbox=box, zorder=3
     )
+    label.set_gid(link_mark(plan, link.name))

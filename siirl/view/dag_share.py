@@ -10,7 +10,7 @@ from siirl.observe.printable import printable
 from siirl.parallel.placement import format_ranks
 from siirl.runs.folder_reader import LeftOut
 from siirl.runs.run_files import MetricHistory
-from siirl.show.plan_picture import drawn_as_svg, node_mark
+from siirl.show.plan_picture import drawn_as_svg, link_mark, node_mark
 from siirl.show.plan_text import node_ranks
 
 LAST_STEPS, MOST_NODES = 10, 300
@@ -29,7 +29,13 @@ def dag_of(job: dict[str, Any], history: MetricHistory, left_out: LeftOut) -> di
         left_out.add(
             "the picture of the plan", f"{len(plan.nodes)} nodes are more than {MOST_NODES}; they are listed"
         )
-    return {"svg": svg, "nodes": _nodes(plan, history.series), "parts": _parts(plan, history.series)}
+    series = history.series
+    return {
+        "svg": svg,
+        "nodes": _nodes(plan, series),
+        "links": _links(plan, series),
+        "parts": _parts(plan, series),
+    }
 
 
 @functools.lru_cache(maxsize=8)
@@ -52,6 +58,16 @@ def _nodes(plan: Plan, series: Series) -> list[dict[str, Any]]:
         }
         for name, node in plan.nodes.items()
     ]
+
+
+def _links(plan: Plan, series: Series) -> list[dict[str, Any]]:
+    """Which weights each link has brought last: after so many optimizer steps; None before the first."""
+    found = []
+    for name in plan.links:
+        version = series.get(f"weight_sync/{name}_version", {})
+        last = version[max(version)] if version else None
+        found.append({"mark": link_mark(plan, name), "name": printable(name), "version": last})
+    return found
 
 
 def _parts(plan: Plan, series: Series) -> list[dict[str, Any]]:

@@ -50,6 +50,10 @@ section("dag", "DAG", ["dag", "overview"], () => {
     + "so shares may add up to more than 100%" : "blue: runs; amber: waits for ranks that are behind; red: failed; plain: no rank is there";
   const head = make("tr", {}, heads.map(title => make("th", { scope: "col" }, title)));
   const drawn = picture(dag);
+  for (const link of drawn ? dag.links : []) {
+    const words = drawn.svg.querySelector("#" + CSS.escape(link.mark) + " text");
+    if (words && link.version !== null) words.textContent = "weights " + link.version;
+  }
   for (const node of drawn ? dag.nodes : []) {
     const ground = drawn.grounds.get(node.name);
     if (!ground) continue;

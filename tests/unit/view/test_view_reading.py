@@ -55,6 +55,16 @@ def test_the_nodes_of_the_plan_have_their_share_of_the_step(tmp_path):
     assert "http" not in dag["svg"].replace('"http://www.w3.org/', "")
 
 
+def test_a_link_has_the_weights_that_it_brought_last(tmp_path):
+    run = write_run(tmp_path)
+    (link,) = read_run(run)["dag"]["links"]
+    assert link["version"] is None and f'id="{link["mark"]}"' in read_run(run)["dag"]["svg"]
+    with (run / "metrics.jsonl").open("a") as file:
+        for step, version in ((4, 7.0), (5, 9.0)):
+            file.write(json.dumps({"step": step, f"weight_sync/{link['name']}_version": version}) + "\n")
+    assert read_run(run)["dag"]["links"][0]["version"] == 9
+
+
 @pytest.mark.parametrize("merged", [False, True])
 def test_the_timeline_has_the_last_steps_of_every_rank(tmp_path, merged):
     folder = write_run(tmp_path / "run", steps=6)
