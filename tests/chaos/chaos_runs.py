@@ -114,11 +114,7 @@ class Chaos:
             code = job.wait(PATIENCE_S)
             assert code == 0 and "leaked" not in self.console, self.console
         finally:
-            job.kill()
-            job.wait()
-            left = self._left(15)
-            for process in self._processes():
-                process.kill()
+            left = self._end(job)
         assert left == [], f"orphans: {left}"
         self._check_nothing_is_left()
         return Result.read(self.output)
@@ -207,11 +203,7 @@ class Chaos:
         try:
             job = self._strike(job, case, None)
         finally:
-            job.kill()
-            job.wait()
-            left = self._left(15)
-            for process in self._processes():
-                process.kill()
+            left = self._end(job)
         assert left == [], f"orphans: {left}"
         copy = self.folder / "copy"
         self.checkpoints = copy if self._disk == self.checkpoints else copy / "checkpoints"
@@ -253,6 +245,15 @@ class Chaos:
         """The job's processes that do not end by themselves."""
         _, left = psutil.wait_procs(self._processes(), timeout=patience_s)
         return [str(process) for process in left if process.status() != psutil.STATUS_ZOMBIE]
+
+    def _end(self, job: subprocess.Popen) -> list[str]:
+        """End the job; the processes that outlived it, which are killed."""
+        job.kill()
+        job.wait()
+        left = self._left(15)
+        for process in self._processes():
+            process.kill()
+        return left
 
     def _check_nothing_is_left(self) -> None:
         self._check_checkpoints()
