@@ -8,9 +8,11 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from siirl.observe.printable import printable
 
@@ -35,6 +37,8 @@ def one_line(text: str) -> str:
 
 def number(value: Any) -> float | None:
     """A finite number, or None."""
+    if value.__class__ is float:
+        return value if math.isfinite(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -109,20 +113,37 @@ def content(path: Path, left_out: LeftOut, last: int | None = None) -> bytes:
 def json_value(text: bytes) -> Any:
     """What a text is in JSON; None if it is damaged."""
     try:
+        return msgspec.json.decode(text)  # three times as fast as json, but it takes no NaN
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    except RecursionError:
+        return None
+    try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
 def json_lines(path: Path, most: int, left_out: LeftOut) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a file's last `most` bytes, a line each; bad lines and cut bytes are noted.
+    """The JSON objects of a file's last `most` bytes, a line each; bad lines and cut bytes are noted."""
+    return json_objects(whole_lines(path, most, left_out)[0], path, left_out)
+
+
+def whole_lines(path: Path, most: int, left_out: LeftOut) -> tuple[list[bytes], bool]:
+    """(the whole lines of a file's last `most` bytes, whether some come before them), which is noted.
 
     A last line without an end is being written, and passed over in silence.
     """
     data, before = tail(path, most, left_out)
-    lines = data.split(b"\n")
+    if before:
+        left_out.add(path, first_left_out(before))
+    return data.split(b"\n")[1 if before else 0 : -1], before > 0
+
+
+def json_objects(lines: Iterable[bytes], path: Path, left_out: LeftOut) -> Iterator[dict[str, Any]]:
+    """The JSON objects of the lines of a file; how many are bad is noted."""
     bad = 0
-    for line in lines[1 if before else 0 : -1]:
+    for line in lines:
         if not line.strip(b"\0 \t\r"):
             continue
         found = json_value(line) if len(line) <= MOST_LINE_BYTES else None
@@ -130,8 +151,6 @@ def json_lines(path: Path, most: int, left_out: LeftOut) -> Iterator[dict[str, A
             yield found
         else:
             bad += 1
-    if before:
-        left_out.add(path, first_left_out(before))
     if bad:
         left_out.add(path, f"{bad} damaged line{'s' * (bad > 1)} left out")
 

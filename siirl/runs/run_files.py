@@ -37,7 +37,7 @@ from siirl.runs.folder_reader import (
 JOB_FILE, STATUS_DIR, ERRORS_DIR = "job.json", "status", "errors"
 MARKS = (RUN_FILE, CONFIG_FILE, METRICS_FILE)
 """A folder with one of these is a run's."""
-TAIL_BYTES, LATEST_BYTES, PROGRESS_BYTES = 1 << 18, 1 << 20, 8 << 20
+TAIL_BYTES, LATEST_BYTES, RECENT_BYTES, PROGRESS_BYTES = 1 << 18, 1 << 20, 4 << 20, 8 << 20
 MOST_BYTES, MOST_JOB_BYTES, CHUNK_BYTES = 512 << 20, 64 << 20, 8 << 20
 PACE_STEPS = 20
 """Steps over which the pace of a run is measured, as in the console's table."""
@@ -158,9 +158,13 @@ class MetricHistory:
         if self.times and step < next(reversed(self.times)):
             self.rewind(step)
         self.times[step] = number(record.pop("time_s", None)) or 0.0
+        series = self.series
         for name, value in record.items():
             if (found := number(value)) is not None:
-                self.series.setdefault(name, {})[step] = found
+                if name in series:
+                    series[name][step] = found
+                else:
+                    series[name] = {step: found}
                 if name in self.broken:
                     self.broken[name].discard(step)
             elif value is None:
@@ -180,6 +184,15 @@ class MetricHistory:
 def read_history(folder: Path, unreadable: LeftOut) -> MetricHistory:
     """The history of a run's folder; empty where there is none."""
     return HistoryReader(folder).read(unreadable)
+
+
+def recent_history(folder: Path, unreadable: LeftOut) -> MetricHistory:
+    """The history of the last steps, dozens at least: quick, however long the run is."""
+    data, before = tail(folder / METRICS_FILE, RECENT_BYTES, unreadable)
+    history = MetricHistory()
+    for line in data.split(b"\n")[1 if before else 0 : -1]:
+        history.add(mapping(json_value(line)))
+    return history
 
 
 class HistoryReader:

@@ -103,6 +103,7 @@ def _figure(plan: Plan, configs: Configs) -> Any:
     size = (canvas.width, canvas.top + 0.5 + notes)
     figure = Figure(figsize=size)
     axes = figure.add_axes((0, 0, 1, 1))
+    # Limits are fixed, so patches are added as artists: axes.add_patch would look for the extent of each.
     axes.set(xlim=(0, canvas.width), ylim=(-notes, canvas.top + 0.5))
     axes.axis("off")
     counts = f"{len(plan.nodes)} nodes on {plan.world_size} rank{'s' * (plan.world_size > 1)}"
@@ -333,7 +334,7 @@ def _draw_legend(axes: Any, plan: Plan, canvas: _Canvas, left: float) -> None:
     for agent, shown in reversed(names.items() if len(names) > 1 else ()):
         x -= wide[agent]
         color = AGENT_COLORS[agent % len(AGENT_COLORS)]
-        axes.add_patch(Rectangle((x, y - 0.07), 0.14, 0.14, fc=color, ec="none"))
+        axes.add_artist(Rectangle((x, y - 0.07), 0.14, 0.14, fc=color, ec="none"))
         axes.text(x + 0.2, y, shown, size=9, color=_INK, va="center")
 
 
@@ -342,7 +343,7 @@ def _draw_lane(axes: Any, lane: _Lane, width: float) -> None:
 
     style = "round,pad=0,rounding_size=0.12"
     corner, size = (_MARGIN - 0.1, lane.bottom), (width - 2 * _MARGIN + 0.2, lane.height)
-    axes.add_patch(FancyBboxPatch(corner, *size, boxstyle=style, fc=_LANE_COLOR, ec="none"))
+    axes.add_artist(FancyBboxPatch(corner, *size, boxstyle=style, fc=_LANE_COLOR, ec="none"))
     text = f"rank{'s' if len(lane.ranks) > 1 else ''} {format_ranks(lane.ranks)}"
     axes.text(_MARGIN + 0.55, lane.top - 0.2, text, size=9.5, color=_FAINT, va="center", weight="bold")
 
@@ -355,12 +356,12 @@ def _draw_node(axes: Any, plan: Plan, name: str, center: Point, configs: Configs
     corner = (x - _BOX_W / 2, y - _BOX_H / 2)
     style = "round,pad=0,rounding_size=0.1"
     outline = FancyBboxPatch(corner, _BOX_W, _BOX_H, boxstyle=style, fc="white", ec=color, lw=1.6, zorder=3)
-    axes.add_patch(outline)
+    axes.add_artist(outline)
     tint = FancyBboxPatch(corner, _BOX_W, _BOX_H, boxstyle=style, fc=color, ec="none", alpha=0.1, zorder=3)
     tint.set_gid(node_mark(plan, name))
-    axes.add_patch(tint)
+    axes.add_artist(tint)
     stripe = Rectangle(corner, 0.1, _BOX_H, fc=color, ec="none", zorder=4)
-    axes.add_patch(stripe)
+    axes.add_artist(stripe)
     stripe.set_clip_path(outline)
     detail = _detail(plan, name, configs)
     lines = (
@@ -409,7 +410,7 @@ def _draw_loop(axes: Any, stage: StagePlan, track: int, canvas: _Canvas) -> None
     ]
     arrow = FancyArrowPatch(path=Curve(points), arrowstyle="-|>", mutation_scale=11, zorder=2)
     arrow.set(color=color, linewidth=1.4)
-    axes.add_patch(arrow)
+    axes.add_artist(arrow)
     until = f" until {_short(stage.until)}" if stage.until else ""
     box = {"boxstyle": "round,pad=0.15", "fc": _LANE_COLOR, "ec": "none"}
     text = f"again{until}, {stage.max_turns} times in all at most"
@@ -432,7 +433,7 @@ def _draw_edge(
         codes += [Curve.CURVE4] * 3
     style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 11, "color": _INK, "lw": 1.1, "zorder": 2}
     style["linestyle"] = (0, (4, 2)) if dashed else "solid"
-    axes.add_patch(FancyArrowPatch(path=Curve(vertices, codes), **style))
+    axes.add_artist(FancyArrowPatch(path=Curve(vertices, codes), **style))
     if label:
         (x, y), (next_x, next_y) = points[-2:]
         along = 0.58  # nearer the child, clear of where arrows fan out
@@ -472,7 +473,7 @@ def _draw_weights(axes: Any, plan: Plan, link: LinkPlan, track: int, canvas: _Ca
     ]
     arrow = FancyArrowPatch(path=Curve(points), arrowstyle="-|>", mutation_scale=11, zorder=2)
     arrow.set(color=_WEIGHT_COLOR, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.add_patch(arrow)
+    axes.add_artist(arrow)
     text = f"weights, if newer ({link.kind})"
     box = {"boxstyle": "round,pad=0.15", "fc": _LANE_COLOR, "ec": "none"}
     label = axes.text(

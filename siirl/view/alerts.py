@@ -147,8 +147,10 @@ def alerts(history: MetricHistory) -> list[Alert]:
         for metric in rule.metrics:
             same = []
             for name, values in history.series.items():
+                if not name.endswith(metric) or _PREFIX.sub("", name) != metric:
+                    continue
                 points = sorted(values.items())
-                if _PREFIX.sub("", name) == metric and (seen := rule.seen(points)):
+                if seen := rule.seen(points):
                     same.append(Alert(name, points[-1][0], f"{name} {seen}: {rule.meaning}"))
             found += same if len(same) <= MOST_ALIKE else [_of_many(same)]
     found += _rewarded_lengths(history)

@@ -8,8 +8,7 @@ a traced step can be run again with other durations.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
-from typing import Any
+from typing import Any, NamedTuple
 
 from siirl.compiler.plan import Plan
 from siirl.observe.summary import duration
@@ -20,8 +19,7 @@ OUTSIDE = ("start", "report", "validation", "checkpoint", "export")
 MOST_FASTER, BETWEEN = 6, "between instructions"
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """An instruction on a rank in a step; times in one unit on one clock."""
 
     rank: int
@@ -32,8 +30,7 @@ class Part:
     end: float
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A stretch of the critical path."""
 
     rank: int
@@ -42,7 +39,7 @@ class Segment:
     end: float
 
 
-@dataclass
+@dataclass(slots=True)
 class _Done:
     part: Part
     begin: float
@@ -89,20 +86,33 @@ def replay(
 def _groups(parts: Iterable[Part], meeting: Collection[str]) -> list[list[Part]]:
     """The parts that begin together, or one part alone, each after those before them on their ranks."""
     together: dict[Hashable, list[Part]] = {}
-    after: dict[Hashable, set[Hashable]] = {}
-    before: dict[int, Hashable] = {}
-    seen: Counter[tuple[int, Hashable]] = Counter()
+    queues: dict[int, list[list[Part]]] = defaultdict(list)
+    seen: dict[tuple[int, Hashable], int] = defaultdict(int)
     for part in sorted(parts, key=lambda part: (part.start, part.end)):
-        seen[part.rank, part.key] += 1
-        times = seen[part.rank, part.key]
-        whose = (part.key, times) if part.name in meeting else (part.key, times, part.rank)
-        together.setdefault(whose, []).append(part)
-        after.setdefault(whose, set()).update({before[part.rank]} if part.rank in before else ())
-        before[part.rank] = whose
-    try:
-        return [together[whose] for whose in TopologicalSorter(after).static_order()]
-    except CycleError:  # a damaged trace, whose ranks did not meet in one order
-        return sorted(together.values(), key=lambda group: group[-1].start)
+        group: list[Part] = []
+        if part.name in meeting:
+            seen[part.rank, part.key] += 1
+            group = together.setdefault((part.key, seen[part.rank, part.key]), group)
+        group.append(part)
+        queues[part.rank].append(group)
+    place, came = dict.fromkeys(queues, 0), defaultdict[int, int](int)
+    order: list[list[Part]] = []
+    free = list(queues)
+    while free:
+        rank = free.pop()
+        if place[rank] == len(queues[rank]):
+            continue
+        group = queues[rank][place[rank]]
+        came[id(group)] += 1
+        if came[id(group)] == len(group):
+            order.append(group)
+            for part in group:
+                place[part.rank] += 1
+                free.append(part.rank)
+    if any(place[rank] < len(queue) for rank, queue in queues.items()):  # damaged: they met in no one order
+        groups = {id(group): group for queue in queues.values() for group in queue}
+        return sorted(groups.values(), key=lambda group: group[-1].start)
+    return order
 
 
 def _walk(done: Mapping[int, list[_Done]]) -> tuple[float, list[Segment]]:

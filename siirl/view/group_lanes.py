@@ -1,6 +1,5 @@
 """The timeline of groups of ranks: what any of them was in, from the first who came to the last who went."""
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ Key = tuple[int, tuple[str, str], int]
 """Step, what is met, and which time it is."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Shared:
     """An instruction on the ranks of a group."""
 
@@ -31,11 +30,12 @@ class _Shared:
     amounts: dict[str, float] = field(default_factory=dict)
 
     def add(self, rank: int, span: Interval) -> None:
+        start_us, end_us = span.start_us, span.end_us
         self.ranks += 1
-        self.start_us, self.came_us = min(self.start_us, span.start_us), max(self.came_us, span.start_us)
-        self.longest_us = max(self.longest_us, span.end_us - span.start_us)
-        if span.end_us > self.end_us:
-            self.end_us, self.last = span.end_us, rank
+        self.start_us, self.came_us = min(self.start_us, start_us), max(self.came_us, start_us)
+        self.longest_us = max(self.longest_us, end_us - start_us)
+        if end_us > self.end_us:
+            self.end_us, self.last = end_us, rank
         for name, value in span.args.items():
             if name in _SUMMED and isinstance(value, int | float):
                 self.amounts[name] = self.amounts.get(name, 0) + value
@@ -60,10 +60,10 @@ def group_lanes(
 
     Of more than MOST_LANES groups those are shown that others waited for most, and others evenly chosen.
     """
-    by_rank = {trace.rank: trace for trace in traces}
+    by_rank = {trace.rank: _keyed(trace, steps) for trace in traces}
     found = {}
     for kind, all_of in groups.items():
-        shared = [_shared(group, by_rank, steps) for group in all_of]
+        shared = [_shared(group, by_rank) for group in all_of]
         chosen = _latest(shared, meeting)
         most = MOST_LANE_SPANS // max(1, len(chosen))
         lanes = [
@@ -82,19 +82,25 @@ def group_lanes(
     return found
 
 
-def _shared(group: RankGroup, by_rank: Mapping[int, RankTrace], steps: Collection[int]) -> dict[Key, _Shared]:
+def _keyed(trace: RankTrace, steps: Collection[int]) -> list[tuple[Key, Interval]]:
+    """The instructions of a rank, with what they have in common with those of others."""
+    keyed: list[tuple[Key, Interval]] = []
+    for step in steps:
+        seen: dict[tuple[str, str], int] = {}
+        for span in trace.instructions(step):
+            met = span.met
+            times = seen[met] = seen.get(met, 0) + 1
+            keyed.append(((step, met, times), span))
+    return keyed
+
+
+def _shared(group: RankGroup, by_rank: Mapping[int, list[tuple[Key, Interval]]]) -> dict[Key, _Shared]:
     found: dict[Key, _Shared] = {}
     for rank in group.ranks:
-        if rank not in by_rank:
-            continue
-        for step in steps:
-            seen: Counter[tuple[str, str]] = Counter()
-            for span in by_rank[rank].instructions(step):
-                seen[span.met] += 1
-                key = (step, span.met, seen[span.met])
-                if key not in found:
-                    found[key] = _Shared(span.name, span.start_us, span.end_us, span.start_us, 0.0, rank)
-                found[key].add(rank, span)
+        for key, span in by_rank.get(rank, ()):
+            if key not in found:
+                found[key] = _Shared(span.name, span.start_us, span.end_us, span.start_us, 0.0, rank)
+            found[key].add(rank, span)
     return found
 
 

@@ -1,9 +1,11 @@
 """What the page shows of a run, in parts: each is read when it is asked for, and again when files changed."""
 
+import gc
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from siirl.compiler.plan import Plan
 from siirl.observe.curve import METRICS_FILE
 from siirl.observe.trace import TRACE_DIR, TRACE_FILE
 from siirl.runs.folder_reader import LeftOut, attempt, numbered, whole
-from siirl.runs.run_files import JOB_FILE, HistoryReader, MetricHistory, read_job
+from siirl.runs.run_files import JOB_FILE, HistoryReader, MetricHistory, read_job, recent_history
 from siirl.runs.run_state import RunState
 from siirl.runs.run_state import read_run as read_state
 from siirl.view.alerts import alerts
@@ -31,7 +33,8 @@ OVERVIEW = "overview"
 PARTS = (OVERVIEW, "alerts", "dag", "timeline", "memory", "curves", "episodes", "health")
 TEXTS = "texts "
 """Before the name of a block: the texts of its episodes."""
-OF_HISTORY = ("alerts", "dag", "memory", "curves")
+OF_HISTORY = ("alerts", "memory", "curves")
+"""They wait for one reading of all metrics; the others read the end of the file at most."""
 REST = 4.0
 """A part is read again after so many times as long as reading it took, however fast its files change."""
 
@@ -78,7 +81,8 @@ class RunParts:
                 kept.signature == signature is not None or began_s < kept.read_s + REST * kept.took_s
             ):
                 return kept.part
-            part = self._read(name)
+            with _no_collections():
+                part = self._read(name)
             now_s = time.monotonic()
             self._kept[name] = _Kept(part, signature, now_s, now_s - began_s)
             return part
@@ -100,7 +104,7 @@ class RunParts:
     def _signature(self, name: str) -> Any:
         """What changes when the files of a part do; None: it is not looked for."""
         own = [self.folder / JOB_FILE]
-        if name in OF_HISTORY:
+        if name in OF_HISTORY or name == "dag":
             return signatures([*own, self.folder / METRICS_FILE])
         if name == "timeline":
             ranks = [path for _, path in numbered(self.folder / TRACE_DIR, "rank_", ".jsonl", LeftOut())]
@@ -120,7 +124,7 @@ class RunParts:
         return attempt(lambda: [asdict(alert) for alert in alerts(history)], [], "alerts", left_out)
 
     def _dag(self, left_out: LeftOut) -> dict[str, Any] | None:
-        job, history = read_job(self.folder, left_out), self._read_history(left_out)
+        job, history = read_job(self.folder, left_out), recent_history(self.folder, left_out)
         return attempt(lambda: dag_of(job, history, left_out), None, "the plan of job.json", left_out)
 
     def _timeline(self, left_out: LeftOut) -> dict[str, Any] | None:
@@ -169,6 +173,18 @@ class RunParts:
                 }
                 self._episodes = names, Episodes(folders, self.folder / TOKENS)
             return self._episodes[1]
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Readers make millions of objects and no cycles; to look for those takes a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _part(value: Any, left_out: LeftOut) -> Part:

@@ -7,7 +7,7 @@ from typing import Any
 from siirl.runs.folder_reader import whole
 
 
-@dataclass
+@dataclass(slots=True)
 class Interval:
     """A stretch of a rank's time."""
 

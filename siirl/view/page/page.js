@@ -125,7 +125,7 @@ section("overview", "Overview", ["overview"], () => {
   else {
     holder.append(make("p", { class: "faint", role: "status" }, "reading the numbers..."));
     const index = page.run;
-    load("alerts", index).then(() => tell(partOf("alerts", index) || []), () => holder.replaceChildren(make("p", { class: "down" }, "The numbers cannot be read.")));
+    page.written = load("alerts", index).then(() => tell(partOf("alerts", index) || []), () => holder.replaceChildren(make("p", { class: "down" }, "The numbers cannot be read.")));
   }
   if (about.places.length) parts.push(make("h2", {}, about.state === "running" ? "Where each rank is" : "Where each rank was last"), whereRanksAre(about));
   return parts;

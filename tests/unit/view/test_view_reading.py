@@ -6,6 +6,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from siirl.errors import ConfigError
 from siirl.launch.run_folder import LOCK
 from siirl.observe.run_progress import record_end
 from siirl.observe.sinks import JsonlSink
-from siirl.observe.trace import TRACE_DIR, merge_trace
+from siirl.observe.trace import TRACE_DIR, TraceFile, merge_trace
 from siirl.runs.folder_reader import LeftOut
 from siirl.runs.run_files import MetricHistory, read_history
 from siirl.runs.run_state import run_folder
-from siirl.view import episodes, timeline, view_page
+from siirl.view import episodes, trace_reader, view_page
 from siirl.view.alerts import alerts
 from siirl.view.metric_curves import MOST_POINTS, curves, thin
 from siirl.view.run_parts import RunParts
@@ -84,8 +85,8 @@ def test_the_timeline_has_the_last_steps_of_every_rank(tmp_path, merged):
 
 def test_a_long_trace_and_many_ranks_are_cut_and_said(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", steps=40)
-    monkeypatch.setattr(timeline, "MOST_BYTES", 8_000)
-    monkeypatch.setattr(timeline, "MOST_RANKS", 1)
+    monkeypatch.setattr(trace_reader, "MOST_BYTES", 8_000)
+    monkeypatch.setattr(trace_reader, "MOST_RANKS", 1)
     run = read_run(folder)
     assert {lane["rank"] for lane in run["timeline"]["lanes"]} == {0}
     assert run["timeline"]["steps"][-1]["step"] == 40
@@ -93,12 +94,42 @@ def test_a_long_trace_and_many_ranks_are_cut_and_said(tmp_path, monkeypatch):
     assert any(note.startswith("rank_0.jsonl: its first") for note in run["notes"])
 
 
+def test_of_ranks_that_are_not_shown_the_outermost_intervals_are_those_of_a_whole_reading(
+    tmp_path, monkeypatch
+):
+    """Also of one that hangs in a phase within an instruction, and of what other threads did."""
+    trace = TraceFile(tmp_path / TRACE_DIR, 1, 'rank 1, "tid":0,', 0.0)
+    for step in (1, 2):
+        for name in ("rollout", "reshard"):
+            trace.begin(name, step + 0.1)
+            trace.begin("forward", step + 0.2)
+            trace.complete("micro_batch", step + 0.2, step + 0.3, {"tokens": 5})
+            trace.end(step + 0.4, {"tokens": 7})
+            trace.end(step + 0.5, {"step": step, "rows": 3})
+        thread = threading.Thread(target=lambda at=step: (trace.begin("loads", at), trace.end(at + 0.3, {})))
+        thread.start()
+        thread.join()
+    trace.begin("train", 3.0)
+    trace.begin("forward", 3.5)
+    trace.complete("micro_batch", 3.5, 3.9, {"tokens": 5})
+    trace.close()
+    shutil.copy(tmp_path / TRACE_DIR / "rank_1.jsonl", tmp_path / TRACE_DIR / "rank_0.jsonl")
+    (*_, whole), _ = trace_reader.read_traces(tmp_path, LeftOut())
+    monkeypatch.setattr(trace_reader, "MOST_RANKS", 1)
+    (*_, fast), shown = trace_reader.read_traces(tmp_path, LeftOut())
+    assert [trace.rank for trace in shown] == [0] and len(whole.spans) > 1 and list(fast.spans) == [0]
+    outer = [span for span in whole.spans[0] if span.depth == 0]
+    assert fast.spans[0] == outer and fast.label == whole.label
+    assert [(span.name, span.open, span.end_us) for span in outer][-1] == ("train", True, 3.5e6)
+    assert fast.instructions(2) == whole.instructions(2) and len(fast.instructions(2)) == 2
+
+
 def test_a_step_whose_beginning_was_not_read_is_not_shown(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "run", steps=4)
     size = (folder / TRACE_DIR / "rank_0.jsonl").stat().st_size
     assert [step["step"] for step in read_run(folder)["timeline"]["steps"]] == [2, 3, 4]
     for part, steps in ((0.6, [3, 4]), (0.4, [4]), (0.1, [4])):
-        monkeypatch.setattr(timeline, "MOST_BYTES", int(2 * part * size))
+        monkeypatch.setattr(trace_reader, "MOST_BYTES", int(2 * part * size))
         shown = read_run(folder)["timeline"]
         assert [step["step"] for step in shown["steps"]] == steps
         assert [bound["step"] for bound in shown["bounds"]] == steps

@@ -1,5 +1,8 @@
 """The page of a run of 204 nodes, 4,096 ranks, 2,000 steps and 10,000 conversations, in a real browser."""
 
+import contextlib
+import json
+import math
 import threading
 import time
 
@@ -11,7 +14,10 @@ from siirl.view.page_server import PageServer
 from siirl.view.run_parts import RunParts
 from siirl.view.view_page import export
 
-MOST_PAINT_MS, MOST_MIB = 2_000, 300
+MOST_PAINT_MS, MOST_LOOK_S, MOST_MIB, TRIES = 2_000, 2.0, 300, 3
+"""Times: the best of some on the machine of docs/view.md; `slower()` times as much on another."""
+REFERENCE_S = 0.16
+"""How long what `slower` does takes there."""
 LOOK = """
 const look = () => document.getElementById("state")
   ? requestAnimationFrame(() => requestAnimationFrame(() => { window.shownAt = performance.now(); }))
@@ -41,49 +47,76 @@ def large(tmp_path_factory):
 
 
 @pytest.fixture(params=["served", "file"])
-def address(request, large, tmp_path):
-    if request.param == "file":
-        yield export([large], tmp_path / "page.html").as_uri()
-        return
-    with PageServer([large]) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield server.url
-        server.shutdown()
-        thread.join()
+def opened(request, large, tmp_path):
+    """Gives the address of the page, of a new server each time."""
+
+    @contextlib.contextmanager
+    def anew():
+        if request.param == "file":
+            yield export([large], tmp_path / "page.html").as_uri()
+            return
+        with PageServer([large]) as server:
+            thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+            thread.start()
+            try:
+                yield server.url
+            finally:
+                server.shutdown()
+                thread.join()
+
+    return anew
 
 
-def test_a_large_run_is_painted_within_2_s_and_its_page_takes_less_than_300_mb(address, tmp_path):
-    with opened_tab(tmp_path / "profile") as tab:
-        tab.call("Page.addScriptToEvaluateOnNewDocument", source=LOOK)
-        paints = []
-        for _ in range(3):  # the best of three: other programs run here, too
+def slower() -> float:
+    """How many times as long as there work like that of the reader takes here and now; 1 at least."""
+    text = json.dumps([{"name": f"node_{number}", "at": number / 7} for number in range(1_000)])
+    began_s = time.monotonic()
+    for _ in range(250):
+        sum(hash((one["name"], one["at"])) for one in json.loads(text))
+    return max(1.0, (time.monotonic() - began_s) / REFERENCE_S)
+
+
+def test_a_large_run_is_painted_and_each_section_opened_within_2_s(opened, tmp_path):
+    """And the page takes less than 300 MB."""
+    paints, looks = [], dict.fromkeys(SHOWN, math.inf)
+    for number in range(TRIES):
+        times = slower()
+        with opened() as address, opened_tab(tmp_path / f"profile_{number}") as tab:
+            tab.call("Page.addScriptToEvaluateOnNewDocument", source=LOOK)
             tab.open(address)
             tab.wait_for("location.href !== 'about:blank' && window.shownAt !== undefined")
-            paints.append(tab.value("shownAt"))
-        print(f"\npainted after {', '.join(f'{at_ms:.0f}' for at_ms in paints)} ms")
-        assert min(paints) < MOST_PAINT_MS
-        places = tab.value("document.getElementById('places').textContent")
-        assert str(WORLD_SIZE // 3)[:2] in places and f"{PER_MACHINE}" in places
-        tab.wait_for("document.readyState === 'complete'")
-        taken = {}
-        for section in tab.value("SECTIONS.map(item => item.id)"):
-            began_s = time.monotonic()
-            shown = f"location.hash = '{section}'; await show('{section}'); await page.written;"
-            tab.value(f"(async () => {{ {shown} }})()")
-            taken[section] = time.monotonic() - began_s
-            problem = tab.value("document.querySelector('#panel > .down')?.textContent || ''")
-            assert problem == "", problem
-            assert tab.value("document.querySelectorAll('*').length") < 40_000
-            shown = tab.value(f"document.querySelectorAll('{SHOWN[section]}').length")
-            assert shown > 0, section
-        print(", ".join(f"{name} {seconds:.1f} s" for name, seconds in taken.items()))
-        print(f"{tab.memory_mib():.0f} MiB after all sections")
-        assert tab.memory_mib() < MOST_MIB
+            paints.append(tab.value("shownAt") / times)
+            places = tab.value("document.getElementById('places').textContent")
+            assert str(WORLD_SIZE // 3)[:2] in places and f"{PER_MACHINE}" in places
+            tab.wait_for("document.readyState === 'complete'")
+            assert tab.value("SECTIONS.map(item => item.id)") == list(SHOWN)
+            for section in SHOWN:
+                before, took_s = slower(), _first_look(tab, section)
+                looks[section] = min(looks[section], 2 * took_s / (before + slower()))
+            memory = tab.memory_mib()
+        assert memory < MOST_MIB
+        listed = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in looks.items())
+        print(f"\npainted after {min(paints):.0f} ms; {listed}; {memory:.0f} MiB; {times:.2f} times as slow")
+        if min(paints) < MOST_PAINT_MS and max(looks.values()) < MOST_LOOK_S:
+            return
+    pytest.fail(f"painted after {paints} ms, sections after {looks} s")
 
 
-def test_words_are_found_in_ten_thousand_conversations(address, tmp_path):
-    with opened_tab(tmp_path / "profile") as tab:
+def _first_look(tab, section) -> float:
+    """Seconds until a section is there that nobody has asked for yet."""
+    began_s = time.monotonic()
+    shown = f"location.hash = '{section}'; await show('{section}'); await page.written;"
+    tab.value(f"(async () => {{ {shown} }})()")
+    took_s = time.monotonic() - began_s
+    problem = tab.value("document.querySelector('#panel > .down')?.textContent || ''")
+    assert problem == "", problem
+    assert tab.value("document.querySelectorAll('*').length") < 40_000
+    assert tab.value(f"document.querySelectorAll('{SHOWN[section]}').length") > 0, section
+    return took_s
+
+
+def test_words_are_found_in_ten_thousand_conversations(opened, tmp_path):
+    with opened() as address, opened_tab(tmp_path / "profile") as tab:
         tab.open(f"{address}#conversations")
         tab.wait_for("document.querySelectorAll('#episodes details').length > 0")
         tab.value("document.querySelector('input[type=search]').focus()")

@@ -1,0 +1,176 @@
+"""Reads the files that trainer.trace=true writes: instructions of all ranks, all intervals of some."""
+
+import functools
+import gzip
+import json
+import zlib
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from siirl.observe.printable import printable
+from siirl.observe.trace import TRACE_DIR, TRACE_FILE
+from siirl.runs.folder_reader import (
+    LeftOut,
+    json_objects,
+    json_value,
+    mapping,
+    number,
+    numbered,
+    whole,
+    whole_lines,
+)
+from siirl.view.trace_spans import Interval, RankTrace
+
+MOST_RANKS, MOST_FILES, MOST_ARGS, MOST_TEXT, MOST_NAMED = 64, 16_384, 16, 200, 4
+MOST_BYTES, MOST_MERGED_BYTES, MOST_EVENTS = 64 << 20, 256 << 20, 20_000
+_BEGIN, _END, _WHOLE, _FIRST_LANE = b'{"ph":"B"', b'{"ph":"E"', b'{"ph":"X"', b'"tid":0,'
+"""As siirl.observe.trace writes a line."""
+
+
+def read_traces(output_dir: Path, left_out: LeftOut) -> tuple[list[RankTrace], list[RankTrace]]:
+    """(all ranks, those of them that can be shown one by one, with all of their intervals).
+
+    Of the others only the outermost intervals are read: of thousands, that takes a tenth of the time.
+    """
+    files = numbered(output_dir / TRACE_DIR, "rank_", ".jsonl", left_out)
+    if not files:
+        traces = [_read(rank, events) for rank, events in _merged_events(output_dir / TRACE_FILE, left_out)]
+        return traces, traces
+    if len(files) > MOST_FILES:
+        left_out.add("timeline", f"the first {MOST_FILES} of {len(files)} ranks are read")
+        files = files[:MOST_FILES]
+    chosen = set(range(len(files)))
+    if len(files) > MOST_RANKS:
+        left_out.add("timeline", f"{MOST_RANKS} of {len(files)} ranks are shown one by one, evenly chosen")
+        chosen = {index * len(files) // MOST_RANKS for index in range(MOST_RANKS)}
+    most, of_files, traces = MOST_BYTES // len(files), LeftOut(), []
+    for index, (rank, path) in enumerate(files):
+        lines, cut = whole_lines(path, most, of_files)
+        last_us = 0.0
+        if index not in chosen:
+            last_us = _moment(mapping(json_value(lines[-1]))) if lines else 0.0
+            lines = outermost(lines)
+        traces.append(_read(rank, json_objects(lines, path, of_files), cut, last_us))
+    for what, why in list(of_files.items())[:MOST_NAMED]:
+        left_out.add(what, why)
+    if len(of_files) > MOST_NAMED:
+        more = f"of {len(of_files) - MOST_NAMED} more ranks, too, not all is read"
+        left_out.add("trace", f"{more}: the last {most >> 10} KiB of each")
+    return traces, [traces[index] for index in sorted(chosen)]
+
+
+def outermost(lines: Iterable[bytes]) -> list[bytes]:
+    """Without the lines of intervals that lie in others, or in other lanes than that of the instructions.
+
+    What is in a line is not parsed, but for how it begins; a line of no known kind is kept.
+    """
+    kept, depth = [], 0
+    for line in lines:
+        kind = line[: len(_BEGIN)]
+        if kind == _WHOLE:
+            continue
+        if kind == _BEGIN:
+            if _FIRST_LANE not in line:
+                continue
+            depth += 1
+            if depth > 1:
+                continue
+        elif kind == _END:
+            if _FIRST_LANE not in line:
+                continue
+            depth = max(0, depth - 1)
+            if depth:
+                continue
+        kept.append(line)
+    return kept
+
+
+def _merged_events(path: Path, left_out: LeftOut) -> list[tuple[int, Iterable[dict[str, Any]]]]:
+    found: dict[int, deque[dict[str, Any]]] = {}
+    taken = 0
+    try:
+        with gzip.open(path, "rb") as file:
+            for line in file:
+                taken += len(line)
+                if taken > MOST_MERGED_BYTES:
+                    left_out.add(path, f"only its first {MOST_MERGED_BYTES >> 20} MiB are read")
+                    break
+                try:
+                    event = json.loads(line.strip().removesuffix(b","))
+                except (ValueError, RecursionError):
+                    continue  # the brackets around the events
+                rank = whole(event.get("pid")) if isinstance(event, dict) else None
+                if rank is not None and (rank in found or len(found) < MOST_RANKS):
+                    found.setdefault(rank, deque(maxlen=MOST_EVENTS)).append(event)
+    except FileNotFoundError:
+        return []
+    except (OSError, EOFError, zlib.error) as error:
+        left_out.add(path, f"it is damaged: {type(error).__name__}")
+    return sorted(found.items())
+
+
+def _read(rank: int, events: Iterable[dict[str, Any]], cut: bool = False, last_us: float = 0.0) -> RankTrace:
+    """Intervals of a rank by lane; ends whose beginnings lie before what was read are dropped.
+
+    cut: there are earlier events. last_us: the moment of the last event, where not all are given.
+    """
+    trace = RankTrace(rank, f"rank {rank}", cut)
+    stacks: dict[int, list[Interval]] = {}
+    last = last_us
+    for event in events:
+        kind, lane, at = event.get("ph"), whole(event.get("tid", 0)), number(event.get("ts"))
+        if kind == "M":
+            _name(trace, event, lane)
+            continue
+        if lane is None or at is None:
+            continue
+        stack = stacks.setdefault(lane, [])
+        last = max(last, at)
+        if kind == "B":
+            stack.append(Interval(_text(event.get("name")), at, at, len(stack), {}, True))
+            trace.spans.setdefault(lane, []).append(stack[-1])
+        elif kind == "E" and stack:
+            span = stack.pop()
+            span.end_us, span.open, span.args = max(at, span.start_us), False, _args(event)
+        elif kind == "X" and (dur := number(event.get("dur"))) is not None:
+            span = Interval(_text(event.get("name")), at, at + max(0.0, dur), len(stack), _args(event))
+            trace.spans.setdefault(lane, []).append(span)
+    for stack in stacks.values():
+        for span in stack:
+            span.end_us = max(span.start_us, last)
+    return trace
+
+
+def _moment(event: dict[str, Any]) -> float:
+    return number(event.get("ts")) or 0.0
+
+
+def _name(trace: RankTrace, event: dict[str, Any], lane: int | None) -> None:
+    args = event.get("args")
+    name = _text(args.get("name")) if isinstance(args, dict) else ""
+    if event.get("name") == "process_name" and name:
+        trace.label = name
+    elif event.get("name") == "thread_name" and lane is not None:
+        trace.lanes[lane] = name
+
+
+def _args(event: dict[str, Any]) -> dict[str, Any]:
+    args = event.get("args")
+    if not isinstance(args, dict):
+        return {}
+    return {_text(key): _value(value) for key, value in list(args.items())[:MOST_ARGS]}
+
+
+def _value(value: Any) -> Any:
+    return value if whole(value) is not None or number(value) is not None else _text(value)
+
+
+def _text(value: Any) -> str:
+    return _printable(str(value)[:MOST_TEXT])
+
+
+@functools.lru_cache(maxsize=4_096)  # names of a trace are few
+def _printable(text: str) -> str:
+    return printable(text)[:MOST_TEXT]
