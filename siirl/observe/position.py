@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECORD_BYTES, PLACE_BYTES = 256, 96
+AT_END = "end"
+"""The part of a step in which a rank is that has left one, and not begun the next."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +20,7 @@ class Position:
     time_s: float
     """Seconds since the epoch."""
     part: str = ""
-    """Of the step that it is a part of: "step", "validation", or its own name; "" unknown."""
+    """Of the step that it is a part of: "step", "validation", its own name, or AT_END; "" unknown."""
     order: tuple[int, ...] = ()
     """Number of the part, and of an instruction its place there (siirl/observe/heartbeat.py); () unknown. Of
     two ranks in one step the one with the smaller is behind."""

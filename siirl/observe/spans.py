@@ -14,7 +14,7 @@ from typing import Any
 from siirl.observe.heartbeat import Heartbeat
 from siirl.observe.memory_probe import MemoryMeter
 from siirl.observe.metrics import Metrics
-from siirl.observe.position import PositionFile
+from siirl.observe.position import AT_END, PositionFile
 from siirl.observe.trace import TraceFile
 
 
@@ -125,10 +125,12 @@ class Observer:
 
     @contextmanager
     def part(self, name: str, step: int) -> Iterator[None]:
-        """Say that this rank begins a part of the run, as all ranks do in the same order."""
+        """Say that this rank begins a part of the run, and that it ended it; all do in the same order."""
         self._begin_part(step, name)
         yield
         self._begin_part(step, f"after {name}")
+        if self._position is not None:
+            self._position.set(step, f"end of {name}", AT_END, (self._part,))
 
     def _begin_part(self, step: int, name: str) -> None:
         self._part = self._part + 1 if step == self._part_step else 0

@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, get_args
 
+from siirl.compiler.plan import Plan
 from siirl.launch.attempts import ATTEMPTS_FILE, Attempt
 from siirl.launch.failure import Failure, read_failure
 from siirl.launch.run_record import CONFIG_FILE, RUN_FILE
@@ -19,6 +20,7 @@ from siirl.observe.position import Position, read_position
 from siirl.observe.run_progress import PROGRESS_FILE, How
 from siirl.runs.folder_reader import (
     LeftOut,
+    attempt,
     content,
     first_left_out,
     json_file,
@@ -302,6 +304,12 @@ def read_starts(folder: Path, unreadable: LeftOut, packages: bool = False) -> tu
 def read_job(folder: Path, unreadable: LeftOut) -> dict[str, Any]:
     """job.json; empty where it is missing or damaged."""
     return json_file(folder / JOB_FILE, MOST_JOB_BYTES, unreadable)
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """The plan of the job; None where there is none, or it is damaged."""
+    text = read_job(folder, LeftOut()).get("plan")
+    return attempt(lambda: Plan.from_json(str(text)), None, "the plan", LeftOut()) if text else None
 
 
 def read_config(folder: Path, unreadable: LeftOut) -> dict[str, Any]:

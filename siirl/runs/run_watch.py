@@ -8,8 +8,9 @@ from pathlib import Path
 from siirl.observe.columns import COLUMNS, agents_of, cell, matches
 from siirl.observe.summary import duration
 from siirl.parallel.placement import format_ranks
-from siirl.runs.folder_reader import one_line
-from siirl.runs.run_files import latest_metrics
+from siirl.runs.folder_reader import LeftOut, attempt, one_line
+from siirl.runs.rank_now import Doing, doing
+from siirl.runs.run_files import latest_metrics, read_plan
 from siirl.runs.run_state import RankState, RunState, attempt_text, last_problem, read_run
 from siirl.runs.run_text import age_text, cut, last_and_best, line_width, moment_text, path_text
 
@@ -84,15 +85,17 @@ def _rank_lines(run: RunState, now_s: float) -> list[str]:
     """What each rank does now, or did last; ranks that do the same share a line, those behind come first."""
     if not run.ranks:
         return []
-    groups: dict[tuple[int, str, str], list[RankState]] = {}
+    now = attempt(lambda: doing(read_plan(run.folder), run.ranks), {}, "what ranks do", LeftOut())
+    groups: dict[tuple[int, str, str, Doing | None], list[RankState]] = {}
     for rank in run.ranks:
-        groups.setdefault((rank.step, rank.node, rank.error), []).append(rank)
+        groups.setdefault((rank.step, rank.node, rank.error, now.get(rank.rank)), []).append(rank)
     ordered = sorted(groups.items(), key=lambda item: (not item[0][2], item[0][0], item[1][0].since_s))
     lines = ["ranks now" if run.status == "running" else "ranks at the end"]
-    for (step, node, error), ranks in ordered[:MOST_GROUPS]:
+    for (step, node, error, does), ranks in ordered[:MOST_GROUPS]:
         where = f"step {step}, {node}" if step else node
         since = f"for {_span(now_s - rank.since_s for rank in ranks)}" if run.status == "running" else ""
-        what = "  ".join(part for part in (where, since, f"failed: {error}" if error else "") if part)
+        state = f"failed: {error}" if error else does.text() if does and run.status != "ended" else ""
+        what = "  ".join(part for part in (where, since, state) if part)
         lines.append(f"  {cut(format_ranks([rank.rank for rank in ranks]), MOST_RANKS_WIDTH):<8} {what}")
     if len(ordered) > MOST_GROUPS:
         left = sum(len(ranks) for _, ranks in ordered[MOST_GROUPS:])
@@ -105,10 +108,9 @@ def _attempt_lines(run: RunState, now_s: float) -> list[str]:
     if not run.attempts:
         return []
     lines = [f"  attempt {run.attempts[-1].attempt + 1}, after {len(run.attempts)} that failed"]
-    for attempt in run.attempts[-MOST_ATTEMPTS:]:
-        ago = age_text(now_s - attempt.ended_s)
-        text = attempt_text(attempt)
-        lines.append(f"    {attempt.attempt}  {ago} ago, {text}; went on from {attempt.next}")
+    for one in run.attempts[-MOST_ATTEMPTS:]:
+        ago = age_text(now_s - one.ended_s)
+        lines.append(f"    {one.attempt}  {ago} ago, {attempt_text(one)}; went on from {one.next}")
     return lines
 
 

@@ -10,10 +10,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from siirl.compiler.plan import Plan
 from siirl.observe.summary import duration
 
-MEET = ("reshard", "weight_sync", "rounds")
 OUTSIDE = ("start", "report", "validation", "checkpoint", "export")
 """Spans that are no part of a training step."""
 MOST_FASTER, BETWEEN = 6, "between instructions"
@@ -46,18 +44,6 @@ class _Done:
     end: float
     last: int
     """The rank that it waited for; its own if for none."""
-
-
-def meeting_names(plan: Plan | None) -> frozenset[str]:
-    """Names of the instructions that begin when their last rank has come."""
-    nodes = () if plan is None else plan.nodes.items()
-    models = {} if plan is None else plan.models
-    split = (
-        name
-        for name, node in nodes
-        if node.model in models and models[node.model].role != "rollout" and len(models[node.model].ranks) > 1
-    )
-    return frozenset((*MEET, *split))
 
 
 def replay(

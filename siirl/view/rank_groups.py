@@ -6,9 +6,9 @@ from typing import Any
 
 from siirl.compiler.plan import Plan, Run
 from siirl.parallel.placement import Ranks, format_ranks, parse_ranks
+from siirl.runs.rank_now import Doing
 from siirl.runs.run_state import RankState
 from siirl.show.plan_text import rank_classes
-from siirl.view.rank_now import Doing
 
 MOST_CELLS = 4_096
 KINDS = ("alike", "machines", "shards")
@@ -85,6 +85,7 @@ def places(ranks: Sequence[RankState], now: Mapping[int, Doing]) -> list[dict[st
             "state": doing.state,
             "at": doing.node,
             "behind": format_ranks(doing.behind),
+            "text": doing.text(),
             "ranks": format_ranks([rank.rank for rank in here]),
             "count": len(here),
             "first_s": min(rank.since_s for rank in here),

@@ -10,11 +10,11 @@ from siirl.compiler.plan import Plan
 from siirl.observe.logs import last_lines
 from siirl.observe.printable import printable
 from siirl.runs.folder_reader import LeftOut, attempt, mapping, whole, word
+from siirl.runs.rank_now import doing
 from siirl.runs.run_files import latest_metrics, read_starts
 from siirl.runs.run_state import RunState, attempt_text
 from siirl.runs.run_text import moment_text
 from siirl.view.rank_groups import MOST_CELLS, RankGroup, cells, places
-from siirl.view.rank_now import doing
 
 MOST_LOGS, MOST_PLACES = 64, 200
 SHOWN_PACKAGES = ("torch", "transformers", "vllm")

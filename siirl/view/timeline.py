@@ -6,7 +6,8 @@ from typing import Any
 
 from siirl.compiler.plan import Plan
 from siirl.runs.folder_reader import LeftOut
-from siirl.view.critical_path import OUTSIDE, Part, bounds, meeting_names, ranks_of_path
+from siirl.runs.rank_now import meeting_names
+from siirl.view.critical_path import OUTSIDE, Part, bounds, ranks_of_path
 from siirl.view.group_lanes import group_lanes
 from siirl.view.rank_groups import RankGroup
 from siirl.view.step_edges import step_edges

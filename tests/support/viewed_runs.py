@@ -4,6 +4,7 @@ from pathlib import Path
 
 from plan_cases import template_plan
 
+from siirl.compiler.plan import Plan
 from siirl.launch.failure import Failure, write_failure
 from siirl.launch.job import Job
 from siirl.observe.position import PositionFile
@@ -19,13 +20,18 @@ STEP_S = 2.0
 
 
 def write_run(
-    folder: Path, steps: int = 6, text: str = "four", name: str = "small", world_size: int = 2
+    folder: Path,
+    steps: int = 6,
+    text: str = "four",
+    name: str = "small",
+    world_size: int = 2,
+    plan: Plan | None = None,
 ) -> Path:
     """A run of one agent: metrics of all steps, samples of the first and last, a trace, positions, logs.
 
-    text: what the model said, and is in every other place where text can be.
+    text: what the model said, and is in every other place where text can be. plan: instead of a template's.
     """
-    plan = template_plan(world_size)
+    plan = plan or template_plan(world_size)
     config = {"trainer": {"total_training_steps": steps, "experiment_name": name}}
     Job(config, plan.to_json(), str(folder), world_size, world_size).prepare()
     metrics, samples = JsonlSink(folder / "metrics.jsonl"), SampleSink(folder, {})

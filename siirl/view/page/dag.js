@@ -1,6 +1,7 @@
 // The plan's picture, its nodes coloured by their share of the step's time, or by which ranks are in them.
 
-const STATE_COLORS = { failed: "#c8344a", runs: "#4f8fe0", waits: "#e0a030" };
+const STATE_COLORS = { failed: "#c8344a", runs: "#4f8fe0", waits: "#e0a030", idle: "#8a929b" };
+const STATES = Object.keys(STATE_COLORS);  // a node has the first that one of its ranks has
 
 function heat(share) { return `hsl(${Math.round(130 - 130 * Math.min(1, share * 1.6))} 75% 55%)`; }
 
@@ -37,6 +38,8 @@ section("dag", "DAG", ["dag", "overview"], () => {
   const about = run().overview, by = keep("by", about.state !== "ended" && about.places.length ? "state" : "time");
   const placesAt = name => about.places.filter(place => place.at === name || place.node === name);
   const saidAt = name => placesAt(name).map(place => brief(place.ranks) + (place.state === "runs" ? "" : " " + doingText(place).replace("waits", place.count > 1 ? "wait" : "waits")));
+  const doingNow = STATES.map(state => [state, about.places.filter(place => place.state === state).reduce((sum, place) => sum + place.count, 0)])
+    .filter(([, count]) => count).map(([state, count]) => count + " " + (state === "idle" || state === "failed" ? state : count > 1 ? state.slice(0, -1) : state));
   const rows = [...dag.nodes, ...dag.parts].sort((a, b) => (b.share || 0) - (a.share || 0)).map(part => {
     const bar = make("meter", { min: 0, max: 1, value: part.share || 0, "aria-label": part.name + ": share of the step" });
     const cells = [part.name, part.op || "", part.op ? String(part.agent) : "", part.ranks || "",
@@ -47,7 +50,7 @@ section("dag", "DAG", ["dag", "overview"], () => {
   const heads = ["node", "op", "agent", "ranks", "time", "share", "", now];
   const colors = choice("colours by", by, [["time", "share of the step's time"], ["state", now]], value => { page.state.by = value; redraw(); });
   const legend = by === "time" ? "times are of the slowest rank, mean of the last 10 steps; nodes on other ranks run at the same time, "
-    + "so shares may add up to more than 100%" : "blue: runs; amber: waits for ranks that are behind; red: failed; plain: no rank is there";
+    + "so shares may add up to more than 100%" : "blue: runs; amber: waits for ranks that are behind; red: failed; grey: idle, no rank is in it";
   const head = make("tr", {}, heads.map(title => make("th", { scope: "col" }, title)));
   const drawn = picture(dag);
   for (const link of drawn ? dag.links : []) {
@@ -58,14 +61,15 @@ section("dag", "DAG", ["dag", "overview"], () => {
     const ground = drawn.grounds.get(node.name);
     if (!ground) continue;
     if (by === "time" && node.share !== null) paint(ground, heat(node.share), 0.15 + 0.35 * Math.min(1, node.share * 1.6));
-    const state = ["failed", "runs", "waits"].find(state => placesAt(node.name).some(place => place.state === state));
-    if (by !== "time" && state) {
+    const state = STATES.find(state => placesAt(node.name).some(place => place.state === state)) || "idle";
+    if (by !== "time" && about.places.length) {
       paint(ground, STATE_COLORS[state], 0.45);
       ground.setAttribute("data-state", state);
-      ground.firstChild.textContent += "\n" + saidAt(node.name).join("\n");
+      ground.firstChild.textContent += "\n" + (saidAt(node.name).join("\n") || "idle");
     }
   }
-  return [make("div", { class: "bar" }, colors, make("span", { class: "faint" }, legend)),
+  return [make("div", { class: "bar" }, colors, make("span", { class: "faint" }, legend),
+    by === "time" || !doingNow.length ? null : make("span", { id: "doing", role: "status" }, plural(about.places.reduce((sum, place) => sum + place.count, 0), "rank") + ": " + doingNow.join(", "))),
     drawn ? drawn.box : dag.svg ? make("p", { class: "box" }, "The picture cannot be drawn; its nodes are listed below.") : null,
     make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "nodes" }, head, rows))];
 });

@@ -132,7 +132,7 @@ section("overview", "Overview", ["overview"], () => {
 });
 
 function brief(ranks) { return ranks.length > 120 ? ranks.slice(0, 118) + "\u2026" : ranks; }
-function doingText(place) { return place.state === "waits" ? "waits for " + brief(place.behind) : place.state; }
+function doingText(place) { return brief(place.text) || place.state; }
 function placeColor(index) { return index < 0 ? "var(--shade)" : COLORS[index % COLORS.length]; }
 
 // Ranks in the same node of the same step as one row, who is behind first; machines and shards as cells.

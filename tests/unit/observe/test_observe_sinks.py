@@ -300,9 +300,7 @@ def test_spans_add_up_to_the_step_and_nested_ones_count_once(monkeypatch, tmp_pa
     monkeypatch.setattr("siirl.observe.spans.time.perf_counter", lambda: next(clock))
     observer = Observer(PositionFile(tmp_path / "rank_0"))
     observer.begin_step()  # 1
-    with observer.span("rollout", 5):  # 2 to 5
-        with observer.span("sync", 5):  # 3 to 4
-            pass
+    with observer.span("rollout", 5), observer.span("sync", 5):  # 2 to 5, 3 to 4
         assert read_position(tmp_path / "rank_0").node == "sync"
     with observer.span("reshard", 5):  # 6 to 7
         pass
@@ -318,7 +316,7 @@ def test_spans_add_up_to_the_step_and_nested_ones_count_once(monkeypatch, tmp_pa
     }
     assert [span.depth for span in observer.spans] == [1, 0, 0, 0]
     position = read_position(tmp_path / "rank_0")
-    assert (position.node, position.step) == ("reshard", 5)
+    assert (position.node, position.step) == ("end of reshard", 5)
     assert read_position(tmp_path / "absent") is None
 
 

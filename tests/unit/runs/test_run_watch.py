@@ -11,6 +11,7 @@ from run_folders import rewards, written
 
 from siirl.cli import main
 from siirl.launch.run_folder import held
+from siirl.observe.position import AT_END, PositionFile
 from siirl.runs import run_watch
 from siirl.runs.run_state import read_run
 from siirl.runs.run_watch import run_text, watch
@@ -40,6 +41,24 @@ def test_a_running_run_shows_its_pace_and_what_each_rank_does(tmp_path, capsys):
     assert ranks[1].split(maxsplit=1)[1] == "step 13, rollout  for 9.0 s"
     assert "validation reward 0.200, best 0.200 @10" in text
     assert re.search(r"last metrics\n  reward 0\.120, val 0\.200, entropy 2\.000", text)
+
+
+def test_the_screen_says_who_waits_for_whom_and_who_is_idle(tmp_path):
+    run = written(tmp_path, num_ranks=4).start().steps(rewards(range(1, 4)))
+    for rank, (node, part, order) in {
+        0: ("end of step", AT_END, (1,)),
+        1: ("report", "report", (2,)),
+        2: ("rollout", "step", (0, 3)),
+        3: ("rollout", "step", (0, 3)),
+    }.items():
+        file = PositionFile(run.job.position_path(rank))
+        file.set(4, node, part, order)
+        file.close()
+    with held(run.cfg, "id"):
+        text = run_text(read_run(tmp_path), time.time())
+    assert re.search(r"0 +step 4, end of step  for \S+ s  idle until 2-3 are done\n", text)
+    assert re.search(r"1 +step 4, report  for \S+ s  waits for 0, ?2-3\n", text)
+    assert re.search(r"2-3 +step 4, rollout  for \S+ s\n", text)
 
 
 def test_a_failed_run_shows_who_failed_and_one_that_was_copied_the_same(tmp_path, capsys):

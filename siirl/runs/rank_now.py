@@ -1,4 +1,4 @@
-"""What ranks do now, or did last: they run an instruction, or wait in it for ranks that are behind.
+"""What ranks do now, or did last: they run an instruction, wait in it for ranks that are behind, or are idle.
 
 All ranks go through the same places in one order, each through those in which it has a part. An instruction
 that begins when its last rank has come keeps those that came before it waiting.
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from siirl.compiler.plan import Instruction, Plan, Run
-from siirl.parallel.placement import Ranks
+from siirl.observe.position import AT_END
+from siirl.parallel.placement import Ranks, format_ranks
 from siirl.runs.run_state import RankState
-from siirl.view.critical_path import meeting_names
 
+MEET = ("reshard", "weight_sync", "rounds")
 TOGETHER = ("report", "checkpoint")
 """Parts of a step that are no instructions and of all ranks."""
 
@@ -21,11 +22,24 @@ TOGETHER = ("report", "checkpoint")
 class Doing:
     """What a rank does."""
 
-    state: Literal["runs", "waits", "failed"]
+    state: Literal["runs", "waits", "idle", "failed"]
+    """idle: it has done its part, or has none, and others have not."""
     node: str = ""
     """The node that it is at: that which it runs, or which comes next where rows and weights move."""
     behind: Ranks = ()
     """Whom it waits for."""
+
+    def text(self) -> str:
+        """What it does, in words: waits for 2-3; "" where it runs, as where it is says that."""
+        until = f"until {format_ranks(self.behind)} {'are' if len(self.behind) > 1 else 'is'} done"
+        match self.state:
+            case "waits":
+                return f"waits for {format_ranks(self.behind)}"
+            case "idle":
+                return f"idle {until}" if self.behind else "idle"
+            case "failed":
+                return "failed"
+        return ""
 
 
 def doing(plan: Plan | None, ranks: Sequence[RankState]) -> dict[int, Doing]:
@@ -38,18 +52,33 @@ def doing(plan: Plan | None, ranks: Sequence[RankState]) -> dict[int, Doing]:
     found: dict[int, Doing] = {}
     for (step, part, order, name), here in places.items():
         ins = _instruction(plan, part, order)
+        ended = part == AT_END
         if ins is None:
-            members = tuple(where) if name in TOGETHER and order else ()
+            members = tuple(where) if order and (ended or name in TOGETHER) else ()
         else:
             members = ins.ranks if name in meeting else ()
         behind = tuple(rank for rank in members if where.get(rank, (step, *order)) < (step, *order))
         for rank in here:
             node = name if plan is None or ins is None else _node(plan, part, order[-1], rank, name)
             found[rank] = Doing("waits" if behind else "runs", node, behind)
+            if ended:
+                found[rank] = Doing("idle", "", behind)
     for rank in ranks:
         if rank.error:
             found[rank.rank] = Doing("failed", found[rank.rank].node)
     return found
+
+
+def meeting_names(plan: Plan | None) -> frozenset[str]:
+    """Names of the instructions that begin when their last rank has come."""
+    nodes = () if plan is None else plan.nodes.items()
+    models = {} if plan is None else plan.models
+    split = (
+        name
+        for name, node in nodes
+        if node.model in models and models[node.model].role != "rollout" and len(models[node.model].ranks) > 1
+    )
+    return frozenset((*MEET, *split))
 
 
 def _section(plan: Plan, part: str) -> Sequence[Instruction]:

@@ -8,10 +8,10 @@ from viewed_runs import write_run
 
 from siirl.compiler.plan import Plan, Reshard, Run
 from siirl.dag.spec import DagBuilder
-from siirl.observe.position import Position, PositionFile, read_position
+from siirl.observe.position import AT_END, Position, PositionFile, read_position
 from siirl.observe.spans import Observer
+from siirl.runs.rank_now import Doing, doing
 from siirl.runs.run_state import RankState
-from siirl.view.rank_now import Doing, doing
 from siirl.view.view_page import read_run
 
 
@@ -67,6 +67,24 @@ def test_a_model_that_is_split_begins_when_all_of_its_ranks_have_come(plan):
     assert found[0] == Doing("waits", "train_0", (3,)) and found[3] == Doing("runs", "train_0")
 
 
+def ended(rank, step=5, part="step", order=(1,)) -> RankState:
+    return RankState(rank, step, f"end of {part}", 0.0, "", AT_END, order)
+
+
+def test_a_rank_that_has_done_its_part_is_idle_until_the_others_have(plan):
+    found = doing(plan, [ended(0), ended(1), at(plan, 2, "rollout_0"), at(plan, 3, "train_0")])
+    assert found[0] == found[1] == Doing("idle", "", (2, 3)) and found[2].state == "runs"
+    assert found[0].text() == "idle until 2-3 are done" and found[3].text() == "waits for 2"
+    assert doing(plan, [ended(0), ended(1)])[0] == Doing("idle"), "all have: nobody is waited for"
+    assert doing(None, [ended(0)])[0].text() == "idle"
+
+
+def test_a_rank_without_a_part_in_a_validation_is_idle_while_others_validate(plan):
+    """It is through with all batches at once: its order is the larger."""
+    busy = at(plan, 1, "rollout_0", part="validation", section="validation")
+    assert doing(plan, [ended(0, part="validation", order=(6,)), busy])[0] == Doing("idle", "", (1,))
+
+
 def test_a_rank_that_left_an_error_has_failed_where_it_was(plan):
     ranks = [at(plan, 0, "reshard"), dataclasses.replace(at(plan, 3, "rollout_0"), error="OutOfMemoryError")]
     found = doing(plan, ranks)
@@ -92,9 +110,14 @@ def test_a_position_has_the_part_of_the_step_and_the_place_in_it(tmp_path):
     with observer.part("step", 3), observer.span("rollout", 3, (1, 0, 1)):
         assert (found := read_position(path)) is not None
         assert (found.step, found.node, found.part, found.order) == (3, "rollout", "step", (0, 1, 0, 1))
+    assert (found := read_position(path)) is not None
+    assert (found.step, found.node, found.part, found.order) == (3, "end of step", AT_END, (1,))
     with observer.span("report", 3):
         assert (found := read_position(path)) is not None
         assert (found.node, found.part, found.order) == ("report", "report", (2,))
+    with pytest.raises(RuntimeError), observer.part("checkpoint", 3):
+        raise RuntimeError
+    assert (found := read_position(path)) is not None and found.node == "end of report", "it did not end"
     with observer.part("step", 4), observer.span("a" * 500, 4, (10**6, 10**6, 10**6)):
         assert (found := read_position(path)) is not None and found.order == (0, 10**6, 10**6, 10**6)
     observer.close()
