@@ -44,6 +44,12 @@ FIELDS: dict[str, FieldSpec] = _fields(
     FieldSpec("data_source", (), "object", "name of the dataset that the row came from"),
     FieldSpec("ground_truth", (), "object", "reward_model.ground_truth of the dataset row"),
     FieldSpec("extra_info", (), "object", "extra_info of the dataset row"),
+    FieldSpec(
+        "given_responses",
+        (),
+        "object",
+        "responses that the dataset gives, as data.response_keys lists their columns: [[token, ...], ...]",
+    ),
     FieldSpec("response_ids", ("T",), "int64", "response tokens, end-of-sequence token included", "token"),
     FieldSpec("response_length", (), "int64", "number of real tokens in response_ids", "token"),
     FieldSpec("response_mask", ("T",), "bool", "tokens that the policy produced and is trained on"),
@@ -123,6 +129,9 @@ PROMPT_FIELDS = (
     "extra_info",
 )
 """What a loader puts into the batch: one row per prompt."""
+
+LOADED_FIELDS = (*PROMPT_FIELDS, "given_responses")
+"""These, and what it puts there for a rollout that gives the responses of the dataset."""
 
 ROLLOUT_FIELDS = (
     "response_ids",

@@ -426,3 +426,12 @@ def vespo(
     weight_BT = (k_BT * log_weight_B1 - lambda_BT * torch.expm1(log_weight_B1)).exp()
     stats = _stats(log_ratio_BT, sequence_weight=weight_BT)
     return TokenLoss(-weight_BT * advantage_BT * log_prob_BT, stats)
+
+
+@register_policy_loss("sft")
+def sft(log_prob_BT: Tensor, old_log_prob_BT: Tensor, advantage_BT: Tensor, mask_BT: Tensor) -> TokenLoss:
+    """The negative log-likelihood of each token, in nats: supervised fine-tuning on given responses.
+
+    Neither the old log-probs nor the advantages have a part in it.
+    """
+    return TokenLoss(-log_prob_BT, {})

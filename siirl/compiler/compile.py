@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from siirl.compiler.agent_steps import check_windows
 from siirl.compiler.backends import backend_of
 from siirl.compiler.checks.fields import (
     check_agents,
@@ -18,6 +19,7 @@ from siirl.compiler.checks.fields import (
     check_writers,
     prune,
 )
+from siirl.compiler.checks.given_responses import check_given, check_order, check_validation
 from siirl.compiler.checks.lag_checks import check_kept_kv, check_lag, check_loaders
 from siirl.compiler.checks.round_regions import check_rounds
 from siirl.compiler.instructions import Sections
@@ -93,6 +95,8 @@ def _built(function: str) -> DagSpec:
 
 def template_of(cfg: Config) -> str:
     """The file in dag_templates/ that fits the algorithm."""
+    if cfg.actor_rollout_ref.rollout.gives_data:
+        return "sft.yaml"
     if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
         return "dapo.yaml"
     if cfg.algorithm.estimator.uses_greedy:
@@ -179,6 +183,8 @@ def _check(
     found.take(check_sampling(kept))
     found.take(check_resampling(kept))
     found.take(check_lag(kept))
+    found.take(check_given(kept))
+    found.take(check_windows(kept))
     found.take(check_reward_models(whole))
     found.take(check_reward_weights(whole))
     found.take(check_readers(kept.nodes.values(), whole))
@@ -270,6 +276,8 @@ def _emit(
     )
     configs = {node.id: node.cfg for node in nodes.values()}
     found.take(check_loaders(plan))
+    found.take(check_order(plan))
+    found.take(check_validation(plan, workflow.run))
     found.take(check_kept_kv(plan, configs))
     return plan, configs
 
@@ -277,7 +285,12 @@ def _emit(
 def _validated(nodes: Nodes) -> set[str]:
     """Rollouts, reward nodes, and whatever writes a field that these need."""
     writers = {key: node.id for node in nodes.values() for key in node.writes}
-    todo = [node.id for node in nodes.values() if node.op.is_rollout or node.op.scores]
+    given = {node.agent for node in nodes.values() if node.op.gives_data}
+    todo = [
+        node.id
+        for node in nodes.values()
+        if (node.op.is_rollout or node.op.scores) and node.agent not in given
+    ]
     found: set[str] = set()
     while todo:
         node_id = todo.pop()

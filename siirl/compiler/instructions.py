@@ -38,7 +38,7 @@ from siirl.config.batch import batch_of
 from siirl.dag.graph import Graph
 from siirl.errors import DagError
 from siirl.parallel.placement import Ranks
-from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey, Layout
+from siirl.types import FIELDS, LOADED_FIELDS, FieldKey, Layout
 
 ROUTING = ("row_id", "group_id", "prompt_length", "response_length")
 """The columns by which the transport assigns rows to shards; prompts have no response_length."""
@@ -204,7 +204,7 @@ class _Section:
                 continue
             columns = [FieldKey(place.data_agent, name) for name in routing("prompts")]
             for key in (*node.reads, *self.carried.get(node.id, ()), *columns):
-                if key.name in PROMPT_FIELDS:
+                if key.name in LOADED_FIELDS:
                     wanted.setdefault(key.agent, set()).add(key)
         return {agent: _ordered(keys) for agent, keys in wanted.items()}
 
@@ -212,7 +212,7 @@ class _Section:
         """Load or reshard whatever of `keys` is not in the layout `target` yet."""
         missing: dict[tuple[str, int], list[FieldKey]] = {}
         for key in keys:
-            if level == "prompts" and key.name in PROMPT_FIELDS and (key, level) not in self.homes:
+            if level == "prompts" and key.name in LOADED_FIELDS and (key, level) not in self.homes:
                 self._load(key.agent, target, node)
             homes = self.homes.get((key, level))
             if homes is None:

@@ -14,6 +14,12 @@ from siirl.errors import DagError, PlacementError
 from siirl.findings import Findings, ReadsBroken
 from siirl.parallel.placement import Ranks, format_ranks, parse_placement
 
+OF_ENGINE = (
+    *("strategy", "optim.", "fsdp_config.", "megatron.", "grad_clip", "grad_offload", "checkpoint."),
+    *("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"),
+)
+"""Keys of the actor that say how its model is built and stepped: one thing for all that train it."""
+
 
 def plan_models(workflow: Workflow, world_size: int, found: Findings) -> dict[str, ModelPlan]:
     """Name -> model, in execution order of the first node that uses it; what is wrong goes to `found`."""
@@ -112,11 +118,13 @@ def _ranks(name: str, nodes: list[ResolvedNode], world_size: int) -> Ranks:
 
 def _check_overrides_agree(name: str, builder: ResolvedNode, nodes: list[ResolvedNode]) -> None:
     groups = ("actor_rollout_ref.", "critic.")
+    of_engine = tuple(f"actor_rollout_ref.actor.{name}" for name in OF_ENGINE)
     for node in nodes:
         of_agent = ("actor_rollout_ref.rollout.", "actor_rollout_ref.actor.")
         own_rows = () if node.agent == builder.agent else of_agent
         for key, value in node.overrides.items():
-            if key == "critic.share_instance" or key.startswith(own_rows):
+            of_rows = key.startswith(own_rows) and not (node.op.trains_policy and key.startswith(of_engine))
+            if key == "critic.share_instance" or of_rows:
                 continue
             if key.startswith(groups) and builder.value(key) != node.value(key):
                 raise DagError(

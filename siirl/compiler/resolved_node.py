@@ -70,8 +70,15 @@ class ResolvedNode:
 
     @property
     def model_agent(self) -> int:
-        """The agent whose model its op runs on: its own, unless its critic is another agent's."""
+        """The agent whose model its op runs on: its own, unless its critic is another agent's, or the policy
+        that it trains on responses of the dataset."""
         shared = self.cfg.critic.share_instance if self.op.on_critic else None
+        if (
+            self.op.role is not None
+            and self.op.role.gives_weights
+            and self.cfg.actor_rollout_ref.rollout.gives_data
+        ):
+            shared = self.shares
         return self.agent if shared is None else shared
 
     @property

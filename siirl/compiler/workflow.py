@@ -33,12 +33,13 @@ class Workflow:
     def bases(self) -> dict[int, int]:
         """Agent -> the agent on whose frozen base it trains an adapter of its own."""
         trained = {node.agent for node in self.nodes.values() if node.op.trains_policy}
-        able = [node for node in self.rollouts.values() if node.agent in trained and node.lora_rank]
+        sampling = [node for node in self.rollouts.values() if not node.op.gives_data]
+        able = [node for node in sampling if node.agent in trained and node.lora_rank]
         return {node.agent: node.shares for node in able if node.shares is not None}
 
     def shared_policy(self, node: ResolvedNode) -> int | None:
         """The agent with whose policy a rollout speaks instead of its own, if it does."""
-        return None if node.agent in self.bases else node.shares
+        return None if node.agent in self.bases or node.op.gives_data else node.shares
 
     @cached_property
     def rollouts(self) -> dict[int, ResolvedNode]:

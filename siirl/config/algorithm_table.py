@@ -55,6 +55,8 @@ class PolicyLoss:
     """It takes one advantage for a row, the mean over its tokens."""
     picks_tokens: bool = False
     """It picks tokens of the whole mini-batch by their log-probs before the update."""
+    imitates: bool = False
+    """It makes given responses likelier: it reads no advantage, and no log-probs of before the step."""
     instead: Mapping[str, str] = field(default_factory=dict)
     """Keys of the actor that do not go with it, and the keys of policy_loss that say the same."""
 
@@ -123,6 +125,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "dppo_kl": _TRUST_REGION,
     "dro": PolicyLoss(("dro_beta",)),
     "vespo": PolicyLoss(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg")),
+    "sft": PolicyLoss(imitates=True),
 }
 OWN_LOSS = PolicyLoss()
 """What is known of a policy loss of the user's own: nothing."""

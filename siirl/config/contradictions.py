@@ -51,7 +51,11 @@ _ONE_ROUND = (
 CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
     ("",): (
         Contradiction(
-            lambda cfg: cfg.algorithm.estimator.compares_groups and cfg.actor_rollout_ref.rollout.n < 2,
+            lambda cfg: (
+                cfg.algorithm.estimator.compares_groups
+                and cfg.actor_rollout_ref.rollout.n < 2
+                and not cfg.actor_rollout_ref.rollout.gives_data
+            ),
             "{actor_rollout_ref.rollout.n=} with {algorithm.adv_estimator=}: the advantage is relative to "
             "the other samples of a prompt, and there are none. Set actor_rollout_ref.rollout.n=2 or more.",
         ),
@@ -116,6 +120,14 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             lambda cfg: not cfg.algorithm.may_use_critic and cfg.trainer.critic_warmup,
             "{trainer.critic_warmup=} with {algorithm.adv_estimator=}, which uses no critic: nothing would "
             "be trained in these steps. Set trainer.critic_warmup=0, or algorithm.adv_estimator=gae.",
+        ),
+        Contradiction(
+            lambda cfg: (
+                cfg.actor_rollout_ref.rollout.gives_data
+                and cfg.actor_rollout_ref.rollout.n != len(cfg.data.response_keys)
+            ),
+            "{actor_rollout_ref.rollout.n=} with {data.response_keys=}: the dataset gives a response for "
+            "each column. Set actor_rollout_ref.rollout.n to their number.",
         ),
         Contradiction(
             lambda cfg: not cfg.data.train_files and not cfg.trainer.val_only,
@@ -238,6 +250,23 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             lambda actor: actor.picks_by_entropy and not actor.recompute_old_log_prob,
             "{top_entropy_quantile=} with {recompute_old_log_prob=}: tokens are picked by the entropy before "
             "the step, which the pass of old log-probs computes. Set {}.recompute_old_log_prob=true.",
+        ),
+        Contradiction(
+            lambda actor: actor.loss.imitates and (actor.corrects_rollout or actor.opsm_delta is not None),
+            "{}.rollout_correction or {}.opsm_delta with {policy_loss.loss_mode=}, which makes responses "
+            "likelier whoever sampled them: there is nothing to correct. Remove it.",
+        ),
+        Contradiction(
+            lambda actor: actor.loss.imitates and actor.picks_by_entropy,
+            "{top_entropy_quantile=} with {policy_loss.loss_mode=}, for which no entropy is computed before "
+            "the step. Set {}.top_entropy_quantile=1.",
+        ),
+        Contradiction(
+            lambda actor: (
+                actor.loss.imitates and actor.use_kl_loss and not actor.kl_loss_type.startswith("full")
+            ),
+            "{kl_loss_type=} with {policy_loss.loss_mode=}: it estimates the KL from tokens that the policy "
+            "sampled, and these are given. Set {}.kl_loss_type=full, which needs none.",
         ),
         Contradiction(
             lambda actor: actor.rollout_correction.low >= actor.rollout_correction.high,

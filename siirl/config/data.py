@@ -34,6 +34,12 @@ class DataConfig:
         "parquet files of validation prompts, or reasoning_gym:TASK?size=N&seed=N: one or a list",
     )
     prompt_key: str = key("prompt", "column of the prompt: chat messages [{role, content}, ...] or a string")
+    response_keys: tuple[str, ...] = key(
+        ("response",),
+        "columns of the responses that rollout.name=dataset gives, one for each of rollout.n, the best "
+        "first: texts, or lists of one message of the assistant",
+        when="actor_rollout_ref.rollout.name=dataset",
+    )
     max_prompt_length: int = key(512, "most tokens of a prompt", low=1)
     max_response_length: int = key(512, "most tokens of a response", low=1)
     train_batch_size: int = key(1024, "prompts of a training step, over all ranks", low=1)

@@ -114,9 +114,12 @@ class AgentConfig:
     share_instance: int | None = key(
         None,
         "agent whose model is used: its policy, by an agent of the same interaction that has no further "
-        "nodes; its frozen base, by an agent with an ACTOR node and model.lora_rank",
+        "nodes; its frozen base, by an agent with an ACTOR node and model.lora_rank; what an ACTOR "
+        "node below a rollout of name=dataset trains",
         low=0,
     )
+    first_step: int = key(1, "first step of the run in which the agent's nodes run", low=1)
+    last_step: int | None = key(None, "the last one; null: that of the run", low=1)
     endpoint: AgentEndpointConfig = group(AgentEndpointConfig, "an external agent's service")
     max_turn_tokens: int | None = key(
         None, "most tokens of one turn in an interaction; null: what response_length leaves", low=1
@@ -134,8 +137,8 @@ class RolloutConfig:
 
     name: str = key(
         "vllm",
-        "rollout engine",
-        choices=("vllm", "hf", "replay", "openai"),
+        "rollout engine; dataset: none, the responses are those of data.response_keys",
+        choices=("vllm", "hf", "replay", "dataset", "openai"),
         later_choices={"sglang": "the sglang rollout"},
     )
     replay_dir: str | None = key(
@@ -243,6 +246,16 @@ class RolloutConfig:
         when="max_lag",
     )
     stop_token_ids: tuple[int, ...] = key((), "token ids that end a response, besides the model's own")
+
+    @property
+    def gives_data(self) -> bool:
+        """Whether responses are those of the dataset."""
+        return self.name == "dataset"
+
+    @property
+    def trained_temperature(self) -> float:
+        """That at which the trainer computes log-probs: responses of a dataset were sampled at none."""
+        return 1.0 if self.gives_data else self.temperature
 
     @property
     def keeps_kv(self) -> bool:

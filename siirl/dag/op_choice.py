@@ -20,6 +20,7 @@ from siirl.dag.ops import (
     INFO,
     MODEL_REWARD,
     OLD_LOG_PROB,
+    OPS,
     REFERENCE,
     ROLLOUT,
     SCORED_READS,
@@ -78,8 +79,11 @@ _OTHER = RoleOps(("COMPUTE", "CUSTOM"))
 def op_under(node: NodeSpec, cfg: Config) -> OpSpec:
     """The op that a node runs under its resolved configuration; the errors of op_of."""
     op = op_of(node)
-    variant = VARIANTS.get(op.name)
-    return replace(variant(cfg), writes=op.writes, in_episodes=op.in_episodes) if variant else op
+    if op.name not in VARIANTS:
+        return op
+    variant, common = VARIANTS[op.name](cfg), OPS[op.name]
+    own = {name: getattr(op, name) for name in ("writes", "in_episodes")}
+    return replace(variant, **{name: x for name, x in own.items() if x is not getattr(common, name)})
 
 
 def op_of(node: NodeSpec) -> OpSpec:

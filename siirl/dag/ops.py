@@ -65,6 +65,9 @@ class OpSpec:
     is_rollout: bool = False
     """It makes the samples of its agent, or brings them."""
 
+    gives_data: bool = False
+    """A rollout that brings responses of the dataset: nothing samples them."""
+
     is_handed: bool = False
     """A rollout whose rows another node of its interaction makes: it reads nothing and asks no engine."""
 
@@ -136,6 +139,7 @@ def fixed(*names: str) -> Callable[[Config], Names]:
     return lambda cfg: names
 
 
+_GIVEN = ("response_ids", "response_length", "response_mask", "finish_reason")
 _TOKENS = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
 
 
@@ -147,6 +151,8 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     in the first epoch, and kept for the others.
     """
     actor = cfg.actor_rollout_ref.actor
+    if actor.loss.imitates:
+        return "current"
     if not actor.recompute_old_log_prob:
         return "rollout"
     return "field" if actor.picks_tokens or batch_of(cfg).mini_batches > 1 else "current"
@@ -198,8 +204,8 @@ def _actor_train_reads(cfg: Config) -> Names:
     actor = cfg.actor_rollout_ref.actor
     entropy = ("old_entropy",) if actor.picks_by_entropy else ()
     prompt = ("group_id",) if actor.loss_agg_mode == "prompt-mean" else ()
-    read = ("row_id", "sample_index", *_TOKENS, "rollout_log_prob", *old, *entropy, *ref, "advantage")
-    return (*read, *prompt)
+    sampled = () if actor.loss.imitates else ("rollout_log_prob", *old, *entropy, "advantage")
+    return ("row_id", "sample_index", *_TOKENS, *sampled, *ref, *prompt)
 
 
 def _old_log_prob_writes(cfg: Config) -> Names:
@@ -230,6 +236,17 @@ PARTIAL_ROLLOUT = replace(
 """A rollout whose responses may go on in the next steps (rollout.max_lag)."""
 REPLAY = replace(ROLLOUT, name="replay", code="replay:replay", needs=("recordings",), model=None)
 """Recorded rows in place of a rollout: no engine, so no model and no weights to take."""
+DATASET_ROLLOUT = replace(
+    ROLLOUT,
+    name="dataset_rollout",
+    reads=fixed("row_id", "group_id", "prompt_ids", "prompt_length", "given_responses"),
+    writes=lambda cfg: (*_GIVEN, "score") if len(cfg.data.response_keys) > 1 else _GIVEN,
+    code="dataset_rollout:dataset_rollout",
+    needs=(),
+    model=None,
+    gives_data=True,
+)
+"""Responses of the dataset in place of a rollout's."""
 INTERACTION = replace(
     ROLLOUT,
     name="interaction",
@@ -409,7 +426,7 @@ CUSTOM = OpSpec("custom", fixed(), fixed(), "function_reward:custom_op")
 OPS: dict[str, OpSpec] = {
     op.name: op
     for op in (
-        *(ROLLOUT, PARTIAL_ROLLOUT, REPLAY, INTERACTION, PARTIAL_INTERACTION, TURNS),
+        *(ROLLOUT, PARTIAL_ROLLOUT, REPLAY, DATASET_ROLLOUT, INTERACTION, PARTIAL_INTERACTION, TURNS),
         *(ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
         *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, CRITIC_TRAIN),
@@ -422,6 +439,8 @@ OPS: dict[str, OpSpec] = {
 def _sampler(cfg: Config) -> OpSpec:
     if cfg.actor_rollout_ref.rollout.name == "replay":
         return REPLAY
+    if cfg.actor_rollout_ref.rollout.gives_data:
+        return DATASET_ROLLOUT
     return PARTIAL_ROLLOUT if cfg.actor_rollout_ref.rollout.max_lag else ROLLOUT
 
 

@@ -15,7 +15,8 @@ from siirl.checkpoint.files import step_of
 from siirl.checkpoint.hf_directory import save_hf
 from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
-from siirl.compiler.interactions.credit_reads import trains_in
+from siirl.compiler.agent_steps import in_step, takes_part, window_of
+from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
 from siirl.compiler.plan import Plan
 from siirl.compiler.resume_settings import settings_of
 from siirl.config import Config, to_dict
@@ -73,6 +74,9 @@ class Training:
         self.worker, self.cfg, self.output_dir = worker, worker.cfg, output_dir
         self.steps = worker.plan.of_rank(worker.rank)
         self.validation = worker.plan.of_rank(worker.rank, "validation")
+        self.windows = {
+            node.agent: window_of(worker.node_cfg(name)) for name, node in worker.plan.nodes.items()
+        }
         self.total_steps = worker.last_step = self._count_steps()
         self.num_val_batches = self._max_over_ranks(
             max((x.val.steps_per_epoch for x in worker.loaders.values() if x.val), default=0)
@@ -80,11 +84,13 @@ class Training:
         for name, engine in worker.train_engines.items():
             model = worker.plan.models[name]
             if model.trains:
-                warmup = self.cfg.trainer.critic_warmup if model.is_policy else 0
-                steps = sum(self._trains(name, step, warmup) for step in range(1, self.total_steps + 1))
-                trainers = [x for x in model.nodes if worker.plan.nodes[x].spec.trains]
-                each = (batch_of(worker.node_cfg(x), model.role).optimizer_steps for x in trainers)
-                engine.set_total_steps(steps * sum(each))
+                steps = range(1, self.total_steps + 1)
+                each = (
+                    batch_of(worker.node_cfg(node), model.role).optimizer_steps
+                    * sum(self._trains(node, step) for step in steps)
+                    for node in self._trainers(name)
+                )
+                engine.set_total_steps(sum(each))
         trainer = self.cfg.trainer
         root = Path(trainer.default_local_dir).expanduser()
         self.background_groups = self._make_background_groups() if self._saves_in_background() else {}
@@ -138,7 +144,8 @@ class Training:
         tells = self._samples_due() and not self.cfg.trainer.rollout_only
         self.worker.trained = TrainedTokens() if tells else None
         self.worker.observer.begin_step()
-        record = run_step(self.steps, self.worker, self.step)
+        steps = in_step(self.steps, self.worker.plan, self.windows, self.step)
+        record = run_step(steps, self.worker, self.step)
         metrics, self.samples = record.metrics, record.samples
         self.worker.drain_scorers(metrics)
         metrics.merge(self.worker.observer.metrics())
@@ -284,11 +291,10 @@ class Training:
         """NumericsError on all ranks if a model that was due to train has taken no step in this run."""
         models = self.worker.plan.models
         steps = range(first_step + 1, self.step + 1)
-        warmup = self.cfg.trainer.critic_warmup
         due = sorted(
             name
             for name, model in models.items()
-            if model.trains and any(self._trains(name, x, warmup if model.is_policy else 0) for x in steps)
+            if model.trains and any(self._trains(node, x) for x in steps for node in self._trainers(name))
         )
         engines = self.worker.train_engines
         taken = [engines[name].version - versions[name] if name in engines else 0 for name in due]
@@ -340,12 +346,20 @@ class Training:
         ranks = {tuple(model.ranks) for model in plan.models.values() if model.trains}
         return self.worker.groups.twins(sorted({tuple(range(plan.world_size)), *ranks}))
 
-    def _trains(self, model: str, step: int, warmup: int) -> bool:
-        """Whether a model takes optimizer steps in a step: agents may take turns."""
+    def _trainers(self, model: str) -> list[str]:
+        """The nodes that train a model."""
         plan = self.worker.plan
-        node = plan.nodes[plan.models[model].node]
-        cycle = self.worker.node_cfg(node.name).actor_rollout_ref.rollout.agent.train_cycle
-        return trains_in(step, warmup, cycle if node.spec.trains_policy else None, node.options)
+        return [name for name in plan.models[model].nodes if plan.nodes[name].spec.trains]
+
+    def _trains(self, name: str, step: int) -> bool:
+        """Whether a node takes optimizer steps in a step: agents may take turns, or be left out."""
+        node, cfg = self.worker.plan.nodes[name], self.worker.node_cfg(name)
+        if not takes_part(self.windows[node.agent], step):
+            return False
+        if not node.spec.trains_policy:
+            return trains_in(step, 0, None, node.options)
+        cycle = cfg.actor_rollout_ref.rollout.agent.train_cycle
+        return trains_in(step, warmup_of(cfg), cycle, node.options)
 
     def _count_steps(self) -> int:
         trainer = self.cfg.trainer

@@ -349,6 +349,7 @@ class DAGWorker:
         tokenizer, shard = self._tokenizer(cfg), layout.shard_of(self.rank)
         trainer = cfg.trainer
         validates = trainer.val_only or trainer.val_before_train or trainer.test_freq > 0
+        validates = validates and not cfg.actor_rollout_ref.rollout.gives_data
         return LocalLoader(
             None if trainer.val_only else make_loader(cfg, "train", tokenizer, shard, layout.num_shards),
             make_loader(cfg, "val", tokenizer, shard, layout.num_shards) if validates else None,

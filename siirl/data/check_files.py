@@ -34,17 +34,21 @@ def inspect_data(cfg: Config) -> dict[str, int]:
     """Number of rows of the files that this run reads, as {"train": ..., "val": ...}, each if it is read.
 
     DataError if files or columns are missing or malformed, or the training files hold less than one batch.
-    The column `reward_model` may be missing when the user's own reward function does the scoring.
+    The column `reward_model` may be missing when the user's own reward function does the scoring; where the
+    files give the responses nothing scores, and those columns are needed in its place.
     """
-    required = [cfg.data.reward_fn_key]
-    if cfg.custom_reward_function.path is None:
+    gives = cfg.actor_rollout_ref.rollout.gives_data
+    responses = cfg.data.response_keys if gives else ()
+    required = [] if gives else [cfg.data.reward_fn_key]
+    if not gives and cfg.custom_reward_function.path is None:
         required.append(GROUND_TRUTH_KEY)
     counts: dict[str, int] = {}
     found = Findings(Place.DATA)
     for split in splits_read(cfg):
         with found.at():
             files = cfg.data.train_files if split == "train" else cfg.data.val_files
-            counts[split] = inspect_files(files, cfg.data.prompt_key, required, cfg.data.reward_fn_key)
+            source_key = cfg.data.reward_fn_key
+            counts[split] = inspect_files(files, cfg.data.prompt_key, required, source_key, responses)
     with found.at():
         if len(counts) == 2:
             _refuse_overlap(cfg)
@@ -72,7 +76,8 @@ def splits_read(cfg: Config) -> list[str]:
     """Which of "train" and "val" this run reads."""
     trainer = cfg.trainer
     validates = trainer.val_only or trainer.val_before_train or trainer.test_freq > 0
-    return ["train"] * (not trainer.val_only) + ["val"] * validates
+    samples = not cfg.actor_rollout_ref.rollout.gives_data  # what is given is only trained on
+    return ["train"] * (not trainer.val_only) + ["val"] * (validates and samples)
 
 
 def data_sources(cfg: Config) -> set[str]:
@@ -110,6 +115,7 @@ def inspect_files(
     prompt_key: str = "prompt",
     required: Sequence[str] = ("data_source",),
     source_key: str = "data_source",
+    responses: Sequence[str] = (),
 ) -> int:
     """Check the metadata of parquet files and return their total number of rows. Reads no data pages.
 
@@ -121,7 +127,7 @@ def inspect_files(
     for path in list_files(files):
         with found.at():
             rows = open_rows(path, prompt_key, source_key)
-            check_columns(path, rows.schema, prompt_key, required)
+            check_columns(path, rows.schema, prompt_key, required, responses)
             num_rows += rows.num_rows
     found.close()
     if num_rows == 0:
@@ -164,11 +170,39 @@ def open_rows(file: DataFile, prompt_key: str = "prompt", source_key: str = "dat
     return Rows(parquet.schema_arrow, parquet.metadata.num_rows, parquet.read)
 
 
-def check_columns(path: DataFile, schema: pa.Schema, prompt_key: str, required: Sequence[str]) -> None:
-    """DataError: a column is missing, the prompt is no chat and no text, or a value is not JSON."""
+def check_columns(
+    path: DataFile,
+    schema: pa.Schema,
+    prompt_key: str,
+    required: Sequence[str],
+    responses: Sequence[str] = (),
+) -> None:
+    """DataError: a column is missing, the prompt is no chat and no text, or a value is not JSON.
+
+    responses: columns of given responses, which are texts or chats, too.
+    """
     found = Findings(Place.DATA)
     found.take(_column_problems(path, schema, prompt_key, required))
+    found.take(_response_problems(path, schema, prompt_key, responses))
     found.close()
+
+
+def _response_problems(
+    path: DataFile, schema: pa.Schema, prompt_key: str, responses: Sequence[str]
+) -> Iterator[DataError]:
+    for name in responses:
+        if name not in schema.names:
+            others = [other for other in schema.names if other != prompt_key]
+            near = difflib.get_close_matches(name, others, n=1)
+            hint = f"Did you mean {near[0]!r}?" if near else "Set data.response_keys."
+            yield DataError(
+                f"{path} has no column {name!r} of responses: it has {', '.join(schema.names)}. {hint}"
+            )
+        elif not (_is_text(schema.field(name).type) or _is_chat(schema.field(name).type)):
+            yield DataError(
+                f"{path}: column {name!r} has type {schema.field(name).type}: a response is a string, or a "
+                "list of one {role, content} message of the assistant. Convert the column."
+            )
 
 
 def _column_problems(

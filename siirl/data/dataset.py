@@ -23,6 +23,7 @@ from siirl.data.check_files import (
     list_files,
     open_rows,
 )
+from siirl.data.response_columns import ResponseColumns
 from siirl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -57,11 +58,16 @@ class PromptDataset:
         truncation: Literal["error", "left", "right", "middle"] = "error",
         filter_overlong: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        response_keys: Sequence[str] = (),
+        max_response_length: int = UNBOUNDED,
     ):
+        """response_keys: columns of responses that come with the prompts (rollout.name=dataset)."""
         self.tokenizer = tokenizer
         self.prompt_key, self.data_source_key = prompt_key, data_source_key
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.template_kwargs = template_kwargs or {}
+        self.responses = ResponseColumns(response_keys, tokenizer, max_response_length)
+        self.max_response_length = max_response_length
         self.files = list_files(files)
         self._tables = [self._read(path) for path in self.files]
         self._starts = [0, *itertools.accumulate(table.num_rows for table in self._tables)]
@@ -69,6 +75,8 @@ class PromptDataset:
         if len(self._kept) == 0:
             names = ", ".join(map(str, self.files))
             raise DataError(f"no rows in {names}: the dataset is empty. Check how the files were written.")
+        for start, table in zip(self._starts, self._tables, strict=False):
+            self.responses.check(table, lambda row, start=start: self.where(start + row))
         if filter_overlong:
             self._drop_overlong()
         elif truncation == "error":
@@ -89,23 +97,26 @@ class PromptDataset:
             truncation=data.truncation,
             filter_overlong=data.filter_overlong_prompts,
             template_kwargs=data.apply_chat_template_kwargs,
+            response_keys=data.response_keys if cfg.actor_rollout_ref.rollout.gives_data else (),
+            max_response_length=data.max_response_length,
         )
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """The rows at `indices`: every field of PROMPT_FIELDS but row_id and group_id.
+        """The rows at `indices`: every field of LOADED_FIELDS but row_id and group_id.
 
-        ground_truth and extra_info are None where the file has none.
+        data_source, ground_truth and extra_info are None where the file has none, given_responses too.
         """
         sample_indices = [int(self._kept[index]) for index in indices]
         records = [self._record(sample_index) for sample_index in sample_indices]
         prompts = [record[self.prompt_key] for record in records]
         ids = encode_prompts(self.tokenizer, prompts, self.template_kwargs) if prompts else []
+        given = self.responses.encode(records, [self.where(index) for index in sample_indices])
         rows = []
-        for sample_index, record, prompt, prompt_ids in zip(
-            sample_indices, records, prompts, ids, strict=True
+        for sample_index, record, prompt, prompt_ids, responses in zip(
+            sample_indices, records, prompts, ids, given, strict=True
         ):
             prompt_ids = self._fit(prompt_ids, sample_index)
             rows.append(
@@ -114,9 +125,10 @@ class PromptDataset:
                     "prompt_ids": prompt_ids,
                     "prompt_length": len(prompt_ids),
                     "raw_prompt": as_messages(prompt),
-                    "data_source": record[self.data_source_key],
+                    "data_source": record.get(self.data_source_key),
                     "ground_truth": (record.get(GROUND_TRUTH_KEY) or {}).get("ground_truth"),
                     "extra_info": record.get(EXTRA_KEY),
+                    "given_responses": responses or None,
                 }
             )
         return rows
@@ -137,8 +149,10 @@ class PromptDataset:
 
     def _read(self, path: DataFile) -> pa.Table:
         rows = open_rows(path, self.prompt_key, self.data_source_key)
-        check_columns(path, rows.schema, self.prompt_key, [self.data_source_key])
-        wanted = [self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY]
+        given = self.responses.names
+        required = () if given else (self.data_source_key,)
+        check_columns(path, rows.schema, self.prompt_key, required, given)
+        wanted = dict.fromkeys((self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY, *given))
         try:
             return rows.read([name for name in wanted if name in rows.schema.names])
         except (pa.ArrowException, OSError) as error:
@@ -181,13 +195,14 @@ class PromptDataset:
 
     def _drop_overlong(self) -> None:
         total = len(self._kept)
-        overlong = [sample_index for sample_index, _ in self._overlong()]
+        overlong = [index for index, _ in self._overlong()] + [index for index, *_ in self._overlong_given()]
         self._kept = np.setdiff1d(self._kept, np.array(overlong, dtype=np.int64), assume_unique=True)
         log.info(
-            "filter_overlong_prompts: kept %d of %d prompts, those of at most %d tokens",
+            "filter_overlong_prompts: kept %d of %d prompts, those of at most %d tokens%s",
             len(self),
             total,
             self.max_prompt_length,
+            f", and {self.max_response_length} of each response" if self.responses.names else "",
         )
         if len(self) == 0:
             raise DataError(
@@ -198,6 +213,13 @@ class PromptDataset:
     def _refuse_overlong(self) -> None:
         for sample_index, length in self._overlong():
             raise self._overlong_error(sample_index, length)
+        for sample_index, name, length in self._overlong_given():
+            raise DataError(
+                f"{self.where(sample_index)}: the response in column {name!r} has {length} tokens with its "
+                f"end, data.max_response_length is {self.max_response_length}, and data.truncation=error. "
+                "Raise max_response_length, drop such rows by data.filter_overlong_prompts=True, or let "
+                "their end be cut by data.truncation=right."
+            )
 
     def _overlong(self) -> Iterator[tuple[int, str]]:
         """(sample_index, number of tokens in words) of each prompt above the limit, in order.
@@ -225,6 +247,19 @@ class PromptDataset:
                     yield index, f"at least {fewest[index]}"
                 elif lengths[index] > self.max_prompt_length:
                     yield index, str(lengths[index])
+
+    def _overlong_given(self) -> Iterator[tuple[int, str, int]]:
+        """(sample_index, column, tokens) of each row with a response above the limit, in order."""
+        for start, table in zip(self._starts, self._tables, strict=False):
+            bounds = [_token_bounds(table[name]) for name in self.responses.names]
+            longest = np.max(bounds, axis=0) if bounds else np.zeros(0)
+            suspects = [start + int(row) for row in np.flatnonzero(longest > self.max_response_length)]
+            for first in range(0, len(suspects), SCAN_ROWS):
+                chunk = suspects[first : first + SCAN_ROWS]
+                records, wheres = map(self._record, chunk), map(self.where, chunk)
+                lists = self.responses.encode_whole(list(records), list(wheres))
+                for place, name, length in self.responses.too_long(lists):
+                    yield chunk[place], name, length
 
 
 def _longest_token(tokenizer: PreTrainedTokenizerBase) -> int:

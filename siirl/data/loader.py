@@ -12,7 +12,7 @@ from siirl.data.curriculum import Curriculum, make_curriculum
 from siirl.data.dataset import PromptDataset
 from siirl.data.rows import make_rows
 from siirl.errors import DataError
-from siirl.types import PROMPT_FIELDS
+from siirl.types import LOADED_FIELDS, PROMPT_FIELDS
 
 
 class PromptLoader:
@@ -35,12 +35,14 @@ class PromptLoader:
         shuffle: bool = True,
         drop_last: bool = True,
         curriculum: Curriculum | None = None,
+        fields: tuple[str, ...] = PROMPT_FIELDS,
     ):
         assert 0 <= shard < num_shards, f"shard {shard} of {num_shards}"
         self.dataset = dataset
         self.batch_size = batch_size or len(dataset)
         self.shard, self.num_shards = shard, num_shards
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
+        self.fields = fields
         full, rest = divmod(len(dataset), self.batch_size)
         self.steps_per_epoch = full if drop_last else full + bool(rest)
         if self.steps_per_epoch == 0:
@@ -54,7 +56,7 @@ class PromptLoader:
         self._order = self._make_order()
 
     def next_batch(self, count: int = 1) -> TensorDict:
-        """This shard's rows of the next global batch (PROMPT_FIELDS; row_id counts over all shards).
+        """This shard's rows of the next global batch (`fields`; row_id counts over all shards).
 
         count: so many batches instead, maybe none; the row_id of the second go on after those of the first.
         """
@@ -64,7 +66,7 @@ class PromptLoader:
             first, last = (len(batch) * s // self.num_shards for s in (self.shard, self.shard + 1))
             rows += self.dataset.rows(batch[first:last])
             ids += range(number * self.batch_size + first, number * self.batch_size + last)
-        columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in PROMPT_FIELDS}
+        columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.fields}
         columns["row_id"] = columns["group_id"] = ids
         return make_rows(columns)
 
@@ -122,4 +124,5 @@ def make_loader(
         seed=cfg.data.seed,
         shuffle=cfg.data.shuffle,
         curriculum=make_curriculum(cfg.data, dataset),
+        fields=LOADED_FIELDS if cfg.actor_rollout_ref.rollout.gives_data else PROMPT_FIELDS,
     )

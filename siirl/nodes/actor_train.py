@@ -9,7 +9,7 @@ from torch import Tensor
 
 from siirl.algorithms.aggregate import prompt_shares
 from siirl.algorithms.token_picks import high_entropy, pick_tokens, token_noise
-from siirl.compiler.interactions.credit_reads import trains_in
+from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
 from siirl.dag.ops import old_log_prob_source, uses_full_kl
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.nodes.context import OpContext, sum_over_ranks
@@ -25,7 +25,7 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
     Does nothing in the first trainer.critic_warmup steps, in which only the critic learns, and while other
     agents have their turn (rollout.agent.train_cycle): the weights then stay, and none are pushed.
     """
-    cycle, warmup = ctx.cfg.actor_rollout_ref.rollout.agent.train_cycle, ctx.cfg.trainer.critic_warmup
+    cycle, warmup = ctx.cfg.actor_rollout_ref.rollout.agent.train_cycle, warmup_of(ctx.cfg)
     trains = trains_in(ctx.step, warmup, cycle, ctx.options if cycle else {})
     if cycle:
         ctx.metrics.mean("actor/waits", not trains)
@@ -33,8 +33,10 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
         return TensorDict({}, batch_size=rows.batch_size)
     actor, rollout = ctx.cfg.actor_rollout_ref.actor, ctx.cfg.actor_rollout_ref.rollout
     outputs = ("log_prob", "entropy", *(("full_kl",) if uses_full_kl(ctx.cfg) else ()))
-    kept = None if ctx.trained is None else ctx.trained.keep(ctx.agent, rows, ctx.tokenizer)
-    recomputes, loss_fn = actor.recompute_old_log_prob, make_loss_fn(ctx.cfg, kept)
+    shown = ctx.trained is not None and not actor.loss.imitates  # nobody scores, so nobody shows the others
+    kept = None if not shown else ctx.trained.keep(ctx.agent, rows, ctx.tokenizer)
+    recomputes = actor.recompute_old_log_prob and not actor.loss.imitates
+    loss_fn = make_loss_fn(ctx.cfg, kept)
     for number, mine_B in enumerate(policy_mini_batches(ctx, rows)):
         mini_batch, loss = rows[mine_B], loss_fn
         mini_batch["place"] = mine_B.nonzero().squeeze(1)
@@ -50,7 +52,7 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
             if actor.ppo_epochs > 1:
                 old_BT, loss = _kept(rows, loss_fn)
                 rows = rows.copy().set("old_log_prob", old_BT)
-        metrics = engine.train_mini_batch(mini_batch, loss, outputs, rollout.temperature)
+        metrics = engine.train_mini_batch(mini_batch, loss, outputs, rollout.trained_temperature)
         ctx.metrics.merge(metrics, "actor/")
     ctx.metrics.sum("flops/train", engine.flops(rows, backward=True) * actor.ppo_epochs)
     return TensorDict({}, batch_size=rows.batch_size)

@@ -44,6 +44,6 @@ def reference_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) ->
 
 def _forward(ctx: OpContext, rows: TensorDict, engine: TrainEngine, fields: dict[str, str]) -> TensorDict:
     """Outputs of the model under the names of fields."""
-    out = engine.compute(rows, tuple(fields), ctx.cfg.actor_rollout_ref.rollout.temperature)
+    out = engine.compute(rows, tuple(fields), ctx.cfg.actor_rollout_ref.rollout.trained_temperature)
     ctx.metrics.sum("flops/forward", engine.flops(rows, backward=False))
     return TensorDict({field: out[name] for name, field in fields.items()}, batch_size=rows.batch_size)

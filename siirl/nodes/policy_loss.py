@@ -50,7 +50,8 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
     options = policy_loss_options(cfg)
     correction = rollout_correction(actor)
     source = old_log_prob_source(cfg)
-    one_step = batch_of(cfg).optimizer_steps == 1
+    main = "sft_loss" if actor.loss.imitates else "pg_loss"
+    reads_advantage, one_step = not actor.loss.imitates, batch_of(cfg).optimizer_steps == 1
     old_field = None if one_step and source == "current" else OLD_LOG_PROB_FIELDS[source]
 
     def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
@@ -60,23 +61,24 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
         log_prob_BT = outputs.log_prob_BT
         old_BT = column.get(old_field, log_prob_BT.detach())
         picked = {"picked_BT": rows["picked"]} if "picked" in rows.keys() else {}
-        policy = compute_policy_loss(name, log_prob_BT, old_BT, rows["advantage"], mask_BT, options | picked)
+        advantage_BT = rows["advantage"] if reads_advantage else torch.zeros_like(old_BT)
+        policy = compute_policy_loss(name, log_prob_BT, old_BT, advantage_BT, mask_BT, options | picked)
         metrics = Metrics()
-        terms = {"pg_loss": policy.loss_BT}
+        terms = {main: policy.loss_BT}
         stats = policy.stats | {"entropy": outputs.entropy_BT.detach()}
         weight_BT = None
         if correction.is_used:
             log_ratio_BT = old_BT - column["rollout_log_prob"]
             weight_BT = correction_weights(log_ratio_BT, mask_BT, correction)
-            terms["pg_loss"] = policy.loss_BT * weight_BT
+            terms[main] = policy.loss_BT * weight_BT
             metrics.merge(correction_stats(log_ratio_BT, weight_BT, mask_BT), "rollout_correction/")
         if actor.opsm_delta is not None:
             columns = (log_prob_BT, column["rollout_log_prob"], rows["advantage"], mask_BT)
             left_out_BT = off_policy_negatives(*columns, actor.opsm_delta)
-            terms["pg_loss"] = torch.where(left_out_BT, 0, terms["pg_loss"])
+            terms[main] = torch.where(left_out_BT, 0, terms[main])
             stats["opsm_masked"] = left_out_BT.to(log_prob_BT.dtype)
         if actor.picks_by_entropy:
-            terms["pg_loss"] = torch.where(rows["high_entropy"], terms["pg_loss"], 0)
+            terms[main] = torch.where(rows["high_entropy"], terms[main], 0)
             stats["high_entropy"] = rows["high_entropy"].to(log_prob_BT.dtype)
         if kept is not None:
             kept(rows["place"], _token_columns(log_prob_BT, old_BT, stats, weight_BT))

@@ -32,6 +32,13 @@ REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/rm"
 DAPO = ("algorithm.filter_groups.enable=true", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
 
 
+GIVEN = (
+    *("actor_rollout_ref.rollout.name=dataset", "actor_rollout_ref.rollout.n=1"),
+    *("actor_rollout_ref.actor.policy_loss.loss_mode=sft", "trainer.val_before_train=false"),
+    "trainer.test_freq=-1",
+)
+
+
 def placed(template: str, placements: dict[str, str]) -> DagSpec:
     """A template with placements by node role."""
     dag = load_dag_file(TEMPLATES / template)
@@ -117,6 +124,8 @@ CASES = {
         in_environment("reasoner_actor.yaml", "world", "Doors"), 2, "algorithm.adv_estimator=gae_marft"
     ),
     "self_play_on_2": lambda: compiled(in_environment("self_play.yaml", "game", "Nim"), 2),
+    "sft_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft.yaml"), 2, *GIVEN),
+    "sft_grpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft_grpo.yaml"), 2),
     "debate_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2),
 }
 

@@ -16,6 +16,8 @@ GAMES = "examples/multi_agent/games.py"
 GROUPS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
 REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/reward")
 ONE_MINI_BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS)
+GIVEN = ("trainer.val_before_train=false", "trainer.test_freq=-1")
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 ASKS_FOR = {
     "dapo": (*GROUPS, "algorithm.filter_groups.enable=true"),
     "debate": GROUPS,
@@ -34,6 +36,8 @@ ASKS_FOR = {
     ),
     "remax": ("algorithm.adv_estimator=remax",),
     "self_play": (*GROUPS, f"dag.node_config.game.env_path={GAMES}:Nim"),
+    "sft": (*GIVEN, "actor_rollout_ref.rollout.name=dataset", f"{LOSS}=sft"),
+    "sft_grpo": GROUPS,
     "shop": ONE_MINI_BATCH,
     "shopper": ONE_MINI_BATCH,
     "solver_verifier": GROUPS,

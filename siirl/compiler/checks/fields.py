@@ -9,7 +9,7 @@ from siirl.config.roles import normalizes_weights
 from siirl.dag.ops import score_names, uses_critic, why_unread
 from siirl.errors import ConfigError, DagError, NotSupportedError, UserError, reworded
 from siirl.spelling import suggest
-from siirl.types import FIELDS, PROMPT_FIELDS, FieldKey
+from siirl.types import FIELDS, LOADED_FIELDS, FieldKey
 
 
 def check_agents(nodes: Nodes) -> Iterator[UserError]:
@@ -241,7 +241,7 @@ def check_writers(nodes: Nodes) -> Iterator[UserError]:
                     f"{writers[key]} and {node} both write {key}: readers could not tell which to take. "
                     f"{_one_writer(writers[key], node)}"
                 )
-            if key.name in PROMPT_FIELDS and not node.op.is_rollout:
+            if key.name in LOADED_FIELDS and not node.op.is_rollout:
                 yield DagError(f"{node} writes {key}, which comes with the prompts. Choose another name.")
             writers.setdefault(key, node)
 
@@ -268,7 +268,7 @@ def check_readers(kept: Iterable[ResolvedNode], workflow: Workflow) -> Iterator[
         fixes: set[str] = set()
         for key in node.reads:
             writer = writers.get(key)
-            if key.name in PROMPT_FIELDS and key.agent in agents:
+            if key.name in LOADED_FIELDS and key.agent in agents:
                 continue
             if key.agent not in agents:
                 what = f"but the DAG has no agent {key.agent}: its agents are {sorted(agents)}."

@@ -8,6 +8,7 @@ from dataclasses import replace
 from siirl.compiler.interactions.stages import is_member
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
+from siirl.config import Config
 from siirl.config.algorithm_table import GROUPED
 from siirl.config.resolve import is_changed
 from siirl.dag.ops import EPISODE
@@ -196,6 +197,11 @@ def turns_of_training(kept: Nodes) -> dict[str, dict[str, int]]:
     if not trainers or cycles[trainers[0].id] is None:
         return {}
     return {node.id: {"place": place, "agents": len(trainers)} for place, node in enumerate(trainers)}
+
+
+def warmup_of(cfg: Config) -> int:
+    """The first steps of a run in which only critics are trained: what imitates needs no critic."""
+    return 0 if cfg.actor_rollout_ref.actor.loss.imitates else cfg.trainer.critic_warmup
 
 
 def trains_in(step: int, warmup: int, cycle: int | None, turn: dict[str, int]) -> bool:

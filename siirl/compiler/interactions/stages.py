@@ -37,7 +37,8 @@ PROCESS = {"pre_process": ("messages", "episode"), "post_process": ("text", "epi
 def make_stage(node: ResolvedNode, members: list[ResolvedNode], workflow: Workflow) -> StagePlan:
     """The stage of a node; members: the nodes of its interaction, in order. DagError if it cannot be one."""
     if node.op.is_rollout and node.op.model is None:
-        raise NotSupportedError(f"not supported yet: {node}: rollout.name=replay in an interaction.")
+        name = node.cfg.actor_rollout_ref.rollout.name
+        raise NotSupportedError(f"not supported yet: {node}: rollout.name={name} in an interaction.")
     order, graph = [member.id for member in members], workflow.graph
     is_env = node.op.is_environment
     options = dict(node.spec.agent_options or {})

@@ -121,7 +121,23 @@ TOKEN_LOSSES = (
 
 
 def test_every_registered_loss_is_proven_here():
-    assert set(POLICY_LOSSES.names()) == {*SEQUENCE_LOSSES, *TOKEN_LOSSES, "vespo"}
+    assert set(POLICY_LOSSES.names()) == {*SEQUENCE_LOSSES, *TOKEN_LOSSES, "vespo", "sft"}
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_supervised_fine_tuning_is_the_cross_entropy_of_the_tokens_whatever_they_are_worth(mode):
+    b = batch()
+    loss, grad = ours("sft", b, mode)
+    other, same = ours("sft", b | {"advantage": -b["advantage"], "old": b["old"] * 2}, mode)
+    assert loss == other and torch.equal(grad, same)
+    mask, rows = b["mask"], b["mask"].any(-1)
+    per_row = -(b["log_prob"] * mask).sum(-1)
+    want = {
+        "token-mean": per_row.sum() / mask.sum(),
+        "seq-mean-token-mean": (per_row / mask.sum(-1).clamp(min=1)).sum() / rows.sum(),
+        "seq-mean-token-sum": per_row.sum() / rows.sum(),
+    }
+    torch.testing.assert_close(loss, want[mode], **CLOSE)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -331,7 +347,7 @@ def test_clip_statistics_count_the_tokens_that_lose_their_gradient():
     assert not any(stat.requires_grad for stat in token.stats.values())
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.names())
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES.names() if name != "sft"])
 def test_on_policy_every_loss_has_the_policy_gradient(name):
     b = batch()
     b["old"], b["picked"] = b["log_prob"], torch.zeros_like(b["mask"])

@@ -32,5 +32,5 @@ def test_keys_have_the_rows_as_choices():
         assert set(rule.choices) == set(TRAIN_BACKENDS) == set(TRAINABLE) == set(STRATEGIES)
     rule = all_keys()["actor_rollout_ref.rollout.name"].rule
     later = {name for name, row in ROLLOUT_BACKENDS.items() if row.later}
-    assert set(rule.choices) - {"replay"} == set(ROLLOUT_BACKENDS) - later  # a replay has no engine
+    assert set(rule.choices) - {"replay", "dataset"} == set(ROLLOUT_BACKENDS) - later  # these have no engine
     assert set(rule.later_choices) == later
