@@ -1,28 +1,39 @@
-"""Seeds on vLLM's first model runner, which Qwen2 has on GPUs: also where a prompt is read in parts."""
+"""Seeds on both model runners of vLLM: Qwen2 has the first one on GPUs, Qwen3 the second."""
+
+import math
 
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
-from sampling_reference import drawn_tokens
+from one_pass_draws import check_draws
+from sampling_reference import drawn_tokens, next_token_log_probs
 from transformers import AutoModelForCausalLM
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.parallel.dims import ParallelDims
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(400),
 ]
 
 
-@pytest.mark.timeout(300)
-def test_draws_are_those_of_the_seeds_also_when_prompts_are_read_in_parts(tmp_path):
+@pytest.mark.parametrize("vocab", [1, 4097, 151936])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_draws_in_one_pass_are_those_of_float64(vocab, dtype):
+    check_draws(vocab, dtype, "cuda")
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3"])
+def engine_and_model(tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp(request.param)
     shape = {"hidden": 128, "heads": 2, "kv_heads": 2, "head_dim": 64, "init_std": 0.1}
-    path = make_tiny_model_dir(tmp_path / "model", "qwen2", vocab=24, tokenizer=False, **shape)
+    path = make_tiny_model_dir(folder / "model", request.param, vocab=24, tokenizer=False, **shape)
     rollout = "actor_rollout_ref.rollout"
     cfg = load_config(
         [
@@ -34,7 +45,7 @@ def test_draws_are_those_of_the_seeds_also_when_prompts_are_read_in_parts(tmp_pa
             f"{rollout}.max_num_batched_tokens=64",
             f"{rollout}.gpu_memory_utilization=0.1",
             f"{rollout}.enforce_eager=True",
-            f"trainer.output_dir={tmp_path}/outputs",
+            f"trainer.output_dir={folder}/outputs",
         ]
     )
     plan = ModelPlan(
@@ -43,11 +54,36 @@ def test_draws_are_those_of_the_seeds_also_when_prompts_are_read_in_parts(tmp_pa
     engine = make_rollout_engine(plan, cfg, None, torch.device("cuda", 0))
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval().cuda()
     state = model.state_dict()
+    engine.load_weights([(name, state[name]) for name in engine.weight_specs()], version=0)
+    yield engine, model
+    engine.close()
+
+
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, -1), (0.6, -1), (1.0, 3), (1.4, 5)])
+def test_draws_are_those_of_the_seeds_also_when_prompts_are_read_in_parts(
+    engine_and_model, temperature, top_k
+):
+    engine, model = engine_and_model
     prompts = [[(7 * row + place) % 20 + 2 for place in range(17 + row % 5)] for row in range(24)]
-    try:
-        engine.load_weights([(name, state[name]) for name in engine.weight_specs()], version=0)
-        completions = engine.generate(prompts, SamplingParams(max_tokens=6), range(24))
-    finally:
-        engine.close()
-    for row, (sample,) in enumerate(completions):
-        assert sample.token_ids == drawn_tokens(model, prompts[row], derive_seed(row, 0), 6), row
+    params = SamplingParams(max_tokens=6, temperature=temperature, top_k=top_k)
+    for row, (sample,) in enumerate(engine.generate(prompts, params, range(24))):
+        seed = derive_seed(row, 0)
+        assert sample.token_ids == drawn_tokens(model, prompts[row], seed, 6, temperature, top_k), row
+        for place, said in enumerate(sample.log_probs):
+            before = prompts[row] + sample.token_ids[:place]
+            exact = next_token_log_probs(model, before, temperature)[sample.token_ids[place]]
+            assert math.isclose(said, exact, abs_tol=1e-3), (row, place)
+
+
+def test_what_is_cut_goes_on_with_the_draws_that_follow(engine_and_model):
+    engine, model = engine_and_model
+    prompts = [[row + 2, 5, 9] for row in range(8)]
+    for row, prompt in enumerate(prompts):
+        said = drawn_tokens(model, prompt, derive_seed(row, 0), 9)
+        rest = SamplingParams(max_tokens=9 - row)
+        stream = engine.stream()
+        stream.submit([Request(row, [*prompt, *said[:row]], rest, row, start=row)])
+        while not (answers := stream.collect(1.0)):
+            assert stream.num_pending
+        ((_, completion),) = answers
+        assert completion.token_ids == said[row:], row

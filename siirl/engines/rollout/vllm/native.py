@@ -1,4 +1,4 @@
-"""All that siirl knows of vLLM's own interfaces, versions 0.24 to 0.32: this file alone depends on them.
+"""What siirl knows of vLLM's own interfaces, versions 0.24 to 0.32: only native*.py depend on them.
 
 Imported in an engine process and in vLLM's workers, never in a training worker.
 """
@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -27,12 +26,12 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from siirl.engines.rollout.base import Completion, Request
 from siirl.engines.rollout.call_limits import PAUSED
-from siirl.engines.rollout.sampling import invert, later_seed, uniforms
+from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.vllm.messages import UNKNOWN, Response
+from siirl.engines.rollout.vllm.native_draws import draw_by_seeds, signed
 from siirl.engines.rollout.vllm.shared_buffer import open_buffer
 from siirl.errors import ConfigError
 from siirl.spelling import suggest
@@ -40,7 +39,7 @@ from siirl.spelling import suggest
 TRANSFER_BACKEND = "siirl"
 """Name under which vLLM finds BucketTransfer."""
 LOG_PROBS_MODE = "processed_logprobs"
-"""Log-probs at the sampling temperature; WorkerExtension moves them before top-k and top-p."""
+"""At the sampling temperature; and before top-k and top-p, see native_draws."""
 
 
 class NativeEngine:
@@ -61,7 +60,7 @@ class NativeEngine:
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         }
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
-        self._counts_draws = self._engine.collective_rpc("take_log_probs_before_truncation")[0]
+        self._engine.collective_rpc("draw_by_seeds")
         self._keeps_stats = self._engine.log_stats
         self._adapters: dict[str | None, LoRARequest] = {}
 
@@ -71,7 +70,7 @@ class NativeEngine:
         adapter: under which name it was loaded; None: the model alone.
         """
         params = request.params
-        seed = later_seed(request.seed, request.start) if self._counts_draws else request.seed
+        seed = signed(later_seed(request.seed, request.start))
         sampling = VLLMSamplingParams(
             n=1,
             temperature=params.temperature,
@@ -257,18 +256,9 @@ def _cut(buffer: Tensor, info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
 class WorkerExtension:
     """Methods that vLLM's workers get from us: called by name through collective_rpc."""
 
-    def take_log_probs_before_truncation(self) -> bool:
-        """Have the sampler return log-probs at the temperature, before top-k and top-p.
-
-        Returns whether it counts the draws of a request from its start; vLLM's second model runner draws by
-        the position in the whole sequence.
-        """
-        sampler = self.model_runner.sampler
-        if hasattr(sampler, "topk_topp_sampler"):
-            sampler.topk_topp_sampler = _SeededSampler()
-            return True
-        sampler.sample = _untruncated_sample(sampler)
-        return False
+    def draw_by_seeds(self) -> None:
+        """See native_draws."""
+        draw_by_seeds(self.model_runner)
 
     def unpack_experts(self) -> None:
         """On the CPU, give experts memory of the shapes in which weights come; complete_update packs it.
@@ -323,56 +313,3 @@ def _cpu_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of experts whose weights a CPU kernel reads."""
     found = [layer for layer in model.modules() if "w13_weight" in layer._parameters]
     return [layer for layer in found if layer.get_parameter("w13_weight").device.type == "cpu"]
-
-
-class _SeededSampler(torch.nn.Module):
-    """Sampler of vLLM's first model runner in place of its own, which launches kernels for each seed.
-
-    Rows with a seed draw what the HF engine would, all at once. Log-probs are those before top-k and top-p.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_draws: WeakKeyDictionary[torch.Generator, int] = WeakKeyDictionary()
-
-    def forward(
-        self, logits: Tensor, generators: dict[int, torch.Generator], k: Tensor | None, p: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(Tokens int64 [B], log-probs [B, V]). generators: by row; others are greedy, or vLLM warms up."""
-        log_probs = logits.log_softmax(dim=-1, dtype=torch.float32)
-        seeds, positions = [0] * len(logits), [0] * len(logits)
-        for row, generator in generators.items():
-            seeds[row], positions[row] = generator.initial_seed(), self._position(generator)
-        # A copy that waits would hold the host here until the forward pass is done.
-        uniform = torch.from_numpy(uniforms(seeds, 1, positions)[0]).to(logits.device, non_blocking=True)
-        if k is None and p is None:
-            return invert(log_probs.exp(), uniform), log_probs
-        return invert(apply_top_k_top_p(logits, k, p).softmax(-1, torch.float32), uniform), log_probs
-
-    def _position(self, generator: torch.Generator) -> int:
-        """How many numbers a generator has given; counts one more.
-
-        vLLM takes 4 off the offset of a generator of a GPU whose draw it throws away.
-        """
-        if generator.device.type == "cuda":
-            offset = generator.get_offset()
-            generator.set_offset(offset + 4)
-            return offset // 4
-        count = self._num_draws.get(generator, 0)
-        self._num_draws[generator] = count + 1
-        return count
-
-
-def _untruncated_sample(sampler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`sample` of vLLM's second model runner, which returns the logits that log-probs are taken of."""
-    inner = sampler.sample
-
-    def sample(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        sampled, processed = inner(*args, **options)
-        rows = next(value for value in args if isinstance(value, np.ndarray))  # idx_mapping_np
-        top_k, top_p = sampler.sampling_states.get_top_k_top_p(args[1], rows)
-        if top_k is None and top_p is None:
-            return sampled, processed
-        return sampled, sampler.apply_sampling_params(*args, skip_top_k_top_p=True)
-
-    return sample

@@ -1,0 +1,175 @@
+"""A rollout against plain vLLM: what seeds, log-probs and the way through siirl cost.
+
+    python benchmarks/rollout_gpu.py [--workload A] [--rounds 3] [--out FILE] [key=value ...]
+
+Two engines with equal arguments stay on one GPU and take turns: vLLM's own, asked for tokens alone, and then
+for the log-prob of each sampled token; and siirl's rollout engine, which gives tokens by seeds and their
+log-probs. Workloads as in grpo_gpu.py: A 32 prompts x 8 samples of Qwen3-1.7B's shape, B 64 x 8 of
+Qwen3-0.6B's; 256 + 1,024 tokens, each round other prompts. Writes all seconds to
+benchmarks/results/rollout_gpu_<workload>.json.
+"""
+
+import argparse
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_gpu import COMMON, HERE, PROMPT_TOKENS, RESPONSE_TOKENS, SAMPLES, SHAPES, machine, make_model
+
+PLAIN, SCORED, OURS = "vllm", "vllm_log_probs", "siirl"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workload", choices=SHAPES, default="A")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gpu-memory", type=float, default=0.42)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("keys", nargs="*")
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with tempfile.TemporaryDirectory() as temporary:
+        make_model(Path(temporary) / "model", SHAPES[args.workload])
+        gc.collect()
+        seconds = measure(args, Path(temporary))
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratios = {name: round(value / medians[PLAIN], 3) for name, value in medians.items()}
+    for name, values in seconds.items():
+        print(f"{name}: {[round(value, 2) for value in values]} s, {ratios[name]:.3f}x plain vLLM")
+    report = {
+        "command": " ".join(sys.argv),
+        "workload": args.workload,
+        "machine": machine(),
+        "seconds": seconds,
+        "medians": medians,
+        "ratios": ratios,
+    }
+    out = args.out or HERE / "results" / f"rollout_gpu_{args.workload}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[float]]:
+    """Seconds of each round, after one that does not count."""
+    kinds = {OURS: ours(args, folder)}
+    kinds = {PLAIN: plain(args, folder, None)} | {SCORED: plain(args, folder, 0)} | kinds
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for round_number in range(args.rounds + 1):
+        for place, (name, sample) in enumerate(kinds.items()):
+            dealt = random.Random(1000 * round_number + place)
+            count = SHAPES[args.workload]["prompts"]
+            words = range(2, COMMON["vocab_size"])
+            prompts = [dealt.choices(words, k=PROMPT_TOKENS) for _ in range(count)]
+            begin_s = time.perf_counter()
+            tokens = sample(prompts)
+            seconds[name].append(time.perf_counter() - begin_s)
+            assert tokens == count * SAMPLES * RESPONSE_TOKENS, (name, tokens)
+            print(f"round {round_number}, {name}: {seconds[name][-1]:.2f} s", flush=True)
+    return {name: values[1:] for name, values in seconds.items()}
+
+
+def configuration(args: argparse.Namespace, folder: Path):
+    """The keys of grpo_gpu.py that an engine takes."""
+    from siirl.config import load_config
+
+    rollout = "actor_rollout_ref.rollout"
+    return load_config(
+        [
+            f"actor_rollout_ref.model.path={folder}/model",
+            f"data.max_prompt_length={PROMPT_TOKENS}",
+            f"data.max_response_length={RESPONSE_TOKENS}",
+            f"{rollout}.name=vllm",
+            f"{rollout}.ignore_eos=True",
+            f"{rollout}.free_cache_engine=False",
+            f"{rollout}.gpu_memory_utilization={args.gpu_memory}",
+            f"{rollout}.enforce_eager=False",
+            f"{rollout}.max_num_seqs=512",
+            f"{rollout}.max_num_batched_tokens=16384",
+            f"trainer.output_dir={folder}/out",
+            *args.keys,
+        ]
+    )
+
+
+def ours(args: argparse.Namespace, folder: Path) -> Callable[[list], int]:
+    """siirl's engine, with weights; what it samples of some prompts: the number of tokens."""
+    import torch
+    from safetensors.torch import load_file
+
+    from siirl.compiler.plan import ModelPlan
+    from siirl.engines.engine_registry import make_rollout_engine
+    from siirl.engines.rollout.base import SamplingParams
+    from siirl.parallel.dims import ParallelDims
+
+    plan = ModelPlan(
+        "agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0,), ParallelDims(1), "rollout", ()
+    )
+    engine = make_rollout_engine(plan, configuration(args, folder), None, torch.device("cuda", 0))
+    weights = load_file(folder / "model" / "model.safetensors")
+    engine.load_weights([(name, weights[name].cuda()) for name in engine.weight_specs()], version=0)
+    params = SamplingParams(n=SAMPLES, max_tokens=RESPONSE_TOKENS, ignore_eos=True)
+
+    def sample(prompts: list) -> int:
+        rows = engine.generate(prompts, params, list(range(len(prompts))))
+        return sum(len(one.token_ids) for row in rows for one in row)
+
+    return sample
+
+
+def plain(args: argparse.Namespace, folder: Path, log_probs: int | None) -> Callable[[list], int]:
+    """vLLM's engine in this process; one for both ways of asking."""
+    import torch
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    from siirl.engines.rollout.vllm.arguments import engine_arguments
+    from siirl.engines.train.hf_model import load_hf_config
+
+    if not ENGINES:
+        cfg = configuration(args, folder)
+        model = cfg.actor_rollout_ref.model
+        arguments = engine_arguments(
+            cfg, str(folder / "model"), load_hf_config(model), 1, torch.device("cuda", 0)
+        )
+        ENGINES.append(LLMEngine.from_engine_args(EngineArgs(**arguments | {"load_format": "auto"})))
+    (engine,) = ENGINES
+    params = SamplingParams(
+        n=SAMPLES,
+        max_tokens=RESPONSE_TOKENS,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        logprobs=log_probs,
+        flat_logprobs=log_probs is not None,
+    )
+
+    def sample(prompts: list) -> int:
+        for number, prompt in enumerate(prompts):
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+        tokens = 0
+        while engine.has_unfinished_requests():
+            tokens += sum(
+                len(one.token_ids) for output in engine.step() if output.finished for one in output.outputs
+            )
+        return tokens
+
+    return sample
+
+
+ENGINES: list = []
+"""vLLM's own, when it has been started."""
+
+if __name__ == "__main__":
+    raise SystemExit(main())
