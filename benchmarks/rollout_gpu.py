@@ -130,8 +130,8 @@ def plain(args: argparse.Namespace, folder: Path, log_probs: int | None) -> Call
     """vLLM's engine in this process; one for both ways of asking."""
     import torch
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.llm_engine import LLMEngine
 
     from siirl.engines.rollout.vllm.arguments import engine_arguments
