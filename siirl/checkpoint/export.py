@@ -33,10 +33,11 @@ def export_adapter(checkpoint: Path, out: Path, model: str | None = None, base: 
     if out.exists():
         raise ConfigError(f"{out} exists already. Remove it, or choose another directory.")
     folder = _verified(checkpoint, model)
-    stored = {name: entry for name, entry in stored_tensors(folder).items() if name.startswith(_PREFIX)}
-    about = json.loads((folder / STATE_FILE).read_text())
-    on_base = about["state"].get("base")
-    adapters = {name: _empty(entry) for name, entry in stored.items() if ".lora_" in name}
+    with files.reading(folder):
+        stored = {name: entry for name, entry in stored_tensors(folder).items() if name.startswith(_PREFIX)}
+        about = json.loads((folder / STATE_FILE).read_text())
+        on_base, alpha = about["state"].get("base"), about["lora_alpha"]
+        adapters = {name: _empty(entry) for name, entry in stored.items() if ".lora_" in name}
     if not adapters:
         raise ConfigError(f"{folder} has no LoRA adapter. Leave out --adapter.")
     others = stored.keys() - adapters.keys()
@@ -45,16 +46,17 @@ def export_adapter(checkpoint: Path, out: Path, model: str | None = None, base: 
             f"{folder} trains {', '.join(sorted(others)[:3])} besides its adapter, which has no place for "
             "them. Leave out --adapter."
         )
-    if about["lora_alpha"] is None:
+    if alpha is None:
         raise CheckpointError(f"{folder} has LoRA adapters but no lora_alpha: their scale is not known.")
-    load_tensors(adapters, folder, None)
+    with files.reading(folder):
+        load_tensors(adapters, folder, None)
     plain = {name.removeprefix(_PREFIX).replace(".default.", "."): x for name, x in adapters.items()}
     rank = next(len(tensor) for name, tensor in plain.items() if ".lora_A." in name)
     aside = out.with_name(out.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     trained_on = str(base) if base else on_base and on_base["path"]
-    write_adapter(aside, plain, rank, about["lora_alpha"], trained_on)
+    write_adapter(aside, plain, rank, alpha, trained_on)
     os.replace(aside, out)
     return out
 
@@ -74,7 +76,9 @@ def export_folder(folder: Path, out: Path, base: Path | None = None) -> Path:
     """export_hf of a model's folder alone, whose files are not compared with a manifest."""
     if not (folder / "hf" / "config.json").exists():
         raise CheckpointError(f"{folder}/hf has no config.json: a model without it cannot be exported.")
-    save_hf(_weights(folder, declared_dtype(folder / "hf"), base), str(folder / "hf"), out, rank=0)
+    with files.reading(folder):
+        dtype = declared_dtype(folder / "hf")
+    save_hf(_weights(folder, dtype, base), str(folder / "hf"), out, rank=0)
     return out
 
 
@@ -103,6 +107,13 @@ def _choose(checkpoint: Path, names: list[str], wanted: str | None) -> str:
 
 def _weights(folder: Path, dtype: torch.dtype | None, base: Path | None) -> Iterator[tuple[str, Tensor]]:
     """Full tensors under HF names, read a few at a time; adapters merged into the weights they belong to."""
+    with files.reading(folder):
+        yield from _stored_weights(folder, dtype, base)
+
+
+def _stored_weights(
+    folder: Path, dtype: torch.dtype | None, base: Path | None
+) -> Iterator[tuple[str, Tensor]]:
     stored = {name: entry for name, entry in stored_tensors(folder).items() if name.startswith(_PREFIX)}
     if not stored:
         raise CheckpointError(f"{folder} holds no weights: it was saved without save_contents 'model'.")

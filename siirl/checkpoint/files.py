@@ -18,14 +18,15 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from siirl.disk import naming
-from siirl.errors import CheckpointError, ConfigError, StorageError
+from siirl.errors import CheckpointError, ConfigError, SiirlError, StorageError
 
 log = logging.getLogger(__name__)
 FORMAT = 1
@@ -100,6 +101,19 @@ def saved_steps(root: Path) -> list[int]:
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
 
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """What is read of a checkpoint inside, and is not what was saved, is a CheckpointError that names it."""
+    try:
+        yield
+    except SiirlError:
+        raise
+    except Exception as error:  # the edge to formats of others, which raise what they trip over
+        raise CheckpointError(
+            f"{folder} cannot be read: {type(error).__name__}: {error}. Restore it, or take another one."
+        ) from error
+
+
 def records_of(checkpoint: Path, paths: Iterable[Path]) -> list[FileRecord]:
     """Size and checksum of files of a checkpoint, hashed in parallel."""
 
@@ -133,7 +147,33 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not of checkpoint format {FORMAT}: it was written by another version."
         )
+    if problem := _misfit(manifest):
+        raise CheckpointError(f"{checkpoint} is corrupted: {MANIFEST} is no list of its files: {problem}.")
     return manifest
+
+
+def _misfit(manifest: dict[str, Any]) -> str:
+    """What of a manifest is not as `write_manifest` writes it; empty if nothing is."""
+    models, world_size, listed = (manifest.get(name) for name in ("models", "world_size", "files"))
+    if not isinstance(models, list) or not models or not all(_is_inside(model) for model in models):
+        return "it names no models"
+    if not isinstance(listed, list) or not all(_is_record(entry) for entry in listed):
+        return "an entry is not the path of a file in it, a size and a checksum"
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 0 < world_size <= len(listed):
+        return f"world_size = {world_size!r}"
+    return ""
+
+
+def _is_record(entry: Any) -> bool:
+    names = {"path", "num_bytes", "sha256"}
+    return isinstance(entry, dict) and entry.keys() == names and _is_inside(entry["path"])
+
+
+def _is_inside(path: Any) -> bool:
+    """Whether it is a path within a folder."""
+    if not isinstance(path, str) or not path or not path.isprintable():
+        return False
+    return not path.startswith("/") and ".." not in path.split("/")
 
 
 def verify(checkpoint: Path, under: str = "", contents: bool = True) -> dict[str, Any]:
@@ -143,14 +183,8 @@ def verify(checkpoint: Path, under: str = "", contents: bool = True) -> dict[str
     missing, cut short, changed or not listed.
     """
     manifest = read_manifest(checkpoint)
-    try:
-        listed = [FileRecord(**entry) for entry in manifest["files"]]
-        left_out = _parts(checkpoint, manifest) - {record.path for record in listed}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{checkpoint} is corrupted: {MANIFEST} is no list of its files ({error!r})."
-        ) from error
-    if left_out:
+    listed = [FileRecord(**entry) for entry in manifest["files"]]
+    if left_out := _parts(checkpoint, manifest) - {record.path for record in listed}:
         names = ", ".join(sorted(left_out)[:3])
         raise CheckpointError(f"{checkpoint} is corrupted: {MANIFEST} does not list {names}.")
     wanted = [record for record in listed if record.path.startswith(under)]
@@ -175,8 +209,6 @@ def verify(checkpoint: Path, under: str = "", contents: bool = True) -> dict[str
 def _parts(checkpoint: Path, manifest: dict[str, Any]) -> set[str]:
     """What every checkpoint of these models and ranks consists of, and the tensors that are there."""
     models, ranks = manifest["models"], range(manifest["world_size"])
-    if not models:
-        raise KeyError("models")
     parts = {EXTRA_FILE, *(f"{model}/{STATE_FILE}" for model in models)}
     parts |= {f"ranks/rank_{rank}{suffix}" for rank in ranks for suffix in (".json", ".safetensors")}
     tensors = (path for model in models for path in (checkpoint / model).glob("*.distcp"))

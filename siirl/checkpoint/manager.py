@@ -123,7 +123,7 @@ class CheckpointManager:
         step = files.step_of(checkpoint)
         with self._ranks.stage(step, "loading the models"):
             for_each(models, lambda name, model: _load_model(checkpoint / name, model))
-        with self._ranks.stage(step, "loading the run's state"):
+        with self._ranks.stage(step, "loading the run's state"), files.reading(checkpoint):
             extra = json.loads((checkpoint / EXTRA_FILE).read_text())
             rank_state = _load_rank_state(checkpoint, self._ranks.rank)
         return Restored(step, extra, rank_state)
@@ -144,7 +144,8 @@ def _load_model(folder: Path, model: SavedModel) -> None:
             f"{folder} does not exist: the run that saved it had no such model. Resume with its DAG."
         )
     wanted = {key for part, keys in PARTS.items() if part in model.load_contents for key in keys}
-    saved = json.loads((folder / STATE_FILE).read_text())["state"]
+    with files.reading(folder):
+        saved = dict(json.loads((folder / STATE_FILE).read_text())["state"])
     state = model.model.state_dict()
     load_keys = [
         key for key in state if key in saved and (key in wanted or key not in sum(PARTS.values(), ()))
@@ -162,8 +163,10 @@ def _load_model(folder: Path, model: SavedModel) -> None:
         if of_key:  # a part of tensors: this rank has its own names, not those of the rank that wrote JSON
             values[key] = own
             tensors |= of_key
-    load_tensors(tensors, folder, model.group)
-    model.model.load_state_dict(state | {key: state_tree.join(values[key], tensors) for key in load_keys})
+    with files.reading(folder):
+        load_tensors(tensors, folder, model.group)
+        loaded = {key: state_tree.join(values[key], tensors) for key in load_keys}
+    model.model.load_state_dict(state | loaded)
 
 
 def _load_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:

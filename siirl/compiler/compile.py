@@ -43,13 +43,15 @@ from siirl.dag.node_config import with_node_config
 from siirl.dag.ops import uses_critic
 from siirl.dag.spec import DagSpec, dag_spec
 from siirl.dag.yaml_file import load_dag_file
-from siirl.errors import DagError, Place, UserError, joined
+from siirl.errors import DagError, Place, PlacementError, UserError, joined
 from siirl.findings import Findings, ReadsBroken
 from siirl.parallel.placement import Ranks
 from siirl.types import Layout
 from siirl.user_code.load_object import load_object
 
 TEMPLATES = Path(__file__).parents[2] / "dag_templates"
+MOST_RANKS = 1 << 20
+"""More are a slip of the keyboard, and a plan of them takes all memory."""
 
 
 def load_dag(cfg: Config) -> DagSpec:
@@ -111,6 +113,12 @@ def compile_plan(dag: DagSpec, cfg: Config, world_size: int) -> tuple[Plan, dict
 
     Raises DagError, PlacementError, ConfigError or NotSupportedError, with the node and the fix.
     """
+    if world_size > MOST_RANKS:
+        nodes, devices = cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node
+        raise PlacementError(
+            f"trainer.nnodes={nodes} with trainer.n_gpus_per_node={devices}: a plan has {MOST_RANKS} ranks "
+            f"at most, not {world_size}. Set the machines and devices that there are."
+        )
     found = Findings(Place.WORKFLOW)
     try:
         compiled = _compile(dag, cfg, world_size, found)

@@ -168,11 +168,10 @@ def _quoted(raw: str) -> str:
 def _parsed(text: str) -> Any:
     """hydra's reading of an override, or None if it is malformed."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
 
     try:
         return OverridesParser.create().parse_override(text)
-    except HydraException:
+    except Exception:  # noqa: BLE001 - the edge to hydra, which raises whatever it trips over
         return None
 
 
@@ -180,10 +179,7 @@ def _compose(overrides: list[str], config_name: str) -> dict[str, Any]:
     """What preset and overrides set, as plain Python; interpolations resolved, against the defaults too."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
 
     file = _preset_file(config_name)
     searchpath = f"hydra.searchpath=[{_quoted('file://' + str(PRESETS))}]"
@@ -195,8 +191,10 @@ def _compose(overrides: list[str], config_name: str) -> dict[str, Any]:
         if "${" in str(written):
             everything = OmegaConf.merge(_schema_defaults(), composed)
             written = _pick(written, OmegaConf.to_container(everything, resolve=True))
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(f"config {config_name!r} cannot be composed: {error}") from error
+    except Exception as error:  # the edge to hydra and YAML, which raise whatever they trip over
+        raise ConfigError(
+            f"config {config_name!r} cannot be composed: {type(error).__name__}: {error}"
+        ) from error
     finally:
         GlobalHydra.instance().hydra = outer
     return {str(name): value for name, value in written.items()} if isinstance(written, dict) else {}

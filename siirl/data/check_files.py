@@ -15,6 +15,8 @@ from siirl.findings import Findings
 
 GROUND_TRUTH_KEY = "reward_model"
 EXTRA_KEY = "extra_info"
+UNREADABLE = (pa.ArrowException, OSError, ValueError)
+"""What pyarrow raises for a file that is not what it should be; ValueError: a text that is no UTF-8."""
 
 DataFile = Path | GeneratedRows
 """What an entry of data.train_files names: a parquet file, or rows that are made."""
@@ -27,7 +29,7 @@ class Rows:
     schema: pa.Schema
     num_rows: int
     read: Callable[[list[str]], pa.Table]
-    """The rows, of these columns. pa.ArrowException or OSError for a file that is corrupt."""
+    """The rows, of these columns. UNREADABLE for a file that is corrupt."""
 
 
 def inspect_data(cfg: Config) -> dict[str, int]:
@@ -93,7 +95,7 @@ def data_sources(cfg: Config) -> set[str]:
                 continue
             try:
                 column = open_rows(path).read([key])[key]
-            except (pa.ArrowException, OSError) as error:
+            except UNREADABLE as error:
                 raise DataError(f"{path} is corrupt: {error}. Write the file again.") from error
             kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
             if not _is_text(kind):
@@ -165,7 +167,7 @@ def open_rows(file: DataFile, prompt_key: str = "prompt", source_key: str = "dat
         )
     try:
         parquet = pq.ParquetFile(file, memory_map=file.stat().st_size > 0)
-    except (pa.ArrowException, OSError) as error:
+    except UNREADABLE as error:
         raise DataError(f"{file} cannot be read as parquet: {error}. Write the file again.") from error
     return Rows(parquet.schema_arrow, parquet.metadata.num_rows, parquet.read)
 

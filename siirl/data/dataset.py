@@ -18,6 +18,7 @@ from siirl.data.chat import Prompt, as_messages, encode_prompts
 from siirl.data.check_files import (
     EXTRA_KEY,
     GROUND_TRUTH_KEY,
+    UNREADABLE,
     DataFile,
     check_columns,
     list_files,
@@ -155,13 +156,18 @@ class PromptDataset:
         wanted = dict.fromkeys((self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY, *given))
         try:
             return rows.read([name for name in wanted if name in rows.schema.names])
-        except (pa.ArrowException, OSError) as error:
+        except UNREADABLE as error:
             raise DataError(f"{path} is corrupt: {error}. Write the file again.") from error
 
     def _record(self, sample_index: int) -> dict[str, Any]:
         file = bisect.bisect_right(self._starts, sample_index) - 1
         row = self._tables[file].slice(sample_index - self._starts[file], 1)
-        record = row.to_pylist()[0]
+        try:
+            record = row.to_pylist()[0]
+        except UNREADABLE as error:
+            raise DataError(
+                f"{self.where(sample_index)} is corrupt: {error}. Write the file again."
+            ) from error
         prompt = record[self.prompt_key]
         if not prompt:
             raise DataError(

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from siirl.data.recorded_rollouts import describe_steps
 from siirl.data.rows import DTYPES, objects, widened
-from siirl.errors import DataError
+from siirl.errors import DataError, UserError
 from siirl.types import FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
 FORMAT = "2"
@@ -131,9 +131,13 @@ def _read(part: Path, wanted: Tensor, expected: dict[str, str]) -> dict[str, Ten
             if not bool(mine.any()):
                 return None
             columns = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{part} cannot be read: {error}. Record the step again.") from error
-    return {name: _padded(columns, name)[mine] for name in columns}
+        return {name: _padded(columns, name)[mine] for name in columns}
+    except UserError:
+        raise
+    except Exception as error:  # the edge to files: safetensors and torch raise what they trip over
+        raise DataError(
+            f"{part} cannot be read: {type(error).__name__}: {error}. Record the step again."
+        ) from error
 
 
 def _check_prompts(rows: dict[str, Tensor], prompts: TensorDict, n: int, folder: Path) -> None:
@@ -190,6 +194,8 @@ def _padded(columns: dict[str, Tensor], name: str) -> Tensor:
     if spec is None or not spec.dims:
         return columns[name]
     length_B = columns[LENGTH_OF[spec.dims[0]]]
+    if bool((length_B < 0).any()) or int(length_B.sum()) != len(columns[name]):
+        raise ValueError(f"{LENGTH_OF[spec.dims[0]]} does not say how long the {name} are")
     real = _real(int(length_B.max()), length_B, spec.pad_side == "left")
     padded = torch.full(real.shape, spec.pad_value, dtype=DTYPES[spec.dtype])
     padded[real] = columns[name].to(padded.dtype)

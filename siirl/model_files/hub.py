@@ -35,7 +35,7 @@ class HubRepo:
 
 def is_hub_id(name: str) -> bool:
     """Whether a name that is no local path may be one on a hub: ORG/NAME."""
-    return HUB_ID.fullmatch(name) is not None and ".." not in name
+    return HUB_ID.fullmatch(str(name)) is not None and ".." not in name  # str: of a refused key, it raises
 
 
 def is_on(switch: str, env: Mapping[str, str] = os.environ) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -128,7 +129,11 @@ def load_tensors(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGr
             f"({len(absent)} and {len(other)} tensors). Was it saved from another model or LoRA setting?"
         )
     with _quiet():
-        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        try:
+            dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # which is no Exception
+            first = next((failure for failure, _ in error.failures.values()), error)
+            raise CheckpointError(f"{folder} cannot be read: {type(first).__name__}: {first}") from error
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:

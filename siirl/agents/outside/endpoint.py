@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from siirl.agents.outside import chat_wire, messages_wire
 from siirl.agents.outside.chat_wire import Asked, BadRequest, Said, returned_reward, reward_of
@@ -120,7 +121,9 @@ class Endpoint:
         app.router.add_get("/v1/models", self._handler(self._models))
         for path, wire in WIRES.items():
             app.router.add_post(path, self._handler(partial(self._turn, wire), wire))
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, handler_cancellation=True, access_log=None, logger=_http_log(), shutdown_timeout=1.0
+        )
         await self._runner.setup()
         self._server = await asyncio.get_running_loop().create_server(self._connection, HOST, 0)
         self.url = f"http://{HOST}:{self._server.sockets[0].getsockname()[1]}"
@@ -266,6 +269,17 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
     """The thread."""
     loop.run_forever()
     loop.close()
+
+
+def _http_log() -> logging.Logger:
+    """aiohttp's log, without a traceback for each request that is no HTTP, which is answered with 400."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+    http_log = log.getChild("http")
+    http_log.filters[:] = [is_ours]
+    return http_log
 
 
 async def _json(request: web.Request) -> object:

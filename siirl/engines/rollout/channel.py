@@ -11,9 +11,12 @@ from typing import Any
 
 import msgspec
 
+from siirl.errors import SiirlError
+
 log = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<Q")  # bytes of the message
+MOST_AT_ONCE = 1 << 20
 
 
 class Message(msgspec.Struct, frozen=True, tag=lambda name: re.sub(r"\B(?=[A-Z])", "_", name).lower()):
@@ -64,22 +67,29 @@ class Channel:
         (size,) = _LENGTH.unpack(self.read(_LENGTH.size))
         try:
             return self._decoder.decode(self.read(size))
-        except msgspec.DecodeError as error:
+        except (
+            msgspec.DecodeError,
+            SiirlError,
+            ValueError,
+            RecursionError,
+        ) as error:  # SiirlError: of a field
             log.error("a message cannot be read: %s", error)
             raise ChannelClosed(str(error)) from error
 
     def read(self, size: int) -> bytearray:
-        """The next bytes, outside of a message. ChannelClosed at the end."""
-        data = bytearray(size)
-        view, got = memoryview(data), 0
-        while got < size:
+        """The next bytes, outside of a message. ChannelClosed at the end.
+
+        Memory is taken for what has come, never for what a length promises.
+        """
+        data = bytearray()
+        while len(data) < size:
             try:
-                count = self._sock.recv_into(view[got:])
+                part = self._sock.recv(min(size - len(data), MOST_AT_ONCE))
             except OSError as error:
                 raise ChannelClosed(str(error)) from error
-            if not count:
+            if not part:
                 raise ChannelClosed("end of stream")
-            got += count
+            data += part
         return data
 
     def close(self) -> None:

@@ -225,7 +225,10 @@ class StreamServer:
                 return
             self._strangers.left(sock)
             _configure(sock, self._deadline_s)
-            connection = Connection(channel.receive().rank, channel)
+            hello = channel.receive()
+            if not isinstance(hello, Hello):
+                return
+            connection = Connection(hello.rank, channel)
             with self._news:
                 self._arrived[connection.rank].append(connection)
                 failure = self._failure
@@ -238,9 +241,8 @@ class StreamServer:
             pass
         finally:
             self._strangers.left(sock)
-            if connection is None:
-                channel.close()
-            else:
+            channel.close()
+            if connection is not None:
                 self._put(connection, None)
 
     def _put(self, connection: Connection, message: FromClient | None) -> None:
@@ -405,6 +407,8 @@ class RemoteStream(RolloutStream):
                 answer = EpisodeFailed(reason, why)
             case _:
                 return []
+        if key not in self._pending:
+            raise PeerError(f"{self._server()} answers {key!r}, which nobody has asked. Look at its log.")
         self._pending.remove(key)
         return [(key, answer)]
 
