@@ -1,4 +1,4 @@
-"""Packs the folder of a run for `siirl view --demo`: python tools/pack_demo.py RUN
+"""Packs a run for `siirl view --demo`, or for a test: python tools/pack_demo.py RUN [--out FILE]
 
 What the page shows is kept, without names of the machine and of folders. docs/view.md says which run it is.
 """
@@ -27,7 +27,9 @@ MOST_BYTES = 1 << 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("run", type=Path)
-    run = parser.parse_args().run.absolute()
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    run, out = args.run.absolute(), args.out.absolute()
     places = {
         str(run): "outputs/demo",
         str(run.parent): "outputs",
@@ -40,7 +42,7 @@ def main() -> None:
             text = text.replace(place, instead)
         return host.sub("demo", text)
 
-    with tarfile.open(OUT, "w:gz", compresslevel=9) as archive:
+    with tarfile.open(out, "w:gz", compresslevel=9) as archive:
         for path in sorted(path for pattern in KEPT for path in run.glob(pattern)):
             data = path.read_bytes()
             if path.name == "run.yaml":
@@ -53,10 +55,11 @@ def main() -> None:
             entry = tarfile.TarInfo(str(path.relative_to(run)))
             entry.size = len(data)
             archive.addfile(entry, io.BytesIO(data))
-    left = re.findall(r"(?<![\w.:/~-])/(?!usr/)\w+/\w[^\s\"',]*", json.dumps(_texts()))
+    left = re.findall(r"(?<![\w.:/~-])/(?!usr/)\w+/\w[^\s\"',]*", json.dumps(_texts(out)))
     assert not left, f"names of this machine are left: {sorted(set(left))[:5]}"
-    assert OUT.stat().st_size < MOST_BYTES, f"{OUT} has {OUT.stat().st_size} bytes: record a shorter run"
-    print(f"wrote {OUT.relative_to(ROOT)}: {OUT.stat().st_size >> 10} KiB")
+    size = out.stat().st_size
+    assert size < MOST_BYTES, f"{out} has {size} bytes: record a shorter run"
+    print(f"wrote {out.relative_to(ROOT)}: {size >> 10} KiB")
 
 
 def _shown(start: dict) -> dict:
@@ -65,8 +68,8 @@ def _shown(start: dict) -> dict:
     return {**start, "directory": "", "packages": packages, "siirl": {}, "project": {}}
 
 
-def _texts() -> list[str]:
-    with tarfile.open(OUT) as archive:
+def _texts(packed: Path) -> list[str]:
+    with tarfile.open(packed) as archive:
         return [
             archive.extractfile(entry).read().decode(errors="replace")  # type: ignore[union-attr]
             for entry in archive.getmembers()

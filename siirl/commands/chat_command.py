@@ -65,7 +65,7 @@ class Speaker:
         opening = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*opening, *self.said, {"role": "user", "content": text}]
         prompt = messages if self.tokenizer.chat_template else _continued(messages)
-        (ids,) = encode_prompts(self.tokenizer, [prompt], self.template)
+        ids = self._tokens(prompt)
         longest = (
             getattr(self.model.config, "max_position_embeddings", None) or len(ids) + sampling.max_tokens
         )
@@ -92,6 +92,17 @@ class Speaker:
             streamed.end()
         self.said += [{"role": "user", "content": text}, {"role": "assistant", "content": streamed.text}]
         return streamed.text
+
+    def _tokens(self, prompt: str | list[dict[str, str]]) -> list[int]:
+        """The tokens of what was said. ConfigError: it has words that the tokenizer does not know."""
+        try:
+            (ids,) = encode_prompts(self.tokenizer, [prompt], self.template)
+        except Exception as error:  # tokenizers raises nothing narrower
+            raise ConfigError(
+                f"the tokenizer cannot read this: {error}. A model that was trained from scratch knows the "
+                "words of its data alone: say it as its prompts do."
+            ) from error
+        return ids
 
 
 class _Streamed(TextStreamer):

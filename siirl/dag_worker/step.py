@@ -59,7 +59,7 @@ def _run(
                     agent = worker.plan.loaders[loader].agent
                     store.put(worker.load(ins, record), agent, layout, names(keys))
                 case Reshard():
-                    worker.exchange(store, ins)
+                    record.metrics.merge(worker.exchange(store, ins))
                 case Run(node=node, reads=reads, writes=writes, source=source, target=target, joins=joins):
                     agent = worker.plan.nodes[node].agent
                     others = store.view_others(joins)

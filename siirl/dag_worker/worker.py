@@ -34,7 +34,7 @@ from siirl.nodes.interaction import Interaction, build_interaction
 from siirl.nodes.services import SERVICES, OnRank, built_in, find_op
 from siirl.nodes.streams import Streams
 from siirl.nodes.trained_tokens import TrainedTokens
-from siirl.observe.columns import ENGINE_RESTARTS
+from siirl.observe.columns import ENGINE_RESTARTS, moved_metric, rows_metric
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, note, waiting
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -161,12 +161,16 @@ class DAGWorker:
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.groups.get(self.plan.layouts[layout].ranks))
         return int(found)
 
-    def exchange(self, store: FieldStore, ins: Reshard) -> None:
+    def exchange(self, store: FieldStore, ins: Reshard) -> Metrics:
+        """Move rows to another layout; what this rank sent of them."""
         route = self.plan.routes[ins.route]
         layouts = self.plan.layouts
         sent_bytes = self.transport.sent_bytes
         self.transport.exchange(store, ins.keys, route, layouts[route.source], layouts[route.target])
-        note(bytes=self.transport.sent_bytes - sent_bytes)
+        moved, metrics = self.transport.sent_bytes - sent_bytes, Metrics()
+        note(bytes=moved)
+        metrics.sum(moved_metric(ins.route), moved)
+        return metrics
 
     def sync_weights(self, ins: SyncWeights) -> Metrics:
         """Push the trainer's weights into the rollout engine, unless it has them already."""
@@ -189,6 +193,8 @@ class DAGWorker:
         self.observer.sample_memory()  # before the engine sleeps: its memory is not in our own peak
         self._sleep(node.plan.name)
         self._count(ins, context, record)
+        if self.plan.layouts[ins.source].is_shard_leader(self.rank):
+            record.metrics.sum(rows_metric(ins.node), len(rows))
         return result
 
     def serve(self, ins: Serve) -> Metrics:

@@ -91,14 +91,15 @@ class WeightLink:
         """Bring the target to the source's version; nothing if all target ranks have it. Wakes the target.
 
         The trainer's parameters must be on their device. Metrics: time/weight_sync_s, weight_sync/bytes
-        (one copy of the weights) and the version, none when skipped. WeightSyncError on every rank of the
-        link if any part failed; targets that failed refuse to generate.
+        (one copy of the weights) and the version; the version alone when skipped. WeightSyncError on every
+        rank of the link if any part failed; targets that failed refuse to generate.
         """
         start = time.perf_counter()
         with phase("compare_versions"):
-            version, dtype, root, broadcast, part = self._exchange()
+            version, current, dtype, root, broadcast, part = self._exchange()
         metrics = Metrics()
-        if version is None:
+        metrics.max(f"weight_sync/{self.name}_version", version)
+        if current:
             return metrics
         self._broken, self._num_bytes = False, 0
         with phase("transfer", version=version):
@@ -108,11 +109,10 @@ class WeightLink:
             note(bytes=self._num_bytes)
         metrics.max("time/weight_sync_s", time.perf_counter() - start)
         metrics.max("weight_sync/bytes", self._num_bytes)
-        metrics.max(f"weight_sync/{self.name}_version", version)
         return metrics
 
-    def _exchange(self) -> tuple[int | None, torch.dtype | None, int, bool, WeightPart]:
-        """(version to send or None, dtype, broadcasting rank, whether any rank needs it, what to send)."""
+    def _exchange(self) -> tuple[int, bool, torch.dtype | None, int, bool, WeightPart]:
+        """(version, whether all have it, dtype, broadcasting rank, whether any needs that, what to send)."""
         source, target = self._source, self._target
         mine = [
             int(source is not None),
@@ -140,7 +140,7 @@ class WeightLink:
         dtype = list(DTYPES.values())[codes.pop()] if len(codes) == 1 and codes != {-1} else None
         current = all(held == version for held, _, _ in targets.values())
         broadcast = bool(targets.keys() - sources.keys())
-        return None if current else version, dtype, min(sources), broadcast, PARTS[parts.pop()]
+        return version, current, dtype, min(sources), broadcast, PARTS[parts.pop()]
 
     def _transfer(self, stream: Iterator[Named], version: int) -> None:
         try:

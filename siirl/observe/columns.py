@@ -25,6 +25,17 @@ ENGINE_RESTARTS = "rollout/engine_restarts"
 REWARD = Column("reward", ("reward/score",), always=True)
 VALIDATION_REWARD = Column("val", ("val/reward/mean",), always=True)
 
+
+def rows_metric(node: str) -> str:
+    """Metric: rows that a node took in a step, all ranks together."""
+    return f"rows/{node}"
+
+
+def moved_metric(route: str) -> str:
+    """Metric: bytes that ranks sent each other along a route of the plan in a step."""
+    return f"reshard/{route.replace(' -> ', '_to_').replace('/', '_')}_bytes"
+
+
 COLUMNS = (
     REWARD,
     VALIDATION_REWARD,

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from siirl.compiler.plan import Instruction, Plan, Run
+from siirl.compiler.plan import Instruction, Plan, Run, Serve
 from siirl.observe.position import AT_END
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.runs.run_state import RankState
+from siirl.show.plan_text import home_ranks
 
 MEET = ("reshard", "weight_sync", "rounds")
 TOGETHER = ("report", "checkpoint")
@@ -92,8 +93,11 @@ def _instruction(plan: Plan | None, part: str, order: tuple[int, ...]) -> Instru
 
 
 def _node(plan: Plan, part: str, number: int, rank: int, name: str) -> str:
-    """The node of an instruction, or the next one that the rank runs."""
+    """The node of an instruction, the one whose turns it answers, or the next one that the rank runs."""
     if name in plan.nodes:
         return name
     after = _section(plan, part)[number:]
+    if isinstance(after[0], Serve):
+        homes, stages = home_ranks(plan), plan.interactions[after[0].node].stages
+        return next((stage.node for stage in stages if rank in homes[stage.node]), after[0].node)
     return next((ins.node for ins in after if isinstance(ins, Run) and rank in ins.ranks), "")

@@ -11,13 +11,15 @@ from siirl.compiler.plan import LinkPlan, Plan, Reshard, Run, StagePlan
 from siirl.errors import ConfigError
 from siirl.parallel.placement import Ranks, format_ranks
 from siirl.show.credit_text import Configs, credit_words, tool_words, turn_words
-from siirl.show.plan_text import node_ranks, sizes
+from siirl.show.plan_text import home_ranks, sizes
 
 FORMATS = (".svg", ".png")
 
 AGENT_COLORS = ("#3b6fb6", "#d9822b", "#3f9b6c", "#a2559b", "#c04f4f", "#7a7a3a", "#4a9fb0", "#8c6d4f")
 _INK, _FAINT, _LANE_COLOR, _WEIGHT_COLOR = "#22262b", "#6b737c", "#f3f4f6", "#b03a48"
 _BOX_W, _BOX_H, _GAP_X, _GAP_Y = 2.4, 0.84, 1.2, 0.3  # inches
+_PLACE = "rows"
+"""Words that are not seen."""
 _MARGIN, _HEADER, _TRACK, _NOTE = 0.3, 0.42, 0.34, 0.22
 
 Point = tuple[float, float]
@@ -68,10 +70,10 @@ def draw(plan: Plan, path: Path, configs: Configs) -> None:
     _save(_figure(plan, configs), path, path.suffix.lower().removeprefix("."))
 
 
-def drawn_as_svg(plan: Plan, configs: Configs) -> str:
-    """The picture as the text of an SVG file."""
+def drawn_as_svg(plan: Plan, configs: Configs, places: bool = False) -> str:
+    """The picture as the text of an SVG file. places: edges without words have an unseen place for them."""
     file = io.BytesIO()
-    _save(_figure(plan, configs), file, "svg")
+    _save(_figure(plan, configs, places), file, "svg")
     return file.getvalue().decode()
 
 
@@ -85,6 +87,11 @@ def link_mark(plan: Plan, name: str) -> str:
     return f"link-{list(plan.links).index(name)}"
 
 
+def edge_mark(plan: Plan, parent: str, child: str) -> str:
+    """The id of the words on an arrow between nodes."""
+    return f"edge-{list(plan.nodes).index(parent)}-{list(plan.nodes).index(child)}"
+
+
 def _save(figure: Any, file: Any, kind: str) -> None:
     import matplotlib
 
@@ -94,7 +101,7 @@ def _save(figure: Any, file: Any, kind: str) -> None:
         figure.savefig(file, format=kind, dpi=150, facecolor="white", metadata=metadata)
 
 
-def _figure(plan: Plan, configs: Configs) -> Any:
+def _figure(plan: Plan, configs: Configs, places: bool = False) -> Any:
     from matplotlib.figure import Figure
 
     edges = _edges(plan)
@@ -123,7 +130,9 @@ def _figure(plan: Plan, configs: Configs) -> Any:
             label = f"{_cut(_short(stages[parent].route))}:\n{_cut(child)}"
             _draw_edge(axes, way, label, dashed=True, clear=_before_weights(plan, way[-1], canvas))
         else:
-            _draw_edge(axes, way, _label(plan, parent, child))
+            words = _draw_edge(axes, way, _label(plan, parent, child) or (_PLACE if places else ""))
+            if words is not None:
+                words.set_gid(edge_mark(plan, parent, child))
     for node in plan.nodes:
         _draw_node(axes, plan, node, canvas.centers[node], configs)
     for line, (node, why) in enumerate(plan.pruned.items()):
@@ -178,7 +187,7 @@ def _arrange(plan: Plan, edges: list[tuple[str, str]]) -> _Canvas:
 
 def _fill_lanes(plan: Plan, edges: list[tuple[str, str]], columns: dict[str, int]) -> list[_Lane]:
     """Lanes from top to bottom by first rank, each slot near the slots that its arrows come from."""
-    ranks = _home_ranks(plan)
+    ranks = home_ranks(plan)
     order = sorted(dict.fromkeys(ranks.values()), key=lambda r: (r[0], -len(r), r))
     lanes = {members: _Lane(members) for members in order}
     for node in plan.nodes:
@@ -206,16 +215,6 @@ def _fill_lanes(plan: Plan, edges: list[tuple[str, str]], columns: dict[str, int
             for index, slot in enumerate(slots):
                 height[slot] = (index + 0.5) / len(slots) + list(lanes).index(lane.ranks)
     return list(lanes.values())
-
-
-def _home_ranks(plan: Plan) -> dict[str, Ranks]:
-    """Node -> the ranks in whose lane it is drawn: an agent of an interaction is where its engines are."""
-    homes = node_ranks(plan)
-    for interaction in plan.interactions.values():
-        for stage in interaction.stages:
-            if stage.kind == "agent":
-                homes[stage.node] = plan.models[f"agent_{stage.policy}.rollout"].ranks
-    return homes
 
 
 def _lane_of(lanes: list[_Lane], ranks: Ranks) -> _Lane:
@@ -283,7 +282,7 @@ def _label(plan: Plan, parent: str, child: str) -> str:
     """What moves from the parent's layout before the child runs: turns of an episode, or rows."""
     for interaction in plan.interactions.values():
         if {parent, child} <= {stage.node for stage in interaction.stages}:
-            homes = _home_ranks(plan)
+            homes = home_ranks(plan)
             return "" if homes[parent] == homes[child] else "turns"
     runs = {ins.node for ins in plan.instructions if isinstance(ins, Run)}
     if not {parent, child} <= runs:
@@ -419,9 +418,9 @@ def _draw_loop(axes: Any, stage: StagePlan, track: int, canvas: _Canvas) -> None
 
 def _draw_edge(
     axes: Any, points: list[Point], label: str, dashed: bool = False, clear: float | None = None
-) -> None:
-    """A curve that leaves and enters horizontally. dashed: taken by some episodes. clear: how far before the
-    curve's end the label ends.
+) -> Any:
+    """A curve that leaves and enters horizontally; returns its words. dashed: taken by some episodes. clear:
+    how far before the curve's end the label ends.
     """
     from matplotlib.patches import FancyArrowPatch
     from matplotlib.path import Path as Curve
@@ -434,20 +433,23 @@ def _draw_edge(
     style: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 11, "color": _INK, "lw": 1.1, "zorder": 2}
     style["linestyle"] = (0, (4, 2)) if dashed else "solid"
     axes.add_artist(FancyArrowPatch(path=Curve(vertices, codes), **style))
-    if label:
-        (x, y), (next_x, next_y) = points[-2:]
-        along = 0.58  # nearer the child, clear of where arrows fan out
-        rise = 3 * along**2 - 2 * along**3
-        place = (
-            x + (next_x - x) * (0.5 + 4 * (along - 0.5) ** 3 + (along - 0.5) / 2),
-            y + (next_y - y) * rise,
-        )
-        side = "center"
-        if clear is not None:
-            place, side = (next_x - clear, place[1]), "right"
-        box = {"boxstyle": "round,pad=0.12", "fc": _LANE_COLOR, "ec": "none", "alpha": 0.9}
-        style = {"size": 7, "color": _INK, "bbox": box, "linespacing": 1.05, "zorder": 6}
-        axes.text(*place, label, ha=side, va="center", **style)
+    if not label:
+        return None
+    (x, y), (next_x, next_y) = points[-2:]
+    along = 0.58  # nearer the child, clear of where arrows fan out
+    rise = 3 * along**2 - 2 * along**3
+    place = (
+        x + (next_x - x) * (0.5 + 4 * (along - 0.5) ** 3 + (along - 0.5) / 2),
+        y + (next_y - y) * rise,
+    )
+    side = "center"
+    if clear is not None:
+        place, side = (next_x - clear, place[1]), "right"
+    box = {"boxstyle": "round,pad=0.12", "fc": _LANE_COLOR, "ec": "none", "alpha": 0.9}
+    style = {"size": 7, "color": _INK, "bbox": box, "linespacing": 1.05, "zorder": 6}
+    if label == _PLACE:
+        box["alpha"] = style["alpha"] = 0
+    return axes.text(*place, label, ha=side, va="center", **style)
 
 
 def _weights_side(plan: Plan, link: LinkPlan, track: int, canvas: _Canvas) -> float:

@@ -118,6 +118,16 @@ def node_ranks(plan: Plan) -> dict[str, Ranks]:
     return {node: (played | ran)[node] for node in plan.nodes}
 
 
+def home_ranks(plan: Plan) -> dict[str, Ranks]:
+    """As node_ranks, but an agent of an interaction is where its engines are."""
+    homes = node_ranks(plan)
+    for interaction in plan.interactions.values():
+        for stage in interaction.stages:
+            if stage.kind == "agent":
+                homes[stage.node] = plan.models[f"agent_{stage.policy}.rollout"].ranks
+    return homes
+
+
 def conversations(plan: Plan, configs: Configs) -> list[str]:
     """For each interaction a table of its nodes: who acts there, by what, and where an episode goes then."""
     lines = []

@@ -11,7 +11,8 @@ from siirl.parallel.placement import format_ranks
 from siirl.runs.folder_reader import LeftOut
 from siirl.runs.run_files import MetricHistory
 from siirl.show.plan_picture import drawn_as_svg, link_mark, node_mark
-from siirl.show.plan_text import node_ranks
+from siirl.show.plan_text import home_ranks, node_ranks
+from siirl.view.step_edges import last_edges
 
 LAST_STEPS, MOST_NODES = 10, 300
 
@@ -30,10 +31,13 @@ def dag_of(job: dict[str, Any], history: MetricHistory, left_out: LeftOut) -> di
             "the picture of the plan", f"{len(plan.nodes)} nodes are more than {MOST_NODES}; they are listed"
         )
     series = history.series
+    edges, edges_step = last_edges(plan, series)
     return {
         "svg": svg,
         "nodes": _nodes(plan, series),
         "links": _links(plan, series),
+        "edges": edges,
+        "edges_step": edges_step,
         "parts": _parts(plan, series),
     }
 
@@ -41,19 +45,20 @@ def dag_of(job: dict[str, Any], history: MetricHistory, left_out: LeftOut) -> di
 @functools.lru_cache(maxsize=8)
 def _picture(plan_json: str) -> str:
     """The element <svg> alone, without declarations and metadata, which name addresses."""
-    svg = drawn_as_svg(Plan.from_json(plan_json), {})
+    svg = drawn_as_svg(Plan.from_json(plan_json), {}, places=True)
     return re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
 
 
 def _nodes(plan: Plan, series: Series) -> list[dict[str, Any]]:
-    ranks = node_ranks(plan)
+    ranks, homes = node_ranks(plan), home_ranks(plan)
     return [
         {
             "mark": node_mark(plan, name),
             "name": printable(name),
             "op": printable(node.op),
             "agent": node.agent,
-            "ranks": format_ranks(ranks[name]),
+            "ranks": format_ranks(homes[name]),
+            "serving": [rank for rank in homes[name] if rank not in ranks[name]],
             **_time(series, f"time/{name}_s"),
         }
         for name, node in plan.nodes.items()

@@ -1,11 +1,14 @@
-"""What went from node to node in a traced step: rows that were read, and bytes that moved between ranks."""
+"""What went from node to node in a step: rows that were read, and bytes that moved between ranks."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from siirl.compiler.plan import Load, Plan, Reshard, Run
+from siirl.observe.columns import moved_metric, rows_metric
+from siirl.observe.curve import Series
+from siirl.observe.printable import printable
 from siirl.runs.folder_reader import whole
-from siirl.show.plan_picture import node_mark
+from siirl.show.plan_picture import edge_mark, node_mark
 from siirl.types import Layout
 
 LOADED = "data"
@@ -37,12 +40,26 @@ def plan_edges(plan: Plan) -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def step_edges(plan: Plan, spans: Iterable[tuple[int, str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The edges of a step. spans: (rank, name, arguments) of its instructions.
+def edges(plan: Plan, rows: Mapping[str, float], moved: Mapping[str, float]) -> list[dict[str, Any]]:
+    """The edges of a step. rows: of nodes, those that several ranks hold counted once. moved: bytes by route.
 
-    rows: of the reader, those that several ranks hold counted once. bytes: of all ranks, by the reshards that
-    brought fields of this edge; fields of other edges that came along are in them.
+    Rows of an edge are those of its reader. Its bytes are those of the reshards that brought fields of it;
+    fields of other edges that came along are in them.
     """
+    return [
+        {
+            "mark": "" if parent == LOADED else edge_mark(plan, _last_stage(plan, parent, child), child),
+            "to": node_mark(plan, child),
+            "names": [printable(parent), printable(child)],
+            "rows": whole(rows.get(child)),
+            "bytes": int(sum(moved.get(route, 0) for route in routes)),
+        }
+        for (parent, child), routes in plan_edges(plan).items()
+    ]
+
+
+def step_edges(plan: Plan, spans: Iterable[tuple[int, str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The edges of a traced step. spans: (rank, name, arguments) of its instructions."""
     counting = {
         ins.node: _leaders(plan.layouts[ins.source])
         for ins in plan.instructions
@@ -56,17 +73,30 @@ def step_edges(plan: Plan, spans: Iterable[tuple[int, str, Mapping[str, Any]]]) 
             rows[name] = rows.get(name, 0) + count
         if size is not None and isinstance(route, str):
             moved[route] = moved.get(route, 0) + size
-    return [
-        {
-            "from": "" if parent == LOADED else node_mark(plan, parent),
-            "to": node_mark(plan, child),
-            "names": [parent, child],
-            "drawn": parent == LOADED or parent in plan.nodes[child].dependencies,
-            "rows": rows.get(child),
-            "bytes": sum(moved.get(route, 0) for route in routes),
-        }
-        for (parent, child), routes in plan_edges(plan).items()
-    ]
+    return edges(plan, rows, moved)
+
+
+def last_edges(plan: Plan, series: Series) -> tuple[list[dict[str, Any]], int | None]:
+    """(the edges of the last step that has rows on record, which step that is), of any run."""
+    names = {rows_metric(node): node for node in plan.nodes}
+    routes = {moved_metric(route): route for route in plan.routes}
+    steps = [max(series[name]) for name in names if series.get(name)]
+    if not steps:
+        return [], None
+    last = max(steps)
+
+    def at_last(metrics: Mapping[str, str]) -> dict[str, float]:
+        return {what: series[name][last] for name, what in metrics.items() if last in series.get(name, {})}
+
+    rows = {node: round(count) for node, count in at_last(names).items()}
+    return edges(plan, rows, at_last(routes)), last
+
+
+def _last_stage(plan: Plan, parent: str, child: str) -> str:
+    """Where the arrow to a child begins: what an agent said leaves its interaction where that ends."""
+    talks = ({stage.node for stage in talk.stages} for talk in plan.interactions.values())
+    stages = next((nodes for nodes in talks if parent in nodes), set())
+    return next((node for node in plan.nodes[child].dependencies if node in stages), parent)
 
 
 def _leaders(layout: Layout) -> frozenset[int]:

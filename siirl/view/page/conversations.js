@@ -42,7 +42,7 @@ function spoken(episode, said, agent, named) {
 // A conversation; its text is read and written when it is opened, so that thousands stay fast.
 function episodeBox(episode, agent, open) {
   const chips = Object.entries(episode.rewards).map(([who, reward]) =>
-    make("span", { class: "chip", color: agentColor(Number(who)) }, "agent " + who + " ", rewardChip("", reward)));
+    make("span", { class: "chip", color: agentColor(Number(who)) }, "agent " + who + ": ", rewardChip("", reward)));
   const known = "open " + page.run + " " + episode.id, box = make("details", { "data-id": episode.id },
     make("summary", { onclick: () => { page.state[known] = !box.open; } }, episode.kind + ", step " + episode.step + ": " + episode.title, chips, make("span", { class: "chip" }, plural(episode.turns, "turn")), episode.tokens ? make("span", { class: "chip" }, "tokens") : null));
   const write = async () => {

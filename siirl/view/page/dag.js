@@ -5,7 +5,20 @@ const STATES = Object.keys(STATE_COLORS);  // a node has the first that one of i
 
 function heat(share) { return `hsl(${Math.round(130 - 130 * Math.min(1, share * 1.6))} 75% 55%)`; }
 
-// The picture as an element of its own: {box, svg, grounds: node -> its ground}; null if it cannot be drawn.
+const READABLE = 0.75;  // of the picture's own size: so small its words can still be read
+const PIXELS_OF_POINT = 4 / 3, ROOM = 1260;
+
+// A button that shows a wide picture whole, or as large as its words can be read, to be scrolled.
+function sizeButton(svg) {
+  const least = parseFloat(svg.getAttribute("width")) * PIXELS_OF_POINT * READABLE;
+  if (!(least > ROOM)) return null;
+  const set = () => { const whole = keep("whole picture", false); svg.style.minWidth = whole ? "0" : Math.round(least) + "px"; button.setAttribute("aria-pressed", String(whole)); };
+  const button = make("button", { type: "button", onclick: () => { page.state["whole picture"] = !keep("whole picture", false); set(); } }, "whole picture");
+  set();
+  return button;
+}
+
+// The picture as an element of its own: {box, svg, grounds: node -> its ground, size: a button or null}; null if it cannot be drawn.
 function picture(dag) {
   const parsed = dag.svg ? new DOMParser().parseFromString(dag.svg, "image/svg+xml").documentElement : null;
   if (!parsed || parsed.nodeName !== "svg") return null;
@@ -20,7 +33,52 @@ function picture(dag) {
     ground.append(draw("title", {}, node.name + ": " + said(node)));
     grounds.set(node.name, ground);
   }
-  return { box: make("div", { class: "picture", id: "picture", tabindex: 0 }, svg), svg, grounds };
+  return { box: make("div", { class: "picture", id: "picture", tabindex: 0 }, svg), svg, grounds, size: sizeButton(svg) };
+}
+
+// Where something of the picture is: its corners, from the outline that it is drawn with.
+function corners(outline) {
+  const numbers = (outline.getAttribute("d") || "").match(/-?\d+(\.\d+)?/g) || [];
+  const x = numbers.filter((_, at) => at % 2 === 0).map(Number), y = numbers.filter((_, at) => at % 2 === 1).map(Number);
+  return { left: Math.min(...x), right: Math.max(...x), top: Math.min(...y), bottom: Math.max(...y) };
+}
+
+// Other words in the place of some of the picture, a line each.
+function reword(group, lines, kind, about) {
+  const outline = group.querySelector("path"), { left, right, top, bottom } = corners(outline), size = 7.5;
+  const words = lines.map((line, index) => draw("text", { x: (left + right) / 2, y: (top + bottom) / 2 + size * (index + 0.8 - lines.length / 2), class: kind, "text-anchor": "middle" }, line));
+  words[0].prepend(draw("title", {}, about));
+  group.replaceChildren(...words);
+}
+
+function sizeText(bytes) {
+  const at = bytes ? Math.min(4, Math.floor(Math.log2(bytes) / 10)) : 0;
+  return Number((bytes / 2 ** (10 * at)).toPrecision(3)) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][at];
+}
+
+function edgeWords(edge) { return [edge.rows !== null && plural(edge.rows, "row"), edge.bytes ? sizeText(edge.bytes) : ""].filter(Boolean); }
+
+// Rows and bytes on the arrows between nodes; what is loaded stands over the node that reads it.
+function labelEdges(drawn, edges) {
+  for (const edge of edges) {
+    const words = edgeWords(edge), between = edge.names.join(" to ");
+    if (!words.length) continue;
+    if (!edge.mark) {
+      const to = drawn.grounds.get(edge.names[1]), end = to && corners(to);
+      if (end) drawn.svg.append(draw("text", { x: end.left, y: end.top - 3, class: "edge", "data-edge": between }, words.join(", ")));
+      continue;
+    }
+    const group = drawn.svg.querySelector("#" + CSS.escape(edge.mark));  // none where other arrows imply this one
+    if (!group || !group.querySelector("path")) continue;
+    group.setAttribute("data-edge", between);
+    reword(group, words, "edge", between);
+  }
+}
+
+function edgesTable(edges) {
+  const cells = edges.filter(edge => edgeWords(edge).length).map(edge => [...edge.names, edge.rows === null ? "-" : String(edge.rows), edge.bytes ? sizeText(edge.bytes) : "-"]);
+  return make("details", {}, make("summary", {}, "rows and bytes from node to node"), make("table", { class: "details", id: "edges" },
+    make("tr", {}, ["from", "to", "rows", "moved between ranks"].map(title => make("th", { scope: "col" }, title))), cells.map(row => make("tr", {}, row.map(cell => make("td", {}, cell))))));
 }
 
 // color "": as the picture has it.
@@ -54,9 +112,10 @@ section("dag", "DAG", ["dag", "overview"], () => {
   const head = make("tr", {}, heads.map(title => make("th", { scope: "col" }, title)));
   const drawn = picture(dag);
   for (const link of drawn ? dag.links : []) {
-    const words = drawn.svg.querySelector("#" + CSS.escape(link.mark) + " text");
-    if (words && link.version !== null) words.textContent = "weights " + link.version;
+    const group = drawn.svg.querySelector("#" + CSS.escape(link.mark));
+    if (group && link.version !== null) reword(group, ["weights " + link.version], "edge weights", link.name + ": after so many steps of the optimizer");
   }
+  if (drawn) labelEdges(drawn, dag.edges);
   for (const node of drawn ? dag.nodes : []) {
     const ground = drawn.grounds.get(node.name);
     if (!ground) continue;
@@ -68,8 +127,10 @@ section("dag", "DAG", ["dag", "overview"], () => {
       ground.firstChild.textContent += "\n" + (saidAt(node.name).join("\n") || "idle");
     }
   }
-  return [make("div", { class: "bar" }, colors, make("span", { class: "faint" }, legend),
+  return [make("div", { class: "bar" }, colors, drawn && drawn.size, make("span", { class: "faint" }, legend),
     by === "time" || !doingNow.length ? null : make("span", { id: "doing", role: "status" }, plural(about.places.reduce((sum, place) => sum + place.count, 0), "rank") + ": " + doingNow.join(", "))),
     drawn ? drawn.box : dag.svg ? make("p", { class: "box" }, "The picture cannot be drawn; its nodes are listed below.") : null,
-    make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "nodes" }, head, rows))];
+    dag.edges_step === null || !drawn ? null : make("p", { class: "faint" }, "On the arrows: rows that the reader took in step " + dag.edges_step + " and bytes that ranks sent each other for them."),
+    make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "nodes" }, head, rows)),
+    dag.edges_step === null ? null : edgesTable(dag.edges)];
 });

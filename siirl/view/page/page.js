@@ -3,6 +3,7 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const COLORS = ["#3b6fb6", "#d9822b", "#3f9b6c", "#a2559b", "#c04f4f", "#8a8a3a", "#4a9fb0", "#9c7d5f"];
+const MORE_COLORS = [...COLORS, "#6a5acd", "#c98bb9", "#5f8a5f", "#b5651d", "#2e7f86", "#a0a040", "#d46a6a", "#7893b5"];
 const REFRESH_MS = 5000, MOST_WAIT_MS = 60000;
 const SECTIONS = [];
 const page = { data: null, section: null, run: 0, stale: false, state: {} };
@@ -139,7 +140,7 @@ function placeColor(index) { return index < 0 ? "var(--shade)" : COLORS[index % 
 function whereRanksAre(about) {
   const ago = at => seconds(Math.max(0, page.data.made_s - at));
   const rows = about.places.map((place, index) => make("tr", {}, [make("span", {}, make("i", { class: "patch", color: placeColor(index) }), String(place.count)),
-    brief(place.ranks), String(place.step), place.node + (place.at && place.at !== place.node ? " for " + place.at : ""), doingText(place),
+    brief(place.ranks), String(place.step), place.node + (place.at && place.at !== place.node ? " for " + place.at : ""), about.state === "ended" ? "-" : doingText(place),
     (ago(place.first_s) === ago(place.last_s) ? "" : ago(place.first_s) + " to ") + ago(place.last_s) + " before"].map(cell => make("td", {}, cell))));
   const grids = Object.entries(about.groups).map(([kind, cells]) => make("div", {}, make("h3", {}, plural(cells.length, kind.replace(/s$/, ""))), grid(kind, cells, about.places)));
   return make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "places" },

@@ -2,39 +2,6 @@
 
 const STRIP = { left: 74, width: 1240, row: 22, top: 20 }, PLAY_MS = 8000, TICK_MS = 60;
 
-// Where the plan's picture has a box: its corners, from the outline that it is drawn with.
-function corners(ground) {
-  const numbers = (ground.getAttribute("d") || "").match(/-?\d+(\.\d+)?/g) || [];
-  const x = numbers.filter((_, at) => at % 2 === 0).map(Number), y = numbers.filter((_, at) => at % 2 === 1).map(Number);
-  return { left: Math.min(...x), right: Math.max(...x), top: Math.min(...y), bottom: Math.max(...y) };
-}
-
-function sizeText(bytes) {
-  const at = bytes ? Math.min(4, Math.floor(Math.log2(bytes) / 10)) : 0;
-  return Number((bytes / 2 ** (10 * at)).toPrecision(3)) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][at];
-}
-
-function edgeText(edge) {
-  return [edge.rows !== null && plural(edge.rows, "row"), edge.bytes ? sizeText(edge.bytes) : ""].filter(Boolean).join(", ");
-}
-
-function labelEdges(drawn, dag, edges) {
-  const boxes = [...drawn.grounds.values()].map(corners);
-  const between = (left, right) => boxes.some(box => left < box.left && box.right < right);
-  const ofMark = new Map(dag.nodes.map(node => [node.mark, node.name])), taken = [];
-  for (const edge of edges) {
-    const to = drawn.grounds.get(ofMark.get(edge.to)), from = drawn.grounds.get(ofMark.get(edge.from)), text = edgeText(edge);
-    if (!edge.drawn || !to || !text || (edge.from && !from)) continue;
-    const end = corners(to), begin = from && corners(from);
-    if (begin && between(begin.right, end.left)) continue;  // a long way has no place of its own: the table has it
-    const x = begin && begin.right < end.left ? (begin.right + end.left) / 2 : end.left;
-    let y = begin ? (begin.top + begin.bottom + end.top + end.bottom) / 4 - 11 : end.top - 3;
-    while (taken.some(other => Math.abs(other.x - x) < 46 && Math.abs(other.y - y) < 8)) y += 8;
-    taken.push({ x, y });
-    drawn.svg.append(draw("text", { x, y, class: "edge", "text-anchor": "middle", "data-edge": edge.names.join(" to ") }, text));
-  }
-}
-
 // Instructions of the step: node or kind -> [start, end, rank].
 function played(trace, step) {
   const found = new Map(), alike = trace.groups.alike;  // of thousands of ranks some are shown one by one
@@ -44,6 +11,12 @@ function played(trace, step) {
     found.get(name).push([start, start + duration, lane.rank, args.ranks || 1]);
   }
   return found;
+}
+
+// The nodes that intervals belong to, each with those: serving is for the agents whose engines are on the rank.
+function nodesOf(name, spans, nodes) {
+  if (name !== "serve") return [[name, spans]];
+  return nodes.map(node => [node.name, spans.filter(span => node.serving.includes(span[2]))]).filter(([, of]) => of.length);
 }
 
 function strip(bound, begin) {
@@ -56,7 +29,7 @@ function strip(bound, begin) {
   ranks.forEach((rank, place) => svg.append(draw("text", { class: "lane", x: 4, y: STRIP.top + place * STRIP.row + 14 }, "rank " + rank)));
   for (const [rank, name, start, end] of bound.path) {
     const x = STRIP.left + (start - begin) * scale, wide = Math.max(0.6, (end - start) * scale), y = STRIP.top + ranks.indexOf(rank) * STRIP.row;
-    const color = name === "between instructions" ? "#8a929b" : COLORS[names.indexOf(name) % COLORS.length];
+    const color = name === "between instructions" ? "#8a929b" : MORE_COLORS[names.indexOf(name) % MORE_COLORS.length];
     const box = draw("rect", { class: "span", x: x.toFixed(1), y, width: wide.toFixed(1), height: STRIP.row - 4, fill: color, "data-name": name });
     box.addEventListener("pointermove", event => tip(name + "\nrank " + rank + "\n" + lasting(end - start), event.clientX, event.clientY));
     box.addEventListener("pointerleave", () => tip(""));
@@ -83,7 +56,7 @@ section("step", "Step", ["timeline", "dag"], () => {
   const bound = trace.bounds.find(item => item.step === keep("replayed", null)) || trace.bounds[trace.bounds.length - 1];
   const parts = played(trace, bound.step), begin = bound.begin_ms, edges = trace.edges[bound.step] || [];
   const drawn = dag && picture(dag), [path, move] = strip(bound, begin);
-  if (drawn) labelEdges(drawn, dag, edges);
+  if (drawn) labelEdges(drawn, edges);
   const now = make("span", { role: "status", id: "now" });
   const slider = make("input", { type: "range", min: 0, max: bound.total_ms, step: "any", value: 0, id: "scrub", "aria-label": "time in step " + bound.step });
   const at = time => {
@@ -94,8 +67,10 @@ section("step", "Step", ["timeline", "dag"], () => {
       const inside = spans.filter(([start, end]) => start - begin <= time && time < end - begin);
       if (inside.length) busy.push(name + " on " + (trace.chosen ? plural(inside.reduce((sum, span) => sum + span[3], 0), "rank")
         : inside.map(span => span[2]).sort((a, b) => a - b).join(", ")));
-      const ground = drawn && drawn.grounds.get(name);
-      if (ground) paint(ground, inside.length ? "#4f8fe0" : spans.every(span => span[1] - begin <= time) ? "#3f9b6c" : "", inside.length ? 0.6 : 0.22);
+      for (const [node, of] of nodesOf(name, spans, dag ? dag.nodes : [])) {
+        const ground = drawn && drawn.grounds.get(node), now = of.some(span => inside.includes(span));
+        if (ground) paint(ground, now ? "#4f8fe0" : of.every(span => span[1] - begin <= time) ? "#3f9b6c" : "", now ? 0.45 : 0.22);
+      }
     }
     now.textContent = lasting(time) + " of " + lasting(bound.total_ms) + ": " + (busy.join("; ") || "between instructions");
   };
@@ -117,12 +92,9 @@ section("step", "Step", ["timeline", "dag"], () => {
   at(0);
   const steps = trace.bounds.map(item => make("button", { type: "button", "aria-pressed": String(item === bound),
     onclick: () => { page.state.replayed = item.step; redraw(); } }, "step " + item.step));
-  const listed = edges.filter(edgeText).map(edge => make("tr", {}, [edge.names[0], edge.names[1], edge.rows === null ? "-" : String(edge.rows),
-    edge.bytes ? sizeText(edge.bytes) : "-"].map(cell => make("td", {}, cell))));
   return [make("div", { class: "bar" }, steps), make("p", { class: "box alert", id: "bounds" }, bound.text),
-    make("div", { class: "bar" }, button, slider, now),
+    make("div", { class: "bar" }, button, slider, now, drawn && drawn.size),
     drawn ? drawn.box : null,
     make("div", { class: "box lanes" }, make("h2", {}, "What the end of the step waited for"), path, fasterTable(bound)),
-    make("details", {}, make("summary", {}, "rows and bytes from node to node"), make("table", { class: "details", id: "edges" },
-      make("tr", {}, ["from", "to", "rows", "moved between ranks"].map(title => make("th", { scope: "col" }, title))), listed))];
+    edgesTable(edges)];
 });

@@ -1,6 +1,6 @@
 // Ranks over time, from the trace: intervals of nodes, their phases below them. Zoomed by buttons, keys and Ctrl + wheel.
 
-const LANE = { left: 150, row: 15, gap: 7, top: 22, width: 1240 };
+const LANE = { left: 178, row: 15, gap: 7, top: 22, width: 1240 };
 const LEAST_PIXELS = 0.4, DEEPEST = 3;
 
 const MEMORY = { peak_gib: "tensors at most", reserved_gib: "reserved at most", device_gib: "in use on the device", host_gib: "memory of the process" };
@@ -16,9 +16,15 @@ function spanText([name, start, duration, , open, args], lane) {
     lasting(duration) + ", from " + lasting(start) + " on", ...facts].join("\n");
 }
 
+// Names of the outermost intervals, those of the loop first.
+function laneNames(trace) {
+  const lanes = [...trace.lanes].sort((a, b) => (a.lane && a.lane !== "instructions") - (b.lane && b.lane !== "instructions"));
+  return [...new Set(lanes.flatMap(lane => lane.spans.filter(span => span[3] === 0).map(span => span[0])))];
+}
+
 function lanesPicture(trace, view, chosen, choose) {
-  const names = [...new Set(trace.lanes.flatMap(lane => lane.spans.filter(span => span[3] === 0).map(span => span[0])))];
-  const color = name => { const at = names.indexOf(name); return at < 0 ? "#8a929b" : COLORS[at % COLORS.length]; };
+  const names = laneNames(trace);
+  const color = name => { const at = names.indexOf(name); return at < 0 ? "#8a929b" : MORE_COLORS[at % MORE_COLORS.length]; };
   const scale = (LANE.width - LANE.left) / (view.end - view.start);
   let y = LANE.top, hidden = 0;
   const svg = draw("svg", { id: "lanes", tabindex: 0, role: "application",
@@ -29,8 +35,9 @@ function lanesPicture(trace, view, chosen, choose) {
   }
   trace.lanes.forEach((lane, index) => {
     const deep = Math.min(DEEPEST, Math.max(0, ...lane.spans.map(span => span[3])));
-    const title = (lane.title || "rank " + lane.rank) + (lane.lane && lane.lane !== "instructions" ? " " + lane.lane : "");
-    svg.append(draw("text", { x: 4, y: y + 12 }, draw("title", {}, lane.label), title.slice(0, 22)));
+    const helper = lane.lane && lane.lane !== "instructions";  // a thread of the rank above it
+    svg.append(draw("text", { x: helper ? 16 : 4, y: y + 12, class: helper ? "axis" : null }, draw("title", {}, lane.label + (helper ? ", " + lane.lane : "")),
+      (helper ? lane.lane : lane.title || "rank " + lane.rank).slice(0, 27)));
     lane.spans.forEach((span, place) => {
       const [name, start, duration, depth] = span;
       if (start + duration < view.start || start > view.end || depth > DEEPEST) return;
@@ -118,5 +125,6 @@ section("timeline", "Timeline", ["timeline"], () => {
     make("button", { type: "button", onclick: () => zoom(0.5), "aria-label": "zoom in" }, "+"),
     make("button", { type: "button", onclick: () => zoom(2), "aria-label": "zoom out" }, "\u2212"),
     make("button", { type: "button", onclick: () => pan(-0.5), "aria-label": "earlier" }, "\u2190"),
-    make("button", { type: "button", onclick: () => pan(0.5), "aria-label": "later" }, "\u2192"), note), holder];
+    make("button", { type: "button", onclick: () => pan(0.5), "aria-label": "later" }, "\u2192"), note),
+    make("div", { class: "legend" }, laneNames(trace).slice(0, MORE_COLORS.length).map((name, at) => make("span", {}, make("i", { class: "patch", color: MORE_COLORS[at] }), name))), holder];
 });

@@ -1,9 +1,10 @@
-"""Rows and bytes on the edges of a plan, of a traced step."""
+"""Rows and bytes on the edges of a plan, of a traced step and of any other."""
 
 from plan_cases import template_plan
 from viewed_runs import write_run
 
-from siirl.view.step_edges import LOADED, plan_edges, step_edges
+from siirl.observe.columns import moved_metric, rows_metric
+from siirl.view.step_edges import LOADED, last_edges, plan_edges, step_edges
 from siirl.view.view_page import read_run
 
 ROUTE = "agent_0.samples/0 -> agent_0.samples/1"
@@ -32,6 +33,20 @@ def test_rows_that_several_ranks_hold_count_once_and_bytes_of_all_ranks_add_up()
     assert found["rollout_actor", "actor_train"] == (16, 402), "both ranks of the actor hold the same rows"
     assert found["rollout_actor", "function_reward"] == (32, 0), "each rank has rows of its own"
     assert found[LOADED, "rollout_actor"] == (None, 0)
+
+
+def test_edges_of_an_untraced_run_are_those_of_its_last_step_with_rows():
+    plan = template_plan(2, "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+    moved = moved_metric(ROUTE)
+    assert "/" not in moved.removeprefix("reshard/") and ">" not in moved, "loggers take it as a name"
+    series = {rows_metric("actor_train"): {1: 8.0, 3: 32.0}, rows_metric("function_reward"): {3: 32.0}}
+    series |= {moved: {3: 2048.0, 4: 1.0}, "time/step_s": {4: 1.0}}
+    found, step = last_edges(plan, series)
+    numbers = {tuple(edge["names"]): (edge["rows"], edge["bytes"]) for edge in found}
+    assert step == 3 and numbers["rollout_actor", "actor_train"] == (32, 2048)
+    assert numbers["rollout_actor", "function_reward"] == (32, 0)
+    assert numbers[LOADED, "rollout_actor"] == (None, 0), "its rows are not on record"
+    assert last_edges(plan, {"time/step_s": {4: 1.0}}) == ([], None)
 
 
 def test_the_page_has_what_bounds_each_traced_step_and_its_edges(tmp_path):
