@@ -152,6 +152,12 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "{resume_from_path=}: expected the path of a checkpoint, DIR/global_step_N.",
         ),
         Contradiction(
+            lambda trainer: trainer.launcher == "local" and trainer.nnodes > 1,
+            "{nnodes=} with {launcher=}, which starts processes on one machine only. Set {}.launcher=ray, or "
+            "start one `torchrun --nnodes ... -m siirl.main_dag ...` on each machine with "
+            "{}.launcher=torchrun, or set {}.nnodes=1.",
+        ),
+        Contradiction(
             lambda trainer: trainer.memory_checkpoint_freq > 0 and trainer.nnodes > 1,
             "{memory_checkpoint_freq=} with {nnodes=}: machines share no memory: a lost one takes its part "
             "of such a checkpoint with it. Set {}.memory_checkpoint_freq=-1, and {}.save_freq.",

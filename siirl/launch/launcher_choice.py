@@ -15,8 +15,8 @@ def choose_launcher(cfg: Config, env: Mapping[str, str] = os.environ) -> Launche
     """The launcher of this run: trainer.launcher, or what `auto` means here.
 
     auto: torchrun in a process that torchrun started; ray where RAY_ADDRESS is set and for several machines;
-    else local. ConfigError: torchrun was asked for outside of it, the local launcher for several machines, or
-    auto is another than the local one where there are checkpoints in memory.
+    else local. ConfigError: torchrun was asked for outside of it, or auto is another than the local one where
+    there are checkpoints in memory.
     """
     chosen = _chosen(cfg, env)
     if cfg.trainer.launcher == "auto" and chosen != "local" and cfg.trainer.memory_checkpoint_freq > 0:
@@ -41,10 +41,4 @@ def _chosen(cfg: Config, env: Mapping[str, str]) -> Launcher:
         return "torchrun"
     if wanted == "ray" or (wanted == "auto" and (env.get("RAY_ADDRESS") or cfg.trainer.nnodes > 1)):
         return "ray"
-    if cfg.trainer.nnodes > 1:
-        raise ConfigError(
-            f"trainer.nnodes={cfg.trainer.nnodes}: the local launcher starts processes on one machine "
-            "only. Set trainer.launcher=ray, or start one `torchrun --nnodes ... -m siirl.main_dag ...` on "
-            "each machine, or set trainer.nnodes=1."
-        )
     return "local"

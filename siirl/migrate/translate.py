@@ -151,7 +151,10 @@ def _translate_one(sign: str, name: str, value: str | None, result: Translation)
         return
     if known is not None:
         entry, here = known
-        if _plain_text(value) in entry.asks_nothing:
+        asks_nothing = _plain_text(value) in entry.asks_nothing
+        if asks_nothing and not here and name in all_keys():  # of siirl too, where the value says something
+            _keep(name, value, there, "", result)
+        elif asks_nothing:
             result.add("dropped", there, entry.why if here else "it asks for nothing")
         elif here:
             _keep(here, value, there, "" if entry.asks_nothing else entry.why, result)

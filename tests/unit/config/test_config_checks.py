@@ -131,6 +131,10 @@ def test_a_sound_configuration_passes_without_warnings():
         ([f"{ACTOR}.fsdp_config.fsdp_size=0"], ("fsdp_size=0",)),
         ([f"{ACTOR}.checkpoint.save_contents=[optimizer]"], ("save_contents=[optimizer]", "Add model")),
         (["data.train_files=[]"], ("data.train_files is empty",)),
+        (
+            ["trainer.launcher=local", "trainer.nnodes=2"],
+            ("trainer.nnodes=2 with trainer.launcher=local", "Set trainer.launcher=ray"),
+        ),
         (["data.val_files=[]"], ("data.val_files is empty", "val_before_train=false")),
         (["trainer.resume_mode=resume_path"], ("trainer.resume_from_path=",)),
         (["dag.workflow_path=a.yaml", "dag.custom_pipeline_fn=b.py:c"], ("a.yaml", "b.py:c", "only one")),

@@ -210,6 +210,8 @@ def test_the_other_defaults_differ_from_ours():
         ),
         ("siirl", ["trainer.resume_mode=off"], ["trainer.resume_mode=off"], []),
         ("siirl", ["trainer.device=npu"], [], ["trainer.device"]),
+        ("siirl", ["trainer.device=cpu"], ["trainer.device=cpu"], []),
+        ("verl", ["trainer.device=cuda"], ["trainer.device=cuda"], []),
         (
             "siirl",
             ["actor_rollout_ref.rollout.tensor_model_parallel_size=16", "trainer.nnodes=2"],
