@@ -69,7 +69,8 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig):
 
 
 def test_no_two_test_files_have_one_name():
-    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "__init__.py")
+    by_pytest = {"__init__.py", "conftest.py"}
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in by_pytest)
     assert [name for name, number in names.items() if number > 1] == []
 
 
