@@ -6,7 +6,8 @@ samples (`Wanted`), and gets what there is of these rows, and of no others.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,51 +69,54 @@ class KeptRows:
         texts = {(one.sample_index, one.text): one for one in wanted if one.agent == self.agent}
         episodes = {(one.sample_index, one.episode_id) for one in wanted if one.episode_id is not None}
         prompts = torch.tensor(sorted({one.sample_index for one in wanted}), dtype=torch.int64)
-        near_B = self._seen_B & torch.isin(self.rows["sample_index"], prompts)
-        found: dict[int, Wanted | None] = {}
-        for row in near_B.nonzero().flatten().tolist():
-            prompt = int(self.rows["sample_index"][row])
-            if texts:
-                if one := texts.get((prompt, digest(self.rows, row))):
-                    found[row] = one
-            elif "episode_id" in self.rows.keys() and (prompt, int(self.rows["episode_id"][row])) in episodes:
-                found[row] = None
-        return found
+        near_R = (self._seen_B & torch.isin(self.rows["sample_index"], prompts)).nonzero().flatten()
+        near, prompt = near_R.tolist(), self.rows["sample_index"][near_R].tolist()
+        if texts:
+            said = zip(prompt, digests(self.rows, near_R), strict=True)
+            return {row: texts[key] for row, key in zip(near, said, strict=True) if key in texts}
+        if "episode_id" not in self.rows.keys():
+            return {}
+        episode = zip(prompt, self.rows["episode_id"][near_R].tolist(), strict=True)
+        return {row: None for row, key in zip(near, episode, strict=True) if key in episodes}
 
-    def record(self, row: int) -> dict[str, Any]:
-        """A row as JSON values: of each trained token text and numbers, of each turn its mean advantage."""
-        mask_T = self.rows["response_mask"][row].bool()
+    def records(self, rows: Sequence[int], room: int = MOST_TOKENS) -> Iterator[dict[str, Any]]:
+        """Rows as JSON values: of each trained token text and numbers, of each turn its mean advantage.
+
+        Until they have more than `room` tokens.
+        """
+        picked = torch.tensor(rows, dtype=torch.int64)
         columns = {name: self.rows[name] for name in _NUMBERS if name in self.rows.keys()} | self._found
-        columns_N = {
-            name: columns[name][row][mask_T][:MOST_ROW_TOKENS] for name in _NUMBERS if name in columns
-        }
-        ids = self.rows["response_ids"][row][mask_T].tolist()
-        turn_N = self._turns(row)[mask_T]
-        numbers, index_N, count = turn_N.unique(return_inverse=True, return_counts=True)
-        total = torch.zeros(len(numbers), dtype=torch.float64)
-        total.index_add_(0, index_N, self.rows["advantage"][row][mask_T].double())
-        turns = zip(numbers.tolist(), count.tolist(), (total / count).tolist(), strict=True)
-        in_episode = "episode_id" in self.rows.keys()
-        return {
-            "agent": self.agent,
-            "speaker": int(self.rows["speaker"][row]) if in_episode else self.agent,
-            "sample_index": int(self.rows["sample_index"][row]),
-            "row_id": int(self.rows["row_id"][row]),
-            "episode_id": int(self.rows["episode_id"][row]) if in_episode else None,
-            "turns": [{"turn": x, "tokens": n, "advantage": _short(mean)} for x, n, mean in turns],
-            "left_out": max(0, len(ids) - MOST_ROW_TOKENS),
-            "tokens": {
-                "text": token_texts(self.tokenizer, ids[:MOST_ROW_TOKENS]),
-                "id": ids[:MOST_ROW_TOKENS],
-                "turn": turn_N[:MOST_ROW_TOKENS].tolist(),
-                **{name: [_short(x) for x in column_N.tolist()] for name, column_N in columns_N.items()},
-            },
-        }
-
-    def _turns(self, row: int) -> Tensor:
-        """The turn of each token of a row, [T]; all are the first one without an interaction."""
-        mask_T = self.rows["response_mask"][row]
-        return self.rows["turn_id"][row] if "turn_id" in self.rows.keys() else torch.zeros_like(mask_T).long()
+        columns = {name: columns[name][picked] for name in _NUMBERS if name in columns}
+        about = self.rows[picked]
+        turns = about["turn_id"] if "turn_id" in about.keys() else torch.zeros_like(about["response_ids"])
+        in_episode = "episode_id" in about.keys()
+        names = ("row_id", "sample_index", *(("speaker", "episode_id") if in_episode else ()))
+        ids = {name: about[name].tolist() for name in names}
+        known: dict[tuple[int, ...], str] = {}
+        for place in range(len(rows)):
+            mask_T = about["response_mask"][place].bool()
+            token_N, turn_N = about["response_ids"][place][mask_T].tolist(), turns[place][mask_T].tolist()
+            room -= min(len(token_N), MOST_ROW_TOKENS)
+            if room < 0:
+                return
+            numbers = {
+                name: column[place][mask_T][:MOST_ROW_TOKENS].tolist() for name, column in columns.items()
+            }
+            yield {
+                "agent": self.agent,
+                "speaker": ids["speaker"][place] if in_episode else self.agent,
+                "sample_index": ids["sample_index"][place],
+                "row_id": ids["row_id"][place],
+                "episode_id": ids["episode_id"][place] if in_episode else None,
+                "turns": _mean_advantages(turn_N, about["advantage"][place][mask_T].tolist()),
+                "left_out": max(0, len(token_N) - MOST_ROW_TOKENS),
+                "tokens": {
+                    "text": token_texts(self.tokenizer, token_N[:MOST_ROW_TOKENS], known),
+                    "id": token_N[:MOST_ROW_TOKENS],
+                    "turn": turn_N[:MOST_ROW_TOKENS],
+                    **{name: [_short(x) for x in column_N] for name, column_N in numbers.items()},
+                },
+            }
 
 
 class Found(NamedTuple):
@@ -151,11 +155,9 @@ class TrainedTokens:
         """What this rank has of these rows."""
         result, room = Found({}, {}, {}), MOST_TOKENS
         for kept in self._kept:
-            for row, one in kept.matching(wanted).items():
-                record = kept.record(row)
+            rows = kept.matching(wanted)
+            for record, one in zip(kept.records(list(rows), room), rows.values(), strict=False):
                 room -= len(record["tokens"]["text"])
-                if room < 0:
-                    break
                 key = (kept.agent, record["row_id"])
                 result.records[key] = record
                 if one is not None:
@@ -175,10 +177,20 @@ def wanted_row(agent: int, rows: TensorDict, row: int) -> Wanted:
 
 def digest(rows: TensorDict, row: int) -> str:
     """Equal for rows with equal responses, and equal turns in them."""
-    length = int(rows["response_length"][row])
+    return digests(rows, torch.tensor([row]))[0]
+
+
+def digests(rows: TensorDict, places: Tensor) -> list[str]:
+    """That of each of these rows."""
+    lengths = rows["response_length"][places.to(rows["response_length"].device)].tolist()
     names = [name for name in ("response_ids", "turn_id") if name in rows.keys()]
-    content = b"/".join(rows[name][row, :length].cpu().long().numpy().tobytes() for name in names)
-    return hashlib.blake2b(content, digest_size=12).hexdigest()
+    columns = [rows[name][places.to(rows[name].device)].cpu().long().numpy() for name in names]
+    return [
+        hashlib.blake2b(
+            b"/".join(column[row, :length].tobytes() for column in columns), digest_size=12
+        ).hexdigest()
+        for row, length in enumerate(lengths)
+    ]
 
 
 def sample_records(wanted: Iterable[Wanted], found: Found) -> list[dict[str, Any]]:
@@ -221,13 +233,33 @@ def _turn_shares(agent: int, rows: TensorDict) -> dict[tuple[int, int, int], dic
     }
 
 
-def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
-    """What each token says in its place. Of a character that several tokens spell the first has all."""
+def _mean_advantages(turn_N: list[int], advantage_N: list[float]) -> list[dict[str, Any]]:
+    """Of each turn, in their order: how many tokens it has, and the mean advantage of these."""
+    each: dict[int, list[float]] = {}
+    for turn, advantage in zip(turn_N, advantage_N, strict=True):
+        each.setdefault(turn, []).append(advantage)
+    return [
+        {"turn": turn, "tokens": len(some), "advantage": _short(math.fsum(some) / len(some))}
+        for turn, some in sorted(each.items())
+    ]
+
+
+def token_texts(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], known: dict[tuple[int, ...], str] | None = None
+) -> list[str]:
+    """What each token says in its place. Of a character that several tokens spell the first has all.
+
+    known: texts of tokens that calls for other rows have found; this one adds to them.
+    """
+    found = {} if known is None else known
 
     def text_of(some: Sequence[int]) -> str:
-        return str(
-            tokenizer.decode(list(some), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        )
+        key = tuple(some)
+        if key not in found:
+            found[key] = str(
+                tokenizer.decode(list(some), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            )
+        return found[key]
 
     # a word of its own, as no text need be in the vocabulary
     before = next(([one] for one in ids if text_of([one]).strip().isalnum()), [])
