@@ -16,15 +16,15 @@ function spanText([name, start, duration, , open, args], lane) {
     lasting(duration) + ", from " + lasting(start) + " on", ...facts].join("\n");
 }
 
-// Names of the outermost intervals, those of the loop first.
+// Names of the outermost intervals, those that take longest first: they have a colour of their own.
 function laneNames(trace) {
-  const lanes = [...trace.lanes].sort((a, b) => (a.lane && a.lane !== "instructions") - (b.lane && b.lane !== "instructions"));
-  return [...new Set(lanes.flatMap(lane => lane.spans.filter(span => span[3] === 0).map(span => span[0])))];
+  const spent = new Map();
+  for (const lane of trace.lanes) for (const span of lane.spans) if (span[3] === 0) spent.set(span[0], (spent.get(span[0]) || 0) + span[2]);
+  return [...spent.keys()].sort((a, b) => spent.get(b) - spent.get(a));
 }
 
 function lanesPicture(trace, view, chosen, choose) {
-  const names = laneNames(trace);
-  const color = name => { const at = names.indexOf(name); return at < 0 ? "#8a929b" : MORE_COLORS[at % MORE_COLORS.length]; };
+  const names = laneNames(trace), color = name => { const at = names.indexOf(name); return at < 0 ? "#8a929b" : MORE_COLORS[at % MORE_COLORS.length]; };
   const scale = (LANE.width - LANE.left) / (view.end - view.start);
   let y = LANE.top, hidden = 0;
   const svg = draw("svg", { id: "lanes", tabindex: 0, role: "application",
