@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.config.keys import group, key
+from siirl.findings import is_broken
 
 EXTERNAL = "actor_rollout_ref.rollout.name=openai"
 ASSISTANT_TURNS = 16
@@ -250,7 +251,7 @@ class RolloutConfig:
     @property
     def gives_data(self) -> bool:
         """Whether responses are those of the dataset."""
-        return self.name == "dataset"
+        return not is_broken(self.name) and self.name == "dataset"
 
     @property
     def trained_temperature(self) -> float:

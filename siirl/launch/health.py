@@ -173,7 +173,7 @@ class Watch:
         self._next_s = 0.0
 
     def trouble(self) -> Trouble | None:
-        """The first worker that will not go on, if a look is due and shows one; all write their stacks."""
+        """The first worker that will not go on, if a look is due and shows one."""
         now_s = time.monotonic()
         if now_s < self._next_s:
             return None
@@ -181,14 +181,16 @@ class Watch:
         running = [worker for worker in self._workers if not worker.ended()]
         beats = {worker.rank: read_beat(self._fd, worker.rank) for worker in running}
         processes = {worker.rank: look_at(worker.process.pid) for worker in running}
-        found = self._health.look(now_s, beats, processes)
-        if found is not None:
-            for worker in running:
+        return self._health.look(now_s, beats, processes)
+
+    def show_stacks(self, rank: int) -> None:
+        """All workers write their stacks. The one in trouble goes on for that if it was stopped."""
+        for worker in self._workers:
+            if not worker.ended():
                 worker.dump_stacks()
-                if worker.rank == found.rank:
-                    worker.signal_group(signal.SIGCONT)  # a stopped one shows its stacks when it goes on
-            time.sleep(STACKS_S)
-        return found
+                if worker.rank == rank:
+                    worker.signal_group(signal.SIGCONT)
+        time.sleep(STACKS_S)
 
 
 def look_at(pid: int) -> Process | None:

@@ -12,6 +12,7 @@ from siirl.launch.attempts import Attempts
 from siirl.launch.failure import Death, death_of, only_followers, oom_kill_count
 from siirl.launch.health import Watch
 from siirl.launch.job import Job
+from siirl.launch.log_sizes import LogSizes
 from siirl.launch.memory_checkpoints import memory_folder
 from siirl.launch.outcome import Stop, catch_signals, conclude
 from siirl.launch.output_relay import ConsoleTee
@@ -100,7 +101,9 @@ def _start(job: Job, job_path: str, tee: ConsoleTee, fds: Mapping[str, int], wor
 
 def _watch(job: Job, workers: list[Worker], watch: Watch, stop: Stop, oom_before: int) -> list[Death]:
     """Wait until all have ended well, one has failed or will not go on (returns the deaths), or a signal."""
+    logs = LogSizes(job.log_dir)
     while not stop.numbers:
+        logs.look()
         ended = [worker for worker in workers if worker.ended()]
         if any(worker.returncode for worker in ended):
             time.sleep(GATHER_S)
@@ -118,7 +121,8 @@ def _watch(job: Job, workers: list[Worker], watch: Watch, stop: Stop, oom_before
         if len(ended) == len(workers):
             return []
         if (found := watch.trouble()) is not None:
-            position = read_position(job.position_path(found.rank))
+            position = read_position(job.position_path(found.rank))  # before a stopped one goes on
+            watch.show_stacks(found.rank)
             return [Death(found.rank, 1, time.time(), None, position, lost=found.what)]
         time.sleep(POLL_S)
     return []

@@ -77,11 +77,14 @@ def setup_logging(rank: int, log_dir: Path) -> None:
 
 
 def last_lines(path: Path, offset: int = 0) -> list[str]:
-    """The last lines of a log, nothing before byte `offset` (where this run began); long ones are cut."""
+    """The last lines of a log, nothing before byte `offset`, where this run began; long ones are cut.
+
+    All of one that is shorter than that: it was emptied since.
+    """
     try:
         with path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(offset, size - TAIL_BYTES))
+            log.seek(max(offset if offset <= size else 0, size - TAIL_BYTES))
             lines = [
                 printable(line) for line in log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
             ]
