@@ -74,10 +74,10 @@ def make_cases() -> list[Case]:
     add("rank 1", ("start", *STEPS, "export"), ("SIGKILL",), STARTS_AGAIN)
     add("launcher", ("start", *STEPS, "write", "export"), ("SIGKILL",), COMMAND_AGAIN)
     add("launcher", ("train",), ("SIGTERM",), COMMAND_AGAIN)
+    add("launcher", ("start", "rollout", "train", "save", "export"), ("SIGINT", "SIGHUP"), COMMAND_AGAIN)
     add("launcher", ("start", "rollout", "train", "save", "export"), ("SIGSTOP",), GOES_ON)
     for who in ("reward worker", "reward keeper"):
-        add(who, SCORING, ("SIGKILL", "SIGSTOP"), GOES_ON)
-    add("reward worker", ("scoring",), ("SIGSEGV",), GOES_ON)
+        add(who, SCORING, ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM"), GOES_ON)
     add("memory keeper", ("train",), ("SIGKILL",), GOES_ON)
     add("disk of checkpoints", ("train", "save", "write"), ("full",), NAMED)
     add("shared memory", ("train", "write in memory"), ("full",), GOES_ON)
