@@ -90,6 +90,8 @@ def _run(job: Job, place: ProcessPlace) -> None:
         import torch.distributed as dist
         from transformers.utils.logging import disable_progress_bar
 
+        from siirl.parallel.process_groups import connect_when_used
+
         entry = _load_entry(job.entry)
     disable_progress_bar()
     cfg = from_dict(job.config)
@@ -99,6 +101,7 @@ def _run(job: Job, place: ProcessPlace) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     refuse_public(cfg)
     timeout = timedelta(seconds=cfg.trainer.deadline_s)
+    connect_when_used()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=_store(place, timeout),

@@ -1,5 +1,6 @@
 """The process groups of a run: the one place that creates them. Needs torch.distributed to be initialised."""
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import pairwise
@@ -7,6 +8,14 @@ from itertools import pairwise
 import torch.distributed as dist
 
 from siirl.errors import PlacementError
+
+
+def connect_when_used() -> None:
+    """Have ranks of a gloo group connect when they first talk to each other. Call it before any is made.
+
+    Else gloo connects every rank of a group to every other as it is made: 10,000 sockets a rank and group.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 class ProcessGroupManager:

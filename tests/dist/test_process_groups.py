@@ -1,4 +1,7 @@
+import contextlib
+import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,6 +48,38 @@ def test_groups_reduce_over_exactly_their_ranks_and_refuse_others():
         assert "has 3 ranks (0-2)" in result["errors"][0, 3]
         refused = {ranks for ranks, text in result["errors"].items() if "only members" in text}
         assert refused == {ranks for ranks in ((0,), (1,), (0, 1)) if rank not in ranks}
+
+
+def num_sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
+
+
+def send_to_the_next(rank: int, world_size: int) -> dict[str, int]:
+    """Sockets that are new: for groups of all ranks, and then for rows that ranks 0 and 1 exchange."""
+    begin = num_sockets()
+    ranks = tuple(range(world_size))
+    groups = [dist.new_group(ranks, backend="gloo") for _ in range(4)]
+    made = num_sockets()
+    if rank < 2:
+        mine, theirs = torch.tensor([rank]), torch.tensor([-1])
+        sent = dist.isend(mine, 1 - rank, groups[0])
+        dist.recv(theirs, 1 - rank, groups[0])
+        sent.wait()
+        assert theirs.item() == 1 - rank
+    return {"groups": made - begin, "pair": num_sockets() - made}
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="sockets are counted in /proc")
+def test_sockets_are_those_of_ranks_that_talk():
+    world = 8
+    results = run_workers(send_to_the_next, world, deadline_s=120)
+    for rank, found in enumerate(results):
+        assert found["groups"] <= 4 * 2, "a group of 8 that connects all ranks has 7 on each"
+        assert found["pair"] <= (2 if rank < 2 else 0), f"rank {rank} has new ones for others' rows"
 
 
 def test_ranks_are_named_as_runs():

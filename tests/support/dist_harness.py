@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from siirl.parallel.process_groups import connect_when_used
+
 PRELOAD = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -209,6 +211,7 @@ def _prepare(rank: int, job: dict[str, Any]) -> None:
         return
     if "nccl" in job["backend"]:
         torch.cuda.set_device(rank)
+    connect_when_used()
     dist.init_process_group(
         job["backend"],
         store=dist.TCPStore("127.0.0.1", job["port"], None, False),
