@@ -1,7 +1,12 @@
-"""A sharded model on an FSDP2 mesh: one rank reads the weights, every rank receives its shards."""
+"""A sharded model on an FSDP2 mesh: every rank reads its shards, or one rank all of them for the others."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -17,14 +22,17 @@ from siirl.engines.train.hf_model import (
     empty_source,
     load_hf_config,
     load_source,
+    new_head,
     recompute_activations,
     torch_dtype,
     use_liger_kernels,
 )
 from siirl.engines.train.language_model import PACKED_MODELS, PackedModel
 from siirl.engines.train.lora import adapter_name, add_lora
+from siirl.engines.train.own_shards import Parts, can_be_read, parts_to_read, read_shards
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import DataError, UserError
+from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.parallel.process_groups import ProcessGroupManager
 
 
@@ -64,8 +72,9 @@ def build_sharded(
 ) -> PackedModel:
     """The sharded model with its weights; collective over the model's ranks, which all raise or none.
 
-    Besides its shards, a rank holds one full tensor at a time; the first rank also holds the model in host
-    memory. With a base, all but the adapters is that of the base, on the same ranks, and nothing is read.
+    A rank reads its own rows of each tensor from the files. Where these do not have the model's tensors as
+    they are, the first rank reads the model into host memory and hands the shards out, a tensor at a time.
+    With a base, all but the adapters is that of the base, on the same ranks, and nothing is read.
     """
     dtype = torch_dtype(settings.fsdp.model_dtype, "fsdp_config.model_dtype")
     config = load_hf_config(settings.model)
@@ -79,8 +88,12 @@ def build_sharded(
     else:
         hf.requires_grad_(False)
     model = _shard(hf, settings, mesh)
-    source = _read_on_first_rank(settings, hf, group, trains, base is None)
-    _materialise(hf, source, mesh, group, device, base)
+    fresh = new_head(config, settings.head, settings.seed)
+    parts = None if base is not None else _agreed_parts(settings, hf, group, fresh)
+    source = _read_on_first_rank(settings, hf, group, trains, base is None and parts is None)
+    _materialise(hf, source, mesh, group, device, base, parts)
+    if parts is not None:
+        _read_own(hf, model_dir(settings.model.path), parts, fresh, mesh, group)
     if base is not None:
         join_shards(model, base)
     if settings.full_kl:
@@ -123,6 +136,42 @@ def is_small(model: nn.Module) -> bool:
     return 4 * sum(param.numel() for param in model.parameters()) <= SMALL_MODEL_BYTES
 
 
+def _agreed_parts(
+    settings: EngineSettings, hf: PreTrainedModel, group: dist.ProcessGroup, fresh: Mapping[str, Tensor]
+) -> Parts | None:
+    """What ranks read by themselves; None on all ranks if one of them cannot."""
+    folder, parts = model_dir(settings.model.path), None
+    if can_be_read(dict(hf.named_parameters())):
+        with contextlib.suppress(DataError, OSError, SafetensorError):
+            check_weight_files(folder)
+            parts = parts_to_read(hf, folder, fresh)
+    lacking = torch.tensor([parts is None], dtype=torch.int64)
+    dist.all_reduce(lacking, group=group)
+    return None if lacking.item() else parts
+
+
+def _read_own(
+    hf: PreTrainedModel,
+    folder: Path,
+    parts: Parts,
+    fresh: Mapping[str, Tensor],
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+) -> None:
+    """Every rank reads its rows; all raise if one cannot."""
+    failure = None
+    try:
+        read_shards(hf, folder, parts, fresh, mesh)
+    except (OSError, SafetensorError) as error:
+        failure = error
+    failed = torch.tensor([failure is not None], dtype=torch.int64)
+    dist.all_reduce(failed, group=group)
+    if failure is not None:
+        raise DataError(f"weights of {folder} cannot be read: {failure}. Check its files.") from failure
+    if failed.item():
+        raise DataError(f"another rank could not read the weights of {folder}: see its message.")
+
+
 def _read_on_first_rank(
     settings: EngineSettings, hf: PreTrainedModel, group: dist.ProcessGroup, trains: bool, reads: bool
 ) -> PreTrainedModel | None:
@@ -160,10 +209,11 @@ def _materialise(
     group: dist.ProcessGroup,
     device: torch.device,
     base: PackedModel | None,
+    parts: Parts | None,
 ) -> None:
     """Allocate the shards on the device and fill them, and the buffers, from the first rank's model.
 
-    With a base only adapters are filled.
+    With a base only adapters are filled. parts: parameters that are left as they are, without values.
     """
     if base is None:
         ties = _tied_names(hf)
@@ -176,7 +226,7 @@ def _materialise(
     first = dist.get_global_rank(group, 0)
     with torch.no_grad():
         for name, param in hf.named_parameters():
-            if base is not None and not adapter_name(name):
+            if (base is not None and not adapter_name(name)) or (parts is not None and name in parts):
                 continue
             full = _on_device(full_params.get(name), param, device, name)
             param.to_local().copy_(distribute_tensor(full, mesh, param.placements).to_local())
