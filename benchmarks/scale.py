@@ -2,15 +2,16 @@
 
     python benchmarks/scale.py [--ranks 8 64 512 4096 10000] [--rows 64] [--samples 8] [--mini-batches 1 2]
 
-The rows of a rollout go to the layout that trains them (prompt_cost). One rank runs
-siirl's own transport; the other ranks are their headers, which are made beforehand, and what it would send is
-counted and not sent. Lengths are equal, or log-normal (mean about 1,000 tokens, cut at 8,192). With two
-mini-batches half of the rows move in any case: a rank has sampled prompts that follow one another, all of one
-mini-batch. For each:
+The rows of a rollout go to the layout that trains them (prompt_cost). One rank runs siirl's own transport;
+what the others would tell it is made beforehand by the same functions, and what it would send is not sent.
+Lengths are equal, or log-normal (mean about 1,000 tokens, cut at 8,192). Prompts lie on ranks as the loader
+deals them. For each:
 
     header_kb    what the rank receives from all others before rows move
+    told_by      ranks that tell it about their rows
     cpu_ms       processor time of the rank: reading headers, dealing rows, planning its moves
     moved        share of all rows that change their rank
+    partners     ranks that send it rows
     balance      the costliest shard over the mean
     dealt_anew   the same if all rows were dealt anew, wherever they are
 
@@ -26,22 +27,29 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.compiler import serving
 from siirl.compiler.plan import RoutePlan
-from siirl.data import transport
-from siirl.data.assign import row_costs
+from siirl.data import teams
+from siirl.data.assign import first_ranks, homes, row_costs
 from siirl.data.balance import deal_groups
 from siirl.data.header import Header
+from siirl.data.loader import dealing_order
+from siirl.data.pairing import Agreed
+from siirl.data.parcels import Parcel
 from siirl.data.store import FieldStore
+from siirl.data.talk import RouteTalk
+from siirl.data.transport import Transport
 from siirl.types import FieldKey, Layout
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -50,29 +58,120 @@ COLUMNS = ("row_id", "group_id", "prompt_length", "response_length", "advantage"
 SOURCE, TARGET, AGENT = "rollout", "train", 0
 
 
-class OneRank(transport.Transport):
-    """The transport of a rank whose peers are their headers."""
+class World:
+    """All ranks of a reshard into an empty layout, dealt as they would deal it."""
 
-    def __init__(self, rank: int, headers: list[Header]):
-        self.sent_bytes, self._rank, self._row_cost = 0, rank, row_cost
-        self._headers = headers
+    def __init__(self, source: Layout, target: Layout, headers: list[Header]):
+        """headers: by rank, of 0, 1, ..."""
+        self.source, self.target, self.headers = source, target, headers
+        filled = [header.row_id for header in headers if len(header.row_id)]
+        most_rows = max(map(len, filled))
+        ids = np.concatenate([headers[rank].row_id for rank in first_ranks(source)])
+        self.num_words = max(len(header.words) for header in headers)
+        span = int(min(map(np.min, filled))), int(max(map(np.max, filled)))
+        self.agreed = Agreed(False, False, most_rows, self.num_words, *span, 0)
+        self.every = teams.make_teams(source, target, teams.num_teams(most_rows, source, target))
+        self.total = len(ids)
+        step = target.mini_batch_rows or self.total
+        self.firsts = teams.first_ids(ids, step, self.total, span, lambda counts: counts)
+        near = homes(source, target)
+        self.rows = [
+            teams.team_rows(team, dict(enumerate(headers)), near, target.split, self.firsts, row_cost)
+            for team in self.every
+        ]
+        self.sums = np.stack([rows.sums(len(self.firsts) + 1) for rows in self.rows], 1)
+        shards = np.array([len(team.target_shards) for team in self.every])
+        found = [teams.trades(of_batch, shards) for of_batch in self.sums]
+        given = [
+            teams.given(rows, team.number, found) for rows, team in zip(self.rows, self.every, strict=True)
+        ]
+        self.letters = {
+            (giver, taker): self.rows[giver].letter(part)
+            for giver, parts in enumerate(given)
+            for taker, part in parts.items()
+        }
+        self.dealt = []
+        for team, rows in zip(self.every, self.rows, strict=True):
+            come = [letter for pair, letter in sorted(self.letters.items()) if pair[1] == team.number]
+            gone = given[team.number]
+            self.dealt.append(teams.deal(team, rows, gone, come, target, self.firsts, row_cost))
+        self.answers = {
+            (taker, giver): self.dealt[taker].answer(letter)
+            for (giver, taker), letter in self.letters.items()
+        }
+
+    def there(self) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of all rows, ascending, and the target shard of each."""
+        ids, there = (
+            np.concatenate([getattr(one, name) for one in self.dealt]) for name in ("row_id", "there")
+        )
+        order = np.argsort(ids)
+        return ids[order], there[order]
+
+
+class OneTalk(RouteTalk):
+    """What a rank hears."""
+
+    def __init__(self, rank: int, route: RoutePlan, world: World):
+        self.rank, self.route, self._world = rank, route, world
+        self.told_by: set[int] = set()
         self.received_bytes = 0
         self.away_s = 0.0
         """Time that the network would take, spent here on making what it brings."""
+        self._mail = iter((world.letters, world.answers))
 
-    def _gather(self, words: np.ndarray, room: int, route: RoutePlan) -> np.ndarray:
+    @contextmanager
+    def _away(self) -> Iterator[None]:
         begin = time.process_time()
-        gathered = np.zeros((len(route.ranks), room), dtype=np.int64)
-        for row, header in zip(gathered, self._headers, strict=True):
-            theirs = header.encode(int(words[1]))[:room]
-            row[: len(theirs)] = theirs
-        self.received_bytes += gathered.nbytes
+        yield
         self.away_s += time.process_time() - begin
-        return gathered
 
-    def _move(self, columns, specs, moves, route):
-        self.received = moves.receive
-        return [torch.zeros(len(moves.order), *column.shape[1:]) for column in columns]
+    def reduce(self, words: np.ndarray, how: dist.ReduceOp.RedOpType) -> np.ndarray:
+        with self._away():
+            self.received_bytes += words.nbytes
+            if how == dist.ReduceOp.SUM:
+                return np.array([self._world.total]) if words.ndim == 1 else self._world.sums
+            agreed = self._world.agreed
+            words[6:10] = agreed.most_rows, agreed.num_words, agreed.last_id, -agreed.first_id
+            return words
+
+    def gather(self, mine: np.ndarray) -> np.ndarray:
+        return np.stack([*self.exchange(mine, (), self.route.ranks).values()])
+
+    def exchange(self, words: np.ndarray, to: Sequence[int], senders: Sequence[int]) -> dict[int, np.ndarray]:
+        with self._away():
+            found = {rank: self._world.headers[rank].padded(self._world.num_words) for rank in senders}
+            self.told_by |= found.keys() - {self.rank}
+            self.received_bytes += sum(theirs.nbytes for theirs in found.values())
+        return found
+
+    def swap(self, outgoing, senders, *_) -> dict[int, torch.Tensor]:
+        with self._away():
+            found: dict[int, list[np.ndarray]] = {rank: [] for rank in senders}
+            for pair, letter in next(self._mail).items():
+                ranks, others = self._world.every[pair[0]].ranks, self._world.every[pair[1]].ranks
+                if self.rank in others:
+                    sender = ranks[others.index(self.rank) % len(ranks)]
+                    found[sender].append(np.concatenate([[*pair, len(letter)], letter]))
+            blobs = {rank: np.concatenate(parts).view(np.uint8) for rank, parts in found.items()}
+            self.told_by |= found.keys()
+            self.received_bytes += sum(blob.nbytes for blob in blobs.values())
+            return {rank: torch.from_numpy(blob) for rank, blob in blobs.items()}
+
+
+class OneTransport(Transport):
+    """That of a rank which sends nothing, and keeps what stays."""
+
+    def __init__(self, talk: OneTalk):
+        self.talk, self._row_cost, self._device = talk, row_cost, torch.device("cpu")
+
+    def _talk(self, route: RoutePlan) -> RouteTalk:
+        return self.talk
+
+    def _bring(self, columns, specs, row_id, pairing, sides, talk) -> dict[int, Parcel]:
+        self.partners = len({*pairing.coming} - {sides.source_shard})
+        own = pairing.leaving.get(sides.target_shard, np.empty(0, dtype=np.int64))
+        return {sides.source_shard: Parcel(row_id[own], specs, columns, own)}
 
 
 def main() -> int:
@@ -110,48 +209,43 @@ def reshard(ranks: int, rows: int, samples: int, lengths: str, parts: int) -> di
     total, draw = ranks * rows, np.random.default_rng(0)
     drawn = np.full(total, 1000) if lengths == "equal" else draw.lognormal(6.6, 0.8, total)
     response = drawn.clip(1, 8192).astype(np.int64)
-    row_id, group = np.arange(total), np.arange(total) // samples
+    row_id, group, step = np.arange(total), np.arange(total) // samples, total // parts
     weight = np.stack([response + PROMPT_TOKENS, group, np.full(total, PROMPT_TOKENS)], 1)
-    everyone, step = tuple(range(ranks)), total // parts
+    everyone = tuple(range(ranks))
     source = Layout(everyone, everyone, "samples", "group")
-    target = Layout(everyone, everyone, "samples", "prompt_cost", step)
-    me, mine = ranks // 2, slice(ranks // 2 * rows, (ranks // 2 + 1) * rows)
+    target = Layout(everyone, everyone, "samples", "prompt_cost", step if parts > 1 else 0)
+    prompts = dealing_order(total // samples, step // samples)
+    owner = np.empty(total, dtype=np.int64)
+    owner[(prompts[:, None] * samples + np.arange(samples)).ravel()] = row_id // rows
+    held = np.split(np.argsort(owner, kind="stable"), ranks)
+    world = World(source, target, [Header(mine, weight[mine], None) for mine in held])
+    route = RoutePlan("rollout>train", SOURCE, TARGET, everyone)
+    me = ranks // 2
+    mine = held[me]
     columns = {
-        "row_id": torch.from_numpy(row_id[mine]),
+        "row_id": torch.from_numpy(mine),
         "group_id": torch.from_numpy(group[mine]),
         "prompt_length": torch.full((rows,), PROMPT_TOKENS),
         "response_length": torch.from_numpy(response[mine]),
-        "advantage": torch.zeros(rows, 8192),
-        "old_log_prob": torch.zeros(rows, 8192),
+        "advantage": torch.zeros(rows, 8),
+        "old_log_prob": torch.zeros(rows, 8),
     }
-    store = FieldStore(60.0)
-    store.put(TensorDict(columns, batch_size=[rows]), AGENT, SOURCE, columns)
     keys = [FieldKey(AGENT, name) for name in COLUMNS]
-    route = RoutePlan("rollout>train", SOURCE, TARGET, everyone)
-    probe = OneRank(me, [])
-    own = probe._header(store, keys, [columns[key.name] for key in keys], route, source, target)
-    probe._headers = [
-        Header(row_id[part], weight[part], None, own.specs)
-        for part in (slice(rank * rows, (rank + 1) * rows) for rank in everyone)
-    ]
-    wanted: list[np.ndarray] = []
-
-    def watched(*given):
-        wanted[:] = transport_assign(*given)
-        return wanted
-
-    transport_assign = transport.assign
-    begin = time.process_time()
-    with patch.object(transport, "assign", watched):
-        probe.exchange(store, keys, route, source, target)
-    cpu_s = time.process_time() - begin - probe.away_s
-    shard = np.empty(total, dtype=np.int64)
-    for place, part in enumerate(wanted):
-        shard[part] = place
+    for _ in range(2):  # what follows from the layouts is computed in the first
+        store, talk = FieldStore(60.0), OneTalk(me, route, world)
+        store.put(TensorDict(columns, batch_size=[rows]), AGENT, SOURCE, columns)
+        rank = OneTransport(talk)
+        begin = time.process_time()
+        rank.exchange(store, keys, route, source, target)
+        cpu_s = time.process_time() - begin - talk.away_s
+    ids, shard = world.there()
+    assert np.array_equal(ids, row_id), "every row is on one rank"
     return {
-        "header_kb": round(probe.received_bytes / 1e3, 1),
+        "header_kb": round(talk.received_bytes / 1e3, 1),
+        "told_by": len(talk.told_by),
         "cpu_ms": round(cpu_s * 1e3, 1),
-        "moved": round(float((shard != row_id // rows).mean()), 4),
+        "moved": round(float((shard != owner).mean()), 4),
+        "partners": rank.partners,
         "balance": balance(shard, row_id, weight, step, ranks),
         "dealt_anew": balance(None, row_id, weight, step, ranks),
     }

@@ -9,6 +9,9 @@ from siirl.data.balance import NOWHERE, balance, deal_groups
 from siirl.errors import DagError
 from siirl.types import Layout
 
+RowCost = Callable[[np.ndarray], np.ndarray]
+"""Tokens [N] -> cost [N]; the engines' own, handed in because data does not import algorithms."""
+
 
 @dataclass(frozen=True)
 class RowTable:
@@ -55,17 +58,14 @@ def tabulate(row_id: Mapping[int, np.ndarray], weight: Mapping[int, np.ndarray],
         if not np.array_equal(row_id[rank], row_id[first[shard]]):
             raise DagError(
                 f"ranks {first[shard]} and {rank} should hold the same rows of {source.rowset!r} "
-                f"(shard {shard}), but have row_id {_some(row_id[first[shard]])} and {_some(row_id[rank])}: "
+                f"(shard {shard}), but have row_id {some(row_id[first[shard]])} and {some(row_id[rank])}: "
                 "an op gave different results on ranks that share a shard."
             )
     ids = np.concatenate([row_id[rank] for rank in first])
     order = np.argsort(ids, kind="stable")
     ids = ids[order]
     if len(repeated := ids[1:][ids[1:] == ids[:-1]]):
-        raise DagError(
-            f"row_id {_some(repeated)} of {source.rowset!r} occur more than once: rows are told apart by "
-            "row_id. An op that makes new rows must number them."
-        )
+        raise DagError(repeated_ids(some(repeated), source.rowset))
     counts = [len(row_id[rank]) for rank in first]
     return RowTable(
         ids,
@@ -80,7 +80,7 @@ def assign(
     source: Layout,
     target: Layout,
     held: Mapping[int, np.ndarray | None],
-    row_cost: Callable[[np.ndarray], np.ndarray],
+    row_cost: RowCost,
 ) -> list[np.ndarray]:
     """The rows of each target shard, as indices into `rows`.
 
@@ -105,9 +105,7 @@ def assign(
     return np.split(order, np.searchsorted(shard[order], np.arange(1, target.num_shards)))
 
 
-def _balance_batches(
-    rows: RowTable, source: Layout, target: Layout, row_cost: Callable[[np.ndarray], np.ndarray]
-) -> np.ndarray:
+def _balance_batches(rows: RowTable, source: Layout, target: Layout, row_cost: RowCost) -> np.ndarray:
     """The shard of each row [N]: of about equal cost in every mini-batch."""
     cost, group, shared = row_costs(rows.row_id, rows.weight, target.split, row_cost)
     near = homes(source, target)
@@ -121,7 +119,7 @@ def _balance_batches(
 
 
 def row_costs(
-    row_id: np.ndarray, weight: np.ndarray, split: str, row_cost: Callable[[np.ndarray], np.ndarray]
+    row_id: np.ndarray, weight: np.ndarray, split: str, row_cost: RowCost
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What rows are balanced by, [n] each: their cost, their group, and the cost that rows of a group share.
 
@@ -175,23 +173,29 @@ def _assign_as_held(rows: RowTable, held: Mapping[int, np.ndarray], target: Layo
     return [np.searchsorted(rows.row_id, part) for part in parts]
 
 
-def split_groups(group_id: np.ndarray, num_shards: int) -> np.ndarray:
+def split_groups(
+    group_id: np.ndarray, num_shards: int, first_row: int = 0, total: int | None = None
+) -> np.ndarray:
     """The shard of each row [N]: contiguous runs of whole groups, cut as near to N/num_shards rows as can be.
 
     group_id: [N] int64, of rows sorted by row_id; the rows of a group need not be adjacent. Groups are taken
-    in the order of their first rows.
+    in the order of their first rows. first_row, total: where these are part of `total` rows, how many come
+    before them.
     """
+    total = len(group_id) if total is None else total
     _, first, group_of_row, size = np.unique(
         group_id, return_index=True, return_inverse=True, return_counts=True
     )
     in_order = np.argsort(first)
     size = size[in_order]
-    twice_middle = 2 * np.cumsum(size) - size
-    # The cut before shard s belongs at row s*N/num_shards; a group goes to the side where its middle row is.
-    cuts = 2 * len(group_id) * np.arange(1, num_shards)
     shard_of_group = np.empty(len(size), dtype=np.int64)
-    shard_of_group[in_order] = np.searchsorted(cuts, twice_middle * num_shards, side="right")
+    shard_of_group[in_order] = shard_at(2 * (first_row + np.cumsum(size)) - size, total, num_shards)
     return shard_of_group[group_of_row]
+
+
+def shard_at(twice_middle: np.ndarray, total: int, num_shards: int) -> np.ndarray:
+    """The shard of groups with these middles: that before shard s is cut at row s * total / num_shards."""
+    return np.searchsorted(2 * total * np.arange(1, num_shards), twice_middle * num_shards, side="right")
 
 
 def first_ranks(layout: Layout) -> list[int]:
@@ -202,66 +206,31 @@ def first_ranks(layout: Layout) -> list[int]:
     return [first[shard] for shard in range(layout.num_shards)]
 
 
-@dataclass(frozen=True)
-class Moves:
-    """What one rank sends and gets."""
-
-    send: list[np.ndarray]
-    """For each rank of the route, the positions of my source rows that go there."""
-    receive: list[int]
-    """How many rows come from each."""
-    order: np.ndarray
-    """My i-th target row is the order[i]-th of the rows that arrive, taken by sending rank."""
+def goes_to(wanted: Sequence[np.ndarray], num_rows: int) -> np.ndarray:
+    """The target shard of each row [N] of an assignment."""
+    shard = np.empty(num_rows, dtype=np.int64)
+    for number, part in enumerate(wanted):
+        shard[part] = number
+    return shard
 
 
-def plan_moves(
-    me: int,
-    ranks: Sequence[int],
-    rows: RowTable,
-    wanted: Sequence[np.ndarray],
-    source: Layout,
-    target: Layout,
-) -> Moves:
-    """The part of rank `me` in bringing every rank of `target` the rows of its shard."""
-    first = first_ranks(source)
-    there = dict(zip(source.ranks, source.shards, strict=True))
-    place = {rank: index for index, rank in enumerate(ranks)}
-    send = [np.empty(0, dtype=np.int64)] * len(ranks)
-    receive = [0] * len(ranks)
-    order = np.empty(0, dtype=np.int64)
-    if me in there:
-        leaving = [rows.position[part[rows.shard[part] == there[me]]] for part in wanted]
-        for rank, shard in zip(target.ranks, target.shards, strict=True):
-            has_it = there.get(rank) == there[me]  # it sends to itself
-            if rank == me or (first[there[me]] == me and not has_it):
-                send[place[rank]] = leaving[shard]
-    if me in target.ranks:
-        shard = rows.shard[wanted[target.shard_of(me)]]
-        sender = np.asarray(first)[shard]
-        if me in there:
-            sender[shard == there[me]] = me
-        order = np.argsort(np.argsort(sender, kind="stable"))
-        for origin, count in zip(*np.unique(sender, return_counts=True), strict=True):
-            receive[place[int(origin)]] = int(count)
-    return Moves(send, receive, order)
+def by_shard(shard: np.ndarray, position: np.ndarray, mine: np.ndarray) -> dict[int, np.ndarray]:
+    """Shard -> the positions of the rows that are `mine` and go there."""
+    shard, position = shard[mine], position[mine]
+    order = np.argsort(shard, kind="stable")
+    shards, first = np.unique(shard[order], return_index=True)
+    return dict(zip(shards.tolist(), np.split(position[order], first[1:]), strict=len(shards) > 0))
 
 
-def stays_in_place(rows: RowTable, wanted: Sequence[np.ndarray], source: Layout, target: Layout) -> bool:
-    """Whether every target rank already holds exactly its rows, in order, as a source rank."""
-    sizes = np.bincount(rows.shard, minlength=source.num_shards)
-    if not set(target.ranks) <= set(source.ranks):
-        return False
-    shard_of = dict(zip(source.ranks, source.shards, strict=True))
-    return all(
-        len(wanted[new]) == sizes[old]
-        and bool((rows.shard[wanted[new]] == old).all())
-        and np.array_equal(rows.position[wanted[new]], np.arange(sizes[old]))
-        for old, new in {
-            (shard_of[rank], shard) for rank, shard in zip(target.ranks, target.shards, strict=True)
-        }
+def repeated_ids(row_id: str, rowset: str) -> str:
+    """What is wrong with rows of one number."""
+    return (
+        f"row_id {row_id} of {rowset!r} occur more than once: rows are told apart by row_id. An op that "
+        "makes new rows must number them."
     )
 
 
-def _some(row_id: np.ndarray) -> str:
+def some(row_id: np.ndarray) -> str:
+    """A few ids, for messages."""
     shown = ", ".join(map(str, row_id[:5].tolist()))
     return f"{shown}, ... ({len(row_id)} rows)" if len(row_id) > 5 else shown or "none"

@@ -3,9 +3,9 @@
 import json
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 from siirl.data.store import Column
 from siirl.errors import DagError
 
-SIZES = 6
-"""Words at the head of an encoded header: its length, a check sum, and what says how to read the rest."""
+SIZES = 4
+"""Words at the head of an encoded header, which say how to read the rest."""
 
 
 @dataclass(frozen=True)
@@ -49,67 +49,37 @@ class ColumnSpec:
         return math.prod(self.dims) * self.torch_dtype.itemsize
 
 
-@dataclass(frozen=True)
-class Header:
-    """One rank's rows. A rank without the source layout has empty arrays and no specs."""
+Specs = tuple[ColumnSpec, ...]
 
-    row_id: np.ndarray
-    """In the source layout, [n]."""
-    weight: np.ndarray
-    """Of these, [n, k]: what the target's split goes by (RowTable)."""
-    held: np.ndarray | None
-    """Row ids in the target layout, [m]; None when the rank has no rows there yet."""
-    specs: tuple[ColumnSpec, ...]
 
-    def encode(self, check: int) -> np.ndarray:
-        """As int64 words: sizes, the length first, then differences of the arrays and specs, compressed."""
-        specs = json.dumps([[spec.name, spec.dtype, spec.dims, spec.on_gpu] for spec in self.specs]).encode()
-        held = self.row_id[:0] if self.held is None else self.held
-        columns = (self.row_id, *self.weight.T, held)
-        steps = np.concatenate([np.diff(column, prepend=0) for column in columns])
-        packed = zlib.compress(steps.tobytes() + specs, level=1)
-        body = np.frombuffer(packed.ljust(-(-len(packed) // 8) * 8), dtype=np.int64)
-        num_held = -1 if self.held is None else len(self.held)
-        sizes = [SIZES + len(body), check, len(self.row_id), self.weight.shape[1], num_held, len(packed)]
-        return np.concatenate([sizes, body])
-
-    @classmethod
-    def decode(cls, words: np.ndarray) -> "Header":
-        _, _, num_rows, width, num_held, num_packed = words[:SIZES].tolist()
-        body = zlib.decompress(words[SIZES:].tobytes()[:num_packed])
-        lengths = [*[num_rows] * (1 + width), max(num_held, 0)]
-        steps = np.frombuffer(body, dtype=np.int64, count=sum(lengths))
-        row_id, *weight, held = (np.cumsum(part) for part in np.split(steps, np.cumsum(lengths)[:-1]))
-        return cls(
-            row_id,
-            np.stack(weight, 1),
-            None if num_held < 0 else held,
-            _decode_specs(body[steps.nbytes :]),
-        )
+def encode_specs(specs: Specs) -> bytes:
+    """As JSON, padded to whole words."""
+    text = json.dumps([[spec.name, spec.dtype, spec.dims, spec.on_gpu] for spec in specs]).encode()
+    return text.ljust(-(-len(text) // 8) * 8)
 
 
 @lru_cache(maxsize=256)
-def _decode_specs(text: bytes) -> tuple[ColumnSpec, ...]:
+def decode_specs(text: bytes) -> Specs:
     return tuple(
         ColumnSpec(name, dtype, tuple(dims), on_gpu) for name, dtype, dims, on_gpu in json.loads(text)
     )
 
 
-def common_specs(headers: dict[int, Header], ranks: Iterable[int]) -> tuple[ColumnSpec, ...]:
-    """One spec for each column, wide enough for the rows of all `ranks`; those without rows do not count.
+def check_of(specs: Specs) -> int:
+    """A number that differs where columns cannot be joined: by dtype, or by a dimension after the first."""
+    return zlib.crc32(repr([(spec.dtype, len(spec.dims), spec.dims[1:]) for spec in specs]).encode())
+
+
+def common_specs(seen: Mapping[int, Specs], ranks: Iterable[int]) -> Specs:
+    """One spec for each column, wide enough for the rows of all `ranks`. seen: the columns of each rank.
 
     DagError if two ranks disagree on the dtype of a column or on a dimension after its first.
     """
-    ranks = list(ranks)
-    filled = [rank for rank in ranks if len(headers[rank].row_id)] or ranks[:1]
-    seen = {headers[rank].specs: rank for rank in reversed(filled)}
-    if len(seen) == 1:
-        return headers[filled[0]].specs
-    first_seen = sorted(seen.items(), key=lambda item: item[1])
-    num_columns = len(headers[filled[0]].specs)
-    return tuple(
-        _common_spec([(specs[column], rank) for specs, rank in first_seen]) for column in range(num_columns)
-    )
+    distinct: dict[Specs, int] = {}
+    for rank in ranks:
+        distinct.setdefault(seen[rank], rank)
+    columns = zip(*distinct, strict=True)
+    return tuple(_common_spec([*zip(specs, distinct.values(), strict=True)]) for specs in columns)
 
 
 def _common_spec(seen: list[tuple[ColumnSpec, int]]) -> ColumnSpec:
@@ -124,3 +94,40 @@ def _common_spec(seen: list[tuple[ColumnSpec, int]]) -> ColumnSpec:
             )
     dims = tuple(max(sizes) for sizes in zip(*(spec.dims for spec, _ in seen), strict=True))
     return ColumnSpec(first.name, first.dtype, dims, any(spec.on_gpu for spec, _ in seen))
+
+
+@dataclass(frozen=True)
+class Header:
+    """One rank's rows. A rank without the source layout has empty arrays."""
+
+    row_id: np.ndarray
+    """In the source layout, [n]."""
+    weight: np.ndarray
+    """Of these, [n, k]: what the target's split goes by (RowTable)."""
+    held: np.ndarray | None
+    """Row ids in the target layout, [m]; None when the rank has no rows there yet."""
+
+    @cached_property
+    def words(self) -> np.ndarray:
+        """As int64 words: sizes, then differences of the arrays, compressed."""
+        held = self.row_id[:0] if self.held is None else self.held
+        num_held = -1 if self.held is None else len(self.held)
+        columns = (self.row_id, *self.weight.T, held)
+        steps = np.concatenate([np.diff(column, prepend=0) for column in columns])
+        packed = zlib.compress(steps.tobytes(), level=1)
+        body = np.frombuffer(packed.ljust(-(-len(packed) // 8) * 8), dtype=np.int64)
+        sizes = [len(self.row_id), self.weight.shape[1], num_held, len(packed)]
+        return np.concatenate([sizes, body])
+
+    def padded(self, num_words: int) -> np.ndarray:
+        """`words`, as so many."""
+        return np.pad(self.words, (0, num_words - len(self.words)))
+
+    @classmethod
+    def decode(cls, words: np.ndarray) -> "Header":
+        """From `words`; others may follow."""
+        num_rows, width, num_held, num_packed = words[:SIZES].tolist()
+        lengths = [*[num_rows] * (1 + width), max(num_held, 0)]
+        steps = np.frombuffer(zlib.decompress(words[SIZES:].tobytes()[:num_packed]), dtype=np.int64)
+        row_id, *weight, held = (np.cumsum(part) for part in np.split(steps, np.cumsum(lengths)[:-1]))
+        return cls(row_id, np.stack(weight, 1), None if num_held < 0 else held)

@@ -19,9 +19,10 @@ class PromptLoader:
     """Global batches of prompts, epoch after epoch without end; `next_batch` gives the rows of one shard.
 
     The global batch of a step depends on (dataset, batch_size, seed, shuffle, curriculum) alone. Shard s of
-    S holds its rows floor(s*N/S) to floor((s+1)*N/S) - 1, so that it is the same for any number of shards
-    and need not divide; a shard may hold none. An incomplete last batch is left out when drop_last, else
-    given as it is. Ranks that hold the same shard build equal loaders and get equal rows. No communication.
+    S holds those with the places floor(s*N/S) to floor((s+1)*N/S) - 1 in the dealing_order, so N need not
+    divide, and a shard may hold none: it has about as many of each mini-batch as any other. An incomplete
+    last batch is left out when drop_last, else given as it is. Ranks that hold the same shard build equal
+    loaders and get equal rows. No communication.
     """
 
     def __init__(
@@ -31,6 +32,7 @@ class PromptLoader:
         shard: int = 0,
         num_shards: int = 1,
         *,
+        mini_batch_size: int | None = None,
         seed: int = 1,
         shuffle: bool = True,
         drop_last: bool = True,
@@ -40,6 +42,7 @@ class PromptLoader:
         assert 0 <= shard < num_shards, f"shard {shard} of {num_shards}"
         self.dataset = dataset
         self.batch_size = batch_size or len(dataset)
+        self.mini_batch_size = mini_batch_size or self.batch_size
         self.shard, self.num_shards = shard, num_shards
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.fields = fields
@@ -64,8 +67,9 @@ class PromptLoader:
         for number in range(count):
             batch = self._next()
             first, last = (len(batch) * s // self.num_shards for s in (self.shard, self.shard + 1))
-            rows += self.dataset.rows(batch[first:last])
-            ids += range(number * self.batch_size + first, number * self.batch_size + last)
+            mine = np.sort(dealing_order(len(batch), self.mini_batch_size)[first:last])
+            rows += self.dataset.rows(batch[mine])
+            ids += (number * self.batch_size + mine).tolist()
         columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in self.fields}
         columns["row_id"] = columns["group_id"] = ids
         return make_rows(columns)
@@ -103,6 +107,16 @@ class PromptLoader:
         return np.random.default_rng([self.seed, self._epoch]).permutation(len(self.dataset))
 
 
+def dealing_order(num_prompts: int, mini_batch_size: int) -> np.ndarray:
+    """Prompts of a batch in the order in which shards take them: the first of each mini-batch, the second ...
+
+    So every shard has rows of each mini-batch, and none has to move for an optimizer step. Mini-batches are
+    runs of the batch whatever the shards.
+    """
+    place = np.arange(num_prompts)
+    return np.lexsort((place // mini_batch_size, place % mini_batch_size))
+
+
 def make_loader(
     cfg: Config,
     split: Literal["train", "val"],
@@ -116,11 +130,13 @@ def make_loader(
         return PromptLoader(
             dataset, cfg.data.val_batch_size, shard, num_shards, shuffle=False, drop_last=False
         )
+    batch = batch_of(cfg)
     return PromptLoader(
         dataset,
-        batch_of(cfg).generated,
+        batch.generated,
         shard,
         num_shards,
+        mini_batch_size=None if batch.in_rounds else batch.mini_prompts,
         seed=cfg.data.seed,
         shuffle=cfg.data.shuffle,
         curriculum=make_curriculum(cfg.data, dataset),

@@ -36,6 +36,8 @@ class FieldStore:
         self._deadline_s = deadline_s
         self._columns: dict[tuple[FieldKey, str], Column | _Pending] = {}
         self._num_rows: dict[str, int] = {}
+        self.routes: dict[tuple[str, str], Any] = {}
+        """What the transport remembers of rows that it has brought from one layout to another."""
 
     def put(
         self, rows: "TensorDict | Future[TensorDict]", agent: int, layout_id: str, names: Iterable[str]

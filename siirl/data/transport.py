@@ -1,41 +1,50 @@
-"""Transport: moves rows between layouts over the collectives of the route's own process group.
+"""Transport: moves rows between layouts, from rank to rank within the route's own process group.
 
 A reshard has three parts, each at a fixed position on every rank of the route:
-1. headers: all ranks gather row ids, the group or length of each row, and the shapes of the columns (gloo);
-2. every rank computes from them, alone, the same assignment of rows to ranks (siirl.data.assign);
-3. if any row has to move, one all-to-all of bytes with all tensor columns of a row side by side, and one of
-   JSON if there are object columns.
+1. all ranks agree on a few numbers, among them whether they have brought rows the same way before;
+2. if not, they find out which rows go where, and every rank from whom rows come to it (siirl.data.pairing);
+3. ranks that trade send each other parcels: ids, and the columns side by side, object columns as JSON.
 """
 
-import json
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from zlib import crc32
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.compiler.plan import RoutePlan
-from siirl.data.assign import Moves, assign, plan_moves, split_weights, stays_in_place, tabulate
-from siirl.data.header import ColumnSpec, Header, common_specs
-from siirl.data.rows import object_column, object_element, objects, widened
+from siirl.data.assign import RowCost, split_weights
+from siirl.data.header import ColumnSpec, Header, Specs, check_of, common_specs
+from siirl.data.pairing import Agreed, Pairing, pair
+from siirl.data.parcels import Parcel, join, pack, unpack
+from siirl.data.route_sides import RouteSides, sides_of
 from siirl.data.store import Column, FieldStore
-from siirl.errors import DagError, DeadlineError, WorkerError
-from siirl.observe.spans import phase, waiting
+from siirl.data.talk import RouteTalk
+from siirl.errors import DagError
 from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
 from siirl.types import FieldKey, Layout
 
-HEADER_WORDS = 8192
-"""What the ranks of a group together gather in the first round; a second follows if a header needs more."""
-LEAST_WORDS = 64
-"""Of one rank: enough for about 64 rows and ten columns."""
+NEVER = np.iinfo(np.int64).min
 
-RowCost = Callable[[np.ndarray], np.ndarray]
-"""Tokens [N] -> cost [N]; the engines' own, handed in because data does not import algorithms."""
+
+@dataclass(frozen=True)
+class Brought:
+    """How rows came from one layout to another: so columns that follow find their way, there or back."""
+
+    source_ids: np.ndarray | None
+    """This rank's there; None: the layout is not on it."""
+    target_ids: np.ndarray | None
+    leaving: dict[int, np.ndarray]
+    """See Pairing."""
+    arrived: dict[int, np.ndarray]
+    """Source shard -> the positions of its rows among those of this rank in the target."""
+
+    def back(self) -> "Brought":
+        return Brought(self.target_ids, self.source_ids, self.arrived, self.leaving)
 
 
 class Transport:
@@ -44,8 +53,9 @@ class Transport:
     def __init__(self, groups: ProcessGroupManager, device: torch.device, row_cost: RowCost):
         """device: where rows are packed and sent from: CUDA means NCCL, the CPU gloo."""
         self.sent_bytes = 0
+        self.pairwise = device.type == "cpu"
+        """Parcels go from rank to rank; else in one all-to-all, as NCCL connects whole groups."""
         self._groups = groups
-        self._rank = groups.rank
         self._device = device
         self._row_cost = row_cost
 
@@ -59,186 +69,137 @@ class Transport:
         rows pair up with its own. Into an empty layout they go by target.split, in ascending row_id on each
         shard; row_id and group_id (or the lengths) of keys[0].agent must then be in the source layout. Ranks
         of one target shard get the same rows. Columns of unequal width are padded as FIELDS declares (other
-        fields: right, zero). If rows move, columns from a GPU land on the transport's device, others on the
-        CPU, and object values of other ranks have gone through JSON. If none does, columns are shared as they
-        are. DagError if the ranks' rows contradict each other; DeadlineError after the groups' timeout;
-        AssertionError for columns in the target without a row_id, beside which rows would be dealt anew.
+        fields: right, zero). Columns that other ranks have sent from a GPU land on the transport's device,
+        others on the CPU, and their object values have gone through JSON. Where a rank's rows are those that
+        it had, columns are shared as they are. DagError if the ranks' rows contradict each other;
+        DeadlineError after the groups' timeout; AssertionError for columns in the target without a row_id,
+        beside which rows would be dealt anew.
         """
-        columns = [store.column(key, route.source) for key in keys] if self._rank in source.ranks else []
-        headers = self._gather_headers(self._header(store, keys, columns, route, source, target), keys, route)
-        rows = tabulate(
-            {rank: headers[rank].row_id for rank in source.ranks},
-            {rank: headers[rank].weight for rank in source.ranks},
-            source,
-        )
-        held = {rank: headers[rank].held for rank in target.ranks}
-        wanted = assign(rows, source, target, held, self._row_cost)
-        if not stays_in_place(rows, wanted, source, target):
-            specs = common_specs(headers, source.ranks)
-            moves = plan_moves(self._rank, route.ranks, rows, wanted, source, target)
-            columns = self._move(columns, specs, moves, route)
-        if self._rank in target.ranks:
-            num_rows = len(wanted[target.shard_of(self._rank)])
+        talk = self._talk(route)
+        sides = sides_of(source, target, talk.rank)
+        columns = [store.column(key, route.source) for key in keys] if sides.source_shard is not None else []
+        specs = tuple(ColumnSpec.of(key.name, column) for key, column in zip(keys, columns, strict=False))
+        mine = self._header(store, keys[0].agent, route, sides)
+        known = _known(store, mine, route, sides)
+        agreed = _agree(mine, specs, known, keys, talk)
+        if agreed.known and known is not None:
+            pairing = Pairing(known.leaving, tuple(known.arrived))
+        else:
+            pairing = pair(mine, agreed, sides, talk, self._row_cost)
+        parts = self._bring(columns, specs, mine.row_id, pairing, sides, talk)
+        if not set(target.ranks) <= set(source.ranks):
+            specs = talk.donated(specs, agreed.donor)
+        row_id, arrived = None, {}
+        if sides.target_shard is not None:
+            columns, row_id, arrived = join(
+                parts, columns, specs, len(mine.row_id), mine.held, self._device, target.rowset
+            )
             for agent in dict.fromkeys(key.agent for key in keys):
                 theirs = {
                     key.name: column for key, column in zip(keys, columns, strict=True) if key.agent == agent
                 }
-                store.put(TensorDict(theirs, batch_size=[num_rows]), agent, route.target, theirs)
+                store.put(TensorDict(theirs, batch_size=[len(row_id)]), agent, route.target, theirs)
+        own = None if sides.source_shard is None else mine.row_id
+        store.routes[route.source, route.target] = Brought(own, row_id, pairing.leaving, arrived)
 
-    def _header(
-        self,
-        store: FieldStore,
-        keys: Sequence[FieldKey],
-        columns: list[Column],
-        route: RoutePlan,
-        source: Layout,
-        target: Layout,
-    ) -> Header:
-        """This rank's header."""
-        agent = keys[0].agent
+    def _talk(self, route: RoutePlan) -> RouteTalk:
+        return RouteTalk(self._groups, route)
+
+    def _header(self, store: FieldStore, agent: int, route: RoutePlan, sides: RouteSides) -> Header:
+        """This rank's rows."""
 
         def column(name: str) -> np.ndarray | None:
             key = FieldKey(agent, name), route.source
             return store.column(*key).cpu().numpy() if key in store else None
 
-        row_id, weight = np.empty(0, dtype=np.int64), np.empty((0, 1), dtype=np.int64)
-        if self._rank in source.ranks:
+        row_id = np.empty(0, dtype=np.int64)
+        if sides.source_shard is not None:
             row_id = store.column(FieldKey(agent, "row_id"), route.source).cpu().numpy()
-            weight = split_weights(target.split, row_id, column)
-        held = _order(store, agent, route) if self._rank in target.ranks else None
-        specs = tuple(ColumnSpec.of(key.name, column) for key, column in zip(keys, columns, strict=False))
-        return Header(row_id, weight, held, specs)
+        weight = split_weights(sides.target.split, row_id, column)
+        held = None if sides.target_shard is None else _order(store, agent, route)
+        return Header(row_id, weight, held)
 
-    def _gather_headers(self, mine: Header, keys: Sequence[FieldKey], route: RoutePlan) -> dict[int, Header]:
-        """The headers of all ranks of the route: one gather, or two if one does not fit into its share."""
-        if len(route.ranks) == 1:
-            return {self._rank: mine}
-        words = mine.encode(check=crc32(f"{route.name} {[str(key) for key in keys]}".encode()))
-        room = max(LEAST_WORDS, HEADER_WORDS // len(route.ranks))
-        gathered = self._gather(words[:room], room, route)
-        if len(np.unique(gathered[:, 1])) > 1:
-            raise DagError(
-                f"route {route.name}: {name_ranks(route.ranks)} are not at the same reshard of the same "
-                "columns. All ranks must run the same plan."
-            )
-        longest = int(gathered[:, 0].max())
-        if longest > room:
-            gathered = self._gather(words, longest, route)
-        return {rank: Header.decode(row) for rank, row in zip(route.ranks, gathered, strict=True)}
-
-    def _gather(self, words: np.ndarray, room: int, route: RoutePlan) -> np.ndarray:
-        """All ranks' words, [ranks, room] int64."""
-        padded = torch.zeros(room, dtype=torch.int64)
-        padded[: len(words)] = torch.from_numpy(words)
-        gathered = torch.empty(len(route.ranks), room, dtype=torch.int64)
-        with self._waiting(route, "headers"):
-            dist.all_gather(list(gathered), padded, group=self._groups.get(route.ranks))
-        return gathered.numpy()
-
-    def _move(
-        self, columns: list[Column], specs: tuple[ColumnSpec, ...], moves: Moves, route: RoutePlan
-    ) -> list[Column]:
-        """The columns of my target rows (none if this rank is no target). columns: [] if it is no source."""
-        of_kind: dict[bool, list[int]] = {False: [], True: []}
-        for place, spec in enumerate(specs):
-            of_kind[spec.is_object].append(place)
-        received: dict[int, Column] = {}
-        for is_object, places in of_kind.items():
-            if places:
-                move = self._move_objects if is_object else self._move_tensors
-                mine = [columns[place] for place in places] if columns else []
-                moved = move(mine, [specs[place] for place in places], moves, route)
-                received |= zip(places, moved, strict=True)
-        return [received[place] for place in range(len(specs))]
-
-    def _move_tensors(
-        self, columns: list[Tensor], specs: list[ColumnSpec], moves: Moves, route: RoutePlan
-    ) -> list[Tensor]:
-        """Rows as a matrix of bytes [rows, row_bytes], all columns side by side, through one all-to-all."""
-        ends = np.cumsum([spec.row_bytes for spec in specs]).tolist()
-        row_bytes = ends[-1]
-        leaving = torch.from_numpy(np.concatenate(moves.send))
-        outgoing = torch.empty(0, row_bytes, dtype=torch.uint8, device=self._device)
-        if len(leaving):
-            packed = [
-                _to_bytes(column.index_select(0, leaving.to(column.device)).to(self._device), spec)
-                for column, spec in zip(columns, specs, strict=True)
-            ]
-            outgoing = torch.cat(packed, dim=1)
-        arriving = outgoing.new_empty(sum(moves.receive), row_bytes)
-        self._all_to_all(
-            arriving.view(-1),
-            outgoing.view(-1),
-            [count * row_bytes for count in moves.receive],
-            [len(positions) * row_bytes for positions in moves.send],
-            route,
-        )
-        rows = arriving.index_select(0, torch.from_numpy(moves.order).to(self._device))
-        return [
-            _from_bytes(rows[:, end - spec.row_bytes : end], spec)
-            for end, spec in zip(ends, specs, strict=True)
-        ]
-
-    def _move_objects(
+    def _bring(
         self,
-        columns: list[NonTensorData | NonTensorStack],
-        specs: list[ColumnSpec],
-        moves: Moves,
-        route: RoutePlan,
-    ) -> list[NonTensorData | NonTensorStack]:
-        """Object columns: the values that leave this rank as JSON; those that stay are shared."""
-        elements = [_elements(column) for column in columns]
-        me = route.ranks.index(self._rank)
-        blobs = [
-            _dump(elements, specs, positions) if len(positions) and place != me else b""
-            for place, positions in enumerate(moves.send)
-        ]
-        arrived: list[list[NonTensorData]] = [[] for _ in specs]
-        for place, blob in enumerate(self._exchange_blobs(blobs, route)):
-            if place == me:
-                parts = [[column[position] for position in moves.send[me]] for column in elements]
+        columns: Sequence[Column],
+        specs: Specs,
+        row_id: np.ndarray,
+        pairing: Pairing,
+        sides: RouteSides,
+        talk: RouteTalk,
+    ) -> dict[int, Parcel]:
+        """The rows of my target shard, by source shard; those that this rank has already are not packed."""
+        outgoing: dict[int, Tensor] = {}
+        for shard, positions in pairing.leaving.items():
+            if receivers := sides.receivers(shard):
+                packed = pack(columns, specs, row_id, positions, self._device)
+                self.sent_bytes += packed.row_bytes * len(receivers)
+                outgoing |= dict.fromkeys(receivers, packed.data)
+        parts: dict[int, Parcel] = {}
+        senders: dict[int, int] = {}
+        for shard in pairing.coming:
+            if shard != sides.source_shard:
+                senders[sides.first[shard]] = shard
             else:
-                parts = _load(blob) if blob else []
-            for column, part in zip(arrived, parts, strict=False):
-                column += part
-        if not len(moves.order):
-            return [object_column([]) for _ in specs]
-        return [NonTensorStack(*[column[place] for place in moves.order]) for column in arrived]
+                own = next(part for to, part in pairing.leaving.items() if to == sides.target_shard)
+                parts[shard] = Parcel(row_id[own], specs, columns, own)
+        trades = np.array([bool(outgoing or senders)], dtype=np.int64)
+        if self.pairwise or talk.reduce(trades, dist.ReduceOp.MAX)[0]:
+            for rank, data in talk.swap(outgoing, [*senders], "rows", self._device, self.pairwise).items():
+                parts[senders[rank]] = unpack(data)
+        return dict(sorted(parts.items()))
 
-    def _exchange_blobs(self, blobs: list[bytes], route: RoutePlan) -> list[bytes]:
-        """blobs[i] goes to the i-th rank of the route; what each of them sent here. Always on the CPU."""
-        sizes = torch.tensor([len(blob) for blob in blobs])
-        sizes_in = torch.empty_like(sizes)
-        each = [1] * len(blobs)
-        self._all_to_all(sizes_in, sizes, each, each, route)
-        outgoing = torch.from_numpy(np.frombuffer(bytearray(b"".join(blobs)), dtype=np.uint8))
-        incoming = torch.empty(int(sizes_in.sum()), dtype=torch.uint8)
-        self._all_to_all(incoming, outgoing, sizes_in.tolist(), sizes.tolist(), route)
-        return [part.numpy().tobytes() for part in incoming.split(sizes_in.tolist())]
 
-    def _all_to_all(
-        self, incoming: Tensor, outgoing: Tensor, sizes_in: list[int], sizes_out: list[int], route: RoutePlan
-    ) -> None:
-        me = route.ranks.index(self._rank)
-        self.sent_bytes += (sum(sizes_out) - sizes_out[me]) * outgoing.element_size()
-        with self._waiting(route, "rows"):
-            dist.all_to_all_single(
-                incoming, outgoing, sizes_in, sizes_out, group=self._groups.get(route.ranks)
-            )
+def _agree(
+    mine: Header, specs: Specs, known: Brought | None, keys: Sequence[FieldKey], talk: RouteTalk
+) -> Agreed:
+    """One all-reduce of a few words. DagError on all ranks if they are at different reshards, or have columns
+    that cannot be joined."""
+    num, route = len(mine.row_id), talk.route
+    step = zlib.crc32(f"{route.name} {[str(key) for key in keys]}".encode())
+    check = check_of(specs)
+    words = [
+        step,
+        -step,
+        check if num else NEVER,
+        -check if num else NEVER,
+        known is None,
+        mine.held is not None,
+        num,
+        len(mine.words),
+        mine.row_id.max() if num else NEVER,
+        -mine.row_id.min() if num else NEVER,
+        (num + 1 << 32) - talk.rank if specs else 0,
+    ]
+    words = talk.reduce(np.array(words, dtype=np.int64), dist.ReduceOp.MAX)
+    if words[0] != -words[1]:
+        raise DagError(
+            f"route {route.name}: {name_ranks(route.ranks)} are not at the same reshard of the same columns. "
+            "All ranks must run the same plan."
+        )
+    if words[6] and words[2] != -words[3]:
+        seen = talk.gather_specs(specs if num else ())
+        common_specs(seen, [rank for rank, theirs in seen.items() if theirs])
+    unknown, held, most_rows, num_words, last, first, donor = words[4:].tolist()
+    return Agreed(not unknown, bool(held), most_rows, num_words, -first, last, -donor % (1 << 32))
 
-    @contextmanager
-    def _waiting(self, route: RoutePlan, what: str) -> Iterator[None]:
-        """Names the route and its ranks when a collective fails or passes the deadline."""
-        try:
-            with phase(what), waiting():
-                yield
-        except RuntimeError as error:
-            others = name_ranks([rank for rank in route.ranks if rank != self._rank])
-            where = f"route {route.name} ({route.source} -> {route.target}): rank {self._rank}"
-            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-                late = f"{where} waited {self._groups.timeout_s:g} s for the {what} of {others}: {error}"
-                raise DeadlineError(late) from error
-            raise WorkerError(f"{where} lost {others} while exchanging {what}: {error}") from error
+
+def _known(store: FieldStore, mine: Header, route: RoutePlan, sides: RouteSides) -> Brought | None:
+    """How these very rows came there, or back, before; None where this rank knows no such thing."""
+    there = store.routes.get((route.source, route.target))
+    back = store.routes.get((route.target, route.source))
+    for found in (there, back and back.back()):
+        if (
+            found is not None
+            and (sides.source_shard is None or _equal(found.source_ids, mine.row_id))
+            and (sides.target_shard is None or _equal(found.target_ids, mine.held))
+        ):
+            return found
+    return None
+
+
+def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is not None and other is not None and np.array_equal(one, other)
 
 
 def _order(store: FieldStore, agent: int, route: RoutePlan) -> np.ndarray | None:
@@ -254,58 +215,3 @@ def _order(store: FieldStore, agent: int, route: RoutePlan) -> np.ndarray | None
         return None
     own = FieldKey(agent, "row_id")
     return store.column(own if own in orders else orders[0], route.target).cpu().numpy()
-
-
-def _to_bytes(column: Tensor, spec: ColumnSpec) -> Tensor:
-    """Rows as bytes, [rows, row_bytes], padded to the common width."""
-    column = column.detach()
-    if spec.dims:
-        column = widened(column, spec.name, spec.dims[0])
-    return column.reshape(len(column), math.prod(spec.dims)).contiguous().view(torch.uint8)
-
-
-def _from_bytes(matrix: Tensor, spec: ColumnSpec) -> Tensor:
-    shape = (len(matrix), *spec.dims)
-    # Without elements, or as a part of a wider matrix, bytes have strides that no wider dtype can view.
-    if matrix.numel():
-        column = matrix.clone(memory_format=torch.contiguous_format).view(spec.torch_dtype).view(shape)
-    else:
-        column = torch.empty(shape, dtype=spec.torch_dtype, device=matrix.device)
-    return column if spec.on_gpu else column.cpu()
-
-
-def _elements(column: NonTensorData | NonTensorStack) -> list[NonTensorData]:
-    if isinstance(column, NonTensorStack):
-        return column.tensordicts
-    rows = TensorDict({"values": column}, batch_size=column.batch_size)
-    return list(map(object_element, objects(rows, "values")))
-
-
-def _dump(elements: list[list[NonTensorData]], specs: list[ColumnSpec], positions: np.ndarray) -> bytes:
-    """The values at `positions` of each column, as JSON; a value that rows share, as samples do, once.
-
-    DagError if one is not a JSON value.
-    """
-    columns = []
-    for column in elements:
-        chosen = [column[position] for position in positions]
-        distinct = {id(element): element for element in chosen}
-        number = {of: place for place, of in enumerate(distinct)}
-        values = [element.data for element in distinct.values()]
-        columns.append((values, [number[id(element)] for element in chosen]))
-    try:
-        return json.dumps(columns).encode()
-    except (TypeError, ValueError) as error:
-        names = ", ".join(spec.name for spec in specs)
-        raise DagError(
-            f"a value of {names} cannot move to another rank: {error}. Object fields hold JSON values only."
-        ) from error
-
-
-def _load(blob: bytes) -> list[list[NonTensorData]]:
-    """The columns of `_dump`, row by row."""
-    columns = []
-    for values, numbers in json.loads(blob):
-        elements = list(map(object_element, values))
-        columns.append([elements[number] for number in numbers])
-    return columns

@@ -30,7 +30,8 @@ def mini_batches(
     Collective over ctx.group.
     """
     by_episode = "episode_id" in rows.keys()
-    position_B, total = global_positions(rows["episode_id" if by_episode else "row_id"], ctx.group)
+    found = global_positions(rows["episode_id"], ctx.group) if by_episode else _row_positions(ctx, rows)
+    position_B, total = found
     for epoch in range(batch.epochs):
         place_B = position_B
         if shuffle_seed is not None:
@@ -41,6 +42,22 @@ def mini_batches(
             continue
         for first in range(0, total, batch.mini_rows):
             yield (place_B >= first) & (place_B < first + batch.mini_rows)
+
+
+def _row_positions(ctx: OpContext, rows: TensorDict) -> tuple[Tensor, int]:
+    """global_positions of the rows, of which each has an id of its own: where no id is left out, from their
+    number and the smallest and largest one alone."""
+    row_id_B = rows["row_id"]
+    most = torch.iinfo(torch.int64).max
+    ends = torch.stack([row_id_B.max(), -row_id_B.min()]) if len(row_id_B) else torch.tensor([-most, -most])
+    count = torch.tensor([len(row_id_B) if ctx.is_shard_leader else 0])
+    with waiting():
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=ctx.group)
+        dist.all_reduce(count, group=ctx.group)
+    last, first, total = int(ends[0]), -int(ends[1]), int(count)
+    if last - first + 1 == total:
+        return row_id_B - first, total
+    return global_positions(row_id_B, ctx.group)
 
 
 def global_positions(row_id_B: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.data.buffer import ORDER, RowBuffer, rows_of_state
-from siirl.data.loader import PromptLoader
+from siirl.data.loader import PromptLoader, dealing_order
 from siirl.data.rows import take_rows
 from siirl.errors import DataError
 
@@ -55,7 +55,7 @@ class PromptsInFlight(RowBuffer):
         self._num_loading = self._num_leaving = self._num_active = 0  # batches; groups, of this shard
         self._wanted = 0  # groups that leave now, over all shards
         self._steady = 0  # groups of this shard that leave in every step, or more
-        self._group_ids = range(0)
+        self._group_ids: list[int] = []
         self._told = (0, 0)
 
     def num_missing(self, loader: PromptLoader, step: int, last_step: int, wanted: int | None = None) -> int:
@@ -71,7 +71,8 @@ class PromptsInFlight(RowBuffer):
         window = [owners[at % self._batch_size] for at in range(self._first, self._first + self._wanted)]
         self._num_leaving = window.count(loader.shard)
         before = sum(owner < loader.shard for owner in window)
-        self._group_ids = range(before, before + self._num_leaving)
+        dealt = dealing_order(self._wanted, loader.mini_batch_size)
+        self._group_ids = sorted(dealt[before : before + self._num_leaving].tolist())
         self._steady = _least(owners, loader.shard, self._step_size)
         ahead = min(self._surplus, last_step - step)
         self._num_active = self._num_leaving + int(ahead * self._steady)

@@ -1,7 +1,11 @@
 import functools
+import importlib
 import itertools
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,8 +14,10 @@ import torch.distributed as dist
 from dist_harness import WorkerFailure, run_workers
 from tensordict import TensorDict
 
+import siirl.data.teams
 from siirl.algorithms.row_cost import row_cost
 from siirl.compiler.plan import RoutePlan
+from siirl.data.header import Header
 from siirl.data.rows import make_rows, objects, take_rows
 from siirl.data.store import FieldStore
 from siirl.data.transport import Transport
@@ -19,6 +25,8 @@ from siirl.errors import DagError, DeadlineError
 from siirl.parallel.process_groups import ProcessGroupManager
 from siirl.types import FieldKey, Layout
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+World = importlib.import_module("scale").World
 WORLD = 4
 ROUTING = ("row_id", "group_id", "prompt_length", "response_length")
 
@@ -107,10 +115,22 @@ def keys_of(rows: TensorDict) -> list[FieldKey]:
     return [FieldKey(0, name) for name in sorted(rows.keys())]
 
 
+def runs_of_groups(batch: TensorDict, num_shards: int) -> list[list[int]]:
+    """The rows of each source shard as a rollout leaves them."""
+    groups = np.unique(batch["group_id"].numpy())
+    firsts = groups[len(groups) * np.arange(1, num_shards) // num_shards]
+    cuts = np.searchsorted(batch["group_id"].numpy(), firsts)
+    return [part.tolist() for part in np.split(np.arange(len(batch)), cuts)]
+
+
 def random_case(seed: int) -> tuple[TensorDict, Layout, Layout, list[list[int]], bool]:
     rng = np.random.default_rng(seed)
     batch = whole_batch(rng, int(rng.choice([0, 1, 3, 12])))
     source, target = random_layout(rng), random_layout(rng)
+    if len(batch) and rng.random() < 0.3:
+        batch["row_id"] = torch.arange(len(batch)) + int(rng.integers(9))
+        source = replace(source, split="group")
+        return batch, source, target, runs_of_groups(batch, source.num_shards), False
     return (
         batch,
         source,
@@ -149,7 +169,11 @@ def there_and_back(rank: int, seed: int) -> list[int] | None:
     return there
 
 
-def run_cases(rank: int, world_size: int, num_cases: int) -> list[list[int] | None]:
+def run_cases(
+    rank: int, world_size: int, num_cases: int, most_rows: int, pairwise: bool
+) -> list[list[int] | None]:
+    siirl.data.teams.MOST_ROWS = most_rows
+    transport().pairwise = pairwise
     results = []
     for seed in range(num_cases):
         try:
@@ -159,9 +183,11 @@ def run_cases(rank: int, world_size: int, num_cases: int) -> list[list[int] | No
     return results
 
 
-def test_random_layouts_keep_every_column_bit_for_bit_and_split_rows_as_promised():
+@pytest.mark.parametrize(("most_rows", "pairwise"), [(4096, True), (4096, False), (12, True), (0, True)])
+def test_random_layouts_keep_every_column_bit_for_bit_and_split_rows_as_promised(most_rows, pairwise):
+    """most_rows: of a team; where it is 0, each shard is one. pairwise: else rows go in one all-to-all."""
     num_cases = 80
-    by_rank = run_workers(run_cases, WORLD, num_cases, deadline_s=240)
+    by_rank = run_workers(run_cases, WORLD, num_cases, most_rows, pairwise, deadline_s=240)
     for seed in range(num_cases):
         batch, _, target, _, _ = random_case(seed)
         of_shard: dict[int, list[int]] = {}
@@ -198,6 +224,38 @@ def test_rows_stay_where_they_are_unless_a_rank_has_more_than_its_part():
     assert [len(ids) for ids, _ in uneven] == [8] * WORLD
     assert [sent for _, sent in uneven] == [4 * row_bytes, 0, 0, 0]
     assert sorted(itertools.chain(*(ids for ids, _ in uneven))) == list(range(32))
+
+
+def length_of(row_id: int) -> int:
+    return 1 + row_id * 7 % 13 + (2 - row_id // 32) * 20
+
+
+def two_teams(rank: int, world_size: int) -> tuple[list[int], list[float]]:
+    """Ids and scores that arrive: rows of the first two ranks are long; a team is two ranks."""
+    siirl.data.teams.MOST_ROWS = 32
+    ids = torch.arange(16) + 16 * rank
+    lengths = torch.tensor([length_of(row_id) for row_id in ids.tolist()])
+    rows = simple_rows(16 * rank, 16, response_length=lengths, score=ids * 0.5)
+    ranks = tuple(range(world_size))
+    source = Layout(ranks, ranks, "agent_0.samples")
+    store = exchange_two(rank, rows, replace(source, split="cost", mini_batch_rows=32), source)
+    there = store.view([FieldKey(0, "row_id"), FieldKey(0, "score")], "target")
+    return there["row_id"].tolist(), there["score"].tolist()
+
+
+def test_rows_that_a_team_gives_to_another_go_to_several_of_its_ranks(monkeypatch):
+    by_rank = run_workers(two_teams, WORLD)
+    assert sorted(itertools.chain(*(ids for ids, _ in by_rank))) == list(range(64))
+    for ids, scores in by_rank:
+        assert scores == [row_id * 0.5 for row_id in ids]
+    weight = np.array([[1 + length_of(row_id)] for row_id in range(64)])
+    ranks = tuple(range(WORLD))
+    source = Layout(ranks, ranks, "agent_0.samples")
+    headers = [Header(np.arange(16) + 16 * rank, weight[16 * rank : 16 * rank + 16], None) for rank in ranks]
+    monkeypatch.setattr(siirl.data.teams, "MOST_ROWS", 32)
+    _, there = World(source, replace(source, split="cost", mini_batch_rows=32), headers).there()
+    assert [ids for ids, _ in by_rank] == [np.flatnonzero(there == rank).tolist() for rank in ranks]
+    assert all(set(there[:32]) >= {rank} for rank in (2, 3)), "both of the second team got rows of the first"
 
 
 TWO = Layout((0, 1), (0, 1), "agent_0.samples")
@@ -245,6 +303,20 @@ def test_ranks_that_contradict_each_other_are_all_told_why():
     }
     for errors in run_workers(misuse, 2):
         assert {name for name, text in expected.items() if text in errors[name]} == set(expected)
+
+
+def number_rows_from_zero_on_every_rank(rank: int, world_size: int) -> str:
+    siirl.data.teams.MOST_ROWS = 2
+    try:
+        exchange_two(rank, simple_rows(0, 4), replace(TWO, split="cost"))
+    except DagError as error:
+        return str(error)
+    return "no error"
+
+
+def test_rows_that_ranks_number_alike_are_refused_where_no_rank_knows_all():
+    for message in run_workers(number_rows_from_zero_on_every_rank, 2):
+        assert "row_id of 8 rows of 'agent_0.samples' occur more than once" in message
 
 
 def reshard_with_a_held_layout(rank: int, world_size: int, held: list[list[int]]) -> list[float] | str:

@@ -17,6 +17,7 @@ from siirl.compiler.plan import Collect, Free, Instruction, Load, Plan, Repeat, 
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.data.assign import assign, split_weights, tabulate
+from siirl.data.loader import dealing_order
 from siirl.types import FieldKey, Layout
 
 Origin = tuple[int, ...]
@@ -124,12 +125,15 @@ class Interpreter:
     def _load(self, ins: Load) -> None:
         plan = self.plan.loaders[ins.loader]
         layout = self.plan.layouts[ins.layout]
-        size = batch_of(self.configs[plan.node]).generated if self.section == "instructions" else 7
+        batch = batch_of(self.configs[plan.node])
+        size = batch.generated if self.section == "instructions" else 7
+        mini = size if batch.in_rounds else batch.mini_prompts
         first = self.loaded.get((self.section, ins.loader), 0)
         self.loaded[self.section, ins.loader] = first + size
         for rank in ins.ranks:
             shard = layout.shard_of(rank)
-            mine = range(size * shard // layout.num_shards, size * (shard + 1) // layout.num_shards)
+            first_of, last_of = (size * of // layout.num_shards for of in (shard, shard + 1))
+            mine = sorted(dealing_order(size, mini)[first_of:last_of].tolist())
             origins = tuple((first + place,) for place in mine)
             numbers = {
                 "row_id": tuple(mine),

@@ -56,6 +56,26 @@ def test_the_global_batch_is_the_same_for_any_number_of_shards(dataset, batch_si
         assert max(len(part) for part in parts) - min(len(part) for part in parts) <= 1
 
 
+@pytest.mark.parametrize(("batch_size", "mini", "num_shards"), [(8, 4, 2), (8, 2, 4), (8, 2, 3), (7, 3, 2)])
+def test_every_shard_has_prompts_of_every_mini_batch_and_each_prompt_keeps_its_place(
+    dataset, batch_size, mini, num_shards
+):
+    whole = PromptLoader(dataset, batch_size, seed=3).next_batch()
+    parts = [
+        PromptLoader(dataset, batch_size, shard, num_shards, mini_batch_size=mini, seed=3).next_batch()
+        for shard in range(num_shards)
+    ]
+    places = joined(part["row_id"].tolist() for part in parts)
+    assert sorted(places) == list(range(batch_size))
+    samples = whole["sample_index"][torch.tensor(places)].tolist()
+    assert joined(part["sample_index"].tolist() for part in parts) == samples, "same prompt at each place"
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    for part in parts:
+        assert part["row_id"].tolist() == sorted(part["row_id"].tolist())
+        of_batch = torch.bincount(part["row_id"] // mini, minlength=-(-batch_size // mini))
+        assert of_batch.max() - of_batch[: batch_size // mini].min() <= 1
+
+
 def test_a_shard_reads_only_its_own_rows(dataset, monkeypatch):
     read = []
     rows = dataset.rows

@@ -4,8 +4,8 @@ from tensordict import NonTensorData
 
 from siirl.data.buffer import concat_rows
 from siirl.data.header import ColumnSpec
+from siirl.data.parcels import _to_bytes
 from siirl.data.rows import make_rows, object_column, object_element, objects, pad_stack, take_rows
-from siirl.data.transport import _to_bytes
 from siirl.types import FIELDS
 
 

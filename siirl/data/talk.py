@@ -1,0 +1,125 @@
+"""What the ranks of a route say to each other: collectives, and messages between single ranks."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from siirl.compiler.plan import RoutePlan
+from siirl.data.header import Specs
+from siirl.errors import DeadlineError, WorkerError
+from siirl.observe.spans import phase, waiting
+from siirl.parallel.process_groups import ProcessGroupManager, name_ranks
+
+CPU = torch.device("cpu")
+
+
+class RouteTalk:
+    """For one rank of a route. All but `swap` and `post` are collective over the route.
+
+    DeadlineError and WorkerError name the route and the other ranks.
+    """
+
+    def __init__(self, groups: ProcessGroupManager, route: RoutePlan):
+        self.route, self.rank = route, groups.rank
+        self._groups = groups
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self._groups.get(self.route.ranks)
+
+    def reduce(self, words: np.ndarray, how: dist.ReduceOp.RedOpType) -> np.ndarray:
+        """The sum, or the largest, of what the ranks have: int64 or float64, of one shape."""
+        if len(self.route.ranks) > 1:
+            with self.named("headers"):
+                dist.all_reduce(torch.from_numpy(words), how, group=self.group)
+        return words
+
+    def gather(self, mine: np.ndarray) -> np.ndarray:
+        """What all ranks have, [ranks, ...]."""
+        if len(self.route.ranks) == 1:
+            return mine[None]
+        own = torch.from_numpy(mine)
+        gathered = torch.empty(len(self.route.ranks), *own.shape, dtype=own.dtype)
+        with self.named("headers"):
+            dist.all_gather(list(gathered), own, group=self.group)
+        return gathered.numpy()
+
+    def gather_specs(self, specs: Specs) -> dict[int, Specs]:
+        """Those of all ranks, to say which of them contradict each other."""
+        parts: list[Specs] = [()] * len(self.route.ranks)
+        with self.named("columns"):
+            dist.all_gather_object(parts, specs, group=self.group)
+        return dict(zip(self.route.ranks, parts, strict=True))
+
+    def donated(self, specs: Specs, donor: int) -> Specs:
+        """The columns as they are on the donor, for ranks that have none and may get no rows."""
+        box = [specs]
+        with self.named("columns"):
+            dist.broadcast_object_list(box, donor, self.group, CPU)
+        return specs or box[0]
+
+    def exchange(self, words: np.ndarray, to: Sequence[int], senders: Sequence[int]) -> dict[int, np.ndarray]:
+        """The words of each sender; all have equally many. `to` and `senders` may name this rank."""
+        others = {rank: torch.from_numpy(words) for rank in to if rank != self.rank}
+        incoming = {rank: torch.empty(len(words), dtype=torch.int64) for rank in senders}
+        with self.named("headers"):
+            self.post(others, {rank: data for rank, data in incoming.items() if rank != self.rank}, 0)
+        told = {rank: data.numpy() for rank, data in incoming.items()}
+        return told | ({self.rank: words} if self.rank in told else {})
+
+    def swap(
+        self,
+        outgoing: Mapping[int, Tensor],
+        senders: Sequence[int],
+        what: str,
+        device: torch.device = CPU,
+        pairwise: bool = True,
+    ) -> dict[int, Tensor]:
+        """Bytes to other ranks, and what `senders` send: how many, then the bytes. what: for messages.
+
+        pairwise: else the bytes go through one all-to-all, which all ranks take part in.
+        """
+        with self.named(what):
+            sizes = {rank: torch.empty(1, dtype=torch.int64) for rank in senders}
+            self.post({rank: torch.tensor([len(data)]) for rank, data in outgoing.items()}, sizes, 0)
+            incoming = {
+                rank: torch.empty(int(size), dtype=torch.uint8, device=device) for rank, size in sizes.items()
+            }
+            if pairwise:
+                self.post(outgoing, incoming, 1)
+                return incoming
+            ranks, nothing = self.route.ranks, torch.empty(0, dtype=torch.uint8, device=device)
+            sent = [outgoing.get(rank, nothing) for rank in ranks]
+            into = [len(incoming.get(rank, nothing)) for rank in ranks]
+            arrived = nothing.new_empty(sum(into))
+            out = [len(data) for data in sent]
+            dist.all_to_all_single(arrived, torch.cat(sent), into, out, group=self.group)
+        parts = dict(zip(ranks, arrived.split(into), strict=True))
+        return {rank: parts[rank] for rank in senders}
+
+    def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> None:
+        """Tensors of known sizes from rank to rank."""
+        posted = [dist.irecv(data, rank, self.group, tag) for rank, data in incoming.items()]
+        posted += [dist.isend(data, rank, self.group, tag) for rank, data in outgoing.items()]
+        for one in posted:
+            assert one is not None, "this rank is in the group"
+            one.wait()
+
+    @contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """Names the route and its ranks when a collective fails or passes the deadline."""
+        route = self.route
+        try:
+            with phase(what), waiting():
+                yield
+        except RuntimeError as error:
+            others = name_ranks([rank for rank in route.ranks if rank != self.rank])
+            where = f"route {route.name} ({route.source} -> {route.target}): rank {self.rank}"
+            if "timed out" in str(error).lower() or "timeout" in str(error).lower():
+                late = f"{where} waited {self._groups.timeout_s:g} s for the {what} of {others}: {error}"
+                raise DeadlineError(late) from error
+            raise WorkerError(f"{where} lost {others} while exchanging {what}: {error}") from error
