@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train on given responses, on CPU, from scratch: bash examples/given_responses/run.sh NAME [key=value ...]
-# NAME: sft, or sft_grpo (a warm-up of 15 steps, then GRPO). GIVEN_RESPONSES_DIR (outputs/given_responses) holds inputs and results.
+# NAME: sft, dpo, or sft_grpo (a warm-up of 15 steps, then GRPO). GIVEN_RESPONSES_DIR (outputs/given_responses) holds inputs and results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
-NAME=${1:?name an example: sft or sft_grpo}
+NAME=${1:?name an example: sft, dpo or sft_grpo}
 shift
 OUT=${GIVEN_RESPONSES_DIR:-outputs/given_responses}
 actor=actor_rollout_ref.actor
@@ -15,6 +15,19 @@ case $NAME in
       data.train_files="$OUT/given.parquet"
       actor_rollout_ref.rollout.name=dataset
       $actor.policy_loss.loss_mode=sft
+      trainer.total_training_steps=60
+      trainer.val_before_train=False
+      trainer.test_freq=-1
+    )
+    ;;
+  dpo)
+    keys+=(
+      data.train_files="$OUT/given.parquet"
+      'data.response_keys=[chosen,rejected]'
+      actor_rollout_ref.rollout.name=dataset
+      actor_rollout_ref.rollout.n=2
+      actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=float32
+      $actor.policy_loss.loss_mode=dpo
       trainer.total_training_steps=60
       trainer.val_before_train=False
       trainer.test_freq=-1
@@ -37,7 +50,7 @@ case $NAME in
     )
     ;;
   *)
-    echo "run.sh: unknown example $NAME: name sft or sft_grpo" >&2
+    echo "run.sh: unknown example $NAME: name sft, dpo or sft_grpo" >&2
     exit 2
     ;;
 esac

@@ -19,7 +19,7 @@ from siirl.compiler.checks.fields import (
     check_writers,
     prune,
 )
-from siirl.compiler.checks.given_responses import check_given, check_order, check_validation
+from siirl.compiler.checks.given_responses import check_given, check_order, check_pairs, check_validation
 from siirl.compiler.checks.lag_checks import check_kept_kv, check_lag, check_loaders
 from siirl.compiler.checks.round_regions import check_rounds
 from siirl.compiler.instructions import Sections
@@ -98,7 +98,7 @@ def _built(function: str) -> DagSpec:
 def template_of(cfg: Config) -> str:
     """The file in dag_templates/ that fits the algorithm."""
     if cfg.actor_rollout_ref.rollout.gives_data:
-        return "sft.yaml"
+        return "dpo.yaml" if cfg.actor_rollout_ref.actor.loss.pairs else "sft.yaml"
     if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
         return "dapo.yaml"
     if cfg.algorithm.estimator.uses_greedy:
@@ -192,6 +192,7 @@ def _check(
     found.take(check_resampling(kept))
     found.take(check_lag(kept))
     found.take(check_given(kept))
+    found.take(check_pairs(kept))
     found.take(check_windows(kept))
     found.take(check_reward_models(whole))
     found.take(check_reward_weights(whole))

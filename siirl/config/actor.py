@@ -52,6 +52,13 @@ class PolicyLossConfig:
     dro_beta: float = key(
         0.05, "weight of dro's penalty on the squared log ratio", when=losses_with("dro_beta"), low=0
     )
+    dpo_beta: float = key(
+        0.1,
+        "how close dpo keeps the policy to the reference: the scale of its rewards",
+        when=losses_with("dpo_beta"),
+        low=0,
+        excluded=0,
+    )
     vespo_k_pos: float = key(
         2.0,
         "power of the row's ratio in vespo's weight for positive advantages",

@@ -57,6 +57,8 @@ class PolicyLoss:
     """It picks tokens of the whole mini-batch by their log-probs before the update."""
     imitates: bool = False
     """It makes given responses likelier: it reads no advantage, and no log-probs of before the step."""
+    pairs: bool = False
+    """It compares the two responses of a prompt, and their log-probs with the reference's."""
     instead: Mapping[str, str] = field(default_factory=dict)
     """Keys of the actor that do not go with it, and the keys of policy_loss that say the same."""
 
@@ -126,6 +128,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "dro": PolicyLoss(("dro_beta",)),
     "vespo": PolicyLoss(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg")),
     "sft": PolicyLoss(imitates=True),
+    "dpo": PolicyLoss(("dpo_beta",), imitates=True, pairs=True),
 }
 OWN_LOSS = PolicyLoss()
 """What is known of a policy loss of the user's own: nothing."""

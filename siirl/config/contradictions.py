@@ -130,6 +130,11 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "each column. Set actor_rollout_ref.rollout.n to their number.",
         ),
         Contradiction(
+            lambda cfg: cfg.actor_rollout_ref.actor.loss.pairs and cfg.actor_rollout_ref.rollout.n != 2,
+            "{actor_rollout_ref.actor.policy_loss.loss_mode=} with {actor_rollout_ref.rollout.n=}: it "
+            "compares two responses of a prompt. Set actor_rollout_ref.rollout.n=2.",
+        ),
+        Contradiction(
             lambda cfg: not cfg.data.train_files and not cfg.trainer.val_only,
             "data.train_files is empty: there is nothing to train on. Name at least one parquet file.",
         ),
@@ -273,6 +278,16 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             ),
             "{kl_loss_type=} with {policy_loss.loss_mode=}: it estimates the KL from tokens that the policy "
             "sampled, and these are given. Set {}.kl_loss_type=full, which needs none.",
+        ),
+        Contradiction(
+            lambda actor: actor.loss.pairs and (actor.use_kl_loss or actor.entropy_coeff),
+            "{use_kl_loss=} or {entropy_coeff=} with {policy_loss.loss_mode=}, which keeps the policy close "
+            "to the reference by {}.policy_loss.dpo_beta alone. Remove them.",
+        ),
+        Contradiction(
+            lambda actor: actor.loss.pairs and actor.shuffle,
+            "{shuffle=} with {policy_loss.loss_mode=}: the two rows of a pair would be in different "
+            "mini-batches. Set {}.shuffle=false; data.shuffle draws the order of prompts.",
         ),
         Contradiction(
             lambda actor: actor.rollout_correction.low >= actor.rollout_correction.high,

@@ -66,7 +66,8 @@ def _no_reference(cfg: Config, name: str) -> str:
     """Why a key of the reference model has no effect in a built-in workflow, or an empty string."""
     if not name.startswith("actor_rollout_ref.ref.") or cfg.dag.workflow_path or cfg.dag.custom_pipeline_fn:
         return ""
-    if cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward:
+    actor = cfg.actor_rollout_ref.actor
+    if actor.use_kl_loss or actor.loss.pairs or cfg.algorithm.use_kl_in_reward:
         return ""
     return "there is no reference model without actor.use_kl_loss or algorithm.use_kl_in_reward"
 

@@ -82,8 +82,9 @@ def op_under(node: NodeSpec, cfg: Config) -> OpSpec:
     if op.name not in VARIANTS:
         return op
     variant, common = VARIANTS[op.name](cfg), OPS[op.name]
-    own = {name: getattr(op, name) for name in ("writes", "in_episodes")}
-    return replace(variant, **{name: x for name, x in own.items() if x is not getattr(common, name)})
+    of_node = {name: getattr(op, name) for name in ("writes", "in_episodes")}
+    own = {name: value for name, value in of_node.items() if value is not getattr(common, name)}
+    return replace(variant, **own) if own else variant
 
 
 def op_of(node: NodeSpec) -> OpSpec:

@@ -202,6 +202,8 @@ def _actor_train_reads(cfg: Config) -> Names:
     old = ("old_log_prob",) if old_log_prob_source(cfg) == "field" else ()
     ref = _reference_writes(cfg) if cfg.actor_rollout_ref.actor.use_kl_loss else ()
     actor = cfg.actor_rollout_ref.actor
+    if actor.loss.pairs:
+        return ("row_id", "group_id", *_TOKENS, "score", "ref_log_prob")
     entropy = ("old_entropy",) if actor.picks_by_entropy else ()
     prompt = ("group_id",) if actor.loss_agg_mode == "prompt-mean" else ()
     sampled = () if actor.loss.imitates else ("rollout_log_prob", *old, *entropy, "advantage")
@@ -382,6 +384,10 @@ ACTOR_TRAIN = OpSpec(
     side_effect=True,
     unique="training",
 )
+PREFERENCE_TRAIN = replace(
+    ACTOR_TRAIN, name="preference_train", code="preference_train:preference_train", split="group"
+)
+"""The same on pairs of responses, which are computed together."""
 CRITIC_TRAIN = replace(
     ACTOR_TRAIN,
     name="critic_train",
@@ -429,7 +435,8 @@ OPS: dict[str, OpSpec] = {
         *(ROLLOUT, PARTIAL_ROLLOUT, REPLAY, DATASET_ROLLOUT, INTERACTION, PARTIAL_INTERACTION, TURNS),
         *(ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
-        *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, CRITIC_TRAIN),
+        *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, PREFERENCE_TRAIN),
+        CRITIC_TRAIN,
         *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, CUSTOM),
     )
 }
@@ -461,6 +468,7 @@ VARIANTS: dict[str, Callable[[Config], OpSpec]] = {
     ROLLOUT.name: _sampler,
     DYNAMIC_SAMPLING.name: _sampling,
     MODEL_REWARD.name: _scoring_model,
+    ACTOR_TRAIN.name: lambda cfg: PREFERENCE_TRAIN if cfg.actor_rollout_ref.actor.loss.pairs else ACTOR_TRAIN,
 }
 """Op of a node -> what it is under a configuration."""
 

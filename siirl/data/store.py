@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from siirl.data.rows import widened
 from siirl.errors import DagError, DeadlineError
 from siirl.observe.spans import phase
-from siirl.types import FieldKey
+from siirl.types import FIELDS, FieldKey
 
 Column = Any
 """A tensor [B, ...], or an object column (see siirl.data.rows)."""
@@ -60,9 +61,10 @@ class FieldStore:
     def view(self, keys: Sequence[FieldKey], layout_id: str, agent: int | None = None) -> TensorDict:
         """The columns `keys` as one TensorDict [B], named by field.
 
-        With `agent` given, fields of other agents are named in full, e.g. "agent_1.score". DagError if a
-        column is not there or two would have the same name; DeadlineError if pending rows do not arrive;
-        whatever their computation raised.
+        Columns of response tokens have one width, that of the widest: a column that went to other ranks and
+        came back is as wide as their longest row. With `agent` given, fields of other agents are named in
+        full, e.g. "agent_1.score". DagError if a column is not there or two would have the same name;
+        DeadlineError if pending rows do not arrive; whatever their computation raised.
         """
         columns: dict[str, Column] = {}
         for key in keys:
@@ -73,7 +75,7 @@ class FieldStore:
                 )
             columns[name] = self.column(key, layout_id)
         rows = TensorDict({}, batch_size=[self.num_rows(layout_id) or 0])
-        for name, column in columns.items():
+        for name, column in _of_one_width(columns).items():
             rows.set(name, column)
         return rows
 
@@ -173,3 +175,15 @@ class FieldStore:
         elsewhere = sorted(layout for other, layout in self._columns if other == key)
         where = f" It is in layout {', '.join(elsewhere)}." if elsewhere else ""
         return f"{key} is not in layout {layout_id!r}, which has: {', '.join(there) or 'nothing'}.{where}"
+
+
+def _of_one_width(columns: dict[str, Column]) -> dict[str, Column]:
+    """The columns, those of response tokens filled up to the widest of them."""
+    of_tokens = {
+        name: column
+        for name, column in columns.items()
+        if (spec := FIELDS.get(name.rpartition(".")[2])) is not None and spec.dims[:1] == ("T",)
+    }
+    width = max((column.shape[1] for column in of_tokens.values()), default=0)
+    found = {name: widened(column, name.rpartition(".")[2], width) for name, column in of_tokens.items()}
+    return columns | found

@@ -25,11 +25,7 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
     Does nothing in the first trainer.critic_warmup steps, in which only the critic learns, and while other
     agents have their turn (rollout.agent.train_cycle): the weights then stay, and none are pushed.
     """
-    cycle, warmup = ctx.cfg.actor_rollout_ref.rollout.agent.train_cycle, warmup_of(ctx.cfg)
-    trains = trains_in(ctx.step, warmup, cycle, ctx.options if cycle else {})
-    if cycle:
-        ctx.metrics.mean("actor/waits", not trains)
-    if not trains:
+    if not trains_now(ctx):
         return TensorDict({}, batch_size=rows.batch_size)
     actor, rollout = ctx.cfg.actor_rollout_ref.actor, ctx.cfg.actor_rollout_ref.rollout
     outputs = ("log_prob", "entropy", *(("full_kl",) if uses_full_kl(ctx.cfg) else ()))
@@ -56,6 +52,15 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
         ctx.metrics.merge(metrics, "actor/")
     ctx.metrics.sum("flops/train", engine.flops(rows, backward=True) * actor.ppo_epochs)
     return TensorDict({}, batch_size=rows.batch_size)
+
+
+def trains_now(ctx: OpContext) -> bool:
+    """Whether the policy is trained in this step: after the critics' warm-up, and when it is its turn."""
+    cycle, warmup = ctx.cfg.actor_rollout_ref.rollout.agent.train_cycle, warmup_of(ctx.cfg)
+    trains = trains_in(ctx.step, warmup, cycle, ctx.options if cycle else {})
+    if cycle:
+        ctx.metrics.mean("actor/waits", not trains)
+    return trains
 
 
 def _has_old(rows: TensorDict) -> bool:

@@ -19,6 +19,8 @@ TP2 = (
     f"{ACTOR}.megatron.param_dtype=float32",
 )
 BY_TOKENS = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=64")
+ONE_ROW = (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",)
+PP2 = (*TP2[::2], f"{ACTOR}.megatron.pipeline_model_parallel_size=2")
 ANSWERS = ("{0}", "it is {0}", "{0} or {1}", "the sum of both is {0}")
 
 
@@ -146,13 +148,38 @@ def test_a_warm_up_is_that_training_and_what_follows_samples_from_it(folder, tmp
     assert versions and versions[0] == 4  # two steps of two mini-batches
 
 
-@pytest.mark.parametrize("name", ["sft", "sft_grpo"])
+@cache
+def dpo(model: Path) -> trl_trainers.Trained:
+    return by_trl("DPO", model, ("chosen=chosen", "rejected=rejected"), beta=0.3)
+
+
+@pytest.mark.parametrize(
+    ("world", "more"),
+    [(1, ()), (2, BY_TOKENS), (2, ONE_ROW), (2, TP2), pytest.param(2, PP2, marks=pytest.mark.slow)],
+    ids=["fsdp on 1", "fsdp on 2, by tokens", "fsdp on 2, a row at a time", "tp2", "pp2"],
+)
+def test_preferences_are_learnt_as_trl_does(folder, tmp_path, world, more):
+    keys = ("actor_rollout_ref.rollout.n=2", "data.response_keys=[chosen,rejected]")
+    loss = (f"{ACTOR}.policy_loss.loss_mode=dpo", f"{ACTOR}.policy_loss.dpo_beta=0.3")
+    ref = "actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=float32"
+    ours, theirs = train(folder, tmp_path, world, *keys, *loss, ref, *more), dpo(folder / "model")
+    assert_equal(ours, theirs, "actor/dpo_loss")
+    for own, name in (("margin", "margins"), ("better", "chosen"), ("worse", "rejected")):
+        found = [entry[f"rewards/{name}"] for entry in theirs.log]
+        means = [(one + other) / 2 for one, other in zip(found[::2], found[1::2], strict=True)]
+        assert ours.values(f"actor/reward_{own}") == pytest.approx(means, rel=1e-4, abs=1e-6), own
+
+
+@pytest.mark.parametrize("name", ["sft", "sft_grpo", "dpo"])
 def test_the_examples_learn(name, tmp_path):
     run_example(tmp_path, name, example="given_responses")
     found = Finished.read(tmp_path / name)
     if name == "sft":
         losses = found.values("actor/sft_loss")
         assert losses[0] > 2 and losses[-1] < 0.1
+        return
+    if name == "dpo":
+        assert found.values("actor/reward_accuracy")[-1] > 0.95 and found.values("actor/dpo_loss")[-1] < 0.1
         return
     worth = found.values("agent_0/val/reward/mean")
     assert worth[0] < 0.2 and worth[3] > 0.8 and worth[-1] > 0.95, worth  # the fourth: GRPO has not begun

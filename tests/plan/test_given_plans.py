@@ -65,7 +65,46 @@ def declared(*order: str) -> DagSpec:
 
 ORDER = ("rollout", "reward", "old_log_prob", "advantages", "demonstrations", "sft", "train")
 WINDOW = f"{AGENT}.first_step"
+ALONE = NodeSpec("sft", "MODEL_TRAIN", "ACTOR", dependencies=("demonstrations",))
+DPO = (
+    *(*SFT, f"{LOSS}=dpo", "actor_rollout_ref.rollout.n=2"),
+    "data.response_keys=[chosen,rejected]",
+)
 REFUSED = {
+    "pairs of one response": (
+        lambda: load_dag_file(TEMPLATES / "dpo.yaml"),
+        (*SFT, f"{LOSS}=dpo"),
+        r"loss_mode=dpo with actor_rollout_ref\.rollout\.n=1: it compares two responses",
+    ),
+    "a KL beside that of the loss": (
+        lambda: load_dag_file(TEMPLATES / "dpo.yaml"),
+        (*DPO, "actor_rollout_ref.actor.entropy_coeff=0.1"),
+        "keeps the policy close to the reference by .*dpo_beta alone",
+    ),
+    "pairs that a shuffle would part": (
+        lambda: load_dag_file(TEMPLATES / "dpo.yaml"),
+        (*DPO, "actor_rollout_ref.actor.shuffle=true"),
+        "the two rows of a pair would be in different mini-batches",
+    ),
+    "pairs in a conversation": (
+        lambda: with_node_config(
+            load_dag_file(TEMPLATES / "solver_verifier.yaml"), {"train_solver": {LOSS: "dpo"}}
+        ),
+        ("actor_rollout_ref.rollout.n=2",),
+        "loss_mode=dpo in an interaction",
+    ),
+    "pairs without a reference": (
+        lambda: dag_spec("d", [NodeSpec(**vars(load_dag_file(TEMPLATES / "sft.yaml").nodes[0])), ALONE]),
+        DPO,
+        "node 'sft' reads agent_0.ref_log_prob, which no node writes. Add a node .* node_role REFERENCE",
+    ),
+    "preferences of a policy that samples": (
+        lambda: warm_up(
+            demonstrations={"rollout.n": 2, "data.response_keys": ["chosen", "rejected"]}, sft={LOSS: "dpo"}
+        ),
+        (),
+        "loss_mode=dpo of a policy that agent 0 samples from",
+    ),
     "it would be trained between rollout and update": (
         lambda: declared(*ORDER),
         (),
@@ -161,3 +200,23 @@ def test_a_run_on_given_responses_has_the_template_and_computes_nothing_that_it_
 def test_the_number_of_responses_is_that_of_their_columns():
     with pytest.raises(UserError, match=r"rollout\.n=4 with data\.response_keys=\[response\]"):
         check_config(config(*GIVEN[:1], "data.train_files=[a]", "data.val_files=[a]"))
+
+
+def test_the_rows_of_a_pair_lie_on_one_rank_also_where_rows_are_spread_by_cost():
+    plan = compiled(load_dag_file(TEMPLATES / "dpo.yaml"), 2, *DPO, "trainer.balance_batch=true")
+    assert runs(plan) == ["pairs", "reference", "dpo"]
+    layout = plan.layouts[plan.run_of("dpo").source]
+    assert layout.split == "group" and layout.num_shards == 2
+
+
+def test_pairs_that_are_sampled_and_scored_are_trained_likewise():
+    dag = warm_up()
+    sampled = [dag.node(name) for name in ("rollout", "reward")]
+    more = [
+        NodeSpec("ref", "MODEL_TRAIN", "REFERENCE", dependencies=("rollout",)),
+        NodeSpec("train", "MODEL_TRAIN", "ACTOR", dependencies=("reward", "ref")),
+    ]
+    keys = (f"{LOSS}=dpo", "actor_rollout_ref.rollout.n=2", "algorithm.adv_estimator=gae")
+    plan = compiled(dag_spec("online_dpo", [*sampled, *more]), 2, *keys)
+    assert runs(plan) == ["rollout", "reward", "ref", "train"]
+    assert plan.nodes["train"].op == "preference_train"

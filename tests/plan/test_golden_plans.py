@@ -39,6 +39,13 @@ GIVEN = (
 )
 
 
+PAIRS = (
+    *("actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.policy_loss.loss_mode=dpo"),
+    *("data.response_keys=[chosen,rejected]", "trainer.balance_batch=true"),
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+)
+
+
 def placed(template: str, placements: dict[str, str]) -> DagSpec:
     """A template with placements by node role."""
     dag = load_dag_file(TEMPLATES / template)
@@ -125,6 +132,7 @@ CASES = {
     ),
     "self_play_on_2": lambda: compiled(in_environment("self_play.yaml", "game", "Nim"), 2),
     "sft_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft.yaml"), 2, *GIVEN),
+    "dpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "dpo.yaml"), 2, *GIVEN, *PAIRS),
     "sft_grpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft_grpo.yaml"), 2),
     "debate_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2),
 }

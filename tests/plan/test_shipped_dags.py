@@ -18,7 +18,12 @@ REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/rew
 ONE_MINI_BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS)
 GIVEN = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+PAIRS = (
+    *("actor_rollout_ref.rollout.name=dataset", "actor_rollout_ref.rollout.n=2"),
+    "data.response_keys=[chosen,rejected]",
+)
 ASKS_FOR = {
+    "dpo": (*GIVEN, *PAIRS, f"{LOSS}=dpo"),
     "dapo": (*GROUPS, "algorithm.filter_groups.enable=true"),
     "debate": GROUPS,
     "grpo": GROUPS,

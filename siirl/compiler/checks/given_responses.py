@@ -23,10 +23,27 @@ def check_given(kept: Workflow) -> Iterator[UserError]:
                 yield DagError(
                     f"{trainer} trains the responses of a dataset ({rollout}) by "
                     f"actor.policy_loss.loss_mode={actor.loss_name}, which is for responses that the policy "
-                    "has sampled. Set loss_mode=sft, or sample: rollout.name=vllm."
+                    "has sampled. Set loss_mode=sft or dpo, or sample: rollout.name=vllm."
+                )
+            elif actor.loss.pairs and rollout.shares is not None:
+                yield NotSupportedError(
+                    f"not supported yet: {trainer}: loss_mode={actor.loss_name} of a policy that agent "
+                    f"{rollout.shares} samples from: it is compared with the model that the run begins with. "
+                    "Remove rollout.agent.share_instance, and train in a run of its own."
                 )
         if rollout.shares is not None:
             yield from _check_share(rollout, rollout.shares, kept)
+
+
+def check_pairs(kept: Workflow) -> Iterator[UserError]:
+    """NotSupportedError for pairs among the rows of a conversation: an episode may have any number."""
+    for node in kept.nodes.values():
+        actor = node.cfg.actor_rollout_ref.actor
+        if node.op.trains_policy and actor.loss.pairs and node.agent in kept.talking:
+            yield NotSupportedError(
+                f"not supported yet: {node}: loss_mode={actor.loss_name} in an interaction, whose "
+                "episodes may have any number of rows. Train by another loss."
+            )
 
 
 def _check_share(rollout: ResolvedNode, owner: int, kept: Workflow) -> Iterator[UserError]:

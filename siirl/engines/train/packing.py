@@ -16,6 +16,7 @@ from siirl.algorithms.row_cost import row_cost
 from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
 from siirl.errors import ConfigError, DataError
 
+PAIRS = "pair_id"
 LEAST_SAVING = 0.1
 """The share of tokens from which on sharing prompts pays: the attention of a response in two parts costs the
 time of about 6% of the tokens on a CPU and on an H200."""
@@ -104,10 +105,13 @@ def bundles_of(
 ) -> list[Bundle]:
     """The rows, with share_prompts those of one prompt together, in runs that a micro-batch has room for.
 
+    Rows with an equal `pair_id`, if they have the column, are one bundle.
     Where micro-batches hold a number of rows, and runs would need more of them than single rows do, it is
     single rows: those of one prompt that come together share it even so.
     """
     lengths = row_lengths(rows)
+    if PAIRS in rows.keys():
+        return _pairs(rows, lengths, hidden_size, share_prompts)
     alone = single_rows(lengths, hidden_size)
     if not share_prompts:
         return alone
@@ -122,6 +126,15 @@ def bundles_of(
     ]
     more = limit.max_rows is not None and count_bundles(found, limit) > -(-len(alone) // limit.max_rows)
     return alone if more else found
+
+
+def _pairs(rows: TensorDict, lengths: list[int], hidden_size: int, share_prompts: bool) -> list[Bundle]:
+    """The rows of each pair, whatever the limit: a loss couples them."""
+    pairs: dict[int, list[int]] = {}
+    for row, pair in enumerate(rows[PAIRS].tolist()):
+        pairs.setdefault(pair, []).append(row)
+    prompt = rows["prompt_length"].tolist() if share_prompts else [0] * len(rows)
+    return [_bundle(pair, lengths, prompt[pair[0]], hidden_size) for pair in pairs.values()]
 
 
 def _runs(group: list[int], lengths: Sequence[int], prompt: int, limit: MicroBatchLimit) -> list[list[int]]:

@@ -160,3 +160,15 @@ def test_the_sum_of_tensors_in_a_view_is_not_a_copy():
     store = filled_store()
     assert store.view([SCORE], "a")["score"].data_ptr() == store.column(SCORE, "a").data_ptr()
     assert isinstance(store.column(SCORE, "a"), torch.Tensor)
+
+
+def test_columns_of_tokens_that_a_node_reads_have_one_width():
+    """One of them has been on other ranks, whose longest row was longer."""
+    store = FieldStore(1.0)
+    columns = {"response_ids": torch.tensor([[5, 6]]), "ref_log_prob": torch.tensor([[-1.0, -2.0, 0.0]])}
+    columns["weight_version"] = torch.tensor([[3, 3]])
+    for name, column in columns.items():
+        store.put(TensorDict({name: column}, batch_size=[1]), 0, "x", [name])
+    rows = store.view([FieldKey(0, name) for name in columns], "x", 0)
+    assert rows["response_ids"].tolist() == [[5, 6, 0]] and rows["ref_log_prob"].shape == (1, 3)
+    assert rows["weight_version"].tolist() == [[3, 3, -1]]

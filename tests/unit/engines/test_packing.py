@@ -231,3 +231,16 @@ def test_rows_of_a_prompt_come_together_and_count_it_once(rows, limit):
         assert len(held) <= 1 or sum(map(limit.size, held)) <= limit.most
     if limit.max_rows is not None:
         assert num == -(-len(rows) // limit.max_rows)
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=str)
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_rows_of_a_pair_are_in_one_micro_batch_whatever_it_may_hold(limit, shares):
+    rows = some_rows()
+    rows["pair_id"] = torch.tensor([7, 3, 7, 3])
+    bundles = bundles_of(rows, limit, 8, shares)
+    assert sorted(bundle.rows for bundle in bundles) == [(0, 2), (1, 3)]
+    assert sum(bundle.tokens for bundle in bundles) == sum(row_lengths(rows)) or shares
+    micro_batches = split_bundles(bundles, limit, count_bundles(bundles, limit))
+    assert all({0, 2} <= set(rows) or not {0, 2} & set(rows) for rows in micro_batches)
+    assert sorted(itertools.chain(*micro_batches)) == [0, 1, 2, 3]

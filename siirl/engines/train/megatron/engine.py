@@ -33,11 +33,12 @@ from siirl.engines.train.megatron.state import OwnedShards, load_training_state,
 from siirl.engines.train.megatron.weights import family_of, num_active_weights
 from siirl.engines.train.packing import (
     MicroBatchLimit,
-    count_micro_batches,
+    bundles_of,
+    count_bundles,
     new_columns,
     packed_lengths,
     row_lengths,
-    split_rows,
+    split_bundles,
 )
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
@@ -199,11 +200,11 @@ class MegatronEngine(SteppingEngine):
 
     def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
         """Row indices of the micro-batches: as many on every data-parallel rank."""
-        lengths = row_lengths(rows)
-        (num,) = self._reduce([count_micro_batches(lengths, limit)], dist.ReduceOp.MAX)
+        bundles = bundles_of(rows, limit, self._hf.hidden_size, share_prompts=False)
+        (num,) = self._reduce([count_bundles(bundles, limit)], dist.ReduceOp.MAX)
         unit = self._dims.pp if self._dims.vpp > 1 else 1  # the interleaved schedule runs whole rounds
         num = max(unit, -(-int(num) // unit) * unit)
-        return split_rows(lengths, limit, num, self._hf.hidden_size)
+        return split_bundles(bundles, limit, num)
 
     def _run(
         self,
