@@ -27,8 +27,9 @@ case $NAME in
       actor_rollout_ref.rollout.name=dataset
       actor_rollout_ref.rollout.n=2
       actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=float32
+      actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True
       $actor.policy_loss.loss_mode=dpo
-      trainer.total_training_steps=60
+      trainer.total_training_steps=40
       trainer.val_before_train=False
       trainer.test_freq=-1
     )

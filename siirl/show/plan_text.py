@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
+from siirl.compiler.agent_steps import WHOLE, window_of
 from siirl.compiler.backends import backend_of
 from siirl.compiler.instructions import ROUTING
 from siirl.compiler.memory.awake_engines import awake_shares, shares_text
@@ -289,6 +290,7 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
         lines.append(
             f"agent {model.agent}: {batch.prompts} prompts x {batch.samples} responses = {amount} a "
             f"step{refilled}, {verb} by {_count(shards, 'shard')} of {share} prompts"
+            f"{_window(configs[model.node])}"
         )
         lines += _lag(plan.nodes[model.node], configs[model.node], batch, bool(entry))
         speakers = speakers_of(plan, model.agent)
@@ -303,7 +305,30 @@ def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
             training = _training(trainer, configs[trainer.node], batch, len(speakers))
             training += _old_log_probs(plan, trainer, configs[trainer.node])
             lines += [f"  {trainer.role}:", *(f"    {line}" for line in training)]
+    return lines + [line for name in plan.nodes for line in _given(plan, name, configs)]
+
+
+def _given(plan: Plan, name: str, configs: dict[str, Config]) -> list[str]:
+    """The batch of an agent whose responses are those of the dataset, and what is trained on it."""
+    node, batch = plan.nodes[name], batch_of(configs[name])
+    if not node.spec.gives_data:
+        return []
+    amount = f"{batch.prompts} prompts x {_count(batch.samples, 'response')} of the dataset"
+    lines = [f"agent {node.agent}: {amount} = {batch.rows} sequences a step{_window(configs[name])}"]
+    for model in plan.models.values():
+        for trainer in model.nodes:
+            if plan.nodes[trainer].agent == node.agent and plan.nodes[trainer].spec.trains:
+                training = _training(model, configs[trainer], batch, 0)
+                lines += [f"  {trainer}, of {model.name}:", *(f"    {line}" for line in training)]
     return lines
+
+
+def _window(cfg: Config) -> str:
+    """In which steps an agent takes part, if not in all."""
+    first, last = window_of(cfg)
+    if (first, last) == WHOLE:
+        return ""
+    return f", in steps {first} to {'the last' if last is None else last}"
 
 
 def _old_log_probs(plan: Plan, trainer: ModelPlan, cfg: Config) -> list[str]:

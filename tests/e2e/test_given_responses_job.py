@@ -179,7 +179,7 @@ def test_the_examples_learn(name, tmp_path):
         assert losses[0] > 2 and losses[-1] < 0.1
         return
     if name == "dpo":
-        assert found.values("actor/reward_accuracy")[-1] > 0.95 and found.values("actor/dpo_loss")[-1] < 0.1
+        assert found.values("actor/reward_accuracy")[-1] > 0.95 and found.values("actor/dpo_loss")[-1] < 0.3
         return
     worth = found.values("agent_0/val/reward/mean")
     assert worth[0] < 0.2 and worth[3] > 0.8 and worth[-1] > 0.95, worth  # the fourth: GRPO has not begun

@@ -6,13 +6,14 @@ import pytest
 from plan_cases import compiled, config
 
 from siirl.compiler.agent_steps import in_step
-from siirl.compiler.compile import TEMPLATES
+from siirl.compiler.compile import TEMPLATES, compile_plan
 from siirl.compiler.plan import Plan, Run
 from siirl.config.checks import check_config
 from siirl.dag.node_config import with_node_config
 from siirl.dag.spec import DagSpec, NodeSpec, dag_spec
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import UserError
+from siirl.show.plan_text import report
 
 AGENT = "actor_rollout_ref.rollout.agent"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -220,3 +221,14 @@ def test_pairs_that_are_sampled_and_scored_are_trained_likewise():
     plan = compiled(dag_spec("online_dpo", [*sampled, *more]), 2, *keys)
     assert runs(plan) == ["rollout", "reward", "ref", "train"]
     assert plan.nodes["train"].op == "preference_train"
+
+
+def test_the_plan_says_what_is_given_and_in_which_steps():
+    keys = {"demonstrations": {f"{AGENT}.last_step": 15}, "rollout": {WINDOW: 16}}
+    plan, configs = compile_plan(warm_up(**keys), config(), 2)
+    text = report(plan, configs)
+    assert (
+        "agent 0: 8 prompts x 4 responses = 32 sequences a step" in text and "in steps 16 to the last" in text
+    )
+    assert "agent 1: 8 prompts x 1 response of the dataset = 8 sequences a step, in steps 1 to 15" in text
+    assert "sft, of agent_0.actor:" in text
