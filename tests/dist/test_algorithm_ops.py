@@ -11,7 +11,7 @@ from dist_harness import run_workers
 from tensordict import TensorDict
 
 from siirl.algorithms.advantages import compute_advantage
-from siirl.config import Config, load_config, with_overrides
+from siirl.config import Config, algorithm_table, load_config, with_overrides
 from siirl.config.root import all_keys
 from siirl.data.rows import make_rows, take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs
@@ -23,7 +23,9 @@ from siirl.observe.metrics import Metrics
 
 ELSEWHERE = {"remax", "gae_marft", "gdpo"}  # what they read is not in `batch`; tests/dist/test_credit_ops.py
 ESTIMATORS = [n for n in all_keys()["algorithm.adv_estimator"].rule.choices if n not in ELSEWHERE]
-LOSSES = all_keys()["actor_rollout_ref.actor.policy_loss.loss_mode"].rule.choices
+LOSSES = [
+    name for name, row in algorithm_table.LOSSES.items() if not row.pairs
+]  # those have an op of their own
 
 
 def batch(rows: int = 8, width: int = 5) -> TensorDict:

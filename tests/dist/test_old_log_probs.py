@@ -41,7 +41,8 @@ SCENARIOS = [
     Scenario("tp2", 2, overrides=FAST_LEARNING, strategy="megatron", sizes=(("tp", 2),)),
     Scenario("cp2", 2, overrides=FAST_LEARNING, strategy="megatron", sizes=(("cp", 2),)),
 ]
-NAMES = [name for name in POLICY_LOSSES.names() if name in LOSSES and not LOSSES[name].picks_tokens]
+ROWS = {name: LOSSES[name] for name in POLICY_LOSSES.names() if name in LOSSES}
+NAMES = [name for name, row in ROWS.items() if not (row.picks_tokens or row.imitates)]
 
 
 def drawn(number: int, seed: int) -> list[dict[str, Any]]:
