@@ -66,8 +66,7 @@ class RouteTalk:
         """The words of each sender; all have equally many. `to` and `senders` may name this rank."""
         others = {rank: torch.from_numpy(words) for rank in to if rank != self.rank}
         incoming = {rank: torch.empty(len(words), dtype=torch.int64) for rank in senders}
-        with self.named("headers"):
-            self.post(others, {rank: data for rank, data in incoming.items() if rank != self.rank}, 0)
+        self.post("headers", others, {rank: data for rank, data in incoming.items() if rank != self.rank}, 0)
         told = {rank: data.numpy() for rank, data in incoming.items()}
         return told | ({self.rank: words} if self.rank in told else {})
 
@@ -83,31 +82,34 @@ class RouteTalk:
 
         pairwise: else the bytes go through one all-to-all, which all ranks take part in.
         """
+        sizes = {rank: torch.empty(1, dtype=torch.int64) for rank in senders}
+        self.post(what, {rank: torch.tensor([len(data)]) for rank, data in outgoing.items()}, sizes, 0)
+        incoming = {
+            rank: torch.empty(int(size), dtype=torch.uint8, device=device) for rank, size in sizes.items()
+        }
+        if pairwise:
+            self.post(what, outgoing, incoming, 1)
+            return incoming
+        ranks, nothing = self.route.ranks, torch.empty(0, dtype=torch.uint8, device=device)
+        sent = [outgoing.get(rank, nothing) for rank in ranks]
+        into = [len(incoming.get(rank, nothing)) for rank in ranks]
+        arrived = nothing.new_empty(sum(into))
+        out = [len(data) for data in sent]
         with self.named(what):
-            sizes = {rank: torch.empty(1, dtype=torch.int64) for rank in senders}
-            self.post({rank: torch.tensor([len(data)]) for rank, data in outgoing.items()}, sizes, 0)
-            incoming = {
-                rank: torch.empty(int(size), dtype=torch.uint8, device=device) for rank, size in sizes.items()
-            }
-            if pairwise:
-                self.post(outgoing, incoming, 1)
-                return incoming
-            ranks, nothing = self.route.ranks, torch.empty(0, dtype=torch.uint8, device=device)
-            sent = [outgoing.get(rank, nothing) for rank in ranks]
-            into = [len(incoming.get(rank, nothing)) for rank in ranks]
-            arrived = nothing.new_empty(sum(into))
-            out = [len(data) for data in sent]
             dist.all_to_all_single(arrived, torch.cat(sent), into, out, group=self.group)
         parts = dict(zip(ranks, arrived.split(into), strict=True))
         return {rank: parts[rank] for rank in senders}
 
-    def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> None:
-        """Tensors of known sizes from rank to rank."""
-        posted = [dist.irecv(data, rank, self.group, tag) for rank, data in incoming.items()]
-        posted += [dist.isend(data, rank, self.group, tag) for rank, data in outgoing.items()]
-        for one in posted:
-            assert one is not None, "this rank is in the group"
-            one.wait()
+    def post(
+        self, what: str, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int
+    ) -> None:
+        """Tensors of known sizes from rank to rank. what: for messages."""
+        with self.named(what):
+            posted = [dist.irecv(data, rank, self.group, tag) for rank, data in incoming.items()]
+            posted += [dist.isend(data, rank, self.group, tag) for rank, data in outgoing.items()]
+            for one in posted:
+                assert one is not None, "this rank is in the group"
+                one.wait()
 
     @contextmanager
     def named(self, what: str) -> Iterator[None]:

@@ -31,6 +31,7 @@ MESSAGES = {
     "the advantage is relative": [f"{ROLLOUT}.n=1"],
     "does not divide data.train_batch_size": ["data.train_batch_size=100", f"{ACTOR}.ppo_mini_batch_size=64"],
     "some would be empty": ["data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=4"],
+    "which starts processes on one machine only": ["trainer.launcher=local", "trainer.nnodes=2"],
     "a row is never split": [f"{ACTOR}.ppo_max_token_len_per_gpu=100", f"{ACTOR}.use_dynamic_bsz=true"],
     "does not divide its": [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=3"],
     "DAG file": ["dag.workflow_path=nowhere.yaml"],

@@ -497,8 +497,11 @@ def test_what_is_dropped_is_replaced_and_nothing_is_trained_twice(
         assert len(run.trained) == steps * batch and max(run.lags) <= max_lag
         seen = Counter(prompts_of(run.trained) + prompts_of(run.dropped) + waiting(run))
         read = Counter(loaded(run))
-        assert seen <= read and (read - seen).total() == run.given_up and begun(run) == 0
+        assert seen <= read and (read - seen).total() == run.given_up
         assert len({kept.state()["last_batch"] for kept in run.kept}) == 1, "all have read the same"
+    assert begun(whole) == 0
+    # Dealt to other shards, what came in the place of a prompt that was given up may be begun and not needed.
+    assert begun(job) <= (job.given_up if other_shards != case[0] else 0)
     if shards == case[0] == other_shards and not decodes_on:
         assert (job.trained, job.dropped) == (whole.trained, whole.dropped)
 

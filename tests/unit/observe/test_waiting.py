@@ -14,7 +14,7 @@ ROOMS = ("nodes", "data", "dag_worker", "checkpoint", "engines/links.py", "engin
 FILES = sorted(
     file for room in ROOMS for file in [ROOT / room, *(ROOT / room).rglob("*.py")] if file.is_file()
 )
-COUNTED = ("waiting()", "self._waiting(")  # the second is Transport's, which counts and names the route
+COUNTED = ("waiting()", "self.named(")  # the second is RouteTalk's, which counts and names the route
 NO_MEETINGS = ("get_", "is_", "new_group", "init_", "destroy_")
 
 
