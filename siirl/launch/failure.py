@@ -39,6 +39,7 @@ _PEER_LOSS_PHRASES = (
     "connection was likely closed",
     "timed out waiting",
     "wait timeout",
+    "connect timeout",
     "socket error",
     "nccl communicator was aborted",
     "remote process exited",

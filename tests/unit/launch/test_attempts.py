@@ -58,6 +58,7 @@ BLAMELESS = {
     "SIGABRT": killed(number=signal.SIGABRT),
     "a machine that went away": Death(1, 1, 0.0, None, None, lost="its machine left the Ray cluster"),
     "a peer that went away": raised(RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")),
+    "a peer that never came": raised(RuntimeError("[gloo/transport/tcp/pair.h:311] Connect timeout [none]")),
     "a deadline": raised(DeadlineError("waited for rank 1")),
     "an engine's process that was killed": raised(
         RolloutError("agent_0 died during 'x': killed by SIGKILL.")
