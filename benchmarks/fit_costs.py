@@ -34,6 +34,8 @@ FITTED = (
     *("backends_gpu_speed_1.7B_1_tp1", "backends_gpu_speed_1.7B_4_tp4", "backends_gpu_vllm_1.7B_1_tp1"),
 )
 """The files that the constants are fitted to; all others are held out."""
+KINDS = ("grpo_gpu_*", "shared_prompts_gpu_A_1", "one_pass_draws_gpu_*")
+"""Of files of grpo_gpu.py, the newest last; those of the first kind are of a siirl that computed more."""
 TIMES = {
     "actor_train": "time/actor_train_s",
     "actor_old_log_prob": "time/actor_old_log_prob_s",
@@ -52,6 +54,9 @@ class Measured:
     name: str
     """File, and strategy where it has several."""
     fitted: bool
+    today: bool
+    """Whether it computed as siirl does today; else the old log-probs of all rows, and a prompt as often as
+    it has samples."""
     plan: Plan
     configs: dict[str, Config]
     seconds: dict[str, float]
@@ -60,7 +65,7 @@ class Measured:
 
 def measured_runs(folder: Path) -> Iterator[Measured]:
     """The runs of grpo_gpu.py and backends_gpu.py that have times; config.json files go to a folder."""
-    for file in sorted(RESULTS.glob("grpo_gpu_*.json")):
+    for file in (file for kind in KINDS for file in sorted(RESULTS.glob(f"{kind}.json"))):
         result = json.loads(file.read_text())
         arguments = argparse.Namespace(
             train_tokens=40960, forward_tokens=81920, gpu_memory=0.6, steps=6, keys=result["keys"],
@@ -68,7 +73,8 @@ def measured_runs(folder: Path) -> Iterator[Measured]:
         )  # fmt: skip
         shape = SHAPES[result["workload"]]
         keys = overrides(arguments, folder, shape["prompts"] * result["gpus"])
-        yield _measured(file.stem, "", keys, folder, shape, result["gpus"], result["metrics"])
+        today = not file.stem.startswith("grpo_gpu")
+        yield _measured(file.stem, "", keys, folder, shape, result["gpus"], result["metrics"], today)
     for file in sorted(RESULTS.glob("backends_gpu_[sv]*.json")):
         result = json.loads(file.read_text())
         settings = result["settings"]
@@ -78,7 +84,14 @@ def measured_runs(folder: Path) -> Iterator[Measured]:
 
 
 def _measured(
-    stem: str, run: str, keys: list[str], folder: Path, sizes: dict, gpus: int, metrics: dict[str, Any]
+    stem: str,
+    run: str,
+    keys: list[str],
+    folder: Path,
+    sizes: dict,
+    gpus: int,
+    metrics: dict[str, Any],
+    today: bool = False,
 ) -> Measured:
     model = folder / f"{sizes['hidden_size']}"
     model.mkdir(exist_ok=True)
@@ -89,11 +102,12 @@ def _measured(
     cfg = load_config([*(key for key in keys if not key.startswith(path)), f"{path}{model}"])
     plan, configs = compile_plan(load_dag(cfg), cfg, gpus)
     seconds = {name: value["median"] for name, value in metrics.items() if isinstance(value, dict)}
-    return Measured(f"{stem} {run}".strip(), stem in FITTED, _with_whole_pass(plan), configs, seconds)
+    plan = plan if today else _with_whole_pass(plan)
+    return Measured(f"{stem} {run}".strip(), stem in FITTED, today, plan, configs, seconds)
 
 
 def _with_whole_pass(plan: Plan) -> Plan:
-    """The plan as it was when the files were measured: old log-probs of all rows."""
+    """The plan as it was when older files were measured: old log-probs of all rows."""
     nodes = {
         name: replace(node, op=OLD_LOG_PROB.name) if node.op == LATER_OLD_LOG_PROB.name else node
         for name, node in plan.nodes.items()
@@ -103,7 +117,7 @@ def _with_whole_pass(plan: Plan) -> Plan:
 
 def predicted(run: Measured, device: DeviceKind) -> StepTime:
     """The prediction for a run."""
-    found = step_time(run.plan, run.configs, device)
+    found = step_time(run.plan, run.configs, device, share_prompts=run.today)
     assert isinstance(found, StepTime), found
     return found
 
@@ -161,9 +175,9 @@ def errors(runs: list[Measured], device: DeviceKind = H200) -> list[str]:
     """The table of docs/tuning.md, as lines of Markdown."""
     heads = ("run", "step, s", "predicted", "error", "rollout", "old log-probs", "reference", "update")
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for fitted, title in ((True, "fitted to"), (False, "held out")):
+    for title in dict.fromkeys(map(_section, runs)):
         lines.append(f"| **{title}** | | | | | | | |")
-        for run in (run for run in runs if run.fitted == fitted):
+        for run in (run for run in runs if _section(run) == title):
             found = predicted(run, device)
             phases = {phase.name: phase.seconds for phase in found.phases}
             cells = []
@@ -174,6 +188,11 @@ def errors(runs: list[Measured], device: DeviceKind = H200) -> list[str]:
             own = [run.name, f"{step:.1f}", f"{found.step_s:.1f}", _percent(found.step_s, step)]
             lines.append(f"| {' | '.join([*own, *cells])} |")
     return lines
+
+
+def _section(run: Measured) -> str:
+    """Of the table."""
+    return "fitted to" if run.fitted else "held out, of today" if run.today else "held out"
 
 
 def _percent(found: float, measured: float) -> str:

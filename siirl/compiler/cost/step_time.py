@@ -10,7 +10,15 @@ from dataclasses import dataclass, field, replace
 
 from siirl.compiler.backends import backend_of
 from siirl.compiler.cost.device_kinds import DEVICES, DeviceKind
-from siirl.compiler.cost.work import RowTokens, Work, model_pass, rollout_work, sync_work
+from siirl.compiler.cost.work import (
+    PackedRows,
+    RowTokens,
+    Work,
+    model_pass,
+    packed_rows,
+    rollout_work,
+    sync_work,
+)
 from siirl.compiler.memory.estimate import BYTES, GIB, ModelShape, read_shape
 from siirl.compiler.memory.phases import engine_rows
 from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Repeat, Reshard, Run, SyncWeights
@@ -68,11 +76,16 @@ class _Walk:
     device: DeviceKind
     tokens: RowTokens | None
     machine: int
+    share_prompts: bool
     found: StepTime = field(default_factory=StepTime)
 
     def row_tokens(self, cfg: Config) -> RowTokens:
         rollout = cfg.actor_rollout_ref.rollout
         return self.tokens or RowTokens(rollout.prompt_length, rollout.response_length)
+
+    def packed(self, model: ModelPlan, cfg: Config) -> PackedRows:
+        tokens = self.row_tokens(cfg)
+        return packed_rows(model, cfg, tokens) if self.share_prompts else PackedRows(tokens, 1)
 
     def parts(self, work: Work) -> dict[str, float]:
         """Kind of work -> seconds."""
@@ -84,11 +97,16 @@ class _Walk:
 
 
 def step_time(
-    plan: Plan, configs: Configs, device: DeviceKind, tokens: RowTokens | None = None
+    plan: Plan,
+    configs: Configs,
+    device: DeviceKind,
+    tokens: RowTokens | None = None,
+    share_prompts: bool = True,
 ) -> StepTime | str:
     """The prediction for a step, or why there is none: a config.json that is not known.
 
-    tokens: of a row; the longest that the keys allow if None.
+    tokens: of a row; the longest that the keys allow if None. share_prompts: False for steps of a siirl that
+    computed a prompt with each of its samples.
     """
     shapes: dict[str, ModelShape] = {}
     for model in plan.models.values():
@@ -99,7 +117,7 @@ def step_time(
             return shape
         shapes[model.name] = shape
     machine = next(iter(configs.values())).trainer.n_gpus_per_node
-    walk = _Walk(plan, configs, shapes, device, tokens, machine)
+    walk = _Walk(plan, configs, shapes, device, tokens, machine, share_prompts)
     _walk(walk)
     walk.found.assumed[:0] = _assumptions(walk)
     return walk.found
@@ -159,7 +177,7 @@ def _pass_parts(walk: _Walk, model: ModelPlan, cfg: Config, node: NodePlan) -> d
     batch = batch_of(cfg)
     later = node.op == LATER_OLD_LOG_PROB.name
     share = (batch.mini_batches - 1) / batch.mini_batches if later else 1.0
-    found = model_pass(model, cfg, walk.shapes[model.name], walk.row_tokens(cfg), share, walk.machine)
+    found = model_pass(model, cfg, walk.shapes[model.name], walk.packed(model, cfg), share, walk.machine)
     parts = max((walk.parts(stage) for stage in found.stages), key=lambda stage: sum(stage.values()))
     if found.bubble:
         parts[WAITING] = found.bubble * sum(parts.values())

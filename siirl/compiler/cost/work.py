@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.checks.megatron_options import recomputation
 from siirl.compiler.memory.estimate import (
     BYTES,
@@ -40,6 +41,9 @@ _OPTIMIZER_BYTES = 28
 _ACCUMULATED_BYTES = 10
 """A parameter's gradient in bf16 read, and added to one in fp32."""
 
+LEAST_SAVING = 0.1
+"""As in siirl/engines/train/packing.py; a test holds them equal."""
+
 _FLOPS_OF_A_BYTE = 180
 """A product of weights with more rows than so many halves of this is bound by arithmetic, not by the weights
 that it reads: FLOPs in the time in which a byte is read."""
@@ -68,6 +72,41 @@ def row_tokens(text: str | None) -> RowTokens | None:
 
 
 @dataclass(frozen=True)
+class PackedRows:
+    """What training engines compute of rows: of those that share a prompt, that once."""
+
+    tokens: RowTokens
+    together: int
+    """Rows that have one prompt between them; 1: each has its own."""
+
+    @property
+    def row(self) -> float:
+        """Tokens that are computed of a row."""
+        return self.tokens.prompt / self.together + self.tokens.response
+
+    @property
+    def square(self) -> float:
+        """Pairs of tokens in a row's attention, were it not causal."""
+        prompt, response = self.tokens.prompt, self.tokens.response
+        return prompt**2 / self.together + 2 * prompt * response + response**2
+
+
+def packed_rows(model: ModelPlan, cfg: Config, tokens: RowTokens) -> PackedRows:
+    """How a backend packs the rows of a prompt: together, where that pays and a micro-batch has room."""
+    keys = ROLES[model.role].train if model.trains else ROLES[model.role].forward
+    samples = batch_of(cfg).samples
+    saved = (samples - 1) / samples * tokens.prompt / tokens.row
+    if not backend_of(model).shares_prompts or saved < LEAST_SAVING or _compute_bytes(model, cfg) != 2:
+        return PackedRows(tokens, 1)
+    assert keys is not None, f"{model.name} computes on no training engine"
+    if get(cfg, keys.dynamic):
+        room = (get(cfg, keys.max_tokens) - tokens.prompt) // tokens.response
+    else:
+        room = get(cfg, keys.max_rows)
+    return PackedRows(tokens, max(1, min(samples, room)))
+
+
+@dataclass(frozen=True)
 class Pass:
     """A pass of a model over the rows of a step: what a rank of each pipeline stage does."""
 
@@ -77,7 +116,7 @@ class Pass:
 
 
 def model_pass(
-    model: ModelPlan, cfg: Config, shape: ModelShape, tokens: RowTokens, share: float, machine: int
+    model: ModelPlan, cfg: Config, shape: ModelShape, packed: PackedRows, share: float, machine: int
 ) -> Pass:
     """One pass over a share of a step's rows, with backward and optimizer steps if the model trains them.
 
@@ -86,29 +125,29 @@ def model_pass(
     batch, dims = batch_of(cfg, model.role if model.trains else "actor"), model.dims
     epochs = batch.epochs if model.trains else 1
     rows = math.ceil(batch.rows / dims.dp) * share * epochs
-    micro_rows = _micro_rows(model, cfg, tokens)
+    micro_rows = _micro_rows(model, cfg, packed)
     steps = batch.optimizer_steps if model.trains else 1
     micro_batches = steps * math.ceil(rows / steps / micro_rows) if rows else 0
     counts = _layers_of_stages(model, cfg, shape)
     stages = []
     for stage, layers in enumerate(counts):
         last = stage == len(counts) - 1
-        work = _layers_work(model, cfg, shape, layers, rows, tokens)
+        work = _layers_work(model, cfg, shape, layers, rows, packed)
         if last and model.head == "lm":
-            _add(work, _head_work(model, cfg, shape, rows, tokens, micro_rows))
+            _add(work, _head_work(model, cfg, shape, rows, packed.tokens, micro_rows))
         _add(work, _weights_work(model, cfg, shape, layers / shape.layers, micro_batches, steps))
-        _add(work, _messages(model, cfg, shape, layers, rows * tokens.row, micro_batches, steps, machine))
+        _add(work, _messages(model, cfg, shape, layers, rows * packed.row, micro_batches, steps, machine))
         stages.append(work)
     waiting = (dims.pp - 1) * steps / max(1, micro_batches * dims.vpp)
     return Pass(tuple(stages), waiting)
 
 
-def _micro_rows(model: ModelPlan, cfg: Config, tokens: RowTokens) -> int:
+def _micro_rows(model: ModelPlan, cfg: Config, packed: PackedRows) -> int:
     """Rows of a micro-batch: so many, or as many as the token budget takes."""
     keys = ROLES[model.role].train if model.trains else ROLES[model.role].forward
     assert keys is not None, f"{model.name} computes on no training engine"
     if get(cfg, keys.dynamic):
-        return max(1, get(cfg, keys.max_tokens) // tokens.row)
+        return max(1, int(get(cfg, keys.max_tokens) / packed.row))
     return get(cfg, keys.max_rows)
 
 
@@ -144,7 +183,7 @@ def _recomputes(model: ModelPlan, cfg: Config) -> bool:
 
 
 def _layers_work(
-    model: ModelPlan, cfg: Config, shape: ModelShape, layers: int, rows: float, tokens: RowTokens
+    model: ModelPlan, cfg: Config, shape: ModelShape, layers: int, rows: float, packed: PackedRows
 ) -> Work:
     """Matrix products, attention and activations of a stage's layers on a rank."""
     dims, has_adapter = model.dims, role_model(cfg, model.role).lora_rank > 0
@@ -156,9 +195,9 @@ def _layers_work(
         products += again + (_FROZEN_ONCE if has_adapter else _TRAINED_TWICE)
         attention += again + _ATTENTION_BACKWARD
         moved += again + _ACTIVATIONS_BACKWARD
-    per_layer = 2 * active_layer_params(shape) * rows * tokens.row
-    causal = 2 * tokens.row**2 * _query_width(shape) * rows
-    kept = kept_values(shape, fused) * rows * tokens.row * _compute_bytes(model, cfg)
+    per_layer = 2 * active_layer_params(shape) * rows * packed.row
+    causal = 2 * packed.square * _query_width(shape) * rows
+    kept = kept_values(shape, fused) * rows * packed.row * _compute_bytes(model, cfg)
     return {
         "matmul": products * layers * per_layer / split,
         "attention": attention * layers * causal / split,

@@ -12,11 +12,12 @@ from siirl.cli import main
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.device_kinds import DEVICES, H200
 from siirl.compiler.cost.step_time import StepTime, step_time
-from siirl.compiler.cost.work import RowTokens, model_pass, sync_work
+from siirl.compiler.cost.work import LEAST_SAVING, PackedRows, RowTokens, model_pass, packed_rows, sync_work
 from siirl.compiler.memory.estimate import model_shape, read_shape
 from siirl.compiler.plan import LinkPlan
 from siirl.config import load_config
 from siirl.dag.spec import DagBuilder
+from siirl.engines.train import packing
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -95,7 +96,7 @@ def test_every_constant_names_files_that_exist_or_says_that_it_was_not_measured(
 
 def test_steps_that_were_held_out_are_predicted_within_20_percent(runs):
     held_out = [run for run in runs if not run.fitted]
-    assert len(held_out) >= 10
+    assert len(held_out) >= 10 and sum(run.today for run in held_out) >= 3
     for run in runs:
         found = fit_costs.predicted(run, H200)
         assert found.step_s == pytest.approx(run.seconds["time/step_s"], rel=0.2), run.name
@@ -130,7 +131,8 @@ def test_the_arithmetic_of_a_pass_is_that_of_its_matrices(model):
     attention = 28 * 256 * 4 * 1280**2 / 2 * 2048
     work = {}
     for name in ("ref", "actor"):
-        found = model_pass(plan.models[f"agent_0.{name}"], cfg, shape, RowTokens(256, 1024), 1.0, 1)
+        alone = PackedRows(RowTokens(256, 1024), 1)
+        found = model_pass(plan.models[f"agent_0.{name}"], cfg, shape, alone, 1.0, 1)
         (work[name],) = found.stages
         assert found.bubble == 0
     assert work["ref"]["matmul"] == pytest.approx(body + head, rel=1e-3)
@@ -138,6 +140,28 @@ def test_the_arithmetic_of_a_pass_is_that_of_its_matrices(model):
     assert work["actor"]["matmul"] == pytest.approx(3 * body + 4 * head, rel=1e-3)  # logits are made twice
     assert work["ref"].keys() == {"matmul", "attention", "activations", "memory", "link"}
     assert work["ref"]["link"] == 0
+
+
+def test_a_prompt_is_computed_once_for_the_samples_that_a_micro_batch_has_room_for(model):
+    """By hand: 32 prompts of 256 tokens and 8 responses each of 1,024; 270,336 of 327,680 tokens."""
+    keys = [*BASE, f"{MODEL}={model}", "trainer.n_gpus_per_node=1", "data.train_batch_size=32",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=16"]  # fmt: skip
+    tokens, ref = RowTokens(256, 1024), "actor_rollout_ref.ref"
+
+    def packed(*more, lengths=tokens, name="ref"):
+        cfg = load_config([*keys, *more])
+        return packed_rows(compile_plan(load_dag(cfg), cfg, 1)[0].models[f"agent_0.{name}"], cfg, lengths)
+
+    whole = packed()
+    assert whole.row * 256 == 270336
+    assert whole.square == 256**2 / 8 + 1280**2 - 256**2
+    assert packed(f"{ref}.log_prob_max_token_len_per_gpu=4096").together == 3  # 256 + 3 x 1,024 fit
+    assert packed(f"{ref}.log_prob_max_token_len_per_gpu=1280").together == 1
+    assert packed("actor_rollout_ref.rollout.n=1").together == 1
+    assert packed(lengths=RowTokens(100, 1024)).together == 1  # saves 8%: the attention in two parts costs 6%
+    apart = [f"actor_rollout_ref.{x}.strategy=megatron" for x in ("actor", "ref")]
+    assert packed(*apart).together == packed(*apart, name="actor").together == 1
+    assert LEAST_SAVING == packing.LEAST_SAVING
 
 
 def test_recomputation_adds_a_forward_pass_of_the_layers(model):
