@@ -67,6 +67,16 @@ class TrainerConfig:
         None, "directory for validation responses; null: <output_dir>/rollouts"
     )
     rollout_data_dir: str | None = key(None, "directory for training responses; null: <output_dir>/rollouts")
+    samples_gib: float | None = key(
+        1.0,
+        "GiB that sampled responses take at most in each of the output folder's folders: of older steps "
+        "every second one is removed; null: no bound. Folders of rollout_data_dir and validation_data_dir "
+        "have none",
+        low=0.001,
+    )
+    tensorboard_gib: float | None = key(
+        1.0, "GiB that TensorBoard files take at most: the oldest are removed; null: no bound", low=0.001
+    )
     dump_rollouts_dir: str | None = key(
         None, "directory for the whole rows of every training rollout, which rollout.name=replay reads"
     )

@@ -19,6 +19,7 @@ from siirl.observe.loggers import tensorboard_dir
 from siirl.observe.metrics import Metrics
 from siirl.observe.sinks import Sinks, write_json_lines
 from siirl.observe.spans import waiting
+from siirl.observe.step_files import StepFiles, bytes_of
 from siirl.observe.summary import closing_summary
 from siirl.parallel.join_tree import join_on_first
 from siirl.show.conversation_page import write_page
@@ -39,6 +40,7 @@ class Report:
 
     def __init__(self, worker: DAGWorker, sinks: Sinks | None):
         self._worker, self._sinks = worker, sinks
+        self._files = StepFiles(bytes_of(worker.cfg.trainer.samples_gib))
 
     def log(self, step: int, *parts: Metrics) -> None:
         """Join the parts of this rank, then those of all ranks, and give the numbers to the sinks."""
@@ -72,6 +74,7 @@ class Report:
                 path = Path(cfg.trainer.output_dir).expanduser() / PAGES / f"step_{step}.html"
                 title = run_title(cfg, self._worker.plan.dag_id)
                 write_page(path, episodes, f"{title}: {kind}, step {step}")
+                self._files.added(path)
         return sampled
 
     def trained_tokens(self, step: int, sampled: list[dict[str, Any]]) -> None:
@@ -89,7 +92,9 @@ class Report:
             found = self._join(kept.found(wanted[0]), Found.and_those) if wanted[0] else None
             if found is not None and found.records:
                 output_dir = Path(self._worker.cfg.trainer.output_dir).expanduser()
-                write_json_lines(output_dir / TOKENS / f"step_{step}.jsonl", sample_records(wanted[0], found))
+                path = output_dir / TOKENS / f"step_{step}.jsonl"
+                write_json_lines(path, sample_records(wanted[0], found))
+                self._files.added(path)
         self._worker.trained = None
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ from siirl.observe.metrics import Metrics
 from siirl.observe.run_progress import record_begin, record_end
 from siirl.observe.sinks import RunInfo
 from siirl.observe.spans import observing, waiting
+from siirl.observe.step_files import bytes_of
 from siirl.observe.summary import duration
 
 log = logging.getLogger(__name__)
@@ -400,6 +401,8 @@ class Training:
             progress=trainer.progress,
             prometheus_address=trainer.prometheus_address,
             prometheus_token_env=trainer.prometheus_token_env,
+            samples_bytes=bytes_of(trainer.samples_gib),
+            tensorboard_bytes=bytes_of(trainer.tensorboard_gib),
         )
         return make_sinks(trainer.logger, info)
 

@@ -1,17 +1,25 @@
-"""Logs of a long run stay within bounds: what a full one holds is moved to NAME.1. No torch."""
+"""Logs of a long run stay within bounds: what a full one holds is moved to NAME.1. No torch.
+
+Who looks: the local launcher; Ray's driver, and the actors where they write; under torchrun the first worker
+of each machine. Several may look at one folder.
+"""
 
 import contextlib
+import fcntl
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
+
+from siirl.observe.logs import logging_file
 
 MOST_BYTES = 64 << 20
 LOOK_EVERY_S = 10.0
 
 
 class LogSizes:
-    """Looks at the logs of a folder from time to time."""
+    """Looks at the logs of a folder from time to time, and at the one that SIIRL_LOGGING_FILENAME names."""
 
     def __init__(self, folder: Path, most_bytes: int = MOST_BYTES):
         self._folder, self._most_bytes, self._next_s = folder, most_bytes, 0.0
@@ -25,8 +33,25 @@ class LogSizes:
         if now_s < self._next_s:
             return
         self._next_s = now_s + LOOK_EVERY_S
-        for log in self._folder.glob("*.log"):
+        for log in {*self._folder.glob("*.log"), *filter(None, [logging_file(self._folder)])}:
             with contextlib.suppress(OSError):  # of a full disk: the run goes on
                 if log.stat().st_size > self._most_bytes:
-                    shutil.copyfile(log, log.with_name(f"{log.name}.1"))
-                    os.truncate(log, 0)
+                    self._empty(log)
+
+    def _empty(self, log: Path) -> None:
+        """Unless another process does so just now, or has."""
+        with log.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_size > self._most_bytes:
+                shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+                os.truncate(log, 0)
+
+    def look_on(self) -> None:
+        """Look from a thread of its own, for as long as this process is there."""
+
+        def watch() -> None:
+            while True:
+                self.look()
+                time.sleep(LOOK_EVERY_S)
+
+        threading.Thread(target=watch, name="log-sizes", daemon=True).start()

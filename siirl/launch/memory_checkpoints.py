@@ -15,11 +15,13 @@ from pathlib import Path
 
 from siirl.config import Config
 from siirl.errors import ConfigError
+from siirl.sandbox.linux import PR_SET_PDEATHSIG, prctl
 
 SHARED_MEMORY = Path("/dev/shm")
 KEY = "trainer.memory_checkpoint_freq"
-KEEPER = 'cat; rm -rf -- "$1"'
-"""Waits until nobody holds the other end of its input, as the launcher is gone, then removes the folder."""
+KEEPER = 'read -r nothing; rm -rf -- "$1"'
+"""Waits until nobody holds the other end of its input, as the launcher is gone, then removes the folder. One
+process: no part of it can be stopped alone."""
 
 
 def keeps_in_memory(cfg: Config) -> bool:
@@ -51,6 +53,7 @@ def memory_folder(cfg: Config) -> Iterator[str]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C in the terminal is not for it
+        preexec_fn=_go_on_after_the_parent,
     )
     try:
         yield folder
@@ -59,3 +62,8 @@ def memory_folder(cfg: Config) -> Iterator[str]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(keeper.pid, signal.SIGKILL)
         keeper.wait()
+
+
+def _go_on_after_the_parent() -> None:
+    """A keeper that somebody stopped goes on when the launcher is gone: else neither would ever end."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGCONT)

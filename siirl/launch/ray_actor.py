@@ -26,6 +26,7 @@ from siirl.config import from_dict
 from siirl.errors import UserError
 from siirl.launch.failure import Death, death_of, oom_kill_count
 from siirl.launch.job import Job
+from siirl.launch.log_sizes import MOST_BYTES, LogSizes
 from siirl.launch.output_relay import OutputSource
 from siirl.launch.process import Worker, end_all, end_with_parent, lifeline, start_worker, worker_environment
 from siirl.launch.run_folder import held
@@ -111,6 +112,8 @@ class RankActor:
         self._output = self._held.enter_context(nameless)
         flags = fcntl.fcntl(self._output, fcntl.F_GETFL)
         fcntl.fcntl(self._output, fcntl.F_SETFL, flags | os.O_APPEND)
+        self._forgotten = 0
+        """Bytes of output that the driver has, and that are here no more."""
 
     def describe(self) -> Host:
         gpus = tuple(name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name)
@@ -186,19 +189,21 @@ class RankActor:
             copy = self._window.copy_to
             self._copier = threading.Thread(target=copy, args=(self._output.write,), daemon=True)
             self._copier.start()
-        self._job = job
+        self._job, self._logs = job, LogSizes(job.log_dir)
 
     def poll(self, offset: int, wait_s: float, window_size: bytes = b"") -> Reply:
         """What is new since byte `offset` of the worker's output; waits up to `wait_s` for something."""
         assert self._worker is not None
         rank, deadline = self._worker.rank, time.monotonic() + wait_s
+        self._logs.look()
+        self._forget(offset)
         if self._window is not None:
             self._window.resize(window_size)
         while True:
             ended = self._worker.ended()
             if ended and self._copier is not None:
                 self._copier.join(COPY_GRACE_S)
-            output = os.pread(self._output.fileno(), REPLY_BYTES, offset)
+            output = os.pread(self._output.fileno(), REPLY_BYTES, offset - self._forgotten)
             if output or ended or time.monotonic() >= deadline:
                 break
             time.sleep(READ_EVERY_S)
@@ -208,6 +213,13 @@ class RankActor:
             return Reply(output, position)
         oom_kills = oom_kill_count() - self._oom_before
         return Reply(b"", position, code, death_of(self._job, rank, code, oom_kills) if code else None)
+
+    def _forget(self, fetched: int) -> None:
+        """Drop the output if there is much, and the driver has all of it; a line may be lost."""
+        here = os.fstat(self._output.fileno()).st_size
+        if here > MOST_BYTES and fetched == self._forgotten + here:
+            os.ftruncate(self._output.fileno(), 0)
+            self._forgotten = fetched
 
     def dump_stacks(self) -> None:
         """Have the worker write its Python stacks to its output."""

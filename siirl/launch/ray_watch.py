@@ -8,6 +8,7 @@ from typing import Any
 
 from siirl.launch.failure import Death, only_followers, write_failure
 from siirl.launch.job import Job
+from siirl.launch.log_sizes import LogSizes
 from siirl.launch.outcome import Stop
 from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.ray_actor import Host, Reply
@@ -62,10 +63,11 @@ class RankWatch:
         """
         for rank in self._ranks:
             rank.replied_s = time.monotonic()
-        first_s = None
+        first_s, logs = None, LogSizes(self._job.log_dir)
         while True:
             if self._stop.numbers:
                 raise Stopped
+            logs.look()
             self._collect()
             deaths = [rank.death for rank in self._ranks if rank.death]
             if not deaths and all(rank.ended == 0 for rank in self._ranks):

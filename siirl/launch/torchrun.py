@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from siirl.errors import ConfigError
 from siirl.launch.job import Job
+from siirl.launch.log_sizes import LogSizes
 from siirl.launch.process import end_with_parent
 from siirl.launch.worker_entry import ProcessPlace, run_rank
 
@@ -31,4 +32,6 @@ def run_torchrun(job: Job, env: Mapping[str, str] = os.environ) -> int:
     end_with_parent()  # a killed torchrun tells its workers nothing: they would wait until a deadline
     if place.rank == 0:
         job.prepare()
+    if place.local_rank == 0:
+        LogSizes(job.log_dir).look_on()
     return run_rank(job, place)

@@ -20,6 +20,8 @@ from siirl.strangers import BoundedServer, PageHandler, is_same
 
 log = logging.getLogger(__name__)
 IDS_FILE = "loggers.json"
+EVENTS, EVENT_FILES = "events.out.tfevents.*", 8
+"""Files of TensorBoard, and in how many a run's events are written, if they are bounded."""
 MOST_TOLD = 300
 """Characters of another package's error."""
 
@@ -35,7 +37,7 @@ def make_sinks(names: Sequence[str], info: RunInfo) -> Sinks:
         raise ConfigError(f"trainer.logger has {unknown}: unknown. Known are {', '.join(LOGGERS)}.")
     sinks: list[Sink] = [
         JsonlSink(info.output_dir / METRICS_FILE, info.first_step),
-        SampleSink(info.output_dir, info.sample_dirs),
+        SampleSink(info.output_dir, info.sample_dirs, info.samples_bytes),
     ]
     for name in dict.fromkeys(names):
         logger = LOGGERS[name]
@@ -101,19 +103,50 @@ def tensorboard_dir(output_dir: Path) -> Path:
     return Path(os.environ.get("TENSORBOARD_DIR") or output_dir / "tensorboard").absolute()
 
 
+def _age(path: Path) -> tuple[int, str]:
+    """Sort key of event files: the oldest first."""
+    return path.stat().st_mtime_ns, path.name
+
+
 class TensorBoardSink:
-    """TensorBoard event files. What an earlier run wrote of steps after first_step is not shown any more."""
+    """TensorBoard event files. What an earlier run wrote of steps after first_step is not shown any more.
+
+    They take info.tensorboard_bytes at most: the oldest one is removed. In a folder that runs may share
+    (TENSORBOARD_DIR) only files of this process count.
+    """
 
     def __init__(self, info: RunInfo):
+        self._folder, self._most_bytes = tensorboard_dir(info.output_dir), info.tensorboard_bytes
+        self._suffix = f".{uuid.uuid4().hex[:8]}"
+        self._open(purge_step=info.first_step + 1 if info.first_step else None)
+
+    def _open(self, purge_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        purge_step = info.first_step + 1 if info.first_step else None
-        folder = str(tensorboard_dir(info.output_dir))
-        self._writer = SummaryWriter(folder, flush_secs=10, purge_step=purge_step)
+        self._writer = SummaryWriter(
+            str(self._folder), flush_secs=10, purge_step=purge_step, filename_suffix=self._suffix
+        )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+        if self._most_bytes is not None:
+            self._stay_within(self._most_bytes)
+
+    def _stay_within(self, most_bytes: float) -> None:
+        """Go on in another file where this one is full, and remove the oldest while all take too much."""
+        newest = max(self._folder.glob(EVENTS + self._suffix), key=_age, default=None)
+        if newest is None or newest.stat().st_size < most_bytes / EVENT_FILES:
+            return
+        self._writer.close()
+        self._open()
+        is_shared = "TENSORBOARD_DIR" in os.environ
+        files = sorted(self._folder.glob(EVENTS + (self._suffix if is_shared else "")), key=_age)
+        too_many = sum(path.stat().st_size for path in files) - most_bytes * (1 - 1 / EVENT_FILES)
+        for path in files[:-1]:
+            if too_many > 0:
+                too_many -= path.stat().st_size
+                path.unlink()
 
     def text(self, step: int, name: str, rows: Rows) -> None:
         indented = "".join(f"    {line}\n" for line in samples_text(rows).splitlines())

@@ -43,12 +43,17 @@ class _Printable(logging.Formatter):
         return printable(super().format(record))
 
 
+def logging_file(log_dir: Path) -> Path | None:
+    """What SIIRL_LOGGING_FILENAME names; a relative name is below `log_dir`."""
+    name = os.environ.get("SIIRL_LOGGING_FILENAME")
+    return log_dir / Path(name).expanduser() if name else None
+
+
 def setup_logging(rank: int, log_dir: Path) -> None:
     """Configure the root logger of this process.
 
     SIIRL_LOG_VERBOSITY: DEBUG, INFO (default), WARNING, ERROR or CRITICAL; ranks other than 0 write to their
-    own log files, all at the same level. SIIRL_LOGGING_FILENAME: also write there; a relative name is under
-    `log_dir`.
+    own log files, all at the same level. SIIRL_LOGGING_FILENAME: also write there (see logging_file).
     """
     level = os.environ.get("SIIRL_LOG_VERBOSITY", "INFO").upper()
     if level not in _LEVELS:
@@ -57,14 +62,13 @@ def setup_logging(rank: int, log_dir: Path) -> None:
         )
     line = f"%(asctime)s [rank {rank}] %(levelname).1s %(name)s: %(message)s"
     handlers: list[logging.Handler] = [_CurrentStderr()]
-    if name := os.environ.get("SIIRL_LOGGING_FILENAME"):
-        path = Path(name).expanduser() if Path(name).expanduser().is_absolute() else log_dir / name
+    if path := logging_file(log_dir):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handlers.append(logging.FileHandler(path))
         except OSError as error:
             raise ConfigError(
-                f"SIIRL_LOGGING_FILENAME={name!r} cannot be written: {error}. Choose another file."
+                f"SIIRL_LOGGING_FILENAME: {path} cannot be written: {error}. Choose another file."
             ) from error
     for handler in handlers:
         handler.setFormatter(_Printable(line, datefmt="%H:%M:%S"))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from siirl.observe.printable import printable
+from siirl.observe.step_files import StepFiles
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -54,6 +55,12 @@ class RunInfo:
 
     prometheus_token_env: str | None = None
     """trainer.prometheus_token_env."""
+
+    samples_bytes: float | None = None
+    """trainer.samples_gib."""
+
+    tensorboard_bytes: float | None = None
+    """trainer.tensorboard_gib."""
 
 
 class Sinks:
@@ -116,20 +123,27 @@ def _lines_until(path: Path, last_step: int) -> Iterator[str]:
 
 
 class SampleSink:
-    """Sampled rows as files to read (step_N.txt) and to parse (step_N.jsonl), in a folder for each kind."""
+    """Sampled rows as files to read (step_N.txt) and to parse (step_N.jsonl), in a folder for each kind.
 
-    def __init__(self, output_dir: Path, dirs: Mapping[str, Path]):
+    dirs: folders that somebody named, where all are kept. most_bytes: what those in any other take at most.
+    """
+
+    def __init__(self, output_dir: Path, dirs: Mapping[str, Path], most_bytes: float | None = None):
         self._output_dir = output_dir
         self._dirs = dirs
+        self._files = StepFiles(most_bytes)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers go elsewhere."""
 
     def text(self, step: int, name: str, rows: Rows) -> None:
-        folder = Path(self._dirs.get(name) or self._output_dir / "rollouts" / name)
+        folder = self._dirs.get(name, self._output_dir / "rollouts" / name)
         folder.mkdir(parents=True, exist_ok=True)
-        write_json_lines(folder / f"step_{step}.jsonl", [{"step": step, **row} for row in rows])
-        (folder / f"step_{step}.txt").write_text(samples_text(rows), encoding="utf-8")
+        lines, text = folder / f"step_{step}.jsonl", folder / f"step_{step}.txt"
+        write_json_lines(lines, [{"step": step, **row} for row in rows])
+        text.write_text(samples_text(rows), encoding="utf-8")
+        if name not in self._dirs:
+            self._files.added(lines, text)
 
     def close(self) -> None:
         """Nothing is pending."""

@@ -1,5 +1,6 @@
 """The folder of checkpoints in memory: there while the launcher is, and not a moment longer."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -35,11 +36,11 @@ def is_gone(folder: Path) -> bool:
     return not folder.exists()
 
 
-def keeper_of(folder: str) -> psutil.Process:
+def keeper_of(folder: str, launcher: int | None = None) -> psutil.Process:
     """The process that looks after it; for a moment after its start it has no command line yet."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        for child in psutil.Process().children():
+        for child in psutil.Process(launcher).children():
             if folder in child.cmdline():
                 return child
         time.sleep(0.01)
@@ -66,15 +67,24 @@ def test_it_goes_also_if_the_process_that_looks_after_it_is_gone_or_stopped(numb
 
 
 @pytest.mark.heavy
-def test_it_goes_when_the_launcher_is_killed():
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "and the process that looks after it is stopped"])
+def test_it_goes_when_the_launcher_is_killed(stopped):
     launcher = subprocess.Popen([sys.executable, "-c", HOLDS_IT], stdout=subprocess.PIPE, text=True)
     try:
         folder = Path(launcher.stdout.readline().strip())
         assert folder.is_dir()
+        keeper = keeper_of(str(folder), launcher.pid)
+        if stopped:
+            keeper.suspend()
     finally:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
-    assert is_gone(folder)
+    try:
+        assert is_gone(folder)
+        assert psutil.wait_procs([keeper], timeout=20)[1] == []
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            keeper.kill()
 
 
 @pytest.mark.parametrize("keys", [[], ["trainer.max_restarts=0"], ["trainer.val_only=true"]], ids=str)
