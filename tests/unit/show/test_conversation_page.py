@@ -238,7 +238,7 @@ class OneRank(Report):
 @pytest.mark.parametrize("named", [True, False])
 def test_each_validation_of_an_interaction_has_a_page_named_as_the_run_or_else_its_dag(tmp_path, named):
     written = []
-    trainer = SimpleNamespace(output_dir=str(tmp_path), experiment_name="run")
+    trainer = SimpleNamespace(output_dir=str(tmp_path), experiment_name="run", samples_gib=1)
     sinks = SimpleNamespace(text=lambda *arguments: written.append(arguments[:2]))
     cfg = SimpleNamespace(trainer=trainer, explicit=("trainer.experiment_name",) if named else ())
     report = OneRank(
