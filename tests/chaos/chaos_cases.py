@@ -31,8 +31,18 @@ COMMAND_AGAIN = "ends; the command goes on"
 """All processes end, the cause is said; the same command goes on from the newest checkpoint."""
 NAMED = "ends with the cause"
 """The run ends with exit code 2 and the cause; checkpoints are whole."""
-DISKS = {"disk of checkpoints": "checkpoints", "shared memory": "/dev/shm"}
+DISKS = {"disk of checkpoints": "checkpoints", "shared memory": "/dev/shm", "output folder": "out"}
 """Where each lies, in the folder of the case."""
+SAID = {
+    "full": "No space left on device",
+    "read-only": "Read-only file system",
+    "Ray raylet": "the Ray cluster is smaller than asked",
+    "Ray GCS": "the head of the Ray cluster",
+    "Ray machine": "the Ray cluster (is smaller than asked|has the 2 machine)",
+}
+"""What happens to a disk, or who is lost -> what is said of it."""
+JUMPS_S = {"a day ahead": 86400, "a day back": -86400}
+"""Of the clock that all processes of the run read."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Case:
     who: str
     phase: str
     how: str
-    """A signal, or what happens to the disk."""
+    """A signal, or what happens to the disk, the clock, or the memory that a rank may have."""
     then: str
     """What must happen: one of the words above."""
     fast: bool = False
@@ -53,14 +63,22 @@ class Case:
         return f"{self.who}, {self.phase}, {self.how}"
 
     @property
+    def job(self) -> str:
+        """The kind of job: "local", "Ray" or "vLLM"."""
+        return next((kind for kind in ("Ray", "vLLM") if self.who.startswith(kind)), "local")
+
+    @property
     def rank(self) -> int:
         """The rank that is held in the phase."""
-        return 1 if self.who == "rank 1" else 0
+        return 1 if self.who in ("rank 1", *RAY_PARTS) else 0
 
 
 STEPS = ("load", "rollout", "reward", "train", "weight sync", "validation", "save")
 OF_RANK_0 = ("write", "write in memory")
 """Rank 0 alone completes a checkpoint."""
+CUT = "network cut"
+OUT_OF_MEMORY = "memory limit"
+"""Of a control group: the kernel's out-of-memory killer comes."""
 SCORING = ("load", "scoring", "train", "save")
 
 
@@ -72,6 +90,8 @@ def make_cases() -> list[Case]:
 
     add("rank 0", ("start", *STEPS, *OF_RANK_0, "export"), ("SIGKILL",), STARTS_AGAIN)
     add("rank 1", ("start", *STEPS, "export"), ("SIGKILL",), STARTS_AGAIN)
+    add("both ranks", ("start", "rollout", "train", "weight sync", "save"), ("SIGKILL",), STARTS_AGAIN)
+    add("both ranks", ("rollout", "train"), ("SIGSTOP", "SIGSEGV"), STARTS_AGAIN)
     add("launcher", ("start", *STEPS, "write", "export"), ("SIGKILL",), COMMAND_AGAIN)
     add("launcher", ("train",), ("SIGTERM",), COMMAND_AGAIN)
     add("launcher", ("start", "rollout", "train", "save", "export"), ("SIGINT", "SIGHUP"), COMMAND_AGAIN)
@@ -79,11 +99,19 @@ def make_cases() -> list[Case]:
     for who in ("reward worker", "reward keeper"):
         add(who, SCORING, ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM"), GOES_ON)
     add("memory keeper", ("train",), ("SIGKILL",), GOES_ON)
+    add("clock", ("rollout", "train", "save", "write"), tuple(JUMPS_S), GOES_ON)
     add("disk of checkpoints", ("train", "save", "write"), ("full",), NAMED)
     add("shared memory", ("train", "write in memory"), ("full",), GOES_ON)
+    add("Ray worker", ("rollout", "save"), ("SIGKILL", "SIGSEGV"), STARTS_AGAIN)
+    add("Ray actor", ("rollout", "train"), ("SIGKILL",), STARTS_AGAIN)
+    add("Ray driver", ("rollout", "save"), ("SIGKILL", "SIGTERM"), COMMAND_AGAIN)
+    add("Ray raylet", ("train",), ("SIGKILL",), NAMED)
+    add("Ray machine", ("train",), (CUT,), NAMED)
     return [Case(*strike, then, strike in FAST) for strike, then in wanted.items()]
 
 
+RAY_PARTS = ("Ray worker", "Ray actor", "Ray raylet", "Ray machine")
+"""Those of rank 1, on the second machine."""
 FAST = {
     ("rank 1", "rollout", "SIGKILL"),
     ("rank 1", "weight sync", "SIGKILL"),

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -14,8 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from chaos_cases import COMMAND_AGAIN, DISKS, NAMED, PHASES, STARTS_AGAIN, Case
+from chaos_cases import (
+    COMMAND_AGAIN,
+    CUT,
+    DISKS,
+    JUMPS_S,
+    NAMED,
+    OUT_OF_MEMORY,
+    PHASES,
+    SAID,
+    STARTS_AGAIN,
+    Case,
+)
+from fixtures_tiny import make_tiny_model_dir
 from job_harness import ROOT, Finished, Inputs, overrides
+from ray_machines import RayMachines
 
 from siirl.checkpoint import files
 
@@ -29,6 +43,13 @@ KEYS = (
     *("reward_model.num_workers=1", "custom_reward_function.timeout_s=2"),
 )
 """Disk in even steps, memory in odd ones, validation in every third."""
+ON_RAY = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.launcher=ray", "ray_init.wait_s=20")
+LOCAL_ONLY = "trainer.memory_checkpoint_freq=1"
+ON_VLLM = (
+    *("trainer.n_gpus_per_node=1", "trainer.deadline_s=300"),
+    *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.max_num_seqs=64"),
+    "actor_rollout_ref.rollout.max_engine_restarts=100",
+)
 REWARD = '''
 
 import sitecustomize
@@ -41,19 +62,41 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
     sitecustomize.reach("scoring")
     return share(data_source, solution_str, ground_truth, extra_info)
 '''
-MEASURED = re.compile(r"time|perf/|memory/|.*_s$|weight_sync/|reward/(timeout|tried_again|worker_death)$")
+MEASURED = re.compile(
+    r"time|perf/|memory/|.*_s$|weight_sync/|reward/(timeout|tried_again|worker_death)$|rollout/engine_restarts"
+)
 """Metrics that differ between two runs of the same command, or say what came of a reward worker; a new engine
 gets weights that an older one has already."""
-PATIENCE_S = 150
+PATIENCE_S = 240
+ALONE_S = 120
+"""How long a machine of a Ray cluster that hears of no other goes on: Ray gives it up after a minute."""
+NEWS_S = 1.5
+"""How long Ray's driver takes to hear where a worker is."""
 STOPPED_S = 1.0
 """How long a launcher is stopped, while the run goes on to its next steps."""
-CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "SIGKILL": -9}
+CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "SIGKILL": -9, "SIGSEGV": -11}
+UNSAID = ("SIGKILL", "SIGSEGV")
+"""Signals after which a launcher says nothing."""
+CONTROL_GROUPS = Path("/sys/fs/cgroup/memory")
+LEFT_BYTES = 4 << 20
+"""Of memory, for a rank under a limit: less than it needs to go on."""
 
 
 def make_inputs(folder: Path) -> Inputs:
     made = Inputs.make(folder)
     made.reward.write_text(made.reward.read_text() + REWARD)
+    make_tiny_model_dir(folder / "vllm", init_std=0.2, head_dim=32)  # its CPU attention has no smaller heads
     return made
+
+
+def keys_of(kind: str, inputs: Inputs, ray_address: str = "", folder: Path | str = "") -> list[str]:
+    """What sets a kind of job apart; a key that comes twice counts as it comes last."""
+    if kind == "Ray":
+        hook = f"+ray_init.env_vars.CHAOS_DIR={folder}"  # else Ray does not bring it to the workers
+        mine = [*ON_RAY, f"ray_init.address={ray_address}", hook]
+        return [*(key for key in KEYS if key != LOCAL_ONLY), *mine]
+    model = f"actor_rollout_ref.model.path={inputs.model.parent / 'vllm'}"
+    return [*KEYS, *ON_VLLM, model] if kind == "vLLM" else list(KEYS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,21 +128,94 @@ rm -f "$disk/filler"; cp -r "$disk/." "$copy"; exit $code
 """Runs a command with a small disk at $1, whose files are copied to $2 in the end."""
 
 
-class Chaos:
-    """A job in a folder, struck again and again. disk: where it has a small one of its own, if it has."""
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/time.h>
+#include <time.h>
 
-    def __init__(self, inputs: Inputs, folder: Path, disk: str = ""):
+static int64_t jump(void) {
+    static volatile int64_t *shared;
+    static int64_t none;
+    if (!shared) {
+        char path[4096];
+        const char *folder = getenv("CHAOS_DIR");
+        snprintf(path, sizeof path, "%s/clock", folder ? folder : "");
+        int file = open(path, O_RDONLY | O_CLOEXEC);
+        void *mapped = file < 0 ? MAP_FAILED : mmap(0, 8, PROT_READ, MAP_SHARED, file, 0);
+        shared = mapped == MAP_FAILED ? &none : mapped;
+    }
+    return *shared;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(clock, now);
+    if (!code && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE)) now->tv_sec += jump();
+    return code;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    struct timespec exact;
+    int code = clock_gettime(CLOCK_REALTIME, &exact);
+    now->tv_sec = exact.tv_sec, now->tv_usec = exact.tv_nsec / 1000;
+    return code;
+}
+
+time_t time(time_t *where) {
+    struct timespec exact;
+    clock_gettime(CLOCK_REALTIME, &exact);
+    if (where) *where = exact.tv_sec;
+    return exact.tv_sec;
+}
+"""
+"""A library between programs and the clock of the day: it adds the seconds in CHAOS_DIR/clock, 8 bytes."""
+
+
+def make_clock(folder: Path) -> Path:
+    source, library = folder / "clock.c", folder / "clock.so"
+    source.write_text(CLOCK)
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+class Chaos:
+    """A job in a folder, struck again and again. disk: where it has a small one of its own, if it has.
+
+    with_clock: its clock can be changed. kind: of the job; cluster: where it runs, if that is Ray.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        folder: Path,
+        disk: str = "",
+        with_clock: bool = False,
+        kind: str = "local",
+        cluster: RayMachines | None = None,
+    ):
         self.folder, self.output, self._disk = folder, folder / "out", folder / disk
+        self._cluster = cluster
+        self._clock = make_clock(folder) if with_clock else None
         self.checkpoints = self.output / "checkpoints"
         if disk == "checkpoints":
             self.checkpoints = self._disk
-        keys = [*KEYS, f"trainer.default_local_dir={self.checkpoints}"]
+        address = cluster.address if cluster else ""
+        keys = keys_of(kind, inputs, address, folder)
+        keys.append(f"trainer.default_local_dir={self.checkpoints}")
         self._words = [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, self.output, *keys)]
         if disk:
             self._words = ["unshare", "-m", "sh", "-c", DISK, "sh", *self._words]
             self._words[6:6] = [str(self._disk), str(folder / "copy")]
         self._shared_before = shared_memory()
         self._number = 0
+        self._groups: list[Path] = []
         self.took_s: list[float] = []
         """Of each strike, in order: until what was struck was done, or all processes had ended."""
 
@@ -126,6 +242,9 @@ class Chaos:
     def _start(self) -> subprocess.Popen:
         paths = [str(HOOK), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {"PYTHONPATH": os.pathsep.join(paths), "CHAOS_DIR": str(self.folder)}
+        if self._clock:
+            (self.folder / "clock").write_bytes(bytes(8))
+            environment["LD_PRELOAD"] = str(self._clock)
         with (self.folder / "console").open("ab") as file:
             return subprocess.Popen(
                 self._words, env=os.environ | environment | {"OMP_NUM_THREADS": "1"}, stdout=file, stderr=file
@@ -147,9 +266,17 @@ class Chaos:
         self._wait_until(reached.exists, job, f"the phase of {case.name}")
         held, failed = json.loads(reached.read_text()), self.attempts()
         step = self.steps_done() + 1 if case.phase == "scoring" else held["step"]
+        if case.job == "Ray":
+            time.sleep(NEWS_S)
         struck_s = time.monotonic()
         if case.who in DISKS:
-            self._strike_disk(held["pid"])
+            self._strike_disk(held["pid"], case.how)
+        elif case.who == "clock":
+            self._move_clock(JUMPS_S[case.how])
+        elif case.how == CUT:
+            self._cluster.cut()
+        elif case.how == OUT_OF_MEMORY:
+            self._limit_memory(held["pid"])
         else:
             victims = self._victims(job, case, held["pid"])
             assert victims, case.name
@@ -161,18 +288,20 @@ class Chaos:
             os.kill(job.pid, signal.SIGCONT)
         if case.then == COMMAND_AGAIN:
             assert job.wait(60) == CODES[case.how], self.console
-            assert case.how == "SIGKILL" or f"siirl: stopped by {case.how}" in self.console
-            assert self._left(15) == [], case.name
+            assert case.how in UNSAID or f"siirl: stopped by {case.how}" in self.console
+            assert self._left(15 if self._cluster is None else ALONE_S) == [], case.name
             self._check_checkpoints()
             self.took_s.append(time.monotonic() - struck_s)
             self._arm(following)
             return self._start()
         if case.then == NAMED:
-            assert job.wait(60) == 2, self.console
-            said = self.console.splitlines()[-1]
-            assert said.startswith("siirl: the checkpoint of step ") and "No space left on device" in said, (
-                self.console
-            )
+            assert job.wait(PATIENCE_S) == 2, self.console
+            if case.job == "Ray":
+                assert re.search(f"(siirl|Error): {SAID[case.who]}", self.console), self.console
+            else:
+                said = self.console.splitlines()[-1]
+                what = "siirl: the checkpoint of step " if case.who == "disk of checkpoints" else "siirl: "
+                assert said.startswith(what) and SAID[case.how] in said, self.console
             self.took_s.append(time.monotonic() - struck_s)
             return job
         if case.then == STARTS_AGAIN:
@@ -188,12 +317,31 @@ class Chaos:
         self._arm(following)
         return job
 
-    def _strike_disk(self, held: int) -> None:
-        """Fill the disk, as the process that is held sees it."""
+    def _strike_disk(self, held: int, how: str) -> None:
+        """Fill the disk, as the process that is held sees it, or have it take nothing more."""
+        if how == "read-only":  # as a mount above it: files that are open stay so
+            bind = 'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"'
+            words = ["nsenter", f"--mount=/proc/{held}/ns/mnt", "sh", "-c", bind, "sh", str(self._disk)]
+            subprocess.run(words, check=True)
+            return
         filler = Path(f"/proc/{held}/root{self._disk}/filler")
         with contextlib.suppress(OSError), filler.open("wb") as file:
             while file.write(bytes(1 << 16)):
                 file.flush()
+
+    def _move_clock(self, seconds: int) -> None:
+        with (self.folder / "clock").open("r+b") as file:
+            (before,) = struct.unpack("=q", file.read())
+            file.seek(0)
+            file.write(struct.pack("=q", before + seconds))
+
+    def _limit_memory(self, held: int) -> None:
+        """From now on it may have a little more than nothing: what it holds already is not counted."""
+        group = CONTROL_GROUPS / f"siirl_chaos_{os.getpid()}_{self._number}"
+        group.mkdir()
+        self._groups.append(group)
+        (group / "memory.limit_in_bytes").write_text(str(LEFT_BYTES))
+        (group / "cgroup.procs").write_text(str(held))
 
     def run_to_the_cause(self, case: Case) -> None:
         """One strike that the run cannot get over: it must say so, and leave nothing half done."""
@@ -205,17 +353,24 @@ class Chaos:
         finally:
             left = self._end(job)
         assert left == [], f"orphans: {left}"
-        copy = self.folder / "copy"
-        self.checkpoints = copy if self._disk == self.checkpoints else copy / "checkpoints"
+        if case.who in DISKS:
+            copy = self.folder / "copy"
+            self.checkpoints = copy if self._disk == self.checkpoints else copy / "checkpoints"
         self._check_checkpoints()
 
     def _check_attempt(self, case: Case, step: int, attempt: dict[str, Any]) -> None:
         """The record names who was struck, where, and how."""
-        cause = f"killed by {case.how}"
+        causes = {"SIGSTOP": "it was stopped by a signal", OUT_OF_MEMORY: "killed by SIGKILL"}
+        causes |= {"Ray actor": "its actor died"}
+        cause = causes.get(case.how, causes.get(case.who, f"killed by {case.how}"))
         assert attempt["cause"].startswith(cause), (case, attempt)
+        if case.who == "both ranks" and attempt["rank"] != case.rank:
+            return  # whose end was seen first; the other one may be anywhere
         assert attempt["rank"] == case.rank, (case, attempt)
         if not case.phase.startswith("write"):
             assert (attempt["node"], attempt["step"]) == (PHASES[case.phase], step), (case, attempt)
+        if case.how == OUT_OF_MEMORY:
+            assert "the kernel's OOM killer ended" in self.console, self.console
 
     def _victims(self, job: subprocess.Popen, case: Case, held: int) -> list[int]:
         match case.who:
@@ -226,6 +381,18 @@ class Chaos:
                 pids = {process.pid for process in scorers if process.environ()["RANK"] == str(case.rank)}
                 worker = case.who == "reward worker"
                 return [pid for pid in pids if (psutil.Process(pid).ppid() in pids) == worker]
+            case "Ray driver":
+                return [job.pid]
+            case "Ray actor":
+                return [psutil.Process(held).ppid()]
+            case "Ray raylet":
+                return [psutil.Process(psutil.Process(held).ppid()).ppid()]
+            case "Ray GCS":
+                return [self._cluster.gcs_pid]
+            case "vLLM engine":
+                return [process.pid for process in self._processes("siirl.engines.rollout.vllm.server")]
+            case "both ranks":
+                return [held, *(process.pid for process in self._ranks() if process.pid != held)]
             case "memory keeper":
                 return [process.pid for process in self._processes("siirl-keeper")]
         return [held]
@@ -241,6 +408,9 @@ class Chaos:
                     found.append(process)
         return found
 
+    def _ranks(self) -> list[psutil.Process]:
+        return self._processes("siirl.launch.worker_entry")
+
     def _left(self, patience_s: float) -> list[str]:
         """The job's processes that do not end by themselves."""
         _, left = psutil.wait_procs(self._processes(), timeout=patience_s)
@@ -250,9 +420,12 @@ class Chaos:
         """End the job; the processes that outlived it, which are killed."""
         job.kill()
         job.wait()
-        left = self._left(15)
+        left = self._left(15 if self._cluster is None else ALONE_S)
         for process in self._processes():
             process.kill()
+        for group in self._groups:
+            with contextlib.suppress(OSError):
+                group.rmdir()
         return left
 
     def _check_nothing_is_left(self) -> None:

@@ -1,7 +1,7 @@
 """The Ray launcher on a cluster of two machines, both of them this one: a real job, and the ways to fail.
 
-All tests that start Ray are in this file, which one process runs: `ray stop`, with which a launch script
-ends, ends every cluster of a machine. The script's test comes first.
+One process runs this file: `ray stop`, with which a launch script ends, ends every cluster of a machine. The
+script's test comes first, and waits for those of tests/chaos.
 """
 
 import json
@@ -19,6 +19,7 @@ import pytest
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, overrides
 from launch_jobs import ROOT, environment, make_job, wait_until_dead
+from ray_lock import ray_to_ourselves
 
 from siirl.config import from_dict
 from siirl.errors import ConfigError, PlacementError
@@ -46,8 +47,13 @@ def run_script(env: dict[str, str], rank: int, arguments: list[str], log: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1500)
 def test_two_machines_run_a_script_and_end_together(tmp_path):
+    with ray_to_ourselves(alone=True):
+        run_on_two_machines(tmp_path)
+
+
+def run_on_two_machines(tmp_path):
     inputs = Inputs.make(tmp_path / "inputs")
     own = {"PET_NNODES": "2", "MASTER_ADDR": "localhost", "RAY_PORT": free_port(), "OMP_NUM_THREADS": "1"}
     env = environment() | own | {"PYTHON": sys.executable, "NODE_WAIT_S": "200"}
