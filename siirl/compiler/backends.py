@@ -30,7 +30,6 @@ from siirl.config import Config
 from siirl.config.actor import RefConfig
 from siirl.config.common import TrainedConfig
 from siirl.config.resolve import get
-from siirl.config.reward import RewardModelConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.dag.ops import ModelRole
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
@@ -198,7 +197,7 @@ def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int)
     return megatron_lines(model, shape, settings) + full_kl
 
 
-def _optimizer_options(group: TrainedConfig | RefConfig | RewardModelConfig) -> dict[str, Any]:
+def _optimizer_options(group: TrainedConfig | RefConfig) -> dict[str, Any]:
     return group.optim.override_optimizer_config or {} if isinstance(group, TrainedConfig) else {}
 
 

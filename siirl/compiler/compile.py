@@ -21,6 +21,7 @@ from siirl.compiler.checks.fields import (
 )
 from siirl.compiler.checks.given_responses import check_given, check_order, check_pairs, check_validation
 from siirl.compiler.checks.lag_checks import check_kept_kv, check_lag, check_loaders
+from siirl.compiler.checks.reward_training import check_reward_training
 from siirl.compiler.checks.round_regions import check_rounds
 from siirl.compiler.instructions import Sections
 from siirl.compiler.interactions.credit_reads import turns_of_training, with_credit
@@ -98,6 +99,8 @@ def _built(function: str) -> DagSpec:
 def template_of(cfg: Config) -> str:
     """The file in dag_templates/ that fits the algorithm."""
     if cfg.actor_rollout_ref.rollout.gives_data:
+        if cfg.reward_model.enable:
+            return "reward_training.yaml"
         return "dpo.yaml" if cfg.actor_rollout_ref.actor.loss.pairs else "sft.yaml"
     if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
         return "dapo.yaml"
@@ -195,6 +198,7 @@ def _check(
     found.take(check_pairs(kept))
     found.take(check_windows(kept))
     found.take(check_reward_models(whole))
+    found.take(check_reward_training(kept))
     found.take(check_reward_weights(whole))
     found.take(check_readers(kept.nodes.values(), whole))
     of_run = {str(problem) for problem in contradictions(whole.run)}

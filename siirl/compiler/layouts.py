@@ -10,6 +10,7 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config.batch import BatchArithmetic, batch_of
 from siirl.config.resolve import get
+from siirl.config.roles import ROLES
 from siirl.dag.graph import Graph
 from siirl.errors import DagError, NotSupportedError, PlacementError
 from siirl.findings import Findings
@@ -212,12 +213,14 @@ def _model_layout(node: ResolvedNode, model: ModelPlan, rowset: str, rows: Agent
     shards = model.dims.data_shards()
     if node.op.split == "cost" and rows is not None and rows.balance and model.dims.dp > 1:
         split = "prompt_cost" if backend_of(model).shares_prompts else "cost"
-        return Layout(model.ranks, shards, rowset, split, rows.mini_batch_rows[_trainer(node)])
+        mini = rows.mini_batch_rows.get(_trainer(node), rows.mini_batch_rows.get(ROLES["actor"].trainer, 0))
+        return Layout(model.ranks, shards, rowset, split, mini)
     return Layout(model.ranks, shards, rowset)
 
 
 def _trainer(node: ResolvedNode) -> str:
-    """The group with the mini-batches that the rows of a model node are balanced in."""
+    """The group with the mini-batches that the rows of a model node are balanced in: where its agent does not
+    train that model, those of the policy are."""
     assert node.op.role is not None, f"{node} has no model"
     return node.op.role.trainer
 

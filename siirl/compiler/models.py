@@ -19,6 +19,8 @@ OF_ENGINE = (
     *("use_dynamic_bsz", "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu"),
 )
 """Keys of the actor that say how its model is built and stepped: one thing for all that train it."""
+OF_SCORER = ("model.", "max_length", "strategy", "fsdp_config.", "megatron.", "micro_batch", "forward_max")
+"""Keys of a reward model that say what it reads and how it is built: one thing for all that score by it."""
 
 
 def plan_models(workflow: Workflow, world_size: int, found: Findings) -> dict[str, ModelPlan]:
@@ -87,7 +89,7 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
         agent=builder.agent,
         role=role,
         backend=backend_name,
-        head=ROLES[role].head,
+        head=(builder.op.trains and ROLES[role].trained_head) or ROLES[role].head,
         trains=builder.op.trains,
         ranks=ranks,
         dims=dims,
@@ -117,14 +119,14 @@ def _ranks(name: str, nodes: list[ResolvedNode], world_size: int) -> Ranks:
 
 
 def _check_overrides_agree(name: str, builder: ResolvedNode, nodes: list[ResolvedNode]) -> None:
-    groups = ("actor_rollout_ref.", "critic.")
+    groups = ("actor_rollout_ref.", "critic.", *(f"reward_model.{name}" for name in OF_SCORER))
     of_engine = tuple(f"actor_rollout_ref.actor.{name}" for name in OF_ENGINE)
     for node in nodes:
         of_agent = ("actor_rollout_ref.rollout.", "actor_rollout_ref.actor.")
         own_rows = () if node.agent == builder.agent else of_agent
         for key, value in node.overrides.items():
             of_rows = key.startswith(own_rows) and not (node.op.trains_policy and key.startswith(of_engine))
-            if key == "critic.share_instance" or of_rows:
+            if key in ("critic.share_instance", "reward_model.share_instance") or of_rows:
                 continue
             if key.startswith(groups) and builder.value(key) != node.value(key):
                 raise DagError(

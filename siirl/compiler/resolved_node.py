@@ -64,15 +64,20 @@ class ResolvedNode:
         return None if target is None else int(target)
 
     @property
+    def shared_scorer(self) -> int | None:
+        """The agent whose reward model it scores by instead of one of its own."""
+        return self.cfg.reward_model.share_instance if self.op.on_scorer else None
+
+    @property
     def lora_rank(self) -> int:
         """Of the adapter that its agent's policy has; 0: none."""
         return self.cfg.actor_rollout_ref.model.lora_rank
 
     @property
     def model_agent(self) -> int:
-        """The agent whose model its op runs on: its own, unless its critic is another agent's, or the policy
-        that it trains on responses of the dataset."""
-        shared = self.cfg.critic.share_instance if self.op.on_critic else None
+        """The agent whose model its op runs on: its own, unless its critic or reward model is another
+        agent's, or the policy that it trains on responses of the dataset."""
+        shared = self.cfg.critic.share_instance if self.op.on_critic else self.shared_scorer
         if (
             self.op.role is not None
             and self.op.role.gives_weights
@@ -83,10 +88,11 @@ class ResolvedNode:
 
     @property
     def model(self) -> str | None:
-        """Name of the model that its op runs on; each reward of a name of its own has a model of its own."""
+        """Name of the model that its op runs on; each reward of a name of its own has a model of its own, if
+        it does not share one."""
         if self.op.model is None:
             return None
-        named = self.op.by_model and self.writes[0].name != "score"
+        named = self.op.by_model and self.writes[0].name != "score" and self.shared_scorer is None
         own = f".{self.writes[0].name}" if named else ""
         return f"agent_{self.model_agent}.{self.op.model}{own}"
 

@@ -41,6 +41,6 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **_moved(f"{POLICY}.model.megatron", FORWARD_MEGATRON, f"{_ACTOR}.megatron", f"{_REF}.megatron"),
     **_moved(f"{POLICY}.model.megatron", TRAINING_KEYS, f"{_ACTOR}.megatron"),
     **_moved("critic.model.megatron", MEGATRON_KEYS, "critic.megatron"),
-    **_moved("reward_model.model.fsdp_config", _FORWARD_FSDP, "reward_model.fsdp_config"),
-    **_moved("reward_model.model.megatron", FORWARD_MEGATRON, "reward_model.megatron"),
+    **_moved("reward_model.model.fsdp_config", FSDP_KEYS, "reward_model.fsdp_config"),
+    **_moved("reward_model.model.megatron", MEGATRON_KEYS, "reward_model.megatron"),
 }

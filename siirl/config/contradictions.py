@@ -24,7 +24,8 @@ class Contradiction:
 
     def problems(self, cfg: Config, group: str) -> Iterator[str]:
         """What is said of a group ("": all of the configuration), if it has such values and is used."""
-        used = group != "critic" or cfg.algorithm.may_use_critic
+        uses = {"critic": cfg.algorithm.may_use_critic, "reward_model": cfg.reward_model.enable}
+        used = uses.get(group, True)
         if used and self.holds(get(cfg, group) if group else cfg):
             yield PLACEHOLDER.sub(lambda found: _shown(cfg, group, *found.groups()), self.text)
 
@@ -305,7 +306,7 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "{}.loss_agg_mode=token-mean.",
         ),
     ),
-    (ACTOR, "critic"): (
+    (ACTOR, "critic", "reward_model"): (
         Contradiction(
             lambda trained: trained.optim.lr_warmup_init > trained.optim.lr,
             "{optim.lr_warmup_init=} is more than {optim.lr=}, the peak. Lower it.",

@@ -12,6 +12,12 @@ from siirl.config.values import show
 LOSS_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "policy_drift_coeff")
 """Keys of the actor that only some policy losses take."""
 
+OF_REWARD_TRAINING = tuple(
+    f"reward_model.{name}"
+    for name in ("ppo_", "grad_clip", "optim.", "checkpoint.", "model.enable_grad", "model.gradient_")
+)
+"""How keys begin that a reward model has in training only."""
+
 OF_CHECKPOINTS = tuple(
     f"trainer.{name}" for name in ("save_freq", "memory_checkpoint_freq", "export_hf", "resume_mode")
 )
@@ -79,6 +85,13 @@ def _no_critic(cfg: Config, name: str) -> str:
     return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
 
 
+def _no_reward_training(cfg: Config, name: str) -> str:
+    """Why a key of a reward model in training has no effect in a built-in workflow, or an empty string."""
+    if not name.startswith(OF_REWARD_TRAINING) or cfg.dag.workflow_path or cfg.dag.custom_pipeline_fn:
+        return ""
+    return "" if cfg.actor_rollout_ref.rollout.gives_data else "no node trains the reward model"
+
+
 def _without(cfg: Config, name: str) -> str:
     """Why a key has no effect in a run that lacks what it is about, or an empty string."""
     if cfg.trainer.rollout_only and name in OF_CHECKPOINTS:
@@ -114,5 +127,5 @@ def _spans_ranks(cfg: Config, name: str) -> str:
     )
 
 
-ABSENT = (_no_reference, _no_critic, _other_loss, _without, _spans_ranks)
+ABSENT = (_no_reference, _no_critic, _no_reward_training, _other_loss, _without, _spans_ranks)
 """Why a key has no effect, beyond what the schema says of it."""

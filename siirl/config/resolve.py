@@ -27,6 +27,8 @@ FOLLOWS: dict[str, str] = {
     "critic.ppo_mini_batch_size": f"${{{POLICY}.actor.ppo_mini_batch_size}}",
     "critic.ppo_micro_batch_size_per_gpu": f"${{{POLICY}.actor.ppo_micro_batch_size_per_gpu}}",
     "critic.data_loader_seed": "${trainer.seed}",
+    "reward_model.ppo_mini_batch_size": f"${{{POLICY}.actor.ppo_mini_batch_size}}",
+    "reward_model.ppo_micro_batch_size_per_gpu": f"${{{POLICY}.actor.ppo_micro_batch_size_per_gpu}}",
     "reward_model.micro_batch_size_per_gpu": f"${{{POLICY}.ref.log_prob_micro_batch_size_per_gpu}}",
     f"{POLICY}.rollout.prompt_length": "${data.max_prompt_length}",
     f"{POLICY}.rollout.response_length": "${data.max_response_length}",

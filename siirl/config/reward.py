@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.common import STRATEGY, ForwardMegatronConfig, FSDPConfig, ModelConfig
+from siirl.config.common import STRATEGY, MegatronConfig, ModelConfig, TrainedConfig, TrainedFSDPConfig
 from siirl.config.judge_service import JudgeConfig
 from siirl.config.keys import group, key
 
@@ -34,11 +34,12 @@ class RemoteRewardConfig:
 
 @dataclass(frozen=True)
 class RewardModelModelConfig(ModelConfig):
-    """ModelConfig of a frozen model that scores conversations."""
+    """ModelConfig of a model that scores conversations."""
 
     path: str = key(
         "~/models/deepseek-llm-7b-chat",
-        "directory of a Hugging Face model with a score head, or of a judge, or ORG/NAME on the hub",
+        "directory of a Hugging Face model with a score head, of a judge, or of any language model if a node "
+        "trains it; or ORG/NAME on the hub",
     )
     rm_tokenizer: str | None = key(
         None, "directory of the reward model's tokenizer, which then renders every conversation; null: path"
@@ -46,15 +47,22 @@ class RewardModelModelConfig(ModelConfig):
 
 
 @dataclass(frozen=True)
-class RewardModelConfig:
-    """How responses are scored."""
+class RewardModelConfig(TrainedConfig):
+    """How responses are scored, and how a reward model that a node trains learns."""
 
-    enable: bool = key(False, "score by a model, in a node of node_role REWARD that has one")
+    enable: bool = key(False, "score by a model, or train it, in a node of node_role REWARD that has one")
     strategy: str = key("fsdp", "backend of the reward model", **STRATEGY, when="enable")
     model: RewardModelModelConfig = group(RewardModelModelConfig, "reward model", when="enable")
-    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
-    megatron: ForwardMegatronConfig = group(
-        ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
+    fsdp_config: TrainedFSDPConfig = group(
+        TrainedFSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp"
+    )
+    megatron: MegatronConfig = group(
+        MegatronConfig, "sizes and options under megatron", when="strategy=megatron"
+    )
+    share_instance: int | None = key(
+        None,
+        "in the config of a REWARD node: the agent whose reward model, which it trains, scores; null: a "
+        "model of its own",
     )
     micro_batch_size_per_gpu: int = key(
         None,

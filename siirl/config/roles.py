@@ -8,11 +8,12 @@ from typing import Literal
 from siirl.config.actor import RefConfig
 from siirl.config.common import ModelConfig, TrainedConfig
 from siirl.config.resolve import get
-from siirl.config.reward import RewardModelConfig
 from siirl.config.root import Config
 
-Head = Literal["lm", "value", "score"]
-"""What a model on a training engine computes: log-probs of tokens, their values, or a score of each row."""
+Head = Literal["lm", "value", "score", "trained_score"]
+"""What a model on a training engine computes: log-probs of tokens, their values, or a score of each row.
+
+trained_score: a score of a model in training, without the constant that pairs cannot teach."""
 
 TEMPLATE_TOKENS = 1024
 """Tokens of a judge's question beyond those of prompt and response, if reward_model.max_length is not set."""
@@ -65,6 +66,9 @@ class Role:
     head: Head = "lm"
     """On a training engine."""
 
+    trained_head: Head | None = None
+    """On a training engine that trains it, if that is another one."""
+
     forward: BatchKeys | None = None
     """Of a pass without gradient on a training engine."""
 
@@ -82,6 +86,9 @@ class Role:
 
     is_reference: bool = False
     """The policy is kept close to it."""
+
+    export: str = ""
+    """The folder of a run into which it is exported, if it was trained."""
 
     any_length: bool = False
     """It takes rows that are longer than the model can read: they are cut, or not asked about."""
@@ -110,6 +117,7 @@ ROLES: dict[str, Role] = {
         forward=_log_prob("actor_rollout_ref.rollout"),
         train=_ppo("actor_rollout_ref.actor"),
         gives_weights=True,
+        export="hf_model",
     ),
     "ref": Role("actor_rollout_ref.ref", forward=_log_prob("actor_rollout_ref.ref"), is_reference=True),
     "critic": Role(
@@ -119,11 +127,16 @@ ROLES: dict[str, Role] = {
         head="value",
         forward=_ppo("critic", "forward_max_token_len_per_gpu"),
         train=_ppo("critic"),
+        export="hf_critic",
     ),
     "reward": Role(
         "reward_model",
         "reward_model.model",
+        trainer="reward_model",
         head="score",
+        trained_head="trained_score",
+        train=_ppo("reward_model"),
+        export="hf_reward",
         forward=BatchKeys(
             "reward_model.use_dynamic_bsz",
             "reward_model.forward_max_token_len_per_gpu",
@@ -141,11 +154,14 @@ ROLES: dict[str, Role] = {
     "rollout": Role("actor_rollout_ref.rollout", generates=True, takes_weights=True),
 }
 
+EXPORTS = {name: role.export for name, role in ROLES.items() if role.export}
+"""Role -> folder of a run into which models of it are exported."""
+
 ROLE_GROUPS = {name: role.group for name, role in ROLES.items()}
 """Role -> full name of the group that holds its settings, for messages."""
 
 
-def role_group(cfg: Config, role: str) -> TrainedConfig | RefConfig | RewardModelConfig:
+def role_group(cfg: Config, role: str) -> TrainedConfig | RefConfig:
     """The settings of a model on a training engine: its batches, sharding and checkpoints."""
     return get(cfg, ROLES[role].group)
 

@@ -71,7 +71,7 @@ NODE_ROLES: dict[str, NodeRole] = {
     "ROLLOUT": NodeRole(
         _POLICY, agent_options={key: f"{_AGENT}.{key}" for key in _ROLLOUT_OPTIONS}, makes_samples=True
     ),
-    "REWARD": NodeRole("reward_model"),
+    "REWARD": NodeRole("reward_model", follows="reward_model"),
     "REFERENCE": NodeRole(_POLICY, follows=f"{_POLICY}.ref"),
     "ADVANTAGE": NodeRole("algorithm"),
     "ACTOR": NodeRole(_POLICY, agent_options={"train_cycle": f"{_AGENT}.train_cycle"}, on_policy=True),

@@ -22,6 +22,7 @@ from siirl.dag.ops import (
     OLD_LOG_PROB,
     OPS,
     REFERENCE,
+    REWARD_TRAIN,
     ROLLOUT,
     SCORED_READS,
     VALUES,
@@ -118,21 +119,28 @@ def op_of(node: NodeSpec) -> OpSpec:
 
 
 def _reward(node: NodeSpec) -> OpSpec:
-    """What scores the responses: a frozen model, functions, or a weighted sum of the rewards that it reads.
+    """What scores the responses: a model, functions, or a weighted sum of the rewards that it reads; or what
+    trains the model.
 
     With `writes: [NAME]` the score is the field NAME, for a node that adds up several.
     """
     op = FUNCTION_REWARD
     if node.type.on_model:
-        op = MODEL_REWARD
+        trains = node.node_type == "MODEL_TRAIN" and not node.only_forward_compute
+        op = REWARD_TRAIN if trains else MODEL_REWARD
     elif node.only_forward_compute:
         op = BASELINE_REWARD
     elif node.reads is not None:
         op = replace(COMBINE_REWARDS, reads=fixed(*SCORED_READS, *node.reads))
-    if node.executable_ref and op.by_model:
+    if node.executable_ref and op.model is not None:
         return op  # its code declares its fields
     if node.reads is not None and not op.combines:
         raise DagError(f"{node}: reads of op {op.name!r} are fixed. Remove them.")
+    if node.writes is not None and op.trains:
+        raise DagError(
+            f"{node}: node_type MODEL_TRAIN trains the reward model, and writes nothing. Remove writes; or "
+            "score by the model: set node_type: MODEL_INFERENCE."
+        )
     if node.writes is None:
         return op
     if not op.scores or len(node.writes) != 1 or node.writes[0] in FIELDS.keys() - {"score"}:

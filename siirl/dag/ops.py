@@ -130,6 +130,11 @@ class OpSpec:
         return self.role is not None and self.role.head == "value"
 
     @property
+    def on_scorer(self) -> bool:
+        """Whether it runs on a reward model with a score head, which several agents may share."""
+        return self.role is not None and self.role.head == "score"
+
+    @property
     def asks_policy(self) -> bool:
         """Whether it asks the rollout engine of its agent, which must have the trainer's weights by then."""
         return self.role is not None and self.role.takes_weights and not self.is_handed
@@ -396,6 +401,17 @@ CRITIC_TRAIN = replace(
     model="critic",
     unique="critic training",
 )
+REWARD_TRAIN = replace(
+    ACTOR_TRAIN,
+    name="reward_train",
+    reads=fixed("row_id", "group_id", "sample_index", "raw_prompt", *_TOKENS, "score"),
+    code="preference_train:reward_train",
+    needs=("engine", "encoder"),
+    model="reward",
+    split="group",
+    unique="reward model training",
+)
+"""The update of a reward model on pairs of responses."""
 DYNAMIC_SAMPLING = OpSpec(
     "dynamic_sampling",
     _dynamic_sampling_reads,
@@ -436,7 +452,7 @@ OPS: dict[str, OpSpec] = {
         *(ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
         *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, PREFERENCE_TRAIN),
-        CRITIC_TRAIN,
+        *(CRITIC_TRAIN, REWARD_TRAIN),
         *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, CUSTOM),
     )
 }

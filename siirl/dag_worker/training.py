@@ -21,7 +21,7 @@ from siirl.compiler.plan import Plan
 from siirl.compiler.resume_settings import settings_of
 from siirl.config import Config, to_dict
 from siirl.config.batch import batch_of
-from siirl.config.roles import role_group, role_model
+from siirl.config.roles import EXPORTS, role_group, role_model
 from siirl.dag_worker.observing import finish_trace, make_observer
 from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
@@ -252,11 +252,12 @@ class Training:
     def export(self) -> list[Path]:
         """Write each trained model as a Hugging Face directory, and return the directories.
 
-        Policies to hf_model/, or hf_model/<model> of several; critics to hf_critic/ likewise.
+        Policies to hf_model/, or hf_model/<model> of several; critics to hf_critic/, reward models to
+        hf_reward/ likewise.
         """
         models, paths = self.worker.plan.models, []
         with self.worker.observer.span("export", self.step):
-            for role, folder in (("actor", "hf_model"), ("critic", "hf_critic")):
+            for role, folder in EXPORTS.items():
                 trained = [name for name, model in models.items() if model.trains and model.role == role]
                 for name in trained:
                     out = self.output_dir / folder

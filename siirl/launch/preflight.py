@@ -147,7 +147,7 @@ def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:
     """The files of a model, and the packages that its engine needs."""
     with found.at(Place.MODELS):
         if not on_hub(role_model(cfg, model.role).path):
-            check_model_files(cfg, model.role)
+            check_model_files(cfg, model.role, model.trains)
     with found.at(Place.MODELS):
         if not model.generates:
             check_kernels(cfg, model.role)

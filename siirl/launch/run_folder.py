@@ -19,12 +19,13 @@ from typing import Any
 
 from siirl.checkpoint.files import current_step, pointer_problem, remove_checkpoints, replaced, saved_steps
 from siirl.config import Config
+from siirl.config.roles import EXPORTS
 from siirl.errors import ConfigError
 from siirl.observe.run_progress import PROGRESS_FILE
 
 log = logging.getLogger(__name__)
 LOCK = ".run.lock"
-RESULTS = ("metrics.jsonl", "hf_model", "hf_critic")
+RESULTS = ("metrics.jsonl", *EXPORTS.values())
 """What makes an output folder a used one."""
 OWN = (
     *RESULTS,

@@ -9,7 +9,7 @@ from siirl.compiler.plan import Plan
 from siirl.compiler.plan_warnings import plan_warnings
 from siirl.config import Config
 from siirl.config.checks import find_contradictions
-from siirl.config.roles import role_model
+from siirl.config.roles import ROLES, role_model
 from siirl.data.check_files import inspect_data
 from siirl.errors import DataError, Place
 from siirl.findings import Findings
@@ -62,8 +62,8 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
             if (folder / "config.json").is_file():
                 check_lengths(configs[model.node], folder, model.role)
                 check_trained_model(configs[model.node], model.role, f"model {model.name!r}")
-                if model.head == "score":
-                    check_reward_model(configs[model.node], folder)
+                if ROLES[model.role].head == "score":
+                    check_reward_model(configs[model.node], folder, model.trains)
     check_code(seen.plan, configs, found)
     if not elsewhere:
         check_inputs(seen.plan, seen.node_cfgs, found)

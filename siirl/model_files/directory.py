@@ -16,7 +16,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 STRETCHED = ("linear", "dynamic", "yarn")  # rope types whose factor multiplies the positions
-SCORE_WEIGHT = "score.weight"
+SCORE_WEIGHT, SCORE_BIAS = "score.weight", "score.bias"
 """Name of the head of models saved as ForSequenceClassification or ForTokenClassification."""
 _DIGEST_PLACES, _DIGEST_BYTES = 256, 4096
 _LENGTH_BYTES = 8  # a safetensors file begins with the length of its JSON header
@@ -118,8 +118,11 @@ def check_tokenizer_files(path: Path) -> None:
         )
 
 
-def check_model_files(cfg: Config, role: str) -> None:
-    """DataError unless the model of a role can be built; all but a rollout read the weights, too."""
+def check_model_files(cfg: Config, role: str, trains: bool = False) -> None:
+    """DataError unless the model of a role can be built; all but a rollout read the weights, too.
+
+    trains: whether a node trains it.
+    """
     path = model_dir(role_model(cfg, role).path, f"{ROLES[role].model}.path")
     check_config_file(path)
     check_lengths(cfg, path, role)
@@ -127,7 +130,7 @@ def check_model_files(cfg: Config, role: str) -> None:
     if not ROLES[role].takes_weights:
         _check_weights(cfg, path, role)
     if ROLES[role].head == "score":
-        check_reward_model(cfg, path)
+        check_reward_model(cfg, path, trains)
 
 
 def _check_weights(cfg: Config, path: Path, role: str) -> None:
@@ -145,18 +148,27 @@ def _check_weights(cfg: Config, path: Path, role: str) -> None:
         )
 
 
-def check_reward_model(cfg: Config, path: Path) -> None:
+def check_reward_model(cfg: Config, path: Path, trains: bool) -> None:
     """DataError unless the model has a score head that gives one number, and knows the tokens it will get.
 
-    The head is looked for only where there are weights.
+    The head is looked for only where there are weights; that of a model in training may be new.
     """
     if any(path.glob("*.safetensors")):
-        _check_score_head(path)
+        _check_score_head(path, trains)
     _check_reward_tokens(cfg, path)
 
 
-def _check_score_head(path: Path) -> None:
-    shape = weight_shapes(path).get(SCORE_WEIGHT)
+def _check_score_head(path: Path, trains: bool) -> None:
+    shapes = weight_shapes(path)
+    shape = shapes.get(SCORE_WEIGHT)
+    if trains and SCORE_BIAS in shapes:
+        raise DataError(
+            f"{_here()}: the weights of {path} have a {SCORE_BIAS}: a constant, which pairs of responses say "
+            "nothing about, so a reward model in training has none. Give a model that was saved as "
+            "ForSequenceClassification, or a language model."
+        )
+    if shape is None and trains:
+        return
     if shape is None:
         raise DataError(
             f"{_here()}: the weights of {path} have no {SCORE_WEIGHT}: a reward model needs its trained "

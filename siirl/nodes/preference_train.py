@@ -1,4 +1,4 @@
-"""The update on pairs of a better and a worse response of a prompt: DPO, offline or on sampled pairs."""
+"""Updates on pairs of a better and a worse response of a prompt, given or sampled: DPO, and reward models."""
 
 from collections.abc import Callable, Iterator
 
@@ -6,13 +6,17 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.algorithms.preference_losses import PairLoss, dpo
+from siirl.algorithms.preference_losses import PairLoss, bradley_terry, dpo
+from siirl.config.batch import batch_of
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.errors import DataError
 from siirl.nodes.actor_train import trains_now
 from siirl.nodes.context import OpContext, sum_over_ranks
-from siirl.nodes.mini_batches import policy_mini_batches
+from siirl.nodes.mini_batches import mini_batches, policy_mini_batches
 from siirl.observe.metrics import Metrics
+from siirl.rewards.conversations import ConversationEncoder
+
+PAIR_COLUMNS = ("pair_id", "is_better", "pair_share")
 
 
 def preference_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
@@ -32,21 +36,44 @@ def preference_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> T
     return TensorDict({}, batch_size=rows.batch_size)
 
 
+def reward_train(
+    ctx: OpContext, rows: TensorDict, engine: TrainEngine, encoder: ConversationEncoder
+) -> TensorDict:
+    """ppo_epochs passes over the pairs, as the reward model reads them; no fields are written.
+
+    Collective over the model's ranks. Which response is better, and what is left out: as preference_train.
+    """
+    loss_fn = pair_loss_fn(_bradley_terry, "loss")
+    steps = mini_batches(ctx, rows, batch_of(ctx.cfg, "reward"), None)
+    flops = num_cut = num_rows = 0.0
+    for mini_batch in pair_mini_batches(ctx, rows, steps):
+        conversations, cut = encoder.encode(mini_batch)
+        conversations.update(mini_batch.select(*PAIR_COLUMNS))
+        ctx.metrics.merge(engine.train_mini_batch(conversations, loss_fn, ("score",), 1.0), "reward_model/")
+        flops += engine.flops(conversations, backward=True)
+        num_cut, num_rows = num_cut + cut, num_rows + len(mini_batch)
+    ctx.metrics.mean("reward_model/cut", num_cut, num_rows)
+    ctx.metrics.sum("flops/train", flops)
+    return TensorDict({}, batch_size=rows.batch_size)
+
+
+def _bradley_terry(outputs: TokenOutputs, rows: TensorDict, better_P: Tensor, worse_P: Tensor) -> PairLoss:
+    return bradley_terry(outputs.score_BT[:, 0], better_P, worse_P)
+
+
 def _dpo(outputs: TokenOutputs, rows: TensorDict, better_P: Tensor, worse_P: Tensor, beta: float) -> PairLoss:
     columns = outputs.log_prob_BT, rows["ref_log_prob"], rows["response_mask"]
     return dpo(*columns, better_P, worse_P, dpo_beta=beta)
 
 
-def pair_mini_batches(
-    ctx: OpContext, rows: TensorDict, mini_batches: Iterator[Tensor]
-) -> Iterator[TensorDict]:
+def pair_mini_batches(ctx: OpContext, rows: TensorDict, steps: Iterator[Tensor]) -> Iterator[TensorDict]:
     """The rows of each optimizer step, with columns that say which of them are pairs.
 
     pair_id, the same for both rows of a pair, which an engine computes together; is_better; pair_share: what
     a pair counts, 0 where both rows score alike. A step without a pair is left out on all ranks. Collective
     over ctx.group. DataError for a prompt with another number of rows than two.
     """
-    for mine_B in mini_batches:
+    for mine_B in steps:
         mini_batch = rows[mine_B]
         prompt, pair_B, count = mini_batch["group_id"].unique(return_inverse=True, return_counts=True)
         if bool((count != 2).any()):

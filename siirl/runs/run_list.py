@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from siirl.config.roles import EXPORTS
 from siirl.errors import ConfigError
 from siirl.observe.columns import REWARD, VALIDATION_REWARD
 from siirl.observe.curve import of_column
@@ -19,7 +20,7 @@ from siirl.runs.run_text import age_text, last_and_best, path_text, short_comman
 DEPTH = 5
 """Folders between the one that is listed and a run."""
 WRITTEN = (
-    *("checkpoints", "conversations", "errors", "hf_model", "hf_critic", "logs", "rollouts", "status"),
+    *("checkpoints", "conversations", "errors", *EXPORTS.values(), "logs", "rollouts", "status"),
     *("swanlab", "attempts", "tensorboard", "trace", "wandb", "weights"),
 )
 """Folders that a run writes into its own: no run is looked for in them."""

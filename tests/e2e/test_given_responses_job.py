@@ -93,13 +93,18 @@ def train(folder: Path, output: Path, world: int, *more: str) -> Finished:
 
 def assert_equal(ours: Finished, theirs: trl_trainers.Trained, loss: str) -> None:
     """Loss and gradient of every step, which has two optimizer steps, and all weights after the last."""
-    for name, found in ((loss, theirs.losses), ("actor/grad_norm", theirs.grad_norms)):
-        means = [(one + other) / 2 for one, other in zip(found[::2], found[1::2], strict=True)]
-        assert ours.values(name) == pytest.approx(means, rel=2e-5), name
+    assert_means(ours, {loss: theirs.losses, "actor/grad_norm": theirs.grad_norms})
     weights = ours.weights()
     for name, tensor in weights.items():
         assert float((tensor - theirs.weights[name]).abs().max()) < 2e-5, name
     assert len(weights) > 10
+
+
+def assert_means(ours: Finished, theirs: dict[str, list[float]]) -> None:
+    """Metrics of steps are the means of their two optimizer steps."""
+    for name, found in theirs.items():
+        means = [(one + other) / 2 for one, other in zip(found[::2], found[1::2], strict=True)]
+        assert ours.values(name) == pytest.approx(means, rel=2e-5), name
 
 
 @cache

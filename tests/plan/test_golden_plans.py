@@ -133,6 +133,12 @@ CASES = {
     "self_play_on_2": lambda: compiled(in_environment("self_play.yaml", "game", "Nim"), 2),
     "sft_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft.yaml"), 2, *GIVEN),
     "dpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "dpo.yaml"), 2, *GIVEN, *PAIRS),
+    "reward_training_on_2": lambda: compiled(
+        load_dag_file(TEMPLATES / "reward_training.yaml"), 2, *GIVEN, *PAIRS[1:], *PAIRS[:1], *REWARD_MODEL
+    ),
+    "reward_training_grpo_on_2": lambda: compiled(
+        load_dag_file(TEMPLATES / "reward_training_grpo.yaml"), 2, *REWARD_MODEL
+    ),
     "sft_grpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft_grpo.yaml"), 2),
     "debate_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2),
 }

@@ -40,6 +40,8 @@ ASKS_FOR = {
         f"dag.node_config.world.env_path={GAMES}:Doors",
     ),
     "remax": ("algorithm.adv_estimator=remax",),
+    "reward_training": (*GIVEN, *PAIRS, *REWARD_MODEL),
+    "reward_training_grpo": (*GROUPS, *REWARD_MODEL),
     "self_play": (*GROUPS, f"dag.node_config.game.env_path={GAMES}:Nim"),
     "sft": (*GIVEN, "actor_rollout_ref.rollout.name=dataset", f"{LOSS}=sft"),
     "sft_grpo": GROUPS,

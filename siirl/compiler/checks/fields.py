@@ -81,7 +81,8 @@ def check_kept(kept: Workflow) -> Iterator[UserError]:
             )
         return
     trained = {node.agent for node in kept.nodes.values() if node.op.trains_policy}
-    if not trained:
+    learning = {node.agent for node in kept.nodes.values() if node.op.trains and node.op.on_scorer}
+    if not trained | learning:
         yield NotSupportedError(
             "not supported yet: a DAG that trains nothing. Add a node with node_type MODEL_TRAIN and "
             "node_role ACTOR; or set trainer.rollout_only=true to sample and score only."
@@ -89,6 +90,8 @@ def check_kept(kept: Workflow) -> Iterator[UserError]:
         return
     untrained = {stage.node for stage in kept.stages.values() if not stage.rows}
     for node in kept.nodes.values():
+        if node.op.gives_data and node.agent in learning:
+            continue
         if node.op.is_rollout and node.agent not in trained and node.id not in untrained:
             frozen = ""
             if node.id in kept.stages:
@@ -140,19 +143,20 @@ def _check_shared_critics(kept: Workflow) -> Iterator[UserError]:
 
 
 def check_reward_models(workflow: Workflow) -> Iterator[UserError]:
-    """A node that scores by a model has one, and reward_model.enable; where that is set, there is a node."""
-    scoring = [node for node in workflow.nodes.values() if node.op.by_model]
+    """A node that scores by a model, or trains one, has one, and reward_model.enable, which has a node."""
+    scoring = [node for node in workflow.nodes.values() if node.op.by_model or node.op.on_scorer]
     for node in scoring:
         if not node.cfg.reward_model.enable:
+            does = "trains a reward model" if node.op.trains else "scores by a model"
             yield DagError(
-                f"{node} scores by a model, but reward_model.enable is False. Set reward_model.enable=True "
-                "and reward_model.model.path, or remove the node."
+                f"{node} {does}, but reward_model.enable is False. Set reward_model.enable=True and "
+                "reward_model.model.path, or remove the node."
             )
         elif node.op.model is not None and "reward_model.model.path" not in node.cfg.explicit:
             yield ConfigError(
                 f"{node}: reward_model.model.path is not set: the node has no model to score by. Name a "
                 "directory of a Hugging Face model with a score head (ForSequenceClassification), or of a "
-                "judge (reward_model.judge.name)."
+                "judge (reward_model.judge.name); to train, of any language model."
             )
     if workflow.run.reward_model.enable and not scoring:
         yield DagError(

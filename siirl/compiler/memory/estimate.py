@@ -318,7 +318,7 @@ def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:
     """
     policy = cfg.actor_rollout_ref
     row = policy.rollout.prompt_length + policy.rollout.response_length
-    if model.head == "score":
+    if ROLES[model.role].head == "score":
         row = cfg.reward_model.max_length or row
     keys = ROLES[model.role].train if trains else ROLES[model.role].forward
     assert keys is not None, f"{model.name} computes on no training engine"

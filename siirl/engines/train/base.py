@@ -3,8 +3,8 @@
 What it computes of a token follows from its head (ModelPlan.head): "lm" gives "log_prob", "entropy", "hidden"
 (the last hidden state before the token, D numbers in the type that the model computes in) and, from rows with
 ref_hidden, "full_kl" (the KL over the whole vocabulary from the model as it was built; config asks for it);
-"value" gives "value", the estimate of the return from the state before the token; "score" gives "score", what
-a reward model says of the conversation before the token.
+"value" gives "value", the estimate of the return from the state before the token; "score", and of a model in
+training "trained_score", give "score", what a reward model says of the conversation before the token.
 
 All methods are collective over the engine's ranks unless said otherwise. Rows are TensorDicts with at least
 prompt_ids, prompt_length, response_ids, response_length, response_mask (see siirl/types.py); a rank may hold
@@ -38,6 +38,8 @@ class TokenOutputs:
     """KL divergence from the reference over the whole vocabulary, in nats."""
     value_BT: Tensor | None = None
     """A critic's value, in units of the reward."""
+    score_BT: Tensor | None = None
+    """What a reward model says of the conversation before the token."""
 
 
 @dataclass(frozen=True)

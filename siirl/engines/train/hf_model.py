@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -28,6 +29,7 @@ MODEL_CLASSES: dict[Head, Any] = {
     "lm": AutoModelForCausalLM,
     "value": AutoModelForTokenClassification,
     "score": AutoModelForTokenClassification,
+    "trained_score": AutoModelForSequenceClassification,
 }
 VALUE_HEAD = "score"
 """The linear layer of a value model; sequence classifiers, as reward models are, have one of that name."""
@@ -95,10 +97,10 @@ def config_changes(architecture: str, head: Head) -> dict[str, Any]:
 
     architecture: name of the class that transformers loads the export with.
     """
-    if head != "value":
+    if head not in ("value", "trained_score"):
         return {}
-    labels = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
-    return {"architectures": [architecture], **labels}
+    label = "value" if head == "value" else "score"
+    return {"architectures": [architecture], "id2label": {"0": label}, "label2id": {label: 0}}
 
 
 def check_architecture(model: PreTrainedModel, head: Head = "lm") -> None:
@@ -178,11 +180,14 @@ def _start_head(source: PreTrainedModel, missing: set[str], head: Head, seed: in
 def new_head(config: PretrainedConfig, head: Head, seed: int) -> dict[str, Tensor]:
     """The tensors of a head that a model's files may lack, whole and in fp32, by name; no communication.
 
-    A value head may be new; a score head was trained, but transformers' sequence classifiers have no bias.
+    A value head may be new, and one of a reward model that is trained; another score head was trained, but
+    transformers' sequence classifiers have no bias.
     """
-    bias = {f"{VALUE_HEAD}.bias": torch.zeros(1)}
-    if head != "value":
-        return bias if head == "score" else {}
+    if head == "lm":
+        return {}
+    bias = {} if head == "trained_score" else {f"{VALUE_HEAD}.bias": torch.zeros(1)}
+    if head == "score":
+        return bias
     std = getattr(config, "initializer_range", 0.02)
     drawn = torch.randn(1, config.hidden_size, generator=torch.Generator().manual_seed(seed))
     return {f"{VALUE_HEAD}.weight": drawn * std} | bias

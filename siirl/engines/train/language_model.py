@@ -124,7 +124,8 @@ class PackedValueModel(PackedModel):
         ref_hidden_MD: Tensor | None,
     ) -> dict[str, Tensor]:
         score = self.hf.score
-        value_M1 = linear(hidden_MD.float(), score.weight.float(), score.bias.float())
+        bias = None if score.bias is None else score.bias.float()
+        value_M1 = linear(hidden_MD.float(), score.weight.float(), bias)
         value_M = value_M1.squeeze(-1).clone()  # FSDP2 hooks what leaves the model, and a view loses the hook
         return {self.outputs[0]: value_M}
 
@@ -139,6 +140,7 @@ PACKED_MODELS: dict[Head, type[PackedModel]] = {
     "lm": PackedLanguageModel,
     "value": PackedValueModel,
     "score": PackedScoreModel,
+    "trained_score": PackedScoreModel,
 }
 
 

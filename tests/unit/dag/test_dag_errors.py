@@ -207,7 +207,14 @@ CASES = [
         DagError,
         ["ROLLOUT does not go with node_type COMPUTE", "MODEL_INFERENCE"],
     ),
-    (node("MODEL_TRAIN", "REWARD", reads=["score"]), (), DagError, ["'model_reward' are fixed"]),
+    (node("MODEL_INFERENCE", "REWARD", reads=["score"]), (), DagError, ["'model_reward' are fixed"]),
+    (node("MODEL_TRAIN", "REWARD", reads=["score"]), (), DagError, ["'reward_train' are fixed"]),
+    (
+        node("MODEL_TRAIN", "REWARD", writes=["score"]),
+        (),
+        DagError,
+        ["trains the reward model", "node_type: MODEL_INFERENCE"],
+    ),
     (
         node("MODEL_TRAIN", "CRITIC"),
         (),
@@ -218,7 +225,7 @@ CASES = [
     (node("MODEL_TRAIN", "CRITIC"), (GAE,), DagError, ["reads agent_0.value", "only_forward_compute: true"]),
     (node("MODEL_INFERENCE", "REWARD"), (RM, RM_PATH), DagError, ["both write agent_0.score"]),
     (scored_by("MODEL_INFERENCE"), (), DagError, ["'reward'", "reward_model.enable is False"]),
-    (scored_by("MODEL_TRAIN"), (RM,), ConfigError, ["'reward'", "reward_model.model.path is not set"]),
+    (scored_by("MODEL_INFERENCE"), (RM,), ConfigError, ["'reward'", "reward_model.model.path is not set"]),
     (
         scored_by("COMPUTE"),
         (RM, RM_PATH),

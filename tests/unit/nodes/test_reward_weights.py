@@ -27,7 +27,7 @@ def several_rewards(reads=("rule", "rule_info", "helpful"), **combine):
         dag.node("functions", "COMPUTE", "REWARD", dependencies=[rollout], writes=["rule"]),
         dag.node("model", "MODEL_INFERENCE", "REWARD", dependencies=[rollout], writes=["helpful"]),
         dag.node(
-            "other_model", "MODEL_TRAIN", "REWARD", dependencies=[rollout], writes=["harmless"],
+            "other_model", "MODEL_INFERENCE", "REWARD", dependencies=[rollout], writes=["harmless"],
             config={"model.path": "/models/other"}, placement="0",
         ),
     ]  # fmt: skip

@@ -119,12 +119,13 @@ class ValueStage(Stage):
     """
 
     outputs = ("value",)
+    has_bias = True
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         if self.post_process:
             self.output_layer = None
-            self.add_module(VALUE_HEAD, TokenHead(config))
+            self.add_module(VALUE_HEAD, TokenHead(config, self.has_bias))
 
     def _whole(self, hidden_states: Tensor) -> Tensor:
         if not self.config.sequence_parallel:
@@ -144,19 +145,31 @@ class ScoreStage(ValueStage):
     outputs = ("score",)
 
 
+class TrainedScoreStage(ScoreStage):
+    """The same of a reward model in training."""
+
+    has_bias = False
+
+
 class TokenHead(nn.Module):
     """One linear output, computed in fp32."""
 
-    def __init__(self, config: Any):
+    def __init__(self, config: Any, has_bias: bool):
         super().__init__()
         self.weight = new_parameter(config, (1, config.hidden_size))
-        self.bias = new_parameter(config, (1,))
+        self.bias = new_parameter(config, (1,)) if has_bias else None
 
     def forward(self, hidden_MD: Tensor) -> Tensor:
-        return linear(hidden_MD.float(), self.weight.float(), self.bias.float()).squeeze(-1)
+        bias = None if self.bias is None else self.bias.float()
+        return linear(hidden_MD.float(), self.weight.float(), bias).squeeze(-1)
 
 
-STAGES: dict[Head, type[Stage]] = {"lm": LanguageStage, "value": ValueStage, "score": ScoreStage}
+STAGES: dict[Head, type[Stage]] = {
+    "lm": LanguageStage,
+    "value": ValueStage,
+    "score": ScoreStage,
+    "trained_score": TrainedScoreStage,
+}
 
 
 def freeze_padding_token(stage: Stage, token: int) -> None:

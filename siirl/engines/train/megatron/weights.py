@@ -200,7 +200,8 @@ def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
     found.append(whole("decoder.final_layernorm.weight", "model.norm.weight"))
     if head != "lm":
         found.append(Entry(f"{VALUE_HEAD}.weight", (Block(f"{VALUE_HEAD}.weight", 0, 1),), hidden, "whole"))
-        found.append(Entry(f"{VALUE_HEAD}.bias", (Block(f"{VALUE_HEAD}.bias", 0, 1),), None, "whole"))
+        if head != "trained_score":
+            found.append(Entry(f"{VALUE_HEAD}.bias", (Block(f"{VALUE_HEAD}.bias", 0, 1),), None, "whole"))
     elif not config.tie_word_embeddings:
         found.append(Entry("output_layer.weight", (Block("lm_head.weight", 0, vocab),), hidden, "rows"))
     return found
