@@ -66,6 +66,12 @@ FIELDS: dict[str, FieldSpec] = _fields(
     ),
     FieldSpec("old_log_prob", ("T",), "float32", "log-prob by the trainer's weights before this step", "nat"),
     FieldSpec("old_entropy", ("T",), "float32", "entropy of the trainer's policy before this step", "nat"),
+    FieldSpec(
+        "old_prob_square",
+        ("T",),
+        "float32",
+        "sum of the squared probabilities of all words by the trainer's weights before this step",
+    ),
     FieldSpec("ref_log_prob", ("T",), "float32", "log-prob by the reference model", "nat"),
     FieldSpec(
         "ref_hidden",

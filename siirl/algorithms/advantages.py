@@ -206,6 +206,34 @@ def opo(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Adva
     return Advantages(_over_tokens(score_B - groups.rows(baseline_G), response_mask_BT, reward_BT.dtype))
 
 
+@built_in("optimal_token_baseline")
+def optimal_token_baseline(
+    reward_BT: Tensor,
+    response_mask_BT: Tensor,
+    group_id_B: Tensor,
+    old_log_prob_BT: Tensor,
+    old_prob_square_BT: Tensor,
+) -> Advantages:
+    """Reward to go of a trained token less the baseline of its step that has the least gradient variance.
+
+    The baseline is the mean over the group's rows that have such a step, weighted by the squared norm of the
+    gradient so far. That norm is of the logits: the sum of 1 - 2 p + sum of all words' p^2 over the row's
+    trained tokens up to this one, with p the probability of the token. Where all were certain it is the plain
+    mean. A step that one row alone has gives advantage 0. Source: Li et al., "The Optimal Token Baseline:
+    Variance Reduction for Long-Horizon LLM-RL" (2026), with the logit-gradient proxy.
+    """
+    energy_BT = 1 - 2 * old_log_prob_BT.double().exp() + old_prob_square_BT.double()
+    steps = _policy_steps(reward_BT, response_mask_BT, energy_BT.clamp(min=0))
+    step_T = torch.arange(energy_BT.shape[1], device=energy_BT.device)
+    has_BT = (step_T < steps.mask_BT.sum(-1, keepdim=True)).double()
+    return_BT = discounted_sum(steps.reward_BT, 1.0)
+    groups = Groups.of(group_id_B)
+    weight_BT = has_BT * steps.value_BT.cumsum(-1)
+    weight_BT = torch.where(groups.rows(groups.sum(weight_BT)) > 0, weight_BT, has_BT)
+    baseline_GT = groups.sum(weight_BT * return_BT) / groups.sum(weight_BT)
+    return Advantages(steps.unpack(return_BT - groups.rows(baseline_GT)).to(reward_BT.dtype))
+
+
 @built_in("gpg", across_ranks=UPWEIGHT_SIGNAL)
 def gpg(reward_BT: Tensor, response_mask_BT: Tensor, group_id_B: Tensor) -> Advantages:
     """Outcome less the group's mean, scaled up by the share of rows without signal in the whole batch.

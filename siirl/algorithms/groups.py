@@ -31,8 +31,9 @@ class Groups:
         return value_G[self.index_B]
 
     def sum(self, value_B: Tensor) -> Tensor:
-        """Sum over the rows of each group, float64, shape [G]."""
-        total_G = torch.zeros(len(self.count_G), dtype=torch.float64, device=value_B.device)
+        """Sum over the rows of each group, float64, shape [G], or [G, T] of values [B, T]."""
+        shape = (len(self.count_G), *value_B.shape[1:])
+        total_G = torch.zeros(shape, dtype=torch.float64, device=value_B.device)
         return total_G.index_add_(0, self.index_B, value_B.double())
 
     def mean(self, value_B: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Log-probability of the sampled token and entropy of the distribution, exact in fp32 from bf16 logits.
+"""Log-prob of the sampled token, entropy and squares of the distribution, exact in fp32 from bf16 logits.
 
 Legend: N packed tokens, D hidden size, V vocabulary, C tokens of a chunk.
 
@@ -59,22 +59,26 @@ def linear_log_prob_entropy(
     entropy_grad: bool = True,
     chunk: int = DEFAULT_CHUNK,
     keep_logits: bool = False,
+    with_square: bool = False,
     join: Join | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """log_prob_and_entropy of the logits hidden @ weight^T, without holding them for all N tokens.
+
+    with_square: also square_N, the sum of the squared probabilities of all words, without gradient.
 
     Memory beyond inputs and their gradients is chunk x V. backward computes each chunk's logits again;
     keep_logits saves them instead (N x V in the dtype of hidden) for a third less work. hidden and weight
     have one dtype, in which the product is computed; the gradient of weight is added up in fp32 over chunks.
 
     join: for a vocabulary that is split over ranks, each with the rows of its own words (at least one); a
-    target outside of them is a word of another rank. Four numbers a token are joined, once, in forward. The
-    gradient to hidden is then this rank's share: the caller adds them up.
+    target outside of them is a word of another rank. Four or five numbers a token are joined, once, in
+    forward. The gradient to hidden is then this rank's share: the caller adds them up.
     """
-    log_prob_N, entropy_N = _FromHidden.apply(
-        hidden_ND, weight_VD, target_N, temperature, with_entropy, entropy_grad, chunk, keep_logits, join
+    settings = (with_entropy, entropy_grad, chunk, keep_logits, with_square, join)
+    log_prob_N, entropy_N, square_N = _FromHidden.apply(
+        hidden_ND, weight_VD, target_N, temperature, *settings
     )
-    return log_prob_N, entropy_N if with_entropy else None
+    return log_prob_N, entropy_N if with_entropy else None, square_N if with_square else None
 
 
 class _FromLogits(torch.autograd.Function):
@@ -93,7 +97,7 @@ class _FromLogits(torch.autograd.Function):
             log_prob_N[part], entropy_N[part], norm_N2[part] = _forward_chunk(
                 logits_NV[part], target_N[part], temperature, with_entropy
             )
-        _prepare_backward(ctx, temperature, entropy_N, with_entropy and entropy_grad, chunk)
+        _prepare_backward(ctx, temperature, () if with_entropy and entropy_grad else (entropy_N,), chunk)
         ctx.save_for_backward(logits_NV, target_N, entropy_N, norm_N2)
         return log_prob_N, entropy_N
 
@@ -129,9 +133,11 @@ class _FromHidden(torch.autograd.Function):
         entropy_grad: bool,
         chunk: int,
         keep_logits: bool,
+        with_square: bool,
         join: Join | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         log_prob_N, entropy_N, norm_N2 = _outputs(hidden_ND)
+        square_N = torch.zeros_like(log_prob_N)
         kept: list[Tensor] = []
         if join is not None:
             target_N = torch.where((target_N >= 0) & (target_N < len(weight_VD)), target_N, ELSEWHERE)
@@ -140,19 +146,21 @@ class _FromHidden(torch.autograd.Function):
             log_prob_N[part], entropy_N[part], norm_N2[part] = _forward_chunk(
                 logits_CV, target_N[part].clamp(min=0), temperature, with_entropy
             )
+            if with_square:
+                square_N[part] = _square_sum(logits_CV, temperature, norm_N2[part])
             if keep_logits:
                 kept.append(logits_CV)
         if join is not None:
-            log_prob_N, entropy_N, norm_N2 = _joined(
-                log_prob_N, entropy_N, norm_N2, target_N != ELSEWHERE, join
-            )
-        _prepare_backward(ctx, temperature, entropy_N, with_entropy and entropy_grad, chunk)
+            own = (log_prob_N, entropy_N, norm_N2, square_N if with_square else None)
+            log_prob_N, entropy_N, norm_N2, square_N = _joined(*own, target_N != ELSEWHERE, join)
+        unmoved = () if with_entropy and entropy_grad else (entropy_N,)
+        _prepare_backward(ctx, temperature, (*unmoved, square_N), chunk)
         ctx.save_for_backward(hidden_ND, weight_VD, target_N, entropy_N, norm_N2, *kept)
-        return log_prob_N, entropy_N
+        return log_prob_N, entropy_N, square_N
 
     @staticmethod
     def backward(
-        ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None
+        ctx: Any, grad_log_prob_N: Tensor | None, grad_entropy_N: Tensor | None, of_square_N: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, target_N, entropy_N, norm_N2, *kept = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -176,13 +184,13 @@ class _FromHidden(torch.autograd.Function):
                 grad_weight_VD += grad_CV.t() @ hidden_ND[part]
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
-        return grad_hidden_ND, grad_weight_VD, None, None, None, None, None, None, None
+        return grad_hidden_ND, grad_weight_VD, *(None for _ in range(8))
 
 
 def _joined(
-    log_prob_N: Tensor, entropy_N: Tensor, norm_N2: Tensor, own_N: Tensor, join: Join
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob, entropy, norm) over all words, from those over each rank's words. Collective.
+    log_prob_N: Tensor, entropy_N: Tensor, norm_N2: Tensor, square_N: Tensor | None, own_N: Tensor, join: Join
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log-prob, entropy, norm, sum of squares) over all words, from those over each rank's. Collective.
 
     With L the log of the sum of a rank's exp z and H its entropy, the mean of z under its softmax is L - H.
     """
@@ -191,10 +199,13 @@ def _joined(
     own_log_total_N = own_log_total_N - top_N
     share_N = own_log_total_N.exp()
     target_z_N = torch.where(own_N, log_prob_N + own_log_total_N, 0.0)
-    sums_3N = join(torch.stack([share_N, share_N * (own_log_total_N - entropy_N), target_z_N]), "sum")
-    log_sum_N = sums_3N[0].log()
+    squares = [] if square_N is None else [share_N**2 * square_N]
+    terms = [share_N, share_N * (own_log_total_N - entropy_N), target_z_N, *squares]
+    total_N, weighted_N, target_z_N, *squares = join(torch.stack(terms), "sum")
+    log_sum_N = total_N.log()
     norm_N2 = torch.stack((top_N, log_sum_N), dim=1)
-    return sums_3N[2] - log_sum_N, log_sum_N - sums_3N[1] / sums_3N[0], norm_N2
+    square_N = squares[0] / total_N**2 if squares else torch.zeros_like(total_N)
+    return target_z_N - log_sum_N, log_sum_N - weighted_N / total_N, norm_N2, square_N
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -215,14 +226,12 @@ def _part(grad_N: Tensor | None, like_N: Tensor, part: slice) -> Tensor:
     return torch.zeros_like(like_N[part]) if grad_N is None else grad_N[part]
 
 
-def _prepare_backward(
-    ctx: Any, temperature: float, entropy_N: Tensor, entropy_grad: bool, chunk: int
-) -> None:
+def _prepare_backward(ctx: Any, temperature: float, unmoved: tuple[Tensor, ...], chunk: int) -> None:
+    """unmoved: outputs that take no gradient."""
     ctx.temperature = temperature
     ctx.chunk = chunk
     ctx.set_materialize_grads(False)
-    if not entropy_grad:
-        ctx.mark_non_differentiable(entropy_N)
+    ctx.mark_non_differentiable(*unmoved)
 
 
 def _forward_chunk(
@@ -245,6 +254,12 @@ def _forward_chunk(
     if with_entropy:
         entropy_C = log_sum_C - weight_CV.mul_(z_CV).sum(-1) / sum_C
     return target_z_C - log_sum_C, entropy_C, torch.stack((top_C, log_sum_C), dim=1)
+
+
+def _square_sum(logits_CV: Tensor, temperature: float, norm_C2: Tensor) -> Tensor:
+    """The sum of the squared probabilities of the words; norm as _forward_chunk gives it."""
+    log_p_CV = _scaled(logits_CV, temperature).sub_(norm_C2.sum(1, keepdim=True))
+    return log_p_CV.mul_(2).exp_().sum(-1)
 
 
 def _backward_chunk(

@@ -89,6 +89,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(_GROUP, keys=("norm_adv_by_std_in_grpo",)),
     "rloo": Estimator(_GROUP),
     "opo": Estimator(_GROUP),
+    "optimal_token_baseline": Estimator((*_GROUP, "old_log_prob", "old_prob_square"), form="token"),
     "gpg": Estimator(_GROUP),
     "maxrl": Estimator(_GROUP),
     "gdpo": Estimator(("reward_part", "response_mask", "group_id"), keys=("gdpo_rewards",)),

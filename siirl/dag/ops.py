@@ -178,6 +178,11 @@ def uses_critic(cfg: Config) -> bool:
     return "value" in _estimator_needs(cfg)
 
 
+def reads_prob_square(cfg: Config) -> bool:
+    """Whether advantages are computed from the sums of squared probabilities."""
+    return "old_prob_square" in _estimator_needs(cfg)
+
+
 def _estimator_needs(cfg: Config) -> Names:
     """Fields that the advantage estimator reads besides those that the op has anyway."""
     name, had = cfg.algorithm.adv_estimator, ("reward", "response_mask", "group_id", "score")
@@ -216,8 +221,8 @@ def _actor_train_reads(cfg: Config) -> Names:
 
 
 def _old_log_prob_writes(cfg: Config) -> Names:
-    picks_by_entropy = cfg.actor_rollout_ref.actor.picks_by_entropy
-    return ("old_log_prob", "old_entropy") if picks_by_entropy else ("old_log_prob",)
+    entropy = ("old_entropy",) if cfg.actor_rollout_ref.actor.picks_by_entropy else ()
+    return ("old_log_prob", *entropy, *(("old_prob_square",) if reads_prob_square(cfg) else ()))
 
 
 def _dynamic_sampling_reads(cfg: Config) -> Names:
@@ -503,6 +508,8 @@ def why_unread(name: str, cfg: Config) -> str | None:
         return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no greedy baseline ({those} does)"
     if name in ("ref_log_prob", "ref_hidden"):
         return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
+    if name == "old_prob_square":
+        return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} does not read it"
     if name == "old_entropy":
         return "actor.top_entropy_quantile is 1: the policy loss trains tokens of any entropy"
     if name == "old_log_prob":

@@ -3,7 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from siirl.dag.ops import uses_full_kl
+from siirl.dag.ops import reads_prob_square, uses_full_kl
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import OpContext
@@ -11,13 +11,15 @@ from siirl.nodes.mini_batches import policy_mini_batches
 
 
 def old_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
-    """old_log_prob [B, T] by the policy's current weights; old_entropy if the loss picks tokens by it.
+    """old_log_prob [B, T] by the policy's current weights; old_entropy if the loss picks tokens by it,
+    old_prob_square if advantages are computed from it.
 
     Collective over the model's ranks.
     """
     picks_by_entropy = ctx.cfg.actor_rollout_ref.actor.picks_by_entropy
     entropy = {"entropy": "old_entropy"} if picks_by_entropy else {}
-    return _forward(ctx, rows, engine, {"log_prob": "old_log_prob", **entropy})
+    square = {"prob_square": "old_prob_square"} if reads_prob_square(ctx.cfg) else {}
+    return _forward(ctx, rows, engine, {"log_prob": "old_log_prob", **entropy, **square})
 
 
 def later_old_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:

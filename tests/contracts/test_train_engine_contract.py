@@ -72,6 +72,7 @@ def test_log_probs_and_entropies_equal_plain_hf_one_row_at_a_time(pair):
     assert theirs.log_prob.abs().max() > 1
     torch.testing.assert_close(ours.log_prob, theirs.log_prob, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours.entropy, theirs.entropy, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.prob_square, theirs.prob_square, atol=1e-6, rtol=0)
 
 
 def test_gradients_equal_plain_hf(pair):

@@ -62,6 +62,7 @@ def workflow(name: str, folder) -> list[str]:
         "pf_ppo": ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True", fp32],
         "filter": [filtered(folder)],
         "gdpo": gdpo(folder),
+        "optimal_token_baseline": ["algorithm.adv_estimator=optimal_token_baseline"],
         "maxrl": ["algorithm.adv_estimator=maxrl", f"{ACTOR}.policy_loss.loss_mode=dro"],
         "full_kl": [f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_coef=0.1", f"{ACTOR}.kl_loss_type=full"],
     }[name]
@@ -73,7 +74,7 @@ def workflow(name: str, folder) -> list[str]:
         "remax",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("gdpo", "maxrl", "pf_ppo", "filter", "full_kl")
+            for name in ("gdpo", "maxrl", "optimal_token_baseline", "pf_ppo", "filter", "full_kl")
         ),
     ],
 )
@@ -89,6 +90,20 @@ def test_the_workflow_is_the_same_on_one_rank_and_on_two(inputs, tmp_path, name)
         assert all(0 < share < 1 for share in one.values(shown)), one.values(shown)
     for metric in (*COMPARED, *([shown] if shown else [])):
         assert len(two.values(metric)) == 2, metric
+        assert two.values(metric) == pytest.approx(one.values(metric), rel=1e-3, abs=1e-4), metric
+
+
+@pytest.mark.slow
+def test_the_optimal_token_baseline_is_that_of_all_words_where_ranks_have_parts_of_them(inputs, tmp_path):
+    more = [*workflow("optimal_token_baseline", tmp_path), "trainer.total_training_steps=2"]
+    tp2 = [
+        f"{ACTOR}.strategy=megatron",
+        f"{ACTOR}.megatron.tensor_model_parallel_size=2",
+        f"{ACTOR}.megatron.param_dtype=float32",
+    ]
+    one = run_job(1, overrides(inputs, tmp_path / "one", *more))
+    two = run_job(2, overrides(inputs, tmp_path / "two", *more, *tp2))
+    for metric in (*COMPARED, "advantage/std"):
         assert two.values(metric) == pytest.approx(one.values(metric), rel=1e-3, abs=1e-4), metric
 
 

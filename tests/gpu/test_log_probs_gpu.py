@@ -41,7 +41,7 @@ def test_the_fused_head_equals_float64(keep_logits):
     hidden = torch.randn(50, 64, device="cuda", requires_grad=True)
     weight = torch.randn(1000, 64, device="cuda", requires_grad=True)
     target = torch.randint(1000, (50,), device="cuda")
-    log_prob, entropy = linear_log_prob_entropy(
+    log_prob, entropy, _ = linear_log_prob_entropy(
         hidden, weight, target, 0.9, chunk=16, keep_logits=keep_logits
     )
     got = torch.autograd.grad((log_prob + 0.1 * entropy).sum(), (hidden, weight))

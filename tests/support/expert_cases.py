@@ -47,6 +47,7 @@ def assert_equal_training(ours: Outcome, theirs: Outcome) -> None:
     assert theirs.log_prob.abs().max() > 1
     torch.testing.assert_close(ours.log_prob, theirs.log_prob, atol=1e-5, rtol=0)
     torch.testing.assert_close(ours.entropy, theirs.entropy, atol=1e-5, rtol=0)
+    torch.testing.assert_close(ours.prob_square, theirs.prob_square, atol=1e-6, rtol=0)
     assert ours.grads.keys() == theirs.grads.keys()
     gap, name = largest_gap(ours.grads, theirs.grads)
     assert gap < 1e-6, name

@@ -100,13 +100,18 @@ def policy_loss(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) ->
     return share, metrics
 
 
-def one_row_outputs(model: Any, rows: TensorDict, row: int) -> tuple[Tensor, Tensor]:
-    """(log_prob, entropy) of a row's response tokens by plain Hugging Face, alone in its batch."""
+def _one_row(model: Any, rows: TensorDict, row: int) -> tuple[Tensor, Tensor]:
+    """(response tokens, log-probs of all words at each) by plain Hugging Face, the row alone in its batch."""
     num_prompt, num_response = int(rows["prompt_length"][row]), int(rows["response_length"][row])
     prompt = rows["prompt_ids"][row][rows["prompt_ids"].shape[1] - num_prompt :]
     response = rows["response_ids"][row][:num_response]
     logits = model(input_ids=torch.cat([prompt, response]).unsqueeze(0)).logits[0]
-    log_p = torch.log_softmax(logits[num_prompt - 1 : -1].float() / TEMPERATURE, dim=-1)
+    return response, torch.log_softmax(logits[num_prompt - 1 : -1].float() / TEMPERATURE, dim=-1)
+
+
+def one_row_outputs(model: Any, rows: TensorDict, row: int) -> tuple[Tensor, Tensor]:
+    """(log_prob, entropy) of a row's response tokens."""
+    response, log_p = _one_row(model, rows, row)
     return log_p.gather(-1, response[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
@@ -120,12 +125,22 @@ def reference_outputs(model: Any, rows: TensorDict) -> tuple[Tensor, Tensor]:
     return log_prob_BT, entropy_BT
 
 
+def _squares(model: Any, rows: TensorDict) -> Tensor:
+    """The sum of the squared probabilities of all words, [B, T]."""
+    square_BT = torch.zeros(len(rows), WIDTH)
+    for row in range(len(rows)):
+        if (num := int(rows["response_length"][row])) > 0:
+            square_BT[row, :num] = _one_row(model, rows, row)[1].exp().square().sum(-1)
+    return square_BT
+
+
 @dataclass
 class Outcome:
     """What a training run leaves behind; of the reference or of an engine."""
 
     log_prob: Tensor
     entropy: Tensor
+    prob_square: Tensor
     grads: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     grad_norms: list[float] = field(default_factory=list)
@@ -140,7 +155,7 @@ def run_reference(path: Path, lora: str | list[str] = "") -> Outcome:
     if lora:
         model = _plain_lora(model, lora)
     with torch.no_grad():
-        outcome = Outcome(*reference_outputs(model, sample_rows(0)))
+        outcome = Outcome(*reference_outputs(model, sample_rows(0)), _squares(model, sample_rows(0)))
     trained = [p for p in model.parameters() if p.requires_grad]
     adamw = torch.optim.AdamW(trained, lr=LR, betas=(BETA1, 0.999), eps=EPS, weight_decay=WEIGHT_DECAY)
     for step in range(NUM_STEPS):
@@ -311,12 +326,14 @@ def run_scenario(scenario: Scenario, path: Path | str) -> Outcome:
 def train(engine: TrainEngine, scenario: Scenario) -> Outcome:
     """Outputs before the first of NUM_STEPS steps, gradients of it, weights after the last; on every rank."""
     mine = rows_of_rank(engine.dp_rank, engine.dp_size, scenario.split)
-    columns = engine.compute(take_rows(sample_rows(0), mine), ("log_prob", "entropy"), TEMPERATURE)
-    whole = torch.zeros(2, NUM_ROWS, WIDTH)
-    whole[0, mine], whole[1, mine] = columns["log_prob"], columns["entropy"]
+    names = ("log_prob", "entropy", "prob_square")
+    columns = engine.compute(take_rows(sample_rows(0), mine), names, TEMPERATURE)
+    whole = torch.zeros(3, NUM_ROWS, WIDTH)
+    for index, name in enumerate(names):
+        whole[index, mine] = columns[name]
     dist.all_reduce(whole)
     whole /= scenario.world // engine.dp_size  # the ranks of a shard hold the same rows
-    outcome = Outcome(whole[0], whole[1])
+    outcome = Outcome(*whole)
     for step in range(NUM_STEPS):
         (metrics,) = train_steps(engine, scenario, range(step, step + 1))
         if step == 0:

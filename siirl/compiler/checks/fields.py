@@ -322,6 +322,7 @@ _WRITERS = (
         "ref_log_prob": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
         "ref_hidden": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
         "old_log_prob": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
+        "old_prob_square": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
         "old_entropy": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
         "score": "a node with node_type COMPUTE, node_role REWARD",
         "advantage": "a node with node_type COMPUTE, node_role ADVANTAGE",

@@ -11,7 +11,7 @@ from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config import Config
 from siirl.config.algorithm_table import GROUPED
 from siirl.config.resolve import is_changed
-from siirl.dag.ops import EPISODE
+from siirl.dag.ops import EPISODE, reads_prob_square
 from siirl.errors import DagError
 from siirl.spelling import suggest
 from siirl.types import FieldKey, Layout
@@ -171,6 +171,11 @@ def _check_advantage(node: ResolvedNode, workflow: Workflow) -> None:
             f"{node}: algorithm.adv_estimator={node.cfg.algorithm.adv_estimator} compares the rewards of a "
             "response one by one, and the rows of an interaction have those of other agents and turns, too. "
             "Set algorithm.adv_estimator=grpo, and reward_model.weights to add rewards up."
+        )
+    if node.agent in agents and "turn" in credit.group_by and reads_prob_square(node.cfg):
+        raise DagError(
+            f"{node}: algorithm.adv_estimator={node.cfg.algorithm.adv_estimator} has a baseline for each "
+            "token, and algorithm.credit.group_by has turn, which compares turns as wholes. Remove turn."
         )
     told = [key for key in node.cfg.explicit if key.startswith("algorithm.credit.")]
     changed = [key for key in told if is_changed(node.cfg, key)]

@@ -1,8 +1,9 @@
 """What every training engine offers, whatever its strategy: one model of one role on the ranks of its node.
 
-What it computes of a token follows from its head (ModelPlan.head): "lm" gives "log_prob", "entropy", "hidden"
-(the last hidden state before the token, D numbers in the type that the model computes in) and, from rows with
-ref_hidden, "full_kl" (the KL over the whole vocabulary from the model as it was built; config asks for it);
+What it computes of a token follows from its head (ModelPlan.head): "lm" gives "log_prob", "entropy", without
+gradient "prob_square" (the sum of the squared probabilities of all words) and "hidden" (the last hidden state
+before the token, D numbers in the type that the model computes in) and, from rows with ref_hidden, "full_kl"
+(the KL over the whole vocabulary from the model as it was built; config asks for it);
 "value" gives "value", the estimate of the return from the state before the token; "score", and of a model in
 training "trained_score", give "score", what a reward model says of the conversation before the token.
 

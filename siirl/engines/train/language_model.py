@@ -70,7 +70,7 @@ class PackedModel(nn.Module, ABC):
 class PackedLanguageModel(PackedModel):
     """Log-probs of response tokens and entropies, in nats at the temperature; full logits are never held."""
 
-    outputs = ("log_prob", "entropy", "hidden", "full_kl")
+    outputs = ("log_prob", "entropy", "prob_square", "hidden", "full_kl")
     reference_head: Tensor | None = None
     """[V, D] as it was read from model.path, whole on every rank, where full_kl is asked for."""
 
@@ -90,17 +90,18 @@ class PackedLanguageModel(PackedModel):
         weight_VD = self.hf.get_output_embeddings().weight
         num_logits = target_M.numel() * weight_VD.shape[0]
         chunk = max(1, LOGITS_CHUNK // weight_VD.shape[0])
-        log_prob_M, entropy_M = linear_log_prob_entropy(
+        log_prob_M, entropy_M, square_M = linear_log_prob_entropy(
             hidden_MD,
             weight_VD,
             target_M,
             temperature,
             with_entropy="entropy" in outputs,
+            with_square="prob_square" in outputs,
             chunk=chunk,
             keep_logits=torch.is_grad_enabled()
             and num_logits * weight_VD.element_size() <= KEPT_LOGITS_BYTES,
         )
-        found = {"log_prob": log_prob_M, "entropy": entropy_M, "hidden": hidden_MD}
+        found = {"log_prob": log_prob_M, "entropy": entropy_M, "prob_square": square_M, "hidden": hidden_MD}
         if "full_kl" in outputs:
             reference_VD = self.reference_head
             ref_hidden_MD = ref_hidden_MD.to(reference_VD.dtype)

@@ -42,11 +42,15 @@ def batch(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torch.
         mask.append([t < length and rng.random() < 0.8 and row != 4 for t in range(width)])
         reward.append([rng.gauss(0, 1) if t < length else 0.0 for t in range(width)])
     value = [[rng.gauss(0, 1) for _ in range(width)] for _ in ids]
+    words = torch.tensor([[[rng.gauss(0, 1) for _ in range(5)] for _ in range(width)] for _ in ids])
+    words = words.to(dtype).softmax(-1)
     return {
         "reward": torch.tensor(reward, dtype=dtype),
         "response_mask": torch.tensor(mask),
         "group_id": torch.tensor(ids),
         "value": torch.tensor(value, dtype=dtype),
+        "old_log_prob": words[..., 0].log(),
+        "old_prob_square": (words**2).sum(-1),
         "baseline_score": torch.tensor([rng.gauss(0, 1) for _ in ids], dtype=dtype),
         "reward_part": torch.tensor([[rng.gauss(0, 1), 7.5 * rng.randint(0, 1)] for _ in ids], dtype=dtype),
     }
@@ -99,6 +103,23 @@ def oracle_opo(b):
         baseline = sum(length[j] * score[j] for j in group) / max(sum(length[j] for j in group), 1)
         out.append(score[i] - baseline)
     return over_tokens(out, b.response_mask)
+
+
+def oracle_optimal_token_baseline(b):
+    """Trained tokens of each row one after the other: what they earn from there on, and the energy so far."""
+    earned, energy = [], []
+    for i, row_mask in enumerate(b.response_mask):
+        places = [t for t, on in enumerate(row_mask) if on]
+        earned.append([math.fsum(b.reward[i][t:]) for t in places])
+        spent = [1 - 2 * math.exp(b.old_log_prob[i][t]) + b.old_prob_square[i][t] for t in places]
+        energy.append([math.fsum(spent[: s + 1]) for s in range(len(places))])
+    out = [[0.0] * len(row) for row in b.reward]
+    for i, row_mask in enumerate(b.response_mask):
+        for s, t in enumerate(t for t, on in enumerate(row_mask) if on):
+            rows = [j for j in peers(b, i) if len(earned[j]) > s]
+            mean = sum(energy[j][s] * earned[j][s] for j in rows) / sum(energy[j][s] for j in rows)
+            out[i][t] = earned[i][s] - mean
+    return out
 
 
 def oracle_gpg(b):
@@ -197,6 +218,7 @@ ORACLES = {
     "grpo": oracle_grpo,
     "rloo": oracle_rloo,
     "opo": oracle_opo,
+    "optimal_token_baseline": oracle_optimal_token_baseline,
     "gpg": oracle_gpg,
     "maxrl": oracle_maxrl,
     "gdpo": oracle_gdpo,

@@ -1,5 +1,9 @@
 """Log-probs and entropy from logits or hidden states, against torch's own softmax in float64."""
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from threading import Barrier
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,7 +30,7 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
 @pytest.mark.parametrize("chunk", [1, 7, NUM_TOKENS, 100])
 def test_hidden_states_give_the_values_and_gradients_of_full_logits(chunk, keep_logits):
     hidden, weight, target = inputs(torch.float64)
-    log_prob, entropy = linear_log_prob_entropy(
+    log_prob, entropy, _ = linear_log_prob_entropy(
         hidden, weight, target, TEMPERATURE, chunk=chunk, keep_logits=keep_logits
     )
     mix = torch.linspace(-1, 1, NUM_TOKENS, dtype=torch.float64)
@@ -37,6 +41,44 @@ def test_hidden_states_give_the_values_and_gradients_of_full_logits(chunk, keep_
     torch.testing.assert_close(entropy, want_entropy, rtol=1e-10, atol=1e-10)
     for got_grad, want_grad in zip(got, want, strict=True):
         torch.testing.assert_close(got_grad, want_grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_the_sum_of_squared_probabilities_comes_with_them(chunk):
+    hidden, weight, target = inputs(torch.float64)
+    settings = {"chunk": chunk, "with_square": True}
+    log_prob, entropy, square = linear_log_prob_entropy(hidden, weight, target, TEMPERATURE, **settings)
+    want = (hidden @ weight.t() / TEMPERATURE).softmax(-1).square().sum(-1)
+    torch.testing.assert_close(square, want.detach(), rtol=1e-12, atol=1e-12)
+    assert not square.requires_grad and log_prob.requires_grad
+    plain = linear_log_prob_entropy(hidden, weight, target, TEMPERATURE, chunk=chunk)
+    assert torch.equal(plain[0], log_prob) and torch.equal(plain[1], entropy) and plain[2] is None
+
+
+@pytest.mark.parametrize("with_square", [True, False])
+def test_words_that_are_split_over_ranks_give_what_all_of_them_do(with_square):
+    """Two ranks in two threads, which meet in the join."""
+    hidden, weight, target = inputs(torch.float64)
+    meet, said, first = Barrier(2), [None, None], VOCABULARY // 3
+
+    def joining(rank, value, how):
+        said[rank] = value.clone()
+        meet.wait(30)
+        parts = torch.stack(said)
+        meet.wait(30)
+        return parts.amax(0) if how == "max" else parts.sum(0)
+
+    def run(rank):
+        own = (weight[:first], target) if rank == 0 else (weight[first:], target - first)
+        join = partial(joining, rank)
+        return linear_log_prob_entropy(hidden, *own, TEMPERATURE, chunk=4, with_square=with_square, join=join)
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, range(2)))
+    whole = linear_log_prob_entropy(hidden, weight, target, TEMPERATURE, with_square=True)
+    for of_rank in found:
+        for got, want in zip(of_rank[: 2 + with_square], whole, strict=False):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [5, 100])
@@ -72,9 +114,9 @@ def test_extreme_logits_stay_finite():
 
 def test_entropy_takes_no_gradient_unless_asked():
     hidden, weight, target = inputs(torch.float32)
-    log_prob, entropy = linear_log_prob_entropy(hidden, weight, target, 1.0, entropy_grad=False)
+    log_prob, entropy, _ = linear_log_prob_entropy(hidden, weight, target, 1.0, entropy_grad=False)
     assert not entropy.requires_grad and log_prob.requires_grad
-    plain, none = linear_log_prob_entropy(hidden, weight, target, 1.0, with_entropy=False)
+    plain, none, _ = linear_log_prob_entropy(hidden, weight, target, 1.0, with_entropy=False)
     assert none is None
     torch.testing.assert_close(plain, log_prob)
     got = torch.autograd.grad(plain.sum(), (hidden, weight))
@@ -98,7 +140,7 @@ def test_a_frozen_head_gets_no_gradient():
 
 def test_zero_tokens_give_zero_gradients():
     hidden, weight, target = inputs(torch.float32)
-    log_prob, entropy = linear_log_prob_entropy(hidden[:0], weight, target[:0], 1.0)
+    log_prob, entropy, _ = linear_log_prob_entropy(hidden[:0], weight, target[:0], 1.0)
     (log_prob.sum() + entropy.sum()).backward()
     assert log_prob.shape == (0,) and weight.grad.abs().sum() == 0
 

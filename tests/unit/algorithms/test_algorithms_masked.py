@@ -170,6 +170,8 @@ def test_no_estimator_sees_values_of_what_is_not_trained(name, garbage):
         "response_mask": mask(),
         "group_id": torch.tensor([0, 0, 1, 1, 1]),
         "baseline_score": torch.zeros(B),
+        "old_log_prob": torch.full((B, T), -0.5),
+        "old_prob_square": torch.full((B, T), 0.5),
         "turn_id": turn,
         "episode_id": torch.arange(B),
         "other_turns": torch.empty(0, 4, dtype=torch.float64),

@@ -154,6 +154,8 @@ def rewards_at_the_end() -> dict[str, torch.Tensor]:
         "group_id": torch.arange(rows) // 3,
         "value": torch.linspace(0, 1, rows * width).view(rows, width) ** 2,
         "baseline_score": torch.zeros(rows),
+        "old_log_prob": -(torch.linspace(0.1, 2, rows * width).view(rows, width) ** 2),
+        "old_prob_square": torch.full((rows, width), 0.7),
         "turn_id": torch.arange(width).div(2, rounding_mode="floor").expand(rows, width),
         "episode_id": torch.arange(rows),
         "other_turns": turns.NO_TURNS,
@@ -201,6 +203,26 @@ def test_the_plan_has_what_masks_and_means_over_prompts_read():
         prompts = compiled(dag, 2, *keys, f"{ACTOR}.loss_agg_mode=prompt-mean", f"{ACTOR}.opsm_delta=0.1")
         assert "group_id" in read_by_training(prompts) and "rollout_log_prob" in read_by_training(prompts)
         assert not {"old_entropy", "group_id"} & read_by_training(compiled(dag, 2, *keys))
+
+
+def test_the_plan_has_what_the_optimal_token_baseline_reads():
+    """The sums of squares come with the old log-probs, of all rows, also with one mini-batch."""
+    dag = load_dag_file(TEMPLATES / "grpo.yaml")
+    for mini in (1024, 256):
+        keys = (f"{ACTOR}.ppo_mini_batch_size={mini}", "data.train_batch_size=1024")
+        plan = compiled(dag, 2, *keys, f"{ADVANTAGE}=optimal_token_baseline")
+        assert plan.nodes["actor_old_log_prob"].op == "old_log_prob"
+        (run,) = [x for x in plan.instructions if isinstance(x, Run) and x.node == "calculate_advantages"]
+        assert {"old_log_prob", "old_prob_square"} <= {key.name for key in run.reads}
+        without = compiled(dag, 2, *keys)
+        assert "old_prob_square" not in without.to_json()
+
+
+def test_a_baseline_of_tokens_and_groups_of_turns_do_not_go_together():
+    dag = load_dag_file(TEMPLATES / "solver_verifier.yaml")
+    keys = (f"{ADVANTAGE}=optimal_token_baseline", "algorithm.credit.group_by=[task,agent,turn]")
+    with pytest.raises(DagError, match=r"baseline for each token, and .*has turn"):
+        compiled(dag, 2, *keys)
 
 
 def read_by_training(plan) -> set[str]:

@@ -120,6 +120,10 @@ def test_turns_are_rows_with_the_reward_to_go_of_their_speaker(by_token):
     assert empty.whole(empty.reward_UL).shape == (0, 5)
 
 
+WHOLE_ONLY = ("gdpo", "optimal_token_baseline")
+"""Refused where turns are compared."""
+
+
 def random_turns(num_rows, width, most_turns, seed):
     """turn_BT of rows with up to most_turns turns, and what lies between them; fp32 rewards."""
     generator = torch.Generator().manual_seed(seed)
@@ -129,7 +133,7 @@ def random_turns(num_rows, width, most_turns, seed):
     return turn.masked_fill(outside, X), torch.randn(num_rows, width, generator=generator)
 
 
-@pytest.mark.parametrize("name", [name for name in GROUPED if name != "gdpo"])  # refused in an interaction
+@pytest.mark.parametrize("name", [name for name in GROUPED if name not in WHOLE_ONLY])
 @pytest.mark.parametrize("option", [True, False])
 def test_one_number_for_a_turn_gives_what_its_tokens_give(name, option):
     options = {

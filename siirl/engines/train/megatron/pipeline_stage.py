@@ -50,7 +50,7 @@ class Stage(GPTModel, ABC):
 class LanguageStage(Stage):
     """Log-probs and entropies over a vocabulary that is split over the tensor-parallel ranks."""
 
-    outputs = ("log_prob", "entropy", "hidden", "full_kl")
+    outputs = ("log_prob", "entropy", "prob_square", "hidden", "full_kl")
     reference_head: Tensor | None = None
     """This rank's words of the head as it was read from model.path, where full_kl is asked for."""
     num_words: int
@@ -79,18 +79,19 @@ class LanguageStage(Stage):
         num_words, group = len(weight_VD), self.pg_collection.tp
         chunk = max(1, LOGITS_CHUNK // num_words)
         join = partial(join_words, group) if group.size() > 1 else None
-        log_prob_M, entropy_M = linear_log_prob_entropy(
+        log_prob_M, entropy_M, square_M = linear_log_prob_entropy(
             hidden_MD,
             weight_VD,
             rows.target - first_word,
             rows.temperature,
             with_entropy="entropy" in rows.outputs,
+            with_square="prob_square" in rows.outputs,
             chunk=chunk,
             keep_logits=torch.is_grad_enabled()
             and len(hidden_MD) * num_words * weight_VD.element_size() <= KEPT_LOGITS_BYTES,
             join=join,
         )
-        found = {"log_prob": log_prob_M, "entropy": entropy_M, "hidden": hidden_MD}
+        found = {"log_prob": log_prob_M, "entropy": entropy_M, "prob_square": square_M, "hidden": hidden_MD}
         if "full_kl" in rows.outputs:
             ref_MD = rows.ref_hidden.to(self.reference_head.dtype)
             found["full_kl"] = linear_full_kl(
