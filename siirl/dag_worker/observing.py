@@ -31,7 +31,7 @@ def make_observer(
         position=PositionFile(position_path),
         sync=partial(torch.cuda.synchronize, device) if on_gpu else None,
         trace=trace,
-        memory=DeviceMemory(device) if on_gpu else HostMemory(),
+        memory=DeviceMemory(device, trainer.trace) if on_gpu else HostMemory(trainer.trace),
         sync_phases=trainer.trace and trainer.trace_sync,
         heartbeat=current_heartbeat(),
     )

@@ -26,6 +26,8 @@ def run_step(
     store, record = worker.new_store(), StepRecord(step, validate)
     with worker.observer.part("validation" if validate else "step", step):
         _run(instructions, worker, store, record)
+        for show in record.later:
+            show()
     return record
 
 

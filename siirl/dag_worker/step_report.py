@@ -1,6 +1,7 @@
 """What a run tells its user: metrics of all ranks joined on rank 0, sampled rollouts, the closing summary."""
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,9 @@ from siirl.show.conversation_text import CHAT, WANTED, split_episodes
 MOST_SAMPLES = 64
 """That are shown of a step, where not all are kept."""
 
+MOST_SHARE = 0.001
+"""Of the run's time, for what tokens were trained with."""
+
 PAGES = "conversations"
 """Folder of the pages in a run's output."""
 
@@ -35,11 +39,38 @@ TOKENS = "rollouts/tokens"
 """Folder of what sampled rows were trained with."""
 
 
+class TokenPace:
+    """How often trained tokens may be written, at most MOST_SHARE of the run's time."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+        self._each_s: list[float] = []
+
+    def next_step(self, step: int, now_s: float) -> int:
+        """The next step after this one, of which they are written, too, in which that is so again.
+
+        What the first time took is part of the start; from the steps since then it is known how long one is.
+        """
+        if self._first is None:
+            self._first = (step, now_s)
+            return step + 1
+        first, begin_s = self._first
+        step_s = (now_s - begin_s) / max(1, step - first)
+        budgeted_s = self._each_s[1:]
+        spent_s = sum(budgeted_s) + (budgeted_s[-1] if budgeted_s else 0.0)  # this time is like the last
+        ahead_s = spent_s / MOST_SHARE - (now_s - begin_s)
+        return step + max(1, math.ceil(ahead_s / max(step_s, 1e-6)))
+
+    def count(self, seconds: float) -> None:
+        """Say what this time took."""
+        self._each_s.append(seconds)
+
+
 class Report:
     """Joins the metrics of all ranks. All ranks call its methods; rank 0 alone has sinks."""
 
     def __init__(self, worker: DAGWorker, sinks: Sinks | None):
-        self._worker, self._sinks = worker, sinks
+        self._worker, self._sinks, self._pace = worker, sinks, TokenPace()
         self._files = StepFiles(bytes_of(worker.cfg.trainer.samples_gib))
 
     def log(self, step: int, *parts: Metrics) -> None:
@@ -80,22 +111,30 @@ class Report:
     def trained_tokens(self, step: int, sampled: list[dict[str, Any]]) -> None:
         """Write what the sampled rows of a step were trained with, in the steps in which ops keep that.
 
-        sampled: what `samples` gave. Rank 0 tells all which rows they are: about 100 bytes each.
+        sampled: what `samples` gave. Rank 0 tells all which rows they are, about 100 bytes each, and from
+        which step on this may be done again.
         """
-        kept, world = self._worker.trained, self._worker.groups.world
+        worker, kept, world = self._worker, self._worker.trained, self._worker.groups.world
         if kept is None:
             return
-        with self._worker.observer.span("report", step):
-            wanted = [[row[CHAT][WANTED] for row in sampled if WANTED in row.get(CHAT, {})][:MOST_ROWS]]
+        start_s, idle_s, slowest_s = time.perf_counter(), worker.observer.idle_s, 0.0
+        with worker.observer.span("report", step):
+            asked = [row[CHAT][WANTED] for row in sampled if WANTED in row.get(CHAT, {})][:MOST_ROWS]
+            told = [asked, self._pace.next_step(step, start_s)]
             with waiting():
-                dist.broadcast_object_list(wanted, group=world, device=torch.device("cpu"), group_src=0)
-            found = self._join(kept.found(wanted[0]), Found.and_those) if wanted[0] else None
-            if found is not None and found.records:
-                output_dir = Path(self._worker.cfg.trainer.output_dir).expanduser()
-                path = output_dir / TOKENS / f"step_{step}.jsonl"
-                write_json_lines(path, sample_records(wanted[0], found))
-                self._files.added(path)
-        self._worker.trained = None
+                dist.broadcast_object_list(told, group=world, device=torch.device("cpu"), group_src=0)
+            wanted, worker.trained_from = told
+            found = self._join(kept.found(wanted), Found.and_those) if wanted else None
+            if found is not None:
+                slowest_s = found.seconds
+                if found.records:
+                    output_dir = Path(worker.cfg.trainer.output_dir).expanduser()
+                    path = output_dir / TOKENS / f"step_{step}.jsonl"
+                    write_json_lines(path, sample_records(wanted, found))
+                    self._files.added(path)
+        worker.trained = None
+        own_s = time.perf_counter() - start_s - (worker.observer.idle_s - idle_s)
+        self._pace.count(own_s + slowest_s)
 
     def close(self) -> None:
         if self._sinks is not None:

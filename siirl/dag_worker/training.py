@@ -123,10 +123,12 @@ class Training:
         while self.step < self.total_steps and not trainer.val_only:
             self.step += 1
             train_metrics = self.train_step()
-            shown = report.samples(self.step, "train", self.samples)
+            shown = report.samples(self.step, "train", self.samples) if self.worker.sample_limit else []
             report.trained_tokens(self.step, shown)
-            val_metrics = self.validate() if self._due(trainer.test_freq) else Metrics()
-            report.samples(self.step, "validation", self.samples if val_metrics.entries else [])
+            val_metrics = Metrics()
+            if self._due(trainer.test_freq):
+                val_metrics = self.validate()
+                report.samples(self.step, "validation", self.samples)
             saved = self.save_if_due() if trains else Metrics()
             report.log(self.step, val_metrics, train_metrics, saved)
         if trains:
@@ -143,6 +145,7 @@ class Training:
         """One step of the plan; metrics of this rank, times included."""
         self.worker.sample_limit = self._train_samples()
         tells = self._samples_due() and not self.cfg.trainer.rollout_only
+        tells = tells and self.step >= self.worker.trained_from
         self.worker.trained = TrainedTokens() if tells else None
         self.worker.observer.begin_step()
         steps = in_step(self.steps, self.worker.plan, self.windows, self.step)

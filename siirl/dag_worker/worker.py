@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +54,8 @@ class StepRecord:
     """In a round, the groups that the node which repeats still lacks."""
     metrics: Metrics = field(default_factory=Metrics)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    later: list[Callable[[], None]] = field(default_factory=list)
+    """As Samples.later."""
 
 
 @dataclass
@@ -78,6 +80,7 @@ class DAGWorker:
         self._numbers = {id(ins): index for section in sections for index, ins in enumerate(section)}
         self.sample_limit = 0  # rows of each reward node to keep as text this step; -1: all
         self.trained: TrainedTokens | None = None  # what ops say of this step's tokens, if it is written
+        self.trained_from = 0  # the first step in which that may be; the same on all ranks
         self._tokenizers: dict[str, PreTrainedTokenizerBase] = {}
         self.train_engines: dict[str, TrainEngine] = {}
         self.rollout_engines: dict[str, RolloutEngine] = {}
@@ -239,7 +242,7 @@ class DAGWorker:
             Moment(record.step, record.validate, record.round),
             Peers(self.groups.get(layout.ranks), is_shard_leader),
             Metrics(),
-            Samples(record.samples if is_shard_leader else [], self.sample_limit),
+            Samples(record.samples if is_shard_leader else [], self.sample_limit, record.later),
             tuple(key.name for key in ins.writes) if isinstance(ins, Run) else (),
             trained=None if record.validate else self.trained,
         )

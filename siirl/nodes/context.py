@@ -71,6 +71,9 @@ class Samples(NamedTuple):
     limit: int
     """At most so many of each reward node; -1: all."""
 
+    later: list[Callable[[], None]]
+    """What is called at the end of the step: it adds the rows of nodes whose results were still awaited."""
+
 
 @dataclass
 class OpContext:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from siirl.algorithms.stats import group_stats, score_stats
 from siirl.dag.ops import INFO
-from siirl.data.rows import objects, renamed
+from siirl.data.rows import objects, renamed, take_rows
 from siirl.errors import RewardError
 from siirl.nodes.context import Op, OpContext
 from siirl.nodes.trained_tokens import wanted_row
@@ -27,12 +27,14 @@ def function_reward(
     """score [B] and reward_info [B], or under the node's own name. No communication.
 
     A Future in training, so that the scorer's processes work while the next nodes run; rows in validation,
-    on the steps whose responses are shown to the user, and where nothing follows (trainer.rollout_only).
+    and where nothing follows (trainer.rollout_only).
     """
     if ctx.reward_name != "score":
         return scorer.submit(rows, names=column_names(ctx))
     future = scorer.submit(rows, by_domain=not ctx.validate)
-    if not (ctx.validate or ctx.shown.limit or ctx.cfg.trainer.rollout_only):
+    if not (ctx.validate or ctx.cfg.trainer.rollout_only):
+        if ctx.shown.limit:
+            ctx.shown.later.append(lambda: show(ctx, rows, future.result()))
         return future
     scored = future.result()
     report_rewards(ctx, rows, scored)
@@ -151,12 +153,15 @@ def show(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
 
     Of as many prompts as there are: the first sample of each, then the second ones.
     """
-    episodes = _episodes(rows)
-    for index in _shown(rows, episodes, ctx.shown.limit):
-        extra = episodes[index]
+    picked = _shown(rows, _episodes(rows), ctx.shown.limit)
+    rows, scored = take_rows(rows, picked), take_rows(scored, picked)  # reading an element is slow
+    names = ("data_source", "raw_prompt", "ground_truth")
+    columns = zip(
+        _episodes(rows), objects(scored, "reward_info"), *(objects(rows, x) for x in names), strict=True
+    )
+    for index, (extra, info, source, prompt, truth) in enumerate(columns):
         length = int(rows["response_length"][index])
         response = ctx.tokenizer.decode(rows["response_ids"][index, :length], skip_special_tokens=False)
-        info: dict[str, Any] = scored["reward_info"][index] or {}
         episode = {}
         if extra is not None:
             names = ("agent", "episode_id", "conversation", "ended")
@@ -167,15 +172,15 @@ def show(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
             {
                 **episode,
                 "node": ctx.node_id,
-                "data_source": rows["data_source"][index],
+                "data_source": source,
                 "sample_index": int(rows["sample_index"][index]),
                 **({} if ctx.trained is None else {"row_id": int(rows["row_id"][index])}),
                 "score": float(scored["score"][index]),
-                **info,
-                CHAT: {"agent": ctx.agent, "prompt": as_messages(rows["raw_prompt"][index]), **recorded},
-                "prompt": as_text(rows["raw_prompt"][index]),
+                **(info or {}),
+                CHAT: {"agent": ctx.agent, "prompt": as_messages(prompt), **recorded},
+                "prompt": as_text(prompt),
                 "response": response,
-                "ground_truth": str(rows["ground_truth"][index]),
+                "ground_truth": str(truth),
             }
         )
 

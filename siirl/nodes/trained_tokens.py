@@ -7,6 +7,7 @@ samples (`Wanted`), and gets what there is of these rows, and of no others.
 
 import hashlib
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -128,10 +129,13 @@ class Found(NamedTuple):
     """The same, for rows that were found by what they say -> Wanted.text."""
     shares: dict[tuple[int, int, int], dict[str, float]]
     """(agent, episode_id of the training, turn) -> the parts of the turn's reward."""
+    seconds: float = 0.0
+    """That the slowest of the ranks took for it."""
 
     def and_those(self, others: "Found") -> "Found":
         """Both; ranks that hold the same rows have said the same."""
-        return Found(*(mine | theirs for mine, theirs in zip(self, others, strict=True)))
+        parts = (mine | theirs for mine, theirs in zip(self[:3], others[:3], strict=True))
+        return Found(*parts, max(self.seconds, others.seconds))
 
 
 class TrainedTokens:
@@ -153,6 +157,7 @@ class TrainedTokens:
 
     def found(self, wanted: Sequence[Wanted]) -> Found:
         """What this rank has of these rows."""
+        start_s = time.perf_counter()
         result, room = Found({}, {}, {}), MOST_TOKENS
         for kept in self._kept:
             rows = kept.matching(wanted)
@@ -165,7 +170,7 @@ class TrainedTokens:
         prompts = torch.tensor(sorted({one.sample_index for one in wanted}), dtype=torch.int64)
         for agent, rows in self._shares:
             result.shares.update(_turn_shares(agent, rows[torch.isin(rows["sample_index"], prompts)]))
-        return result
+        return result._replace(seconds=time.perf_counter() - start_s)
 
 
 def wanted_row(agent: int, rows: TensorDict, row: int) -> Wanted:
@@ -196,7 +201,8 @@ def digests(rows: TensorDict, places: Tensor) -> list[str]:
 def sample_records(wanted: Iterable[Wanted], found: Found) -> list[dict[str, Any]]:
     """The wanted rows that were found, as lines of a file: under the ids that their samples have.
 
-    Of rows of a prompt that say the same, which only nodes that number rows anew mix up, the first.
+    Rows of a prompt that say the same are told apart by their numbers; where a node has numbered them anew,
+    each stands for one of the samples, in their order.
     """
     by_text: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
     for key, text in sorted(found.texts.items()):
@@ -205,9 +211,11 @@ def sample_records(wanted: Iterable[Wanted], found: Found) -> list[dict[str, Any
     lines = []
     for one in wanted:
         if same := by_text.get((one.agent, one.sample_index, one.text)):
-            exact = [record for record in same if record["row_id"] == one.row_id]
+            record = next((record for record in same if record["row_id"] == one.row_id), same[0])
+            if len(same) > 1:
+                same.remove(record)
             ids = {"row_id": one.row_id, "episode_id": one.episode_id}
-            lines.append(_with_shares((exact or same)[0], found) | ids)
+            lines.append(_with_shares(record, found) | ids)
     by_episode = sorted(found.records.keys() - found.texts.keys())
     lines += [_with_shares(found.records[key], found) for key in by_episode]
     room, kept = MOST_TOKENS, []

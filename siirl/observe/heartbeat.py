@@ -4,7 +4,6 @@ They go to memory that the launcher shares (no disk, however busy, holds one up)
 counts beats and does not read clocks, so that one that jumps, and a machine that slept, mean nothing.
 """
 
-import dataclasses
 import json
 import os
 import tempfile
@@ -89,7 +88,8 @@ class Heartbeat:
             last = self._now
             place = entered or last.place
             self._now = Beat(last.count + 1, last.entered + (entered is not None), place)
-            text = json.dumps(dataclasses.astuple(self._now)).encode()[:RECORD_BYTES]
+            record = (self._now.count, self._now.entered, tuple(vars(place).values()))
+            text = json.dumps(record).encode()[:RECORD_BYTES]
             os.pwrite(self._fd, text.ljust(RECORD_BYTES), self._rank * RECORD_BYTES)
 
 

@@ -182,6 +182,11 @@ class Observer:
         if threading.get_ident() == self._owner:
             self._idle_s += seconds
 
+    @property
+    def idle_s(self) -> float:
+        """How long this rank has waited for others since the last `drain_idle`."""
+        return self._idle_s
+
     def drain_idle(self, metrics: Metrics) -> None:
         """Add how long this rank has waited for others since the last call."""
         metrics.mean("perf/idle_s", self._idle_s)

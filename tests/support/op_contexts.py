@@ -28,4 +28,4 @@ def op_context(
     """A call of a node of agent 0 in step 1, which shows no rows."""
     plan = NodePlan(node_id, 0, (), "custom", None, None, {}, options or {})
     node = LocalNode(plan, cfg, tokenizer, {} if state is None else state)
-    return OpContext(node, now, Peers(group, is_shard_leader), Metrics(), Samples([], 0), writes)
+    return OpContext(node, now, Peers(group, is_shard_leader), Metrics(), Samples([], 0, []), writes)

@@ -106,7 +106,7 @@ def scored(limit: int, validate: bool) -> tuple[Metrics, list[dict]]:
     ctx = SimpleNamespace(
         agent=0,
         validate=validate,
-        shown=Samples([], limit),
+        shown=Samples([], limit, []),
         trained=None,
         metrics=Metrics(),
         node_id="reward",

@@ -263,7 +263,7 @@ def test_each_validation_of_an_interaction_has_a_page_named_as_the_run_or_else_i
 def shown_rows(limit, tokenizer, agent=1, extra_info=None):
     """What a reward node shows of 3 prompts x 2 responses."""
     ctx = SimpleNamespace(
-        node_id="reward", agent=agent, shown=Samples([], limit), tokenizer=tokenizer, trained=None
+        node_id="reward", agent=agent, shown=Samples([], limit, []), tokenizer=tokenizer, trained=None
     )
     columns = {
         "sample_index": [7, 7, 8, 8, 9, 9],
@@ -309,7 +309,9 @@ def test_episodes_are_shown_whole_and_of_different_prompts():
             "extra_info": extra,
         }
     )
-    ctx = SimpleNamespace(node_id="reward", agent=0, shown=Samples([], 2), tokenizer=Numbers(), trained=None)
+    ctx = SimpleNamespace(
+        node_id="reward", agent=0, shown=Samples([], 2, []), tokenizer=Numbers(), trained=None
+    )
     show(ctx, rows, make_rows({"score": [float(index) for index in range(6)], "reward_info": [{}] * 6}))
     assert [row["score"] for row in ctx.shown.rows] == [0, 1, 4], (
         "both rows of the first episode of each prompt"

@@ -1,0 +1,102 @@
+"""What a run writes so that it can be looked at holds no step up, and takes a bounded share of its time."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+from plan_cases import config
+
+from siirl.dag_worker.step_report import MOST_SHARE, TokenPace
+from siirl.data.rows import make_rows
+from siirl.nodes.context import Samples
+from siirl.nodes.function_reward import function_reward
+from siirl.nodes.trained_tokens import Found, Wanted, sample_records
+from siirl.observe.memory_probe import HostMemory
+from siirl.observe.metrics import Metrics
+
+
+def told_steps(step_s: float, each_s: float, steps: int, first_s: float | None = None) -> list[int]:
+    """The steps in which tokens are written of a run that would do it in 1, 11, 21, ..."""
+    pace, told, now_s, next_step = TokenPace(), [], 100.0, 0
+    for step in range(1, steps + 1):
+        now_s += step_s
+        if step % 10 == 1 and step >= next_step:
+            next_step = pace.next_step(step, now_s)
+            took_s = each_s if told or first_s is None else first_s
+            pace.count(took_s)
+            now_s += took_s
+            told.append(step)
+    return told
+
+
+@pytest.mark.parametrize("each_s", [0.002, 0.01, 0.3])
+def test_token_records_take_at_most_their_share_of_the_run(each_s):
+    step_s, steps = 0.2, 4000
+    told = told_steps(step_s, each_s, steps, first_s=1.0)
+    assert told[:2] == [1, 11]
+    spent_s = each_s * len(told[1:])
+    assert spent_s <= MOST_SHARE * steps * step_s + 2 * each_s
+    assert spent_s >= 0.5 * min(
+        MOST_SHARE * steps * step_s, each_s * steps / 10
+    )  # and what it may take, it takes
+
+
+def test_records_that_take_less_than_their_share_are_written_of_every_tenth_step():
+    assert told_steps(20.0, 0.02, 200) == list(range(1, 201, 10))
+
+
+def test_a_step_whose_rows_are_shown_does_not_wait_for_their_rewards():
+    rows = make_rows(
+        {
+            "sample_index": [4, 4, 6],
+            "data_source": ["s"] * 3,
+            "raw_prompt": ["one", "one", [{"role": "user", "content": "two"}]],
+            "ground_truth": ["g", "g", 7],
+            "response_ids": [[1], [2], [3]],
+            "response_length": [1] * 3,
+        }
+    )
+    future: Future = Future()
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: f"said {int(ids[0])}")
+    ctx = SimpleNamespace(
+        agent=0, validate=False, shown=Samples([], 2, []), trained=None, metrics=Metrics(), node_id="reward",
+        reward_name="score", cfg=config(), tokenizer=tokenizer,
+    )  # fmt: skip
+    scorer = SimpleNamespace(submit=lambda *_, **__: future)
+    assert function_reward(ctx, rows, scorer) is future  # type: ignore[arg-type]
+    assert not ctx.shown.rows
+    future.set_result(make_rows({"score": [1.0, 2.0, 3.0], "reward_info": [{"x": 1}, {}, {"y": 2}]}))
+    for show in ctx.shown.later:
+        show()
+    first, last = ctx.shown.rows  # one of each prompt
+    assert (first["prompt"], first["response"], first["score"], first["x"]) == ("one", "said 1", 1.0, 1)
+    assert (last["prompt"], last["response"], last["score"], last["y"]) == ("user: two", "said 3", 3.0, 2)
+    assert last["ground_truth"] == "7"
+
+
+def test_what_a_span_has_in_memory_is_asked_for_a_trace_only():
+    assert HostMemory().end("rollout") == {}
+    assert HostMemory(traced=True).end("rollout")["host_gib"] > 0
+
+
+def record(row_id: int, advantage: float) -> dict:
+    tokens = {"text": ["a"], "id": [1], "turn": [0], "advantage": [advantage]}
+    return {
+        "agent": 0,
+        "sample_index": 3,
+        "row_id": row_id,
+        "episode_id": None,
+        "turns": [],
+        "tokens": tokens,
+    }
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"), [((5, 6), [0.5, 0.6]), ((6, 5), [0.6, 0.5]), ((1, 2), [0.5, 0.6])]
+)
+def test_samples_that_say_the_same_have_numbers_of_their_own(shown, expected):
+    """Under the numbers of the training, or other ones that a node before it gave them."""
+    found = Found({(0, n): record(n, n / 10) for n in (5, 6)}, {(0, 5): "same", (0, 6): "same"}, {})
+    lines = sample_records([Wanted(0, 3, "same", row, None) for row in shown], found)
+    assert [line["row_id"] for line in lines] == list(shown)
+    assert [line["tokens"]["advantage"][0] for line in lines] == expected
