@@ -83,7 +83,8 @@ def test_ranks_share_a_clock(intervals):
     by_rank = [[x for x in intervals if x[0] == rank and x[3] == "headers"] for rank in (0, 1)]
     assert len(by_rank[0]) == len(by_rank[1]) > 0
     for one, other in zip(*by_rank, strict=True):
-        assert max(one[4], other[4]) < min(one[5], other[5]) + 500, "microseconds"
+        late_us = max(one[4], other[4]) - min(one[5], other[5])
+        assert late_us < 20_000, "half a round trip of the start, on a busy machine"
 
 
 def documented() -> dict[str, re.Pattern]:
