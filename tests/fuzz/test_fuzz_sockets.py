@@ -212,10 +212,24 @@ ANSWERED = {
     ],
     "tools": [{"name": "f", "input_schema": {"type": "object"}}],
 }
+RESPONSES = {
+    "model": "a",
+    "instructions": "s",
+    "max_output_tokens": 3,
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "r"},
+    ],
+    "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
+    "text": {"format": {"type": "text"}},
+}
 PLAIN_MESSAGES = [{"role": "user", "content": "q"}]
 ASKED = [
     ("/v1/chat/completions", CHAT),
     ("/v1/chat/completions", CHAT | {"messages": PLAIN_MESSAGES}),
+    ("/v1/responses", RESPONSES),
+    ("/v1/responses", RESPONSES | {"input": "q"}),
     ("/v1/messages", ANSWERED),
     ("/v1/messages", ANSWERED | {"messages": PLAIN_MESSAGES}),
     ("/v1/reward", {"reward": 1.0}),

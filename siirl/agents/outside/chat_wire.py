@@ -98,7 +98,7 @@ def asked_of(body: Any) -> Asked:
     options = body.get("stream_options")
     return Asked(
         body["model"],
-        [_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
+        [message_of(message, f"messages[{index}]") for index, message in enumerate(messages)],
         () if choice == "none" else _tools(body.get("tools")),
         _most_tokens(body),
         bool(body.get("stream")),
@@ -217,10 +217,12 @@ def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+def message_of(message: Any, where: str) -> dict[str, Any]:
+    """A message as templates have it. BadRequest, which begins with `where`, if it is none."""
+    role = message.get("role") if isinstance(message, dict) else None
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"{where} has no role of {', '.join(ROLES)}")
-    role = ROLES[message["role"]]
+    role = ROLES[role]
     content = text_of(message.get("content"), where)
     if role != "assistant":
         return {"role": role, "content": content}
@@ -229,12 +231,13 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         raise BadRequest(f"{where} has function_call: write tool_calls")
     if not isinstance(calls, list):
         raise BadRequest(f"{where}: tool_calls is no list")
-    made = [_call(call, f"{where}: tool_calls[{index}]") for index, call in enumerate(calls)]
+    made = [call_of(call, f"{where}: tool_calls[{index}]") for index, call in enumerate(calls)]
     said = {"role": role, "content": content.strip()}
     return said | {"tool_calls": made} if made else said
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def call_of(call: Any, where: str) -> dict[str, Any]:
+    """A call of a function as templates have it, its arguments a mapping. BadRequest if it is none."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRequest(f"{where} is no call of a function")

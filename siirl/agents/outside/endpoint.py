@@ -17,7 +17,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from siirl.agents.outside import chat_wire, messages_wire
+from siirl.agents.outside import chat_wire, messages_wire, responses_wire
 from siirl.agents.outside.chat_wire import Asked, BadRequest, Said, returned_reward, reward_of
 from siirl.agents.outside.episode_session import FLOODED, HUNG, Session
 from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
@@ -51,6 +51,12 @@ class Wire:
 WIRES = {
     "/v1/chat/completions": Wire(
         chat_wire.asked_of, chat_wire.completion, chat_wire.chunks, chat_wire.error_body
+    ),
+    "/v1/responses": Wire(
+        responses_wire.asked_of,
+        responses_wire.response,
+        lambda said, now, with_usage: responses_wire.events(said, now),
+        chat_wire.error_body,
     ),
     "/v1/messages": Wire(
         messages_wire.asked_of,

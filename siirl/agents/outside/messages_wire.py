@@ -109,7 +109,7 @@ def _messages(message: Any, where: str) -> Chat:
         raise BadRequest(f"{where}: its content is {shown(content)}, neither text nor blocks")
     by_type: dict[str, list[dict[str, Any]]] = {"text": [], "tool_use": [], "tool_result": []}
     for block in blocks:
-        if block.get("type") not in by_type:
+        if block.get("type") not in tuple(by_type):  # a list, say, is no key
             raise BadRequest(f"{where}: its content has {shown(block)}: there are text, and tools")
         by_type[block["type"]].append(block)
     text = text_of(by_type["text"], where) if by_type["text"] else ""

@@ -135,6 +135,62 @@ client.post("/reward", body={"reward": 1}, cast_to=object)
     assert len(policy.read) == 2  # a stranger, and what is refused, gets no token
 
 
+def test_the_responses_of_an_official_client_use_tools_and_stream_and_go_on_in_their_row(tmp_path):
+    code = """
+import openai
+
+client = openai.OpenAI(max_retries=0)
+tool = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+options = {"model": "gpt-5", "tools": [tool], "instructions": "be brief"}
+items = [{"role": "user", "content": "1+2"}]
+answer = client.responses.create(input=items, **options)
+text, call = answer.output
+assert (answer.status, answer.output_text, call.type) == ("completed", "so", "function_call"), answer
+assert (call.name, call.arguments) == ("add", '{"a": 1}'), call
+items += [item.to_dict() for item in answer.output]
+items += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"}]
+with client.responses.stream(input=items, **options) as stream:
+    kinds = [event.type for event in stream]
+    again = stream.get_final_response()
+assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.completed", kinds
+assert again.output[0].arguments == '{"b": [2]}' and again.usage.output_tokens > 9, again
+items += [*again.output, {"type": "function_call_output", "call_id": "c", "output": "4"}]
+items += [{"role": "user", "content": [{"type": "input_text", "text": "so?"}]}]
+with client.responses.stream(input=items, max_output_tokens=50, **options) as stream:
+    said = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+    assert said == stream.get_final_response().output_text == "it is 3", said
+for wrong in (
+    {"previous_response_id": answer.id},
+    {"tool_choice": "required"},
+    {"text": {"format": {"type": "json_object"}}},
+    {"tools": [{"type": "web_search"}]},
+    {"input": [{"type": "reasoning", "id": "r", "summary": []}]},
+):
+    try:
+        client.responses.create(**({"input": items} | options | wrong))
+    except openai.BadRequestError as error:
+        assert list(wrong)[0] in str(error), error
+    else:
+        raise AssertionError(wrong)
+try:
+    openai.OpenAI(api_key="other", max_retries=0).responses.create(input="x", model="a")
+except openai.AuthenticationError:
+    pass
+else:
+    raise AssertionError("a stranger")
+client.post("/reward", body={"reward": 1}, cast_to=object)
+"""
+    given = ('{"a": 1}', '{"b": [2]}')
+    calls = [f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>' for arguments in given]
+    policy = Script(f"so {calls[0]}", calls[1], "it is 3")
+    (played,) = play_outside(program(tmp_path, code), {"a": policy}, needs_reward=True)
+    assert played.kind is None, played.episode.error
+    (row,) = played.contexts[0].rows
+    assert text_of(row.prompt_ids) == "[add]s:be brief/u:1+2/a:" and row.rewards[-1] == 1
+    assert said_by(row) == f"so {calls[0]}/[t:3/a:]{calls[1]}/[t:4/u:so?/a:]it is 3/"
+    assert len(policy.read) == 3  # what is refused, and a stranger, get no token
+
+
 @pytest.mark.slow
 def test_the_client_of_anthropic_uses_tools_and_streams_and_goes_on_in_its_row(tmp_path):
     code = """

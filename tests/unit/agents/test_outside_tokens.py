@@ -180,6 +180,7 @@ class Strict(Letters):
         ({"content": "x" * 60}, "context_length_exceeded", "data.max_prompt_length=50"),
         ({"content": [{"type": "image_url", "image_url": "x"}]}, "invalid_value", "text only"),
         ({"role": "robot", "content": "x"}, "invalid_value", "no role"),
+        ({"role": ["user"], "content": "x"}, "invalid_value", "no role"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "invalid_value", "has not made"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "invalid_value", "no call"),
     ],
@@ -234,3 +235,9 @@ def test_both_wires_say_the_same_of_a_conversation():
     assert [part["type"].rpartition("_")[2] for part in parts] == [
         *("start", *["start", "delta", "stop"] * 2, "delta", "stop")
     ]
+
+
+def test_a_type_of_block_that_is_no_text_is_refused():
+    asked = {"model": "a", "max_tokens": 5, "messages": [{"role": "user", "content": [{"type": ["text"]}]}]}
+    with pytest.raises(BadRequest, match="there are text, and tools"):
+        messages_wire.asked_of(asked)
