@@ -58,7 +58,7 @@ def linear_log_prob_entropy(
     with_entropy: bool = True,
     entropy_grad: bool = True,
     chunk: int = DEFAULT_CHUNK,
-    keep_logits: bool = False,
+    kept_bytes: int = 0,
     with_square: bool = False,
     join: Join | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -66,15 +66,16 @@ def linear_log_prob_entropy(
 
     with_square: also square_N, the sum of the squared probabilities of all words, without gradient.
 
-    Memory beyond inputs and their gradients is chunk x V. backward computes each chunk's logits again;
-    keep_logits saves them instead (N x V in the dtype of hidden) for a third less work. hidden and weight
-    have one dtype, in which the product is computed; the gradient of weight is added up in fp32 over chunks.
+    Memory beyond inputs and their gradients is chunk x V, and kept_bytes: the logits of as many first chunks
+    as fit into these are saved for backward (in the dtype of hidden), which computes those of the others
+    again; nothing but time depends on it. hidden and weight have one dtype, in which the product is computed;
+    the gradient of weight is added up in fp32 over chunks.
 
     join: for a vocabulary that is split over ranks, each with the rows of its own words (at least one); a
     target outside of them is a word of another rank. Four or five numbers a token are joined, once, in
     forward. The gradient to hidden is then this rank's share: the caller adds them up.
     """
-    settings = (with_entropy, entropy_grad, chunk, keep_logits, with_square, join)
+    settings = (with_entropy, entropy_grad, chunk, kept_bytes, with_square, join)
     log_prob_N, entropy_N, square_N = _FromHidden.apply(
         hidden_ND, weight_VD, target_N, temperature, *settings
     )
@@ -132,7 +133,7 @@ class _FromHidden(torch.autograd.Function):
         with_entropy: bool,
         entropy_grad: bool,
         chunk: int,
-        keep_logits: bool,
+        kept_bytes: int,
         with_square: bool,
         join: Join | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,7 +149,8 @@ class _FromHidden(torch.autograd.Function):
             )
             if with_square:
                 square_N[part] = _square_sum(logits_CV, temperature, norm_N2[part])
-            if keep_logits:
+            kept_bytes -= logits_CV.nbytes
+            if kept_bytes >= 0:
                 kept.append(logits_CV)
         if join is not None:
             own = (log_prob_N, entropy_N, norm_N2, square_N if with_square else None)
@@ -167,7 +169,7 @@ class _FromHidden(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_hidden else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(weight_VD)) if wants_weight else None
         for i, part in enumerate(_chunks(len(target_N), ctx.chunk)):
-            grad_CV = kept[i] if kept else hidden_ND[part] @ weight_VD.t()
+            grad_CV = kept[i] if i < len(kept) else hidden_ND[part] @ weight_VD.t()
             _backward_chunk(
                 grad_CV,
                 target_N[part],
@@ -181,7 +183,7 @@ class _FromHidden(torch.autograd.Function):
             if grad_hidden_ND is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[part])
             if grad_weight_VD is not None:
-                grad_weight_VD += grad_CV.t() @ hidden_ND[part]
+                _add_product(grad_weight_VD, grad_CV.t(), hidden_ND[part])
         if grad_weight_VD is not None:
             grad_weight_VD = grad_weight_VD.to(weight_VD.dtype)
         return grad_hidden_ND, grad_weight_VD, *(None for _ in range(8))
@@ -206,6 +208,14 @@ def _joined(
     norm_N2 = torch.stack((top_N, log_sum_N), dim=1)
     square_N = squares[0] / total_N**2 if squares else torch.zeros_like(total_N)
     return target_z_N - log_sum_N, log_sum_N - weighted_N / total_N, norm_N2, square_N
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right; of lower precisions on CUDA by the product's own fp32 sums."""
+    if total.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

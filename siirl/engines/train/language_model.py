@@ -13,9 +13,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
-from siirl.compiler.memory.estimate import KEPT_LOGITS_BYTES, LOGITS_CHUNK
+from siirl.compiler.memory.estimate import LOGITS_CHUNK
 from siirl.compiler.model_types import EXPERTS
 from siirl.compiler.plan import Head
+from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.packing import PackedBatch
 from siirl.engines.train.sequence_bounds import SequenceBounds
 
@@ -88,7 +89,6 @@ class PackedLanguageModel(PackedModel):
         ref_hidden_MD: Tensor | None,
     ) -> dict[str, Tensor]:
         weight_VD = self.hf.get_output_embeddings().weight
-        num_logits = target_M.numel() * weight_VD.shape[0]
         chunk = max(1, LOGITS_CHUNK // weight_VD.shape[0])
         log_prob_M, entropy_M, square_M = linear_log_prob_entropy(
             hidden_MD,
@@ -98,8 +98,7 @@ class PackedLanguageModel(PackedModel):
             with_entropy="entropy" in outputs,
             with_square="prob_square" in outputs,
             chunk=chunk,
-            keep_logits=torch.is_grad_enabled()
-            and num_logits * weight_VD.element_size() <= KEPT_LOGITS_BYTES,
+            kept_bytes=kept_logits_bytes(len(target_M), weight_VD),
         )
         found = {"log_prob": log_prob_M, "entropy": entropy_M, "prob_square": square_M, "hidden": hidden_MD}
         if "full_kl" in outputs:

@@ -26,12 +26,12 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target
 
 
-@pytest.mark.parametrize("keep_logits", [False, True])
+@pytest.mark.parametrize("kept_bytes", [0, 1000, 1 << 30])
 @pytest.mark.parametrize("chunk", [1, 7, NUM_TOKENS, 100])
-def test_hidden_states_give_the_values_and_gradients_of_full_logits(chunk, keep_logits):
+def test_hidden_states_give_the_values_and_gradients_of_full_logits(chunk, kept_bytes):
     hidden, weight, target = inputs(torch.float64)
     log_prob, entropy, _ = linear_log_prob_entropy(
-        hidden, weight, target, TEMPERATURE, chunk=chunk, keep_logits=keep_logits
+        hidden, weight, target, TEMPERATURE, chunk=chunk, kept_bytes=kept_bytes
     )
     mix = torch.linspace(-1, 1, NUM_TOKENS, dtype=torch.float64)
     got = torch.autograd.grad((mix * log_prob + mix.flip(0) * entropy).sum(), (hidden, weight))

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import (
@@ -19,9 +18,10 @@ from torch.nn.functional import linear
 
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
-from siirl.compiler.memory.estimate import KEPT_LOGITS_BYTES, LOGITS_CHUNK
+from siirl.compiler.memory.estimate import LOGITS_CHUNK
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
+from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.megatron.layers import PackedRows, new_parameter
 
 
@@ -87,8 +87,9 @@ class LanguageStage(Stage):
             with_entropy="entropy" in rows.outputs,
             with_square="prob_square" in rows.outputs,
             chunk=chunk,
-            keep_logits=torch.is_grad_enabled()
-            and len(hidden_MD) * num_words * weight_VD.element_size() <= KEPT_LOGITS_BYTES,
+            kept_bytes=kept_logits_bytes(
+                len(hidden_MD), weight_VD, by_room=self.pg_collection.pp.size() == 1
+            ),
             join=join,
         )
         found = {"log_prob": log_prob_M, "entropy": entropy_M, "prob_square": square_M, "hidden": hidden_MD}
