@@ -28,7 +28,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
 from siirl.config.actor import RefConfig
-from siirl.config.common import TrainedConfig
+from siirl.config.common import FLASH_4, TrainedConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.dag.ops import ModelRole
@@ -165,11 +165,32 @@ def _token_budgets(cfg: Config, role: ModelRole) -> dict[str, int]:
     return {keys.max_tokens: get(cfg, keys.max_tokens) for keys in batches if get(cfg, keys.dynamic)}
 
 
+def _check_attention_kernels(cfg: Config, role: str) -> None:
+    """ConfigError for attention kernels that would not be used by a role's model."""
+    model, group = role_model(cfg, role), role_group(cfg, role)
+    dtype = group.fsdp_config.mixed_precision.param_dtype
+    if model.attention_kernels != FLASH_4:
+        return
+    problem = ""
+    if group.strategy != "fsdp":
+        problem = f"{ROLE_GROUPS[role]}.strategy={group.strategy} has attention of its own."
+    elif cfg.trainer.device == "cpu":
+        problem = "trainer.device=cpu: it is for GPUs."
+    elif dtype != "bfloat16":
+        problem = (
+            f"{ROLE_GROUPS[role]}.fsdp_config.mixed_precision.param_dtype={dtype}: it computes in bfloat16."
+        )
+    if problem:
+        raise ConfigError(f"{ROLES[role].model}.attention_kernels={FLASH_4}: {problem} Set it to torch.")
+
+
 def _check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    _check_attention_kernels(cfg, role)
     check_trained_model(cfg, role, str(node))
 
 
 def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    _check_attention_kernels(cfg, role)
     check_trained_model(cfg, role, str(node))
     model = _megatron_model(cfg, role, dims, str(node), node.op.trains)
     dims.check(model.who, range(dims.world), model.section.sequence_parallel)

@@ -51,7 +51,8 @@ FREE: Mapping[str, tuple[str, ...]] = {
     ),
     "memory and speed": (
         *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.use_liger"),
-        *("*.enable_gradient_checkpointing", "*.gradient_checkpointing_kwargs", "*.enforce_eager"),
+        *("*.enable_gradient_checkpointing", "*.gradient_checkpointing_kwargs", "*.attention_kernels"),
+        *("*.enforce_eager",),
         *("*.gpu_memory_utilization", "*.free_cache_engine", "*.max_num_batched_tokens", "*.max_num_seqs"),
         *("*.enable_chunked_prefill", "*.multi_turn.max_parallel_calls"),
     ),

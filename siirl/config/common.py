@@ -162,6 +162,9 @@ class TrainedConfig:
     checkpoint: CheckpointConfig = group(CheckpointConfig, "contents of checkpoints")
 
 
+FLASH_4 = "flash_attn_4"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Which model is trained and how it is built."""
@@ -181,6 +184,11 @@ class ModelConfig:
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     hf_hub_token: str | None = key(None, "access token of the hub; null: HF_TOKEN, or a login")
     use_liger: bool = key(False, "use Liger kernels (package liger-kernel)")
+    attention_kernels: str = key(
+        "torch",
+        "attention of the trainer in bf16 on a GPU: torch's kernels, or flash_attn_4 (package flash-attn-4)",
+        choices=("torch", FLASH_4),
+    )
     lora_rank: int = key(0, "rank of LoRA adapters; 0: train all weights", low=0)
     lora_alpha: int = key(16, "scale of LoRA adapters", when="lora_rank", low=1)
     target_modules: str | tuple[str, ...] = key(

@@ -26,6 +26,7 @@ from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.compiler.resume_settings import differing, settings_of
 from siirl.config import Config, from_dict, with_overrides
+from siirl.config.common import FLASH_4
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLES, normalizes_weights, role_model
 from siirl.dag.ops import score_names
@@ -212,8 +213,14 @@ def check_settings(cfg: Config, plan: Plan, checkpoint: Path) -> None:
 
 
 def check_kernels(cfg: Config, role: str) -> None:
-    """ConfigError if the model of a role asks for Liger kernels and they are not installed."""
-    if role_model(cfg, role).use_liger and importlib.util.find_spec("liger_kernel") is None:
+    """ConfigError if the model of a role asks for kernels that are not installed."""
+    model = role_model(cfg, role)
+    if model.attention_kernels == FLASH_4 and importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(
+            f"{ROLES[role].model}.attention_kernels={FLASH_4}: the package flash-attn-4 is not installed. "
+            "Install it (pip install 'siirl[flash-attn-4]'), or set attention_kernels=torch."
+        )
+    if model.use_liger and importlib.util.find_spec("liger_kernel") is None:
         raise ConfigError(
             f"{ROLES[role].model}.use_liger=True: the package liger-kernel is not installed. Install it "
             "(pip install 'siirl[liger]'), or set use_liger=False."

@@ -222,6 +222,26 @@ CASES = {
         lambda f: ["actor_rollout_ref.model.use_liger=true"],
         ["use_liger=True", "liger-kernel is not installed", "use_liger=False"],
     ),
+    "attention kernels of GPUs on a CPU": (
+        lambda f: ["actor_rollout_ref.model.attention_kernels=flash_attn_4", "trainer.device=cpu"],
+        ["attention_kernels=flash_attn_4", "trainer.device=cpu", "Set it to torch"],
+    ),
+    "attention kernels that compute in bfloat16": (
+        lambda f: [
+            "actor_rollout_ref.model.attention_kernels=flash_attn_4",
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=float32",
+            "trainer.device=auto",
+        ],
+        ["attention_kernels=flash_attn_4", "mixed_precision.param_dtype=float32", "Set it to torch"],
+    ),
+    "attention kernels that are not installed": (
+        lambda f: [
+            "actor_rollout_ref.model.attention_kernels=flash_attn_4",
+            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",
+            "trainer.device=auto",
+        ],
+        ["the package flash-attn-4 is not installed", "siirl[flash-attn-4]", "attention_kernels=torch"],
+    ),
     "unwritable checkpoint directory": (
         lambda f: f.file_instead_of("trainer.default_local_dir"),
         ["trainer.default_local_dir=", "/taken' cannot be written", "Choose another folder"],

@@ -18,6 +18,7 @@ pytestmark = [
 BACKEND = "cpu:gloo,cuda:nccl"
 BF16 = ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",)
 LIGER = ("actor_rollout_ref.model.use_liger=True",)
+FLASH_4 = ("actor_rollout_ref.model.attention_kernels=flash_attn_4",)
 SHAPE = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "init_std": 0.1}
 
 
@@ -51,10 +52,15 @@ def test_fp32_on_cuda_equals_plain_hf_on_cpu(model_dir, world):
         assert (ours.weights[name] - weight).abs().mean() < 0.01 * cases.LR, name
 
 
-@pytest.mark.parametrize("overrides", [BF16, BF16 + LIGER], ids=["plain", "liger"])
-def test_bf16_with_variable_length_kernels_stays_near_fp32(model_dir, overrides):
-    if overrides != BF16 and not importlib.util.find_spec("liger_kernel"):
-        pytest.skip("needs liger-kernel")
+@pytest.mark.parametrize(
+    "overrides, package",
+    [((), "torch"), (LIGER, "liger_kernel"), (FLASH_4, "flash_attn"), (LIGER + FLASH_4, "flash_attn")],
+    ids=["plain", "liger", "flash 4", "liger and flash 4"],
+)
+def test_bf16_with_variable_length_kernels_stays_near_fp32(model_dir, overrides, package):
+    if not importlib.util.find_spec(package):
+        pytest.skip(f"needs {package}")
+    overrides = BF16 + overrides
     assert_near(outcome_of(model_dir, 1, overrides), cases.run_reference(Path(model_dir)), 0.2, 0.05)
 
 

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from packed_attention_cases import drawn_forest, forest_bounds, rows_alone
+from packed_attention_cases import alone, bounds_of, drawn_forest, forest_bounds, rows_alone
 from torch import nn
+from transformers import AttentionInterface
 
-from siirl.engines.train.attention import packed_attention
+from siirl.engines.train.attention_kernels import attention_by
 from siirl.engines.train.shared_attention import join_
+from siirl.errors import ConfigError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,18 +18,48 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(params=["torch", "flash_attn_4"])
+def attention(request):
+    """Packed attention by each kernels that there are."""
+    try:
+        return AttentionInterface()[attention_by(request.param)]
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)])
-def test_shared_prompts_in_bf16_are_near_to_the_definition(seed, heads):
+def test_shared_prompts_in_bf16_are_near_to_the_definition(attention, seed, heads):
     forest = drawn_forest(seed, 40)
     bounds = on_cuda(forest_bounds(*forest))
     draw = torch.Generator("cuda").manual_seed(seed)
     shapes = [(1, num, len(bounds.padded_index), 64) for num in (heads[0], heads[1], heads[1])]
     inputs = [torch.randn(shape, generator=draw, device="cuda") for shape in shapes]
     inputs = [x.bfloat16().requires_grad_() for x in inputs]
-    out, _ = packed_attention(nn.Module(), *inputs, None, sequence_bounds=bounds, scaling=0.125)
+    out, _ = attention(nn.Module(), *inputs, None, sequence_bounds=bounds, scaling=0.125)
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = rows_alone(*exact, *forest, 0.125)
+    assert_near(out, inputs, expected, exact, draw)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("window", [None, 17])
+def test_rows_that_share_nothing_in_bf16_are_near_to_the_definition(attention, seed, window):
+    draw = torch.Generator("cuda").manual_seed(seed)
+    lengths = torch.randint(1, 300, (5,), generator=draw, device="cuda").tolist()
+    bounds = bounds_of(lengths)
+    bounds = replace(bounds, cu_seqlens=bounds.cu_seqlens.cuda(), padded_index=bounds.padded_index.cuda())
+    shapes = [(1, num, sum(lengths), 128) for num in (8, 2, 2)]
+    inputs = [
+        torch.randn(shape, generator=draw, device="cuda").bfloat16().requires_grad_() for shape in shapes
+    ]
+    out, _ = attention(nn.Module(), *inputs, None, sequence_bounds=bounds, scaling=0.1, sliding_window=window)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    rows = zip(*(x.split(lengths, dim=2) for x in exact), strict=True)
+    assert_near(out, inputs, torch.cat([alone(*row, 0.1, window) for row in rows], 1), exact, draw)
+
+
+def assert_near(out, inputs, expected, exact, draw):
     weights = torch.randn(out.shape, generator=draw, device="cuda").bfloat16()
     ours = torch.autograd.grad((out * weights).sum(), inputs)
     theirs = torch.autograd.grad((expected * weights.double()).sum(), exact)

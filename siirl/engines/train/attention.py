@@ -3,9 +3,6 @@
 Legend: N packed tokens, S sequences among them, L the longest, H query heads, K key-value heads, D head size.
 """
 
-import functools
-import inspect
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -29,13 +26,14 @@ def packed_attention(
     sequence_bounds: SequenceBounds,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    flash: FlashKernels | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each row: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
 
-    In bf16 or fp16 on CUDA by torch's variable-length kernel; otherwise by SDPA on a right-padded batch,
-    which is exact: a causal query never sees the padding behind it. Dropout is never applied. No
-    communication.
+    In bf16 or fp16 on CUDA by variable-length kernels (flash; None: torch's); otherwise by SDPA on a
+    right-padded batch, which is exact: a causal query never sees the padding behind it. Dropout is never
+    applied. No communication.
     """
     for name in ("softcap", "s_aux"):
         if extra.get(name) is not None:
@@ -45,46 +43,22 @@ def packed_attention(
             )
     q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
     by_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    flash = flash or FlashKernels()
     if sequence_bounds.shared is not None:
         longest = sequence_bounds.shared.longest_row
         assert sliding_window is None or sliding_window >= longest, "a window that ends in a shared prompt"
-        kernels = FlashKernels() if by_flash else PaddedKernels()
+        kernels = flash if by_flash else PaddedKernels()
         q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
         out_NHD = SharedAttention.apply(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, kernels)
     elif by_flash:
-        out_NHD = _varlen(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
+        q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
+        out_NHD = flash.alone(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
     else:
         out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
     return out_NHD.unsqueeze(0), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-
-
-def _varlen(
-    q_NHD: Tensor,
-    k_NKD: Tensor,
-    v_NKD: Tensor,
-    bounds: SequenceBounds,
-    scale: float | None,
-    window: int | None,
-) -> Tensor:
-    attend, options = varlen_kernel()
-    left = -1 if window is None else window - 1
-    cu, longest = bounds.cu_seqlens, bounds.max_length
-    q_NHD, k_NKD, v_NKD = q_NHD.contiguous(), k_NKD.contiguous(), v_NKD.contiguous()
-    return attend(
-        q_NHD, k_NKD, v_NKD, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **options
-    )
-
-
-@functools.cache
-def varlen_kernel():
-    """torch's kernel, and the option to share key-value heads: implied up to torch 2.11, named since."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    named = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return varlen_attn, {"enable_gqa": True} if named else {}
 
 
 def _padded(

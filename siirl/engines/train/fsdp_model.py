@@ -78,7 +78,8 @@ def build_sharded(
     """
     dtype = torch_dtype(settings.fsdp.model_dtype, "fsdp_config.model_dtype")
     config = load_hf_config(settings.model)
-    hf = build_skeleton(config, dtype, settings.model.trust_remote_code, settings.head)
+    own_code, kernels = settings.model.trust_remote_code, settings.model.attention_kernels
+    hf = build_skeleton(config, dtype, own_code, settings.head, kernels)
     if settings.model.use_liger:
         use_liger_kernels(hf)
     if trains:

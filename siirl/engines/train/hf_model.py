@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from siirl.compiler.model_types import known_types, why_not
 from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
-from siirl.engines.train.attention import PACKED_ATTENTION
+from siirl.engines.train.attention_kernels import attention_by
 from siirl.engines.train.hf_experts import GROUPED_EXPERTS
 from siirl.errors import ConfigError, DataError, NotSupportedError
 from siirl.model_files.directory import check_weight_files, model_dir
@@ -67,10 +67,15 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
 
 
 def build_skeleton(
-    config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool, head: Head = "lm"
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    head: Head = "lm",
+    attention_kernels: str = "torch",
 ) -> PreTrainedModel:
     """The model on the meta device, with our packed attention and experts; no memory, no communication.
 
+    ConfigError for attention kernels that are not there.
     NotSupportedError for architectures that rows packed into one sequence, or our output head, would compute
     wrongly.
     """
@@ -84,7 +89,7 @@ def build_skeleton(
         model = MODEL_CLASSES[head].from_config(
             config,
             dtype=dtype,
-            attn_implementation=PACKED_ATTENTION,
+            attn_implementation=attention_by(attention_kernels),
             experts_implementation=GROUPED_EXPERTS,
             trust_remote_code=trust_remote_code,
         )

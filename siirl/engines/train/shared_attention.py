@@ -9,6 +9,8 @@ Legend: N packed tokens, P those of shared prompts, R those of their responses, 
 heads, D head size, S segments, L the longest.
 """
 
+import functools
+import inspect
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,6 +70,13 @@ class Kernels(Protocol):
 class FlashKernels:
     """torch's variable-length kernels, in bf16 or fp16 on CUDA."""
 
+    def alone(self, q, k, v, bounds, scale, window):
+        """Causal attention of rows that share nothing, [N, H, D], with gradients."""
+        attend, options = varlen_kernel()
+        left = -1 if window is None else window - 1
+        cu, longest = bounds.cu_seqlens, bounds.max_length
+        return attend(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **options)
+
     def own(self, q, k, v, bounds, scale):
         cu, longest = bounds.cu_seqlens, bounds.max_length
         return self._forward(q, k, v, cu, cu, longest, longest, True, scale)
@@ -102,6 +111,15 @@ class FlashKernels:
         return aten._flash_attention_backward(
             *(grad, q, k, v, at.out, at.lse, cu_q, cu_k, max_q, max_k, 0.0, causal, rng, unused), scale=scale
         )
+
+
+@functools.cache
+def varlen_kernel():
+    """torch's kernel, and the option to share key-value heads: implied up to torch 2.11, named since."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    named = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return varlen_attn, {"enable_gqa": True} if named else {}
 
 
 class PaddedKernels:

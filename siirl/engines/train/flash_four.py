@@ -1,0 +1,85 @@
+"""Attention of packed rows by FlashAttention 4 (package flash-attn-4), in the place of torch's kernels.
+
+In bf16 on GPUs of compute capability 9.0 and later. The functions below are private ones of the package: only
+they take the normaliser of a softmax that was joined from parts. Their signatures are those of 4.0.0b36.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from torch import Tensor
+from transformers import AttentionInterface
+
+from siirl.engines.train.attention import packed_attention
+from siirl.engines.train.sequence_bounds import SequenceBounds
+from siirl.engines.train.shared_attention import Attended, FlashKernels, Grads
+
+PACKED_BY_FLASH_4 = "siirl_packed_flash_4"
+"""Name under which transformers finds packed attention by these kernels."""
+
+
+class FlashFourKernels(FlashKernels):
+    """FlashAttention 4's; a sliding window is left to torch."""
+
+    def alone(self, q, k, v, bounds, scale, window):
+        if window is not None:
+            return super().alone(q, k, v, bounds, scale, window)
+        return _Alone.apply(q, k, v, bounds, scale, self)
+
+    @staticmethod
+    def _forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale) -> Attended:
+        out, lse, *_ = _flash_attn_fwd(
+            *(q, k, v),
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+            softmax_scale=scale,
+            causal=causal,
+            return_lse=True,
+        )
+        return Attended(out, lse)
+
+    @staticmethod
+    def _backward(grad, q, k, v, at, cu_q, cu_k, max_q, max_k, causal, scale) -> Grads:
+        dq, dk, dv, *_ = _flash_attn_bwd(
+            *(q, k, v, at.out, grad, at.lse),
+            softmax_scale=scale,
+            causal=causal,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=cu_k,
+            max_seqlen_q=max_q,
+            max_seqlen_k=max_k,
+        )
+        return dq, dk, dv
+
+
+class _Alone(torch.autograd.Function):
+    """Attention of rows that share nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: SequenceBounds,
+        scale: float | None,
+        kernels: FlashFourKernels,
+    ) -> Tensor:
+        out, lse, _ = kernels.own(q, k, v, bounds, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.extra = bounds, scale, kernels
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        bounds, scale, kernels = ctx.extra
+        found = kernels.own_backward(grads[0].contiguous(), q, k, v, Attended(out, lse), bounds, scale)
+        return *found, None, None, None
+
+
+AttentionInterface.register(PACKED_BY_FLASH_4, partial(packed_attention, flash=FlashFourKernels()))

@@ -1,0 +1,144 @@
+"""FlashAttention 4 in the place of torch's kernels: what it is asked for, by stand-ins of its signatures.
+
+The package itself runs on GPUs only: tests/gpu/test_shared_attention_gpu.py.
+"""
+
+import math
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from packed_attention_cases import (
+    HEADS,
+    KV_HEADS,
+    SIZE,
+    bounds_of,
+    drawn_forest,
+    forest_bounds,
+    rows_alone,
+    sample,
+)
+from packed_attention_cases import alone as attention_of_row
+from torch import nn
+
+from siirl.engines.train.attention import packed_attention
+from siirl.engines.train.attention_kernels import attention_by
+from siirl.engines.train.shared_attention import SharedAttention
+from siirl.errors import ConfigError
+
+
+def parts(q, k, v, cu_q, cu_k):
+    for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        yield slice(int(a), int(b)), slice(int(c), int(d))
+
+
+def scores_of(q, k, scale, causal):
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(HEADS // KV_HEADS, 1)) * scale
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(hidden, -math.inf) if causal else scores
+
+
+def forward(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse
+):
+    assert (
+        return_lse and max_seqlen_q == max(cu_seqlens_q.diff()) and max_seqlen_k == max(cu_seqlens_k.diff())
+    )
+    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[1], len(q))
+    for mine, theirs in parts(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        scores = scores_of(q[mine], k[theirs], softmax_scale, causal)
+        value = v[theirs].repeat_interleave(HEADS // KV_HEADS, 1)
+        out[mine] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
+        lse[:, mine] = scores.logsumexp(-1)
+    return out, lse, None, None, None
+
+
+def backward(
+    q, k, v, out, dout, lse, *, softmax_scale, causal, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+):
+    """From the out and lse that it is given, which may be those of more keys than these."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for mine, theirs in parts(q, k, v, cu_seqlens_q, cu_seqlens_k):
+        keys, values = (x[theirs].repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
+        p = (scores_of(q[mine], k[theirs], softmax_scale, causal) - lse[:, mine, None]).exp()
+        dp = torch.einsum("qhd,khd->hqk", dout[mine], values)
+        ds = p * (dp - (dout[mine] * out[mine]).sum(-1).t()[:, :, None]) * softmax_scale
+        dq[mine] = torch.einsum("hqk,khd->qhd", ds, keys)
+        for to, found in (
+            (dk, torch.einsum("hqk,qhd->khd", ds, q[mine])),
+            (dv, torch.einsum("hqk,qhd->khd", p, dout[mine])),
+        ):
+            to[theirs] = found.unflatten(1, (KV_HEADS, -1)).sum(2)
+    return dq, dk, dv
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """FlashFourKernels of a package that is these functions."""
+    package = {
+        name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    }
+    package["flash_attn.cute.interface"]._flash_attn_fwd = forward
+    package["flash_attn.cute.interface"]._flash_attn_bwd = backward
+    for name, module in package.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "siirl.engines.train.flash_four", raising=False)
+    from siirl.engines.train.flash_four import FlashFourKernels
+
+    yield FlashFourKernels()
+    monkeypatch.delitem(sys.modules, "siirl.engines.train.flash_four", raising=False)
+
+
+def packed(inputs):
+    return [x[0].transpose(0, 1).contiguous().detach().requires_grad_() for x in inputs]
+
+
+def compare(out, inputs, expected, exact):
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = torch.autograd.grad((out * weights[0]).sum(), inputs)
+    theirs = torch.autograd.grad((expected * weights).sum(), exact)
+    torch.testing.assert_close(out, expected[0], rtol=1e-10, atol=1e-10)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference[0].transpose(0, 1), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shared_prompts_are_the_definition(kernels, seed):
+    forest = drawn_forest(seed)
+    bounds = forest_bounds(*forest)
+    exact = [x.requires_grad_() for x in sample(len(bounds.padded_index), seed)]
+    inputs = packed(exact)
+    out = SharedAttention.apply(*inputs, bounds, 0.3, kernels)
+    compare(out, inputs, rows_alone(*exact, *forest, 0.3), exact)
+
+
+def test_rows_that_share_nothing_are_the_definition(kernels):
+    lengths = [5, 1, 9, 3]
+    bounds = bounds_of(lengths)
+    exact = [x.requires_grad_() for x in sample(sum(lengths))]
+    inputs = packed(exact)
+    out = kernels.alone(*inputs, bounds, 0.3, None)
+    rows = zip(*(x.split(lengths, dim=2) for x in exact), strict=True)
+    compare(out, inputs, torch.cat([attention_of_row(*row, 0.3, None) for row in rows], 1), exact)
+
+
+def test_transformers_finds_it_under_its_name(kernels):
+    from transformers import AttentionInterface
+
+    name = attention_by("flash_attn_4")
+    assert name != attention_by("torch")
+    lengths = [4, 6]
+    query, key, value = (x.float() for x in sample(sum(lengths)))
+    found, _ = AttentionInterface()[name](
+        nn.Module(), query, key, value, None, sequence_bounds=bounds_of(lengths), scaling=SIZE**-0.5
+    )
+    plain, _ = packed_attention(nn.Module(), query, key, value, None, sequence_bounds=bounds_of(lengths))
+    torch.testing.assert_close(found, plain)
+
+
+def test_a_package_that_is_not_there_is_a_config_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
+    monkeypatch.delitem(sys.modules, "siirl.engines.train.flash_four", raising=False)
+    with pytest.raises(ConfigError, match=r"flash-attn-4 is not installed.*attention_kernels=torch"):
+        attention_by("flash_attn_4")
