@@ -89,7 +89,35 @@ def last_edges(plan: Plan, series: Series) -> tuple[list[dict[str, Any]], int | 
         return {what: series[name][last] for name, what in metrics.items() if last in series.get(name, {})}
 
     rows = {node: round(count) for node, count in at_last(names).items()}
-    return edges(plan, rows, at_last(routes)), last
+    return [*edges(plan, rows, at_last(routes)), *_turn_edges(plan, series, last)], last
+
+
+def _turn_edges(plan: Plan, series: Series, step: int) -> list[dict[str, Any]]:
+    """The arrows between agents of an interaction, with the turns that their reader took in all episodes."""
+    several = len({node.agent for node in plan.nodes.values()}) > 1
+    found = []
+    for entry, talk in plan.interactions.items():
+        prefix = f"agent_{plan.nodes[entry].agent}/" if several else ""
+        stages = {stage.node: stage for stage in talk.stages}
+        for child in (name for name, stage in stages.items() if stage.kind == "agent"):
+            names = ("episodes", "failed", f"{child}/turns")
+            values = (series.get(f"{prefix}interaction/{name}", {}).get(step) for name in names)
+            told = [value for value in values if value is not None]
+            if len(told) < len(names):
+                continue
+            played, failed, each = told
+            ends = {"to": node_mark(plan, child), "rows": None, "turns": round(played * (1 - failed) * each)}
+            found += [
+                {
+                    "mark": edge_mark(plan, parent, child),
+                    "names": [printable(parent), printable(child)],
+                    **ends,
+                    "bytes": 0,
+                }
+                for parent in plan.nodes[child].dependencies
+                if parent in stages
+            ]
+    return found
 
 
 def _last_stage(plan: Plan, parent: str, child: str) -> str:

@@ -56,7 +56,7 @@ function sizeText(bytes) {
   return Number((bytes / 2 ** (10 * at)).toPrecision(3)) + " " + ["B", "KiB", "MiB", "GiB", "TiB"][at];
 }
 
-function edgeWords(edge) { return [edge.rows !== null && plural(edge.rows, "row"), edge.bytes ? sizeText(edge.bytes) : ""].filter(Boolean); }
+function edgeWords(edge) { return [edge.turns !== undefined && plural(edge.turns, "turn"), edge.rows !== null && plural(edge.rows, "row"), edge.bytes ? sizeText(edge.bytes) : ""].filter(Boolean); }
 
 // Rows and bytes on the arrows between nodes; what is loaded stands over the node that reads it.
 function labelEdges(drawn, edges) {
@@ -76,7 +76,7 @@ function labelEdges(drawn, edges) {
 }
 
 function edgesTable(edges) {
-  const cells = edges.filter(edge => edgeWords(edge).length).map(edge => [...edge.names, edge.rows === null ? "-" : String(edge.rows), edge.bytes ? sizeText(edge.bytes) : "-"]);
+  const cells = edges.filter(edge => edgeWords(edge).length).map(edge => [...edge.names, edge.turns !== undefined ? plural(edge.turns, "turn") : edge.rows === null ? "-" : String(edge.rows), edge.bytes ? sizeText(edge.bytes) : "-"]);
   return make("details", {}, make("summary", {}, "rows and bytes from node to node"), make("table", { class: "details", id: "edges" },
     make("tr", {}, ["from", "to", "rows", "moved between ranks"].map(title => make("th", { scope: "col" }, title))), cells.map(row => make("tr", {}, row.map(cell => make("td", {}, cell))))));
 }
@@ -130,7 +130,7 @@ section("dag", "DAG", ["dag", "overview"], () => {
   return [make("div", { class: "bar" }, colors, drawn && drawn.size, make("span", { class: "faint" }, legend),
     by === "time" || !doingNow.length ? null : make("span", { id: "doing", role: "status" }, plural(about.places.reduce((sum, place) => sum + place.count, 0), "rank") + ": " + doingNow.join(", "))),
     drawn ? drawn.box : dag.svg ? make("p", { class: "box" }, "The picture cannot be drawn; its nodes are listed below.") : null,
-    dag.edges_step === null || !drawn ? null : make("p", { class: "faint" }, "On the arrows: rows that the reader took in step " + dag.edges_step + " and bytes that ranks sent each other for them."),
+    dag.edges_step === null || !drawn ? null : make("p", { class: "faint" }, "On the arrows: rows (between agents that talk, turns) that the reader took in step " + dag.edges_step + " and bytes that ranks sent each other for them."),
     make("div", { class: "box scroll", tabindex: 0 }, make("table", { id: "nodes" }, head, rows)),
     dag.edges_step === null ? null : edgesTable(dag.edges)];
 });

@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import tarfile
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,7 @@ def test_the_dag_has_rows_bytes_and_weights_on_its_arrows(page, folder):
     arrows = dict(each(page, "#picture g[data-edge]", f"[one.dataset.edge, {lines}]"))
     assert arrows["advantage_solver to train_solver"] == ["64 rows"]
     assert all(arrows[f"{name} to reward_{name}"] == ["64 rows"] for name in AGENTS)
+    assert all(arrows[f"{one} to {other}"] == ["64 turns"] for one, other in pairwise(AGENTS))
     rows, size = arrows["advantage_checker to train_checker"]
     assert rows == "64 rows" and re.fullmatch(r"[\d.]+ KiB", size)
     weights = each(page, "#picture .weights", "one.lastChild.textContent")

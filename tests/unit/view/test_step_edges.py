@@ -1,8 +1,10 @@
 """Rows and bytes on the edges of a plan, of a traced step and of any other."""
 
-from plan_cases import template_plan
+from plan_cases import add_agent, config, template_plan
 from viewed_runs import write_run
 
+from siirl.compiler.compile import compile_plan
+from siirl.dag.spec import DagBuilder
 from siirl.observe.columns import moved_metric, rows_metric
 from siirl.view.step_edges import LOADED, last_edges, plan_edges, step_edges
 from siirl.view.view_page import read_run
@@ -47,6 +49,21 @@ def test_edges_of_an_untraced_run_are_those_of_its_last_step_with_rows():
     assert numbers["rollout_actor", "function_reward"] == (32, 0)
     assert numbers[LOADED, "rollout_actor"] == (None, 0), "its rows are not on record"
     assert last_edges(plan, {"time/step_s": {4: 1.0}}) == ([], None)
+
+
+def test_arrows_between_agents_have_the_turns_that_the_reader_took():
+    dag = DagBuilder("pair")
+    above = add_agent(dag, 0)["rollout"]
+    add_agent(dag, 1, dependencies=[above])
+    plan, _ = compile_plan(dag.build(), config(), 2)
+    series = {rows_metric("rollout_0"): {7: 16.0}, "agent_0/interaction/episodes": {6: 1.0, 7: 16.0}}
+    series |= {"agent_0/interaction/failed": {7: 0.25}, "agent_0/interaction/rollout_1/turns": {7: 1.5}}
+    found = [edge for edge in last_edges(plan, series)[0] if "turns" in edge]
+    assert [(edge["names"], edge["turns"], edge["rows"]) for edge in found] == [
+        (["rollout_0", "rollout_1"], 18, None)
+    ]
+    del series["agent_0/interaction/failed"]
+    assert not [edge for edge in last_edges(plan, series)[0] if "turns" in edge]
 
 
 def test_the_page_has_what_bounds_each_traced_step_and_its_edges(tmp_path):
