@@ -353,7 +353,12 @@ LOGGERS = {
     "console": Logger(lambda info: ConsoleSink(info.total_steps, info.first_step, info.progress)),
     "tensorboard": Logger(TensorBoardSink),
     "wandb": Logger(WandbSink, "wandb", "Log in with `wandb login`, or set WANDB_MODE=offline."),
-    "mlflow": Logger(MlflowSink, "mlflow", "Set MLFLOW_TRACKING_URI, as in sqlite:///mlflow.db."),
+    "mlflow": Logger(
+        MlflowSink,
+        "mlflow",
+        "Set MLFLOW_TRACKING_URI to a server's address, or to a folder with MLFLOW_ALLOW_FILE_STORE=true; "
+        "a database, as in sqlite:///mlflow.db, needs more of the package: pip install mlflow.",
+    ),
     "swanlab": Logger(SwanlabSink, "swanlab", "Log in with `swanlab login`, or set SWANLAB_MODE=offline."),
     "trackio": Logger(TrackioSink, "trackio", "Set TRACKIO_DIR to a folder that can be written."),
     "prometheus": Logger(PrometheusSink, "prometheus-client", "Set another trainer.prometheus_address."),

@@ -61,7 +61,7 @@ def overview(
             left_out.add(kind, f"the first {MOST_CELLS} of {len(some)} are shown")
     commit = word(start.siirl.get("commit"))[:12]
     return {
-        "name": word(trainer_of(job).get("experiment_name")) or run.folder.name,
+        "name": _given_name(job) or run.folder.name,
         "folder": printable(str(run.folder)),
         "state": run.status,
         "cause": run.cause,
@@ -78,6 +78,13 @@ def overview(
         "places": where[:MOST_PLACES],
         "groups": {kind: cells(some[:MOST_CELLS], where) for kind, some in shown.items()},
     }
+
+
+def _given_name(job: dict[str, Any]) -> str:
+    """trainer.experiment_name, unless it is the default, which many runs have."""
+    explicit = mapping(job.get("config")).get("explicit")
+    is_default = isinstance(explicit, list) and "trainer.experiment_name" not in explicit
+    return "" if is_default else word(trainer_of(job).get("experiment_name"))
 
 
 def health(run: RunState, left_out: LeftOut) -> dict[str, Any]:

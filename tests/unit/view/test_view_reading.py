@@ -49,6 +49,16 @@ def test_a_run_is_read_from_its_folder(tmp_path):
     assert run["notes"] == []
 
 
+def test_a_run_that_nobody_named_has_the_name_of_its_folder(tmp_path):
+    """And not that of all runs without one: several stand on a page."""
+    path = write_run(tmp_path / "run") / "job.json"
+    job = json.loads(path.read_text())
+    for explicit, name in ((["trainer.experiment_name"], "small"), (["trainer.nnodes"], "run")):
+        job["config"]["explicit"] = explicit
+        path.write_text(json.dumps(job))
+        assert read_run(path.parent)["overview"]["name"] == name
+
+
 def test_the_nodes_of_the_plan_have_their_share_of_the_step(tmp_path):
     dag = read_run(write_run(tmp_path / "run"))["dag"]
     assert sum(node["share"] for node in dag["nodes"]) == pytest.approx(1, abs=0.01)
