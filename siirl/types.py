@@ -1,8 +1,8 @@
 """The nouns of siirl: fields of a batch, keys that name them, layouts that place their rows. No torch.
 
 Legend for shapes, used everywhere: B rows on this rank, P prompt tokens, T response tokens, V vocabulary,
-N packed tokens, D hidden size. A batch is a TensorDict of batch size [B]; `object` fields are NonTensorStacks
-of JSON.
+N packed tokens, D hidden size, K words at a token. A batch is a TensorDict of batch size [B]; `object`
+fields are NonTensorStacks of JSON.
 """
 
 from dataclasses import dataclass
@@ -79,6 +79,17 @@ FIELDS: dict[str, FieldSpec] = _fields(
         "float32",
         "last hidden state of the reference before each token (D numbers, of the type it computes in); for "
         "the KL over the whole vocabulary",
+    ),
+    FieldSpec(
+        "teacher_log_prob", ("T",), "float32", "log-prob of each sampled token by the row's teachers", "nat"
+    ),
+    FieldSpec("top_ids", ("T", "K"), "int64", "the K tokens that the row's teacher finds likeliest", "token"),
+    FieldSpec(
+        "teacher_top_log_prob",
+        ("T", "K"),
+        "float32",
+        "log-probs of these by the row's teacher; or, of all tokens, by the row's teachers",
+        "nat",
     ),
     FieldSpec("score", (), "float32", "outcome reward of the row, as the reward function gave it"),
     FieldSpec(

@@ -20,6 +20,7 @@ from siirl.compiler.memory.estimate import (
     micro_batch_tokens,
     micro_batches,
     read_shape,
+    teacher_lines,
     vllm_lines,
 )
 from siirl.compiler.memory.megatron_memory import MegatronMemory, megatron_lines
@@ -31,6 +32,7 @@ from siirl.config.actor import RefConfig
 from siirl.config.common import FLASH_4, TrainedConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
+from siirl.config.teacher import TeacherConfig
 from siirl.dag.ops import ModelRole
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
 from siirl.parallel.dims import ParallelDims
@@ -215,10 +217,10 @@ def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int)
         head=head_lines(model, cfg, words, shape.hidden, width) if model.head == "lm" else (),
     )
     full_kl = full_kl_lines(model, cfg, shape, rows, width)
-    return megatron_lines(model, shape, settings) + full_kl
+    return megatron_lines(model, shape, settings) + full_kl + teacher_lines(model, cfg, shape, rows)
 
 
-def _optimizer_options(group: TrainedConfig | RefConfig) -> dict[str, Any]:
+def _optimizer_options(group: TrainedConfig | RefConfig | TeacherConfig) -> dict[str, Any]:
     return group.optim.override_optimizer_config or {} if isinstance(group, TrainedConfig) else {}
 
 

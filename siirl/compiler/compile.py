@@ -34,6 +34,7 @@ from siirl.compiler.moved_rows import with_moved_rows
 from siirl.compiler.plan import Instruction, LinkPlan, ModelPlan, NodePlan, Plan, Repeat, RoutePlan
 from siirl.compiler.resolved_node import ResolvedNode, check_node_config, resolve_nodes
 from siirl.compiler.serving import heads_of, place_interactions, serving_ranks
+from siirl.compiler.teachers import check_teachers, with_teachers
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config import Config
 from siirl.config.checks import contradictions
@@ -102,6 +103,8 @@ def template_of(cfg: Config) -> str:
         if cfg.reward_model.enable:
             return "reward_training.yaml"
         return "dpo.yaml" if cfg.actor_rollout_ref.actor.loss.pairs else "sft.yaml"
+    if cfg.actor_rollout_ref.actor.loss.distills:
+        return "distill.yaml"
     if cfg.algorithm.filter_groups.enable or cfg.algorithm.workflow_type == "dapo":
         return "dapo.yaml"
     if cfg.algorithm.estimator.uses_greedy:
@@ -175,7 +178,7 @@ def _interact(workflow: Workflow, found: Findings) -> Workflow:
     so_far = len(found)
     found.take(check_agents(workflow.nodes))
     with found.at():
-        credited = with_credit(with_interactions(workflow))
+        credited = with_credit(with_teachers(with_interactions(workflow)))
         found.take(check_writers(credited.nodes))
         check_agents_of(credited)
         if len(found) == so_far:
@@ -196,6 +199,7 @@ def _check(
     found.take(check_lag(kept))
     found.take(check_given(kept))
     found.take(check_pairs(kept))
+    found.take(check_teachers(kept, whole))
     found.take(check_windows(kept))
     found.take(check_reward_models(whole))
     found.take(check_reward_training(kept))

@@ -93,6 +93,11 @@ class ModelPlan:
         """Whether it is the frozen model that the policy is kept close to."""
         return ROLES[self.role].is_reference
 
+    @property
+    def is_teacher(self) -> bool:
+        """Whether it is a frozen model that the policy learns from."""
+        return ROLES[self.role].is_teacher
+
 
 @dataclass(frozen=True)
 class LinkPlan:

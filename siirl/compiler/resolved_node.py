@@ -89,11 +89,13 @@ class ResolvedNode:
     @property
     def model(self) -> str | None:
         """Name of the model that its op runs on; each reward of a name of its own has a model of its own, if
-        it does not share one."""
+        it does not share one, and so has each teacher."""
         if self.op.model is None:
             return None
         named = self.op.by_model and self.writes[0].name != "score" and self.shared_scorer is None
         own = f".{self.writes[0].name}" if named else ""
+        if self.op.role is not None and self.op.role.is_teacher:
+            own = f".{self.id}"
         return f"agent_{self.model_agent}.{self.op.model}{own}"
 
     def __str__(self) -> str:

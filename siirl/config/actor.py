@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS, PolicyLoss, losses_with
 from siirl.config.common import STRATEGY, ForwardMegatronConfig, FSDPConfig, TrainedConfig
 from siirl.config.keys import group, key
+from siirl.config.teacher import SAMPLED, DistillConfig
 
 EMBODIED = "embodied agents"
 RATIO_LEVELS = ("token", "sequence", "geometric")
@@ -139,6 +140,7 @@ class ActorConfig(TrainedConfig):
         when="use_kl_loss",
     )
     policy_loss: PolicyLossConfig = group(PolicyLossConfig, "policy loss")
+    distill: DistillConfig = group(DistillConfig, "learning from teachers")
     tis_imp_ratio_cap: float = key(
         -1, "short for rollout_correction: truncate the ratio of each token at this cap; -1: off"
     )
@@ -192,6 +194,26 @@ class ActorConfig(TrainedConfig):
     def loss(self) -> PolicyLoss:
         """What is known of the policy loss."""
         return LOSSES.get(self.loss_name, OWN_LOSS)
+
+    @property
+    def distills(self) -> bool:
+        """Whether the loss is, or has in it, the divergence from teachers."""
+        return self.distill.enable or self.loss.distills
+
+    @property
+    def distribution(self) -> bool:
+        """Whether that divergence is one of distributions, not of the sampled tokens."""
+        return self.distills and self.distill.top_k != SAMPLED
+
+    @property
+    def imitates(self) -> bool:
+        """Whether the loss is right of given responses, too: it reads no log-probs of before the step."""
+        return self.loss.imitates or (self.loss.distills and self.distribution)
+
+    @property
+    def reads_advantage(self) -> bool:
+        """Whether the loss is one of advantages."""
+        return not (self.loss.imitates or self.loss.distills)
 
 
 @dataclass(frozen=True)

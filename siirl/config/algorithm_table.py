@@ -57,6 +57,8 @@ class PolicyLoss:
     """It picks tokens of the whole mini-batch by their log-probs before the update."""
     imitates: bool = False
     """It makes given responses likelier: it reads no advantage, and no log-probs of before the step."""
+    distills: bool = False
+    """It is the divergence from teachers alone (actor.distill), and reads no advantage."""
     pairs: bool = False
     """It compares the two responses of a prompt, and their log-probs with the reference's."""
     instead: Mapping[str, str] = field(default_factory=dict)
@@ -130,6 +132,7 @@ LOSSES: dict[str, PolicyLoss] = {
     "vespo": PolicyLoss(("vespo_k_pos", "vespo_k_neg", "vespo_lambda_pos", "vespo_lambda_neg")),
     "sft": PolicyLoss(imitates=True),
     "dpo": PolicyLoss(("dpo_beta",), imitates=True, pairs=True),
+    "distill": PolicyLoss(distills=True),
 }
 OWN_LOSS = PolicyLoss()
 """What is known of a policy loss of the user's own: nothing."""

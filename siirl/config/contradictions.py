@@ -264,12 +264,12 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "the step, which the pass of old log-probs computes. Set {}.recompute_old_log_prob=true.",
         ),
         Contradiction(
-            lambda actor: actor.loss.imitates and (actor.corrects_rollout or actor.opsm_delta is not None),
+            lambda actor: actor.imitates and (actor.corrects_rollout or actor.opsm_delta is not None),
             "{}.rollout_correction or {}.opsm_delta with {policy_loss.loss_mode=}, which makes responses "
             "likelier whoever sampled them: there is nothing to correct. Remove it.",
         ),
         Contradiction(
-            lambda actor: actor.loss.imitates and actor.picks_by_entropy,
+            lambda actor: actor.imitates and actor.picks_by_entropy,
             "{top_entropy_quantile=} with {policy_loss.loss_mode=}, for which no entropy is computed before "
             "the step. Set {}.top_entropy_quantile=1.",
         ),
@@ -279,6 +279,28 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             ),
             "{kl_loss_type=} with {policy_loss.loss_mode=}: it estimates the KL from tokens that the policy "
             "sampled, and these are given. Set {}.kl_loss_type=full, which needs none.",
+        ),
+        Contradiction(
+            lambda actor: actor.loss.distills and not actor.imitates and actor.opsm_delta is not None,
+            "{opsm_delta=} with {policy_loss.loss_mode=}: it masks rows by their advantage: there is none. "
+            "Set {}.opsm_delta=null.",
+        ),
+        Contradiction(
+            lambda actor: (
+                actor.distills and not actor.distribution and actor.distill.divergence != "reverse_kl"
+            ),
+            "{distill.divergence=} with {distill.top_k=}: from the log-probs of sampled tokens there is "
+            "reverse_kl. Set {}.distill.top_k=64, for one, or -1 for the whole vocabulary.",
+        ),
+        Contradiction(
+            lambda actor: actor.distill.enable and actor.loss.imitates and not actor.distribution,
+            "{distill.top_k=} with {policy_loss.loss_mode=}: it is a divergence at tokens that the policy "
+            "sampled, and these are given. Set {}.distill.top_k=64, for one, or -1 for the whole vocabulary.",
+        ),
+        Contradiction(
+            lambda actor: actor.distill.enable and actor.loss.pairs,
+            "{distill.enable=} with {policy_loss.loss_mode=}, which is a loss of pairs, not of tokens. "
+            "Set {}.distill.enable=false.",
         ),
         Contradiction(
             lambda actor: actor.loss.pairs and (actor.use_kl_loss or actor.entropy_coeff),

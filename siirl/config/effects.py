@@ -78,6 +78,14 @@ def _no_reference(cfg: Config, name: str) -> str:
     return "there is no reference model without actor.use_kl_loss or algorithm.use_kl_in_reward"
 
 
+def _no_teacher(cfg: Config, name: str) -> str:
+    """Why a key of teachers, or of learning from them, has no effect, or an empty string."""
+    distill = "actor_rollout_ref.actor.distill."
+    if not name.startswith(("teacher.", distill)) or cfg.actor_rollout_ref.actor.distills:
+        return ""
+    return f"{distill}enable is False, and policy_loss.loss_mode is not distill"
+
+
 def _no_critic(cfg: Config, name: str) -> str:
     """Why a key of the critic has no effect, or an empty string."""
     if not name.startswith("critic.") or cfg.algorithm.may_use_critic:
@@ -127,5 +135,8 @@ def _spans_ranks(cfg: Config, name: str) -> str:
     )
 
 
-ABSENT = (_no_reference, _no_critic, _no_reward_training, _other_loss, _without, _spans_ranks)
+ABSENT = (
+    *(_no_reference, _no_teacher, _no_critic, _no_reward_training, _other_loss, _without),
+    _spans_ranks,
+)
 """Why a key has no effect, beyond what the schema says of it."""

@@ -9,6 +9,7 @@ from siirl.config.actor import RefConfig
 from siirl.config.common import ModelConfig, TrainedConfig
 from siirl.config.resolve import get
 from siirl.config.root import Config
+from siirl.config.teacher import TeacherConfig
 
 Head = Literal["lm", "value", "score", "trained_score"]
 """What a model on a training engine computes: log-probs of tokens, their values, or a score of each row.
@@ -90,6 +91,9 @@ class Role:
     export: str = ""
     """The folder of a run into which it is exported, if it was trained."""
 
+    is_teacher: bool = False
+    """The policy learns from it. Each node has one of its own."""
+
     any_length: bool = False
     """It takes rows that are longer than the model can read: they are cut, or not asked about."""
 
@@ -120,6 +124,7 @@ ROLES: dict[str, Role] = {
         export="hf_model",
     ),
     "ref": Role("actor_rollout_ref.ref", forward=_log_prob("actor_rollout_ref.ref"), is_reference=True),
+    "teacher": Role("teacher", "teacher.model", forward=_log_prob("teacher"), is_teacher=True),
     "critic": Role(
         "critic",
         "critic.model",
@@ -161,7 +166,7 @@ ROLE_GROUPS = {name: role.group for name, role in ROLES.items()}
 """Role -> full name of the group that holds its settings, for messages."""
 
 
-def role_group(cfg: Config, role: str) -> TrainedConfig | RefConfig:
+def role_group(cfg: Config, role: str) -> TrainedConfig | RefConfig | TeacherConfig:
     """The settings of a model on a training engine: its batches, sharding and checkpoints."""
     return get(cfg, ROLES[role].group)
 

@@ -15,6 +15,7 @@ from siirl.config.keys import Key, group, walk
 from siirl.config.reward import CustomRewardFunctionConfig, RewardModelConfig
 from siirl.config.rollout import RolloutConfig
 from siirl.config.serve import ServeConfig
+from siirl.config.teacher import TeacherConfig
 from siirl.config.trainer import DagConfig, RayInitConfig, TrainerConfig
 from siirl.config.unused_keys import unused_keys
 
@@ -43,6 +44,7 @@ class Config:
     actor_rollout_ref: ActorRolloutRefConfig = group(ActorRolloutRefConfig, "policy")
     critic: CriticConfig = group(CriticConfig, "value model")
     reward_model: RewardModelConfig = group(RewardModelConfig, "scores")
+    teacher: TeacherConfig = group(TeacherConfig, "models that the policy learns from")
     custom_reward_function: CustomRewardFunctionConfig = group(
         CustomRewardFunctionConfig, "own reward function"
     )

@@ -73,6 +73,7 @@ NODE_ROLES: dict[str, NodeRole] = {
     ),
     "REWARD": NodeRole("reward_model", follows="reward_model"),
     "REFERENCE": NodeRole(_POLICY, follows=f"{_POLICY}.ref"),
+    "TEACHER": NodeRole("teacher", follows="teacher"),
     "ADVANTAGE": NodeRole("algorithm"),
     "ACTOR": NodeRole(_POLICY, agent_options={"train_cycle": f"{_AGENT}.train_cycle"}, on_policy=True),
     "CRITIC": NodeRole("critic", agent_options={"share_instance": "critic.share_instance"}, follows="critic"),

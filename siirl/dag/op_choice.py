@@ -25,11 +25,13 @@ from siirl.dag.ops import (
     REWARD_TRAIN,
     ROLLOUT,
     SCORED_READS,
+    TEACHER,
     VALUES,
     VARIANTS,
     OpSpec,
     advantage_reads,
     fixed,
+    teacher_writes,
 )
 from siirl.dag.spec import NodeSpec
 from siirl.dag.user_ops import declared_op
@@ -70,6 +72,9 @@ ROLE_OPS: dict[str, RoleOps] = {
     "REWARD": RoleOps(("COMPUTE", *_MODEL), lambda node: _reward(node), names_fields=True),
     "ADVANTAGE": RoleOps(("COMPUTE",), _either(ADVANTAGE), reads_more=True),
     "REFERENCE": RoleOps(_MODEL, _either(REFERENCE)),
+    "TEACHER": RoleOps(
+        _MODEL, lambda node: replace(TEACHER, writes=lambda cfg: teacher_writes(node.node_id, cfg))
+    ),
     "ACTOR": RoleOps(("MODEL_TRAIN",), _either(ACTOR_TRAIN, OLD_LOG_PROB)),
     "POSTPROCESS_SAMPLING": RoleOps(("COMPUTE",), _either(DYNAMIC_SAMPLING), plugin=FILTER),
     "CRITIC": RoleOps(("MODEL_TRAIN",), _either(CRITIC_TRAIN, VALUES)),

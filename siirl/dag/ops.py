@@ -12,11 +12,12 @@ from siirl.config import Config
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.batch import batch_of
 from siirl.config.roles import ROLES, Role
+from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 from siirl.user_code.source import declared_needs
 
 Names = tuple[str, ...]
-ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge"]
+ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge", "teacher"]
 
 SERVICES = (
     *("engine", "scorer", "encoder", "judge", "judge_tokenizer", "interaction", "recordings"),
@@ -156,7 +157,7 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     in the first epoch, and kept for the others.
     """
     actor = cfg.actor_rollout_ref.actor
-    if actor.loss.imitates:
+    if actor.imitates:
         return "current"
     if not actor.recompute_old_log_prob:
         return "rollout"
@@ -167,6 +168,27 @@ def uses_full_kl(cfg: Config) -> bool:
     """Whether the loss has the KL over the whole vocabulary, which needs the reference's hidden states."""
     actor = cfg.actor_rollout_ref.actor
     return actor.use_kl_loss and actor.kl_loss_type.startswith("full")
+
+
+OF_TEACHER = "_teacher_"
+"""Between the id of a teacher's node and what the field is of."""
+
+
+def teacher_outputs(top_k: int) -> Names:
+    """What a teacher computes of each token: outputs of a training engine."""
+    if top_k == SAMPLED:
+        return ("log_prob",)
+    return ("top_log_prob",) if top_k == WHOLE else ("top_log_prob", "top_ids")
+
+
+def teacher_writes(node_id: str, cfg: Config) -> Names:
+    """The fields of a teacher: what it counts in each row, and what it says of its tokens."""
+    return tuple(f"{node_id}{OF_TEACHER}{name}" for name in ("weight", *teacher_outputs(cfg.teacher.top_k)))
+
+
+def _teacher_reads(cfg: Config) -> Names:
+    routed = (cfg.teacher.by.partition(".")[0],) if cfg.teacher.takes else ()
+    return (*_TOKENS, *routed)
 
 
 def _reference_writes(cfg: Config) -> Names:
@@ -216,8 +238,9 @@ def _actor_train_reads(cfg: Config) -> Names:
         return ("row_id", "group_id", *_TOKENS, "score", "ref_log_prob")
     entropy = ("old_entropy",) if actor.picks_by_entropy else ()
     prompt = ("group_id",) if actor.loss_agg_mode == "prompt-mean" else ()
-    sampled = () if actor.loss.imitates else ("rollout_log_prob", *old, *entropy, "advantage")
-    return ("row_id", "sample_index", *_TOKENS, *sampled, *ref, *prompt)
+    sampled = () if actor.imitates else ("rollout_log_prob", *old, *entropy)
+    advantage = ("advantage",) if actor.reads_advantage else ()
+    return ("row_id", "sample_index", *_TOKENS, *sampled, *advantage, *ref, *prompt)
 
 
 def _old_log_prob_writes(cfg: Config) -> Names:
@@ -378,6 +401,15 @@ REFERENCE = replace(
     code="log_prob:reference_log_prob",
     model="ref",
 )
+TEACHER = replace(
+    OLD_LOG_PROB,
+    name="teacher_log_prob",
+    reads=_teacher_reads,
+    writes=fixed(),
+    code="teacher_rows:teacher_log_prob",
+    model="teacher",
+)
+"""A model that the policy learns from; its fields are named by its node."""
 VALUES = replace(
     OLD_LOG_PROB, name="values", writes=fixed("value"), code="value_model:values", model="critic"
 )
@@ -457,7 +489,7 @@ OPS: dict[str, OpSpec] = {
         *(ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
         *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, PREFERENCE_TRAIN),
-        *(CRITIC_TRAIN, REWARD_TRAIN),
+        *(TEACHER, CRITIC_TRAIN, REWARD_TRAIN),
         *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, CUSTOM),
     )
 }
@@ -510,6 +542,8 @@ def why_unread(name: str, cfg: Config) -> str | None:
         return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
     if name == "old_prob_square":
         return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} does not read it"
+    if OF_TEACHER in name:
+        return "no loss learns from teachers (actor.distill.enable is off, loss_mode is not distill)"
     if name == "old_entropy":
         return "actor.top_entropy_quantile is 1: the policy loss trains tokens of any entropy"
     if name == "old_log_prob":

@@ -32,12 +32,14 @@ from siirl.config.roles import ROLES, normalizes_weights, role_model
 from siirl.dag.ops import score_names
 from siirl.data.check_files import data_sources, inspect_data
 from siirl.data.recorded_rollouts import check_recorded
+from siirl.data.teacher_routes import check_routes
 from siirl.errors import ConfigError, Place
 from siirl.findings import Findings
 from siirl.launch.job import Job
 from siirl.launch.run_folder import refuse_used
 from siirl.model_files.directory import check_model_files, check_tokenizer
 from siirl.model_files.local_models import on_hub, with_local_models
+from siirl.model_files.vocabulary import check_same_words
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.rewards.judge import check_judge
 from siirl.rewards.user_function import check_user_function
@@ -132,6 +134,7 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
             inspect_data(node_cfgs[loader.node])
     if len(found) == so_far:
         check_sources(plan, node_cfgs, found)
+    check_taught(plan, node_cfgs, len(found) == so_far, found)
     for model in plan.models.values():
         check_model(node_cfgs[model.node], model, found)
     for name, node in plan.nodes.items():
@@ -142,6 +145,22 @@ def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -
         with found.at(Place.DATA):
             if "recordings" in node.needs:
                 check_recorded(cfg, node.agent)
+
+
+def check_taught(plan: Plan, node_cfgs: Mapping[str, Config], reads_data: bool, found: Findings) -> None:
+    """Teachers have the policy's vocabulary, and each row of the training data has one."""
+    for agent in {model.agent for model in plan.models.values() if model.is_teacher}:
+        teachers = [model for model in plan.models.values() if model.is_teacher and model.agent == agent]
+        configs = {model.name: node_cfgs[model.node] for model in teachers}
+        for name, cfg in configs.items():
+            with found.at(Place.MODELS):
+                check_same_words(cfg, name)
+        groups = [cfg.teacher for cfg in configs.values()]
+        loader = next((x for x in plan.loaders.values() if x.agent == agent), None)
+        if reads_data and loader is not None and all(group.takes for group in groups):
+            takes = {value for group in groups for value in group.takes}
+            with found.at(Place.DATA):
+                check_routes(node_cfgs[loader.node], groups[0].by, takes, f"agent {agent}")
 
 
 def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:

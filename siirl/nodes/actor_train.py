@@ -15,6 +15,7 @@ from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEng
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import global_positions, policy_mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
+from siirl.nodes.teacher_rows import taught
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import waiting
 
@@ -29,9 +30,11 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
         return TensorDict({}, batch_size=rows.batch_size)
     actor, rollout = ctx.cfg.actor_rollout_ref.actor, ctx.cfg.actor_rollout_ref.rollout
     outputs = ("log_prob", "entropy", *(("full_kl",) if uses_full_kl(ctx.cfg) else ()))
-    shown = ctx.trained is not None and not actor.loss.imitates  # nobody scores, so nobody shows the others
+    outputs += ("top_log_prob",) if actor.distribution else ()
+    rows = taught(ctx, rows) if actor.distills else rows
+    shown = ctx.trained is not None and actor.reads_advantage  # nobody scores, so nobody shows the others
     kept = None if not shown else ctx.trained.keep(ctx.agent, rows, ctx.tokenizer)
-    recomputes = actor.recompute_old_log_prob and not actor.loss.imitates
+    recomputes = actor.recompute_old_log_prob and not actor.imitates
     loss_fn = make_loss_fn(ctx.cfg, kept)
     for number, mine_B in enumerate(policy_mini_batches(ctx, rows)):
         mini_batch, loss = rows[mine_B], loss_fn

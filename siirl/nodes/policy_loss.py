@@ -8,7 +8,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from siirl.algorithms.aggregate import aggregate_loss, trained_only
+from siirl.algorithms.aggregate import TokenLoss, aggregate_loss, trained_only
+from siirl.algorithms.distillation import divergence, sampled_reverse_kl
 from siirl.algorithms.kl import kl_estimate, policy_ratio, straight_through
 from siirl.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss
 from siirl.algorithms.rollout_correction import (
@@ -21,6 +22,7 @@ from siirl.config import Config
 from siirl.config.actor import ActorConfig
 from siirl.config.algorithm_table import LOSSES
 from siirl.config.batch import batch_of
+from siirl.config.teacher import WHOLE, DistillConfig
 from siirl.dag.ops import old_log_prob_source
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
 from siirl.nodes.trained_tokens import KeptRows
@@ -30,7 +32,7 @@ from siirl.user_code.load_object import load_object
 BY_TURN = ("ref_kl", "approx_kl", "entropy", "clip_fraction")
 """What is also reported by speaker and by turn, in an interaction."""
 
-LOG_PROB_FIELDS = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
+LOG_PROB_FIELDS = ("old_log_prob", "rollout_log_prob", "ref_log_prob", "teacher_log_prob")
 OLD_LOG_PROB_FIELDS = {"field": "old_log_prob", "rollout": "rollout_log_prob", "current": "old_log_prob"}
 """Rows without the field are trained by the policy that their old log-probs would be of."""
 
@@ -40,18 +42,20 @@ CLIPS = ("clip_fraction", "clip_fraction_lower")
 
 
 def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
-    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL, aggregated by loss_agg_mode.
+    """policy loss - entropy_coeff * entropy + kl_loss_coef * KL + distill.coef * divergence from teachers,
+    aggregated by loss_agg_mode.
 
     kept: gets what becomes of each token of the rows, which then have a column "place".
     """
     actor = cfg.actor_rollout_ref.actor
     who = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    name = POLICY_LOSSES.resolve(actor.loss_name, partial(load_object, who=who))
+    alone = actor.loss.distills
+    name = "" if alone else POLICY_LOSSES.resolve(actor.loss_name, partial(load_object, who=who))
     options = policy_loss_options(cfg)
     correction = rollout_correction(actor)
     source = old_log_prob_source(cfg)
-    main = "sft_loss" if actor.loss.imitates else "pg_loss"
-    reads_advantage, one_step = not actor.loss.imitates, batch_of(cfg).optimizer_steps == 1
+    main = "distill_loss" if alone else "sft_loss" if actor.loss.imitates else "pg_loss"
+    one_step = batch_of(cfg).optimizer_steps == 1
     old_field = None if one_step and source == "current" else OLD_LOG_PROB_FIELDS[source]
 
     def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
@@ -61,8 +65,14 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
         log_prob_BT = outputs.log_prob_BT
         old_BT = column.get(old_field, log_prob_BT.detach())
         picked = {"picked_BT": rows["picked"]} if "picked" in rows.keys() else {}
-        advantage_BT = rows["advantage"] if reads_advantage else torch.zeros_like(old_BT)
-        policy = compute_policy_loss(name, log_prob_BT, old_BT, advantage_BT, mask_BT, options | picked)
+        taught_BT = None
+        if actor.distills:
+            taught_BT = _from_teachers(actor.distill, outputs, rows, old_BT, column)
+        if alone:
+            policy = TokenLoss(actor.distill.coef * taught_BT, {})
+        else:
+            advantage_BT = rows["advantage"] if actor.reads_advantage else torch.zeros_like(old_BT)
+            policy = compute_policy_loss(name, log_prob_BT, old_BT, advantage_BT, mask_BT, options | picked)
         metrics = Metrics()
         terms = {main: policy.loss_BT}
         stats = policy.stats | {"entropy": outputs.entropy_BT.detach()}
@@ -90,6 +100,10 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
                 kl_BT = kl_BT * policy_ratio(log_prob_BT, old_BT)
             terms["kl_loss"] = actor.kl_loss_coef * kl_BT
             stats["ref_kl"] = kl_BT.detach()
+        if taught_BT is not None:
+            stats["teacher_divergence"] = taught_BT.detach()
+            if not alone:
+                terms["distill_loss"] = actor.distill.coef * taught_BT
         share_B = rows["prompt_share"] if "prompt_share" in rows.keys() else None
         shares = _shares(terms, mask_BT, actor.loss_agg_mode, counts, share_B)
         loss = sum(shares.values())
@@ -123,8 +137,28 @@ def _token_columns(
 def _of_trained(outputs: TokenOutputs, mask_BT: Tensor) -> TokenOutputs:
     """The outputs at trained tokens, 0 elsewhere."""
     found = {item.name: getattr(outputs, item.name) for item in fields(outputs)}
-    kept = {name: trained_only(value_BT, mask_BT) for name, value_BT in found.items() if value_BT is not None}
+    kept = {name: _at_trained(value, mask_BT) for name, value in found.items() if value is not None}
     return replace(outputs, **kept)
+
+
+def _at_trained(value_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """Numbers or vectors at trained tokens, 0 elsewhere."""
+    return trained_only(value_BT, mask_BT if value_BT.ndim == 2 else mask_BT[..., None])
+
+
+def _from_teachers(
+    distill: DistillConfig,
+    outputs: TokenOutputs,
+    rows: TensorDict,
+    old_BT: Tensor,
+    column: dict[str, Tensor],
+) -> Tensor:
+    """The divergence from the teachers at each token, with gradient."""
+    if "teacher_log_prob" in column:
+        return sampled_reverse_kl(outputs.log_prob_BT, old_BT, column["teacher_log_prob"])
+    teacher_BTK = _at_trained(rows["teacher_top_log_prob"], rows["response_mask"])
+    whole = distill.top_k == WHOLE
+    return divergence(outputs.top_log_prob_BT, teacher_BTK, distill.divergence, distill.beta, whole=whole)
 
 
 def _kl(name: str, outputs: TokenOutputs, ref_log_prob_BT: Tensor) -> Tensor:

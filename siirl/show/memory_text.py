@@ -137,7 +137,7 @@ def _of_model(model: ModelPlan, cfg: Config) -> Iterator[tuple[str, Any]]:
         yield from _halved(
             cfg, f"{group}.use_dynamic_bsz", group, "ppo_max_token_len", "ppo_micro_batch_size"
         )
-    if model.is_policy or model.is_reference:
+    if model.head == "lm":
         owner = rollout if model.is_policy else group
         names = ("log_prob_max_token_len", "log_prob_micro_batch_size")
         yield from _halved(cfg, f"{owner}.log_prob_use_dynamic_bsz", owner, *names)

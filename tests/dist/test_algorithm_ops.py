@@ -24,8 +24,8 @@ from siirl.observe.metrics import Metrics
 ELSEWHERE = {"remax", "gae_marft", "gdpo"}  # what they read is not in `batch`; tests/dist/test_credit_ops.py
 ESTIMATORS = [n for n in all_keys()["algorithm.adv_estimator"].rule.choices if n not in ELSEWHERE]
 LOSSES = [
-    name for name, row in algorithm_table.LOSSES.items() if not row.pairs
-]  # those have an op of their own
+    name for name, row in algorithm_table.LOSSES.items() if not (row.pairs or row.distills)
+]  # those have an op of their own, or need teachers
 
 
 def batch(rows: int = 8, width: int = 5) -> TensorDict:

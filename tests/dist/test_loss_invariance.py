@@ -30,6 +30,7 @@ from siirl.data.rows import take_rows
 from siirl.engines.train.base import BatchCounts, TokenOutputs, TrainEngine
 from siirl.nodes.actor_train import actor_train
 from siirl.nodes.policy_loss import make_loss_fn, policy_loss_options
+from siirl.nodes.teacher_rows import taught
 from siirl.observe.metrics import Metrics
 
 ACTOR = "actor_rollout_ref.actor"
@@ -70,6 +71,8 @@ MASKS = {  # bounds that some tokens and rows of `columns` pass and some do not
     f"{ACTOR}.rollout_correction.reject": "mean_k3",
     f"{ACTOR}.rollout_correction.reject_divergence": 0.08,
 }
+TEACHERS, TOP = ("one", "two"), 5
+DISTILL = f"{ACTOR}.distill"
 LOSSES = [name for name in POLICY_LOSSES.names() if name != "geo_mean"]
 
 
@@ -78,6 +81,20 @@ def case(loss: str, mode: str, more: str = "", **keys: Any) -> tuple[str, dict[s
     return f"{loss}, {mode}{more}", named | PICKS | keys
 
 
+def distill(top_k: int, divergence: str = "reverse_kl", **more: Any) -> dict[str, Any]:
+    return {f"{DISTILL}.top_k": top_k, f"{DISTILL}.divergence": divergence, f"{DISTILL}.coef": 0.5} | more
+
+
+BESIDE = {f"{DISTILL}.enable": True}
+TAUGHT = dict(
+    [
+        case("distill", "token-mean", ", sampled", **distill(0)),
+        case("distill", "seq-mean-token-mean", ", likeliest words", **distill(TOP, "jsd")),
+        case("distill", "token-mean", ", all words", **distill(-1, "forward_kl")),
+        case("vanilla", "token-mean", ", all words beside", **distill(-1, "jsd", **BESIDE), **TERMS),
+        case("vanilla", "prompt-mean", ", sampled beside", **distill(0, **BESIDE), **MASKS),
+    ]
+)
 FEW = dict(
     [
         case("vanilla", "token-mean", ", terms, shuffled", **TERMS, **{f"{ACTOR}.shuffle": True}),
@@ -85,6 +102,7 @@ FEW = dict(
         case("vespo", "prompt-mean", ", masks", **MASKS),
         case("clip_cov", "seq-mean-token-sum"),
         case("kl_cov", "seq-mean-token-sum-norm"),
+        *TAUGHT.items(),
     ]
 )
 BY_TOKENS_AND_ROWS = [mode for mode in AGGREGATIONS if mode != "prompt-mean"]
@@ -95,9 +113,10 @@ ALL |= dict(
 ALL |= dict(
     case("vanilla", mode, ", terms", **TERMS, **{f"{ACTOR}.kl_loss_type": "k3+"}) for mode in AGGREGATIONS
 )
+ALL |= TAUGHT
 ALL |= dict(case("vanilla", mode, ", masks", **MASKS) for mode in ("token-mean", "prompt-mean"))
 
-KEEP_HEAD = (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full")
+KEEP_HEAD = (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{DISTILL}.top_k={TOP}")
 
 
 def scenario(
@@ -162,8 +181,47 @@ def columns() -> dict[str, Tensor]:
     names = ("old_log_prob", "rollout_log_prob", "ref_log_prob")
     found = {name: log_prob_BT + 0.25 * torch.randn(NUM_ROWS, WIDTH, generator=draw) for name in names}
     found["old_entropy"] = plain_outputs()[1].detach() + 0.25 * torch.randn(NUM_ROWS, WIDTH, generator=draw)
+    for name in TEACHERS:
+        found |= said_by_teacher(name, draw)
     found["group_id"] = torch.arange(NUM_ROWS) // 4  # one prompt has rows in both mini-batches
     return found | {"ref_hidden": hidden_BTD + 0.3 * torch.randn(hidden_BTD.shape, generator=draw)}
+
+
+def said_by_teacher(name: str, draw: torch.Generator) -> dict[str, Tensor]:
+    """Its fields: "one" takes the rows but every third, "two" the odd ones, and these.
+
+    Likeliest words are those of one teacher only, so a row of both has those of the first.
+    """
+    row_B = torch.arange(NUM_ROWS)
+    weight_B = (row_B % 3 != 0).float() if name == "one" else 3.0 * ((row_B % 3 == 0) | (row_B % 2 == 1))
+    shape = (NUM_ROWS, WIDTH, plain_model().config.vocab_size)
+    log_q = (2 * torch.randn(shape, generator=draw)).log_softmax(-1)
+    words = engines.sample_rows(0)["response_ids"]
+    top, ids = log_q.topk(TOP)
+    fields = {
+        "weight": weight_B,
+        "log_prob": log_q.gather(-1, words[..., None])[..., 0],
+        "all": log_q,
+        "top": top,
+        "top_ids": ids,
+    }
+    return {f"{name}_teacher_{field}": value for field, value in fields.items()}
+
+
+def of_teachers(rows: TensorDict, cfg: Config) -> TensorDict:
+    """The rows with what teachers give under a configuration."""
+    top_k = cfg.actor_rollout_ref.actor.distill.top_k
+    rows = rows.clone(recurse=False)
+    for name in TEACHERS:
+        kinds = {kind: rows.pop(f"{name}_teacher_{kind}") for kind in ("all", "top")}
+        if top_k:
+            rows[f"{name}_teacher_top_log_prob"] = kinds["all" if top_k == -1 else "top"]
+    return rows
+
+
+def plain_words() -> Tensor:
+    """Log-probs of all words at each response token, with their graph, [B, T, V]."""
+    return (plain_hidden() @ plain_model().lm_head.weight.t() / TEMPERATURE).log_softmax(-1)
 
 
 @functools.cache
@@ -200,7 +258,10 @@ class Update:
 
 def whole_update(keys: dict[str, Any]) -> Update:
     """The same in one process, on whole mini-batches, by plain Hugging Face."""
-    cfg, rows = with_overrides(base_config(), keys), rows_of(columns())
+    cfg = with_overrides(base_config(), keys)
+    rows = of_teachers(rows_of(columns()), cfg)
+    if cfg.actor_rollout_ref.actor.distills:
+        rows = taught(SimpleNamespace(cfg=cfg, node_id="train"), rows)
     model, (log_prob_BT, entropy_BT) = plain_model(), plain_outputs()
     order = torch.arange(NUM_ROWS)
     if cfg.actor_rollout_ref.actor.shuffle:
@@ -219,7 +280,9 @@ def whole_update(keys: dict[str, Any]) -> Update:
         if actor.loss_agg_mode == "prompt-mean":
             mini["prompt_share"] = shares_of_prompts(mini["group_id"].tolist(), mask_BT.sum(-1).tolist())
         counts = BatchCounts(float(mask_BT.sum()), float(mask_BT.any(-1).sum()), cfg.data.max_response_length)
-        outputs = TokenOutputs(log_prob_BT[index], entropy_BT[index], plain_full_kl()[index])
+        words = plain_words()[index]
+        words = words.gather(-1, mini["top_ids"]) if "top_ids" in mini.keys() else words
+        outputs = TokenOutputs(log_prob_BT[index], entropy_BT[index], plain_full_kl()[index], words)
         loss, of_mini = make_loss_fn(cfg)(outputs, mini, counts)
         metrics.merge(of_mini)
         grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
@@ -245,11 +308,12 @@ def updates(
     found: dict[str, Tensor],
 ) -> dict[str, Update] | None:
     """Of every scenario and case, from rank 0."""
-    hidden_BTD = found.pop("hidden")
+    hidden_BTD, word_BTV = found.pop("hidden"), found.pop("words")
     rows, results = rows_of(found), {}
     for one in scenarios:
         engine, _ = engines.build_engine(one, path)
         check_hidden(engine, rows, hidden_BTD)
+        check_words(engine, rows, word_BTV)
         shards = engines.dims_of(one, tuple(range(world)))[0].data_shards()
         is_shard_leader = shards.index(shards[rank]) == rank
         moments: dict[str, Tensor] = {}
@@ -257,10 +321,9 @@ def updates(
             owner = torch.randint(
                 engine.dp_size, (NUM_ROWS,), generator=torch.Generator().manual_seed(number)
             )
-            mine = take_rows(rows, (owner == engine.dp_rank).nonzero().squeeze(1))
-            ctx = SimpleNamespace(
-                cfg=with_overrides(base_config(), keys), step=STEP, group=dist.group.WORLD, trained=None
-            )
+            cfg = with_overrides(base_config(), keys)
+            mine = take_rows(of_teachers(rows, cfg), (owner == engine.dp_rank).nonzero().squeeze(1))
+            ctx = SimpleNamespace(cfg=cfg, node_id="train", step=STEP, group=dist.group.WORLD, trained=None)
             ctx.metrics, ctx.is_shard_leader = Metrics(), is_shard_leader
             actor_train(ctx, mine, engine)
             results[f"{one.name}: {name}"] = joined(ctx)
@@ -277,6 +340,16 @@ def check_hidden(engine: TrainEngine, rows: TensorDict, want_BTD: Tensor) -> Non
     mine = torch.arange(NUM_ROWS)[engine.dp_rank :: engine.dp_size]
     got_BTD = engine.compute(take_rows(rows, mine), ("log_prob", "hidden"), TEMPERATURE)["hidden"]
     torch.testing.assert_close(got_BTD, want_BTD[mine], rtol=1e-4, atol=1e-4)
+
+
+def check_words(engine: TrainEngine, rows: TensorDict, want_BTV: Tensor) -> None:
+    """The likeliest words that a teacher on this engine would name, with their log-probs."""
+    mine = torch.arange(NUM_ROWS)[engine.dp_rank :: engine.dp_size]
+    got = engine.compute(take_rows(rows, mine), ("top_log_prob", "top_ids"), TEMPERATURE)
+    inside_BT = torch.arange(WIDTH) < rows["response_length"][mine, None]
+    want = want_BTV[mine].topk(TOP)
+    torch.testing.assert_close(got["top_log_prob"][inside_BT], want.values[inside_BT], rtol=1e-4, atol=1e-4)
+    assert torch.equal(got["top_ids"][inside_BT], want.indices[inside_BT])
 
 
 def joined(ctx: SimpleNamespace) -> Update:
@@ -296,7 +369,7 @@ def wanted(name: str) -> Update:
 
 
 def check(scenarios: list[Scenario], cases: dict[str, dict]) -> None:
-    given = columns() | {"hidden": plain_hidden().detach()}
+    given = columns() | {"hidden": plain_hidden().detach(), "words": plain_words().detach()}
     found = run_workers(updates, scenarios[0].world, scenarios, cases, model_dir(), given, deadline_s=400)[0]
     assert len(found) == len(scenarios) * len(cases)
     for key, got in found.items():

@@ -26,6 +26,7 @@ from siirl.show.plan_text import report
 
 GOLDEN = Path(__file__).parent / "golden"
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
+TEACHER = ("teacher.model.path=/models/teacher",)
 
 
 REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/rm")
@@ -138,6 +139,16 @@ CASES = {
     ),
     "reward_training_grpo_on_2": lambda: compiled(
         load_dag_file(TEMPLATES / "reward_training_grpo.yaml"), 2, *REWARD_MODEL
+    ),
+    "distill_on_2": lambda: compiled(load_dag_file(TEMPLATES / "distill.yaml"), 2, *TEACHER),
+    "two_teachers_apart": lambda: compiled(
+        with_node_config(
+            load_dag_file(TEMPLATES.parent / "examples/distillation/two_teachers.yaml"),
+            {"larger": {"placement": "2"}, "smaller": {"placement": "3"}},
+        ),
+        4,
+        *TEACHER,
+        "actor_rollout_ref.actor.distill.top_k=4",
     ),
     "sft_grpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft_grpo.yaml"), 2),
     "debate_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2),

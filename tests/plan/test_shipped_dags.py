@@ -16,6 +16,7 @@ GAMES = "examples/multi_agent/games.py"
 GROUPS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8")
 REWARD_MODEL = ("reward_model.enable=true", "reward_model.model.path=/models/reward")
 ONE_MINI_BATCH = ("actor_rollout_ref.actor.ppo_mini_batch_size=1024", *GROUPS)
+TEACHER = ("teacher.model.path=/models/teacher",)
 GIVEN = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 PAIRS = (
@@ -26,6 +27,7 @@ ASKS_FOR = {
     "dpo": (*GIVEN, *PAIRS, f"{LOSS}=dpo"),
     "dapo": (*GROUPS, "algorithm.filter_groups.enable=true"),
     "debate": GROUPS,
+    "distill": TEACHER,
     "grpo": GROUPS,
     "grpo_lag": GROUPS,
     "grpo_reward_model": (*GROUPS, *REWARD_MODEL),
@@ -45,6 +47,7 @@ ASKS_FOR = {
     "self_play": (*GROUPS, f"dag.node_config.game.env_path={GAMES}:Nim"),
     "sft": (*GIVEN, "actor_rollout_ref.rollout.name=dataset", f"{LOSS}=sft"),
     "sft_grpo": GROUPS,
+    "two_teachers": TEACHER,
     "shop": ONE_MINI_BATCH,
     "shopper": ONE_MINI_BATCH,
     "solver_verifier": GROUPS,

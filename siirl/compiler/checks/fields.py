@@ -37,8 +37,10 @@ def prune(workflow: Workflow) -> dict[str, str]:
     needed: set[FieldKey] = set()
     pruned: dict[str, str] = {}
     rollout_only = workflow.run.trainer.rollout_only
+    distilling = _distilling(workflow)
     for node in (workflow.nodes[node_id] for node_id in reversed(workflow.graph.order)):
-        if _is_wanted(node, rollout_only) or needed.intersection(node.writes):
+        shows = node.op.scores and node.agent in distilling
+        if shows or _is_wanted(node, rollout_only) or needed.intersection(node.writes):
             needed.update(node.reads)
         else:
             pruned[node.id] = _why_pruned(node, rollout_only)
@@ -47,6 +49,16 @@ def prune(workflow: Workflow) -> dict[str, str]:
         if members - pruned.keys():
             pruned = {node_id: why for node_id, why in pruned.items() if node_id not in members}
     return {node_id: pruned[node_id] for node_id in workflow.graph.order if node_id in pruned}
+
+
+def _distilling(workflow: Workflow) -> set[int]:
+    """Agents that learn from teachers alone: what scores them says how they are doing."""
+    nodes = workflow.nodes.values()
+    return {
+        node.agent
+        for node in nodes
+        if node.op.trains_policy and node.cfg.actor_rollout_ref.actor.loss.distills
+    }
 
 
 def _is_wanted(node: ResolvedNode, rollout_only: bool) -> bool:
@@ -256,6 +268,11 @@ def _one_writer(one: ResolvedNode, other: ResolvedNode) -> str:
         return (
             "Give each a name by writes: [NAME], and add a node of role REWARD that adds them up: "
             "reads: [NAME, ...] (docs/rewards.md); or remove one."
+        )
+    if one.op.role is not None and one.op.role.is_reference:
+        return (
+            "A policy is kept close to one reference: remove one. Models that it learns from are nodes "
+            "of node_role: TEACHER (docs/distillation.md)."
         )
     renamed = next((node for node in (other, one) if node.spec.executable_ref is not None), None)
     if renamed is None:

@@ -19,11 +19,12 @@ def check_given(kept: Workflow) -> Iterator[UserError]:
         trainers = [x for x in kept.nodes.values() if x.agent == agent and x.op.trains_policy]
         for trainer in trainers:
             actor = trainer.cfg.actor_rollout_ref.actor
-            if not actor.loss.imitates:
+            if not actor.imitates:
                 yield DagError(
                     f"{trainer} trains the responses of a dataset ({rollout}) by "
                     f"actor.policy_loss.loss_mode={actor.loss_name}, which is for responses that the policy "
-                    "has sampled. Set loss_mode=sft or dpo, or sample: rollout.name=vllm."
+                    "has sampled. Set loss_mode=sft or dpo, or distill with distill.top_k=-1; or "
+                    "sample: rollout.name=vllm."
                 )
             elif actor.loss.pairs and rollout.shares is not None:
                 yield NotSupportedError(

@@ -205,8 +205,8 @@ def turns_of_training(kept: Nodes) -> dict[str, dict[str, int]]:
 
 
 def warmup_of(cfg: Config) -> int:
-    """The first steps of a run in which only critics are trained: what imitates needs no critic."""
-    return 0 if cfg.actor_rollout_ref.actor.loss.imitates else cfg.trainer.critic_warmup
+    """The first steps of a run in which only critics are trained: what reads no advantage needs none."""
+    return cfg.trainer.critic_warmup if cfg.actor_rollout_ref.actor.reads_advantage else 0
 
 
 def trains_in(step: int, warmup: int, cycle: int | None, turn: dict[str, int]) -> bool:

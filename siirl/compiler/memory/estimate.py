@@ -16,6 +16,7 @@ from siirl.config.batch import batch_of
 from siirl.config.common import ModelConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES, role_group, role_model
+from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.dag.ops import uses_full_kl
 
 SMALL_MODEL_BYTES = 2 << 30
@@ -221,7 +222,11 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     lines += activation_lines(model, cfg, shape, kept, forward_values(shape, fused), compute)
     if model.head == "lm":
         lines += head_lines(model, cfg, shape.vocabulary, shape.hidden, compute)
-    return lines + full_kl_lines(model, cfg, shape, rows_per_shard, compute)
+    return (
+        lines
+        + full_kl_lines(model, cfg, shape, rows_per_shard, compute)
+        + teacher_lines(model, cfg, shape, rows_per_shard)
+    )
 
 
 def offloadable(
@@ -300,6 +305,22 @@ def full_kl_lines(
     tokens = min(tokens, micro_batch_tokens(model, cfg, trains=True))
     words = -(-shape.vocabulary // model.dims.tp)
     return [MemoryLine(model.name, "hidden states", (words + tokens) * shape.hidden * width)]
+
+
+def teacher_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """What distributions of teachers add: those of all rows of a rank, on the host until the update; at the
+    policy those of a micro-batch by both, their gradient, and what the divergence computes of them."""
+    top_k = cfg.teacher.top_k if model.is_teacher else cfg.actor_rollout_ref.actor.distill.top_k
+    learns = model.trains and model.is_policy and cfg.actor_rollout_ref.actor.distribution
+    if top_k == SAMPLED or not (model.is_teacher or learns):
+        return []
+    width = shape.vocabulary if top_k == WHOLE else min(top_k, shape.vocabulary)
+    number = BYTES["float32"] if top_k == WHOLE else BYTES["float32"] + 8
+    tokens = rows_per_shard * cfg.actor_rollout_ref.rollout.response_length
+    if model.is_teacher:
+        return [MemoryLine(model.name, "distributions", tokens * width * number, (), host=True)]
+    tokens = min(tokens, micro_batch_tokens(model, cfg, trains=True))
+    return [MemoryLine(model.name, "distributions", tokens * width * (number + 3 * BYTES["float32"]))]
 
 
 def adapter_params(model: ModelConfig, shape: ModelShape) -> int:

@@ -3,7 +3,9 @@
 What it computes of a token follows from its head (ModelPlan.head): "lm" gives "log_prob", "entropy", without
 gradient "prob_square" (the sum of the squared probabilities of all words) and "hidden" (the last hidden state
 before the token, D numbers in the type that the model computes in) and, from rows with ref_hidden, "full_kl"
-(the KL over the whole vocabulary from the model as it was built; config asks for it);
+(the KL over the whole vocabulary from the model as it was built; config asks for it), and "top_log_prob",
+log-probs [B, T, K] of the rows' top_ids, or without these of the K likeliest words, which "top_ids" are, or
+of all words, in order, as config has it;
 "value" gives "value", the estimate of the return from the state before the token; "score", and of a model in
 training "trained_score", give "score", what a reward model says of the conversation before the token.
 
@@ -37,6 +39,8 @@ class TokenOutputs:
     """Nats."""
     full_kl_BT: Tensor | None = None
     """KL divergence from the reference over the whole vocabulary, in nats."""
+    top_log_prob_BT: Tensor | None = None
+    """[B, T, K], nats: of the words that the rows' top_ids name, or of all."""
     value_BT: Tensor | None = None
     """A critic's value, in units of the reward."""
     score_BT: Tensor | None = None
@@ -79,7 +83,8 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
-        """Forward without gradient; the head's outputs as [B, T] float32 columns, "hidden" as [B, T, D]."""
+        """Forward without gradient; the head's outputs as [B, T] float32 columns, "hidden" as [B, T, D]
+        of the type that it computes in, "top_log_prob" as [B, T, K] float32, "top_ids" as int64."""
 
     @abstractmethod
     def train_mini_batch(

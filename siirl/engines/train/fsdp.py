@@ -38,6 +38,7 @@ from siirl.engines.train.packing import (
     row_lengths,
     sharing_pays,
     split_bundles,
+    vector_outputs,
 )
 from siirl.engines.train.router_loss import RouterLoss
 from siirl.engines.train.settings import engine_settings
@@ -92,7 +93,9 @@ class FSDPEngine(SteppingEngine):
         self._require_on_device("params")
         self._check_outputs(outputs)
         home = rows["response_ids"].device
-        columns = new_columns(rows, outputs, self._hidden_size, compute_dtype(self._settings), home)
+        dtype, top_k = compute_dtype(self._settings), self._settings.top_k
+        vectors = vector_outputs(self._hidden_size, dtype, top_k, self._model.hf.config.vocab_size)
+        columns = new_columns(rows, outputs, vectors, home)
         shares = self._shares_prompts(rows)
         self._model.eval()
         with torch.no_grad():

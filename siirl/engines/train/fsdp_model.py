@@ -97,6 +97,7 @@ def build_sharded(
         _read_own(hf, model_dir(settings.model.path), parts, fresh, mesh, group)
     if base is not None:
         join_shards(model, base)
+    model.top_k = settings.top_k
     if settings.full_kl:
         model.keep_reference_head(compute_dtype(settings))
     return model

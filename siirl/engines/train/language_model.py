@@ -13,9 +13,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
+from siirl.algorithms.top_log_probs import linear_log_probs_of, linear_top_log_probs
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
 from siirl.compiler.model_types import EXPERTS
 from siirl.compiler.plan import Head
+from siirl.config.teacher import WHOLE
 from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.packing import PackedBatch
 from siirl.engines.train.sequence_bounds import SequenceBounds
@@ -44,6 +46,7 @@ class PackedModel(nn.Module, ABC):
         temperature: float,
         outputs: tuple[str, ...],
         ref_hidden: Tensor | None = None,
+        top_ids: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Name -> fp32 [M] for each of `outputs`, from the hidden state before each response token.
 
@@ -54,7 +57,7 @@ class PackedModel(nn.Module, ABC):
             input_ids=input_ids, position_ids=position_ids, use_cache=False, sequence_bounds=bounds
         ).last_hidden_state[0]
         hidden_MD = hidden_ND.index_select(0, predict_index)
-        return self.head(hidden_MD, target, temperature, outputs, ref_hidden)
+        return self.head(hidden_MD, target, temperature, outputs, ref_hidden, top_ids)
 
     @abstractmethod
     def head(
@@ -64,6 +67,7 @@ class PackedModel(nn.Module, ABC):
         temperature: float,
         outputs: tuple[str, ...],
         ref_hidden_MD: Tensor | None,
+        top_ids_MK: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The outputs of hidden states."""
 
@@ -71,9 +75,11 @@ class PackedModel(nn.Module, ABC):
 class PackedLanguageModel(PackedModel):
     """Log-probs of response tokens and entropies, in nats at the temperature; full logits are never held."""
 
-    outputs = ("log_prob", "entropy", "prob_square", "hidden", "full_kl")
+    outputs = ("log_prob", "entropy", "prob_square", "hidden", "full_kl", "top_log_prob", "top_ids")
     reference_head: Tensor | None = None
     """[V, D] as it was read from model.path, whole on every rank, where full_kl is asked for."""
+    top_k: int = WHOLE
+    """Of how many words top_log_prob is, where the rows do not say of which."""
 
     def keep_reference_head(self, dtype: torch.dtype) -> None:
         """Collective over the model's ranks; before the first step, and before a checkpoint is loaded."""
@@ -87,6 +93,7 @@ class PackedLanguageModel(PackedModel):
         temperature: float,
         outputs: tuple[str, ...],
         ref_hidden_MD: Tensor | None,
+        top_ids_MK: Tensor | None = None,
     ) -> dict[str, Tensor]:
         weight_VD = self.hf.get_output_embeddings().weight
         chunk = max(1, LOGITS_CHUNK // weight_VD.shape[0])
@@ -107,6 +114,12 @@ class PackedLanguageModel(PackedModel):
             found["full_kl"] = linear_full_kl(
                 hidden_MD, weight_VD, ref_hidden_MD, reference_VD, temperature, chunk=max(1, chunk // 4)
             )
+        at = {"temperature": temperature, "chunk": max(1, chunk // 4)}
+        if "top_ids" in outputs:
+            top = linear_top_log_probs(hidden_MD, weight_VD, self.top_k, **at)
+            found["top_log_prob"], found["top_ids"] = top
+        elif "top_log_prob" in outputs:
+            found["top_log_prob"] = linear_log_probs_of(hidden_MD, weight_VD, top_ids_MK, **at)
         return {name: found[name] for name in outputs}
 
 
@@ -122,6 +135,7 @@ class PackedValueModel(PackedModel):
         temperature: float,
         outputs: tuple[str, ...],
         ref_hidden_MD: Tensor | None,
+        top_ids_MK: Tensor | None = None,
     ) -> dict[str, Tensor]:
         score = self.hf.score
         bias = None if score.bias is None else score.bias.float()
@@ -157,6 +171,7 @@ def run_packed(
         temperature,
         outputs,
         batch.ref_hidden,
+        batch.top_ids,
     )
     return {name: batch.to_cells(value_M) for name, value_M in values.items()}
 

@@ -5,7 +5,7 @@ them.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.row_cost import row_cost
+from siirl.config.teacher import WHOLE
 from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
 from siirl.errors import ConfigError, DataError
 
@@ -251,6 +252,8 @@ class PackedBatch:
     """There was nothing to compute: one token only keeps this rank in step with the others' collectives."""
     ref_hidden: Tensor | None = None
     """[M, D], the rows' field of that name, if they have it."""
+    top_ids: Tensor | None = None
+    """[M, K], likewise."""
 
     def to_cells(self, value_M: Tensor) -> Tensor:
         """Values of response tokens in their places, [B, T], zero elsewhere; differentiable.
@@ -276,9 +279,9 @@ def pack_rows(rows: TensorDict, device: torch.device, share_prompts: bool = Fals
     num_rows, width = response_BT.shape
     prompt_B, response_B = rows["prompt_length"], rows["response_length"]
     used_B = response_B > 0
-    ref_BTD = rows["ref_hidden"] if "ref_hidden" in rows.keys() else None
+    given = {name: rows[name] for name in ("ref_hidden", "top_ids") if name in rows.keys()}
     if not bool(used_B.any()):
-        return _dummy(num_rows, width, device, ref_BTD)
+        return _dummy(num_rows, width, device, given)
     if bool((used_B & (prompt_B < 1)).any()):
         row = int((used_B & (prompt_B < 1)).nonzero()[0])
         raise DataError(
@@ -308,7 +311,7 @@ def pack_rows(rows: TensorDict, device: torch.device, share_prompts: bool = Fals
         num_rows=num_rows,
         width=width,
         is_dummy=False,
-        ref_hidden=None if ref_BTD is None else ref_BTD[answered_BT].to(device),
+        **{name: value_BTX[answered_BT].to(device) for name, value_BTX in given.items()},
     )
 
 
@@ -382,7 +385,7 @@ def _ends(length_S: Tensor) -> Tensor:
     return torch.nn.functional.pad(length_S.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _dummy(num_rows: int, width: int, device: torch.device, ref_BTD: Tensor | None) -> PackedBatch:
+def _dummy(num_rows: int, width: int, device: torch.device, given: dict[str, Tensor]) -> PackedBatch:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
     return PackedBatch(
@@ -395,18 +398,32 @@ def _dummy(num_rows: int, width: int, device: torch.device, ref_BTD: Tensor | No
         num_rows=num_rows,
         width=width,
         is_dummy=True,
-        ref_hidden=None if ref_BTD is None else ref_BTD.new_zeros(1, ref_BTD.shape[-1], device=device),
+        **{name: value.new_zeros(1, value.shape[-1], device=device) for name, value in given.items()},
     )
 
 
 def new_columns(
-    rows: TensorDict, outputs: Sequence[str], hidden_size: int, dtype: torch.dtype, device: torch.device
+    rows: TensorDict,
+    outputs: Sequence[str],
+    vectors: Mapping[str, tuple[int, torch.dtype]],
+    device: torch.device,
 ) -> dict[str, Tensor]:
-    """Name -> zeros for an output of response tokens: [B, T] float32; "hidden" [B, T, D] of dtype."""
+    """Name -> zeros for an output of response tokens: [B, T] float32, or [B, T, width] of a type.
+
+    vectors: name -> (width, type).
+    """
     shape = rows["response_ids"].shape
-    return {
-        name: torch.zeros(*shape, hidden_size, dtype=dtype, device=device)
-        if name == "hidden"
-        else torch.zeros(shape, device=device)
-        for name in outputs
-    }
+    columns: dict[str, Tensor] = {}
+    for name in outputs:
+        width, dtype = vectors.get(name, (None, torch.float32))
+        columns[name] = torch.zeros(*shape, *([] if width is None else [width]), dtype=dtype, device=device)
+    return columns
+
+
+def vector_outputs(
+    hidden_size: int, dtype: torch.dtype, top_k: int, num_words: int
+) -> dict[str, tuple[int, torch.dtype]]:
+    """Name -> (width, type) of the outputs of a language model that are vectors. dtype: of hidden states."""
+    width = num_words if top_k == WHOLE else min(top_k, num_words)
+    top = {"top_log_prob": (width, torch.float32), "top_ids": (width, torch.int64)}
+    return {"hidden": (hidden_size, dtype), **top}

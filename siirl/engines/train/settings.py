@@ -37,6 +37,8 @@ class EngineSettings:
     """The configured response length."""
     full_kl: bool
     """The output head is kept as it is read, for the KL over the whole vocabulary."""
+    top_k: int
+    """Of how many words a distribution is told; -1: of all."""
 
 
 def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
@@ -62,6 +64,7 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
         seed=cfg.trainer.seed,
         response_width=cfg.data.max_response_length,
         full_kl=plan.is_policy and plan.trains and uses_full_kl(cfg),
+        top_k=cfg.teacher.top_k if role.is_teacher else cfg.actor_rollout_ref.actor.distill.top_k,
     )
 
 

@@ -27,7 +27,7 @@ def test_each_entry_is_a_complete_engine(path, base):
 
 def test_keys_have_the_rows_as_choices():
     keys = {name: key.rule for name, key in all_keys().items() if name.rpartition(".")[2] == "strategy"}
-    assert len(keys) == 4
+    assert len(keys) == 5
     for rule in keys.values():
         assert set(rule.choices) == set(TRAIN_BACKENDS) == set(TRAINABLE) == set(STRATEGIES)
     rule = all_keys()["actor_rollout_ref.rollout.name"].rule

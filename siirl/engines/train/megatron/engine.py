@@ -39,6 +39,7 @@ from siirl.engines.train.packing import (
     packed_lengths,
     row_lengths,
     split_bundles,
+    vector_outputs,
 )
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
@@ -101,6 +102,7 @@ class MegatronEngine(SteppingEngine):
         except UserError as error:
             problem = error
         all_agree(problem, group, f"read the weights of {settings.model.path}")
+        self._stages[-1].top_k = settings.top_k
         if settings.full_kl and self._stages[-1].post_process:
             self._stages[-1].keep_reference_head()
         self._exporter = Exporter(self._params, self._scope, plan.dims)
@@ -134,7 +136,8 @@ class MegatronEngine(SteppingEngine):
         self._check_outputs(outputs)
         home = rows["response_ids"].device
         dtype = self._config.params_dtype
-        columns = new_columns(rows, outputs, self._hf.hidden_size, dtype, self.device)
+        vectors = vector_outputs(self._hf.hidden_size, dtype, self._settings.top_k, self._hf.vocab_size)
+        columns = new_columns(rows, outputs, vectors, self.device)
 
         def keep(batch: MicroBatch, index: list[int], found: Outputs) -> tuple[Tensor, Tensor, dict]:
             for name, column in columns.items():

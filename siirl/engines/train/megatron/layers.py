@@ -35,6 +35,8 @@ class PackedRows(PackedSeqParams):
     """What the head computes, by the names of TokenOutputs."""
     ref_hidden: Tensor | None = None
     """As in PackedBatch."""
+    top_ids: Tensor | None = None
+    """As in PackedBatch."""
 
 
 def new_parameter(config: Any, shape: tuple[int, ...]) -> nn.Parameter:

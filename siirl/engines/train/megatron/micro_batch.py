@@ -78,6 +78,7 @@ def make_micro_batch(
         temperature=temperature,
         outputs=outputs,
         ref_hidden=packed.ref_hidden,
+        top_ids=packed.top_ids,
     )
     return MicroBatch(rows, packed, input_ids, position_ids, arguments)
 
@@ -94,6 +95,7 @@ def _own_predictions(packed: PackedBatch, shard: ContextShard) -> PackedBatch:
         target=packed.target[own_M],
         cell=packed.cell[own_M],
         ref_hidden=None if packed.ref_hidden is None else packed.ref_hidden[own_M],
+        top_ids=None if packed.top_ids is None else packed.top_ids[own_M],
     )
 
 

@@ -18,8 +18,10 @@ from torch.nn.functional import linear
 
 from siirl.algorithms.full_kl import linear_full_kl
 from siirl.algorithms.log_probs import linear_log_prob_entropy
+from siirl.algorithms.top_log_probs import WordShard, linear_log_probs_of, linear_top_log_probs
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
 from siirl.compiler.plan import Head
+from siirl.config.teacher import WHOLE
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.megatron.layers import PackedRows, new_parameter
@@ -50,9 +52,11 @@ class Stage(GPTModel, ABC):
 class LanguageStage(Stage):
     """Log-probs and entropies over a vocabulary that is split over the tensor-parallel ranks."""
 
-    outputs = ("log_prob", "entropy", "prob_square", "hidden", "full_kl")
+    outputs = ("log_prob", "entropy", "prob_square", "hidden", "full_kl", "top_log_prob", "top_ids")
     reference_head: Tensor | None = None
     """This rank's words of the head as it was read from model.path, where full_kl is asked for."""
+    top_k: int = WHOLE
+    """Of how many words top_log_prob is, where the rows do not say of which."""
     num_words: int
     """Words of the tokenizer: the rows of embedding and head beyond them are padding."""
 
@@ -104,6 +108,17 @@ class LanguageStage(Stage):
                 chunk=max(1, chunk // 4),
                 join=partial(join_words, group),
             )
+        at = {
+            "temperature": rows.temperature,
+            "chunk": max(1, chunk // 4),
+            "shard": WordShard(first_word, self.num_words, group.rank(), group.size()),
+            "join": partial(join_words, group),
+        }
+        if "top_ids" in rows.outputs:
+            top = linear_top_log_probs(hidden_MD, weight_VD, self.top_k, **at)
+            found["top_log_prob"], found["top_ids"] = top
+        elif "top_log_prob" in rows.outputs:
+            found["top_log_prob"] = linear_log_probs_of(hidden_MD, weight_VD, rows.top_ids, **at)
         return {name: found[name] for name in rows.outputs}
 
 

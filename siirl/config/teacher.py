@@ -1,0 +1,78 @@
+"""Group teacher: a frozen model that the policy learns from, in a node of node_role TEACHER."""
+
+from dataclasses import dataclass
+
+from siirl.config.common import STRATEGY, ForwardMegatronConfig, FSDPConfig, ModelConfig
+from siirl.config.keys import group, key
+
+SAMPLED, WHOLE = 0, -1
+"""Values of top_k that count no tokens."""
+TOP_K = (
+    "0: its log-prob of the sampled token; K: those of its K likeliest tokens; -1: of the whole vocabulary"
+)
+
+
+@dataclass(frozen=True)
+class TeacherModelConfig(ModelConfig):
+    """ModelConfig of a frozen model that the policy learns from."""
+
+    path: str = key("", "directory of a Hugging Face model with the policy's tokenizer, or its name on a hub")
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """A teacher: its model, which rows it takes, and what it says of them."""
+
+    strategy: str = key("fsdp", "backend of the teacher", **STRATEGY)
+    model: TeacherModelConfig = group(TeacherModelConfig, "teacher")
+    fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
+    megatron: ForwardMegatronConfig = group(
+        ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
+    )
+    log_prob_micro_batch_size_per_gpu: int = key(
+        1,
+        "rows of a micro-batch on each rank, unless log_prob_use_dynamic_bsz",
+        when="log_prob_use_dynamic_bsz=false",
+        low=1,
+    )
+    log_prob_use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget")
+    log_prob_max_token_len_per_gpu: int = key(
+        16384, "that budget: tokens of a micro-batch on each rank", when="log_prob_use_dynamic_bsz", low=1
+    )
+    by: str = key(
+        "data_source", "field of the row that says which teachers take it: data_source, or extra_info.NAME"
+    )
+    takes: tuple[str, ...] = key((), "values of that field: the rows that this teacher takes; empty: all")
+    weight: float = key(
+        1.0, "its share of a mixture, where several teachers take a row: they are mixed", low=0, excluded=0
+    )
+    top_k: int = key(None, f"what it says of each token, as the policy's loss needs it: {TOP_K}", low=-1)
+
+
+@dataclass(frozen=True)
+class DistillConfig:
+    """The divergence between the policy and its teachers in the loss."""
+
+    enable: bool = key(
+        False, "add the divergence to the policy loss; policy_loss.loss_mode=distill: it is the whole loss"
+    )
+    coef: float = key(1.0, "its weight", low=0)
+    divergence: str = key(
+        "reverse_kl",
+        "reverse_kl: KL(policy, teacher), forward_kl: KL(teacher, policy), jsd: beta KL(teacher, m) + "
+        "(1 - beta) KL(policy, m) of the mixture m = beta teacher + (1 - beta) policy",
+        choices=("reverse_kl", "forward_kl", "jsd"),
+    )
+    beta: float = key(
+        0.5,
+        "share of the teacher in jsd",
+        when="divergence=jsd",
+        low=0,
+        high=1,
+    )
+    top_k: int = key(
+        SAMPLED,
+        f"what teachers say of each token. {TOP_K}. All other tokens but the K count as one; of the sampled "
+        "token alone there is reverse_kl",
+        low=-1,
+    )

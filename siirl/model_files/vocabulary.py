@@ -1,0 +1,60 @@
+"""Whether two models mean the same by a token, by their files. No torch or transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from siirl.config import Config
+from siirl.config.teacher import SAMPLED
+from siirl.errors import DataError
+from siirl.model_files.local_models import on_hub
+
+
+def check_same_words(cfg: Config, who: str) -> None:
+    """DataError unless a teacher has the tokens of the policy; nothing is said of models that are not here.
+
+    Embeddings may be padded differently, unless distributions over all words are compared.
+    """
+    own, other = cfg.data.tokenizer or cfg.actor_rollout_ref.model.path, cfg.teacher.model.path
+    if on_hub(own) or on_hub(other):
+        return
+    mine, its = _words(own), _words(other)
+    if mine and its and mine != its:
+        different = sorted(mine.items() ^ its.items())
+        name, token = different[0]
+        where = "the policy" if mine.get(name) == token else "the teacher"
+        raise DataError(
+            f"model {who!r}: the tokenizer of {other} is not that of {own}: they have {len(its)} and "
+            f"{len(mine)} tokens, and {len(different)} differ, e.g. {name!r} = {token} of {where}. A teacher "
+            "says how likely the policy's tokens are, so it needs the same ones. Choose one of its family."
+        )
+    sizes = [_size(path) for path in (cfg.actor_rollout_ref.model.path, other)]
+    compared = cfg.teacher.top_k != SAMPLED or not (mine and its)
+    if compared and None not in sizes and sizes[0] != sizes[1]:
+        raise DataError(
+            f"model {who!r}: vocab_size is {sizes[1]} in {other} and {sizes[0]} in "
+            f"{cfg.actor_rollout_ref.model.path}: with distill.top_k={cfg.teacher.top_k} teacher and policy "
+            "are compared word by word. Resize one's embeddings, or choose another teacher; distill.top_k=0 "
+            "needs the same tokenizer.json only."
+        )
+
+
+def _words(path: str) -> dict[str, int]:
+    """Token -> id of a tokenizer.json, those that were added included; empty without one."""
+    content = _read(Path(path).expanduser() / "tokenizer.json")
+    words = content.get("model", {}).get("vocab") or {}
+    known = words if isinstance(words, dict) else {entry[0]: index for index, entry in enumerate(words)}
+    return dict(known) | {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+
+
+def _size(path: str) -> int | None:
+    return _read(Path(path).expanduser() / "config.json").get("vocab_size")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON file; empty where there is none: who reads the model says what is wrong with it."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,87 @@
+"""Teachers: what frozen models say of the rows that they take, and what the policy learns of each row."""
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from siirl.algorithms.distillation import mixture
+from siirl.config.teacher import SAMPLED, WHOLE
+from siirl.dag.ops import OF_TEACHER, teacher_outputs
+from siirl.data.rows import objects, take_rows, widened
+from siirl.data.teacher_routes import value_of
+from siirl.engines.train.base import TrainEngine
+from siirl.errors import DataError
+from siirl.nodes.context import OpContext
+
+WEIGHT = f"{OF_TEACHER}weight"
+
+
+def teacher_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
+    """What the teacher says of the tokens of the rows that it takes, zeros in all others, and its weight.
+
+    Fields are named by the node. Collective over the model's ranks.
+    """
+    teacher = ctx.cfg.teacher
+    taken_B = _taken(ctx, rows)
+    mine = take_rows(rows, taken_B)
+    outputs = teacher_outputs(teacher.top_k)
+    found = engine.compute(mine, outputs, ctx.cfg.actor_rollout_ref.rollout.trained_temperature)
+    ctx.metrics.sum("flops/forward", engine.flops(mine, backward=False))
+    columns = {"weight": torch.where(taken_B, teacher.weight, 0.0)}
+    for name in outputs:
+        columns[name] = found[name].new_zeros(len(rows), *found[name].shape[1:])
+        columns[name][taken_B] = found[name]
+    return TensorDict(
+        {f"{ctx.node_id}{OF_TEACHER}{name}": column for name, column in columns.items()},
+        batch_size=rows.batch_size,
+    )
+
+
+def _taken(ctx: OpContext, rows: TensorDict) -> Tensor:
+    """Which rows the teacher takes, bool [B]."""
+    teacher, device = ctx.cfg.teacher, rows["response_ids"].device
+    if not teacher.takes:
+        return torch.ones(len(rows), dtype=torch.bool, device=device)
+    field, _, path = teacher.by.partition(".")
+    values = [value_of(value, path) for value in objects(rows, field)]
+    return torch.tensor([str(value) in teacher.takes for value in values], dtype=torch.bool, device=device)
+
+
+def taught(ctx: OpContext, rows: TensorDict) -> TensorDict:
+    """The rows with what their teachers say together, in the place of what each of them says.
+
+    teacher_log_prob [B, T] of the sampled tokens; or teacher_top_log_prob [B, T, K] of the tokens top_ids
+    [B, T, K], or of all. DataError for a row that no teacher takes.
+    """
+    distill = ctx.cfg.actor_rollout_ref.actor.distill
+    names = [name.removesuffix(WEIGHT) for name in rows.keys() if name.endswith(WEIGHT)]
+    weight_MB = torch.stack([rows[f"{name}{WEIGHT}"] for name in names])
+    _check_all_taken(ctx, rows, weight_MB)
+
+    def of_all(output: str) -> Tensor:
+        columns = [f"{name}{OF_TEACHER}{output}" for name in names]
+        width = rows["response_ids"].shape[1]
+        return torch.stack([widened(rows[column], column, width) for column in columns])
+
+    if distill.top_k == SAMPLED:
+        found = {"teacher_log_prob": mixture(of_all("log_prob"), weight_MB)}
+    elif distill.top_k == WHOLE:
+        found = {"teacher_top_log_prob": mixture(of_all("top_log_prob"), weight_MB)}
+    else:
+        first_B, row_B = (weight_MB > 0).int().argmax(0), torch.arange(len(rows))
+        of_row = {name: of_all(name)[first_B, row_B] for name in ("top_log_prob", "top_ids")}
+        found = {"teacher_top_log_prob": of_row["top_log_prob"], "top_ids": of_row["top_ids"]}
+    out = rows.exclude(*(name for name in rows.keys() if OF_TEACHER in name))
+    for name, column in found.items():
+        out[name] = column
+    return out
+
+
+def _check_all_taken(ctx: OpContext, rows: TensorDict, weight_MB: Tensor) -> None:
+    lost_B = weight_MB.sum(0) == 0
+    if bool(lost_B.any()):
+        row = int(lost_B.nonzero()[0])
+        raise DataError(
+            f"node {ctx.node_id!r}: no teacher takes the row of sample {int(rows['sample_index'][row])}. "
+            "Name its value in teacher.takes of one, or let one take all rows."
+        )

@@ -1,0 +1,73 @@
+"""Before a run starts: teachers have the policy's tokens, and each row of the data has a teacher."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from siirl.config import Config, load_config
+from siirl.data.teacher_routes import check_routes
+from siirl.errors import DataError
+from siirl.model_files.vocabulary import check_same_words
+
+WORDS = {"a": 0, "b": 1, "c": 2}
+
+
+def model(folder: Path, words: dict[str, int] | None, size: int, added: str = "<eos>") -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": size}))
+    if words is not None:
+        tokens = {"model": {"vocab": words}, "added_tokens": [{"id": 3, "content": added}]}
+        (folder / "tokenizer.json").write_text(json.dumps(tokens))
+    return folder
+
+
+def keys(policy: Path, teacher: Path, *more: str) -> Config:
+    return load_config([f"actor_rollout_ref.model.path={policy}", f"teacher.model.path={teacher}", *more])
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "added", "top_k", "wrong"),
+    [
+        (WORDS, 4, "<eos>", 0, None),
+        (WORDS, 8, "<eos>", 0, None),  # embeddings are padded, and sampled tokens do not mind
+        (WORDS, 8, "<eos>", 5, "vocab_size is 8 in .* with distill.top_k=5"),
+        (WORDS, 8, "<eos>", -1, "vocab_size is 8 in"),
+        (WORDS | {"b": 2, "c": 1}, 4, "<eos>", 0, "4 and 4 tokens, and 4 differ, e.g. 'b' = 1 of the policy"),
+        (WORDS, 4, "<end>", 0, "2 differ, e.g. '<end>' = 3 of the teacher"),
+        (None, 4, "", 0, None),
+        (None, 8, "", 0, "vocab_size is 8 in"),
+    ],
+)  # fmt: skip
+def test_a_teacher_has_the_tokens_of_the_policy(tmp_path, words, size, added, top_k, wrong):
+    policy, teacher = model(tmp_path / "policy", WORDS, 4), model(tmp_path / "t", words, size, added)
+    cfg = keys(policy, teacher, f"actor_rollout_ref.actor.distill.top_k={top_k}")
+    if wrong is None:
+        check_same_words(cfg, "agent_0.teacher.t")
+        return
+    with pytest.raises(DataError, match=wrong):
+        check_same_words(cfg, "agent_0.teacher.t")
+
+
+def test_of_models_that_are_not_here_nothing_is_said(tmp_path):
+    check_same_words(keys(model(tmp_path / "policy", WORDS, 4), "ORG/NAME"), "agent_0.teacher.t")
+
+
+def test_a_row_without_a_teacher_is_refused_by_its_number(tmp_path):
+    rows = [
+        {"prompt": "x", "data_source": s, "extra_info": {"topic": t}} for s, t in ("ma", "cb", "ma", "pc")
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
+    cfg = load_config([f"data.train_files={tmp_path}/train.parquet"])
+    check_routes(cfg, "data_source", {"m", "c", "p"}, "agent 0")
+    check_routes(cfg, "extra_info.topic", {"a", "b", "c"}, "agent 0")
+    with pytest.raises(
+        DataError, match=r"row 3 has data_source='p': no teacher of agent 0 takes it.* c, m\."
+    ):
+        check_routes(cfg, "data_source", {"m", "c"}, "agent 0")
+    with pytest.raises(DataError, match=r"row 1 has extra_info.topic='b'"):
+        check_routes(cfg, "extra_info.topic", {"a", "c"}, "agent 0")
+    with pytest.raises(DataError, match=r"row 0 has extra_info.level=None"):
+        check_routes(cfg, "extra_info.level", {"a"}, "agent 0")
