@@ -22,6 +22,8 @@ from siirl.observe.logs import last_lines
 from siirl.observe.position import Position, read_position
 from siirl.observe.printable import printable
 
+UNRECORDED = 74
+"""Exit code of a worker that ends by a user error, and could not leave a record of it (EX_IOERR)."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _PEER_LOSS_TYPES = {
     "DistBackendError",
@@ -108,12 +110,16 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
     )
 
 
-def write_failure(path: Path, failure: Failure) -> None:
-    """Leave the record where the launcher looks for it; complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(dataclasses.asdict(failure)))
-    os.replace(aside, path)
+def write_failure(path: Path, failure: Failure) -> bool:
+    """Leave the record where the launcher looks for it, whole or not at all; False: the disk takes none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(".tmp")
+        aside.write_text(json.dumps(dataclasses.asdict(failure)))
+        os.replace(aside, path)
+    except OSError:
+        return False
+    return True
 
 
 def read_failure(path: Path) -> Failure | None:
@@ -143,6 +149,11 @@ class Death:
     """Processes that the kernel's out-of-memory killer ended on its machine during the run."""
 
     @property
+    def is_users(self) -> bool:
+        """The user's input is wrong, or the disk full. The exit code says so where that takes no record."""
+        return self.failure.user_error if self.failure else self.returncode == UNRECORDED
+
+    @property
     def signal_name(self) -> str | None:
         if self.returncode >= 0:
             return None
@@ -158,7 +169,7 @@ class Death:
             return (0, self.seen_s)
         if self.failure is None:
             killed = self.returncode < 0 and self.returncode != -signal.SIGABRT
-            return (0 if killed else 2, self.seen_s)
+            return (0 if killed else 1 if self.is_users else 2, self.seen_s)
         return (3 if self.failure.secondary else 1, self.failure.time_s)
 
 
@@ -241,6 +252,8 @@ def one_line_cause(death: Death) -> str:
         return _first_line(death.failure.error)
     if death.signal_name:
         return f"killed by {death.signal_name}"
+    if death.is_users:
+        return "an error of which the disk took no record: see what the rank said"
     return f"exit code {death.returncode}"
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from siirl.command_line import EXIT_USER_ERROR
 from siirl.launch.failure import Death, first_cause, report, short_cause
 from siirl.launch.job import Job
 from siirl.observe.run_progress import record_end
@@ -67,4 +68,4 @@ def conclude(
             f"(trainer.max_restarts). Their causes are in {job.output_path / 'attempts.jsonl'}.",
             file=sys.stderr,
         )
-    return 1
+    return EXIT_USER_ERROR if cause.is_users else 1

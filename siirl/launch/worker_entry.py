@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from siirl.addresses import is_public, own_host
+from siirl.command_line import EXIT_USER_ERROR
 from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import Plan
 from siirl.config import Config, from_dict
 from siirl.errors import ConfigError
 from siirl.launch.attempt_store import attempt_store
-from siirl.launch.failure import describe_exception, write_failure
+from siirl.launch.failure import UNRECORDED, describe_exception, write_failure
 from siirl.launch.job import Job
 from siirl.model_files.local_models import with_local_models
 from siirl.observe.heartbeat import start_heartbeat
@@ -72,15 +73,15 @@ def run_rank(job: Job, place: ProcessPlace, watched: bool = False) -> int:
         _run(job, place)
     except Exception as error:  # noqa: BLE001 - the edge of the process
         failure = describe_exception(error, place.rank, read_position(job.position_path(place.rank)))
-        write_failure(job.error_path(place.rank), failure)
+        is_told = write_failure(job.error_path(place.rank), failure)
         if not failure.user_error:
             print(
                 f"[rank {place.rank}, node {failure.node}, step {failure.step}] {failure.traceback}",
                 file=sys.stderr,
             )
-        elif not watched:
+        elif not (watched and is_told):
             print(f"siirl: {failure.error}", file=sys.stderr)
-        _exit_now(2 if failure.user_error else 1)
+        _exit_now((EXIT_USER_ERROR if is_told else UNRECORDED) if failure.user_error else 1)
     return 0
 
 
@@ -210,9 +211,10 @@ def _end_with_launcher() -> bool:
 
 
 def _exit_now(code: int) -> None:
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # of a full disk
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 

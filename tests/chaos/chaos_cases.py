@@ -98,7 +98,9 @@ def make_cases() -> list[Case]:
     add("launcher", ("start", "rollout", "train", "save", "export"), ("SIGSTOP",), GOES_ON)
     for who in ("reward worker", "reward keeper"):
         add(who, SCORING, ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM"), GOES_ON)
-    add("memory keeper", ("train",), ("SIGKILL",), GOES_ON)
+    add("memory keeper", ("train",), ("SIGKILL",), GOES_ON)  # there is but one
+    add("memory keeper", ("rollout", "train", "validation", "save", "write in memory"), ("SIGSTOP",), GOES_ON)
+    add("output folder", ("save",), ("read-only",), NAMED)
     add("clock", ("rollout", "train", "save", "write"), tuple(JUMPS_S), GOES_ON)
     add("disk of checkpoints", ("train", "save", "write"), ("full",), NAMED)
     add("shared memory", ("train", "write in memory"), ("full",), GOES_ON)

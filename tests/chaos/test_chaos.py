@@ -96,6 +96,7 @@ def test_the_page_has_the_table_of_the_cases():
     assert with_table(PAGE.read_text()) == PAGE.read_text(), "run tests/chaos/document.py"
 
 
+@pytest.mark.timeout(900)
 def test_a_dozen_strikes_in_one_run_change_nothing(inputs, undisturbed, tmp_path):
     take([case for case in CASES if case.fast], inputs, undisturbed, tmp_path)
 

@@ -1,5 +1,6 @@
 """Which ends of a run are followed by another attempt, from where, and what is kept of the one before."""
 
+import errno
 import json
 import signal
 import time
@@ -12,7 +13,14 @@ from siirl.config import load_config, to_dict
 from siirl.errors import CheckpointError, ConfigError, DeadlineError, RewardError, RolloutError, UserCodeError
 from siirl.launch import attempts as attempts_module
 from siirl.launch.attempts import ATTEMPTS_FILE, Attempts, is_no_fault_of_the_user
-from siirl.launch.failure import Death, describe_exception, write_failure
+from siirl.launch.failure import (
+    UNRECORDED,
+    Death,
+    describe_exception,
+    first_cause,
+    one_line_cause,
+    write_failure,
+)
 from siirl.launch.job import Job
 from siirl.observe.position import Position, PositionFile
 
@@ -187,3 +195,15 @@ def test_the_next_attempt_takes_the_newer_of_the_checkpoints_on_disk_and_in_memo
     save_in_memory(memory, 11)
     assert "goes on from global_step_11 in memory (restart 1 of" in attempts.after([killed()], {})
     assert "goes on from global_step_11 in memory (restart 2 of" in attempts.after([killed()], {})
+
+
+def test_a_user_error_of_which_the_disk_took_no_record_is_known_by_the_exit_code(tmp_path):
+    """It ends the run, before the peers that it left alone; an exit of the user's own code is none."""
+    file = tmp_path / "file"
+    file.write_text("")
+    failure = describe_exception(OSError(errno.EROFS, "Read-only file system"), 0, None)
+    assert failure.user_error and not write_failure(file / "errors" / "rank_0.json", failure)
+    death, peer = Death(1, UNRECORDED, 5.0, None, None), Death(0, 1, 1.0, None, None)
+    assert first_cause([peer, death]) is death and death.is_users
+    assert not is_no_fault_of_the_user(death) and "took no record" in one_line_cause(death)
+    assert not Death(0, 2, 0.0, None, None).is_users
