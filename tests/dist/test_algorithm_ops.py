@@ -21,7 +21,8 @@ from siirl.nodes.function_reward import check_scores, report_validation
 from siirl.nodes.policy_loss import make_loss_fn
 from siirl.observe.metrics import Metrics
 
-ELSEWHERE = {"remax", "gae_marft", "gdpo"}  # what they read is not in `batch`; tests/dist/test_credit_ops.py
+# what they read is not in `batch`; tests/dist/test_credit_ops.py
+ELSEWHERE = {"remax", "gae_marft", "gdpo", "optimal_token_baseline"}
 ESTIMATORS = [n for n in all_keys()["algorithm.adv_estimator"].rule.choices if n not in ELSEWHERE]
 LOSSES = [
     name for name, row in algorithm_table.LOSSES.items() if not (row.pairs or row.distills)
