@@ -154,6 +154,8 @@ def show(ctx: OpContext, rows: TensorDict, scored: TensorDict) -> None:
     Of as many prompts as there are: the first sample of each, then the second ones.
     """
     picked = _shown(rows, _episodes(rows), ctx.shown.limit)
+    if not len(picked):
+        return
     rows, scored = take_rows(rows, picked), take_rows(scored, picked)  # reading an element is slow
     names = ("data_source", "raw_prompt", "ground_truth")
     columns = zip(

@@ -103,7 +103,8 @@ def test_a_reward_that_raises_ends_the_run_and_names_sample_source_and_function(
         assert fragment in done.stderr, done.stderr
     state = read_run(tmp_path / "out")
     assert (state.status, state.starts, state.total_steps) == ("failed", 1, 1)
-    assert state.cause.startswith("rank 0, step 1, function_reward: RewardError"), state.cause
+    awaits = "rank 0, step 1, calculate_advantages: RewardError: reward function compute_score of "
+    assert state.cause.startswith(awaits), state.cause
 
 
 @pytest.mark.slow

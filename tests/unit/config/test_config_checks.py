@@ -148,7 +148,7 @@ def test_contradictions_name_the_keys_and_the_fix(overrides, words):
 
 
 def test_every_contradiction_names_keys_that_there_are():
-    cfg = configured(["algorithm.adv_estimator=gae"])
+    cfg = configured(["algorithm.adv_estimator=gae", "reward_model.enable=True"])
     for groups, rows in CONTRADICTIONS.items():
         for group, row in itertools.product(groups, rows):
             (said,) = replace(row, holds=lambda _: True).problems(cfg, group)
