@@ -50,6 +50,12 @@ FIELDS: dict[str, FieldSpec] = _fields(
         "object",
         "responses that the dataset gives, as data.response_keys lists their columns: [[token, ...], ...]",
     ),
+    FieldSpec(
+        "images",
+        (),
+        "object",
+        "images of the prompt, in the order of their places: the bytes of each file in base64; none: []",
+    ),
     FieldSpec("response_ids", ("T",), "int64", "response tokens, end-of-sequence token included", "token"),
     FieldSpec("response_length", (), "int64", "number of real tokens in response_ids", "token"),
     FieldSpec("response_mask", ("T",), "bool", "tokens that the policy produced and is trained on"),
@@ -147,8 +153,9 @@ PROMPT_FIELDS = (
 )
 """What a loader puts into the batch: one row per prompt."""
 
-LOADED_FIELDS = (*PROMPT_FIELDS, "given_responses")
-"""These, and what it puts there for a rollout that gives the responses of the dataset."""
+LOADED_FIELDS = (*PROMPT_FIELDS, "given_responses", "images")
+"""These, and what it puts there for a rollout that gives the responses of the dataset, and for a model that
+sees images."""
 
 ROLLOUT_FIELDS = (
     "response_ids",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from siirl.checkpoint.export import current, export_hf
 from siirl.checkpoint.files import MANIFEST, read_manifest
@@ -17,6 +17,7 @@ from siirl.commands.recorded_run import RecordedRun, run_of
 from siirl.compiler.plan import Plan
 from siirl.config import from_dict
 from siirl.data.chat import encode_prompts, read_tokenizer
+from siirl.engines.train.hf_model import model_class
 from siirl.errors import CheckpointError, ConfigError
 from siirl.observe.printable import printable
 from siirl.runs.folder_reader import LeftOut, attempt
@@ -67,7 +68,8 @@ class Speaker:
         prompt = messages if self.tokenizer.chat_template else _continued(messages)
         ids = self._tokens(prompt)
         longest = (
-            getattr(self.model.config, "max_position_embeddings", None) or len(ids) + sampling.max_tokens
+            getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+            or len(ids) + sampling.max_tokens
         )
         room = min(sampling.max_tokens, longest - len(ids))
         if room < 1:
@@ -218,7 +220,8 @@ def _load(source: Source, template: dict[str, Any], system: str) -> Speaker:
         export_hf(source.checkpoint, Path(source.model), source.names[-1])
     tokenizer = read_tokenizer(source.model, False, "Name a model's directory, or a name on a hub")
     try:
-        model = AutoModelForCausalLM.from_pretrained(source.model, dtype="auto").eval()
+        kind = model_class(AutoConfig.from_pretrained(source.model), "lm")
+        model = kind.from_pretrained(source.model, dtype="auto").eval()
     except (OSError, ValueError) as error:
         raise ConfigError(f"no model can be loaded from {source.model}: {error}") from error
     return Speaker(source, model, tokenizer, template, system)

@@ -28,6 +28,8 @@ LANGUAGE_MODELS = (
     *("mellum", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
 )
 """What fsdp trains as a language model only: transformers has no value or score head for them."""
+VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
+"""What fsdp trains as a language model that sees images: a vision tower, and a decoder as any other."""
 MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """What megatron trains, with any head."""
 
@@ -59,7 +61,7 @@ class Trainable:
 
 
 TRAINABLE = {
-    "fsdp": Trainable(OF_ANY_HEAD, LANGUAGE_MODELS, lambda config: iter(()), own_code=True),
+    "fsdp": Trainable(OF_ANY_HEAD, LANGUAGE_MODELS + VISION_MODELS, lambda config: iter(()), own_code=True),
     "megatron": Trainable(MEGATRON, (), lambda config: _as_megatron_builds(config), own_code=False),
 }
 """Strategy -> what it trains."""
@@ -69,6 +71,19 @@ def known_types(strategy: str, head: Head = "lm") -> tuple[str, ...]:
     """The model types that a strategy trains with a head, in alphabetical order."""
     row = TRAINABLE[strategy]
     return tuple(sorted(row.any_head + (row.lm_only if head == "lm" else ())))
+
+
+def sees_images(model_type: str | None) -> bool:
+    """Whether a config.json of this type is that of a vision model."""
+    return model_type in VISION_MODELS
+
+
+def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a config.json says of the decoder: all of it, or of a vision model, old or new, its text part."""
+    if not sees_images(config.get("model_type")):
+        return config
+    text = {**config, **(config.get("text_config") or {}), "model_type": config["model_type"]}
+    return {name: value for name, value in text.items() if name not in PARTS}
 
 
 def check_trained_model(cfg: Config, role: str, who: str) -> None:
@@ -88,7 +103,8 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         return
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
     config = {**raw, **model.override_config}
-    problem = why_not(config, strategy, ROLES[role].head)
+    problem = why_not(config, strategy, ROLES[role].head) or why_not_with_images(config, cfg, role)
+    config = language_part(config)
     problem = problem or _why_no_router_loss(model)
     if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
@@ -101,6 +117,31 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         raise NotSupportedError(
             f"not supported yet: {who}, {ROLE_GROUPS[role]}.strategy={strategy}: {problem}"
         )
+
+
+def why_not_with_images(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why a role's model does not go with the dataset, or not as asked, and the fix; empty if it does."""
+    model, keys = role_model(cfg, role), ROLES[role].model
+    kind, known = config.get("model_type"), ", ".join(VISION_MODELS)
+    if not sees_images(config.get("model_type")):
+        return (
+            f"data.dataset_type=vlm with a {kind}, which sees no images. Use a model of {known}, or set "
+            "data.dataset_type=llm."
+            if cfg.data.has_images
+            else ""
+        )
+    if not cfg.data.has_images:
+        return (
+            f"a {kind} with data.dataset_type={cfg.data.dataset_type}: a vision model is trained on prompts "
+            "that may have images. Set data.dataset_type=vlm; rows without images have null in their column."
+        )
+    if model.lora_rank:
+        return f"LoRA adapters on a {kind}. Set {keys}.lora_rank=0."
+    if model.use_liger:
+        return f"Liger kernels in a {kind}. Set {keys}.use_liger=false."
+    if model.attention_kernels != "torch":
+        return f"attention_kernels={model.attention_kernels} in a {kind}. Set {keys}.attention_kernels=torch."
+    return ""
 
 
 def _why_no_router_loss(model: ModelConfig) -> str:
@@ -178,6 +219,7 @@ def why_not(config: Mapping[str, Any], strategy: str, head: Head = "lm") -> str:
 
 def _problem(config: Mapping[str, Any], strategy: str, head: Head) -> str:
     kind = config.get("model_type")
+    config = language_part(config) if kind in known_types(strategy) else config
     traits = [*_traits(config), *TRAINABLE[strategy].lacks(config)]
     if traits:
         return f"{kind} with {traits[0]}"

@@ -162,6 +162,9 @@ class ActorConfig(TrainedConfig):
         high=1,
         excluded=0,
     )
+    freeze_vision_tower: bool = key(
+        False, "leave the part of the model that sees images as it is", when="data.dataset_type=vlm"
+    )
     grad_offload: bool = key(False, "keep gradients in host memory between phases", when="strategy=fsdp")
     recompute_old_log_prob: bool = key(
         True, "old log-probs come from the trainer's weights; False: from the rollout engine"

@@ -6,7 +6,7 @@ from typing import Any
 from siirl.config.algorithm_table import AGGREGATIONS
 from siirl.config.keys import group, key
 
-MULTIMODAL = "images and videos in prompts"
+VISION = "data.dataset_type=vlm says that prompts have images, and config.json that a model sees them"
 STRATEGIES = ("fsdp", "megatron")
 STRATEGY: dict[str, Any] = {"choices": STRATEGIES, "synonyms": {"fsdp2": "fsdp"}}
 """The rule of a key that picks the backend of a model."""
@@ -198,5 +198,5 @@ class ModelConfig:
         "llm",
         "kind of model",
         choices=("llm",),
-        later_choices={"vlm": MULTIMODAL, "embodied": "embodied agents"},
+        later_choices={"vlm": VISION, "embodied": "embodied agents"},
     )

@@ -100,6 +100,11 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "token. Lower it.",
         ),
         Contradiction(
+            lambda cfg: cfg.data.has_images and cfg.data.truncation != "error",
+            "{data.dataset_type=} with {data.truncation=}: a prompt would be cut in the middle of an image. "
+            "Set data.truncation=error, and drop longer prompts by data.filter_overlong_prompts=true.",
+        ),
+        Contradiction(
             lambda cfg: cfg.actor_rollout_ref.rollout.name == "replay" and _validates(cfg),
             "{actor_rollout_ref.rollout.name=} cannot validate: no engine samples with the new weights. Set "
             "trainer.val_before_train=false trainer.test_freq=-1.",

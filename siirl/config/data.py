@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-from siirl.config.common import MULTIMODAL
 from siirl.config.keys import key
 
 MIXING = "mixing datasets by probability"
@@ -15,9 +14,9 @@ class DataConfig:
 
     dataset_type: str = key(
         "llm",
-        "kind of dataset",
-        choices=("llm",),
-        later_choices={"vlm": MULTIMODAL, "embodied": "embodied agents"},
+        "kind of dataset: vlm has images in its prompts, for a model that sees them",
+        choices=("llm", "vlm"),
+        later_choices={"embodied": "embodied agents"},
     )
     tokenizer: str | None = key(
         None, "directory of the tokenizer, or ORG/NAME on the hub; null: that of actor_rollout_ref.model.path"
@@ -34,6 +33,11 @@ class DataConfig:
         "parquet files of validation prompts, or reasoning_gym:TASK?size=N&seed=N: one or a list",
     )
     prompt_key: str = key("prompt", "column of the prompt: chat messages [{role, content}, ...] or a string")
+    image_key: str = key(
+        "images",
+        "column of the images of a prompt, for each <image> in it: bytes, a path, or {bytes, path}",
+        when="dataset_type=vlm",
+    )
     response_keys: tuple[str, ...] = key(
         ("response",),
         "columns of the responses that rollout.name=dataset gives, one for each of rollout.n, the best "
@@ -73,3 +77,8 @@ class DataConfig:
     )
     reward_fn_key: str = key("data_source", "column that selects the reward function")
     seed: int = key(None, "seed of the order of prompts")
+
+    @property
+    def has_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self.dataset_type == "vlm"

@@ -146,7 +146,13 @@ def fixed(*names: str) -> Callable[[Config], Names]:
 
 
 _GIVEN = ("response_ids", "response_length", "response_mask", "finish_reason")
+_PROMPT = ("row_id", "group_id", "prompt_ids", "prompt_length")
 _TOKENS = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
+
+
+def with_images(*names: str) -> Callable[[Config], Names]:
+    """These, and the images of the prompt if it may have some: what a model reads."""
+    return lambda cfg: (*names, "images") if cfg.data.has_images else names
 
 
 def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
@@ -233,14 +239,14 @@ def _advantage_writes(cfg: Config) -> Names:
 def _actor_train_reads(cfg: Config) -> Names:
     old = ("old_log_prob",) if old_log_prob_source(cfg) == "field" else ()
     ref = _reference_writes(cfg) if cfg.actor_rollout_ref.actor.use_kl_loss else ()
-    actor = cfg.actor_rollout_ref.actor
+    actor, tokens = cfg.actor_rollout_ref.actor, with_images(*_TOKENS)(cfg)
     if actor.loss.pairs:
-        return ("row_id", "group_id", *_TOKENS, "score", "ref_log_prob")
+        return ("row_id", "group_id", *tokens, "score", "ref_log_prob")
     entropy = ("old_entropy",) if actor.picks_by_entropy else ()
     prompt = ("group_id",) if actor.loss_agg_mode == "prompt-mean" else ()
     sampled = () if actor.imitates else ("rollout_log_prob", *old, *entropy)
     advantage = ("advantage",) if actor.reads_advantage else ()
-    return ("row_id", "sample_index", *_TOKENS, *sampled, *advantage, *ref, *prompt)
+    return ("row_id", "sample_index", *tokens, *sampled, *advantage, *ref, *prompt)
 
 
 def _old_log_prob_writes(cfg: Config) -> Names:
@@ -255,7 +261,7 @@ def _dynamic_sampling_reads(cfg: Config) -> Names:
 
 ROLLOUT = OpSpec(
     "rollout",
-    fixed("row_id", "group_id", "prompt_ids", "prompt_length"),
+    with_images(*_PROMPT),
     fixed(*ROLLOUT_FIELDS),
     "generate:rollout",
     needs=("engine",),
@@ -269,12 +275,14 @@ PARTIAL_ROLLOUT = replace(
     ROLLOUT, name="partial_rollout", code="partial_rollout:partial_rollout", needs=("engine", "in_flight")
 )
 """A rollout whose responses may go on in the next steps (rollout.max_lag)."""
-REPLAY = replace(ROLLOUT, name="replay", code="replay:replay", needs=("recordings",), model=None)
+REPLAY = replace(
+    ROLLOUT, name="replay", reads=fixed(*_PROMPT), code="replay:replay", needs=("recordings",), model=None
+)
 """Recorded rows in place of a rollout: no engine, so no model and no weights to take."""
 DATASET_ROLLOUT = replace(
     ROLLOUT,
     name="dataset_rollout",
-    reads=fixed("row_id", "group_id", "prompt_ids", "prompt_length", "given_responses"),
+    reads=fixed(*_PROMPT, "given_responses"),
     writes=lambda cfg: (*_GIVEN, "score") if len(cfg.data.response_keys) > 1 else _GIVEN,
     code="dataset_rollout:dataset_rollout",
     needs=(),
@@ -307,7 +315,7 @@ SHARED_TURNS = replace(FROZEN_TURNS, model=None)
 ENVIRONMENT = OpSpec("environment", fixed(), fixed(), is_environment=True)
 GREEDY_ROLLOUT = OpSpec(
     "greedy_rollout",
-    fixed("row_id", "group_id", "prompt_ids", "prompt_length"),
+    with_images(*_PROMPT),
     fixed("baseline_response_ids", "baseline_response_length"),
     "baseline:greedy_rollout",
     needs=("engine",),
@@ -379,7 +387,7 @@ ADVANTAGE = OpSpec(
 )
 OLD_LOG_PROB = OpSpec(
     "old_log_prob",
-    fixed(*_TOKENS),
+    with_images(*_TOKENS),
     _old_log_prob_writes,
     "log_prob:old_log_prob",
     needs=("engine",),
@@ -389,7 +397,7 @@ OLD_LOG_PROB = OpSpec(
 LATER_OLD_LOG_PROB = replace(
     OLD_LOG_PROB,
     name="later_old_log_prob",
-    reads=fixed("row_id", *_TOKENS),
+    reads=with_images("row_id", *_TOKENS),
     code="log_prob:later_old_log_prob",
     in_episodes=EPISODE[:1],
 )

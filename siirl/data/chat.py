@@ -69,7 +69,7 @@ def encode_prompts(
             rendered = tokenizer.apply_chat_template(
                 [prompts[i] for i in chats], tokenize=False, add_generation_prompt=True, **template_kwargs
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             kinds = {tuple(message["role"] for message in prompts[i]) for i in chats}
             roles = "; ".join(", ".join(kind) for kind in sorted(kinds)[:5])
             raise DataError(

@@ -50,7 +50,8 @@ def inspect_data(cfg: Config) -> dict[str, int]:
         with found.at():
             files = cfg.data.train_files if split == "train" else cfg.data.val_files
             source_key = cfg.data.reward_fn_key
-            counts[split] = inspect_files(files, cfg.data.prompt_key, required, source_key, responses)
+            images = cfg.data.image_key if cfg.data.has_images else ""
+            counts[split] = inspect_files(files, cfg.data.prompt_key, required, source_key, responses, images)
     with found.at():
         if len(counts) == 2:
             _refuse_overlap(cfg)
@@ -118,6 +119,7 @@ def inspect_files(
     required: Sequence[str] = ("data_source",),
     source_key: str = "data_source",
     responses: Sequence[str] = (),
+    images: str = "",
 ) -> int:
     """Check the metadata of parquet files and return their total number of rows. Reads no data pages.
 
@@ -129,7 +131,7 @@ def inspect_files(
     for path in list_files(files):
         with found.at():
             rows = open_rows(path, prompt_key, source_key)
-            check_columns(path, rows.schema, prompt_key, required, responses)
+            check_columns(path, rows.schema, prompt_key, required, responses, images)
             num_rows += rows.num_rows
     found.close()
     if num_rows == 0:
@@ -178,14 +180,16 @@ def check_columns(
     prompt_key: str,
     required: Sequence[str],
     responses: Sequence[str] = (),
+    images: str = "",
 ) -> None:
     """DataError: a column is missing, the prompt is no chat and no text, or a value is not JSON.
 
-    responses: columns of given responses, which are texts or chats, too.
+    responses: columns of given responses, which are texts or chats, too. images: column of images, if any.
     """
     found = Findings(Place.DATA)
     found.take(_column_problems(path, schema, prompt_key, required))
     found.take(_response_problems(path, schema, prompt_key, responses))
+    found.take(_image_problems(path, schema, images) if images else ())
     found.close()
 
 
@@ -205,6 +209,28 @@ def _response_problems(
                 f"{path}: column {name!r} has type {schema.field(name).type}: a response is a string, or a "
                 "list of one {role, content} message of the assistant. Convert the column."
             )
+
+
+def _image_problems(path: DataFile, schema: pa.Schema, name: str) -> Iterator[DataError]:
+    if name not in schema.names:
+        yield DataError(
+            f"{path} has no column {name!r} of images, which data.dataset_type=vlm reads: it has "
+            f"{', '.join(schema.names)}. Set data.image_key, or data.dataset_type=llm for prompts of text."
+        )
+        return
+    kind = schema.field(name).type
+    kind = kind.value_type if is_list(kind) else kind
+    fields = {field.name: field.type for field in kind} if pa.types.is_struct(kind) else {"": kind}
+    held = [fields[key] for key in ("bytes", "path", "image", "") if key in fields]
+    if not held or not all(_is_text(one) or _is_bytes(one) or pa.types.is_null(one) for one in held):
+        yield DataError(
+            f"{path}: column {name!r} has type {schema.field(name).type}: an image is the bytes of a file, "
+            "a path, or {bytes, path}; a prompt has one or a list. Convert the column."
+        )
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
 
 
 def _column_problems(
@@ -251,12 +277,12 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _is_chat(kind: pa.DataType) -> bool:
-    if not _is_list(kind) or not pa.types.is_struct(kind.value_type):
+    if not is_list(kind) or not pa.types.is_struct(kind.value_type):
         return False
     fields = {field.name: field.type for field in kind.value_type}
     return {"role", "content"} <= set(fields) and _is_text(fields["role"]) and _is_text(fields["content"])
@@ -267,7 +293,7 @@ def _foreign_leaves(where: str, kind: pa.DataType) -> Iterator[tuple[str, pa.Dat
     if pa.types.is_struct(kind):
         for field in kind:
             yield from _foreign_leaves(f"{where}.{field.name}", field.type)
-    elif _is_list(kind):
+    elif is_list(kind):
         yield from _foreign_leaves(f"{where}[]", kind.value_type)
     elif pa.types.is_dictionary(kind):
         yield from _foreign_leaves(where, kind.value_type)

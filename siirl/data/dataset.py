@@ -21,9 +21,12 @@ from siirl.data.check_files import (
     UNREADABLE,
     DataFile,
     check_columns,
+    is_list,
     list_files,
     open_rows,
 )
+from siirl.data.image_reader import ImageReader
+from siirl.data.images import read_images, with_image_parts
 from siirl.data.response_columns import ResponseColumns
 from siirl.errors import DataError
 
@@ -61,14 +64,20 @@ class PromptDataset:
         template_kwargs: dict[str, Any] | None = None,
         response_keys: Sequence[str] = (),
         max_response_length: int = UNBOUNDED,
+        image_key: str = "images",
+        image_reader: ImageReader | None = None,
     ):
-        """response_keys: columns of responses that come with the prompts (rollout.name=dataset)."""
+        """response_keys: columns of responses that come with the prompts (rollout.name=dataset).
+
+        image_reader: of the model that sees the images of the column image_key; None: there are none.
+        """
         self.tokenizer = tokenizer
         self.prompt_key, self.data_source_key = prompt_key, data_source_key
         self.max_prompt_length, self.truncation = max_prompt_length, truncation
         self.template_kwargs = template_kwargs or {}
         self.responses = ResponseColumns(response_keys, tokenizer, max_response_length)
         self.max_response_length = max_response_length
+        self.image_key, self.image_reader = image_key, image_reader
         self.files = list_files(files)
         self._tables = [self._read(path) for path in self.files]
         self._starts = [0, *itertools.accumulate(table.num_rows for table in self._tables)]
@@ -100,6 +109,8 @@ class PromptDataset:
             template_kwargs=data.apply_chat_template_kwargs,
             response_keys=data.response_keys if cfg.actor_rollout_ref.rollout.gives_data else (),
             max_response_length=data.max_response_length,
+            image_key=data.image_key,
+            image_reader=ImageReader.from_config(cfg),
         )
 
     def __len__(self) -> int:
@@ -108,16 +119,18 @@ class PromptDataset:
     def rows(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """The rows at `indices`: every field of LOADED_FIELDS but row_id and group_id.
 
-        data_source, ground_truth and extra_info are None where the file has none, given_responses too.
+        data_source, ground_truth and extra_info are None where the file has none, given_responses too;
+        images are [] where there are none.
         """
         sample_indices = [int(self._kept[index]) for index in indices]
         records = [self._record(sample_index) for sample_index in sample_indices]
         prompts = [record[self.prompt_key] for record in records]
-        ids = encode_prompts(self.tokenizer, prompts, self.template_kwargs) if prompts else []
+        images = [self._images(index, record) for index, record in zip(sample_indices, records, strict=True)]
+        ids = self._encode(sample_indices, prompts, images)
         given = self.responses.encode(records, [self.where(index) for index in sample_indices])
         rows = []
-        for sample_index, record, prompt, prompt_ids, responses in zip(
-            sample_indices, records, prompts, ids, given, strict=True
+        for sample_index, record, prompt, prompt_ids, responses, seen in zip(
+            sample_indices, records, prompts, ids, given, images, strict=True
         ):
             prompt_ids = self._fit(prompt_ids, sample_index)
             rows.append(
@@ -130,9 +143,33 @@ class PromptDataset:
                     "ground_truth": (record.get(GROUND_TRUTH_KEY) or {}).get("ground_truth"),
                     "extra_info": record.get(EXTRA_KEY),
                     "given_responses": responses or None,
+                    "images": seen,
                 }
             )
         return rows
+
+    def _images(self, sample_index: int, record: dict[str, Any]) -> list[str]:
+        """The images of a row, in base64."""
+        if self.image_reader is None:
+            return []
+        return read_images(record[self.image_key], self.where(sample_index))
+
+    def _encode(
+        self, sample_indices: Sequence[int], prompts: Sequence[Prompt], images: Sequence[list[str]]
+    ) -> list[list[int]]:
+        """Token ids of prompts with their images; DataError where images have no place in the prompt."""
+        if self.image_reader is None:
+            return encode_prompts(self.tokenizer, prompts, self.template_kwargs) if prompts else []
+        wheres = [self.where(index) for index in sample_indices]
+        written = [
+            with_image_parts(prompt, len(seen), where)
+            for prompt, seen, where in zip(prompts, images, wheres, strict=True)
+        ]
+        ids = encode_prompts(self.tokenizer, written, self.template_kwargs) if prompts else []
+        return [
+            self.image_reader.expand(of_row, seen, where)
+            for of_row, seen, where in zip(ids, images, wheres, strict=True)
+        ]
 
     def extra_infos(self) -> list[Any]:
         """extra_info of every row, in order; None where the file has none."""
@@ -152,8 +189,11 @@ class PromptDataset:
         rows = open_rows(path, self.prompt_key, self.data_source_key)
         given = self.responses.names
         required = () if given else (self.data_source_key,)
-        check_columns(path, rows.schema, self.prompt_key, required, given)
-        wanted = dict.fromkeys((self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY, *given))
+        images = (self.image_key,) if self.image_reader else ()
+        check_columns(path, rows.schema, self.prompt_key, required, given, "".join(images))
+        wanted = dict.fromkeys(
+            (self.prompt_key, self.data_source_key, GROUND_TRUTH_KEY, EXTRA_KEY, *given, *images)
+        )
         try:
             return rows.read([name for name in wanted if name in rows.schema.names])
         except UNREADABLE as error:
@@ -239,20 +279,32 @@ class PromptDataset:
         suspects = [
             start + int(row)
             for start, table in zip(self._starts, self._tables, strict=False)
-            for row in np.flatnonzero(_token_bounds(table[self.prompt_key]) > self.max_prompt_length)
+            for row in np.flatnonzero(self._most_tokens(table) > self.max_prompt_length)
         ]
         for first in range(0, len(suspects), SCAN_ROWS):
             chunk = suspects[first : first + SCAN_ROWS]
-            prompts = {index: self._record(index)[self.prompt_key] for index in chunk}
+            records = {index: self._record(index) for index in chunk}
+            prompts = {index: record[self.prompt_key] for index, record in records.items()}
             fewest = {index: _num_characters(prompt) // longest for index, prompt in prompts.items()}
             near = [index for index in chunk if fewest[index] <= self.max_prompt_length]
-            ids = encode_prompts(self.tokenizer, [prompts[index] for index in near], self.template_kwargs)
+            images = [self._images(index, records[index]) for index in near]
+            ids = self._encode(near, [prompts[index] for index in near], images)
             lengths = dict(zip(near, map(len, ids), strict=True))
             for index in chunk:
                 if index not in lengths:
                     yield index, f"at least {fewest[index]}"
                 elif lengths[index] > self.max_prompt_length:
                     yield index, str(lengths[index])
+
+    def _most_tokens(self, table: pa.Table) -> np.ndarray:
+        """An upper bound of the number of tokens of each prompt."""
+        bounds = _token_bounds(table[self.prompt_key])
+        if self.image_reader is None:
+            return bounds
+        column = table[self.image_key]
+        counts = pc.list_value_length(column) if is_list(column.type) else pc.is_valid(column)
+        counts = pc.fill_null(counts.cast(pa.int64()), 0).to_numpy()
+        return bounds + counts * self.image_reader.most_tokens
 
     def _overlong_given(self) -> Iterator[tuple[int, str, int]]:
         """(sample_index, column, tokens) of each row with a response above the limit, in order."""

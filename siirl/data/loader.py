@@ -117,6 +117,15 @@ def dealing_order(num_prompts: int, mini_batch_size: int) -> np.ndarray:
     return np.lexsort((place // mini_batch_size, place % mini_batch_size))
 
 
+def loaded_fields(cfg: Config) -> tuple[str, ...]:
+    """The fields that a run needs of its dataset."""
+    needless = {
+        "given_responses": not cfg.actor_rollout_ref.rollout.gives_data,
+        "images": not cfg.data.has_images,
+    }
+    return tuple(name for name in LOADED_FIELDS if not needless.get(name))
+
+
 def make_loader(
     cfg: Config,
     split: Literal["train", "val"],
@@ -128,7 +137,10 @@ def make_loader(
     dataset = PromptDataset.from_config(cfg, split, tokenizer)
     if split == "val":
         return PromptLoader(
-            dataset, cfg.data.val_batch_size, shard, num_shards, shuffle=False, drop_last=False
+            *(dataset, cfg.data.val_batch_size, shard, num_shards),
+            shuffle=False,
+            drop_last=False,
+            fields=loaded_fields(cfg),
         )
     batch = batch_of(cfg)
     return PromptLoader(
@@ -140,5 +152,5 @@ def make_loader(
         seed=cfg.data.seed,
         shuffle=cfg.data.shuffle,
         curriculum=make_curriculum(cfg.data, dataset),
-        fields=LOADED_FIELDS if cfg.actor_rollout_ref.rollout.gives_data else PROMPT_FIELDS,
+        fields=loaded_fields(cfg),
     )

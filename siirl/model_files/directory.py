@@ -3,15 +3,17 @@
 import hashlib
 import json
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from siirl.compiler.model_types import check_trained_model
+from siirl.compiler.model_types import check_trained_model, language_part
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
 from siirl.errors import ConfigError, DataError
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json")
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -104,6 +106,15 @@ def check_weight_files(path: Path) -> None:
             raise DataError(f"{_here()}: {path / name} cannot be read: {error}. Restore the file.") from error
 
 
+def check_image_files(path: Path) -> None:
+    """DataError unless the directory of a vision model says how images become patches."""
+    if not any((path / name).is_file() for name in PROCESSOR_FILES):
+        raise DataError(
+            f"{_here()}: model directory {path} has no {' or '.join(PROCESSOR_FILES)}, which says how images "
+            "become patches. Copy the model's processor files there."
+        )
+
+
 def has_tokenizer_files(path: str | Path) -> bool:
     """Whether a directory holds a tokenizer."""
     return any((Path(path).expanduser() / name).is_file() for name in TOKENIZER_FILES)
@@ -127,6 +138,8 @@ def check_model_files(cfg: Config, role: str, trains: bool = False) -> None:
     check_config_file(path)
     check_lengths(cfg, path, role)
     check_trained_model(cfg, role, f"{_here()}: {path}")
+    if cfg.data.has_images and role == "actor":
+        check_image_files(path)
     if not ROLES[role].takes_weights:
         _check_weights(cfg, path, role)
     if ROLES[role].head == "score":
@@ -212,7 +225,7 @@ def _largest_token(path: Path) -> int | None:
 def model_positions(model: ModelConfig) -> int | None:
     """Positions of a model in a local directory, rope scaling included; None if its config does not tell."""
     config = _read_json(Path(model.path).expanduser() / "config.json")
-    return num_positions(config | model.override_config)
+    return num_positions(language_part(config | model.override_config))
 
 
 def check_lengths(cfg: Config, path: Path, role: str) -> None:
@@ -224,7 +237,8 @@ def check_lengths(cfg: Config, path: Path, role: str) -> None:
         return
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
-    known = num_positions(_read_json(path / "config.json") | role_model(cfg, role).override_config)
+    config = _read_json(path / "config.json") | role_model(cfg, role).override_config
+    known = num_positions(language_part(config))
     if known is not None and longest > known:
         raise ConfigError(
             f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {path}/config.json "
@@ -233,7 +247,7 @@ def check_lengths(cfg: Config, path: Path, role: str) -> None:
         )
 
 
-def num_positions(config: dict[str, Any]) -> int | None:
+def num_positions(config: Mapping[str, Any]) -> int | None:
     """Positions of a model, rope scaling included; None if its config does not tell."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):

@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from siirl.data.rows import pad_stack
 from siirl.engines.rollout.base import RolloutEngine, SamplingParams
 from siirl.nodes.context import OpContext
-from siirl.nodes.generate import prompt_seed, prompt_tokens, stop_token_ids
+from siirl.nodes.generate import completions_of, prompt_seed, stop_token_ids
 from siirl.rewards.scorer import RewardScorer
 from siirl.types import FIELDS
 
@@ -24,7 +24,7 @@ def greedy_rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> T
         ignore_eos=rollout_cfg.ignore_eos,
     )
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
-    found = [samples[0].token_ids for samples in engine.generate(prompt_tokens(rows), params, seeds)]
+    found = [samples[0].token_ids for samples in completions_of(engine, rows, params, seeds)]
     lengths = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
     ids = pad_stack(found, FIELDS["baseline_response_ids"])
     return TensorDict(

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.config import Config
-from siirl.data.rows import pad_stack, take_rows
+from siirl.data.rows import objects, pad_stack, take_rows
 from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
 from siirl.nodes.context import OpContext
 from siirl.nodes.recording import dump_rollouts
@@ -18,7 +18,7 @@ def rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDi
     """One row per sample: the prompt's fields repeated, and the response's. No communication."""
     params = sampling_params(ctx.cfg, stop_token_ids(ctx), ctx.validate)
     seeds = [prompt_seed(ctx, group_id) for group_id in rows["group_id"].tolist()]
-    completions = engine.generate(prompt_tokens(rows), params, seeds)
+    completions = completions_of(engine, rows, params, seeds)
     samples = [sample for prompt in completions for sample in prompt]
 
     out = samples_of(rows, params.n, response_columns(samples))
@@ -26,6 +26,15 @@ def rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDi
     ctx.metrics.merge(engine.drain_metrics())
     dump_rollouts(ctx, out)
     return out
+
+
+def completions_of(
+    engine: RolloutEngine, rows: TensorDict, params: SamplingParams, seeds: list[int]
+) -> list[list[Completion]]:
+    """What an engine says to each prompt, with its images if it may have some."""
+    if "images" not in rows.keys():
+        return engine.generate(prompt_tokens(rows), params, seeds)
+    return engine.generate_seeing(prompt_tokens(rows), objects(rows, "images"), params, seeds)
 
 
 def prompt_tokens(rows: TensorDict) -> list[list[int]]:

@@ -213,6 +213,21 @@ class RolloutEngine(ABC):
         prompts of the call nor their order, up to float rounding. Zero prompts give an empty list.
         """
 
+    def generate_seeing(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Sequence[str]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """As `generate`, of prompts with images, in base64 and in the order of their tokens; maybe none.
+
+        NotSupportedError for an engine that takes none.
+        """
+        raise NotSupportedError(
+            f"not supported yet: rollout engine {self.name!r} with images in prompts. Use rollout.name=hf."
+        )
+
     def run_wave(
         self, requests: Sequence[Request], interrupt: Callable[[list[int]], bool] | None
     ) -> list[Completion]:

@@ -34,6 +34,7 @@ from siirl.engines.train.packing import (
     bundles_of,
     count_bundles,
     new_columns,
+    prompt_numbers,
     repeated_prompt_tokens,
     row_lengths,
     sharing_pays,
@@ -94,7 +95,9 @@ class FSDPEngine(SteppingEngine):
         self._check_outputs(outputs)
         home = rows["response_ids"].device
         dtype, top_k = compute_dtype(self._settings), self._settings.top_k
-        vectors = vector_outputs(self._hidden_size, dtype, top_k, self._model.hf.config.vocab_size)
+        vectors = vector_outputs(
+            self._hidden_size, dtype, top_k, self._model.hf.config.get_text_config().vocab_size
+        )
         columns = new_columns(rows, outputs, vectors, home)
         shares = self._shares_prompts(rows)
         self._model.eval()
@@ -231,9 +234,12 @@ class FSDPEngine(SteppingEngine):
     def flops(self, rows: TensorDict, backward: bool) -> float:
         """See TrainEngine. A prompt that several of the rows share is computed once, and counted once."""
         flops = functools.partial(model_flops, self._model.hf, backward=backward)
-        if not self._shares_prompts(rows):
-            return flops(row_lengths(rows))
-        return flops(row_lengths(rows)) - flops(repeated_prompt_tokens(rows))
+        prompts, again = rows["prompt_ids"], 0.0
+        if self._shares_prompts(rows):
+            first = {number: row for row, number in reversed(list(enumerate(prompt_numbers(rows))))}
+            prompts, again = prompts[list(first.values())], flops(repeated_prompt_tokens(rows))
+        reader = self._settings.image_reader
+        return flops(row_lengths(rows), num_patches=reader.num_patches(prompts) if reader else 0) - again
 
     def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
         """Row indices of the micro-batches: as many on every rank. Collective."""
@@ -252,7 +258,7 @@ class FSDPEngine(SteppingEngine):
 
     @property
     def _hidden_size(self) -> int:
-        return self._model.hf.config.hidden_size
+        return self._model.hf.config.get_text_config().hidden_size
 
     @property
     def _master_dtype(self) -> torch.dtype:

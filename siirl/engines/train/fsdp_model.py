@@ -31,6 +31,7 @@ from siirl.engines.train.language_model import PACKED_MODELS, PackedModel
 from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.engines.train.own_shards import Parts, can_be_read, parts_to_read, read_shards
 from siirl.engines.train.settings import EngineSettings
+from siirl.engines.train.vision import tower_of
 from siirl.errors import DataError, UserError
 from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -84,6 +85,9 @@ def build_sharded(
         use_liger_kernels(hf)
     if trains:
         add_lora(hf, settings.model, settings.seed)
+        tower = tower_of(hf)
+        if settings.freeze_vision_tower and tower is not None:
+            tower.requires_grad_(False)
         if settings.model.enable_gradient_checkpointing:
             recompute_activations(hf, settings.model.gradient_checkpointing_kwargs)
     else:

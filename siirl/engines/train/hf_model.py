@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PretrainedConfig,
@@ -17,7 +18,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
-from siirl.compiler.model_types import known_types, why_not
+from siirl.compiler.model_types import known_types, sees_images, why_not
 from siirl.compiler.plan import Head
 from siirl.config.common import ModelConfig
 from siirl.engines.train.attention_kernels import attention_by
@@ -31,11 +32,19 @@ MODEL_CLASSES: dict[Head, Any] = {
     "score": AutoModelForTokenClassification,
     "trained_score": AutoModelForSequenceClassification,
 }
+TOWER_ATTENTION = "sdpa"
+"""Of a vision tower: each image, or window of it, by itself."""
 VALUE_HEAD = "score"
 """The linear layer of a value model; sequence classifiers, as reward models are, have one of that name."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of weights and of compute. Not float16, whose gradients would need loss scaling."""
+
+
+def model_class(config: PretrainedConfig, head: Head) -> Any:
+    """The class of transformers that builds a model with a head."""
+    sees = sees_images(config.model_type)
+    return AutoModelForImageTextToText if sees and head == "lm" else MODEL_CLASSES[head]
 
 
 def torch_dtype(name: str, key: str) -> torch.dtype:
@@ -86,10 +95,10 @@ def build_skeleton(
         config.num_labels = 1
     turn_off_noise(config)
     with torch.device("meta"):
-        model = MODEL_CLASSES[head].from_config(
+        model = model_class(config, head).from_config(
             config,
             dtype=dtype,
-            attn_implementation=attention_by(attention_kernels),
+            attn_implementation=attentions(config, attention_by(attention_kernels)),
             experts_implementation=GROUPED_EXPERTS,
             trust_remote_code=trust_remote_code,
         )
@@ -138,7 +147,7 @@ def load_source(
     if head != "lm":  # that a new head is missing is no news
         transformers_logging.set_verbosity_error()
     try:
-        source, report = MODEL_CLASSES[head].from_pretrained(
+        source, report = model_class(config, head).from_pretrained(
             path,
             config=config,
             dtype="auto",
@@ -168,7 +177,7 @@ def load_source(
 def empty_source(config: PretrainedConfig, model: ModelConfig, head: Head = "lm") -> PreTrainedModel:
     """A model like load_source's whose weights are memory that nobody has touched; nothing is read."""
     with no_init_weights():
-        return MODEL_CLASSES[head].from_config(
+        return model_class(config, head).from_config(
             config, dtype=config.dtype or torch.float32, trust_remote_code=model.trust_remote_code
         )
 
@@ -210,8 +219,18 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return layers
 
 
+def attentions(config: PretrainedConfig, of_text: str) -> str | dict[str, str]:
+    """The attention of a model's text, and of its vision tower if it has one."""
+    if not sees_images(config.model_type):
+        return of_text
+    return {"": of_text, "text_config": of_text, "vision_config": TOWER_ATTENTION}
+
+
 def turn_off_noise(config: PretrainedConfig) -> None:
     """No dropout or noise anywhere: the log-probs of a row must not depend on the pass that computes them."""
+    for value in vars(config).values():
+        if isinstance(value, PretrainedConfig):
+            turn_off_noise(value)
     for name, value in config.to_dict().items():
         if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)

@@ -19,8 +19,9 @@ from siirl.compiler.model_types import EXPERTS
 from siirl.compiler.plan import Head
 from siirl.config.teacher import WHOLE
 from siirl.engines.train.kept_logits import kept_logits_bytes
-from siirl.engines.train.packing import PackedBatch
+from siirl.engines.train.packing import PackedBatch, PackedImages
 from siirl.engines.train.sequence_bounds import SequenceBounds
+from siirl.engines.train.vision import see, tower_of
 
 TOP_K = ("num_experts_per_tok", "moe_topk")
 """What a config.json calls the experts of a token."""
@@ -47,14 +48,19 @@ class PackedModel(nn.Module, ABC):
         outputs: tuple[str, ...],
         ref_hidden: Tensor | None = None,
         top_ids: Tensor | None = None,
+        images: PackedImages | None = None,
     ) -> dict[str, Tensor]:
         """Name -> fp32 [M] for each of `outputs`, from the hidden state before each response token.
 
         Arguments as in PackedBatch. Communicates only where the strategy gathers weights.
         """
-        decoder = getattr(self.hf, self.hf.base_model_prefix)
+        decoder, read = getattr(self.hf, self.hf.base_model_prefix), {"input_ids": input_ids}
+        if images is not None:
+            place_N = torch.zeros_like(input_ids[0], dtype=torch.bool).index_fill_(0, images.index, True)
+            read = see(decoder, input_ids, images.pixels, images.grids, place_N.unsqueeze(0))
+            decoder = decoder.language_model
         hidden_ND = decoder(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, sequence_bounds=bounds
+            **read, position_ids=position_ids, use_cache=False, sequence_bounds=bounds
         ).last_hidden_state[0]
         hidden_MD = hidden_ND.index_select(0, predict_index)
         return self.head(hidden_MD, target, temperature, outputs, ref_hidden, top_ids)
@@ -172,6 +178,7 @@ def run_packed(
         outputs,
         batch.ref_hidden,
         batch.top_ids,
+        batch.images,
     )
     return {name: batch.to_cells(value_M) for name, value_M in values.items()}
 
@@ -182,7 +189,7 @@ def seen_back(hf: PreTrainedModel) -> float:
     0 for models whose layers may do otherwise: experts, which weigh tokens against each other, and code that
     is not transformers' own.
     """
-    config = hf.config
+    config = hf.config.get_text_config()
     experts = any(getattr(config, name, None) for name in EXPERTS)
     if experts or not type(config).__module__.startswith("transformers."):
         return 0
@@ -192,21 +199,25 @@ def seen_back(hf: PreTrainedModel) -> float:
     return min((window for window in windows if window is not None), default=math.inf)
 
 
-def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool) -> float:
+def model_flops(hf: PreTrainedModel, lengths: list[int], backward: bool, num_patches: int = 0) -> float:
     """pass_flops of a whole Hugging Face model: all its matrices, a tied output head too, the table not.
 
-    Of experts, which transformers has as one tensor [E, ...] each layer, those that a token chooses.
+    Of experts, which transformers has as one tensor [E, ...] each layer, those that a token chooses. Of a
+    vision tower, its matrices for each patch of an image, without its attention.
     """
-    config = hf.config
+    config = hf.config.get_text_config()
     head, table = hf.get_output_embeddings(), hf.get_input_embeddings().weight
     tied = head is not None and head.weight is table
     num_weights = 0 if tied else -table.numel()
-    for param in {id(p): p for p in hf.parameters()}.values():
+    tower = tower_of(hf)
+    of_tower = {id(p): p for p in tower.parameters()} if tower is not None else {}
+    for param in {id(p): p for p in hf.parameters() if id(p) not in of_tower}.values():
         if param.ndim == 3:
             num_weights += param.numel() * _experts_of_a_token(config) // param.shape[0]
         elif param.ndim == 2:
             num_weights += param.numel()
-    return pass_flops(num_weights, config, lengths, backward)
+    seeing = 2.0 * num_patches * sum(p.numel() for p in of_tower.values() if p.ndim == 2)
+    return pass_flops(num_weights, config, lengths, backward) + seeing * (3.0 if backward else 1.0)
 
 
 def _experts_of_a_token(config: PretrainedConfig) -> int:

@@ -8,12 +8,15 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.config.teacher import WHOLE
+from siirl.data.image_reader import ImageReader
+from siirl.data.rows import objects
 from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
 from siirl.errors import ConfigError, DataError
 
@@ -63,13 +66,22 @@ def packed_lengths(rows: TensorDict) -> list[int]:
 
 
 def prompt_numbers(rows: TensorDict) -> list[int]:
-    """Which prompt each row has, by its tokens: 0, 1, ... in the order of their first rows. On the host."""
+    """Which prompt each row has, by tokens and images: 0, 1, ... in the order of their first rows.
+
+    On the host.
+    """
     ids_BP, width = rows["prompt_ids"].cpu().numpy(), rows["prompt_ids"].shape[1]
-    seen: dict[tuple[int, bytes], int] = {}
+    images = images_of(rows)
+    seen: dict[tuple[int, bytes, tuple[str, ...]], int] = {}
     return [
-        seen.setdefault((length, ids_P[width - length :].tobytes()), len(seen))
-        for ids_P, length in zip(ids_BP, rows["prompt_length"].tolist(), strict=True)
+        seen.setdefault((length, ids_P[width - length :].tobytes(), tuple(images[row])), len(seen))
+        for row, (ids_P, length) in enumerate(zip(ids_BP, rows["prompt_length"].tolist(), strict=True))
     ]
+
+
+def images_of(rows: TensorDict) -> list[list[str]]:
+    """The images of each row's prompt, in base64; none where rows do not have the column."""
+    return objects(rows, "images") if "images" in rows.keys() else [[] for _ in range(len(rows))]
 
 
 def repeated_prompt_tokens(rows: TensorDict) -> list[int]:
@@ -227,6 +239,18 @@ def _first_fit(bundles: Sequence[Bundle], limit: MicroBatchLimit) -> list[list[B
 
 
 @dataclass(frozen=True)
+class PackedImages:
+    """The images of a packed batch, at least one: a vision tower runs in every pass of every rank."""
+
+    pixels: Tensor
+    """float32 [patches, numbers of each], one image after the other."""
+    grids: Tensor
+    """int64 [images, 3], on the model's device: frames, rows and columns of patches."""
+    index: Tensor
+    """int64, the packed tokens that are of images, in the order of the patches."""
+
+
+@dataclass(frozen=True)
 class PackedBatch:
     """The N tokens of a micro-batch, one segment after the other, and where the results of M of them belong.
 
@@ -236,7 +260,7 @@ class PackedBatch:
     input_ids: Tensor
     """int64 [1, N]."""
     position_ids: Tensor
-    """int64 [1, N]."""
+    """int64 [1, N]; of a vision model [3, 1, N]."""
     bounds: SequenceBounds
     predict_index: Tensor
     """int64 [M], the packed token whose hidden state predicts each response token."""
@@ -254,6 +278,8 @@ class PackedBatch:
     """[M, D], the rows' field of that name, if they have it."""
     top_ids: Tensor | None = None
     """[M, K], likewise."""
+    images: PackedImages | None = None
+    """Of a vision model."""
 
     def to_cells(self, value_M: Tensor) -> Tensor:
         """Values of response tokens in their places, [B, T], zero elsewhere; differentiable.
@@ -269,11 +295,18 @@ class PackedBatch:
         return flat.index_copy(0, self.cell, value_M).view(shape)
 
 
-def pack_rows(rows: TensorDict, device: torch.device, share_prompts: bool = False) -> PackedBatch:
+def pack_rows(
+    rows: TensorDict,
+    device: torch.device,
+    share_prompts: bool = False,
+    reader: ImageReader | None = None,
+) -> PackedBatch:
     """Pack left-padded prompts [B, P] and right-padded responses [B, T] into N tokens on `device`.
 
     Rows without response tokens are left out. With share_prompts a prompt that several rows have is there
-    once. DataError if a row has a response but no prompt token.
+    once. reader: of a vision model, whose tokens have positions in images; where no row has one, a segment
+    of one black token is packed last, which predicts nothing.
+    DataError if a row has a response but no prompt token.
     """
     prompt_BP, response_BT = rows["prompt_ids"], rows["response_ids"]
     num_rows, width = response_BT.shape
@@ -281,7 +314,7 @@ def pack_rows(rows: TensorDict, device: torch.device, share_prompts: bool = Fals
     used_B = response_B > 0
     given = {name: rows[name] for name in ("ref_hidden", "top_ids") if name in rows.keys()}
     if not bool(used_B.any()):
-        return _dummy(num_rows, width, device, given)
+        return _dummy(num_rows, width, device, given, reader)
     if bool((used_B & (prompt_B < 1)).any()):
         row = int((used_B & (prompt_B < 1)).nonzero()[0])
         raise DataError(
@@ -301,9 +334,16 @@ def pack_rows(rows: TensorDict, device: torch.device, share_prompts: bool = Fals
     row_M, place_M = answered_BT.nonzero().unbind(1)
     before_B, first_B = torch.tensor(found.predictors, device=ids_BW.device).unbind(1)
     predict_M = torch.where(place_M == 0, before_B[row_M], first_B[row_M] + place_M - 1)
+    ids_N, position_N, images = ids_BW[row_N, column_N], column_N - padding_B[row_N], None
+    if reader is not None:
+        ids_N, position_N, images, extra = _with_images(rows, found, ids_N, reader, device)
+        if extra:
+            length_S = torch.cat([length_S, length_S.new_tensor([extra])])
+            segment_N = torch.cat([segment_N, segment_N.new_full((extra,), len(length_S) - 1)])
+            inside_N = torch.cat([inside_N, torch.arange(extra, device=inside_N.device)])
     return PackedBatch(
-        input_ids=ids_BW[row_N, column_N].unsqueeze(0).to(device),
-        position_ids=(column_N - padding_B[row_N]).unsqueeze(0).to(device),
+        input_ids=ids_N.unsqueeze(0).to(device),
+        position_ids=position_N.unsqueeze(-2).to(device),
         bounds=_bounds(length_S, segment_N, inside_N, found.shared, device),
         predict_index=predict_M.to(device),
         target=response_BT[answered_BT].to(device),
@@ -312,7 +352,50 @@ def pack_rows(rows: TensorDict, device: torch.device, share_prompts: bool = Fals
         width=width,
         is_dummy=False,
         **{name: value_BTX[answered_BT].to(device) for name, value_BTX in given.items()},
+        images=images,
     )
+
+
+def _with_images(
+    rows: TensorDict, found: "_Segments", ids_N: Tensor, reader: ImageReader, device: torch.device
+) -> tuple[Tensor, Tensor, PackedImages, int]:
+    """Tokens, their positions [3, N], and the images of the segments; last, how many tokens were added.
+
+    One black image is added where no segment has any.
+    """
+    num_prompt = rows["prompt_ids"].shape[1]
+    prompt, response = rows["prompt_length"].tolist(), rows["response_length"].tolist()
+    of_rows, patches, places, at = images_of(rows), [], [], 0
+    known: dict[int, np.ndarray] = {}
+    index: list[np.ndarray] = []
+    for row, column, length in found.segments:
+        own = reader.read(of_rows[row]) if of_rows[row] else None
+        if row not in known:
+            ids = rows["prompt_ids"][row, num_prompt - prompt[row] :].tolist()
+            ids += rows["response_ids"][row, : response[row]].tolist()
+            known[row] = reader.positions(ids, prompt[row], own.grids if own else ())
+        first = column - num_prompt + prompt[row]
+        places.append(known[row][:, first : first + length])
+        if own and first < prompt[row]:  # a segment of the prompt, which is never cut
+            patches.append(own)
+            of_prompt = ids_N[at : at + min(length, prompt[row])].cpu().numpy()
+            index.append(at + np.flatnonzero(of_prompt == reader.image_token_id))
+        at += length
+    extra = 0
+    if not patches:
+        blank = reader.read(())
+        extra = reader.tokens_of(blank.grids[0])
+        token_E = np.full(extra, reader.image_token_id)
+        patches.append(blank)
+        index.append(at + np.arange(extra))
+        places.append(reader.positions(token_E, extra, blank.grids))
+        ids_N = torch.cat([ids_N, torch.from_numpy(token_E).to(ids_N)])
+    images = PackedImages(
+        torch.cat([one.pixels_XC for one in patches]).to(device),
+        torch.tensor([grid for one in patches for grid in one.grids]).to(device),
+        torch.from_numpy(np.concatenate(index)).to(device),
+    )
+    return ids_N, torch.from_numpy(np.concatenate(places, axis=1)), images, extra
 
 
 @dataclass
@@ -385,12 +468,22 @@ def _ends(length_S: Tensor) -> Tensor:
     return torch.nn.functional.pad(length_S.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _dummy(num_rows: int, width: int, device: torch.device, given: dict[str, Tensor]) -> PackedBatch:
+def _dummy(
+    num_rows: int,
+    width: int,
+    device: torch.device,
+    given: dict[str, Tensor],
+    reader: ImageReader | None,
+) -> PackedBatch:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    images = None
+    if reader is not None:
+        blank = reader.read(())
+        images = PackedImages(blank.pixels_XC.to(device), torch.tensor(blank.grids, device=device), zero)
     return PackedBatch(
         input_ids=zero.unsqueeze(0),
-        position_ids=zero.unsqueeze(0),
+        position_ids=zero.unsqueeze(0) if reader is None else zero.expand(3, 1, 1),
         bounds=SequenceBounds(ends, zero, 1),
         predict_index=zero,
         target=zero,
@@ -399,6 +492,7 @@ def _dummy(num_rows: int, width: int, device: torch.device, given: dict[str, Ten
         width=width,
         is_dummy=True,
         **{name: value.new_zeros(1, value.shape[-1], device=device) for name, value in given.items()},
+        images=images,
     )
 
 

@@ -8,6 +8,7 @@ from siirl.config.common import FSDPConfig, MegatronConfig, ModelConfig, OptimCo
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES, BatchKeys, role_group, role_model, trained_group
 from siirl.dag.ops import uses_full_kl
+from siirl.data.image_reader import ImageReader
 from siirl.engines.train.packing import MicroBatchLimit
 from siirl.errors import ConfigError, NotSupportedError
 
@@ -39,6 +40,10 @@ class EngineSettings:
     """The output head is kept as it is read, for the KL over the whole vocabulary."""
     top_k: int
     """Of how many words a distribution is told; -1: of all."""
+    image_reader: ImageReader | None = None
+    """Of a vision model."""
+    freeze_vision_tower: bool = False
+    """Its tower is not trained."""
 
 
 def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
@@ -65,6 +70,8 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
         response_width=cfg.data.max_response_length,
         full_kl=plan.is_policy and plan.trains and uses_full_kl(cfg),
         top_k=cfg.teacher.top_k if role.is_teacher else cfg.actor_rollout_ref.actor.distill.top_k,
+        image_reader=ImageReader.from_config(cfg),
+        freeze_vision_tower=plan.trains and cfg.actor_rollout_ref.actor.freeze_vision_tower,
     )
 
 

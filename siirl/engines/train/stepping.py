@@ -172,7 +172,7 @@ class SteppingEngine(TrainEngine):
 
     def _packed(self, rows: TensorDict, share_prompts: bool = False) -> PackedBatch:
         """The rows of a micro-batch, packed, and noted in the trace."""
-        batch = pack_rows(rows, self.device, share_prompts)
+        batch = pack_rows(rows, self.device, share_prompts, self._settings.image_reader)
         note(rows=batch.num_rows, tokens=batch.input_ids.numel())
         return batch
 

@@ -16,6 +16,7 @@ from siirl.compiler.model_types import (
     LENGTH_DEPENDENT,
     MEGATRON,
     OF_ANY_HEAD,
+    VISION_MODELS,
     known_types,
     why_not,
     why_not_so_long,
@@ -34,7 +35,7 @@ REFUSED = {
     "llama4": ({"text_config": {"num_local_experts": 16}}, "a text_config"),
     "glm4_moe": ({"n_routed_experts": 160}, "no model type"),
     "kimi_k2": ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
-    "qwen2_5_vl": ({"vision_config": {"depth": 32}}, "a vision_config"),
+    "qwen2_vl": ({"vision_config": {"depth": 32}}, "a vision_config"),
     "gemma2": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
     "nemotron": ({}, "nemotron is no model type whose results"),
     "falcon": ({}, "falcon is no model type whose results"),
@@ -175,7 +176,8 @@ def test_the_page_of_models_lists_the_table():
         if line.startswith(("| fsdp", "| megatron")):
             strategy, role, row = line.split("|")[1:4]
             kinds.setdefault((strategy, role), []).extend(kind.strip() for kind in row.split(","))
-    assert list(kinds.values()) == [sorted(OF_ANY_HEAD), sorted(LANGUAGE_MODELS), sorted(MEGATRON)]
+    tables = (OF_ANY_HEAD, LANGUAGE_MODELS, VISION_MODELS, MEGATRON)
+    assert list(kinds.values()) == [sorted(table) for table in tables]
 
 
 ROPES = {

@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.hf.kv_cache import gather, keep_rows
-from siirl.engines.rollout.hf.prefill import read_prompts
+from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
 from siirl.engines.rollout.sampling import sample_tokens, uniforms
 from siirl.observe.spans import note, phase
 
@@ -65,25 +65,24 @@ class _Running:
 
 def decode(
     model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    reader: PromptReader,
+    prompts: Sequence[Prompt],
     counts: Sequence[int],
     seeds: list[int],
     params: SamplingParams,
-    prefill_tokens: int,
     limits: Sequence[int] | None = None,
     interrupt: Callable[[list[int]], bool] | None = None,
 ) -> Samples:
     """Sample counts[d] responses of prompts[d]; seeds: one per sample, in that order. No communication.
 
-    prefill_tokens bounds the padded tokens of one prefill forward (at least one prompt goes through). limits:
-    most tokens of each sample, at most params.max_tokens, which is the default. interrupt: is told which
-    samples have ended since it was asked last, maybe none; true ends all.
+    limits: most tokens of each sample, at most params.max_tokens, which is the default. interrupt: is told
+    which samples have ended since it was asked last, maybe none; true ends all.
     """
     device = model.device
-    length_D = torch.tensor([len(prompt) for prompt in prompts])
+    length_D = torch.tensor([len(prompt.ids) for prompt in prompts])
     count_D = torch.tensor(counts)
     with phase("prefill", prompts=len(prompts), tokens=int(length_D.sum())):
-        logits_BV, run = _prefill(model, prompts, length_D, count_D, params.max_tokens, prefill_tokens)
+        logits_BV, run = _prefill(reader, prompts, length_D, count_D, params.max_tokens)
     uniform_TB = torch.from_numpy(uniforms(seeds, params.max_tokens)).to(device)
     token_TB = torch.zeros(params.max_tokens, len(seeds), dtype=torch.int64, device=device)
     log_prob_TB = torch.zeros(params.max_tokens, len(seeds), device=device)
@@ -131,25 +130,24 @@ def decode(
 
 
 def _prefill(
-    model: PreTrainedModel,
-    prompts: Sequence[Sequence[int]],
+    reader: PromptReader,
+    prompts: Sequence[Prompt],
     length_D: Tensor,
     count_D: Tensor,
     max_tokens: int,
-    prefill_tokens: int,
 ) -> tuple[Tensor, _Running]:
     """Read each prompt once; logits of the first response token and the cache, both repeated per sample."""
-    device = model.device
     width = int(length_D.max())
     limit = width + max_tokens
-    logits_BV, blocks = read_prompts(model, prompts, count_D, prefill_tokens)
+    logits_BV, position_B, blocks = reader.read(prompts, count_D)
+    device = logits_BV.device
     length_B = length_D.repeat_interleave(count_D)
     padded = bool((length_D < width).any())
     slot_S = torch.arange(limit)
     return logits_BV, _Running(
         cache=gather(blocks, limit),
         mask_BS=(slot_S >= width - length_B[:, None]).to(device) if padded else None,
-        position_B=length_B.to(device),
+        position_B=position_B,
         row_B=torch.arange(len(length_B), device=device),
         ended_B=torch.zeros(len(length_B), dtype=torch.bool, device=device),
     )

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from siirl.compiler.model_types import sees_images
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.config.common import ModelConfig
+from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.base import (
     Completion,
     Key,
@@ -24,6 +26,7 @@ from siirl.engines.rollout.base import (
 )
 from siirl.engines.rollout.call_limits import PAUSED, CallLimits, WeightState, check_finite
 from siirl.engines.rollout.hf.decode import Samples, decode
+from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
 from siirl.engines.rollout.sampling import derive_seed, later_seed
 from siirl.engines.rollout.weight_loading import (
     SharedBase,
@@ -33,7 +36,7 @@ from siirl.engines.rollout.weight_loading import (
     tensor_names,
 )
 from siirl.engines.train.frozen_base import use_base
-from siirl.engines.train.hf_model import load_hf_config
+from siirl.engines.train.hf_model import attentions, load_hf_config, model_class
 from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -49,6 +52,8 @@ class _Row(NamedTuple):
     seed: int
     limit: int
     """Most tokens."""
+    images: tuple[str, ...] = ()
+    """Of the prompt."""
 
 
 class HFRollout(RolloutEngine):
@@ -87,7 +92,9 @@ class HFRollout(RolloutEngine):
             self._model.requires_grad_(False)
         if base is not None:
             use_base(self._model, base._model, self._device)
-        positions = getattr(self._model.config, "max_position_embeddings", None)
+        sees = sees_images(self._model.config.model_type)
+        self._images = ImageReader.from_config(cfg) if sees else None
+        positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
         vocab = self._model.get_input_embeddings().num_embeddings
         self._limits = CallLimits(plan.name, vocab, max_context)
@@ -102,10 +109,20 @@ class HFRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run (too long, empty, unknown
         tokens), and for weights that give log-probs that are not finite.
         """
+        return self.generate_seeing(prompts, [()] * len(prompts), params, seeds)
+
+    def generate_seeing(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Sequence[str]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """See RolloutEngine; errors of `generate`."""
         self._limits.check(self._state, prompts, params, seeds)
         rows = [
-            _Row(tuple(prompt), derive_seed(seed, sample), params.max_tokens)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            _Row(tuple(prompt), derive_seed(seed, sample), params.max_tokens, tuple(seen))
+            for prompt, seen, seed in zip(prompts, images, seeds, strict=True)
             for sample in range(params.n)
         ]
         found = self._run(
@@ -136,7 +153,9 @@ class HFRollout(RolloutEngine):
             return []
         self.wake()
         # Equal prompts together, and similar lengths.
-        order = sorted(range(len(rows)), key=lambda row: (len(rows[row].prompt), rows[row].prompt))
+        order = sorted(
+            range(len(rows)), key=lambda row: (len(rows[row].prompt), rows[row].prompt, rows[row].images)
+        )
         params = replace(params, max_tokens=max(row.limit for row in rows))
         max_rows = self._rows_per_pass(params.n, len(rows[order[-1]].prompt) + params.max_tokens)
         found = [Completion([], [], PAUSED, self.weight_version) for _ in rows]
@@ -213,14 +232,15 @@ class HFRollout(RolloutEngine):
     def _decode(
         self, rows: Sequence["_Row"], params: SamplingParams, interrupt: Callable[[list[int]], bool]
     ) -> Samples:
-        prompts = Counter(row.prompt for row in rows)  # in the order of the rows, equal ones together
+        # in the order of the rows, equal ones together
+        prompts = Counter((row.prompt, row.images) for row in rows)
         return decode(
             self._model,
-            list(prompts),
+            PromptReader(self._model, self._images, self._rollout.max_num_batched_tokens),
+            [Prompt(*prompt) for prompt in prompts],
             list(prompts.values()),
             [row.seed for row in rows],
             params,
-            self._rollout.max_num_batched_tokens,
             [row.limit for row in rows],
             interrupt,
         )
@@ -262,22 +282,23 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
     without a config.json; NotSupportedError for layers that are not plain softmax attention.
     """
     config = load_hf_config(model_cfg)
-    others = set(getattr(config, "layer_types", None) or ()) - CACHED_LAYERS
+    text = config.get_text_config()
+    others = set(getattr(text, "layer_types", None) or ()) - CACHED_LAYERS
     if others:
         raise NotSupportedError(
             f"not supported yet: rollout 'hf' for layers of type {', '.join(sorted(others))} "
             f"({model_cfg.path}). Use a model of {' and '.join(sorted(CACHED_LAYERS))} layers."
         )
-    softcap = getattr(config, "attn_logit_softcapping", None)
+    softcap = getattr(text, "attn_logit_softcapping", None)
     if softcap is not None:
         raise _unplain(model_cfg, f"attn_logit_softcapping={softcap}")
     torch_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device(device), no_init_weights():
         try:
-            model = AutoModelForCausalLM.from_config(
+            model = model_class(config, "lm").from_config(
                 config,
                 dtype=torch_dtype,
-                attn_implementation="sdpa",
+                attn_implementation=attentions(config, "sdpa"),
                 trust_remote_code=model_cfg.trust_remote_code,
             )
         except ValueError as error:
@@ -296,7 +317,7 @@ def _unplain(model_cfg: ModelConfig, what: str) -> NotSupportedError:
 
 
 def _cache_bytes_per_token(model: PreTrainedModel) -> int:
-    config = model.config
+    config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize

@@ -1,29 +1,104 @@
-"""Reads prompts into a KV cache. Shapes: D distinct prompts, B samples, P prompt width, V vocabulary."""
+"""Reads prompts into a KV cache.
+
+Shapes: D distinct prompts, B samples, P prompt width, V vocabulary.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.hf.kv_cache import Block, new_cache
+from siirl.engines.train.vision import see
 
 
-def read_prompts(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], count_D: Tensor, prefill_tokens: int
-) -> tuple[Tensor, list[Block]]:
-    """Logits after each prompt, [B, V], and the caches of their tokens; both count_D[d] times for prompts[d].
+class Prompt(NamedTuple):
+    """What a model reads before it answers."""
 
-    prefill_tokens bounds the padded tokens of one forward (at least one prompt goes through). The cost is
-    that of D prompts. No communication.
-    """
-    blocks, logits = [], []
-    for part in _parts([len(prompt) for prompt in prompts], prefill_tokens):
-        cache, last_logits = _read(model, prompts[part])
-        rows = torch.arange(len(last_logits)).repeat_interleave(count_D[part]).to(model.device)
-        blocks.append(Block(cache, rows))
-        logits.append(last_logits.index_select(0, rows))
-    return torch.cat(logits), blocks
+    ids: tuple[int, ...]
+    images: tuple[str, ...] = ()
+    """In base64, in the order of their tokens."""
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """A model that reads prompts."""
+
+    model: PreTrainedModel
+    images: ImageReader | None
+    """Of a vision model."""
+    prefill_tokens: int
+    """Bounds the padded tokens of one forward (at least one prompt goes through)."""
+
+    def read(self, prompts: Sequence[Prompt], count_D: Tensor) -> tuple[Tensor, Tensor, list[Block]]:
+        """Logits after each prompt, [B, V], the position of the token after it, [B], and the caches of its
+        tokens; all count_D[d] times for prompts[d]. The cost is that of D prompts. No communication.
+        """
+        blocks, logits, positions = [], [], []
+        for part in _parts([len(prompt.ids) for prompt in prompts], self.prefill_tokens):
+            cache, last_logits, next_D = self._read(prompts[part])
+            rows = torch.arange(len(last_logits)).repeat_interleave(count_D[part]).to(last_logits.device)
+            blocks.append(Block(cache, rows))
+            logits.append(last_logits.index_select(0, rows))
+            positions.append(next_D.index_select(0, rows))
+        return torch.cat(logits), torch.cat(positions), blocks
+
+    def _read(self, prompts: Sequence[Prompt]) -> tuple[Cache, Tensor, Tensor]:
+        """One prefill forward of left-padded prompts.
+
+        The cache, the logits after the last tokens, [D, V], and the positions of what follows, [D].
+        """
+        device = self.model.device
+        length_D = torch.tensor([len(prompt.ids) for prompt in prompts])
+        width = int(length_D.max())
+        real_DP = torch.arange(width) >= width - length_D[:, None]
+        ids_DP = torch.zeros(len(prompts), width, dtype=torch.int64)
+        ids_DP[real_DP] = torch.tensor([token for prompt in prompts for token in prompt.ids])
+        position_DP = (torch.arange(width) - (width - length_D[:, None])).clamp_(min=0)
+        cache = new_cache(width)
+        given = {
+            "attention_mask": None if bool(real_DP.all()) else real_DP.to(device),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if not any(prompt.images for prompt in prompts):
+            output = self.model(
+                input_ids=ids_DP.to(device),
+                position_ids=position_DP.to(device),
+                logits_to_keep=1,
+                **given,
+            )
+            return cache, output.logits[:, -1], length_D.to(device)
+        logits_DV, next_D = self._read_seeing(prompts, ids_DP, real_DP, given)
+        return cache, logits_DV, next_D
+
+    def _read_seeing(
+        self, prompts: Sequence[Prompt], ids_DP: Tensor, real_DP: Tensor, given: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The same of prompts of which some have images: logits, and the positions of what follows."""
+        assert self.images is not None, "images for a model that sees none"
+        device = self.model.device
+        place_3DP = torch.zeros(3, *ids_DP.shape, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            grids = self.images.read(prompt.images).grids if prompt.images else ()
+            place_3N = self.images.positions(prompt.ids, len(prompt.ids), grids)
+            place_3DP[:, row, real_DP[row]] = torch.from_numpy(place_3N)
+        patches = self.images.read([image for prompt in prompts for image in prompt.images])
+        read = see(
+            self.model.model,
+            ids_DP.to(device),
+            patches.pixels_XC.to(device),
+            torch.tensor(patches.grids, device=device),
+            (real_DP & (ids_DP == self.images.image_token_id)).to(device),
+        )
+        decoder = self.model.model.language_model
+        hidden_DPH = decoder(**read, position_ids=place_3DP.to(device), **given).last_hidden_state
+        logits_DV = self.model.get_output_embeddings()(hidden_DPH[:, -1])
+        return logits_DV, (place_3DP.amax(dim=(0, 2)) + 1).to(device)
 
 
 def _parts(lengths: list[int], max_tokens: int) -> list[slice]:
@@ -35,23 +110,3 @@ def _parts(lengths: list[int], max_tokens: int) -> list[slice]:
             parts.append(slice(start, index))
             start, width = index, length
     return [*parts, slice(start, len(lengths))]
-
-
-def _read(model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> tuple[Cache, Tensor]:
-    """One prefill forward of left-padded prompts: the cache, and the logits after the last tokens, [D, V]."""
-    length_D = torch.tensor([len(prompt) for prompt in prompts])
-    width = int(length_D.max())
-    real_DP = torch.arange(width) >= width - length_D[:, None]
-    ids_DP = torch.zeros(len(prompts), width, dtype=torch.int64)
-    ids_DP[real_DP] = torch.tensor([token for prompt in prompts for token in prompt])
-    position_DP = (torch.arange(width) - (width - length_D[:, None])).clamp_(min=0)
-    cache = new_cache(width)
-    output = model(
-        input_ids=ids_DP.to(model.device),
-        position_ids=position_DP.to(model.device),
-        attention_mask=None if bool(real_DP.all()) else real_DP.to(model.device),
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
-    return cache, output.logits[:, -1]

@@ -1,0 +1,47 @@
+"""Where prompts may have images (data.dataset_type=vlm), and where not yet. Pure."""
+
+from collections.abc import Iterator
+
+from siirl.compiler.resolved_node import ResolvedNode
+from siirl.compiler.workflow import Workflow
+from siirl.errors import DagError, NotSupportedError, UserError
+
+SAMPLING = ("hf",)
+"""Rollouts that take images."""
+
+
+def check_images(kept: Workflow) -> Iterator[UserError]:
+    """The nodes agree on the kind of dataset, and their rollouts take its images."""
+    kind = kept.run.data.dataset_type
+    for node in kept.nodes.values():
+        if node.cfg.data.dataset_type != kind:
+            yield DagError(
+                f"{node} has data.dataset_type={node.cfg.data.dataset_type} and the run {kind}: one loader "
+                "reads the prompts of all nodes. Set it on the command line."
+            )
+        elif node.op.is_rollout and node.cfg.data.has_images:
+            yield from _of_a_rollout(node, kept)
+        elif node.op.model == "teacher" and node.cfg.data.has_images:
+            yield NotSupportedError(
+                f"not supported yet: {node}: a teacher of prompts with images (data.dataset_type=vlm): it is "
+                "given tokens alone. Remove the node, or the images."
+            )
+
+
+def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
+    images = f"not supported yet: {node}: images in prompts (data.dataset_type=vlm)"
+    rollout = node.cfg.actor_rollout_ref.rollout
+    if node.id in kept.stages:
+        yield NotSupportedError(
+            f"{images} of an interaction: its turns are texts, and carry none. Let a rollout answer in one "
+            "turn, without environments, tools or other agents."
+        )
+    elif rollout.name not in SAMPLING:
+        yield NotSupportedError(
+            f"{images} with rollout.name={rollout.name}, which is given tokens alone. Set rollout.name=hf."
+        )
+    elif rollout.max_lag:
+        yield NotSupportedError(
+            f"{images} with rollout.max_lag={rollout.max_lag}: responses that go on are asked for by tokens "
+            "alone. Set max_lag to 0."
+        )

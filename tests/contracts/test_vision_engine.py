@@ -1,0 +1,150 @@
+"""A vision model under FSDP2 computes, packed, what plain Hugging Face says of each row alone."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import train_engine_cases as cases
+import vision_cases as vision
+from dist_harness import run_workers
+from torch import Tensor
+from train_engine_cases import Scenario
+
+from siirl.data.rows import take_rows
+from siirl.engines.train import fsdp_model
+
+VLM = ("data.dataset_type=vlm",)
+ROWS_1 = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",)
+KEPT = ("actor_rollout_ref.model.enable_gradient_checkpointing=false",)
+FROZEN = ("actor_rollout_ref.actor.freeze_vision_tower=true",)
+ONE = (
+    Scenario("packed", 1, overrides=VLM),
+    Scenario("a row at a time, activations kept", 1, overrides=(*VLM, *ROWS_1, *KEPT)),
+    Scenario("frozen tower", 1, overrides=(*VLM, *FROZEN)),
+)
+TWO = (
+    Scenario("two shards, images beside texts", 2, overrides=(*VLM, *ROWS_1)),
+    Scenario("all rows on the first rank", 2, split="first_rank", overrides=VLM),
+    Scenario("two replicas", 2, fsdp_size=1, overrides=VLM),
+    Scenario("frozen tower, two shards", 2, overrides=(*VLM, *FROZEN)),
+    Scenario("as a large model, each layer gathered when it runs", 2, overrides=VLM),
+    Scenario("frozen tower, as a large model", 2, overrides=(*VLM, *FROZEN)),
+)
+
+
+@dataclass
+class Seen:
+    """What an engine says of the rows."""
+
+    log_prob: Tensor
+    entropy: Tensor
+    grad_norm: float
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    exported: dict[str, Tensor] = field(default_factory=dict)
+
+
+def run(rank: int, world: int, scenarios: list[Scenario], folder: str, with_images: bool) -> dict[str, Seen]:
+    rows = vision.vision_rows(Path(folder), with_images=with_images)
+    found = {}
+    for scenario in scenarios:
+        fsdp_model.SMALL_MODEL_BYTES = 0 if "as a large model" in scenario.name else 2 << 30
+        engine, _ = cases.build_engine(scenario, folder)
+        before = {name: x.clone() for name, x in engine.export_weights(torch.float32)}
+        mine = take_rows(rows, cases.rows_of_rank(engine.dp_rank, engine.dp_size, scenario.split))
+        columns = engine.compute(mine, ("log_prob", "entropy"), cases.TEMPERATURE)
+        whole = torch.zeros(2, vision.NUM_ROWS, vision.WIDTH)
+        whole[:, mine["row_id"]] = torch.stack([columns["log_prob"], columns["entropy"]])
+        dist.all_reduce(whole)
+        metrics = engine.train_mini_batch(mine, cases.policy_loss, ("log_prob", "entropy"), cases.TEMPERATURE)
+        grads = cases.first_step_gradients(engine)
+        found[scenario.name] = Seen(whole[0], whole[1], metrics.values()["grad_norm"], grads, before)
+        assert engine.flops(mine, backward=False) > 0 or not len(mine)
+    return found if rank == 0 else {}
+
+
+def expected(folder: Path, with_images: bool, frozen: bool) -> Seen:
+    model = vision.hf_model(folder)
+    if frozen:
+        model.model.visual.requires_grad_(False)
+    rows = vision.vision_rows(folder, with_images=with_images)
+    log_prob_BT, entropy_BT = vision.hf_outputs(model, folder, rows, cases.TEMPERATURE)
+    mask_BT = rows["response_mask"]
+    loss_BT = -rows["advantage"] * log_prob_BT - cases.ENTROPY_COEFF * entropy_BT
+    ((loss_BT * mask_BT).sum() / mask_BT.sum()).backward()
+    trained = {in_files(name, folder): p for name, p in model.named_parameters() if p.requires_grad}
+    norm = float(torch.nn.utils.clip_grad_norm_(trained.values(), cases.CLIP))
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+    table = next(grad for name, grad in grads.items() if "embed_tokens" in name)
+    assert float(table[vision.TWIN].abs().sum()) > 0, "a row has sampled the image token"
+    table[vision.IMAGE], table[vision.TWIN] = table[vision.TWIN].clone(), 0.0
+    return Seen(log_prob_BT.detach(), entropy_BT.detach(), norm, grads)
+
+
+def in_files(name: str, folder: Path) -> str:
+    """The name of a parameter in the files of its model: the older one's are not those of its modules."""
+    if not folder.name.startswith("qwen2_5_vl"):
+        return name
+    return name.replace("model.language_model.", "model.").replace("model.visual.", "visual.")
+
+
+def assert_same(found: Seen, wanted: Seen) -> None:
+    for name in ("log_prob", "entropy"):
+        assert float((getattr(found, name) - getattr(wanted, name)).abs().max()) < 1e-5, name
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-5)
+    assert found.grads.keys() == wanted.grads.keys()
+    for name, grad in wanted.grads.items():
+        assert float((found.grads[name] - grad).abs().max()) < 1e-5, name
+
+
+@pytest.fixture(scope="module", params=vision.KINDS)
+def folder(request, tmp_path_factory) -> Path:
+    return vision.make_vision_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def check(folder: Path, scenarios: tuple[Scenario, ...], with_images: bool = True) -> dict[str, Seen]:
+    (found, *_) = run_workers(
+        run, scenarios[0].world, list(scenarios), str(folder), with_images, deadline_s=200
+    )
+    for scenario in scenarios:
+        frozen = "frozen" in scenario.name
+        assert_same(found[scenario.name], expected(folder, with_images, frozen))
+    return found
+
+
+def test_packed_rows_with_images_are_what_hugging_face_computes_of_each_alone(folder):
+    from safetensors.torch import load_file
+
+    found = check(folder, ONE)
+    tower = {name for name in found["packed"].grads if "visual." in name}
+    assert tower and not [name for name in tower if float(found["packed"].grads[name].abs().max()) == 0]
+    stored = load_file(folder / "model.safetensors")
+    exported = found["packed"].exported
+    assert exported.keys() == stored.keys()
+    assert all(torch.equal(exported[name], stored[name]) for name in stored)
+
+
+def test_ranks_with_images_without_them_and_without_rows_agree(folder):
+    check(folder, TWO)
+
+
+def test_a_vision_model_learns_from_rows_without_images(folder):
+    check(folder, ONE[:1], with_images=False)
+
+
+def test_positions_are_those_of_transformers(folder):
+    from siirl.data.image_reader import ImageReader
+    from siirl.data.rows import objects
+
+    model, reader = vision.hf_model(folder), ImageReader(str(folder))
+    rows = vision.vision_rows(folder)
+    for row, seen in enumerate(objects(rows, "images")):
+        length = int(rows["prompt_length"][row])
+        prompt = rows["prompt_ids"][row, -length:].tolist()
+        inputs: Any = vision.hf_inputs(folder, prompt, [8, 9], seen)
+        inputs.pop("pixel_values", None)
+        wanted, _ = model.model.get_rope_index(**inputs)
+        grids = reader.read(seen).grids if seen else ()
+        assert reader.positions([*prompt, 8, 9], length, grids).tolist() == wanted[:, 0].tolist()

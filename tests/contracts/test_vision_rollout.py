@@ -1,0 +1,102 @@
+"""The HF engine samples from a vision model what plain Hugging Face would, whatever else is in the batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vision_cases as vision
+from safetensors.torch import load_file
+
+from siirl.compiler.plan import ModelPlan
+from siirl.config import load_config
+from siirl.data.image_reader import ImageReader
+from siirl.engines.engine_registry import make_rollout_engine
+from siirl.engines.rollout.base import Completion, SamplingParams
+from siirl.parallel.dims import ParallelDims
+
+SEEN = [(vision.SMALL,), (vision.WIDE,), (vision.OTHER,), (), (vision.WIDE, vision.TALL), (vision.WIDE,)]
+SEEDS = [1, 2, 3, 4, 5, 6]
+HOT = 3.0
+"""A temperature at which all tokens are sampled, that of images too."""
+
+
+@pytest.fixture(scope="module", params=vision.KINDS)
+def folder(request, tmp_path_factory) -> Path:
+    return vision.make_vision_model(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(folder):
+    cfg = load_config(
+        [
+            "data.dataset_type=vlm",
+            "actor_rollout_ref.rollout.name=hf",
+            "actor_rollout_ref.rollout.max_num_batched_tokens=64",
+            "actor_rollout_ref.rollout.dtype=float32",
+            f"actor_rollout_ref.model.path={folder}",
+        ]
+    )
+    plan = ModelPlan(
+        "agent_0.rollout", 0, "rollout", "hf", "lm", False, (0,), ParallelDims(1), "rollout_actor", ()
+    )
+    engine = make_rollout_engine(plan, cfg, None, torch.device("cpu"))
+    stored = load_file(folder / "model.safetensors")
+    assert {name: tuple(x.shape) for name, x in stored.items()} == {
+        name: shape for name, (shape, _) in engine.weight_specs().items()
+    }
+    engine.load_weights(stored.items(), 3)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(folder) -> list[list[int]]:
+    reader = ImageReader(str(folder))
+    return [vision.prompt_of(reader, seen) for seen in SEEN]
+
+
+@pytest.fixture(scope="module")
+def reference(folder):
+    return vision.hf_model(folder)
+
+
+def log_probs(
+    reference: Any, folder: Path, prompt: list[int], seen: tuple[str, ...], answer: list[int]
+) -> list[float]:
+    """Of the tokens of an answer, by plain Hugging Face."""
+    inputs = vision.hf_inputs(folder, prompt, answer, list(seen))
+    with torch.no_grad():
+        logits = reference(**inputs).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / HOT, dim=-1).gather(-1, torch.tensor(answer)[:, None])[:, 0].tolist()
+
+
+def test_log_probs_are_those_of_hugging_face_and_tokens_do_not_depend_on_the_batch(
+    reference, folder, engine, prompts
+):
+    params = SamplingParams(max_tokens=6, n=8, temperature=HOT, ignore_eos=True)
+    found = engine.generate_seeing(prompts, SEEN, params, SEEDS)
+    assert vision.IMAGE in {token for one in found for sample in one for token in sample.token_ids}
+    for prompt, seen, samples in zip(prompts, SEEN, found, strict=True):
+        for sample in (one for one in samples if vision.TWIN not in one.token_ids[:-1]):
+            wanted = log_probs(reference, folder, prompt, seen, sample.token_ids)
+            assert sample.log_probs == pytest.approx(wanted, abs=1e-5)
+    for index in (2, 4):
+        (alone,) = engine.generate_seeing([prompts[index]], [SEEN[index]], params, [SEEDS[index]])
+        assert tokens(alone) == tokens(found[index])
+    assert tokens(found[1]) != tokens(found[2]), "the same tokens with other images"
+
+
+def tokens(samples: list[Completion]) -> list[list[int]]:
+    return [sample.token_ids for sample in samples]
+
+
+def test_greedy_tokens_are_those_that_hugging_face_generates(reference, folder, engine, prompts):
+    found = engine.generate_seeing(prompts, SEEN, SamplingParams(max_tokens=5, temperature=0.0), SEEDS)
+    for prompt, seen, (sample,) in zip(prompts, SEEN, found, strict=True):
+        answer: list[int] = []
+        for _ in range(5):
+            inputs = vision.hf_inputs(folder, prompt, answer, list(seen))
+            with torch.no_grad():
+                answer.append(int(reference(**inputs).logits[0, -1].argmax()))
+        assert sample.token_ids == answer

@@ -1,0 +1,111 @@
+"""A vision model through the main job: images reach the ranks that need them, and the tower learns or not."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import vision_cases as vision
+from fixtures_tiny import write_parquet
+from job_harness import Finished, run_example, run_job
+from safetensors.torch import load_file
+
+MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return float(len(set(solution_str.split()))) / 4
+"""
+
+
+def rows(count: int) -> list[dict]:
+    """Prompts with no, one or two images of unequal sizes, some of equal tokens."""
+    made = []
+    for index in range(count):
+        sizes = [(40, 40), (30, 90)][: index % 3]
+        images = [{"bytes": vision.png(*size, seed=index), "path": None} for size in sizes]
+        text = "<image>red " * len(images) + "colour ?"
+        prompt = [{"role": "user", "content": text}]
+        made.append(
+            {"prompt": prompt, "images": images, "data_source": "s", "reward_model": {"ground_truth": "1"}}
+        )
+    return made
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl"])
+def arguments(request, tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    model = vision.make_vision_model(folder / "model", request.param)
+    data = write_parquet(folder / "train.parquet", rows(24))
+    (folder / "reward.py").write_text(REWARD)
+    return [
+        "data.dataset_type=vlm",
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        "data.train_batch_size=6",
+        "data.max_prompt_length=32",
+        "data.max_response_length=5",
+        "algorithm.adv_estimator=grpo",
+        f"{MODEL}.path={model}",
+        f"{ACTOR}.optim.lr=1e-3",
+        f"{ACTOR}.ppo_mini_batch_size=3",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=float32",
+        "actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype=float32",
+        "actor_rollout_ref.rollout.name=hf",
+        "actor_rollout_ref.rollout.dtype=float32",
+        "actor_rollout_ref.rollout.n=3",
+        f"custom_reward_function.path={folder}/reward.py",
+        "trainer.device=cpu",
+        "trainer.logger=[]",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.total_training_steps=2",
+    ]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def model_of(arguments: list[str]) -> Path:
+    return Path(next(text for text in arguments if text.startswith(f"{MODEL}.path=")).partition("=")[2])
+
+
+def test_two_ranks_train_on_images_and_a_frozen_tower_stays_bit_equal(arguments, tmp_path):
+    keys = [f"{ACTOR}.freeze_vision_tower=true", f"trainer.output_dir={tmp_path}"]
+    job = run_job(2, [*arguments, *keys], deadline_s=200)
+    assert max(job.values("actor/rollout_log_prob_diff")) < 1e-5
+    before, after = weights(model_of(arguments)), weights(tmp_path / "hf_model")
+    assert before.keys() == after.keys()
+    tower = {name for name in before if "visual." in name}
+    assert tower and {name for name in before if torch.equal(before[name], after[name])} == tower
+    for name in ("preprocessor_config.json", "config.json", "tokenizer.json"):
+        assert (tmp_path / "hf_model" / name).is_file()
+    config = json.loads((tmp_path / "hf_model" / "config.json").read_text())
+    assert config["model_type"] == "qwen3_vl" and vision.hf_model(tmp_path / "hf_model")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_on_one_rank_that_stops_and_goes_on_ends_as_one_on_two_ranks(arguments, tmp_path):
+    whole = [*arguments, f"trainer.output_dir={tmp_path / 'whole'}", "trainer.save_freq=1"]
+    run_job(2, whole, deadline_s=300)
+    parts = [*arguments, f"trainer.output_dir={tmp_path / 'parts'}", "trainer.save_freq=1"]
+    run_job(1, [*parts, "trainer.total_training_steps=1"], deadline_s=300)
+    shutil.rmtree(tmp_path / "parts" / "hf_model", ignore_errors=True)
+    run_job(1, [*parts, "trainer.resume_mode=auto", "trainer.resume_changed=true"], deadline_s=300)
+    one, two = (weights(tmp_path / name / "hf_model") for name in ("parts", "whole"))
+    before = weights(model_of(arguments))
+    assert one.keys() == two.keys() and not all(torch.equal(one[name], before[name]) for name in one)
+    for name in one:
+        assert float((one[name] - two[name]).abs().max()) < 1e-4, name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_example_learns_to_name_the_colour_of_an_image(tmp_path):
+    run_example(tmp_path, example="vision")
+    learnt = Finished.read(tmp_path).values("val/colours/accuracy/mean")
+    assert learnt[0] < 0.4 and learnt[-1] > 0.9, learnt

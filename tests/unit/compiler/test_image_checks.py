@@ -1,0 +1,101 @@
+"""What `siirl check` says of images in prompts: accepted is what runs, all else is refused with the fix."""
+
+import json
+from pathlib import Path
+
+import pytest
+from plan_cases import config
+
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.model_types import VISION_MODELS, why_not
+from siirl.compiler.plan import Load, Run
+from siirl.errors import UserError
+from siirl.types import FieldKey
+
+ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
+VLM = "data.dataset_type=vlm"
+VISION = {"vision_config": {"depth": 2, "spatial_merge_size": 2}, "text_config": {"hidden_size": 64}}
+
+
+def model(folder: Path, kind: str) -> str:
+    folder.mkdir(exist_ok=True)
+    parts = VISION if kind in VISION_MODELS else {}
+    (folder / "config.json").write_text(json.dumps({"model_type": kind} | parts))
+    return str(folder)
+
+
+def compiled(tmp_path: Path, kind: str, *keys: str):
+    cfg = config(f"{MODEL}.path={model(tmp_path / kind, kind)}", f"{ROLLOUT}.name=hf", *keys)
+    return compile_plan(load_dag(cfg), cfg, 2)[0]
+
+
+@pytest.mark.parametrize("kind", VISION_MODELS)
+def test_images_reach_every_node_that_runs_a_model(tmp_path, kind):
+    plan = compiled(tmp_path, kind, VLM, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.ppo_mini_batch_size=4")
+    reads = {ins.node: ins.reads for ins in plan.instructions if isinstance(ins, Run)}
+    images = FieldKey(0, "images")
+    on_model = {name for name, node in plan.nodes.items() if node.model is not None}
+    assert len(on_model) == 4 and on_model == {name for name, keys in reads.items() if images in keys}
+    texts = compiled(tmp_path, "qwen3").instructions
+    assert not any(images in ins.keys for ins in texts if isinstance(ins, Load))
+
+
+REFUSED = {
+    "a model of texts": ("qwen3", (VLM,), "which sees no images. Use a model of qwen2_5_vl, qwen3_vl"),
+    "data of texts": ("qwen3_vl", (), "qwen3_vl with data.dataset_type=llm.*Set data.dataset_type=vlm"),
+    "vllm": ("qwen3_vl", (VLM, f"{ROLLOUT}.name=vllm"), "rollout.name=vllm.* Set rollout.name=hf"),
+    "replay": ("qwen3_vl", (VLM, f"{ROLLOUT}.name=replay"), "rollout.name=replay.* Set rollout.name=hf"),
+    "lag": ("qwen3_vl", (VLM, f"{ROLLOUT}.max_lag=1"), "max_lag=1: .*Set max_lag to 0"),
+    "lora": ("qwen3_vl", (VLM, f"{MODEL}.lora_rank=4"), "LoRA adapters on a qwen3_vl. Set .*lora_rank=0"),
+    "liger": ("qwen2_5_vl", (VLM, f"{MODEL}.use_liger=true"), "Liger kernels.*use_liger=false"),
+    "megatron": ("qwen3_vl", (VLM, f"{ACTOR}.strategy=megatron"), "a vision_config.*Set strategy=fsdp"),
+    "a critic": ("qwen3_vl", (VLM, "algorithm.adv_estimator=gae"), "a value head, which transformers does"),
+    "tools": (
+        "qwen3_vl",
+        (VLM, f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml"),
+        "of an interaction: its turns are texts",
+    ),
+}
+TOOLS = "tools:\n  - function: math:sqrt\n    name: root\n    description: root\n"
+
+
+@pytest.mark.parametrize(("kind", "keys", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_take_images_is_refused_with_the_fix(tmp_path, monkeypatch, kind, keys, words):
+    monkeypatch.chdir(tmp_path)
+    Path("tools.yaml").write_text(TOOLS)
+    with pytest.raises(UserError, match=words):
+        compiled(tmp_path, kind, *keys)
+
+
+def test_a_reference_and_a_reward_model_are_held_to_the_same(tmp_path):
+    score = model(tmp_path / "score", "qwen3")
+    keys = (VLM, "reward_model.enable=true", f"reward_model.model.path={score}")
+    with pytest.raises(UserError, match=r"reward_model\.strategy=fsdp: .*a qwen3, which sees no images"):
+        compiled(tmp_path, "qwen3_vl", *keys)
+
+
+def test_a_teacher_sees_no_images(tmp_path):
+    teacher = {"teacher.model.path": model(tmp_path / "qwen3_vl", "qwen3_vl")}
+    keys = (
+        VLM,
+        f"{ACTOR}.policy_loss.loss_mode=distill",
+        f"dag.node_config={json.dumps({'teacher': teacher})}",
+    )
+    with pytest.raises(UserError, match=r"'teacher'.*a teacher of prompts with images.*Remove the node"):
+        compiled(tmp_path, "qwen3_vl", *keys)
+
+
+def test_one_node_has_no_other_kind_of_dataset(tmp_path):
+    keys = ('dag.node_config={actor_train: {"data.dataset_type": vlm}}',)
+    with pytest.raises(UserError, match=r"actor_train.* has data.dataset_type=vlm and the run llm"):
+        compiled(tmp_path, "qwen3", *keys)
+
+
+def test_a_vision_model_is_judged_by_its_text_part():
+    for kind in VISION_MODELS:
+        raw = {"model_type": kind, "vision_config": {"depth": 2}}
+        assert not why_not({**raw, "text_config": {"layer_types": ["full_attention"]}}, "fsdp")
+        assert "linear_attention" in why_not(
+            {**raw, "text_config": {"layer_types": ["linear_attention"]}}, "fsdp"
+        )
+        assert "quantization_config" in why_not({**raw, "quantization_config": {"bits": 4}}, "fsdp")
