@@ -59,6 +59,8 @@ def memory_folder(cfg: Config) -> Iterator[str]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # not the keeper's: it may be gone, or stopped
+        with contextlib.suppress(OSError):
+            os.unlink(folder)  # where something else has come in its place
         with contextlib.suppress(ProcessLookupError):
             os.killpg(keeper.pid, signal.SIGKILL)
         keeper.wait()
