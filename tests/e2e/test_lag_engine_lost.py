@@ -74,11 +74,14 @@ def test_an_engine_that_decodes_on_is_killed_and_comes_back_while_the_other_rank
     ]
     lagging += [f"trainer.dump_rollouts_dir={tmp_path / 'lagging/dump'}"]
     run = run_job(3, overrides(made, tmp_path / "lagging/out", *lagging), deadline_s=280, run=loses_engine)
-    assert run.values("rollout/engine_restarts") == [float(step == LOST_STEP) for step in range(1, 6)]
+    restarts = run.values("rollout/engine_restarts")
+    assert sorted(restarts) == [0, 0, 0, 0, 1]
+    noticed = restarts.index(1) + 1  # a busy step may have all it needs before that
+    assert noticed in (LOST_STEP, LOST_STEP + 1)
     rows = [recorded(tmp_path / name / "dump") for name in ("plain", "lagging")]
     assert rows[0] == rows[1] and rows[1].total() == 5 * 8 * 2
     assert 0 < max(run.values("rollout/lag_max")) <= 2 and run.values("rollout/in_flight")[-1] == 0
     assert max(run.values("actor/rollout_log_prob_diff")) < 1e-4, "it has come back with its weights"
     lost, other = (json.loads((tmp_path / f"lagging/times_{rank}.json").read_text()) for rank in (1, 2))
-    assert "back" not in other and lost["lost"] < lost["back"] < lost["ended"][str(LOST_STEP)]
+    assert "back" not in other and lost["lost"] < lost["back"] < lost["ended"][str(noticed)]
     assert other["ended"][str(LOST_STEP)] < lost["back"], "the other rank has sampled its part meanwhile"

@@ -48,10 +48,12 @@ def packed_attention(
         longest = sequence_bounds.shared.longest_row
         assert sliding_window is None or sliding_window >= longest, "a window that ends in a shared prompt"
         kernels = flash if by_flash else PaddedKernels()
-        q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
+        if not (by_flash and flash.takes_strides):
+            q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
         out_NHD = SharedAttention.apply(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, kernels)
     elif by_flash:
-        q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
+        if not flash.takes_strides or sliding_window is not None:
+            q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
         out_NHD = flash.alone(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
     else:
         out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)

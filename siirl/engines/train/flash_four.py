@@ -16,12 +16,15 @@ from siirl.engines.train.attention import packed_attention
 from siirl.engines.train.sequence_bounds import SequenceBounds
 from siirl.engines.train.shared_attention import Attended, FlashKernels, Grads
 
-PACKED_BY_FLASH_4 = "siirl_packed_flash_4"
-"""Name under which transformers finds packed attention by these kernels."""
+PACKED_BY_FLASH_4 = "siirl_packed_4"
+"""Name under which transformers finds packed attention by these kernels. One with "flash" in it
+would make it look for a package, or for kernels of a hub."""
 
 
 class FlashFourKernels(FlashKernels):
     """FlashAttention 4's; a sliding window is left to torch."""
+
+    takes_strides = True
 
     def alone(self, q, k, v, bounds, scale, window):
         if window is not None:

@@ -70,6 +70,9 @@ class Kernels(Protocol):
 class FlashKernels:
     """torch's variable-length kernels, in bf16 or fp16 on CUDA."""
 
+    takes_strides = False
+    """Whether tokens and heads may lie anyhow, and the gradients lie as the inputs."""
+
     def alone(self, q, k, v, bounds, scale, window):
         """Causal attention of rows that share nothing, [N, H, D], with gradients."""
         attend, options = varlen_kernel()

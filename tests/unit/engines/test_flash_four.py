@@ -21,6 +21,7 @@ from packed_attention_cases import (
 )
 from packed_attention_cases import alone as attention_of_row
 from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 from siirl.engines.train.attention import packed_attention
 from siirl.engines.train.attention_kernels import attention_by
@@ -124,8 +125,6 @@ def test_rows_that_share_nothing_are_the_definition(kernels):
 
 
 def test_transformers_finds_it_under_its_name(kernels):
-    from transformers import AttentionInterface
-
     name = attention_by("flash_attn_4")
     assert name != attention_by("torch")
     lengths = [4, 6]
@@ -135,6 +134,30 @@ def test_transformers_finds_it_under_its_name(kernels):
     )
     plain, _ = packed_attention(nn.Module(), query, key, value, None, sequence_bounds=bounds_of(lengths))
     torch.testing.assert_close(found, plain)
+
+
+def test_a_model_is_built_with_it(kernels):
+    """transformers takes some names of attention for packages that it then looks for."""
+    config = Qwen3Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention_by("flash_attn_4"))
+    assert model.config._attn_implementation == attention_by("flash_attn_4")
+
+
+def test_memory_of_queries_keys_and_values_may_lie_anyhow(kernels):
+    lengths = [5, 1, 9, 3]
+    bounds = bounds_of(lengths)
+    exact = [x.requires_grad_() for x in sample(sum(lengths))]
+    rows = zip(*(x.split(lengths, dim=2) for x in exact), strict=True)
+    expected = torch.cat([attention_of_row(*row, 0.3, None) for row in rows], 1)
+    inputs = [x.detach().clone().requires_grad_() for x in exact]
+    name = attention_by("flash_attn_4")
+    out, _ = AttentionInterface()[name](nn.Module(), *inputs, None, sequence_bounds=bounds, scaling=0.3)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ours = torch.autograd.grad((out * weights).sum(), inputs)
+    theirs = torch.autograd.grad((expected * weights).sum(), exact)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+    for mine, reference in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, reference, rtol=1e-9, atol=1e-10)
 
 
 def test_a_package_that_is_not_there_is_a_config_error(monkeypatch):
