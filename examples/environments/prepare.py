@@ -51,6 +51,7 @@ EXAMPLES = {
     "guess": Example(
         lambda: ["number", "?", "guess", "higher", "lower", "right", *"0123456"], prompts=(("number ?", {}),)
     ),
+    "verifiers": Example(lambda: ["number", "?", "guess", "higher", "lower", *"0123456"]),
     "shop": Example(
         lambda: ["price", "of", "?", *"012345", *ITEMS, *(call("price", item=item) for item in ITEMS)],
         prompts=tuple((f"price of {item} ?", {"wanted": item}) for item in ITEMS),

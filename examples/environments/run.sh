@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Train in an environment of another package, on CPU, from scratch: bash examples/environments/run.sh NAME [key=value ...]
-# NAME: reasoning_gym, lake, nim, guess or shop. ENVIRONMENTS_DIR (outputs/environments) holds inputs and results.
+# NAME: reasoning_gym, lake, nim, guess, shop or verifiers. ENVIRONMENTS_DIR (outputs/environments) holds inputs and results.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}
-NAME=${1:?name an example: reasoning_gym, lake, nim, guess or shop}
+NAME=${1:?name an example: reasoning_gym, lake, nim, guess, shop or verifiers}
 shift
 OUT=${ENVIRONMENTS_DIR:-outputs/environments}/$NAME
 keys=() # what differs from the list at the end
@@ -61,8 +61,19 @@ case $NAME in
       actor_rollout_ref.rollout.agent.max_turn_tokens=1
     )
     ;;
+  verifiers)
+    number="verifiers:examples/environments/guess_verifiers.py?python=${VERIFIERS_PYTHON:-.venv/verifiers/bin/python}"
+    keys+=(
+      dag.workflow_path=examples/environments/verifiers.yaml
+      "data.train_files=$number&args.num_examples=1600"
+      "data.val_files=$number&args.num_examples=14"
+      data.max_prompt_length=16
+      data.max_response_length=48
+      actor_rollout_ref.rollout.agent.max_turn_tokens=1
+    )
+    ;;
   *)
-    echo "run.sh: unknown example $NAME: name one of reasoning_gym, lake, nim, guess, shop" >&2
+    echo "run.sh: unknown example $NAME: name one of reasoning_gym, lake, nim, guess, shop, verifiers" >&2
     exit 2
     ;;
 esac

@@ -26,11 +26,13 @@ class DataConfig:
     )
     train_files: tuple[str, ...] = key(
         ("~/data/rlhf/gsm8k/train.parquet",),
-        "parquet files of training prompts, or reasoning_gym:TASK?size=N&seed=N: one or a list",
+        "parquet files of training prompts, reasoning_gym:TASK?size=N&seed=N, or verifiers:ENVIRONMENT: "
+        "one or a list",
     )
     val_files: tuple[str, ...] = key(
         ("~/data/rlhf/gsm8k/test.parquet",),
-        "parquet files of validation prompts, or reasoning_gym:TASK?size=N&seed=N: one or a list",
+        "parquet files of validation prompts, reasoning_gym:TASK?size=N&seed=N, or verifiers:ENVIRONMENT: "
+        "one or a list",
     )
     prompt_key: str = key("prompt", "column of the prompt: chat messages [{role, content}, ...] or a string")
     image_key: str = key(

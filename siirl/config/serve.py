@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from siirl.config.keys import key
 
 FUNCTION = re.compile(r"[\w./-]+:[A-Za-z_]\w*")
+VERIFIERS = "verifiers"
+"""The command that plays rows of environments of that package."""
 
 
 @dataclass(frozen=True)
@@ -14,8 +16,8 @@ class ServeConfig:
 
     command: str | None = key(
         None,
-        "what plays one episode: a shell command, which finds the endpoint in OPENAI_BASE_URL, or a function "
-        "of the session, file.py:function",
+        "what plays one episode: a shell command, which finds the endpoint in OPENAI_BASE_URL; a function of "
+        "the session, file.py:function; or verifiers, for rows of data.train_files=verifiers:ENVIRONMENT",
     )
     deadline_s: float = key(
         600.0,

@@ -9,7 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from siirl.config import Config
+from siirl.data import verifiers_rows
 from siirl.data.reasoning_gym_rows import PREFIX, GeneratedRows, first_overlap
+from siirl.data.verifiers_rows import VerifiersRows
 from siirl.errors import DataError, Place
 from siirl.findings import Findings
 
@@ -18,7 +20,9 @@ EXTRA_KEY = "extra_info"
 UNREADABLE = (pa.ArrowException, OSError, ValueError)
 """What pyarrow raises for a file that is not what it should be; ValueError: a text that is no UTF-8."""
 
-DataFile = Path | GeneratedRows
+MADE = {PREFIX: GeneratedRows, verifiers_rows.PREFIX: VerifiersRows}
+"""What a name begins with -> the rows that it stands for."""
+DataFile = Path | GeneratedRows | VerifiersRows
 """What an entry of data.train_files names: a parquet file, or rows that are made."""
 
 
@@ -91,7 +95,7 @@ def data_sources(cfg: Config) -> set[str]:
     key, found = cfg.data.reward_fn_key, set()
     for split in splits_read(cfg):
         for path in list_files(cfg.data.train_files if split == "train" else cfg.data.val_files):
-            if isinstance(path, GeneratedRows):
+            if not isinstance(path, Path):
                 found.add(path.data_source)
                 continue
             try:
@@ -144,7 +148,7 @@ def inspect_files(
 def list_files(files: str | Sequence[str]) -> list[DataFile]:
     """What the names stand for, `~` expanded. DataError for no file at all, or one that does not exist."""
     names = [files] if isinstance(files, str) else files
-    paths = [GeneratedRows(name) if name.startswith(PREFIX) else Path(name).expanduser() for name in names]
+    paths = [_named(name) for name in names]
     if not paths:
         raise DataError("no dataset files given. Set data.train_files and data.val_files to parquet files.")
     found = Findings(Place.DATA)
@@ -156,12 +160,17 @@ def list_files(files: str | Sequence[str]) -> list[DataFile]:
     return paths
 
 
+def _named(name: str) -> DataFile:
+    made = next((rows for prefix, rows in MADE.items() if name.startswith(prefix)), None)
+    return Path(name).expanduser() if made is None else made(name)
+
+
 def open_rows(file: DataFile, prompt_key: str = "prompt", source_key: str = "data_source") -> Rows:
     """The rows of a file, memory-mapped. DataError if it cannot be read as parquet, or no rows can be made.
 
     prompt_key, source_key: columns of rows that are made.
     """
-    if isinstance(file, GeneratedRows):
+    if not isinstance(file, Path):
         return Rows(
             file.schema(prompt_key, source_key),
             file.num_rows,

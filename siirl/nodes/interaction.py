@@ -19,6 +19,7 @@ from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.compiler.interactions.stages import process_call
 from siirl.compiler.plan import InteractionPlan, StagePlan
 from siirl.config import Config
+from siirl.config.serve import VERIFIERS
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
@@ -146,6 +147,8 @@ def _programs(plan: InteractionPlan) -> "Programs | None":
         function = load_object(command, who)
         check_loaded(function, f"{who} = {command!r}", Call(("session",)))
         command = function
+    elif command == VERIFIERS:
+        from siirl.agents.outside.verifiers_episodes import play as command
     return Programs(Endpoint(starter(command), limits), parse, program["needs_reward"])
 
 

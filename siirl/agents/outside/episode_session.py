@@ -176,7 +176,9 @@ class Session:
             opening = context.begin(asked.messages, tools=asked.tools, spelled=spelled)
         except ContextFull as error:
             played.full, self._too_long = True, f", after what {stage.node} should have read {error}"
-            raise BadRequest(f"the conversation {error}", "context_length_exceeded") from error
+            raise BadRequest(
+                f"the conversation {error}, the model's context length", "context_length_exceeded"
+            ) from error
         except UNREADABLE as error:
             raise BadRequest(f"the chat template and the tokenizer do not take it: {error}") from error
         num_read = len(opening.tokens)
