@@ -92,6 +92,14 @@ class Played:
     full: bool = False  # a context was full, which ended the episode
     node: str = ""
     """Where it was last."""
+    num_left: int = 0
+    """Clients that have left it without a word."""
+
+    def begin_again(self) -> None:
+        """Forget what was said."""
+        self.contexts.clear()
+        self.episode.messages.clear()
+        self.episode.turns, self.full = 0, False
 
 
 def run_all(game: Game, episodes: Sequence[Episode], prompts: Sequence[list[int]]) -> list[Played]:

@@ -148,5 +148,21 @@ def _prometheus(cfg: Config) -> Iterator[str]:
         )
 
 
-COMPUTED = (_batch, _budgets, _loss, _parts, _resampling, _prometheus)
+def _serve(cfg: Config) -> Iterator[str]:
+    serve = cfg.actor_rollout_ref.serve
+    key = "actor_rollout_ref.serve"
+    host, _, port = serve.address.rpartition(":")
+    if serve.command and serve.listen:
+        yield (
+            f"{key}.command={serve.command!r} and {key}.listen=True: either siirl starts what plays an "
+            "episode, or it waits for it. Remove one of them."
+        )
+    if not host or not port.isdecimal() or int(port) > 65535:
+        yield (
+            f"{key}.address={serve.address!r} is not host:port with a port of at most 65535. Set e.g. "
+            f"{key}.address=127.0.0.1:8100."
+        )
+
+
+COMPUTED = (_batch, _budgets, _loss, _parts, _resampling, _prometheus, _serve)
 """Each is left out from where it reads the value of a key that was refused."""

@@ -56,16 +56,23 @@ def why_no_effect(cfg: Config, name: str, others: Iterable[Config] = ()) -> str:
 
 def _unmet(cfg: Config, key: Key) -> str:
     """Why the condition under which a key acts does not hold, or an empty string."""
-    for condition in filter(None, (key.rule.within, key.rule.when)):
-        needed, _, values = condition.partition("=")
-        if needed.split(".")[0] not in TOP_GROUPS:
-            needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
-        actual = show(all_keys()[needed], get(cfg, needed))
-        if all_keys()[needed].rule.user_code and ":" in actual:
-            continue  # code of the user's own may read any key
-        if not (actual in values.split("|") if values else bool(get(cfg, needed))):
-            return f"{needed} is {actual}"
+    for conditions in filter(None, (key.rule.within, key.rule.when)):
+        unmet = [_unmet_one(cfg, key, condition) for condition in conditions.split(" or ")]
+        if all(unmet):
+            return " and ".join(unmet)
     return ""
+
+
+def _unmet_one(cfg: Config, key: Key, condition: str) -> str:
+    """The same of one condition."""
+    needed, _, values = condition.partition("=")
+    if needed.split(".")[0] not in TOP_GROUPS:
+        needed = f"{key.name.rsplit('.', 1)[0]}.{needed}"
+    actual = show(all_keys()[needed], get(cfg, needed))
+    if all_keys()[needed].rule.user_code and ":" in actual:
+        return ""  # code of the user's own may read any key
+    met = actual in values.split("|") if values else bool(get(cfg, needed))
+    return "" if met else f"{needed} is {actual}"
 
 
 def _no_reference(cfg: Config, name: str) -> str:

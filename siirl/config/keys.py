@@ -34,7 +34,7 @@ class Rule:
     """What to set instead: setting it is refused."""
     when: str = ""
     """The sibling key (or "group.key" from the root) that must be true, or "key=a|b" that must have one of
-    the values, for this key to have an effect."""
+    the values, for this key to have an effect; of several, joined by " or ", one."""
     within: str = ""
     """The same of its group, from the root."""
     low: float | None = None

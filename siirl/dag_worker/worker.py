@@ -343,6 +343,7 @@ class DAGWorker:
             {stage.node: policies[f"agent_{stage.policy}.rollout"] for stage in stages},
             self.rollout_engines,
             self.streams[entry],
+            self.rank,
         )
 
     def _build_node(self, plan: NodePlan) -> LocalNode:

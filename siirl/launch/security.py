@@ -124,8 +124,18 @@ def streams(run: Subject) -> Iterator[Line]:
 
 def programs(run: Subject) -> Iterator[Line]:
     """The endpoint of programs that play episodes."""
-    if any(interaction.program for interaction in run.plan.interactions.values()):
-        yield Line(False, "endpoint of programs", f"127.0.0.1: {HERE}; asks for the token of an episode")
+    for interaction in run.plan.interactions.values():
+        if (program := interaction.program) is None:
+            continue
+        if not program["listen"]:
+            yield Line(False, "endpoint of programs", f"127.0.0.1: {HERE}; asks for the token of an episode")
+            continue
+        host = program["address"].rpartition(":")[0]
+        where = f"{program['address']}: {HERE if is_loopback(host) else CLUSTER}"
+        asks = f"{where}; asks for the token of the run, then of an episode"
+        readable = not is_loopback(host)
+        remedy = "It is not encrypted: let nobody listen between clients and run (ssh -L)" if readable else ""
+        yield Line(False, "endpoint of clients", asks, remedy)
 
 
 def vllm(run: Subject) -> Iterator[Line]:
@@ -258,7 +268,7 @@ def _code(run: Subject) -> Iterator[tuple[str, str]]:
         if stage.options.get("env_path") and not stage.options["env_path"].startswith(OPENENV):
             yield f"environment {stage.options['env_path']}", thread
     for interaction in run.plan.interactions.values():
-        if (program := interaction.program) and not program["is_function"]:
+        if (program := interaction.program) and program["command"] and not program["is_function"]:
             yield f"program {program['command']!r}", "is a process for each episode"
 
 

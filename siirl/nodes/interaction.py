@@ -4,6 +4,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from siirl.compiler.interactions.stages import process_call
 from siirl.compiler.plan import InteractionPlan, StagePlan
 from siirl.config import Config
 from siirl.config.serve import VERIFIERS
+from siirl.config.trainer import TrainerConfig
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
@@ -40,10 +42,15 @@ from siirl.user_code.signatures import Call
 from siirl.user_code.source import check_loaded
 
 if TYPE_CHECKING:
+    from siirl.agents.outside.lobby import Door
     from siirl.agents.outside.programs import Programs  # its HTTP server takes a third of a second
 
 log = logging.getLogger(__name__)
 UNBOUNDED = 1 << 30  # positions of a context whose tokens only a service counts
+
+
+LISTENS = "listen"
+"""Folder of a run with the addresses at which its ranks wait for clients."""
 
 
 @dataclass
@@ -83,6 +90,7 @@ def build_interaction(
     tokenizers: dict[str, PreTrainedTokenizerBase],
     engines: Mapping[str, RolloutEngine],
     streams: Streams,
+    rank: int = 0,
 ) -> Interaction:
     """Load the code that an interaction names. DagError or DataError if it cannot be used."""
     functions: dict[str, Callable[..., Any]] = {}
@@ -127,20 +135,25 @@ def build_interaction(
             for node, cfg in cfgs.items()
             if (use := tool_use(cfg.actor_rollout_ref.rollout.multi_turn, f"node {node!r}"))
         },
-        _programs(plan),
+        _programs(plan, cfgs[plan.entry].trainer, rank),
     )
 
 
-def _programs(plan: InteractionPlan) -> "Programs | None":
-    """What lets a program play, if the plan names one."""
+def _programs(plan: InteractionPlan, trainer: TrainerConfig, rank: int) -> "Programs | None":
+    """What lets programs play, if the plan says so."""
     program = plan.program
     if program is None:
         return None
     from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
+    from siirl.agents.outside.lobby import Lobby
     from siirl.agents.outside.programs import Programs, starter
 
     limits = ProgramLimits(program["deadline_s"], program["max_requests"], program["max_concurrent"])
     parse = tool_parser(program["tool_format"], "actor_rollout_ref.serve.tool_format")
+    if program["listen"]:
+        return Programs(
+            Endpoint(Lobby(_door(plan, program, trainer, rank)), limits), parse, program["needs_reward"]
+        )
     command: Any = program["command"]
     if program["is_function"]:
         who = f"node {plan.entry!r}: actor_rollout_ref.serve.command"
@@ -150,6 +163,21 @@ def _programs(plan: InteractionPlan) -> "Programs | None":
     elif command == VERIFIERS:
         from siirl.agents.outside.verifiers_episodes import play as command
     return Programs(Endpoint(starter(command), limits), parse, program["needs_reward"])
+
+
+def _door(plan: InteractionPlan, program: Mapping[str, Any], trainer: TrainerConfig, rank: int) -> "Door":
+    """Where clients find this rank."""
+    from siirl.agents.outside.lobby import Door, token_of
+
+    host, _, port = program["address"].rpartition(":")
+    return Door(
+        host.strip("[]"),
+        int(port) and int(port) + rank,
+        Path(trainer.output_dir).expanduser() / LISTENS / f"{plan.entry}_rank_{rank}.json",
+        token_of(program["token_env"]),
+        program["idle_s"],
+        trainer.deadline_s,
+    )
 
 
 def interaction(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> TensorDict:
@@ -372,6 +400,8 @@ def report_episodes(
     for one in played:
         if one.kind is not None:
             metrics.sum(f"interaction/failed/{one.kind}", 1)
+        if one.num_left:
+            metrics.sum("interaction/left", one.num_left)
     for one in finished:
         metrics.mean("interaction/turns", one.episode.turns)
         metrics.max("interaction/turns_max", one.episode.turns)

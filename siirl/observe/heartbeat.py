@@ -41,7 +41,8 @@ class Beat:
     count: int
     """Of its beats."""
     entered: int
-    """Of the places that it has entered: two beats with the same number are from one stay."""
+    """Of the places that it has entered, or was right to stay in: two beats with the same number are from one
+    stay."""
     place: Place
 
 
@@ -68,6 +69,11 @@ class Heartbeat:
         """This rank goes to another place of the part. order: among the places of the part."""
         self._enter(f"{self._part_name}/{name}", order)
 
+    def stay(self) -> None:
+        """This rank is right to be where it is, however long: it waits for somebody outside of the run."""
+        self._since_s = time.monotonic()
+        self._beat(None, stays=True)
+
     def _enter(self, name: str, order: Sequence[int]) -> None:
         now_s, left = time.monotonic(), self._now.place.name
         times, longest_s = self._stays.get(left, (0, 0.0))
@@ -82,12 +88,12 @@ class Heartbeat:
             self._beat(None)
             pause.wait(EVERY_S)
 
-    def _beat(self, entered: Place | None) -> None:
+    def _beat(self, entered: Place | None, stays: bool = False) -> None:
         """Beat, at once where another place is entered: whoever holds the interpreter there is known to."""
         with self._lock:
             last = self._now
             place = entered or last.place
-            self._now = Beat(last.count + 1, last.entered + (entered is not None), place)
+            self._now = Beat(last.count + 1, last.entered + (stays or entered is not None), place)
             record = (self._now.count, self._now.entered, tuple(vars(place).values()))
             text = json.dumps(record).encode()[:RECORD_BYTES]
             os.pwrite(self._fd, text.ljust(RECORD_BYTES), self._rank * RECORD_BYTES)

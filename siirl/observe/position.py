@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-RECORD_BYTES, PLACE_BYTES = 256, 96
+RECORD_BYTES, PLACE_BYTES, WAITS_BYTES = 384, 96, 128
 AT_END = "end"
 """The part of a step in which a rank is that has left one, and not begun the next."""
 
@@ -24,6 +24,8 @@ class Position:
     order: tuple[int, ...] = ()
     """Number of the part, and of an instruction its place there (siirl/observe/heartbeat.py); () unknown. Of
     two ranks in one step the one with the smaller is behind."""
+    waits: str = ""
+    """For whom outside of the run it waits there, in words; "" if it does not."""
 
 
 class PositionFile:
@@ -32,12 +34,19 @@ class PositionFile:
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._record = b""
 
     def set(self, step: int, node: str, part: str = "", order: Sequence[int] = ()) -> None:
         place = f"{part[:32]} {' '.join(map(str, order))}"
-        record = f"{step}\t{node}".encode()[: RECORD_BYTES - PLACE_BYTES]
+        record = f"{step}\t{node}".encode()[: RECORD_BYTES - PLACE_BYTES - WAITS_BYTES]
         record += f"\t{time.time():.3f}\t{place}".encode()[:PLACE_BYTES]
+        self._record = record
         os.pwrite(self._fd, record.ljust(RECORD_BYTES), 0)
+
+    def wait(self, who: str) -> None:
+        """For whom it waits where it is, or "" that it does not any more."""
+        waits = f"\t{who}".encode()[:WAITS_BYTES] if who else b""
+        os.pwrite(self._fd, (self._record + waits).ljust(RECORD_BYTES), 0)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -48,6 +57,7 @@ def read_position(path: Path) -> Position | None:
     try:
         step, node, time_s, *place = path.read_text(errors="replace").strip().split("\t")
         part, *order = place[0].split(" ") if place else [""]
-        return Position(int(step), node, float(time_s), part, tuple(int(number) for number in order))
+        waits = place[1] if len(place) > 1 else ""
+        return Position(int(step), node, float(time_s), part, tuple(int(number) for number in order), waits)
     except (FileNotFoundError, ValueError):
         return None

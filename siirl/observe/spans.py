@@ -39,6 +39,15 @@ def add_phase(name: str, start_s: float, end_s: float, **args: Any) -> None:
         _current.add_phase(name, start_s, end_s, **args)
 
 
+def waits_outside(who: str) -> None:
+    """Say that this rank stays where it is for somebody outside of the run, and for whom; "" for nobody.
+
+    From any thread. Whoever watches the rank does not take it to be stuck: a wait has a bound of its own.
+    """
+    if _current is not None:
+        _current.waits_outside(who)
+
+
 @contextmanager
 def waiting() -> Iterator[None]:
     """What runs inside waits for other ranks: perf/idle_s counts it. In the thread of the loop; not nested.
@@ -176,6 +185,13 @@ class Observer:
             self.spans.append(Span(self._path(name), start_s, end_s - start_s, len(stack)))
         if self._trace is not None and self._trace.wants(self._step):
             self._trace.complete(name, start_s, end_s, args)
+
+    def waits_outside(self, who: str) -> None:
+        """See the function `waits_outside`."""
+        if self._heartbeat is not None:
+            self._heartbeat.stay()
+        if self._position is not None:
+            self._position.wait(who)
 
     def count_idle(self, seconds: float) -> None:
         """Add time of waiting for other ranks; that of other threads is none of the loop's."""

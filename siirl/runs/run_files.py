@@ -347,7 +347,7 @@ def read_positions(folder: Path, unreadable: LeftOut) -> dict[int, Position]:
             unreadable.add(path, error.strerror or error)
             continue
         if position is not None and math.isfinite(position.time_s):
-            found[rank] = replace(position, node=one_line(position.node))
+            found[rank] = replace(position, node=one_line(position.node), waits=one_line(position.waits))
     return found
 
 

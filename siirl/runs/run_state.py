@@ -53,6 +53,7 @@ class RankState:
     """What ended it, in one line; "" if nothing is known to have."""
     part: str = ""
     order: tuple[int, ...] = ()
+    waits: str = ""
     """As siirl/observe/position.py has them."""
 
 
@@ -156,7 +157,7 @@ def read_run(folder: Path, rewards: bool = True) -> RunState:
     attempts = read_attempts(folder, unreadable, start.run_id)
     errors = {failure.rank: _first_line(failure.error) for failure in failures}
     ranks = tuple(
-        RankState(rank, at.step, at.node, at.time_s, errors.get(rank, ""), at.part, at.order)
+        RankState(rank, at.step, at.node, at.time_s, errors.get(rank, ""), at.part, at.order, at.waits)
         for rank, at in positions.items()
     )
     lockable = os.path.isfile(folder / LOCK)

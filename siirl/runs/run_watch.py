@@ -86,15 +86,18 @@ def _rank_lines(run: RunState, now_s: float) -> list[str]:
     if not run.ranks:
         return []
     now = attempt(lambda: doing(read_plan(run.folder), run.ranks), {}, "what ranks do", LeftOut())
-    groups: dict[tuple[int, str, str, Doing | None], list[RankState]] = {}
+    groups: dict[tuple[int, str, str, str, Doing | None], list[RankState]] = {}
     for rank in run.ranks:
-        groups.setdefault((rank.step, rank.node, rank.error, now.get(rank.rank)), []).append(rank)
+        key = (rank.step, rank.node, rank.error, rank.waits, now.get(rank.rank))
+        groups.setdefault(key, []).append(rank)
     ordered = sorted(groups.items(), key=lambda item: (not item[0][2], item[0][0], item[1][0].since_s))
     lines = ["ranks now" if run.status == "running" else "ranks at the end"]
-    for (step, node, error, does), ranks in ordered[:MOST_GROUPS]:
+    for (step, node, error, waits, does), ranks in ordered[:MOST_GROUPS]:
         where = f"step {step}, {node}" if step else node
         since = f"for {_span(now_s - rank.since_s for rank in ranks)}" if run.status == "running" else ""
-        state = f"failed: {error}" if error else does.text() if does and run.status != "ended" else ""
+        if run.status == "ended":
+            does, waits = None, ""
+        state = f"failed: {error}" if error else waits or (does.text() if does else "")
         what = "  ".join(part for part in (where, since, state) if part)
         lines.append(f"  {cut(format_ranks([rank.rank for rank in ranks]), MOST_RANKS_WIDTH):<8} {what}")
     if len(ordered) > MOST_GROUPS:

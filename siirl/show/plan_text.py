@@ -1,7 +1,8 @@
 """`siirl plan` as text: who runs where, which rows move, batch arithmetic, memory, and what is left out."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from siirl.compiler.agent_steps import WHOLE, window_of
 from siirl.compiler.backends import backend_of
@@ -141,13 +142,22 @@ def conversations(plan: Plan, configs: Configs) -> list[str]:
             rows.append([str(position), stage.node, who, acts_by(stage), tools, then])
         lines += table(rows)
         if talk.program is not None:
-            lines.append(f"a program plays each episode: {talk.program['command']}")
+            lines.append(_who_plays(talk.program))
             left_out = "; nobody else gives rewards" if talk.program["needs_reward"] else ""
             lines.append(f"an episode has at most {talk.most_turns} requests{left_out}")
         else:
             lines.append(f"an episode has at most {_count(talk.most_turns, 'turn')}")
         lines += _played(plan, talk)
     return lines
+
+
+def _who_plays(program: Mapping[str, Any]) -> str:
+    if not program["listen"]:
+        return f"a program plays each episode: {program['command']}"
+    host, _, port = program["address"].rpartition(":")
+    where = f"port {port} + rank" if int(port) else "a free port"
+    secret = f"the secret in {program['token_env']}" if program["token_env"] else "the run's token"
+    return f"clients play the episodes: each rank that plays listens on {host}, {where}; they show {secret}"
 
 
 def acts_by(stage: StagePlan) -> str:

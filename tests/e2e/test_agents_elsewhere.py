@@ -45,6 +45,20 @@ def test_an_official_client_with_a_tool_trains(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_clients_from_outside_play_the_episodes_of_all_steps(tmp_path):
+    keys = ["actor_rollout_ref.rollout.n=8", "trainer.total_training_steps=2", "trainer.test_freq=-1"]
+    keys += ["trainer.val_before_train=False", "trainer.logger=[]", *KEYS]
+    importlib.import_module("examples.agents_elsewhere.prepare").write(tmp_path, 16)
+    example(tmp_path, *keys, script="listen.sh", timeout_s=400)
+    finished = Finished.read(tmp_path / "run")
+    assert finished.values("interaction/episodes") == [16, 16]
+    assert finished.values("interaction/failed") == [0, 0]
+    assert max(finished.values("actor/grad_norm")) > 0
+    assert max(finished.values("actor/rollout_log_prob_diff_max")) < 1e-3
+    assert (tmp_path / "run" / "listen" / "shopper_rank_0.json").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_an_agent_with_a_tool_learns_to_use_it(tmp_path):
     example(tmp_path, timeout_s=1700)

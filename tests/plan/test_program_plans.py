@@ -12,6 +12,7 @@ from siirl.show.plan_text import report
 
 COMMAND = "actor_rollout_ref.serve.command"
 SERVED = {"serve": {"command": "python agent.py"}}
+LISTENS = {"serve": {"listen": True}}
 
 
 def served(first=None, second=None, scored=True, tail=None, credit=None):
@@ -61,7 +62,25 @@ def test_a_key_of_the_run_serves_a_template():
     assert plan.interactions["rollout_0"].most_turns == 5
 
 
+def test_the_plan_says_where_clients_are_waited_for():
+    keys = ["listen=true", "address=0.0.0.0:8100", "token_env=SECRET"]
+    plan, configs, *_ = compile_plan(
+        served(first={"config": {}}), config(*(f"actor_rollout_ref.serve.{key}" for key in keys)), 1
+    )
+    (talk,) = plan.interactions.values()
+    assert talk.program["listen"] and talk.program["command"] is None and not talk.program["needs_reward"]
+    text = report(plan, configs)
+    assert "listens on 0.0.0.0, port 8100 + rank; they show the secret in SECRET" in text
+    assert "1 x the program's" in text
+
+
 REFUSED = [
+    ({"first": {"config": LISTENS | {"rollout.max_lag": 1}}}, "serve.listen with rollout.max_lag=1"),
+    ({"first": {"config": {"serve": {"listen": True, "command": "x"}}}}, "either siirl starts"),
+    ({"first": {"config": {"serve": {"listen": True, "address": "8100"}}}}, "host:port"),
+    ({"first": {"config": {"serve": {"listen": True, "address": "127.0.0.1:99999"}}}}, "host:port"),
+    ({"first": {"config": {"serve": {"listen": True, "idle_s": 0}}}}, "idle_s"),
+    ({"first": {"config": LISTENS}, "tail": {"env_path": "games.py:Game"}}, "is their environment"),
     ({"first": {"loop": {"max_turns": 2}}}, "loop with .*the program decides"),
     ({"first": {"agent_options": {"process_path": "x.py"}}}, "agent_options with"),
     ({"first": {"config": SERVED | {"rollout.multi_turn.enable": True}}}, "multi_turn.enable with"),
@@ -97,6 +116,11 @@ def test_a_function_is_checked_for_what_it_is_called_with(tmp_path):
 
 def test_keys_without_a_command_are_named():
     cfg = load_config(["actor_rollout_ref.serve.max_requests=3"])
-    assert any("serve.max_requests=3 has no effect" in line for line in effect_warnings(cfg))
+    said = "serve.max_requests=3 has no effect: actor_rollout_ref.serve.command is null and "
+    assert any(said in line for line in effect_warnings(cfg))
+    for played in (f"{COMMAND}=x", "actor_rollout_ref.serve.listen=true"):
+        assert not effect_warnings(load_config(["actor_rollout_ref.serve.max_requests=3", played]))
+    cfg = load_config([f"{COMMAND}=x", "actor_rollout_ref.serve.idle_s=3"])
+    assert any("serve.idle_s=3.0 has no effect" in line for line in effect_warnings(cfg))
     with pytest.raises(ConfigError, match="tool_format"):
         load_config([f"{COMMAND}=x", "actor_rollout_ref.serve.tool_format=xml"])

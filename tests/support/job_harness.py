@@ -122,8 +122,9 @@ def run_example(
     python: str = sys.executable,
     fails: bool = False,
     timeout_s: float = 870,
+    script: str = "run.sh",
 ) -> str:
-    """Run examples/EXAMPLE/run.sh, whose files go below `folder`; what it prints.
+    """Run examples/EXAMPLE/SCRIPT, whose files go below `folder`; what it prints.
 
     python: the program that it calls; "echo" prints the command lines. fails: it must, and its errors are
     returned.
@@ -136,7 +137,7 @@ def run_example(
         "TOKENIZERS_PARALLELISM": "false",
     }
     done = subprocess.run(
-        ["bash", str(ROOT / "examples" / example / "run.sh"), *arguments],
+        ["bash", str(ROOT / "examples" / example / script), *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         timeout=timeout_s,

@@ -1,6 +1,10 @@
 """Episodes that programs play, without models: letters for tokens, and policies that say their lines."""
 
+import json
 import sys
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +12,7 @@ from episode_cases import Speaker, speaker, stage
 
 from siirl.agents.episode import Episode
 from siirl.agents.outside.endpoint import Endpoint, ProgramLimits
+from siirl.agents.outside.lobby import Door, Lobby
 from siirl.agents.outside.programs import Programs, starter
 from siirl.agents.runner import Game, Played, run_all
 from siirl.agents.tool_parsers import hermes
@@ -67,8 +72,12 @@ def play_outside(
     needs_reward: bool = False,
     limits: ProgramLimits | None = None,
 ) -> list[Played]:
-    """Let a command or a function play episodes (one, unless they are given). policies: by model name."""
-    endpoint = Endpoint(starter(command), limits or ProgramLimits(30.0, 64, 8))
+    """Let a command, a function, or clients in a Lobby play episodes (one, unless they are given).
+
+    policies: by model name.
+    """
+    start = command if isinstance(command, Lobby) else starter(command)
+    endpoint = Endpoint(start, limits or ProgramLimits(30.0, 64, 8))
     programs = Programs(endpoint, hermes, needs_reward)
     game = game_of({name: speaker(policy) for name, policy in policies.items()}, programs)
     made = episodes or [episode()]
@@ -76,3 +85,49 @@ def play_outside(
         return run_all(game, made, [[] for _ in made])
     finally:
         endpoint.close()
+
+
+def lobby(folder: Path, **door: Any) -> Lobby:
+    """One whose address will be in folder/door.json; a client may be silent for a minute."""
+    settings = {"token": None, "idle_s": 60.0, "deadline_s": 60.0, **door}
+    return Lobby(Door("127.0.0.1", 0, folder / "door.json", **settings))
+
+
+class Client:
+    """One that comes from outside, with the standard library alone."""
+
+    def __init__(self, file: Path) -> None:
+        """file: where the run says its address and token, maybe later."""
+        deadline_s = time.monotonic() + 120
+        while not file.exists():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        found = json.loads(file.read_text())
+        self.url, self.token, self.key = found["url"], found["token"], ""
+
+    def ask(self, path: str, body: Any = None, token: str | None = None) -> tuple[int, Any]:
+        """(status, JSON) of a GET, or of a POST with a body."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {self.key if token is None else token}"}
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(self.url + path, data, headers), timeout=60
+            ) as answer:
+                return answer.status, json.load(answer)
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read() or b"null")
+
+    def come(self, wait_s: float = 60) -> dict[str, Any]:
+        """Take an episode, if there is one: the answer."""
+        status, answer = self.ask("/session", {"wait_s": wait_s}, self.token)
+        assert status == 200, answer
+        if answer["session"] is not None:
+            self.key = answer["session"]["api_key"]
+        return answer
+
+    def say(self, text: str = "q", model: str = "a") -> str:
+        """A turn after a message of the user's."""
+        body = {"model": model, "messages": [{"role": "user", "content": text}]}
+        status, answer = self.ask("/v1/chat/completions", body)
+        assert status == 200, answer
+        return answer["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""The HTTP endpoint of a rank, on 127.0.0.1: sessions of episodes, whoever has the token of one.
+"""The HTTP endpoint of a rank: sessions of episodes, whoever has the token of one.
 
 consumes: HTTP requests of programs, and sessions from the loops of episodes. produces: turns as answers.
 waits for: turns, and the programs that it runs. unblocked by: these, deadlines, and `close`.
@@ -20,9 +20,11 @@ from aiohttp.http_exceptions import HttpProcessingError
 from siirl.agents.outside import chat_wire, messages_wire, responses_wire
 from siirl.agents.outside.chat_wire import Asked, BadRequest, Said, returned_reward, reward_of
 from siirl.agents.outside.episode_session import FLOODED, HUNG, Session
+from siirl.agents.outside.lobby import Lobby
 from siirl.agents.outside.program import HOST, Program, SessionInfo, Start
-from siirl.errors import EpisodeFailed
-from siirl.strangers import MOST_STRANGERS, Strangers
+from siirl.errors import ConfigError, EpisodeFailed
+from siirl.observe.spans import waits_outside
+from siirl.strangers import MOST_STRANGERS, Strangers, is_same
 
 log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 << 20
@@ -30,6 +32,10 @@ GRACE_S = 5.0
 """How long a program may go on after its reward."""
 START_S = 30.0
 CLOSE_S = 0.1
+LOOK_S = 1.0
+"""How often a rank says that it waits for clients."""
+WAIT_S, MOST_WAIT_S = 30.0, 300.0
+"""How long a client that asks for a session waits for one, unless it says how long, and at most."""
 HOSTING = "hosting of a program"
 
 Handler = Callable[[Session, web.Request], Awaitable[web.StreamResponse]]
@@ -83,9 +89,11 @@ class ProgramLimits:
 class Endpoint:
     """A thread with a server, which runs until `close`, or to the end of the process."""
 
-    def __init__(self, start: Start, limits: ProgramLimits) -> None:
-        """start: begins what plays one episode."""
-        self._start, self.limits = start, limits
+    def __init__(self, start: Start | Lobby, limits: ProgramLimits) -> None:
+        """start: begins what plays one episode; or where clients come for it."""
+        self._lobby = start if isinstance(start, Lobby) else None
+        self._start: Start = start.start if isinstance(start, Lobby) else start
+        self.limits = limits
         self.url = ""  # http://HOST:PORT, once it has started
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: web.AppRunner | None = None
@@ -94,9 +102,10 @@ class Endpoint:
         self._places = asyncio.Semaphore(limits.max_concurrent)
         self._sessions: dict[str, Session] = {}  # by token
         self._told: set[str] = set()
+        self._num_events = 0  # requests that have come, or were answered
 
     def start(self) -> None:
-        """Listen. Idempotent; OSError if it cannot."""
+        """Listen. Idempotent; OSError if it cannot, ConfigError for an address that the user gave."""
         if self._loop is not None:
             return
         self._loop = asyncio.new_event_loop()
@@ -124,15 +133,32 @@ class Endpoint:
         for prefix in ("", "/v1"):
             app.router.add_get(f"{prefix}/task", self._handler(self._task))
             app.router.add_post(f"{prefix}/reward", self._handler(self._reward))
+            app.router.add_post(f"{prefix}/end", self._handler(self._close))
         app.router.add_get("/v1/models", self._handler(self._models))
         for path, wire in WIRES.items():
             app.router.add_post(path, self._handler(partial(self._turn, wire), wire))
+        host, port = HOST, 0
+        if self._lobby is not None:
+            host, port = self._lobby.door.host, self._lobby.door.port
+            for prefix in ("", "/v1"):
+                app.router.add_post(f"{prefix}/session", self._session)
         self._runner = web.AppRunner(
             app, handler_cancellation=True, access_log=None, logger=_http_log(), shutdown_timeout=1.0
         )
         await self._runner.setup()
-        self._server = await asyncio.get_running_loop().create_server(self._connection, HOST, 0)
-        self.url = f"http://{HOST}:{self._server.sockets[0].getsockname()[1]}"
+        try:
+            self._server = await asyncio.get_running_loop().create_server(self._connection, host, port)
+        except OSError as error:
+            if self._lobby is None:
+                raise
+            raise ConfigError(
+                f"actor_rollout_ref.serve.address={host}:{port} cannot be listened on: {error}. Set another "
+                "one, or port 0, which is a free one."
+            ) from error
+        self.url = f"http://{host}:{self._server.sockets[0].getsockname()[1]}"
+        if self._lobby is not None:
+            self._lobby.open(self.url)
+            self._looking = asyncio.create_task(self._look(self._lobby))
 
     def _connection(self) -> asyncio.Protocol:
         """What answers one that comes: a stranger, until it shows the token of a session.
@@ -151,6 +177,9 @@ class Endpoint:
         for task in hosting:
             task.cancel()
         await asyncio.gather(*hosting, return_exceptions=True)
+        if self._lobby is not None:
+            self._lobby.close()
+            self._looking.cancel()
         if self._server is not None:
             self._server.close()
         if self._runner is not None:
@@ -162,7 +191,6 @@ class Endpoint:
         assert task is not None
         task.set_name(HOSTING)
         async with self._places:
-            session.begin()
             self._sessions[session.token] = session
             try:
                 await self._play(session)
@@ -173,6 +201,7 @@ class Endpoint:
         """Run a program, and end it."""
         info = SessionInfo(self.url, f"{self.url}/v1", session.token, session.task)
         program = await self._start(info)
+        session.begin()
         try:
             await self._until_over(session, program)
         except EpisodeFailed as error:
@@ -180,6 +209,8 @@ class Endpoint:
             raise EpisodeFailed(f"{error}{program.output}", error.kind) from None
         finally:
             await program.end()
+            if self._lobby is not None:
+                self._lobby.left()
 
     async def _until_over(self, session: Session, program: Program) -> None:
         ended = asyncio.ensure_future(program.ended())
@@ -193,6 +224,11 @@ class Endpoint:
                         "besides its requests",
                         HUNG,
                     )
+                if left_s is not None and self._lobby is not None:
+                    left_s = min(left_s, self._lobby.door.idle_s - session.idle_s)
+                    if left_s <= 0:
+                        session.leave(self._lobby.door.idle_s)
+                        break
                 changed = asyncio.ensure_future(session.changed.wait())
                 try:
                     await asyncio.wait({ended, changed}, timeout=left_s, return_when="FIRST_COMPLETED")
@@ -200,8 +236,8 @@ class Endpoint:
                     changed.cancel()
             if session.failure is not None:
                 raise session.failure
-            if session.rewards is not None:
-                await asyncio.wait({ended}, timeout=GRACE_S)
+            if session.over:
+                await asyncio.wait({ended}, timeout=0.0 if self._lobby is not None else GRACE_S)
             elif (returned := ended.result()) is not None:
                 session.reward(returned_reward(returned, session.models))
         finally:
@@ -214,8 +250,8 @@ class Endpoint:
         """What answers requests with the token of a session, and no others; errors as clients read them."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-            session = self._sessions.get(token or request.headers.get("x-api-key", ""))
+            session = self._sessions.get(_shown(request))
+            self._num_events += 1
             try:
                 if session is None or session.over:
                     raise BadRequest("no episode that goes on has this token", "invalid_api_key", 401)
@@ -229,8 +265,42 @@ class Endpoint:
                 reason = f"it has sent more than {MAX_BODY_BYTES} bytes in one request"
                 session.fail(EpisodeFailed(reason, FLOODED))
                 raise error
+            finally:
+                self._num_events += 1
 
         return handle
+
+    async def _session(self, request: web.Request) -> web.Response:
+        """Give a client the next episode, at the address by which it has found us."""
+        assert self._lobby is not None
+        if not is_same(_shown(request), self._lobby.token):
+            refusal = chat_wire.error_body("this is not the token of the run", "invalid_api_key")
+            return web.json_response(refusal, status=401)
+        self._strangers.left(request.protocol)
+        try:
+            info = await self._lobby.take(_wait_s(await request.read()))
+        except BadRequest as error:
+            return web.json_response(chat_wire.error_body(str(error), error.code), status=error.status)
+        answer: dict[str, Any] = {"session": None, "over": self._lobby.over}
+        if info is not None and info.api_key in self._sessions:
+            url = f"http://{request.host}"
+            answer["session"] = {
+                "url": url,
+                "base_url": f"{url}/v1",
+                "api_key": info.api_key,
+                "task": info.task,
+            }
+        return web.json_response(answer)
+
+    async def _look(self, lobby: Lobby) -> None:
+        """Say now and again that this rank waits for clients: or it would be taken to be stuck."""
+        before = -1
+        while True:
+            await asyncio.sleep(LOOK_S)
+            answers = any(session.waits_for_us for session in self._sessions.values())
+            if self._sessions and (not answers or self._num_events != before):
+                waits_outside(lobby.missing)
+            before = self._num_events
 
     async def _task(self, session: Session, request: web.Request) -> web.Response:
         return web.json_response(session.task)
@@ -243,6 +313,10 @@ class Endpoint:
 
     async def _reward(self, session: Session, request: web.Request) -> web.Response:
         session.reward(reward_of(await _json(request), session.models))
+        return web.json_response({"ended": True})
+
+    async def _close(self, session: Session, request: web.Request) -> web.Response:
+        session.close()
         return web.json_response({"ended": True})
 
     async def _turn(self, wire: Wire, session: Session, request: web.Request) -> web.StreamResponse:
@@ -286,6 +360,23 @@ def _http_log() -> logging.Logger:
     http_log = log.getChild("http")
     http_log.filters[:] = [is_ours]
     return http_log
+
+
+def _shown(request: web.Request) -> str:
+    """The token that a request shows."""
+    token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+    return token or request.headers.get("x-api-key", "")
+
+
+def _wait_s(body: bytes) -> float:
+    """How long a client wants to wait for a session: {"wait_s": 30}, or nothing."""
+    try:
+        wait_s = json.loads(body or b"{}").get("wait_s", WAIT_S)
+    except (ValueError, AttributeError, RecursionError):
+        raise BadRequest("the body is no JSON object") from None
+    if isinstance(wait_s, bool) or not isinstance(wait_s, int | float) or not 0 <= wait_s <= MOST_WAIT_S:
+        raise BadRequest(f"wait_s is {wait_s!r:.50}, not a number of seconds from 0 to {MOST_WAIT_S:g}")
+    return wait_s
 
 
 async def _json(request: web.Request) -> object:

@@ -19,7 +19,7 @@ from siirl.agents.tool_parsers import ToolParser
 from siirl.compiler.plan import StagePlan
 from siirl.errors import DataError, EpisodeFailed
 
-HUNG, FLOODED, SILENT = "program_hung", "program_flooded", "program_silent"
+HUNG, FLOODED, SILENT, LEFT = "program_hung", "program_flooded", "program_silent", "program_left"
 """Kinds of EpisodeFailed: under these names failed episodes are counted."""
 UNREADABLE = (DataError, TypeError, ValueError, RecursionError)
 """What templates and tokenizers raise for messages that they were not made for."""
@@ -36,13 +36,15 @@ class Session:
         self.changed = asyncio.Event()
         """Of the endpoint's loop: a request has come or gone, or it is over."""
         self.failure: BaseException | None = None
+        self.left = False
+        """Its client has gone without a word."""
         self._game, self._played, self._parse = game, played, parse
         self._speaking = {stage.node: stage for stage in game.plan.stages if stage.kind == "agent"}
         self._max_requests, self._num_requests = max_requests, 0
-        self._num_open, self._own_s, self._since_s = 0, 0.0, time.monotonic()
+        self._num_open, self._own_s, self._since_s, self._heard_s = 0, 0.0, time.monotonic(), 0.0
         self._turning: set[asyncio.Task[Said]] = set()
         self._spelled: dict[str, str] = {}
-        self._over, self._too_long = False, ""
+        self._over, self._ended, self._too_long = False, "", ""
 
     @property
     def models(self) -> dict[str, int]:
@@ -59,7 +61,7 @@ class Session:
     @property
     def over(self) -> bool:
         """Whether no more requests are answered."""
-        return self._over or self.rewards is not None or self.failure is not None
+        return bool(self._over or self._ended or self.rewards is not None or self.failure is not None)
 
     @property
     def waits_for_us(self) -> bool:
@@ -71,13 +73,18 @@ class Session:
         """Seconds that the program has taken by itself, while none of its requests was being answered."""
         return self._own_s + (0.0 if self._num_open else time.monotonic() - self._since_s)
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the program was last heard of, or answered."""
+        return 0.0 if self._num_open else time.monotonic() - max(self._since_s, self._heard_s)
+
     def begin(self) -> None:
         """The program starts now."""
-        self._own_s, self._since_s = 0.0, time.monotonic()
+        self._own_s, self._since_s, self._heard_s = 0.0, time.monotonic(), 0.0
 
     def count_request(self) -> None:
         """BadRequest, and the end, if there have been too many."""
-        self._num_requests += 1
+        self._num_requests, self._heard_s = self._num_requests + 1, time.monotonic()
         if self._num_requests > self._max_requests:
             reason = f"it has sent more than serve.max_requests={self._max_requests} requests"
             self.fail(EpisodeFailed(reason, FLOODED))
@@ -92,6 +99,16 @@ class Session:
         """End the episode with what the program says of it."""
         self.rewards = rewards
         self.changed.set()
+
+    def close(self) -> None:
+        """End the episode without a word about its worth."""
+        self._ended = "its program ended it"
+        self.changed.set()
+
+    def leave(self, idle_s: float) -> None:
+        """Its client has been silent for too long: what was said is all there will be."""
+        self._ended = f"its client was silent for serve.idle_s={idle_s:g} seconds"
+        self.left = True
 
     async def answer(self, asked: Asked) -> Said:
         """The turn that a request asks for. On the endpoint's loop; a cancelled one leaves no trace.
@@ -140,14 +157,17 @@ class Session:
         needs_reward: nobody but the program scores it.
         """
         episode, contexts = self._played.episode, self._played.contexts
-        if not any(context.rows for context in contexts.values()):
+        is_silent = not any(context.rows for context in contexts.values())
+        if self.left and (is_silent or needs_reward):
+            raise EpisodeFailed(self._ended, LEFT)
+        if is_silent:
             raise EpisodeFailed("its program ended without a turn of an agent", SILENT)
         if self.rewards is None and needs_reward:
             raise EpisodeFailed(
                 "its program ended without a reward, and the workflow has no reward node", UNREWARDED
             )
         if self.rewards is None:
-            episode.ended = f"its program ended{self._too_long}"
+            episode.ended = f"{self._ended or 'its program ended'}{self._too_long}"
             return
         for agent, context in contexts.items():
             value = self.rewards.get(agent, 0.0) if isinstance(self.rewards, dict) else self.rewards

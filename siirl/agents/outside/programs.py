@@ -5,10 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.agents.outside.endpoint import Endpoint
-from siirl.agents.outside.episode_session import Session
+from siirl.agents.outside.episode_session import LEFT, Session
 from siirl.agents.outside.program import Command, Program, Routine, SessionInfo, Start
 from siirl.agents.runner import Game, Played
 from siirl.agents.tool_parsers import ToolParser
+from siirl.errors import EpisodeFailed
+
+MOST_CLIENTS = 3
+"""To so many an episode is dealt, one after the other, if they leave it."""
 
 
 def starter(command: str | Callable[[SessionInfo], Any]) -> Start:
@@ -24,7 +28,7 @@ def starter(command: str | Callable[[SessionInfo], Any]) -> Start:
 
 @dataclass
 class Programs:
-    """One command for all episodes of a rank."""
+    """What plays all episodes of a rank: a command, or clients that come for them."""
 
     endpoint: Endpoint
     parse: ToolParser
@@ -36,6 +40,13 @@ class Programs:
         """Play one episode. EpisodeFailed if the program does not end it as it should."""
         self.endpoint.start()
         played.node = game.plan.entry
-        session = Session(game, played, self.parse, self.endpoint.limits.max_requests)
-        await self.endpoint.play(session)
-        session.settle(self.needs_reward)
+        while True:
+            session = Session(game, played, self.parse, self.endpoint.limits.max_requests)
+            await self.endpoint.play(session)
+            played.num_left += session.left
+            try:
+                return session.settle(self.needs_reward)
+            except EpisodeFailed as error:
+                if error.kind != LEFT or played.num_left == MOST_CLIENTS:
+                    raise
+            played.begin_again()

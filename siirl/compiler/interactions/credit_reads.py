@@ -80,7 +80,7 @@ def _has_environment(nodes: Nodes) -> bool:
     return any(
         node.op.is_environment
         or (node.op.is_rollout and node.cfg.actor_rollout_ref.rollout.agent.env_path)
-        or (node.op.is_rollout and node.cfg.actor_rollout_ref.serve.command)
+        or (node.op.is_rollout and node.cfg.actor_rollout_ref.serve.is_played)
         for node in nodes.values()
     )
 

@@ -1,4 +1,4 @@
-"""Interactions whose episodes a program plays (actor_rollout_ref.serve), and what refuses it. Pure."""
+"""Interactions whose episodes programs play (actor_rollout_ref.serve), and what refuses it. Pure."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,23 +27,28 @@ def program_of(members: list[ResolvedNode], nodes: Nodes) -> dict[str, Any] | No
                 f"{_set_keys(serve)} at {entry}, where its episodes begin: one program plays an episode, and "
                 f"asks for the agents by the names of their nodes. Set it at {entry} alone."
             )
-    if not serve.command:
+    if not serve.is_played:
         return None
+    key = f"actor_rollout_ref.serve.{'listen' if serve.listen else 'command'}"
     for node in members:
-        _check(node)
+        _check(node, key)
     agents = {node.agent for node in members}
     scored = any(
         key.name == "score" and key.agent in agents for node in nodes.values() for key in node.writes
     )
     for node in nodes.values():
         if node.op.credits and node.agent in agents:
-            _check_credit(node, scored)
+            _check_credit(node, scored, key)
     if ":" in serve.tool_format:
         check_reference(serve.tool_format, f"{entry}: actor_rollout_ref.serve.tool_format", Call(("text",)))
-    if serve.is_function:
+    if serve.command and serve.is_function:
         check_reference(serve.command, f"{entry}: actor_rollout_ref.serve.command", Call(("session",)))
     return {
         "command": serve.command,
+        "listen": serve.listen,
+        "address": serve.address,
+        "token_env": serve.token_env,
+        "idle_s": serve.idle_s,
         "is_function": serve.is_function,
         "deadline_s": serve.deadline_s,
         "max_requests": serve.max_requests,
@@ -62,7 +67,7 @@ def _set_keys(serve: Any) -> Mapping[str, Any]:
     }
 
 
-def _check_credit(node: ResolvedNode, scored: bool) -> None:
+def _check_credit(node: ResolvedNode, scored: bool, serving: str) -> None:
     """NotSupportedError where turns are looked at one by one: rows of a program's episode are no sequence.
 
     DagError if the program's rewards count for nothing, and there are no others (scored).
@@ -77,15 +82,14 @@ def _check_credit(node: ResolvedNode, scored: bool) -> None:
         key = "algorithm.credit.group_by=[turn, ...]" if by_turn else "algorithm.adv_estimator"
         value = "" if by_turn else f"={node.cfg.algorithm.adv_estimator}"
         raise NotSupportedError(
-            f"not supported yet: {node}: {key}{value} with actor_rollout_ref.serve.command: the turns of a "
+            f"not supported yet: {node}: {key}{value} with {serving}: the turns of a "
             "program are in rows beside each other, each of which has the reward at its end. Compare rows: "
             "algorithm.adv_estimator=grpo without turn in credit.group_by."
         )
 
 
-def _check(node: ResolvedNode) -> None:
-    """DagError or NotSupportedError for what does not go with a program."""
-    key = "actor_rollout_ref.serve.command"
+def _check(node: ResolvedNode, key: str) -> None:
+    """DagError or NotSupportedError for what does not go with a program. key: that lets it play."""
     if node.op.is_environment:
         raise DagError(
             f"{node}: with {key} a program plays the episodes, and is their environment. Remove one of them."

@@ -97,7 +97,7 @@ def is_conversation(node: ResolvedNode) -> bool:
     """Whether a rollout that is connected to no other is an interaction: it has turns, or code around it."""
     if not node.op.is_rollout:
         return False
-    if node.cfg.actor_rollout_ref.serve.command:
+    if node.cfg.actor_rollout_ref.serve.is_played:
         return True
     return bool(node.spec.loop or node.spec.agent_options or rollout_cfg(node).multi_turn.enable)
 

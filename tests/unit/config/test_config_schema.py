@@ -53,8 +53,8 @@ def test_every_key_is_explained_and_has_one_status():
         if rule.choices and key.default is not None:
             default = key.default if isinstance(key.default, tuple) else (key.default,)
             assert set(default) <= set(rule.choices) | set(rule.later_choices), name
-        for condition in filter(None, (rule.when, rule.within)):
-            needed = condition.partition("=")[0]
+        conditions = [one for both in (rule.when, rule.within) for one in both.split(" or ") if one]
+        for needed in (condition.partition("=")[0] for condition in conditions):
             absolute = needed.split(".")[0] in TOP_GROUPS
             assert (needed if absolute else f"{name.rsplit('.', 1)[0]}.{needed}") in all_keys(), name
 

@@ -103,6 +103,13 @@ def test_tools_environments_and_programs_are_named_with_where_they_run(tmp_path,
         False,
         "127.0.0.1: users and programs of this machine; asks for the token of an episode.",
     )
+    listens = ("actor_rollout_ref.serve.listen=true", *GRPO)
+    is_open, text = lines_of(capsys, *listens)["endpoint of clients"]
+    assert not is_open and text.endswith("asks for the token of the run, then of an episode.")
+    text = lines_of(capsys, *listens, "actor_rollout_ref.serve.address=0.0.0.0:8100")["endpoint of clients"][
+        1
+    ]
+    assert "whoever reaches the machine" in text and "not encrypted" in text
 
 
 def test_ray_and_several_machines_are_open_to_their_network(capsys, monkeypatch, tmp_path):

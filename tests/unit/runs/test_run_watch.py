@@ -61,6 +61,18 @@ def test_the_screen_says_who_waits_for_whom_and_who_is_idle(tmp_path):
     assert re.search(r"2-3 +step 4, rollout  for \S+ s\n", text)
 
 
+def test_the_screen_says_that_a_rank_waits_for_somebody_outside_of_the_run(tmp_path):
+    run = written(tmp_path, num_ranks=1).start().steps(rewards(range(1, 4)))
+    file = PositionFile(run.job.position_path(0))
+    file.set(4, "rollout", "step", (0, 3))
+    file.wait("waits for clients: 8 episodes are not taken")
+    with held(run.cfg, "id"):
+        assert "waits for clients: 8 episodes are not taken" in run_text(read_run(tmp_path), time.time())
+        file.wait("")
+        assert "waits for" not in run_text(read_run(tmp_path), time.time())
+    file.close()
+
+
 def test_a_failed_run_shows_who_failed_and_one_that_was_copied_the_same(tmp_path, capsys):
     run = written(tmp_path / "run").start().steps(rewards(range(1, 4)))
     run.positions({0: (4, "reshard", 1e9), 1: (4, "actor_train", 1e9)})

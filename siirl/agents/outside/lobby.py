@@ -1,0 +1,171 @@
+"""Where clients that siirl has not started get their episodes (serve.listen): whoever has the run's token.
+
+consumes: sessions to be played, clients that ask for one. produces: pairs of them, both first come first
+served. waits for: clients, up to a deadline. unblocked by: `take`, `close`.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from siirl.agents.outside.program import SessionInfo
+from siirl.errors import ConfigError, UserCodeError
+from siirl.observe.summary import duration
+
+log = logging.getLogger(__name__)
+LOOK_S = 0.5
+TOLD_S = 60.0
+"""After so long without a client the log says that the step waits."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a rank listens, and who may come in."""
+
+    host: str
+    port: int
+    """0: a free one."""
+    file: Path
+    """Where clients find address and token."""
+    token: str | None
+    """None: that of the file, where an earlier start has left one, or a new one."""
+    idle_s: float
+    """How long a client may be silent in an episode."""
+    deadline_s: float
+    """How long an episode may wait without any client."""
+
+
+class Guest:
+    """A client that plays an episode from somewhere: a Program of which nothing but its requests is known."""
+
+    output = ""
+
+    async def ended(self) -> Any:
+        """See Program: it never says so."""
+        await asyncio.Event().wait()
+
+    async def end(self) -> None:
+        """See Program: its key is no longer taken."""
+
+
+class Lobby:
+    """Episodes that wait for clients, and clients that wait for episodes. Used on one event loop."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.token = door.token or _kept_token(door.file) or f"siirl-{secrets.token_urlsafe(32)}"
+        self.url = ""
+        self.over = False
+        self._offered: deque[tuple[SessionInfo, asyncio.Future[None]]] = deque()
+        self._asking: deque[asyncio.Future[SessionInfo]] = deque()
+        self._playing = 0
+        self._alone_s = time.monotonic()  # since when nobody has played
+        self._told = False
+
+    def open(self, url: str) -> None:
+        """Write where clients find us, and say so. OSError."""
+        self.url = url
+        file, aside = self.door.file, self.door.file.with_suffix(".new")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        aside.unlink(missing_ok=True)
+        with open(aside, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as out:
+            json.dump({"url": url, "base_url": f"{url}/v1", "token": self.token}, out)
+        os.replace(aside, file)
+        log.info("listening for clients at %s; its token is in %s", url, file)
+
+    async def start(self, info: SessionInfo) -> Guest:
+        """Offer a session until a client takes it (a Start). UserCodeError if none comes in time."""
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        offer = (info, taken)
+        if not self._offered and not self._playing:
+            self._alone_s, self._told = time.monotonic(), False
+        self._offered.append(offer)
+        self._match()
+        try:
+            while not (await asyncio.wait({taken}, timeout=LOOK_S))[0]:
+                self._check_alone()
+        finally:
+            if offer in self._offered:
+                self._offered.remove(offer)
+        self._playing += 1
+        return Guest()
+
+    def left(self) -> None:
+        """An episode that was taken is over."""
+        self._playing -= 1
+        self._alone_s, self._told = time.monotonic(), False
+
+    async def take(self, wait_s: float) -> SessionInfo | None:
+        """The session that waits longest, as soon as there is one; None if there is none in time."""
+        asking: asyncio.Future[SessionInfo] = asyncio.get_running_loop().create_future()
+        self._asking.append(asking)
+        self._match()
+        try:
+            done, _ = await asyncio.wait({asking}, timeout=0.0 if self.over else wait_s)
+            return asking.result() if done and not asking.cancelled() else None
+        finally:
+            if asking in self._asking:
+                self._asking.remove(asking)
+
+    def close(self) -> None:
+        """Tell clients that wait that there will be no more episodes."""
+        self.over = True
+        for asking in self._asking:
+            asking.cancel()
+
+    @property
+    def missing(self) -> str:
+        """What this rank waits for, in words; empty if no episode waits for a client."""
+        if not self._offered:
+            return ""
+        number = len(self._offered)
+        return f"waits for clients: {number} {'episode is' if number == 1 else 'episodes are'} not taken"
+
+    def _match(self) -> None:
+        while self._offered and self._asking:
+            asking = self._asking.popleft()
+            if not asking.done():
+                info, taken = self._offered.popleft()
+                asking.set_result(info)
+                taken.set_result(None)
+
+    def _check_alone(self) -> None:
+        """Say that nobody plays; UserCodeError if that has been so for too long."""
+        alone_s = 0.0 if self._playing else time.monotonic() - self._alone_s
+        where = f"Start one: it asks {self.url}/session, with the token in {self.door.file}"
+        if alone_s > self.door.deadline_s:
+            raise UserCodeError(
+                f"no client has asked for an episode in {duration(alone_s)} (serve.listen): the run "
+                f"{self.missing}. {where}; or raise trainer.deadline_s={self.door.deadline_s:g}."
+            )
+        if alone_s > TOLD_S and not self._told:
+            self._told = True
+            log.warning("the run %s. %s.", self.missing, where)
+
+
+def _kept_token(file: Path) -> str | None:
+    """The token of an earlier start of this run: clients that have it come in again."""
+    try:
+        token = json.loads(file.read_text())["token"]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return token if isinstance(token, str) and token else None
+
+
+def token_of(variable: str | None) -> str | None:
+    """The value of the environment variable that serve.token_env names. ConfigError if it has none."""
+    if variable is None:
+        return None
+    if not (token := os.environ.get(variable, "").strip()):
+        raise ConfigError(
+            f"the environment variable {variable} (actor_rollout_ref.serve.token_env) is not set: clients "
+            "would have nothing to show. Set it to a secret, or leave the key out: the run makes a token."
+        )
+    return token
