@@ -7,6 +7,7 @@ waits for: turns, and the programs that it runs. unblocked by: these, deadlines,
 import asyncio
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -148,14 +149,14 @@ class Endpoint:
         await self._runner.setup()
         try:
             self._server = await asyncio.get_running_loop().create_server(self._connection, host, port)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             if self._lobby is None:
                 raise
             raise ConfigError(
                 f"actor_rollout_ref.serve.address={host}:{port} cannot be listened on: {error}. Set another "
                 "one, or port 0, which is a free one."
             ) from error
-        self.url = f"http://{host}:{self._server.sockets[0].getsockname()[1]}"
+        self.url = f"http://{_reached_at(host)}:{self._server.sockets[0].getsockname()[1]}"
         if self._lobby is not None:
             self._lobby.open(self.url)
             self._looking = asyncio.create_task(self._look(self._lobby))
@@ -360,6 +361,13 @@ def _http_log() -> logging.Logger:
     http_log = log.getChild("http")
     http_log.filters[:] = [is_ours]
     return http_log
+
+
+def _reached_at(host: str) -> str:
+    """How a URL names an address that we listen on; all addresses of this machine: its name."""
+    if host in ("0.0.0.0", "::"):
+        return socket.gethostname()
+    return f"[{host}]" if ":" in host else host
 
 
 def _shown(request: web.Request) -> str:
