@@ -76,6 +76,23 @@ def warmed(num_ranks: int = 3, steps: int = 4) -> tuple[Health, dict[int, Rank],
     return health, ranks, now_s
 
 
+def test_who_waits_for_somebody_outside_of_the_run_is_not_stuck(tmp_path):
+    with heartbeat_file(1) as fd:
+        heart = Heartbeat(os.dup(fd), 0)
+        for step in range(1, 4):
+            heart.begin_part(step, "step")
+            heart.enter("rollout", (0,))
+        health, stays = Health(PATIENCE_S), True
+        found = None
+        for now_s in range(20 * int(PATIENCE_S)):
+            stays = now_s < 15 * PATIENCE_S
+            if stays:
+                heart.stay()
+            found = found or health.look(now_s, {0: read_beat(fd, 0)}, {0: Process("S", float(now_s))})
+            assert found is None or not stays
+        assert found is not None and "it has been in 'step/rollout'" in found.what
+
+
 def test_a_stopped_rank_is_named_within_seconds_in_whatever_phase_with_those_ahead_of_it():
     health, ranks, now_s = warmed()
     ranks[1].state = "T"
