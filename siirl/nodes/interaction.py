@@ -158,7 +158,7 @@ def _programs(plan: InteractionPlan, trainer: TrainerConfig, rank: int) -> "Prog
     if program["is_function"]:
         who = f"node {plan.entry!r}: actor_rollout_ref.serve.command"
         function = load_object(command, who)
-        check_loaded(function, f"{who} = {command!r}", Call(("session",)))
+        check_loaded(function, f"{who} = {command!r}", Call(("session",), awaits=True))
         command = function
     elif command == VERIFIERS:
         from siirl.agents.outside.verifiers_episodes import play as command

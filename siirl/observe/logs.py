@@ -12,6 +12,7 @@ from siirl.observe.printable import printable
 QUIET = (
     "httpcore",
     "httpx",
+    "httpx2",
     "urllib3",
     "filelock",
     "fsspec",

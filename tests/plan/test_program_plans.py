@@ -106,11 +106,11 @@ def test_what_does_not_go_with_a_program_is_refused(options, words):
 
 
 def test_a_function_is_checked_for_what_it_is_called_with(tmp_path):
-    (tmp_path / "agent.py").write_text("def play(task, model): ...\ndef good(session): ...\n")
+    (tmp_path / "agent.py").write_text("def play(task, model): ...\nasync def good(session): ...\n")
     wrong = {"config": {"serve": {"command": f"{tmp_path}/agent.py:play"}}}
     with pytest.raises(UserError, match="session"):
         compiled(served(first=wrong), 1)
-    right = {"config": {"serve": {"command": f"{tmp_path}/agent.py:good"}}}
+    right = {"config": {"serve": {"command": f"{tmp_path}/agent.py:good"}}}  # a coroutine will do
     assert compiled(served(first=right), 1).interactions["planner"].program["is_function"]
 
 
