@@ -42,7 +42,9 @@ def program_of(members: list[ResolvedNode], nodes: Nodes) -> dict[str, Any] | No
     if ":" in serve.tool_format:
         check_reference(serve.tool_format, f"{entry}: actor_rollout_ref.serve.tool_format", Call(("text",)))
     if serve.command and serve.is_function:
-        check_reference(serve.command, f"{entry}: actor_rollout_ref.serve.command", Call(("session",), awaits=True))
+        check_reference(
+            serve.command, f"{entry}: actor_rollout_ref.serve.command", Call(("session",), awaits=True)
+        )
     return {
         "command": serve.command,
         "listen": serve.listen,
