@@ -33,6 +33,8 @@ GRACE_S = 5.0
 """How long a program may go on after its reward."""
 START_S = 30.0
 CLOSE_S = 0.1
+FAREWELL_S = 0.5
+"""So long clients that ask are still told that there will be no more episodes."""
 LOOK_S = 1.0
 """How often a rank says that it waits for clients."""
 WAIT_S, MOST_WAIT_S = 30.0, 300.0
@@ -181,6 +183,7 @@ class Endpoint:
         if self._lobby is not None:
             self._lobby.close()
             self._looking.cancel()
+            await asyncio.sleep(FAREWELL_S)
         if self._server is not None:
             self._server.close()
         if self._runner is not None:

@@ -35,7 +35,8 @@ def work(file, seen):
 
 def test_clients_share_the_episodes_of_all_steps_and_are_told_when_the_run_is_over(tmp_path):
     seen, lines = [], Script(*["hi"] * 24)
-    endpoint = Endpoint(lobby(tmp_path), ProgramLimits(30.0, 64, 4))
+    hall = lobby(tmp_path)
+    endpoint = Endpoint(hall, ProgramLimits(30.0, 64, 4))
     game = game_of({"a": speaker(lines)}, Programs(endpoint, hermes, True))
     clients = [in_thread(work, tmp_path / "door.json", seen) for _ in range(3)]
     try:
@@ -45,6 +46,8 @@ def test_clients_share_the_episodes_of_all_steps_and_are_told_when_the_run_is_ov
             worth = [one.contexts[0].rows[0].rewards[-1] for one in played]
             assert worth == [12 * step + number for number in range(12)]
             assert not any(one.num_left or one.kind for one in played)
+        while len(hall._asking) < len(clients):
+            time.sleep(0.01)
     finally:
         endpoint.close()
     for client in clients:
@@ -68,13 +71,17 @@ def test_nobody_gets_an_episode_without_the_token_of_the_run_or_a_turn_with_it_a
         refused.append(client.ask("/session", {}, client.key)[0])
         client.say()
         client.ask("/reward", {"reward": 1})
-        refused.append(client.ask("/v1/chat/completions", {"messages": []})[0])
+        ended = client.key
+        client.come()  # the run goes on
+        refused.append(client.ask("/v1/chat/completions", {"messages": []}, ended)[0])
+        client.say()
+        client.ask("/reward", {"reward": 1})
 
     refused, wrong = [], []
     thread = in_thread(knock)
-    (played,) = play_outside(lobby(tmp_path), {"a": Script("hi")})
+    played = play_outside(lobby(tmp_path), {"a": Script("hi", "hi")}, [episode(0), episode(1)])
     thread.join(60)
-    assert refused == [401] * 5 and wrong == [400] * 3 and played.kind is None
+    assert refused == [401] * 5 and wrong == [400] * 3 and not any(one.kind for one in played)
 
 
 def test_the_token_stays_the_same_from_start_to_start(tmp_path):
