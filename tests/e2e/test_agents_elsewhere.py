@@ -66,12 +66,17 @@ def test_an_agent_with_a_tool_learns_to_use_it(tmp_path):
     assert worth[0] < 0.5 and worth[-1] > 0.9, worth
 
 
+ADAPTERS = "{actor_rollout_ref.model.lora_rank: 2, rollout.agent.share_instance: 0}"
+
+
 @pytest.mark.slow
-def test_a_command_with_two_model_names_trains_two_policies(tmp_path):
+@pytest.mark.parametrize("adapters", [False, True], ids=["models", "adapters of one base"])
+def test_a_command_with_two_model_names_trains_two_policies(tmp_path, adapters):
     inputs = Inputs.make(tmp_path / "inputs")
     other = make_tiny_model_dir(tmp_path / "other", family="llama", tie=False, vocab=80, init_std=0.2, seed=5)
     (tmp_path / "agent.py").write_text(TWO_MODELS)
-    lines = (HERE / "solver_verifier.yaml").read_text().replace("MODEL_B", str(other)).splitlines()
+    text, own = (HERE / "solver_verifier.yaml").read_text(), "{model.path: MODEL_B}"
+    lines = text.replace(own, ADAPTERS if adapters else f"{{model.path: {other}}}").splitlines()
     dag = "\n".join(line for line in lines if "node_role: REWARD" not in line)
     for agent in ("solver", "verifier"):
         dag = dag.replace(f"[reward_{agent}]", "[verifier]")
@@ -84,6 +89,7 @@ def test_a_command_with_two_model_names_trains_two_policies(tmp_path):
             f"dag.workflow_path={tmp_path / 'dag.yaml'}",
             f"actor_rollout_ref.serve.command={sys.executable} {tmp_path / 'agent.py'}",
             "trainer.total_training_steps=1",
+            *(["actor_rollout_ref.model.lora_rank=4"] if adapters else []),
             *KEYS,
         ),
         deadline_s=180,
