@@ -43,6 +43,7 @@ import psutil
 import yaml
 from safetensors.torch import load_file
 
+from siirl.launch.standby import NAME as STANDBY
 from siirl.observe.position import read_position
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -219,11 +220,12 @@ class Run:
         return lines[-1]["step"] if lines else 0
 
     def _workers(self) -> dict[int, psutil.Process]:
-        """By rank; the launcher's children that have one."""
+        """By rank; the launcher's children that have one, and do not stand by for the next attempt."""
         found = {}
         for child in psutil.Process(self._job.pid).children():
             with contextlib.suppress(psutil.Error, KeyError):
-                found[int(child.environ()["RANK"])] = child
+                if child.name() != STANDBY:
+                    found[int(child.environ()["RANK"])] = child
         return found
 
     def _wait_until(self, what: Callable[[], bool]) -> None:

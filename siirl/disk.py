@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A write failed for want of room: on the disk, of the user, in one file."""
+REFUSALS = {errno.ENOSPC: "full", errno.EDQUOT: "full", errno.EFBIG: "full", errno.EROFS: "read-only"}
+"""Why a disk takes nothing more (it has no room, the user none, one file none) -> what it is then."""
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how Rust's libraries end the text of a failed system call
 _PIECE = 1 << 20
 

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from siirl.checkpoint.files import current_step
-from siirl.disk import FULL
+from siirl.disk import REFUSALS
 from siirl.errors import CheckpointError, SiirlError, StorageError
 from siirl.observe.spans import phase, waiting
 
 T = TypeVar("T")
-Kind = Literal["users", "full", "other"]
+Kind = Literal["users", "disk", "other"]
 
 
 class Together:
@@ -49,12 +49,13 @@ class Together:
             raise StorageError(reason) from problem
         of_step = "the checkpoint" if step is None else f"the checkpoint of step {step}"
         what = f"{of_step} under {self.root} failed while {doing}, on rank {rank}: {reason}"
-        if kind == "full":
+        if kind == "disk":
             stands = current_step(self.root)
             last = "none was saved before" if stands is None else f"the last good one is global_step_{stands}"
             raise StorageError(
-                f"{what} No other checkpoint was changed: {last}. Free space, or keep fewer "
-                "(trainer.max_actor_ckpt_to_keep); the same command then goes on from there."
+                f"{what} No other checkpoint was changed: {last}. Free space, keep fewer "
+                "(trainer.max_actor_ckpt_to_keep), or have it take files again; the same command then goes "
+                "on from there."
             ) from problem
         raise CheckpointError(f"{what} No other checkpoint was changed.") from problem
 
@@ -109,7 +110,10 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
 
 
 def _reason(problem: BaseException) -> tuple[str, Kind]:
-    """What went wrong, and what kind of thing it is: "full" for a disk, "users" to be said as it is."""
+    """What went wrong, and what kind of thing it is.
+
+    "disk": one that takes nothing more; "users": to be said as it is.
+    """
     if isinstance(problem, CheckpointException):
         rank, (error, _) = min(problem.failures.items())
         text, kind = _reason(error)
@@ -118,7 +122,7 @@ def _reason(problem: BaseException) -> tuple[str, Kind]:
         return str(problem), "users"
     if isinstance(problem, SiirlError):
         return str(problem), "other"
-    if isinstance(problem, OSError) and problem.errno in FULL:
+    if isinstance(problem, OSError) and problem.errno in REFUSALS:
         where = f"{problem.filename}: " if problem.filename else ""
-        return f"the disk is full: {where}{problem.strerror}.", "full"
+        return f"the disk is {REFUSALS[problem.errno]}: {where}{problem.strerror}.", "disk"
     return f"{type(problem).__name__}: {problem}.", "other"

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from siirl.disk import REFUSALS
 from siirl.errors import DeadlineError, RewardError, UserError
 from siirl.launch.job import Job
 from siirl.observe.logs import last_lines
@@ -24,7 +25,6 @@ from siirl.observe.printable import printable
 
 UNRECORDED = 74
 """Exit code of a worker that ends by a user error, and could not leave a record of it (EX_IOERR)."""
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _PEER_LOSS_TYPES = {
     "DistBackendError",
     "DistNetworkError",
@@ -89,11 +89,11 @@ def describe_exception(error: BaseException, rank: int, position: Position | Non
     users = [link for link in chain if isinstance(link, UserError)]
     scores = any(isinstance(link, RewardError) for link in chain)  # what reward code lost is no peer
     shown = users[-1] if users else error
-    disk = next((link for link in chain if isinstance(link, OSError) and link.errno in _DISK), None)
+    disk = next((link for link in chain if isinstance(link, OSError) and link.errno in REFUSALS), None)
     if disk is not None and not users:
         shown = UserError(
-            f"nothing more can be written: {disk}. Free space; with trainer.save_freq the same command goes "
-            "on from the last checkpoint."
+            f"nothing more can be written: {disk}. Free space, or have it take files again; with "
+            "trainer.save_freq the same command goes on from the last checkpoint."
         )
         users = [shown]
     return Failure(

@@ -25,6 +25,7 @@ from siirl.launch.process import (
     start_worker,
     worker_environment,
 )
+from siirl.launch.standbys import Standbys
 from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
 from siirl.observe.heartbeat import heartbeat_file
 from siirl.observe.position import read_position
@@ -44,17 +45,17 @@ def run_local(job: Job) -> int:
 
 
 def _run(job: Job) -> int:
-    attempts, stop = Attempts(job), Stop()
+    attempts, stop, standbys = Attempts(job), Stop(), Standbys(job)
     consoles: list[ConsoleTee] = []
 
     def match_size() -> None:
         for console in consoles[-1:]:
             console.match_size()
 
-    with catch_signals(stop, match_size):
+    with catch_signals(stop, match_size), contextlib.closing(standbys):
         while True:
             workers: list[Worker] = []
-            deaths = _attempt(attempts.job, consoles, workers, stop)
+            deaths = _attempt(attempts.job, consoles, workers, standbys, stop)
             offsets = {worker.rank: worker.log_offset for worker in workers}
             if stop.numbers or not deaths or not (told := attempts.after(deaths, offsets)):
                 break
@@ -63,7 +64,9 @@ def _run(job: Job) -> int:
     return conclude(attempts.job, deaths, stop, offsets, attempts.fruitless)
 
 
-def _attempt(job: Job, consoles: list[ConsoleTee], workers: list[Worker], stop: Stop) -> list[Death]:
+def _attempt(
+    job: Job, consoles: list[ConsoleTee], workers: list[Worker], standbys: Standbys, stop: Stop
+) -> list[Death]:
     """Start all workers, and watch them until they have ended; how those died that ended badly."""
     job_path = job.prepare()
     oom_before = oom_kill_count()
@@ -72,15 +75,25 @@ def _attempt(job: Job, consoles: list[ConsoleTee], workers: list[Worker], stop: 
     with lifeline() as lifeline_fd, heartbeat_file(job.world_size) as heartbeat_fd:
         watch = Watch(workers, heartbeat_fd, from_dict(job.config).trainer.stuck_s)
         try:
-            _start(job, str(job_path), tee, {LIFELINE: lifeline_fd, HEARTBEAT: heartbeat_fd}, workers)
-            return _watch(job, workers, watch, stop, oom_before)
+            fds = {LIFELINE: lifeline_fd, HEARTBEAT: heartbeat_fd}
+            _start(job, str(job_path), tee, fds, workers, standbys)
+            return _watch(job, workers, watch, standbys, stop, oom_before)
         finally:
             end_all(workers, stop.at_once)
             tee.close()
 
 
-def _start(job: Job, job_path: str, tee: ConsoleTee, fds: Mapping[str, int], workers: list[Worker]) -> None:
-    """Start every rank. Rank 0 takes over the rendezvous socket: its port cannot be lost.
+def _start(
+    job: Job,
+    job_path: str,
+    tee: ConsoleTee,
+    fds: Mapping[str, int],
+    workers: list[Worker],
+    standbys: Standbys,
+) -> None:
+    """Start every rank, or have the process that stands by be it.
+
+    Rank 0 takes over the rendezvous socket: its port cannot be lost.
 
     fds: variable -> descriptor that every rank inherits.
     """
@@ -94,16 +107,22 @@ def _start(job: Job, job_path: str, tee: ConsoleTee, fds: Mapping[str, int], wor
             env = worker_environment(job, rank, "127.0.0.1", port) | variables
             with contextlib.ExitStack() as stack:
                 output = tee.worker_fd if rank == 0 else stack.enter_context(log_path.open("ab"))
-                workers.append(start_worker(rank, job_path, env, output, list(given.values())))
+                descriptor = output if isinstance(output, int) else output.fileno()
+                worker = standbys.take(rank, env, descriptor, given)
+                workers.append(worker or start_worker(rank, job_path, env, output, list(given.values())))
             workers[-1].log_offset = offset
+    standbys.begin_attempt()
     tee.started()
 
 
-def _watch(job: Job, workers: list[Worker], watch: Watch, stop: Stop, oom_before: int) -> list[Death]:
+def _watch(
+    job: Job, workers: list[Worker], watch: Watch, standbys: Standbys, stop: Stop, oom_before: int
+) -> list[Death]:
     """Wait until all have ended well, one has failed or will not go on (returns the deaths), or a signal."""
     logs = LogSizes(job.log_dir)
     while not stop.numbers:
         logs.look()
+        standbys.look()
         ended = [worker for worker in workers if worker.ended()]
         if any(worker.returncode for worker in ended):
             time.sleep(GATHER_S)

@@ -64,10 +64,15 @@ def start_worker(
     fds: Sequence[int],
     stdin: int | IO = subprocess.DEVNULL,
     cwd: str | None = None,
+    standby: int | None = None,
 ) -> Worker:
-    """Start the process of a rank. job: path of its job file; fds: what it inherits besides its output."""
+    """Start the process of a rank. job: path of its job file; fds: what it inherits besides its output.
+
+    standby: one of fds, where it is to wait for the word to be the worker.
+    """
+    waits = [] if standby is None else ["--standby", str(standby)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "siirl.launch.worker_entry", "--job", job],
+        [sys.executable, "-m", "siirl.launch.worker_entry", "--job", job, *waits],
         stdin=stdin,
         stdout=output,
         stderr=subprocess.STDOUT,

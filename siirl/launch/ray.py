@@ -9,8 +9,9 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
+from siirl.command_line import EXIT_USER_ERROR
 from siirl.config import Config
 from siirl.errors import ConfigError, PlacementError
 from siirl.launch.attempts import Attempts
@@ -21,8 +22,9 @@ from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
 from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
 from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, reserve
-from siirl.launch.ray_watch import Rank, RankWatch
+from siirl.launch.ray_watch import HeadLost, Rank, RankWatch
 from siirl.launch.run_record import command_line
+from siirl.observe.run_progress import record_end
 
 log = logging.getLogger(__name__)
 TICK_S = 0.2
@@ -87,6 +89,8 @@ class RayTrainer:
             watch = RankWatch(self.job, self._ranks, console, self._stop)
             try:
                 return watch.until_ended()
+            except HeadLost as error:
+                self._leave(error)
             finally:
                 self._end_workers()
                 watch.fetch_rest()
@@ -180,6 +184,13 @@ class RayTrainer:
             cwd=os.getcwd(),
             window_size=window_size,
         )
+
+    def _leave(self, error: HeadLost) -> NoReturn:
+        """End without Ray, whose calls would wait for its head, and then abort this process."""
+        self._end_workers()
+        record_end(self.job.output_path, self.job.run_id, "failed", str(error))
+        print(f"siirl: {error}", file=sys.stderr, flush=True)
+        os._exit(EXIT_USER_ERROR)
 
     def _end_workers(self) -> None:
         """End the workers that still run, on all machines at once, and wait until they are gone."""

@@ -1,11 +1,14 @@
 """Watching the workers of a Ray run: their output as it comes, which one failed first, which one was lost."""
 
+import contextlib
 import dataclasses
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from siirl.errors import PlacementError
 from siirl.launch.failure import Death, only_followers, write_failure
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
@@ -20,6 +23,41 @@ POLL_WAIT_S = 0.5
 GATHER_S = 0.5  # after a first death, wait for those that follow: the one seen first need not be the first
 LOST_AFTER_S = 18.0  # an actor answers within a second; Ray itself may need a minute to miss a machine
 REST_S = 3.0
+HEAD_EVERY_S, HEAD_CONNECT_S = 3.0, 1.0
+
+
+class HeadLost(PlacementError):
+    """The head of the cluster is gone: Ray can do nothing more for this run."""
+
+
+class HeadWatch:
+    """Asks now and then whether the head of the cluster, at host:port, takes connections.
+
+    Ray itself says nothing for a minute, and then ends the process of the driver.
+    """
+
+    def __init__(self, address: str, patience_s: float = LOST_AFTER_S):
+        self._address, self._patience_s = address, patience_s
+        self._answered_s = self._asked_s = time.monotonic()
+
+    def look(self) -> None:
+        """HeadLost: it has taken none for too long."""
+        now_s = time.monotonic()
+        if now_s - self._asked_s < HEAD_EVERY_S:
+            return
+        host, _, port = self._address.rpartition(":")
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((host.strip("[]"), int(port)), HEAD_CONNECT_S),
+        ):
+            self._answered_s = now_s
+        self._asked_s = time.monotonic()
+        if (silent_s := now_s - self._answered_s) > self._patience_s:
+            raise HeadLost(
+                f"the head of the Ray cluster, {self._address}, has taken no connections for {silent_s:.0f} "
+                "s: its GCS has ended, or its machine is gone. The workers have been ended. Start the "
+                "cluster again; then the same command goes on from the last checkpoint (trainer.save_freq)."
+            )
 
 
 @dataclass
@@ -59,15 +97,19 @@ class RankWatch:
         """Wait until all have ended well, or one has failed: the deaths. Raises Stopped.
 
         After a first death all others must have answered once more or be lost, because a rank that is lost is
-        noticed later than the failures that follow from it.
+        noticed later than the failures that follow from it. HeadLost: the cluster has no head any more.
         """
         for rank in self._ranks:
             rank.replied_s = time.monotonic()
+        import ray
+
         first_s, logs = None, LogSizes(self._job.log_dir)
+        head = HeadWatch(ray.get_runtime_context().gcs_address)
         while True:
             if self._stop.numbers:
                 raise Stopped
             logs.look()
+            head.look()
             self._collect()
             deaths = [rank.death for rank in self._ranks if rank.death]
             if not deaths and all(rank.ended == 0 for rank in self._ranks):

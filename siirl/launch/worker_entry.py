@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import faulthandler
 import gc
-import importlib
 import logging
 import os
 import signal
@@ -13,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from siirl.errors import ConfigError
 from siirl.launch.attempt_store import attempt_store
 from siirl.launch.failure import UNRECORDED, describe_exception, write_failure
 from siirl.launch.job import Job
+from siirl.launch.standby import stand_by
 from siirl.model_files.local_models import with_local_models
 from siirl.observe.heartbeat import start_heartbeat
 from siirl.observe.logs import setup_logging
@@ -55,8 +56,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run one rank of the job in --job."""
     parser = argparse.ArgumentParser(description="one worker of a siirl run; started by the launcher")
     parser.add_argument("--job", required=True, type=Path)
+    parser.add_argument("--standby", type=int, help="a socket, on which to wait for the word to be a worker")
+    given = parser.parse_args(argv)
+    if given.standby is not None:
+        stand_by(given.standby, lambda: _import_all(Job.read(given.job)))
     watched = _end_with_launcher()
-    return run_rank(Job.read(parser.parse_args(argv).job), ProcessPlace.from_env(os.environ), watched)
+    return run_rank(Job.read(given.job), ProcessPlace.from_env(os.environ), watched)
 
 
 def run_rank(job: Job, place: ProcessPlace, watched: bool = False) -> int:
@@ -83,6 +88,19 @@ def run_rank(job: Job, place: ProcessPlace, watched: bool = False) -> int:
             print(f"siirl: {failure.error}", file=sys.stderr)
         _exit_now((EXIT_USER_ERROR if is_told else UNRECORDED) if failure.user_error else 1)
     return 0
+
+
+def _import_all(job: Job) -> None:
+    """What a worker imports before its first step, as far as the plan tells."""
+    with no_collection():
+        import_module("torch.distributed")
+        import_module("transformers.utils.logging")
+        import_module("siirl.parallel.process_groups")
+        _load_entry(job.entry)
+        for model in Plan.from_json(job.plan).models.values():
+            import_module(backend_of(model).engine.partition(":")[0])
+        if import_module("torch").cuda.is_initialized():
+            os._exit(0)  # a package takes a device as it is imported: who waits holds none
 
 
 def _run(job: Job, place: ProcessPlace) -> None:
@@ -189,7 +207,7 @@ def _store(place: ProcessPlace, timeout: timedelta) -> Any:
 
 def _load_entry(name: str) -> Callable[..., None]:
     module, function = name.split(":")
-    return getattr(importlib.import_module(module), function)
+    return getattr(import_module(module), function)
 
 
 def _end_with_launcher() -> bool:

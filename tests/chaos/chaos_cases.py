@@ -64,18 +64,19 @@ class Case:
 
     @property
     def job(self) -> str:
-        """The kind of job: "local", "Ray" or "vLLM"."""
-        return next((kind for kind in ("Ray", "vLLM") if self.who.startswith(kind)), "local")
+        """The kind of job: "local", one whose next workers stand by from the start, "Ray" or "vLLM"."""
+        return next((kind for kind in ("Ray", "vLLM", "standby") if self.who.startswith(kind)), "local")
 
     @property
     def rank(self) -> int:
         """The rank that is held in the phase."""
-        return 1 if self.who in ("rank 1", *RAY_PARTS) else 0
+        return 1 if self.who in ("rank 1", *BESIDE_STANDBYS, *RAY_PARTS) else 0
 
 
 STEPS = ("load", "rollout", "reward", "train", "weight sync", "validation", "save")
 OF_RANK_0 = ("write", "write in memory")
 """Rank 0 alone completes a checkpoint."""
+SPREAD = ("start", "rollout", "train", "weight sync", "validation", "save")
 CUT = "network cut"
 OUT_OF_MEMORY = "memory limit"
 """Of a control group: the kernel's out-of-memory killer comes."""
@@ -90,6 +91,9 @@ def make_cases() -> list[Case]:
 
     add("rank 0", ("start", *STEPS, *OF_RANK_0, "export"), ("SIGKILL",), STARTS_AGAIN)
     add("rank 1", ("start", *STEPS, "export"), ("SIGKILL",), STARTS_AGAIN)
+    for who in ("rank 0", "rank 1"):
+        add(who, SPREAD, ("SIGSEGV", "SIGTERM"), STARTS_AGAIN)
+    add("rank 0", ("rollout", "train"), (OUT_OF_MEMORY,), STARTS_AGAIN)
     add("both ranks", ("start", "rollout", "train", "weight sync", "save"), ("SIGKILL",), STARTS_AGAIN)
     add("both ranks", ("rollout", "train"), ("SIGSTOP", "SIGSEGV"), STARTS_AGAIN)
     add("launcher", ("start", *STEPS, "write", "export"), ("SIGKILL",), COMMAND_AGAIN)
@@ -100,18 +104,26 @@ def make_cases() -> list[Case]:
         add(who, SCORING, ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM"), GOES_ON)
     add("memory keeper", ("train",), ("SIGKILL",), GOES_ON)  # there is but one
     add("memory keeper", ("rollout", "train", "validation", "save", "write in memory"), ("SIGSTOP",), GOES_ON)
-    add("output folder", ("save",), ("read-only",), NAMED)
     add("clock", ("rollout", "train", "save", "write"), tuple(JUMPS_S), GOES_ON)
-    add("disk of checkpoints", ("train", "save", "write"), ("full",), NAMED)
-    add("shared memory", ("train", "write in memory"), ("full",), GOES_ON)
+    add("disk of checkpoints", ("train", "save", "write"), ("full", "read-only"), NAMED)
+    add("output folder", ("train", "save"), ("full", "read-only"), NAMED)
+    add("shared memory", ("train", "write in memory"), ("full", "read-only"), GOES_ON)
     add("Ray worker", ("rollout", "save"), ("SIGKILL", "SIGSEGV"), STARTS_AGAIN)
     add("Ray actor", ("rollout", "train"), ("SIGKILL",), STARTS_AGAIN)
     add("Ray driver", ("rollout", "save"), ("SIGKILL", "SIGTERM"), COMMAND_AGAIN)
     add("Ray raylet", ("train",), ("SIGKILL",), NAMED)
+    add("Ray GCS", ("train",), ("SIGKILL",), NAMED)
     add("Ray machine", ("train",), (CUT,), NAMED)
+    for phase, how in (("rollout", "SIGKILL"), ("train", "SIGSTOP")):
+        add("standby", (phase,), (how,), GOES_ON)
+    add("standby's rank", ("reward", "weight sync", "save"), ("SIGKILL",), STARTS_AGAIN)
+    add("standby's launcher", ("export",), ("SIGKILL",), COMMAND_AGAIN)
+    for how in ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"):
+        add("vLLM engine", ("rollout", "train"), (how,), GOES_ON)
     return [Case(*strike, then, strike in FAST) for strike, then in wanted.items()]
 
 
+BESIDE_STANDBYS = ("standby", "standby's rank")
 RAY_PARTS = ("Ray worker", "Ray actor", "Ray raylet", "Ray machine")
 """Those of rank 1, on the second machine."""
 FAST = {

@@ -32,6 +32,7 @@ from job_harness import ROOT, Finished, Inputs, overrides
 from ray_machines import RayMachines
 
 from siirl.checkpoint import files
+from siirl.launch.standby import NAME as STANDBY
 
 HOOK = Path(__file__).parent / "hook"
 STEPS = 24
@@ -77,6 +78,7 @@ STOPPED_S = 1.0
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "SIGKILL": -9, "SIGSEGV": -11}
 UNSAID = ("SIGKILL", "SIGSEGV")
 """Signals after which a launcher says nothing."""
+AT_REST_S = 2.0
 CONTROL_GROUPS = Path("/sys/fs/cgroup/memory")
 LEFT_BYTES = 512 << 10
 """Of memory, for a rank under a limit: less than it needs to go on."""
@@ -216,6 +218,9 @@ class Chaos:
         self._shared_before = shared_memory()
         self._number = 0
         self._groups: list[Path] = []
+        self._kind = kind
+        self._standbys_struck = False
+        """Since the ranks were started."""
         self.took_s: list[float] = []
         """Of each strike, in order: until what was struck was done, or all processes had ended."""
 
@@ -242,6 +247,8 @@ class Chaos:
     def _start(self) -> subprocess.Popen:
         paths = [str(HOOK), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = {"PYTHONPATH": os.pathsep.join(paths), "CHAOS_DIR": str(self.folder)}
+        if self._kind == "standby":
+            environment["CHAOS_STANDBYS"] = "1"
         if self._clock:
             (self.folder / "clock").write_bytes(bytes(8))
             environment["LD_PRELOAD"] = str(self._clock)
@@ -268,6 +275,7 @@ class Chaos:
         step = self.steps_done() + 1 if case.phase == "scoring" else held["step"]
         if case.job == "Ray":
             time.sleep(NEWS_S)
+        standbys = self._await_standbys(job) if case.job == "standby" and not self._standbys_struck else []
         struck_s = time.monotonic()
         if case.who in DISKS:
             self._strike_disk(held["pid"], case.how)
@@ -282,6 +290,7 @@ class Chaos:
             assert victims, case.name
             for pid in victims:
                 os.kill(pid, signal.Signals[case.how])
+        self._standbys_struck = case.who == "standby"
         (self.folder / f"struck_{self._number}").touch()
         if (case.who, case.how) == ("launcher", "SIGSTOP"):
             time.sleep(STOPPED_S)
@@ -306,6 +315,7 @@ class Chaos:
         if case.then == STARTS_AGAIN:
             self._wait_until(lambda: len(self.attempts()) > len(failed), job, f"the end of {case.name}")
             self._check_attempt(case, step, self.attempts()[-1])
+            assert all(process.name() != STANDBY for process in standbys), f"{case.name}: they still stand by"
         if case.phase == "export":
             self._wait_until(lambda: job.poll() is not None, None, case.name)
         else:
@@ -373,7 +383,7 @@ class Chaos:
 
     def _victims(self, job: subprocess.Popen, case: Case, held: int) -> list[int]:
         match case.who:
-            case "launcher":
+            case "launcher" | "standby's launcher":
                 return [job.pid]
             case "reward worker" | "reward keeper":
                 scorers = self._processes("siirl.rewards.scoring_process")
@@ -392,6 +402,8 @@ class Chaos:
                 return [process.pid for process in self._processes("siirl.engines.rollout.vllm.server")]
             case "both ranks":
                 return [held, *(process.pid for process in self._ranks() if process.pid != held)]
+            case "standby":
+                return [process.pid for process in self._standbys()]
             case "memory keeper":
                 return [process.pid for process in self._processes("siirl-keeper")]
         return [held]
@@ -406,6 +418,23 @@ class Chaos:
                 ):
                     found.append(process)
         return found
+
+    def _standbys(self) -> list[psutil.Process]:
+        return [process for process in self._processes("--standby") if process.name() == STANDBY]
+
+    def _await_standbys(self, job: subprocess.Popen) -> list[psutil.Process]:
+        """Those of both ranks, which have imported all that they need: they work no more."""
+
+        def work_s() -> list[float]:
+            return [sum(process.cpu_times()[:2]) for process in self._standbys()]
+
+        def all_wait() -> bool:
+            before = work_s()
+            time.sleep(AT_REST_S)
+            return len(before) == 2 and before == work_s()
+
+        self._wait_until(all_wait, job, "the processes that stand by")
+        return self._standbys()
 
     def _ranks(self) -> list[psutil.Process]:
         return self._processes("siirl.launch.worker_entry")

@@ -26,13 +26,13 @@ def inputs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(inputs, tmp_path_factory) -> Callable[[str], Result]:
-    """What a job of a kind gives that nobody strikes. On Ray it is that of the local launcher."""
+    """What a job of a kind gives that nobody strikes; but for vLLM that of the local launcher."""
 
     @functools.cache
     def of(kind: str) -> Result:
         return Chaos(inputs, tmp_path_factory.mktemp("undisturbed"), kind=kind).run()
 
-    return lambda kind: of("local" if kind == "Ray" else kind)
+    return lambda kind: of(kind if kind == "vLLM" else "local")
 
 
 def chains(cases: list[Case]) -> Iterator[list[Case]]:

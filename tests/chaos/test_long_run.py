@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from chaos_runs import shared_memory
+from chaos_runs import HOOK, shared_memory
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import ROOT, Inputs, overrides
 
@@ -52,7 +52,9 @@ class LongRun:
     def __init__(self, output: Path, words: list[str]):
         self.output, self._before = output, shared_memory()
         self.console = output.parent / "console"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": f"{HOOK}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+        # What stands by is there when it is WARM.
+        environment |= {"CHAOS_DIR": str(output.parent), "CHAOS_STANDBYS": "1"}
         with self.console.open("wb") as file:
             self.job = subprocess.Popen(words, env=environment, stdout=file, stderr=file)
 

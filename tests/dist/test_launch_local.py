@@ -1,5 +1,6 @@
 """The local launcher and torchrun with real processes: every way in which a run can end."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,10 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 from launch_jobs import environment, make_job, wait_until_dead
+
+from siirl.launch import local, standbys
+from siirl.launch.job import Job
+from siirl.launch.output_relay import ConsoleTee
+from siirl.launch.process import Worker, end_all, lifeline, worker_environment
 
 LAUNCH = (
     "import sys; from pathlib import Path; from siirl.launch.job import Job;"
@@ -137,6 +144,42 @@ def test_a_rank_that_lives_but_does_not_go_on_is_named_within_30_s_and_the_run_s
     (attempt,) = map(json.loads, (out / "attempts.jsonl").read_text().splitlines())
     assert 0 < attempt["ended_s"] - float((out / "moment").read_text()) < 30
     assert "launch_entries.py" in (out / "attempts" / "1" / "logs" / "rank_0.log").read_text(), "who waited"
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_by_becomes_the_next_worker_of_its_rank(tmp_path, monkeypatch):
+    """One that does not answer is done without. All end with the launcher."""
+    monkeypatch.setattr(standbys, "AFTER_S", 0.0)
+    for module in (local, standbys):
+        monkeypatch.setattr(module, "worker_environment", partial(worker_environment, base=environment()))
+    job = Job.read(write_job(tmp_path, "finish"))
+    job_path, tee = str(job.prepare()), ConsoleTee(job.log_path(0))
+    workers: list[Worker] = []
+    with contextlib.closing(standbys.Standbys(job)) as ready, lifeline() as fd:
+        ready.begin_attempt()
+        there = wait_for_standbys(ready)
+        os.kill(there[1], signal.SIGSTOP)
+        try:
+            local._start(job, job_path, tee, {local.LIFELINE: fd}, workers, ready)
+            assert [worker.process.pid == there[worker.rank] for worker in workers] == [True, False]
+            assert [worker.process.wait(60) for worker in workers] == [0, 0]
+        finally:
+            end_all(workers)
+            tee.close()
+        assert "rank 0 was here" in log(tmp_path, 0) and "rank 1 was here" in log(tmp_path, 1)
+        ready.look()  # those of the next attempt, which is not to be
+        (left,) = ready._there.values()
+    wait_until_dead([there[1], left.worker.process.pid], 1)
+
+
+def wait_for_standbys(ready: standbys.Standbys) -> dict[int, int]:
+    """Until all are ready: the pid of each rank's."""
+    deadline = time.monotonic() + 100
+    while len(ready._there) < 2 or not all(one.looks_ready() for one in ready._there.values()):
+        assert time.monotonic() < deadline
+        ready.look()
+        time.sleep(0.05)
+    return {rank: one.worker.process.pid for rank, one in ready._there.items()}
 
 
 def start(folder: Path, entry: str) -> tuple[subprocess.Popen, list[int]]:

@@ -126,6 +126,9 @@ def test_a_write_that_fails_names_its_file_whoever_made_it(tmp_path):
         write_checkpoint(tmp_path, 7)
         with Together(tmp_path, None).stage(8, "writing"), naming(tmp_path / "a"):
             raise OSError(28, "No space left on device")
+    read_only = r"the disk is read-only: .*/a: Read-only.*global_step_7.*take files again"
+    with pytest.raises(StorageError, match=read_only), Together(tmp_path, None).stage(8, "writing"):
+        raise OSError(30, "Read-only file system", str(tmp_path / "a"))
 
 
 def test_nothing_or_a_killed_first_save_starts_from_the_beginning(tmp_path):

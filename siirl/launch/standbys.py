@@ -1,0 +1,114 @@
+"""Processes that stand by: they have imported what a worker imports, and become one when the last has died.
+
+Most of what a restart takes on a CPU is imports. So once an attempt has gone on for a while, there is such a
+process for each rank of this machine. It waits on a socket, uses no processor and no device, and ends with
+the launcher. One that is not there when it is needed, or does not answer, is done without. No torch.
+"""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from siirl.config import from_dict
+from siirl.launch.job import Job
+from siirl.launch.process import Worker, start_worker, worker_environment
+from siirl.launch.standby import HERE, READY
+
+AFTER_S = 60.0
+"""Of an attempt, until the first is started: a shorter run gains nothing."""
+ANSWER_S = 2.0
+
+
+@dataclass
+class _Standby:
+    worker: Worker
+    channel: socket.socket
+    environment: dict[str, str]
+    """It was started with."""
+    ready: bool = False
+
+    def looks_ready(self) -> bool:
+        with contextlib.suppress(OSError):
+            self.ready = self.ready or self.channel.recv(len(READY), socket.MSG_DONTWAIT) == READY
+        return self.ready
+
+    def become(self, environment: Mapping[str, str], output: int, fds: Mapping[str, int]) -> bool:
+        """Make it a worker; False if it is not able to."""
+        if self.worker.ended() or not self.looks_ready():
+            return False
+        changed = {name: x for name, x in environment.items() if self.environment.get(name) != x}
+        message = json.dumps({"environment": changed, "fds": list(fds)}).encode()
+        try:
+            socket.send_fds(self.channel, [message], [output, *fds.values()])
+            self.channel.settimeout(ANSWER_S)
+            return self.channel.recv(len(HERE)) == HERE
+        except OSError:
+            return False
+
+    def end(self) -> None:
+        self.channel.close()
+        self.worker.signal_group(signal.SIGKILL)
+        self.worker.process.wait()
+
+
+class Standbys:
+    """Those of this machine, one for each rank. Only where a run may start again."""
+
+    def __init__(self, job: Job):
+        self._job, self._there = job, dict[int, _Standby]()
+        self._missing: list[int] = []
+        self._from_s = 0.0
+
+    def begin_attempt(self) -> None:
+        """All have been asked for, and an attempt has begun that may be followed by another."""
+        self.close()
+        trainer = from_dict(self._job.config).trainer
+        self._missing = list(range(self._job.world_size)) if trainer.max_restarts else []
+        self._from_s = time.monotonic() + AFTER_S
+
+    def look(self) -> None:
+        """Start the next one if it is time: one after another, beside the work of the run."""
+        if not self._missing or time.monotonic() < self._from_s:
+            return
+        if all(one.looks_ready() or one.worker.ended() for one in self._there.values()):
+            rank = self._missing.pop(0)
+            try:
+                self._there[rank] = self._start(rank)
+            except OSError:  # no room for another process, or for its files
+                self._missing = []
+
+    def take(
+        self, rank: int, environment: Mapping[str, str], output: int, fds: Mapping[str, int]
+    ) -> Worker | None:
+        """That of a rank, which is its worker from now on; None if there is none.
+
+        fds: variable -> descriptor that it gets, besides its output.
+        """
+        one = self._there.pop(rank, None)
+        if one is None:
+            return None
+        if one.become(environment, output, fds):
+            one.channel.close()
+            return one.worker
+        one.end()
+        return None
+
+    def close(self) -> None:
+        """End those that are there."""
+        while self._there:
+            self._there.popitem()[1].end()
+
+    def _start(self, rank: int) -> _Standby:
+        ours, theirs = socket.socketpair()
+        environment = worker_environment(self._job, rank, "127.0.0.1", 0)
+        job = str(self._job.output_path / "job.json")
+        with theirs:
+            worker = start_worker(
+                rank, job, environment, subprocess.DEVNULL, [theirs.fileno()], standby=theirs.fileno()
+            )
+        return _Standby(worker, ours, environment)
