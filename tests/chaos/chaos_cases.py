@@ -93,16 +93,17 @@ def make_cases() -> list[Case]:
     add("rank 1", ("start", *STEPS, "export"), ("SIGKILL",), STARTS_AGAIN)
     for who in ("rank 0", "rank 1"):
         add(who, SPREAD, ("SIGSEGV", "SIGTERM"), STARTS_AGAIN)
-    add("rank 0", ("rollout", "train"), (OUT_OF_MEMORY,), STARTS_AGAIN)
+        add(who, ("rollout", "train"), (OUT_OF_MEMORY,), STARTS_AGAIN)
+    add("rank 0", ("rollout", "train", "weight sync", "save"), ("SIGSTOP",), STARTS_AGAIN)
     add("both ranks", ("start", "rollout", "train", "weight sync", "save"), ("SIGKILL",), STARTS_AGAIN)
     add("both ranks", ("rollout", "train"), ("SIGSTOP", "SIGSEGV"), STARTS_AGAIN)
     add("launcher", ("start", *STEPS, "write", "export"), ("SIGKILL",), COMMAND_AGAIN)
-    add("launcher", ("train",), ("SIGTERM",), COMMAND_AGAIN)
+    add("launcher", ("start", "rollout", "train", "save", "export"), ("SIGTERM", "SIGSEGV"), COMMAND_AGAIN)
     add("launcher", ("start", "rollout", "train", "save", "export"), ("SIGINT", "SIGHUP"), COMMAND_AGAIN)
     add("launcher", ("start", "rollout", "train", "save", "export"), ("SIGSTOP",), GOES_ON)
     for who in ("reward worker", "reward keeper"):
         add(who, SCORING, ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGTERM"), GOES_ON)
-    add("memory keeper", ("train",), ("SIGKILL",), GOES_ON)  # there is but one
+    add("memory keeper", ("train",), ("SIGKILL", "SIGSEGV", "SIGTERM"), GOES_ON)  # there is but one
     add("memory keeper", ("rollout", "train", "validation", "save", "write in memory"), ("SIGSTOP",), GOES_ON)
     add("clock", ("rollout", "train", "save", "write"), tuple(JUMPS_S), GOES_ON)
     add("disk of checkpoints", ("train", "save", "write"), ("full", "read-only"), NAMED)
