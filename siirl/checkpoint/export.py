@@ -99,8 +99,9 @@ def _verified(checkpoint: Path, model: str | None) -> Path:
 def _choose(checkpoint: Path, names: list[str], wanted: str | None) -> str:
     if wanted in names:
         return str(wanted)
-    if wanted is None and len(names) == 1:
-        return names[0]
+    trained = [name for name in names if name.split(".")[1:2] != ["teacher"]]
+    if wanted is None and len(trained) == 1:
+        return trained[0]
     problem = "has several models" if wanted is None else f"has no model {wanted!r}"
     raise ConfigError(f"{checkpoint} {problem}. Choose one of {', '.join(names)}.")
 

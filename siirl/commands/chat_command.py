@@ -194,7 +194,11 @@ def _of_job(run: Path) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
 
     def read() -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
         plan = Plan.from_json(job["plan"])
-        spoken = {link.source: plan.models[link.target].nodes for link in plan.links.values()}
+        spoken = {
+            link.source: plan.models[link.target].nodes
+            for link in plan.links.values()
+            if plan.models[link.target].is_rollout
+        }
         return dict(from_dict(job["config"]).data.apply_chat_template_kwargs), spoken
 
     return attempt(read, ({}, {}), "the plan of job.json", LeftOut())

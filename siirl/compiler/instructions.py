@@ -70,6 +70,7 @@ class Sections:
     def emit(self, graph: Graph, places: dict[str, NodePlacement]) -> tuple[Instruction, ...]:
         """The instructions that run the nodes of `graph`, in its order, regions in one piece."""
         section = _Section(self, graph, places)
+        section.add_older_weights()
         nodes, above, done = self.workflow.nodes, graph.above, set()
         regions = {node_id: above[node_id] for node_id in graph.order if nodes[node_id].op.repeats}
         for node_id in graph.order:
@@ -116,6 +117,13 @@ class _Section:
         nodes = [shared.workflow.nodes[node_id] for node_id in graph.order]
         self.carried = {node.id: self._carried(node, nodes) for node in nodes if _takes_rows(node)}
         self.loaded = self._loaded(nodes)
+
+    def add_older_weights(self) -> None:
+        """Policies' weights for the teachers that they are, before anything of the step trains them."""
+        models = [self.shared.workflow.nodes[node_id].model for node_id in self.graph.order]
+        for link in self.shared.links.values():
+            if link.every_steps is not None and link.target in models:
+                self.instructions.append(SyncWeights(link.name, link.ranks))
 
     def add_region(self, node: ResolvedNode, inside: list[ResolvedNode]) -> None:
         """Between a Repeat and its Until: the nodes `inside`, and the Collect of `node`; then its Run."""

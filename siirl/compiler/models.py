@@ -41,7 +41,10 @@ def plan_models(workflow: Workflow, world_size: int, found: Findings) -> dict[st
 
 
 def plan_links(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan]:
-    """One link for each rollout, from the actor of its agent; nodes: the kept ones by id."""
+    """One link for each rollout, from the actor of its agent, and for each teacher that is a policy.
+
+    nodes: the kept ones by id.
+    """
     links: dict[str, LinkPlan] = {}
     for target in models.values():
         if target.is_rollout and backend_of(target).weights:
@@ -52,6 +55,21 @@ def plan_links(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan
             if nodes[target.node].cfg.actor_rollout_ref.rollout.weight_link == "checkpoint":
                 kind = "checkpoint"
             links[name] = LinkPlan(name, source.name, target.name, union, kind)
+    return links | _links_to_teachers(models, nodes)
+
+
+def _links_to_teachers(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan]:
+    """One link for each teacher that is a policy."""
+    links: dict[str, LinkPlan] = {}
+    for target in models.values():
+        teacher = nodes[target.node].cfg.teacher
+        if target.is_teacher and teacher.policy is not None:
+            source = models[f"agent_{teacher.policy}.actor"]
+            union = tuple(sorted({*source.ranks, *target.ranks}))
+            kind = "local" if union == source.ranks else "broadcast"
+            name = f"{target.name}.weights"
+            times = (teacher.sync_steps, teacher.update_rate)
+            links[name] = LinkPlan(name, source.name, target.name, union, kind, *times)
     return links
 
 

@@ -95,13 +95,13 @@ class ModelPlan:
 
     @property
     def is_teacher(self) -> bool:
-        """Whether it is a frozen model that the policy learns from."""
+        """Whether it is a model that the policy learns from."""
         return ROLES[self.role].is_teacher
 
 
 @dataclass(frozen=True)
 class LinkPlan:
-    """Weights of `source` (a training engine) are copied into `target` (a rollout engine)."""
+    """Weights of `source` (a training engine) are brought to `target` (a rollout engine, or a teacher)."""
 
     name: str
     source: str
@@ -110,6 +110,16 @@ class LinkPlan:
     kind: Literal["local", "broadcast", "checkpoint"]
     """ "local": every rank of the target holds the source too. "broadcast": to ranks that do not, over NCCL
     or gloo. "checkpoint": by a folder that all ranks see."""
+    every_steps: int | None = None
+    """Of a teacher that is a policy: it takes the weights at the beginning of every such step, but the first.
+    None: a rollout, which takes them whenever they are newer."""
+    share: float | None = None
+    """Of a teacher: what the weights count beside those that it has."""
+
+    @property
+    def lags(self) -> bool:
+        """Whether the target is something else than the source at the beginning of a step."""
+        return self.every_steps is not None and (self.every_steps, self.share) != (1, 1.0)
 
 
 @dataclass(frozen=True)
@@ -273,7 +283,8 @@ class Serve:
 
 @dataclass(frozen=True)
 class SyncWeights:
-    """Bring a rollout engine to its trainer's weights; does nothing when the versions already agree."""
+    """Bring a rollout engine to its trainer's weights; does nothing when the versions already agree. Bring a
+    policy's weights to a teacher; does nothing in steps in which it takes none."""
 
     link: str
     ranks: Ranks

@@ -4,6 +4,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from siirl.compiler.older_policies import (
+    check_policy,
+    check_something_to_learn,
+    is_policy,
+    with_their_models,
+)
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Workflow
 from siirl.config.teacher import SAMPLED, WHOLE
@@ -13,7 +19,9 @@ ROLE = "node_type MODEL_INFERENCE, node_role TEACHER"
 
 
 def with_teachers(workflow: Workflow) -> Workflow:
-    """The workflow, where trainers that learn from teachers read what these write."""
+    """The workflow, where trainers that learn from teachers read what these write, and teachers that are
+    policies have their models."""
+    workflow = with_their_models(workflow)
     nodes = workflow.nodes
     found = {node.id: _taught(node, teachers_of(node, workflow)) for node in nodes.values()}
     return replace(workflow, nodes=found)
@@ -59,11 +67,14 @@ def check_teachers(kept: Workflow, whole: Workflow) -> Iterator[UserError]:
                     f"{teacher}: teacher.by={by}: expected data_source, or extra_info.NAME for a value "
                     "in the column extra_info."
                 )
-            if not teacher.cfg.teacher.model.path:
+            if is_policy(teacher):
+                yield from check_policy(teacher, kept)
+            elif not teacher.cfg.teacher.model.path:
                 yield ConfigError(
                     f"{teacher}: teacher.model.path is not set: the node has no model. Add config: "
-                    "{model.path: DIRECTORY} to it."
+                    "{model.path: DIRECTORY} to it; or {policy: N}: it is the policy of agent N."
                 )
+        yield from check_something_to_learn(node, teachers)
         if len({teacher.cfg.teacher.by for teacher in teachers if teacher.cfg.teacher.takes}) > 1:
             yield DagError(
                 f"{node} learns from teachers that are chosen by different fields: "

@@ -1,4 +1,4 @@
-"""Group teacher: a frozen model that the policy learns from, in a node of node_role TEACHER."""
+"""Group teacher: a model that the policy learns from, in a node of node_role TEACHER."""
 
 from dataclasses import dataclass
 
@@ -28,6 +28,21 @@ class TeacherConfig:
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
     megatron: ForwardMegatronConfig = group(
         ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
+    )
+    policy: int | None = key(
+        None,
+        "agent whose policy it is, in the place of a model of its own: that of its own agent, older, or that "
+        "of another agent in training",
+        low=0,
+    )
+    sync_steps: int = key(1, "with policy: it takes the policy's weights before every such step", low=1)
+    update_rate: float = key(
+        1.0,
+        "with policy: what it then is, update_rate policy + (1 - update_rate) teacher; 1: a copy, less: an "
+        "exponential moving average",
+        low=0,
+        high=1,
+        excluded=0,
     )
     log_prob_micro_batch_size_per_gpu: int = key(
         1,

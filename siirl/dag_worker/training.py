@@ -17,11 +17,11 @@ from siirl.checkpoint.manager import CheckpointManager, SavedModel
 from siirl.checkpoint.rng import rng_state, set_rng_state
 from siirl.compiler.agent_steps import in_step, takes_part, window_of
 from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
-from siirl.compiler.plan import Plan
+from siirl.compiler.plan import ModelPlan, Plan
 from siirl.compiler.resume_settings import settings_of
 from siirl.config import Config, to_dict
 from siirl.config.batch import batch_of
-from siirl.config.roles import EXPORTS, role_group, role_model
+from siirl.config.roles import EXPORTS, role_model, trained_group
 from siirl.dag_worker.observing import finish_trace, make_observer
 from siirl.dag_worker.step import run_step
 from siirl.dag_worker.step_report import Report, closing_report
@@ -324,31 +324,41 @@ class Training:
         worker, saved = self.worker, {}
         for name, engine in worker.train_engines.items():
             model = worker.plan.models[name]
-            if not model.trains:
+            if not self._is_saved(model):
                 continue
             cfg = worker.node_cfg(model.node)
-            source, checkpoint = role_model(cfg, model.role), role_group(cfg, model.role).checkpoint
+            source, contents = role_model(cfg, model.role), (CONTENTS, CONTENTS)
+            if not model.trains:
+                contents = (CONTENTS[:1], CONTENTS[:1])
+            elif not whole:
+                checkpoint = trained_group(cfg, model.role).checkpoint
+                contents = (checkpoint.save_contents, checkpoint.load_contents)
             saved[name] = SavedModel(
                 engine,
                 worker.groups.get(model.ranks),
                 source.path,
-                *((CONTENTS, CONTENTS) if whole else (checkpoint.save_contents, checkpoint.load_contents)),
+                *contents,
                 source.lora_alpha if source.lora_rank else None,
                 engine.hf_config_changes(),
                 background_groups.get(tuple(model.ranks)),
             )
         return saved
 
+    def _is_saved(self, model: ModelPlan) -> bool:
+        """Whether a checkpoint holds a model: in training, or a teacher of a policy's older weights."""
+        older = (link.target for link in self.worker.plan.links.values() if link.lags)
+        return model.trains or model.name in older
+
     def _saves_in_background(self) -> bool:
         """Whether a trained model asks for it."""
         trained = [model for model in self.worker.plan.models.values() if model.trains]
-        groups = (role_group(self.worker.node_cfg(model.node), model.role) for model in trained)
+        groups = (trained_group(self.worker.node_cfg(model.node), model.role) for model in trained)
         return any(group.checkpoint.async_save for group in groups)
 
     def _make_background_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
         """Groups for the thread of one CheckpointManager; every rank makes them."""
         plan = self.worker.plan
-        ranks = {tuple(model.ranks) for model in plan.models.values() if model.trains}
+        ranks = {tuple(model.ranks) for model in plan.models.values() if self._is_saved(model)}
         return self.worker.groups.twins(sorted({tuple(range(plan.world_size)), *ranks}))
 
     def _trainers(self, model: str) -> list[str]:

@@ -15,7 +15,18 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.algorithms.row_cost import row_cost
-from siirl.compiler.plan import Collect, Instruction, Load, NodePlan, Plan, Reshard, Run, Serve, SyncWeights
+from siirl.compiler.plan import (
+    Collect,
+    Instruction,
+    LinkPlan,
+    Load,
+    NodePlan,
+    Plan,
+    Reshard,
+    Run,
+    Serve,
+    SyncWeights,
+)
 from siirl.config import Config, with_overrides
 from siirl.config.roles import ROLES, role_model
 from siirl.data.chat import load_tokenizer
@@ -24,6 +35,7 @@ from siirl.data.rows import take_rows
 from siirl.data.store import FieldStore
 from siirl.data.transport import Transport
 from siirl.engines.engine_registry import make_rollout_engine, make_train_engine
+from siirl.engines.followed_weights import FollowedWeights
 from siirl.engines.links import WeightLink, make_link
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.train.base import TrainEngine
@@ -109,7 +121,7 @@ class DAGWorker:
             name: make_link(
                 link,
                 self.train_engines.get(link.source),
-                self.rollout_engines.get(link.target),
+                self._target(link),
                 self.groups,
                 Path(cfg.trainer.output_dir).expanduser() / "weights" / name,
             )
@@ -175,13 +187,23 @@ class DAGWorker:
         metrics.sum(moved_metric(ins.route), moved)
         return metrics
 
-    def sync_weights(self, ins: SyncWeights) -> Metrics:
-        """Push the trainer's weights into the rollout engine, unless it has them already."""
+    def sync_weights(self, ins: SyncWeights, step: int) -> Metrics:
+        """Push the trainer's weights into the rollout engine, unless it has them already; or into a teacher,
+        in the steps in which it takes some."""
         link = self.plan.links[ins.link]
+        if link.every_steps is not None and (step == 1 or (step - 1) % link.every_steps):
+            return Metrics()
         if link.target in self.rollout_engines:
             self.rollout_engines[link.target].wake()
-        with self._on_device(link.source, optimizer=False):
+        with self._on_device(link.source, optimizer=False), self._on_device(link.target, optimizer=False):
             return self.links[ins.link].push()
+
+    def _target(self, link: LinkPlan) -> RolloutEngine | FollowedWeights | None:
+        """What takes the weights of a link on this rank."""
+        if link.share is None:
+            return self.rollout_engines.get(link.target)
+        engine = self.train_engines.get(link.target)
+        return None if engine is None else FollowedWeights(engine, link.share)
 
     def run_node(
         self, ins: Run, rows: TensorDict, record: StepRecord, others: dict[int, TensorDict]

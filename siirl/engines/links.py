@@ -1,4 +1,4 @@
-"""Weight links: the weights of a training engine, copied into a rollout engine, complete or not at all.
+"""Weight links: the weights of a training engine, brought to another engine, complete or not at all.
 
 All ranks of a link call `push` together. Ranks that hold a trainer export its weights (a collective of
 theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from siirl.compiler.plan import LinkPlan
+from siirl.engines.followed_weights import WeightTarget
 from siirl.engines.link_folder import read_weights, write_weights
-from siirl.engines.rollout.base import RolloutEngine, WeightPart
+from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.base import TrainEngine
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
@@ -44,7 +45,7 @@ Named = tuple[str, Tensor]
 def make_link(
     plan: LinkPlan,
     source: TrainEngine | None,
-    target: RolloutEngine | None,
+    target: WeightTarget | None,
     groups: ProcessGroupManager,
     folder: Path,
 ) -> "WeightLink":
@@ -56,13 +57,13 @@ def make_link(
 
 
 class WeightLink:
-    """One trainer-to-rollout transfer. `push` is collective over plan.ranks."""
+    """One transfer, from a trainer to a rollout or a teacher. `push` is collective over plan.ranks."""
 
     def __init__(
         self,
         plan: LinkPlan,
         source: TrainEngine | None,
-        target: RolloutEngine | None,
+        target: WeightTarget | None,
         groups: ProcessGroupManager,
         folder: Path,
     ) -> None:
@@ -314,7 +315,7 @@ def _export(source: TrainEngine, dtype: torch.dtype | None, part: WeightPart) ->
     return source.export_adapter(dtype, with_base=part == "base_and_adapter")
 
 
-def _dtype_code(target: RolloutEngine) -> int:
+def _dtype_code(target: WeightTarget) -> int:
     """Index into DTYPES of the one floating type that the target wants, or -1 if it wants several."""
     wanted = {dtype for _, dtype in target.weight_specs().values() if dtype.is_floating_point}
     return list(DTYPES.values()).index(wanted.pop()) if len(wanted) == 1 else -1

@@ -13,6 +13,7 @@ from siirl.compiler.plan import (
     Collect,
     Free,
     InteractionPlan,
+    LinkPlan,
     Load,
     ModelPlan,
     NodePlan,
@@ -235,6 +236,14 @@ def _models(plan: Plan) -> list[str]:
     return table(rows) + [line for model in plan.models.values() for line in _coordinates(model)]
 
 
+def _when(link: LinkPlan) -> str:
+    """When the weights of a link are brought, and how."""
+    if link.every_steps is None:
+        return "if newer"
+    when = "each step" if link.every_steps == 1 else f"every {link.every_steps} steps"
+    return when if link.share == 1 else f"{when}, a share of {link.share:g}"
+
+
 def sizes(model: ModelPlan, every: bool = False) -> str:
     """The parallel sizes of a model, e.g. "dp 8 (2 replicas x 4 shards)"; every: also those that are 1."""
     dims = model.dims
@@ -433,7 +442,7 @@ def _instructions(plan: Plan) -> list[str]:
                 rows.append([what, ranks, f"{route}: {', '.join(names)}"])
             case SyncWeights(link, _):
                 made = plan.links[link]
-                rows.append(["weights", ranks, f"{made.source} -> {made.target}, if newer"])
+                rows.append(["weights", ranks, f"{made.source} -> {made.target}, {_when(made)}"])
             case Serve(node, _):
                 names = [name for name in plan.interactions[node].policies if _serves(plan, ins, name)]
                 rows.append(["serve", ranks, f"{', '.join(names) or 'nobody'} to {node}"])

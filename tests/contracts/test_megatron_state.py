@@ -230,3 +230,14 @@ def test_weights_come_out_bit_for_bit_as_they_went_in(tmp_path, scenario, tie):
         assert found.keys() == source.keys()
         for name in source:
             assert torch.equal(found[name], source[name]), name
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [layout(2, tp=2), pytest.param(layout(2, pp=2), marks=pytest.mark.slow)],
+    ids=lambda scenario: scenario.name,
+)
+def test_a_frozen_model_takes_a_share_of_other_weights(tmp_path, scenario):
+    sizes = {"tie": True, "vocab": 66, "init_std": 0.15}
+    paths = [str(make_tiny_model_dir(tmp_path / str(seed), seed=seed, **sizes)) for seed in (1, 2)]
+    run_workers(cases.follow, 2, scenario, *paths)

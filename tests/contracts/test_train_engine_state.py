@@ -167,3 +167,10 @@ def go_back_after_a_forward(rank: int, world: int, path: str) -> None:
 
 def test_weights_that_are_loaded_right_after_a_forward_take_effect(model_dir):
     run_workers(go_back_after_a_forward, 2, model_dir)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_frozen_model_takes_a_share_of_other_weights(tmp_path, family):
+    sizes = {"hidden": 64, "init_std": 0.15, "tie": False, "experts": 5}
+    paths = [str(make_tiny_model_dir(tmp_path / str(seed), family, seed=seed, **sizes)) for seed in (1, 2)]
+    run_workers(cases.follow, 2, Scenario("", 2), *paths)

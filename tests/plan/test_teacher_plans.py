@@ -13,6 +13,7 @@ from siirl.dag.node_config import with_node_config
 from siirl.dag.spec import DagSpec, NodeSpec, dag_spec
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import UserError
+from siirl.show.plan_text import report
 
 ACTOR = "actor_rollout_ref.actor"
 DISTILL, LOSS = f"{ACTOR}.distill", f"{ACTOR}.policy_loss.loss_mode"
@@ -125,7 +126,73 @@ def test_responses_of_a_dataset_are_learnt_from_distributions():
         compiled(dag_spec("d", nodes), 2, PATH, *GIVEN)
 
 
+def team(*teachers: NodeSpec, loss: str = "vanilla", trained: bool = True) -> DagSpec:
+    """`learning`, and a second agent with a model of its own, in training or not."""
+    config = {"model.path": "/models/other"}
+    other = [
+        NodeSpec("rollout_1", "MODEL_INFERENCE", "ROLLOUT", agent_group=1, config=config),
+        NodeSpec("reward_1", "COMPUTE", "REWARD", agent_group=1, dependencies=("rollout_1",)),
+        NodeSpec("advantage_1", "COMPUTE", "ADVANTAGE", agent_group=1, dependencies=("reward_1",)),
+        NodeSpec("train_1", "MODEL_TRAIN", "ACTOR", agent_group=1, dependencies=("advantage_1",)),
+    ]
+    return dag_spec("team", [*learning(*teachers, loss=loss).nodes, *other[: 4 if trained else 0]])
+
+
+def test_policies_in_training_are_teachers_as_they_were_before_the_step():
+    own = teacher("own", config={"policy": 0, "update_rate": 0.1})
+    others = teacher("others", config={"policy": 1, "sync_steps": 4}, placement="1")
+    dtype = f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=float32"
+    dag = with_node_config(team(own, others), {"train": {f"{DISTILL}.enable": True}})
+    plan = compiled(dag, 2, dtype)
+    links = {link.target: link for link in plan.links.values() if link.every_steps}
+    assert [(x.source, x.every_steps, x.share, x.kind) for x in links.values()] == [
+        ("agent_0.actor", 1, 0.1, "local"),
+        ("agent_1.actor", 4, 1.0, "local"),
+    ]
+    first = [ins.link for ins in plan.instructions[:2]]
+    assert first == [link.name for link in links.values()], "before anything of the step trains them"
+    assert not any(getattr(ins, "link", "") in first for ins in plan.validation)
+    overrides = plan.nodes["others"].overrides
+    assert overrides["teacher.model.path"] == "/models/other"
+    assert overrides["teacher.fsdp_config.mixed_precision.param_dtype"] == "float32"
+    said = " ".join(report(plan, {name: config() for name in plan.nodes}).split())
+    assert "agent_0.actor -> agent_0.teacher.own, each step, a share of 0.1" in said
+    assert "agent_1.actor -> agent_0.teacher.others, every 4 steps" in said
+
+
+def test_keys_of_older_weights_have_no_effect_on_frozen_teachers():
+    (warning,) = effect_warnings(config("teacher.sync_steps=2", f"{LOSS}=distill"))
+    assert "teacher.sync_steps=2 has no effect" in warning and "teachers are frozen" in warning
+    assert not effect_warnings(config("teacher.sync_steps=2", "teacher.policy=0", f"{LOSS}=distill"))
+
+
 REFUSED = {
+    "nobody trains the policy": (
+        lambda: team(teacher("t", config={"policy": 1}), trained=False),
+        (f"{DISTILL}.enable=true",),
+        "node 't': teacher.policy=1: no node trains the policy of agent 1",
+    ),
+    "a policy with a path": (
+        lambda: team(teacher("t", config={"policy": 1})),
+        (PATH, f"{DISTILL}.enable=true"),
+        "teacher.policy=1 with teacher.model.path=/models/teacher: it begins as the model of agent 1, "
+        "/models/other",
+    ),
+    "itself": (
+        lambda: learning(teacher("t", config={"policy": 0}), loss="vanilla"),
+        (f"{DISTILL}.enable=true",),
+        "it is the policy that learns from it, as it was when the step began",
+    ),
+    "its own older weights and nothing else": (
+        lambda: learning(teacher("t", config={"policy": 0, "sync_steps": 5})),
+        (),
+        "node 'train' learns from its own older weights alone \\(t\\)",
+    ),
+    "a moving average in bf16": (
+        lambda: learning(teacher("t", config={"policy": 0, "update_rate": 0.1}), loss="vanilla"),
+        (f"{DISTILL}.enable=true", "teacher.fsdp_config.model_dtype=bfloat16"),
+        "not supported yet: .*update_rate=0.1 and teacher.fsdp_config.model_dtype=bfloat16: .* stand still",
+    ),
     "nobody to learn from": (
         lambda: learning(),
         (),

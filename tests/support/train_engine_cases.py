@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -355,3 +356,26 @@ def run_scenarios(rank: int, world: int, scenarios: list[Scenario], paths: dict[
     """All scenarios of one world size, one after the other: name -> Outcome, from rank 0."""
     outcomes = {scenario.name: run_scenario(scenario, paths[scenario.model]) for scenario in scenarios}
     return outcomes if rank == 0 else None
+
+
+def follow(rank: int, world: int, scenario: Scenario, path: str, other: str) -> None:
+    """A frozen engine of `path` goes a share of the way to the weights of `other`, and then all of it."""
+    engine, _ = build_engine(scenario, path, role="ref")
+    rows = take_rows(sample_rows(0), rows_of_rank(0, 1, "even"))
+    engine.compute(rows, ("log_prob",), TEMPERATURE)
+    before = {name: weight.clone() for name, weight in engine.export_weights()}
+    whole = dict(safetensors.torch.load_file(Path(other) / "model.safetensors"))
+    assert not before.keys() - whole.keys()
+    weights = {name: whole[name].float() for name in before}
+    engine.take_weights(iter(weights.items()), 0.25)
+    for name, weight in engine.export_weights():
+        torch.testing.assert_close(weight, 0.75 * before[name] + 0.25 * weights[name], msg=name)
+    engine.take_weights(iter(weights.items()), 1.0)
+    for name, weight in engine.export_weights():
+        assert torch.equal(weight, weights[name]), name
+    if scenario.strategy == "fsdp":  # whose ranks each have rows of their own
+        from transformers import AutoModelForCausalLM
+
+        found = engine.compute(rows, ("log_prob",), TEMPERATURE)["log_prob"]
+        expected, _ = reference_outputs(AutoModelForCausalLM.from_pretrained(other), sample_rows(0))
+        torch.testing.assert_close(found, expected.detach(), atol=1e-5, rtol=0)

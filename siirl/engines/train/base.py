@@ -118,6 +118,13 @@ class TrainEngine(ABC):
         raise AssertionError(f"{self.name} has no adapter")
 
     @abstractmethod
+    def take_weights(self, weights: Iterator[tuple[str, Tensor]], share: float) -> None:
+        """Move the weights by a share (1: all the way) to full tensors under HF names. No communication.
+
+        Of a model that is not trained: no optimizer is told.
+        """
+
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "scheduler", "version"}: what torch.distributed.checkpoint takes."""
 

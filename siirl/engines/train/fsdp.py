@@ -20,6 +20,7 @@ from siirl.engines.train.fsdp_state import (
     base_names,
     exported,
     exported_adapter,
+    live_pieces,
     load_training_state,
     parts_of,
     specs,
@@ -41,6 +42,7 @@ from siirl.engines.train.packing import (
     split_bundles,
     vector_outputs,
 )
+from siirl.engines.train.pieces import Piece
 from siirl.engines.train.router_loss import RouterLoss
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
@@ -197,6 +199,9 @@ class FSDPEngine(SteppingEngine):
         self._check_base(state)
         load_training_state(self._training_state(), self._optimizer, state)
         self._load_counts(state)
+
+    def _live_pieces(self) -> dict[str, list[Piece]]:
+        return live_pieces(self._model.hf, self._parts)
 
     def _training_state(self) -> dict[str, Any]:
         return training_state(self._model.hf, self._parts, self._optimizer)

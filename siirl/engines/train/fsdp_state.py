@@ -189,6 +189,18 @@ def _held_parts(tensors: dict[str, DTensor], parts: FileParts) -> dict[str, Tens
     return found
 
 
+def live_pieces(hf: PreTrainedModel, parts: FileParts) -> dict[str, list[Piece]]:
+    """HF name -> what this rank holds of a weight: views of live memory. No communication."""
+    found: dict[str, list[Piece]] = {}
+    for name, tensor in training_state(hf, parts, None)["model"].items():
+        if isinstance(tensor, PiecewiseTensor):
+            found[name] = tensor.pieces
+            continue
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        found[name] = [Piece(tensor.to_local(), offset)]
+    return found
+
+
 @torch.no_grad()
 def load_training_state(
     own: dict[str, Any], optimizer: torch.optim.Optimizer | None, state: dict[str, Any]

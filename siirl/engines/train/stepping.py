@@ -13,6 +13,7 @@ from torch import Tensor
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.packing import PackedBatch, pack_rows
+from siirl.engines.train.pieces import Piece
 from siirl.engines.train.schedules import learning_rate
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import NumericsError
@@ -71,6 +72,21 @@ class SteppingEngine(TrainEngine):
     @abstractmethod
     def _local_tensors(self, part: str) -> Iterator[Tensor]:
         """This rank's tensors of a part, as plain tensors."""
+
+    @abstractmethod
+    def _live_pieces(self) -> dict[str, list[Piece]]:
+        """HF name -> what this rank holds of the weight, in live memory."""
+
+    @torch.no_grad()
+    def take_weights(self, weights: Iterator[tuple[str, Tensor]], share: float) -> None:
+        assert self._optimizer is None, f"{self.name} is trained: its optimizer has its weights"
+        self._require_on_device("params")
+        pieces = self._live_pieces()
+        for name, whole in weights:
+            for local, offset in pieces.get(name, ()):
+                ends = zip(offset, local.shape, strict=True)
+                part = whole[tuple(slice(first, first + size) for first, size in ends)]
+                local.lerp_(part.to(local), share)
 
     def set_total_steps(self, total_steps: int) -> None:
         """Tell the learning-rate schedule the optimizer steps of the run; a total in the config wins."""

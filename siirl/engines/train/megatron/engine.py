@@ -29,7 +29,12 @@ from siirl.engines.train.megatron.options import ddp_config, optimizer_config, t
 from siirl.engines.train.megatron.pipeline import KnownShapes
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.sources import Fill, weight_source
-from siirl.engines.train.megatron.state import OwnedShards, load_training_state, training_state
+from siirl.engines.train.megatron.state import (
+    OwnedShards,
+    live_pieces,
+    load_training_state,
+    training_state,
+)
 from siirl.engines.train.megatron.weights import family_of, num_active_weights
 from siirl.engines.train.packing import (
     MicroBatchLimit,
@@ -41,6 +46,7 @@ from siirl.engines.train.packing import (
     split_bundles,
     vector_outputs,
 )
+from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import NotSupportedError, UserError
@@ -308,6 +314,9 @@ class MegatronEngine(SteppingEngine):
         self._require_on_device("params", "optimizer")
         self._finish_gather()
         return training_state(self._params, self._shards) | self._counts_state()
+
+    def _live_pieces(self) -> dict[str, list[Piece]]:
+        return live_pieces(self._params)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device("params", "optimizer")

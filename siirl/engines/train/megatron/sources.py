@@ -16,9 +16,9 @@ from transformers import PretrainedConfig
 
 from siirl.engines.train.hf_model import VALUE_HEAD, torch_dtype
 from siirl.engines.train.megatron.model import LocalParams, read_parameter, read_weights
-from siirl.engines.train.megatron.state import pieces_of
+from siirl.engines.train.megatron.state import live_pieces
 from siirl.engines.train.megatron.weights import EMBEDDING, Entry, hf_shapes
-from siirl.engines.train.pieces import Piece, PiecewiseTensor
+from siirl.engines.train.pieces import PiecewiseTensor
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.directory import check_weight_files, model_dir
@@ -51,11 +51,9 @@ def weight_source(hf: PretrainedConfig, settings: EngineSettings) -> Fill:
 def read_stored(folder: Path, params: LocalParams, fresh: Mapping[str, Tensor]) -> None:
     """Read the rectangles that this rank holds from a distributed checkpoint, saved in whatever layout."""
     shapes = hf_shapes(params.entries)
-    pieces: dict[str, list[Piece]] = {}
-    for param, entry in params:
+    for param, _ in params:
         param.zero_()
-        for name, piece in pieces_of(params, entry, param.view(-1), 0):
-            pieces.setdefault(name, []).append(piece)
+    pieces = live_pieces(params)
     try:
         stored = stored_tensors(folder)
         lacking = {name for name in fresh.keys() & pieces.keys() if _PREFIX + name not in stored}

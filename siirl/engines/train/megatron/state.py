@@ -133,6 +133,15 @@ def training_state(params: LocalParams, shards: OwnedShards) -> dict[str, dict[s
     return state
 
 
+def live_pieces(params: LocalParams) -> dict[str, list[Piece]]:
+    """Hugging Face name -> what this rank holds of a weight, in all its parameters. No communication."""
+    found: dict[str, list[Piece]] = {}
+    for param, entry in params:
+        for name, piece in pieces_of(params, entry, param.detach().view(-1), 0):
+            found.setdefault(name, []).append(piece)
+    return found
+
+
 def pieces_of(params: LocalParams, entry: Entry, flat: Tensor, start: int) -> Iterator[tuple[str, Piece]]:
     """(Hugging Face name, rectangle) of elements start, start + 1, ... of a local parameter."""
     place, size = params.place(entry)
