@@ -9,6 +9,7 @@ Source: Agarwal et al., "On-Policy Distillation of Language Models" (2023), equa
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -75,12 +76,18 @@ def _with_rest(log_prob_NK: Tensor) -> Tensor:
     return torch.cat([log_prob_NK, rest_N[:, None]], -1)
 
 
-def mixture(log_prob_MB: Tensor, weight_MB: Tensor) -> Tensor:
-    """Log-prob of the mixture of teachers, of the shape of one's.
+def mixture(log_prob_MB: Sequence[Tensor], weight_MB: Tensor) -> Tensor:
+    """Log-prob of the mixture of teachers, of the shape of one's; of one teacher, its own tensor.
 
-    log_prob_MB: [M, B, ...]; weight_MB [M, B]: what each counts in each row; 0: nothing, whatever its
+    log_prob_MB: [B, ...] of each; weight_MB [M, B]: what each counts in each row; 0: nothing, whatever its
     log-probs are. A row has a positive one.
     """
-    share_MB = weight_MB / weight_MB.sum(0)
-    log_share = share_MB.log().view(*share_MB.shape, *[1] * (log_prob_MB.ndim - 2))
-    return torch.where(log_share > -torch.inf, log_prob_MB + log_share, -torch.inf).logsumexp(0)
+    if len(log_prob_MB) == 1:
+        return log_prob_MB[0]
+    log_share_MB = (weight_MB / weight_MB.sum(0)).log()
+    found = torch.full_like(log_prob_MB[0], -torch.inf)
+    for log_prob_B, log_share_B in zip(log_prob_MB, log_share_MB, strict=True):
+        share_B = log_share_B.view(-1, *[1] * (log_prob_B.ndim - 1))
+        its_B = torch.where(share_B > -torch.inf, log_prob_B + share_B, -torch.inf)
+        torch.logaddexp(found, its_B, out=found)
+    return found

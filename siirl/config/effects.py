@@ -86,16 +86,15 @@ def _no_reference(cfg: Config, name: str) -> str:
 
 
 def _no_teacher(cfg: Config, name: str) -> str:
-    """Why a key of teachers, or of learning from them, has no effect, or an empty string."""
+    """Why a key of teachers has no effect in a built-in workflow, or an empty string."""
     distill = "actor_rollout_ref.actor.distill."
-    if not name.startswith(("teacher.", distill)):
-        return ""
-    if cfg.actor_rollout_ref.actor.distills:
-        built_in = not (cfg.dag.workflow_path or cfg.dag.custom_pipeline_fn or cfg.dag.node_config)
-        frozen = cfg.teacher.policy is None and built_in
-        older = name in ("teacher.sync_steps", "teacher.update_rate")
-        return "teacher.policy is null, so teachers are frozen" if frozen and older else ""
-    return f"{distill}enable is False, and policy_loss.loss_mode is not distill"
+    if not name.startswith(("teacher.", distill)) or cfg.dag.workflow_path or cfg.dag.custom_pipeline_fn:
+        return ""  # a node may say that it learns from teachers
+    if not cfg.actor_rollout_ref.actor.distills:
+        return f"{distill}enable is False, and policy_loss.loss_mode is not distill"
+    older = name in ("teacher.sync_steps", "teacher.update_rate")
+    frozen = cfg.teacher.policy is None and not cfg.dag.node_config
+    return "teacher.policy is null, so teachers are frozen" if frozen and older else ""
 
 
 def _no_critic(cfg: Config, name: str) -> str:

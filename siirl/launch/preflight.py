@@ -26,6 +26,7 @@ from siirl.compiler.backends import backend_of
 from siirl.compiler.plan import ModelPlan, Plan
 from siirl.compiler.resume_settings import differing, settings_of
 from siirl.config import Config, from_dict, with_overrides
+from siirl.config.batch import batch_of
 from siirl.config.common import FLASH_4
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import ROLES, normalizes_weights, role_model
@@ -39,7 +40,7 @@ from siirl.launch.job import Job
 from siirl.launch.run_folder import refuse_used
 from siirl.model_files.directory import check_model_files, check_tokenizer
 from siirl.model_files.local_models import on_hub, with_local_models
-from siirl.model_files.vocabulary import check_same_words
+from siirl.model_files.vocabulary import check_distributions, check_same_words
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.rewards.judge import check_judge
 from siirl.rewards.user_function import check_user_function
@@ -155,12 +156,21 @@ def check_taught(plan: Plan, node_cfgs: Mapping[str, Config], reads_data: bool, 
         for name, cfg in configs.items():
             with found.at(Place.MODELS):
                 check_same_words(cfg, name)
+            with found.at(Place.CONFIGURATION):
+                check_distributions(cfg, name, -(-batch_of(cfg).rows // _fewest_shards(plan, name)))
         groups = [cfg.teacher for cfg in configs.values()]
         loader = next((x for x in plan.loaders.values() if x.agent == agent), None)
         if reads_data and loader is not None and all(group.takes for group in groups):
             takes = {value for group in groups for value in group.takes}
             with found.at(Place.DATA):
                 check_routes(node_cfgs[loader.node], groups[0].by, takes, f"agent {agent}")
+
+
+def _fewest_shards(plan: Plan, teacher: str) -> int:
+    """Of the teacher, or of the policies of its agent that learn from it."""
+    agent = plan.models[teacher].agent
+    trained = {node.model for node in plan.nodes.values() if node.agent == agent and node.spec.trains_policy}
+    return min(plan.models[name].dims.dp for name in {teacher, *filter(None, trained)})
 
 
 def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:

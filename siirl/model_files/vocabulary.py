@@ -1,13 +1,17 @@
-"""Whether two models mean the same by a token, by their files. No torch or transformers."""
+"""Whether two models mean the same by a token, and how many there are, by their files. No torch or
+transformers."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from siirl.config import Config
-from siirl.config.teacher import SAMPLED
-from siirl.errors import DataError
+from siirl.config.teacher import SAMPLED, WHOLE
+from siirl.errors import ConfigError, DataError
 from siirl.model_files.local_models import on_hub
+
+LARGEST_GIB = 16
+"""Of one teacher's distributions of a batch on a rank, in host memory."""
 
 
 def check_same_words(cfg: Config, who: str) -> None:
@@ -36,6 +40,24 @@ def check_same_words(cfg: Config, who: str) -> None:
             f"{cfg.actor_rollout_ref.model.path}: with distill.top_k={cfg.teacher.top_k} teacher and policy "
             "are compared word by word. Resize one's embeddings, or choose another teacher; distill.top_k=0 "
             "needs the same tokenizer.json only."
+        )
+
+
+def check_distributions(cfg: Config, who: str, rows: int) -> None:
+    """ConfigError if a teacher's distributions over the whole vocabulary are too many numbers to be moved.
+
+    rows: those of a batch that one rank has.
+    """
+    size, length = _size(cfg.teacher.model.path), cfg.actor_rollout_ref.rollout.response_length
+    if cfg.teacher.top_k != WHOLE or size is None:
+        return
+    whole, few = (rows * length * number / 2**30 for number in (4 * size, 12 * 64))
+    if whole > LARGEST_GIB:
+        raise ConfigError(
+            f"model {who!r}: with distill.top_k=-1 its log-probs of all {size:,} words, at {length:,} tokens "
+            f"of {rows:,} rows, are {whole:,.0f} GiB on each rank, which wait in host memory and move to the "
+            f"policy; {LARGEST_GIB} GiB are the most. Set actor.distill.top_k=64 ({few:.1f} GiB); or fewer, "
+            "shorter responses (data.train_batch_size, rollout.n, data.max_response_length), or more ranks."
         )
 
 

@@ -29,8 +29,10 @@ def teacher_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> T
     ctx.metrics.sum("flops/forward", engine.flops(mine, backward=False))
     columns = {"weight": torch.where(taken_B, teacher.weight, 0.0)}
     for name in outputs:
-        columns[name] = found[name].new_zeros(len(rows), *found[name].shape[1:])
-        columns[name][taken_B] = found[name]
+        columns[name] = found[name]
+        if not bool(taken_B.all()):
+            columns[name] = found[name].new_zeros(len(rows), *found[name].shape[1:])
+            columns[name][taken_B] = found.pop(name)
     return TensorDict(
         {f"{ctx.node_id}{OF_TEACHER}{name}": column for name, column in columns.items()},
         batch_size=rows.batch_size,
@@ -58,10 +60,10 @@ def taught(ctx: OpContext, rows: TensorDict) -> TensorDict:
     weight_MB = torch.stack([rows[f"{name}{WEIGHT}"] for name in names])
     _check_all_taken(ctx, rows, weight_MB)
 
-    def of_all(output: str) -> Tensor:
+    def of_all(output: str) -> list[Tensor]:
         columns = [f"{name}{OF_TEACHER}{output}" for name in names]
         width = rows["response_ids"].shape[1]
-        return torch.stack([widened(rows[column], column, width) for column in columns])
+        return [widened(rows[column], column, width) for column in columns]
 
     if distill.top_k == SAMPLED:
         found = {"teacher_log_prob": mixture(of_all("log_prob"), weight_MB)}
@@ -69,7 +71,7 @@ def taught(ctx: OpContext, rows: TensorDict) -> TensorDict:
         found = {"teacher_top_log_prob": mixture(of_all("top_log_prob"), weight_MB)}
     else:
         first_B, row_B = (weight_MB > 0).int().argmax(0), torch.arange(len(rows))
-        of_row = {name: of_all(name)[first_B, row_B] for name in ("top_log_prob", "top_ids")}
+        of_row = {name: torch.stack(of_all(name))[first_B, row_B] for name in ("top_log_prob", "top_ids")}
         found = {"teacher_top_log_prob": of_row["top_log_prob"], "top_ids": of_row["top_ids"]}
     out = rows.exclude(*(name for name in rows.keys() if OF_TEACHER in name))
     for name, column in found.items():

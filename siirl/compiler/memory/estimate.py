@@ -308,19 +308,29 @@ def full_kl_lines(
 
 
 def teacher_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
-    """What distributions of teachers add: those of all rows of a rank, on the host until the update; at the
-    policy those of a micro-batch by both, their gradient, and what the divergence computes of them."""
+    """What distributions of teachers add: those of all rows of a rank, on the host until the update, at each
+    teacher and at the policy (moved there, or mixed); at the policy on the device those of a micro-batch by
+    both, their gradient, and what the divergence computes of them."""
     top_k = cfg.teacher.top_k if model.is_teacher else cfg.actor_rollout_ref.actor.distill.top_k
     learns = model.trains and model.is_policy and cfg.actor_rollout_ref.actor.distribution
     if top_k == SAMPLED or not (model.is_teacher or learns):
         return []
-    width = shape.vocabulary if top_k == WHOLE else min(top_k, shape.vocabulary)
-    number = BYTES["float32"] if top_k == WHOLE else BYTES["float32"] + 8
+    each = distribution_bytes(top_k, shape.vocabulary)
     tokens = rows_per_shard * cfg.actor_rollout_ref.rollout.response_length
+    waiting = MemoryLine(model.name, "distributions", tokens * each, (), host=True)
     if model.is_teacher:
-        return [MemoryLine(model.name, "distributions", tokens * width * number, (), host=True)]
+        return [waiting]
+    width = shape.vocabulary if top_k == WHOLE else min(top_k, shape.vocabulary)
     tokens = min(tokens, micro_batch_tokens(model, cfg, trains=True))
-    return [MemoryLine(model.name, "distributions", tokens * width * (number + 3 * BYTES["float32"]))]
+    computed = tokens * (each + width * 3 * BYTES["float32"])
+    return [waiting, MemoryLine(model.name, "distributions", computed)]
+
+
+def distribution_bytes(top_k: int, vocabulary: int) -> int:
+    """What a teacher says of one token: log-probs of all words; or of the likeliest, and which they are."""
+    if top_k == WHOLE:
+        return vocabulary * BYTES["float32"]
+    return min(top_k, vocabulary) * (BYTES["float32"] + 8)
 
 
 def adapter_params(model: ModelConfig, shape: ModelShape) -> int:

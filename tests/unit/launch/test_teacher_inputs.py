@@ -9,8 +9,8 @@ import pytest
 
 from siirl.config import Config, load_config
 from siirl.data.teacher_routes import check_routes
-from siirl.errors import DataError
-from siirl.model_files.vocabulary import check_same_words
+from siirl.errors import ConfigError, DataError
+from siirl.model_files.vocabulary import check_distributions, check_same_words
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 
@@ -49,6 +49,21 @@ def test_a_teacher_has_the_tokens_of_the_policy(tmp_path, words, size, added, to
         return
     with pytest.raises(DataError, match=wrong):
         check_same_words(cfg, "agent_0.teacher.t")
+
+
+def test_distributions_over_a_large_vocabulary_are_refused_with_their_size(tmp_path):
+    paths = (model(tmp_path / "policy", None, 151_936), model(tmp_path / "t", None, 151_936))
+    whole = ("actor_rollout_ref.actor.distill.top_k=-1", "data.max_response_length=1024")
+    cfg = keys(*paths, *whole)
+    check_distributions(cfg, "agent_0.teacher.t", rows=27)  # 15.7 GiB
+    with pytest.raises(
+        ConfigError, match=r"151,936 words, at 1,024 tokens of 64 rows, are 37 GiB .*64 \(0.0"
+    ):
+        check_distributions(cfg, "agent_0.teacher.t", rows=64)
+    check_distributions(keys(*paths, *whole[1:]), "agent_0.teacher.t", rows=64)
+    check_distributions(
+        keys(*paths, "actor_rollout_ref.actor.distill.top_k=64"), "agent_0.teacher.t", rows=64
+    )
 
 
 def test_of_models_that_are_not_here_nothing_is_said(tmp_path):
