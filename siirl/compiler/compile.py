@@ -39,11 +39,11 @@ from siirl.compiler.teachers import check_teachers, with_teachers
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config import Config
 from siirl.config.checks import contradictions
+from siirl.dag.fields_read import uses_critic
 from siirl.dag.filters import with_filters
 from siirl.dag.graph import Graph, build_graph
 from siirl.dag.idle_nodes import idle_nodes
 from siirl.dag.node_config import with_node_config
-from siirl.dag.ops import uses_critic
 from siirl.dag.spec import DagSpec, dag_spec
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import DagError, Place, PlacementError, UserError, joined

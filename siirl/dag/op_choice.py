@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from siirl.config import Config
+from siirl.dag.fields_read import advantage_reads
 from siirl.dag.node_kinds import NODE_TYPES
 from siirl.dag.ops import (
     ACTOR_TRAIN,
@@ -29,11 +30,10 @@ from siirl.dag.ops import (
     VALUES,
     VARIANTS,
     OpSpec,
-    advantage_reads,
     fixed,
-    teacher_writes,
 )
 from siirl.dag.spec import NodeSpec
+from siirl.dag.teacher_fields import teacher_writes
 from siirl.dag.user_ops import declared_op
 from siirl.errors import DagError, NotSupportedError
 from siirl.spelling import suggest

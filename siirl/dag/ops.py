@@ -9,14 +9,21 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from siirl.config import Config
-from siirl.config.algorithm_table import ESTIMATORS
-from siirl.config.batch import batch_of
 from siirl.config.roles import ROLES, Role
-from siirl.config.teacher import SAMPLED, WHOLE
+from siirl.dag.fields_read import (
+    TOKENS,
+    Names,
+    actor_train_reads,
+    advantage_reads,
+    advantage_writes,
+    dynamic_sampling_reads,
+    old_log_prob_writes,
+    reference_writes,
+    with_images,
+)
+from siirl.dag.teacher_fields import teacher_reads
 from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
-from siirl.user_code.source import declared_needs
 
-Names = tuple[str, ...]
 ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge", "teacher"]
 
 SERVICES = (
@@ -147,116 +154,6 @@ def fixed(*names: str) -> Callable[[Config], Names]:
 
 _GIVEN = ("response_ids", "response_length", "response_mask", "finish_reason")
 _PROMPT = ("row_id", "group_id", "prompt_ids", "prompt_length")
-_TOKENS = ("prompt_ids", "prompt_length", "response_ids", "response_length", "response_mask")
-
-
-def with_images(*names: str) -> Callable[[Config], Names]:
-    """These, and the images of the prompt if it may have some: what a model reads."""
-    return lambda cfg: (*names, "images") if cfg.data.has_images else names
-
-
-def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
-    """Where the policy loss takes the log-probs of the policy before the step from.
-
-    "field": old_log_prob, a forward pass. "rollout": rollout_log_prob, because actor.recompute_old_log_prob
-    is off. "current": the loss's own log-probs, detached, because the batch is one mini-batch: they are equal
-    in the first epoch, and kept for the others.
-    """
-    actor = cfg.actor_rollout_ref.actor
-    if actor.imitates:
-        return "current"
-    if not actor.recompute_old_log_prob:
-        return "rollout"
-    return "field" if actor.picks_tokens or batch_of(cfg).mini_batches > 1 else "current"
-
-
-def uses_full_kl(cfg: Config) -> bool:
-    """Whether the loss has the KL over the whole vocabulary, which needs the reference's hidden states."""
-    actor = cfg.actor_rollout_ref.actor
-    return actor.use_kl_loss and actor.kl_loss_type.startswith("full")
-
-
-OF_TEACHER = "_teacher_"
-"""Between the id of a teacher's node and what the field is of."""
-
-
-def teacher_outputs(top_k: int) -> Names:
-    """What a teacher computes of each token: outputs of a training engine."""
-    if top_k == SAMPLED:
-        return ("log_prob",)
-    return ("top_log_prob",) if top_k == WHOLE else ("top_log_prob", "top_ids")
-
-
-def teacher_writes(node_id: str, cfg: Config) -> Names:
-    """The fields of a teacher: what it counts in each row, and what it says of its tokens."""
-    return tuple(f"{node_id}{OF_TEACHER}{name}" for name in ("weight", *teacher_outputs(cfg.teacher.top_k)))
-
-
-def _teacher_reads(cfg: Config) -> Names:
-    routed = (cfg.teacher.by.partition(".")[0],) if cfg.teacher.takes else ()
-    return (*_TOKENS, *routed)
-
-
-def _reference_writes(cfg: Config) -> Names:
-    return ("ref_log_prob", "ref_hidden") if uses_full_kl(cfg) else ("ref_log_prob",)
-
-
-def uses_critic(cfg: Config) -> bool:
-    """Whether the advantages are computed from the values of a critic, which then learns their returns."""
-    return "value" in _estimator_needs(cfg)
-
-
-def reads_prob_square(cfg: Config) -> bool:
-    """Whether advantages are computed from the sums of squared probabilities."""
-    return "old_prob_square" in _estimator_needs(cfg)
-
-
-def _estimator_needs(cfg: Config) -> Names:
-    """Fields that the advantage estimator reads besides those that the op has anyway."""
-    name, had = cfg.algorithm.adv_estimator, ("reward", "response_mask", "group_id", "score")
-    if ":" in name:
-        needs = declared_needs(name, "register_advantage", "algorithm.adv_estimator")
-    else:
-        needs, had = cfg.algorithm.estimator.reads, (*had, "other_turns")
-        needs = tuple("reward_info" if field == "reward_part" else field for field in needs)
-    return tuple(field for field in needs if field not in had)
-
-
-def advantage_reads(cfg: Config) -> Names:
-    """What advantages are computed from, without an interaction."""
-    needs = _estimator_needs(cfg)
-    if not cfg.algorithm.use_kl_in_reward:
-        return ("group_id", "response_length", "response_mask", "score", *needs)
-    old = "rollout_log_prob" if old_log_prob_source(cfg) == "rollout" else "old_log_prob"
-    return ("group_id", "response_length", "response_mask", "score", *needs, old, "ref_log_prob")
-
-
-def _advantage_writes(cfg: Config) -> Names:
-    reward = ("reward",) if cfg.algorithm.use_kl_in_reward else ()
-    return (*reward, "advantage", *(("return_",) if uses_critic(cfg) else ()))
-
-
-def _actor_train_reads(cfg: Config) -> Names:
-    old = ("old_log_prob",) if old_log_prob_source(cfg) == "field" else ()
-    ref = _reference_writes(cfg) if cfg.actor_rollout_ref.actor.use_kl_loss else ()
-    actor, tokens = cfg.actor_rollout_ref.actor, with_images(*_TOKENS)(cfg)
-    if actor.loss.pairs:
-        return ("row_id", "group_id", *tokens, "score", "ref_log_prob")
-    entropy = ("old_entropy",) if actor.picks_by_entropy else ()
-    prompt = ("group_id",) if actor.loss_agg_mode == "prompt-mean" else ()
-    sampled = () if actor.imitates else ("rollout_log_prob", *old, *entropy)
-    advantage = ("advantage",) if actor.reads_advantage else ()
-    return ("row_id", "sample_index", *tokens, *sampled, *advantage, *ref, *prompt)
-
-
-def _old_log_prob_writes(cfg: Config) -> Names:
-    entropy = ("old_entropy",) if cfg.actor_rollout_ref.actor.picks_by_entropy else ()
-    return ("old_log_prob", *entropy, *(("old_prob_square",) if reads_prob_square(cfg) else ()))
-
-
-def _dynamic_sampling_reads(cfg: Config) -> Names:
-    info = () if cfg.algorithm.filter_groups.metric == "score" else ("reward_info",)
-    return ("row_id", "group_id", "score", *info)
 
 
 ROLLOUT = OpSpec(
@@ -379,7 +276,7 @@ EPISODE = ("episode_id", "speaker", "turn_id")
 ADVANTAGE = OpSpec(
     "advantage",
     advantage_reads,
-    _advantage_writes,
+    advantage_writes,
     "advantage:advantage",
     split="group",
     in_episodes=("sample_index", *EPISODE, "env_reward"),
@@ -387,8 +284,8 @@ ADVANTAGE = OpSpec(
 )
 OLD_LOG_PROB = OpSpec(
     "old_log_prob",
-    with_images(*_TOKENS),
-    _old_log_prob_writes,
+    with_images(*TOKENS),
+    old_log_prob_writes,
     "log_prob:old_log_prob",
     needs=("engine",),
     model="actor",
@@ -397,7 +294,7 @@ OLD_LOG_PROB = OpSpec(
 LATER_OLD_LOG_PROB = replace(
     OLD_LOG_PROB,
     name="later_old_log_prob",
-    reads=with_images("row_id", *_TOKENS),
+    reads=with_images("row_id", *TOKENS),
     code="log_prob:later_old_log_prob",
     in_episodes=EPISODE[:1],
 )
@@ -405,14 +302,14 @@ LATER_OLD_LOG_PROB = replace(
 REFERENCE = replace(
     OLD_LOG_PROB,
     name="reference_log_prob",
-    writes=_reference_writes,
+    writes=reference_writes,
     code="log_prob:reference_log_prob",
     model="ref",
 )
 TEACHER = replace(
     OLD_LOG_PROB,
     name="teacher_log_prob",
-    reads=_teacher_reads,
+    reads=teacher_reads,
     writes=fixed(),
     code="teacher_rows:teacher_log_prob",
     model="teacher",
@@ -423,7 +320,7 @@ VALUES = replace(
 )
 ACTOR_TRAIN = OpSpec(
     "actor_train",
-    _actor_train_reads,
+    actor_train_reads,
     fixed(),
     "actor_train:actor_train",
     needs=("engine",),
@@ -441,7 +338,7 @@ PREFERENCE_TRAIN = replace(
 CRITIC_TRAIN = replace(
     ACTOR_TRAIN,
     name="critic_train",
-    reads=fixed("row_id", *_TOKENS, "value", "return_"),
+    reads=fixed("row_id", *TOKENS, "value", "return_"),
     code="value_model:critic_train",
     model="critic",
     unique="critic training",
@@ -449,7 +346,7 @@ CRITIC_TRAIN = replace(
 REWARD_TRAIN = replace(
     ACTOR_TRAIN,
     name="reward_train",
-    reads=fixed("row_id", "group_id", "sample_index", "raw_prompt", *_TOKENS, "score"),
+    reads=fixed("row_id", "group_id", "sample_index", "raw_prompt", *TOKENS, "score"),
     code="preference_train:reward_train",
     needs=("engine", "encoder"),
     model="reward",
@@ -459,7 +356,7 @@ REWARD_TRAIN = replace(
 """The update of a reward model on pairs of responses."""
 DYNAMIC_SAMPLING = OpSpec(
     "dynamic_sampling",
-    _dynamic_sampling_reads,
+    dynamic_sampling_reads,
     fixed(),
     "dynamic_sampling:dynamic_sampling",
     needs=("buffer",),
@@ -537,25 +434,3 @@ VARIANTS: dict[str, Callable[[Config], OpSpec]] = {
 def score_names(reads: Iterable[str]) -> Names:
     """The rewards among the fields that a combination reads: names of nodes' own, and no further values."""
     return tuple(name for name in reads if name not in FIELDS and not name.endswith(INFO))
-
-
-def why_unread(name: str, cfg: Config) -> str | None:
-    """Why no op reads a field in this run, for the built-in fields that are needed only sometimes."""
-    if name == "value" and not uses_critic(cfg):
-        return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no critic"
-    if name.startswith("baseline_"):
-        those = ", ".join(known for known, row in ESTIMATORS.items() if row.uses_greedy)
-        return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} uses no greedy baseline ({those} does)"
-    if name in ("ref_log_prob", "ref_hidden"):
-        return "no KL is used (actor.use_kl_loss and algorithm.use_kl_in_reward are off)"
-    if name == "old_prob_square":
-        return f"algorithm.adv_estimator={cfg.algorithm.adv_estimator} does not read it"
-    if OF_TEACHER in name:
-        return "no loss learns from teachers (actor.distill.enable is off, loss_mode is not distill)"
-    if name == "old_entropy":
-        return "actor.top_entropy_quantile is 1: the policy loss trains tokens of any entropy"
-    if name == "old_log_prob":
-        if old_log_prob_source(cfg) == "rollout":
-            return "actor.recompute_old_log_prob is off: the rollout's log-probs are used"
-        return "each rollout batch is one mini-batch, so they are those of its first optimizer step"
-    return None

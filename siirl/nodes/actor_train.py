@@ -10,7 +10,7 @@ from torch import Tensor
 from siirl.algorithms.aggregate import prompt_shares
 from siirl.algorithms.token_picks import high_entropy, pick_tokens, token_noise
 from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
-from siirl.dag.ops import old_log_prob_source, uses_full_kl
+from siirl.dag.fields_read import old_log_prob_source, uses_full_kl
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import global_positions, policy_mini_batches

@@ -11,7 +11,7 @@ from siirl.algorithms.kl import kl_controller, kl_in_reward
 from siirl.algorithms.rewards import overlong_penalty, score_to_token_reward
 from siirl.algorithms.stats import advantage_stats, group_stats, length_stats, score_stats
 from siirl.config.algorithm_table import ESTIMATORS
-from siirl.dag.ops import old_log_prob_source
+from siirl.dag.fields_read import old_log_prob_source
 from siirl.data.rows import objects
 from siirl.errors import RewardError
 from siirl.nodes.context import OpContext, sum_over_ranks

@@ -3,7 +3,7 @@
 import torch
 from tensordict import TensorDict
 
-from siirl.dag.ops import reads_prob_square, uses_full_kl
+from siirl.dag.fields_read import reads_prob_square, uses_full_kl
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import TrainEngine
 from siirl.nodes.context import OpContext

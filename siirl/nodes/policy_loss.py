@@ -23,7 +23,7 @@ from siirl.config.actor import ActorConfig
 from siirl.config.algorithm_table import LOSSES
 from siirl.config.batch import batch_of
 from siirl.config.teacher import WHOLE, DistillConfig
-from siirl.dag.ops import old_log_prob_source
+from siirl.dag.fields_read import old_log_prob_source
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs
 from siirl.nodes.trained_tokens import KeptRows
 from siirl.observe.metrics import MOST_TURNS, Metrics

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from siirl.algorithms.distillation import mixture
 from siirl.config.teacher import SAMPLED, WHOLE
-from siirl.dag.ops import OF_TEACHER, teacher_outputs
+from siirl.dag.fields_read import OF_TEACHER
+from siirl.dag.teacher_fields import teacher_outputs
 from siirl.data.rows import objects, take_rows, widened
 from siirl.data.teacher_routes import value_of
 from siirl.engines.train.base import TrainEngine

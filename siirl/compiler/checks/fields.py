@@ -6,7 +6,8 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config.reward_weights import RewardWeights
 from siirl.config.roles import normalizes_weights
-from siirl.dag.ops import score_names, uses_critic, why_unread
+from siirl.dag.fields_read import uses_critic, why_unread
+from siirl.dag.ops import score_names
 from siirl.errors import ConfigError, DagError, NotSupportedError, UserError, reworded
 from siirl.spelling import suggest
 from siirl.types import FIELDS, LOADED_FIELDS, FieldKey

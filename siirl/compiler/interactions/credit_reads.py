@@ -11,7 +11,8 @@ from siirl.compiler.workflow import Nodes, Workflow
 from siirl.config import Config
 from siirl.config.algorithm_table import GROUPED
 from siirl.config.resolve import is_changed
-from siirl.dag.ops import EPISODE, reads_prob_square
+from siirl.dag.fields_read import reads_prob_square
+from siirl.dag.ops import EPISODE
 from siirl.errors import DagError
 from siirl.spelling import suggest
 from siirl.types import FieldKey, Layout

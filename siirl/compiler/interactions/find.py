@@ -22,14 +22,7 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Interactions, Nodes, Workflow
 from siirl.config.resolve import get
 from siirl.dag.graph import Graph
-from siirl.dag.ops import (
-    FROZEN_TURNS,
-    INTERACTION,
-    PARTIAL_INTERACTION,
-    SHARED_TURNS,
-    TURNS,
-    OpSpec,
-)
+from siirl.dag.ops import FROZEN_TURNS, INTERACTION, PARTIAL_INTERACTION, SHARED_TURNS, TURNS, OpSpec
 from siirl.errors import DagError, NotSupportedError
 from siirl.types import FieldKey
 

@@ -17,7 +17,7 @@ from siirl.config.common import ModelConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES, role_group, role_model
 from siirl.config.teacher import SAMPLED, WHOLE
-from siirl.dag.ops import uses_full_kl
+from siirl.dag.fields_read import uses_full_kl
 
 SMALL_MODEL_BYTES = 2 << 30
 """Up to so many bytes of fp32 weights a model stays gathered under FSDP2, with whole gradients, in a

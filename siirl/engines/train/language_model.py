@@ -19,7 +19,8 @@ from siirl.compiler.model_types import EXPERTS
 from siirl.compiler.plan import Head
 from siirl.config.teacher import WHOLE
 from siirl.engines.train.kept_logits import kept_logits_bytes
-from siirl.engines.train.packing import PackedBatch, PackedImages
+from siirl.engines.train.packed_images import PackedImages
+from siirl.engines.train.packing import PackedBatch
 from siirl.engines.train.sequence_bounds import SequenceBounds
 from siirl.engines.train.vision import see, tower_of
 

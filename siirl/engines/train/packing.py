@@ -8,7 +8,6 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -16,7 +15,13 @@ from torch import Tensor
 from siirl.algorithms.row_cost import row_cost
 from siirl.config.teacher import WHOLE
 from siirl.data.image_reader import ImageReader
-from siirl.data.rows import objects
+from siirl.engines.train.packed_images import (
+    PackedImages,
+    Segment,
+    black_image,
+    images_of,
+    with_images_read,
+)
 from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
 from siirl.errors import ConfigError, DataError
 
@@ -77,11 +82,6 @@ def prompt_numbers(rows: TensorDict) -> list[int]:
         seen.setdefault((length, ids_P[width - length :].tobytes(), tuple(images[row])), len(seen))
         for row, (ids_P, length) in enumerate(zip(ids_BP, rows["prompt_length"].tolist(), strict=True))
     ]
-
-
-def images_of(rows: TensorDict) -> list[list[str]]:
-    """The images of each row's prompt, in base64; none where rows do not have the column."""
-    return objects(rows, "images") if "images" in rows.keys() else [[] for _ in range(len(rows))]
 
 
 def repeated_prompt_tokens(rows: TensorDict) -> list[int]:
@@ -239,18 +239,6 @@ def _first_fit(bundles: Sequence[Bundle], limit: MicroBatchLimit) -> list[list[B
 
 
 @dataclass(frozen=True)
-class PackedImages:
-    """The images of a packed batch, at least one: a vision tower runs in every pass of every rank."""
-
-    pixels: Tensor
-    """float32 [patches, numbers of each], one image after the other."""
-    grids: Tensor
-    """int64 [images, 3], on the model's device: frames, rows and columns of patches."""
-    index: Tensor
-    """int64, the packed tokens that are of images, in the order of the patches."""
-
-
-@dataclass(frozen=True)
 class PackedBatch:
     """The N tokens of a micro-batch, one segment after the other, and where the results of M of them belong.
 
@@ -336,7 +324,7 @@ def pack_rows(
     predict_M = torch.where(place_M == 0, before_B[row_M], first_B[row_M] + place_M - 1)
     ids_N, position_N, images = ids_BW[row_N, column_N], column_N - padding_B[row_N], None
     if reader is not None:
-        ids_N, position_N, images, extra = _with_images(rows, found, ids_N, reader, device)
+        ids_N, position_N, images, extra = with_images_read(rows, found.segments, ids_N, reader, device)
         if extra:
             length_S = torch.cat([length_S, length_S.new_tensor([extra])])
             segment_N = torch.cat([segment_N, segment_N.new_full((extra,), len(length_S) - 1)])
@@ -356,54 +344,11 @@ def pack_rows(
     )
 
 
-def _with_images(
-    rows: TensorDict, found: "_Segments", ids_N: Tensor, reader: ImageReader, device: torch.device
-) -> tuple[Tensor, Tensor, PackedImages, int]:
-    """Tokens, their positions [3, N], and the images of the segments; last, how many tokens were added.
-
-    One black image is added where no segment has any.
-    """
-    num_prompt = rows["prompt_ids"].shape[1]
-    prompt, response = rows["prompt_length"].tolist(), rows["response_length"].tolist()
-    of_rows, patches, places, at = images_of(rows), [], [], 0
-    known: dict[int, np.ndarray] = {}
-    index: list[np.ndarray] = []
-    for row, column, length in found.segments:
-        own = reader.read(of_rows[row]) if of_rows[row] else None
-        if row not in known:
-            ids = rows["prompt_ids"][row, num_prompt - prompt[row] :].tolist()
-            ids += rows["response_ids"][row, : response[row]].tolist()
-            known[row] = reader.positions(ids, prompt[row], own.grids if own else ())
-        first = column - num_prompt + prompt[row]
-        places.append(known[row][:, first : first + length])
-        if own and first < prompt[row]:  # a segment of the prompt, which is never cut
-            patches.append(own)
-            of_prompt = ids_N[at : at + min(length, prompt[row])].cpu().numpy()
-            index.append(at + np.flatnonzero(of_prompt == reader.image_token_id))
-        at += length
-    extra = 0
-    if not patches:
-        blank = reader.read(())
-        extra = reader.tokens_of(blank.grids[0])
-        token_E = np.full(extra, reader.image_token_id)
-        patches.append(blank)
-        index.append(at + np.arange(extra))
-        places.append(reader.positions(token_E, extra, blank.grids))
-        ids_N = torch.cat([ids_N, torch.from_numpy(token_E).to(ids_N)])
-    images = PackedImages(
-        torch.cat([one.pixels_XC for one in patches]).to(device),
-        torch.tensor([grid for one in patches for grid in one.grids]).to(device),
-        torch.from_numpy(np.concatenate(index)).to(device),
-    )
-    return ids_N, torch.from_numpy(np.concatenate(places, axis=1)), images, extra
-
-
 @dataclass
 class _Segments:
     """How rows lie in a packed batch."""
 
-    segments: list[tuple[int, int, int]]
-    """Of each: a row that has it, its first column in [prompt | response], its tokens."""
+    segments: list[Segment]
     predictors: list[tuple[int, int]]
     """Of each row: the packed tokens before its first response token, and of that token."""
     shared: tuple[list[int], list[int], int] | None
@@ -479,8 +424,7 @@ def _dummy(
     ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
     images = None
     if reader is not None:
-        blank = reader.read(())
-        images = PackedImages(blank.pixels_XC.to(device), torch.tensor(blank.grids, device=device), zero)
+        images = black_image(reader, zero)
     return PackedBatch(
         input_ids=zero.unsqueeze(0),
         position_ids=zero.unsqueeze(0) if reader is None else zero.expand(3, 1, 1),

@@ -7,7 +7,7 @@ from siirl.config import Config
 from siirl.config.common import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLES, BatchKeys, role_group, role_model, trained_group
-from siirl.dag.ops import uses_full_kl
+from siirl.dag.fields_read import uses_full_kl
 from siirl.data.image_reader import ImageReader
 from siirl.engines.train.packing import MicroBatchLimit
 from siirl.errors import ConfigError, NotSupportedError
