@@ -218,7 +218,8 @@ def test_a_checkpoint_exports_to_a_model_directory_in_its_declared_type(tmp_path
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     engine = PlainEngine(model)
     engine.step()
-    saved = {"agent_0.actor": SavedModel(engine, None, str(tiny_model))}
+    older = SavedModel(PlainEngine(AutoModelForCausalLM.from_pretrained(tiny_model)), None, str(tiny_model))
+    saved = {"agent_0.actor": SavedModel(engine, None, str(tiny_model)), "agent_0.teacher.older": older}
     checkpoint = CheckpointManager(tmp_path / "c", 1, None).save(1, saved, {}, {})
     for source in (checkpoint, tmp_path / "c"):
         out = export_hf(source, tmp_path / "out")
