@@ -315,7 +315,11 @@ class Chaos:
         if case.then == STARTS_AGAIN:
             self._wait_until(lambda: len(self.attempts()) > len(failed), job, f"the end of {case.name}")
             self._check_attempt(case, step, self.attempts()[-1])
-            assert all(process.name() != STANDBY for process in standbys), f"{case.name}: they still stand by"
+            self._wait_until(
+                lambda: all(process.name() != STANDBY for process in standbys),
+                job,
+                "what stood by to be ranks",
+            )
         if case.phase == "export":
             self._wait_until(lambda: job.poll() is not None, None, case.name)
         else:
