@@ -66,6 +66,18 @@ def test_an_agent_with_a_tool_learns_to_use_it(tmp_path):
     assert worth[0] < 0.5 and worth[-1] > 0.9, worth
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("framework", ["openai", "anthropic", "openai_agents"])
+def test_the_quickstart_is_learnt_as_each_framework_asks_it(tmp_path, framework):
+    pytest.importorskip("agents", reason="pip install openai-agents")
+    example(tmp_path, framework, script="quickstart.sh", timeout_s=1700)
+    finished = Finished.read(tmp_path)
+    found = finished.values("val/reward/mean")
+    assert found[0] < 0.3 and found[-1] > 0.9, found
+    assert max(finished.values("actor/rollout_log_prob_diff_max")) < 1e-3
+
+
 ADAPTERS = "{actor_rollout_ref.model.lora_rank: 2, rollout.agent.share_instance: 0}"
 
 
