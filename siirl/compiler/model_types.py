@@ -23,9 +23,9 @@ OF_ANY_HEAD = (
 )
 """What fsdp trains as a language model, and with a value or score head."""
 LANGUAGE_MODELS = (
-    *("aria_text", "cwm", "ernie4_5", "flex_olmo", "gemma3_text", "gpt2", "gpt_bigcode", "granite"),
-    *("granitemoe", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2"),
-    *("mellum", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
+    *("aria_text", "cwm", "deepseek_v2", "deepseek_v3", "ernie4_5", "flex_olmo", "gemma3_text", "glm4_moe"),
+    *("gpt2", "gpt_bigcode", "granite", "granitemoe", "granitemoeshared", "hunyuan_v1_dense"),
+    *("hunyuan_v1_moe", "hyperclovax", "jais2", "mellum", "olmo", "olmo2", "olmo3", "olmoe", "opt"),
 )
 """What fsdp trains as a language model only: transformers has no value or score head for them."""
 VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
@@ -33,6 +33,10 @@ VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
 MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """What megatron trains, with any head."""
 
+LATENT = ("deepseek_v2", "deepseek_v3")
+"""Whose keys and values are computed of a compressed one, and were compared."""
+GROUP_ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")
+"""Whose routers choose experts by groups, or by a bias that balances them, not by their logits alone."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -165,6 +169,11 @@ def _why_not_with_experts(config: Mapping[str, Any], cfg: Config, role: str) -> 
     if not has_experts:
         problem = f"fsdp_config.moe_aux_loss_coeff={coefficient}: this model has no experts. Set it to 0."
         return problem if coefficient else ""
+    if coefficient and config.get("model_type") in GROUP_ROUTED:
+        return (
+            f"fsdp_config.moe_aux_loss_coeff={coefficient} for a {config['model_type']}: its router does not "
+            "choose by its logits alone, which the loss would balance. Set it to 0."
+        )
     if model.use_liger:
         return (
             f"{keys}.use_liger=True for a mixture of experts: its kernels take the place of each expert, and "
@@ -241,7 +250,7 @@ def _traits(config: Mapping[str, Any]) -> Iterator[str]:
     for name in PARTS:
         if config.get(name):
             yield f"a {name} (it is made of several models)"
-    if config.get("kv_lora_rank"):
+    if config.get("kv_lora_rank") and config.get("model_type") not in LATENT:
         yield f"kv_lora_rank={config['kv_lora_rank']} (keys and values that are compressed)"
     if config.get("quantization_config"):
         yield "a quantization_config (its weights are no plain numbers)"

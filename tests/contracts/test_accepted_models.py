@@ -11,9 +11,11 @@ from dist_harness import run_workers
 from train_engine_cases import Scenario
 
 from siirl.compiler.model_types import OF_ANY_HEAD, VISION_MODELS, known_types
+from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.config.common import STRATEGIES
 from siirl.errors import NotSupportedError
+from siirl.parallel.dims import ParallelDims
 
 SOME = {"fsdp": ("mistral", "opt", "gemma3_text", "olmoe"), "megatron": ("mixtral",)}
 """What `make test` builds: models whose differences are in attention, dropout and experts."""
@@ -67,6 +69,56 @@ def test_some_models_that_are_accepted_compute_what_transformers_does(strategy):
 def test_every_model_that_is_accepted_computes_what_transformers_does(strategy):
     kinds = [kind for kind in known_types(strategy) if kind not in VISION_MODELS]  # test_vision_engine.py
     assert run_workers(results, 1, kinds, strategy, deadline_s=800)[0] == {}
+
+
+ROUTED_OTHERWISE = ("glm4_moe", "deepseek_v2", "deepseek_v3")
+"""Models whose routers choose by groups or a bias, and whose keys and values may be compressed."""
+
+
+def export_is_wrong(rank: int, world: int, kind: str, folder: str) -> str:
+    """What an engine exports that its files do not have, and how the HF engine samples with it."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from siirl.engines.rollout.base import SamplingParams
+    from siirl.engines.rollout.hf.hf_rollout import HFRollout
+
+    engine, _ = cases.build_engine(Scenario("", world), folder)
+    exported = {name: tensor.clone() for name, tensor in engine.export_weights()}
+    stored = load_file(Path(folder) / "model.safetensors")
+    if exported.keys() != stored.keys() or exported.keys() != engine.weight_specs().keys():
+        return f"other names: {sorted(exported.keys() ^ stored.keys())}"
+    if not all(torch.equal(exported[name], tensor) for name, tensor in stored.items()):
+        return "other values"
+    halves = {name: tensor.dtype for name, tensor in engine.export_weights(torch.bfloat16)}
+    whole = [name for name, dtype in halves.items() if dtype == torch.float32]
+    if any("e_score_correction_bias" not in name for name in whole) or (
+        bool(whole) == (kind == "deepseek_v2")
+    ):
+        return f"in fp32: {whole}"
+    plan = ModelPlan("agent_0.rollout", 0, "rollout", "hf", "lm", False, (0,), ParallelDims(1), "rollout", ())
+    keys = [f"actor_rollout_ref.model.path={folder}", "actor_rollout_ref.rollout.dtype=float32"]
+    rollout = HFRollout(plan, load_config(["actor_rollout_ref.rollout.name=hf", *keys]), None, "cpu")
+    rollout.load_weights(exported.items(), version=0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
+    for prompt, samples in zip(
+        prompts, rollout.generate(prompts, SamplingParams(max_tokens=9, n=2), range(3)), strict=True
+    ):
+        for sample in samples:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *sample.token_ids]])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0]
+            if (torch.tensor(sample.log_probs) - expected).abs().max() > 1e-5:
+                return f"sampled log-probs {sample.log_probs} instead of {expected.tolist()}"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ROUTED_OTHERWISE)
+def test_biases_of_routers_leave_the_engine_as_they_came_and_are_sampled_with(tmp_path, kind):
+    causal_lms.write_model(tmp_path, causal_lms.tiny_config(kind))
+    assert run_workers(export_is_wrong, 2, kind, str(tmp_path), deadline_s=200) == ["", ""]
 
 
 def values_are_wrong(rank: int, world: int, kinds: list[str]) -> dict[str, str]:

@@ -35,6 +35,22 @@ SMALL = {
     "bos_token_id": 2,
 }
 """Sizes under all names that configurations have for them."""
+LATENT = {
+    **{
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 12,
+    },
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"},
+}
+OF_A_KIND = {
+    "deepseek_v2": {**LATENT, "q_lora_rank": None},
+    "deepseek_v3": {**LATENT, "q_lora_rank": 16},
+    "glm4_moe": {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
+}
+"""What a kind of model has besides, so that all its parts are there."""
 MAX_PARAMS = 1 << 24
 """Models of parts that these sizes do not reach, as image encoders, are not built."""
 
@@ -55,7 +71,7 @@ def tiny_config(kind: str, **changes: Any) -> Any:
     known = kind_of_config()
     derived = {name for name in dir(kind_of_config) if isinstance(getattr(kind_of_config, name), property)}
     sizes = {name: value for name, value in SMALL.items() if hasattr(known, name) and name not in derived}
-    return kind_of_config(**sizes | changes)
+    return kind_of_config(**sizes | OF_A_KIND.get(kind, {}) | changes)
 
 
 def write_model(folder: Path, config: Any, seed: int = 0) -> Path:
@@ -67,8 +83,9 @@ def write_model(folder: Path, config: Any, seed: int = 0) -> Path:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
+            for tensor in model.state_dict().values():
+                if tensor.is_floating_point():
+                    tensor.add_(0.1 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     return folder
 

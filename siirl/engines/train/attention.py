@@ -31,6 +31,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each row: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
 
+    Values may have fewer features than keys, and what comes out then as many as they.
+
     In bf16 or fp16 on CUDA by variable-length kernels (flash; None: torch's); otherwise by SDPA on a
     right-padded batch, which is exact: a causal query never sees the padding behind it. Dropout is never
     applied. No communication.
@@ -41,6 +43,14 @@ def packed_attention(
                 f"not supported yet: {type(module).__name__} with {name}: packed rows run without it. "
                 "Use a model with plain softmax attention."
             )
+    width, narrow = value.shape[-1], query.shape[-1] - value.shape[-1]
+    if narrow < 0:
+        raise NotSupportedError(
+            f"not supported yet: {type(module).__name__} with values wider than keys ({width} and "
+            f"{query.shape[-1]} features of a head). Use another model."
+        )
+    if narrow:  # of compressed keys and values: kernels have one head size
+        value = F.pad(value, (0, narrow))
     q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
     by_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     flash = flash or FlashKernels()
@@ -57,7 +67,7 @@ def packed_attention(
         out_NHD = flash.alone(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
     else:
         out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
-    return out_NHD.unsqueeze(0), None
+    return out_NHD[..., :width].unsqueeze(0), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -1,5 +1,6 @@
 """What leaves and enters a sharded model: weights under HF names, and training state for checkpoints."""
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from siirl.engines.train.lora import adapter_name, adapters_of, hf_name, merged_
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor
 from siirl.errors import CheckpointError
-from siirl.model_files.file_parts import FilePart, file_parts
+from siirl.model_files.file_parts import FilePart, file_parts, stored_parts
 
 BUCKET_BYTES = 64 << 20
 """Full tensors are gathered for at least so many bytes at once: small ones together, large ones alone."""
@@ -34,7 +35,18 @@ def specs(
     hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """HF name -> (full shape, dtype) of what `exported` yields, in its order. No communication."""
-    return {part.name: (part.shape, dtype) for name, _ in _named(hf) for part in parts[name]}
+    weights = {part.name: (part.shape, dtype) for name, _ in _named(hf) for part in parts[name]}
+    return weights | {name: (tuple(part.shape), part.dtype) for name, part in _buffers(hf).items()}
+
+
+def _buffers(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """What the files have besides weights, whole on every rank, and which nothing trains: name -> tensor.
+
+    Such are the biases by which DeepSeek's routers choose experts. They keep their own type.
+    """
+    stored = {plain_name(name) for name in hf.state_dict()}
+    own = {plain_name(name): buffer for name, buffer in hf.named_buffers()}
+    return stored_parts(hf, {name: buffer for name, buffer in own.items() if name in stored})
 
 
 def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -53,7 +65,7 @@ def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Itera
                 local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
             yield _Shard(name, local.to(dtype), param)
 
-    return _whole_parts(shards(), parts, dtype)
+    return itertools.chain(_whole_parts(shards(), parts, dtype), _buffers(hf).items())
 
 
 def exported_adapter(
@@ -68,7 +80,7 @@ def exported_adapter(
         for name, param in hf.named_parameters()
         if with_base or adapter_name(name)
     )
-    return _whole_parts(shards, parts, dtype)
+    return itertools.chain(_whole_parts(shards, parts, dtype), _buffers(hf).items() if with_base else ())
 
 
 @torch.no_grad()

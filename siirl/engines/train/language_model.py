@@ -234,9 +234,10 @@ def pass_flops(num_weights: int, config: PretrainedConfig, lengths: list[int], b
     not), and causal attention. Source: Chowdhery et al., "PaLM" (2022), appendix B, with causal attention
     counted as half.
     """
-    heads_size = config.num_attention_heads * getattr(
-        config, "head_dim", config.hidden_size // config.num_attention_heads
-    )
+    head_size = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    if getattr(config, "kv_lora_rank", None):  # a head's keys and values differ in size
+        head_size = (config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim) / 2
+    heads_size = config.num_attention_heads * head_size
     pairs = sum(length * length for length in lengths) / 2
     forward = 2.0 * num_weights * sum(lengths) + 4.0 * config.num_hidden_layers * heads_size * pairs
     return forward * (3.0 if backward else 1.0)

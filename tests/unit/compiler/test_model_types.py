@@ -26,14 +26,14 @@ from siirl.errors import NotSupportedError
 
 ACTOR = "actor_rollout_ref.actor"
 REFUSED = {
-    "deepseek_v3": ({"kv_lora_rank": 512, "n_routed_experts": 256}, "kv_lora_rank=512"),
+    "deepseek_v32": ({"kv_lora_rank": 512, "n_routed_experts": 256}, "kv_lora_rank=512"),
     "gpt_oss": ({"num_local_experts": 32, "quantization_config": {}}, "no model type"),
     "qwen3_next": (
         {"layer_types": ["linear_attention", "full_attention"]},
         "layers of kind linear_attention",
     ),
     "llama4": ({"text_config": {"num_local_experts": 16}}, "a text_config"),
-    "glm4_moe": ({"n_routed_experts": 160}, "no model type"),
+    "glm4v_moe": ({"vision_config": {"depth": 24}}, "a vision_config"),
     "kimi_k2": ({"kv_lora_rank": 512}, "kv_lora_rank=512"),
     "qwen2_vl": ({"vision_config": {"depth": 32}}, "a vision_config"),
     "gemma2": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
@@ -86,6 +86,10 @@ def test_a_loss_of_the_router_that_nobody_would_add_is_refused(tmp_path, strateg
     [
         ({"model_type": "qwen3"}, r"moe_aux_loss_coeff=0\.1: this model has no experts"),
         ({"model_type": "qwen3_moe", "num_experts": 8}, None),
+        (
+            {"model_type": "glm4_moe", "n_routed_experts": 8},
+            r"moe_aux_loss_coeff=0\.1 for a glm4_moe: .* Set it to 0",
+        ),
     ],
 )
 def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
