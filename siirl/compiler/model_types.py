@@ -111,6 +111,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     config = language_part(config)
     problem = problem or _why_no_router_loss(model)
     if strategy == "fsdp":
+        problem = problem or _why_not_with_group_routing(config, cfg, role)
         problem = problem or _why_not_with_experts(config, cfg, role)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
@@ -160,6 +161,21 @@ def _why_no_router_loss(model: ModelConfig) -> str:
     )
 
 
+def _why_not_with_group_routing(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why a model of GROUP_ROUTED does not go with what is asked, and the fix; empty if it does."""
+    model, keys, kind = role_model(cfg, role), ROLES[role].model, config.get("model_type")
+    if role == "actor" and cfg.actor_rollout_ref.rollout.name == "vllm" and kind in GROUP_ROUTED:
+        return (
+            f"a {kind} with rollout.name=vllm: that vLLM takes its weights as they are trained has not been "
+            "seen. Set actor_rollout_ref.rollout.name=hf."
+        )
+    if kind in LATENT and model.attention_kernels != "torch":
+        return f"attention_kernels={model.attention_kernels} in a {kind}. Set {keys}.attention_kernels=torch."
+    if kind in LATENT and model.lora_rank:
+        return f"LoRA adapters on compressed keys and values ({kind}). Set {keys}.lora_rank=0."
+    return ""
+
+
 def _why_not_with_experts(config: Mapping[str, Any], cfg: Config, role: str) -> str:
     """Why fsdp does not treat the experts of a role's model as asked, and the fix; empty if it does."""
     model, keys = role_model(cfg, role), ROLES[role].model
@@ -169,9 +185,10 @@ def _why_not_with_experts(config: Mapping[str, Any], cfg: Config, role: str) -> 
     if not has_experts:
         problem = f"fsdp_config.moe_aux_loss_coeff={coefficient}: this model has no experts. Set it to 0."
         return problem if coefficient else ""
-    if coefficient and config.get("model_type") in GROUP_ROUTED:
+    kind = config.get("model_type")
+    if coefficient and kind in GROUP_ROUTED:
         return (
-            f"fsdp_config.moe_aux_loss_coeff={coefficient} for a {config['model_type']}: its router does not "
+            f"fsdp_config.moe_aux_loss_coeff={coefficient} for a {kind}: its router does not "
             "choose by its logits alone, which the loss would balance. Set it to 0."
         )
     if model.use_liger:

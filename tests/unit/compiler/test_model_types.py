@@ -95,8 +95,27 @@ def test_a_loss_of_the_router_that_nobody_would_add_is_refused(tmp_path, strateg
 def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
     (tmp_path / "config.json").write_text(json.dumps(model))
     weight = f"{ACTOR}.fsdp_config.moe_aux_loss_coeff=0.1"
-    cfg = config(f"actor_rollout_ref.model.path={tmp_path}", f"{ACTOR}.use_kl_loss=True", weight)
+    engine = "actor_rollout_ref.rollout.name=hf"
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}", f"{ACTOR}.use_kl_loss=True", weight, engine)
     with pytest.raises(NotSupportedError, match=words) if words else nullcontext():
+        compile_plan(load_dag(cfg), cfg, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "words"),
+    [
+        ("glm4_moe", "rollout.name=vllm", r"a glm4_moe with rollout\.name=vllm"),
+        ("deepseek_v3", "rollout.name=vllm", r"a deepseek_v3 with rollout\.name=vllm"),
+        ("deepseek_v2", "model.attention_kernels=flash_attn_4", r"flash_attn_4 in a deepseek_v2"),
+        ("deepseek_v3", "model.lora_rank=4", "LoRA adapters on compressed keys"),
+    ],
+)
+def test_what_routing_by_groups_has_not_been_seen_with_is_refused(tmp_path, kind, key, words):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "n_routed_experts": 8}))
+    keys = f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=hf"
+    compile_plan(load_dag(cfg := config(*keys)), cfg, 1)
+    cfg = config(*keys, f"actor_rollout_ref.{key}")
+    with pytest.raises(NotSupportedError, match=words):
         compile_plan(load_dag(cfg), cfg, 1)
 
 
