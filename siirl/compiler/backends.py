@@ -20,6 +20,7 @@ from siirl.compiler.memory.estimate import (
     micro_batch_tokens,
     micro_batches,
     read_shape,
+    scored_lines,
     teacher_lines,
     vllm_lines,
 )
@@ -249,6 +250,7 @@ def _check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolv
 
 
 def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    check_trained_model(cfg, role, str(node))
     key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp}"
     if dims.tp > cfg.trainer.n_gpus_per_node:
         raise PlacementError(
@@ -306,7 +308,7 @@ ROLLOUT_BACKENDS = {
     "vllm": Backend(
         "siirl.engines.rollout.vllm.vllm_rollout:VLLMRollout",
         _tensor_parallel_replicas,
-        vllm_lines,
+        lambda *model: vllm_lines(*model) + scored_lines(*model),
         groups=_along("tp"),
         check=_check_vllm,
         packages=lambda *model: vllm_version(),
@@ -341,9 +343,8 @@ def backend_of(model: ModelPlan) -> Backend:
 
 def choose_backend(role: ModelRole, node: ResolvedNode) -> tuple[str, Backend]:
     """Name and row of the backend that a node's configuration gives a role; ConfigError for one unknown."""
-    generates = ROLES[role].generates
-    key = f"{ROLES[role].group}.{'name' if generates else 'strategy'}"
-    name, known = get(node.cfg, key) or "", ROLLOUT_BACKENDS if generates else TRAIN_BACKENDS
+    key = ROLES[role].backend_key
+    name, known = get(node.cfg, key) or "", ROLLOUT_BACKENDS if ROLES[role].generates else TRAIN_BACKENDS
     if name not in known:
         raise ConfigError(f"{node}: unknown {key}={name}. {suggest(name, known)} Known: {', '.join(known)}.")
     if known[name].later:

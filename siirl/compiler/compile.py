@@ -342,7 +342,7 @@ def _node_plan(
 
 def _is_undisturbed(rollout: ModelPlan, models: Iterable[ModelPlan]) -> bool:
     """Whether its engines can go on by themselves: no model that computes for others is on their ranks."""
-    others = {rank for model in models if not model.generates for rank in model.ranks}
+    others = {rank for model in models if model.computes_between for rank in model.ranks}
     return backend_of(rollout).works_alone and others.isdisjoint(rollout.ranks)
 
 

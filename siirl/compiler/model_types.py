@@ -94,31 +94,34 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     """NotSupportedError if a role's strategy cannot train its model, as far as config.json tells.
 
     A config.json that cannot be read is left to others, a model of code of its own to its engine, and what a
-    rollout engine runs, to that.
+    rollout engine runs, to that; but teachers there are of types that fsdp knows, and so were seen in both.
     """
-    if ROLES[role].generates:
+    scored = ROLES[role].generates and ROLES[role].is_teacher
+    if ROLES[role].generates and not scored:
         return
     model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
     try:
         raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if not isinstance(raw, dict) or "model_type" not in raw or strategy not in TRAINABLE:
+    if not isinstance(raw, dict) or "model_type" not in raw or not (scored or strategy in TRAINABLE):
         return
+    rules = "fsdp" if scored else strategy
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
     config = {**raw, **model.override_config}
-    problem = why_not(config, strategy, ROLES[role].head) or why_not_with_images(config, cfg, role)
+    problem = why_not(config, rules, ROLES[role].head) or why_not_with_images(config, cfg, role)
     config = language_part(config)
     problem = problem or _why_no_router_loss(model)
-    if strategy == "fsdp":
+    if rules == "fsdp":
         problem = problem or _why_not_with_group_routing(config, cfg, role)
+    if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(
             config, max(rollout.prompt_length + rollout.response_length, rollout.max_model_len or 0)
         )
-    if problem and not (own_code and TRAINABLE[strategy].own_code):
+    if problem and not (own_code and TRAINABLE[rules].own_code):
         raise NotSupportedError(
             f"not supported yet: {who}, {ROLE_GROUPS[role]}.strategy={strategy}: {problem}"
         )
@@ -169,6 +172,8 @@ def _why_not_with_group_routing(config: Mapping[str, Any], cfg: Config, role: st
             f"a {kind} with rollout.name=vllm: that vLLM takes its weights as they are trained has not been "
             "seen. Set actor_rollout_ref.rollout.name=hf."
         )
+    if kind in GROUP_ROUTED and ROLES[role].generates:
+        return f"a {kind}, whose weights vLLM has not been seen to take. Set teacher.strategy=fsdp."
     if kind in LATENT and model.attention_kernels != "torch":
         return f"attention_kernels={model.attention_kernels} in a {kind}. Set {keys}.attention_kernels=torch."
     if kind in LATENT and model.lora_rank:

@@ -27,7 +27,7 @@ def is_policy(node: ResolvedNode) -> bool:
 
 
 def _with_model(node: ResolvedNode, workflow: Workflow) -> ResolvedNode:
-    trainer = _trainer(node, workflow) if is_policy(node) else None
+    trainer = _trainer(node, workflow) if is_policy(node) and not node.cfg.teacher.is_scored else None
     if trainer is None:
         return node
     mine, its = node.cfg.teacher, trainer.cfg.actor_rollout_ref.model

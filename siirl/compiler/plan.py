@@ -79,6 +79,11 @@ class ModelPlan:
         return ROLES[self.role].generates
 
     @property
+    def computes_between(self) -> bool:
+        """Whether it needs the device between the rollouts of a step: on a training engine, or a teacher."""
+        return not self.generates or self.is_teacher
+
+    @property
     def is_rollout(self) -> bool:
         """Whether it is a rollout engine that takes the weights of its agent's trainer."""
         return ROLES[self.role].takes_weights

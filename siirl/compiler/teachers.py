@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from siirl.compiler.checks.scored_teachers import check_scored
 from siirl.compiler.older_policies import (
     check_policy,
     check_something_to_learn,
@@ -67,8 +68,10 @@ def check_teachers(kept: Workflow, whole: Workflow) -> Iterator[UserError]:
                     f"{teacher}: teacher.by={by}: expected data_source, or extra_info.NAME for a value "
                     "in the column extra_info."
                 )
+            if teacher.cfg.teacher.is_scored:
+                yield from check_scored(teacher)
             if is_policy(teacher):
-                yield from check_policy(teacher, kept)
+                yield from () if teacher.cfg.teacher.is_scored else check_policy(teacher, kept)
             elif not teacher.cfg.teacher.model.path:
                 yield ConfigError(
                     f"{teacher}: teacher.model.path is not set: the node has no model. Add config: "

@@ -207,7 +207,7 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
         Contradiction(
             lambda rollout: rollout.name == "hf" and rollout.tensor_model_parallel_size > 1,
             "{tensor_model_parallel_size=} with {name=}: the hf rollout holds the whole model on each rank. "
-            "Set {}.tensor_model_parallel_size=1.",
+            "Set {}.tensor_model_parallel_size=1, or {}.name=vllm.",
         ),
         Contradiction(
             lambda rollout: rollout.name == "replay" and not rollout.replay_dir,

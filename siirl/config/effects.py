@@ -92,6 +92,8 @@ def _no_teacher(cfg: Config, name: str) -> str:
         return ""  # a node may say that it learns from teachers
     if not cfg.actor_rollout_ref.actor.distills:
         return f"{distill}enable is False, and policy_loss.loss_mode is not distill"
+    if cfg.teacher.is_scored and name.startswith("teacher.log_prob_"):
+        return "teacher.strategy is vllm, which fills its batches itself"
     older = name in ("teacher.sync_steps", "teacher.update_rate")
     frozen = cfg.teacher.policy is None and not cfg.dag.node_config
     return "teacher.policy is null, so teachers are frozen" if frozen and older else ""

@@ -19,6 +19,9 @@ trained_score: a score of a model in training, without the constant that pairs c
 TEMPLATE_TOKENS = 1024
 """Tokens of a judge's question beyond those of prompt and response, if reward_model.max_length is not set."""
 
+SAMPLED_BESIDE = 1
+"""Tokens that a rollout engine samples after a row that it is asked to score; nobody reads them."""
+
 
 def judge_config(cfg: Config) -> Config:
     """The configuration that a judge's rollout engine is built from.
@@ -37,6 +40,19 @@ def judge_config(cfg: Config) -> Config:
         max_model_len=None,
     )
     policy = dataclasses.replace(cfg.actor_rollout_ref, model=reward_model.model, rollout=engine)
+    return dataclasses.replace(cfg, actor_rollout_ref=policy)
+
+
+def scoring_config(cfg: Config) -> Config:
+    """The configuration that the rollout engine of a teacher is built from.
+
+    Its model is that of the teacher; its other settings are those of the policy's rollout, unless the
+    teacher's node overrides them. It has room for the longest row, and for the one token that it samples.
+    """
+    rollout = cfg.actor_rollout_ref.rollout
+    room = rollout.prompt_length + rollout.response_length + SAMPLED_BESIDE
+    engine = dataclasses.replace(rollout, name=cfg.teacher.strategy, max_model_len=room, max_lag=0)
+    policy = dataclasses.replace(cfg.actor_rollout_ref, model=cfg.teacher.model, rollout=engine)
     return dataclasses.replace(cfg, actor_rollout_ref=policy)
 
 
@@ -79,6 +95,12 @@ class Role:
     generates: bool = False
     """It runs in a rollout engine; all others in a training engine."""
 
+    backend: str = ""
+    """The key that picks its backend, if that is not `name` (it generates) or `strategy` of its group."""
+
+    positions_beside: int = 0
+    """That its model must have besides those of a row."""
+
     gives_weights: bool = False
     """Its agent's rollout samples from it."""
 
@@ -99,6 +121,11 @@ class Role:
 
     engine_cfg: Callable[[Config], Config] = lambda cfg: cfg
     """The configuration that its engine is built from."""
+
+    @property
+    def backend_key(self) -> str:
+        """Full name of the key that picks its backend."""
+        return self.backend or f"{self.group}.{'name' if self.generates else 'strategy'}"
 
     @property
     def own_model(self) -> bool:
@@ -125,6 +152,15 @@ ROLES: dict[str, Role] = {
     ),
     "ref": Role("actor_rollout_ref.ref", forward=_log_prob("actor_rollout_ref.ref"), is_reference=True),
     "teacher": Role("teacher", "teacher.model", forward=_log_prob("teacher"), is_teacher=True),
+    "scoring_teacher": Role(
+        "teacher",
+        "teacher.model",
+        generates=True,
+        backend="teacher.strategy",
+        positions_beside=SAMPLED_BESIDE,
+        is_teacher=True,
+        engine_cfg=scoring_config,
+    ),
     "critic": Role(
         "critic",
         "critic.model",

@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
-from siirl.config.common import STRATEGY, ForwardMegatronConfig, FSDPConfig, ModelConfig
+from siirl.config.common import STRATEGIES, STRATEGY, ForwardMegatronConfig, FSDPConfig, ModelConfig
 from siirl.config.keys import group, key
+from siirl.findings import is_broken
 
 SAMPLED, WHOLE = 0, -1
 """Values of top_k that count no tokens."""
+SCORING = "vllm"
+"""The strategy of a teacher that no training engine runs."""
 TOP_K = (
     "0: its log-prob of the sampled token; K: those of its K likeliest tokens; -1: of the whole vocabulary"
 )
@@ -23,7 +26,12 @@ class TeacherModelConfig(ModelConfig):
 class TeacherConfig:
     """A teacher: its model, which rows it takes, and what it says of them."""
 
-    strategy: str = key("fsdp", "backend of the teacher", **STRATEGY)
+    strategy: str = key(
+        "fsdp",
+        "backend of the teacher; vllm: an engine like that of rollouts, with the settings of "
+        "actor_rollout_ref.rollout",
+        **{**STRATEGY, "choices": (*STRATEGIES, SCORING)},
+    )
     model: TeacherModelConfig = group(TeacherModelConfig, "teacher")
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
     megatron: ForwardMegatronConfig = group(
@@ -62,6 +70,11 @@ class TeacherConfig:
         1.0, "its share of a mixture, where several teachers take a row: they are mixed", low=0, excluded=0
     )
     top_k: int = key(None, f"what it says of each token, as the policy's loss needs it: {TOP_K}", low=-1)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether a rollout engine says it, and no training engine."""
+        return not is_broken(self.strategy) and self.strategy == SCORING
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from siirl.dag.fields_read import (
 from siirl.dag.teacher_fields import teacher_reads
 from siirl.types import FIELDS, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
-ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge", "teacher"]
+ModelRole = Literal["actor", "ref", "rollout", "critic", "reward", "judge", "teacher", "scoring_teacher"]
 
 SERVICES = (
     *("engine", "scorer", "encoder", "judge", "judge_tokenizer", "interaction", "recordings"),
@@ -315,6 +315,10 @@ TEACHER = replace(
     model="teacher",
 )
 """A model that the policy learns from; its fields are named by its node."""
+SCORING_TEACHER = replace(
+    TEACHER, name="teacher_scores", code="scoring_teacher:teacher_scores", model="scoring_teacher"
+)
+"""The same by a rollout engine."""
 VALUES = replace(
     OLD_LOG_PROB, name="values", writes=fixed("value"), code="value_model:values", model="critic"
 )
@@ -394,7 +398,7 @@ OPS: dict[str, OpSpec] = {
         *(ENVIRONMENT, GREEDY_ROLLOUT),
         *(FUNCTION_REWARD, BASELINE_REWARD, MODEL_REWARD, JUDGE_REWARD, JUDGE_SERVICE, COMBINE_REWARDS),
         *(ADVANTAGE, OLD_LOG_PROB, LATER_OLD_LOG_PROB, REFERENCE, VALUES, ACTOR_TRAIN, PREFERENCE_TRAIN),
-        *(TEACHER, CRITIC_TRAIN, REWARD_TRAIN),
+        *(TEACHER, SCORING_TEACHER, CRITIC_TRAIN, REWARD_TRAIN),
         *(DYNAMIC_SAMPLING, RESAMPLE, FILTER, CUSTOM),
     )
 }
@@ -426,6 +430,7 @@ VARIANTS: dict[str, Callable[[Config], OpSpec]] = {
     ROLLOUT.name: _sampler,
     DYNAMIC_SAMPLING.name: _sampling,
     MODEL_REWARD.name: _scoring_model,
+    TEACHER.name: lambda cfg: SCORING_TEACHER if cfg.teacher.is_scored else TEACHER,
     ACTOR_TRAIN.name: lambda cfg: PREFERENCE_TRAIN if cfg.actor_rollout_ref.actor.loss.pairs else ACTOR_TRAIN,
 }
 """Op of a node -> what it is under a configuration."""

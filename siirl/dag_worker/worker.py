@@ -239,10 +239,16 @@ class DAGWorker:
         shared, plan = self.plan.interactions.get(node), self.plan.nodes[node]
         names = [] if plan.spec.is_handed else [plan.model]
         for name in shared.policies if shared else names:
-            if name in self.rollout_engines and self.train_engines:
+            if name in self.rollout_engines and self._shares_device():
                 cfg = self.node_cfg(self.plan.models[name].node)
                 if cfg.actor_rollout_ref.rollout.free_cache_engine:
                     self.rollout_engines[name].sleep()
+
+    def _shares_device(self) -> bool:
+        """Whether others need the device between the rollouts of a step; a teacher alone on it needs not."""
+        others = len(self.rollout_engines) > 1
+        teaches = any(self.plan.models[name].is_teacher for name in self.rollout_engines)
+        return bool(self.train_engines) or (others and teaches)
 
     def collect(self, ins: Collect, rows: TensorDict, record: StepRecord) -> None:
         """Give a node that repeats the rows of one round."""

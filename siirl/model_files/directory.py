@@ -236,14 +236,17 @@ def check_lengths(cfg: Config, path: Path, role: str) -> None:
     if ROLES[role].any_length:
         return
     rollout = cfg.actor_rollout_ref.rollout
-    longest = rollout.prompt_length + rollout.response_length
+    beside = ROLES[role].positions_beside
+    longest = rollout.prompt_length + rollout.response_length + beside
     config = _read_json(path / "config.json") | role_model(cfg, role).override_config
     known = num_positions(language_part(config))
     if known is not None and longest > known:
+        one_more = f" + {beside} that its engine samples" if beside else ""
         raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {longest} tokens, but {path}/config.json "
-            f"gives the model {known} positions (max_position_embeddings): it was not trained on longer "
-            "texts. Lower the lengths, or extend the model by model.override_config, e.g. its rope_scaling."
+            f"data.max_prompt_length + data.max_response_length{one_more} = {longest} tokens, but "
+            f"{path}/config.json gives the model {known} positions (max_position_embeddings): it was not "
+            "trained on longer texts. Lower the lengths, or extend the model by model.override_config, e.g. "
+            "its rope_scaling."
         )
 
 

@@ -44,11 +44,17 @@ def check_same_words(cfg: Config, who: str) -> None:
 
 
 def check_distributions(cfg: Config, who: str, rows: int) -> None:
-    """ConfigError if a teacher's distributions over the whole vocabulary are too many numbers to be moved.
+    """ConfigError if a teacher's distributions over the whole vocabulary are too many numbers to be moved, or
+    an engine is asked for more tokens than there are.
 
     rows: those of a batch that one rank has.
     """
     size, length = _size(cfg.teacher.model.path), cfg.actor_rollout_ref.rollout.response_length
+    if size is not None and cfg.teacher.is_scored and cfg.teacher.top_k > size:
+        raise ConfigError(
+            f"model {who!r}: with distill.top_k={cfg.teacher.top_k} vLLM is asked for more tokens than the "
+            f"{size} that there are. Set actor.distill.top_k={size} or less."
+        )
     if cfg.teacher.top_k != WHOLE or size is None:
         return
     whole, few = (rows * length * number / 2**30 for number in (4 * size, 12 * 64))

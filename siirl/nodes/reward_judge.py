@@ -1,14 +1,12 @@
 """The reward op of a generative judge: a rollout engine of this run, or a service."""
 
-from pathlib import Path
-
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from siirl.data.chat import decode_responses, encode_prompts
 from siirl.data.rows import make_rows, objects
 from siirl.engines.rollout.base import RolloutEngine, SamplingParams
-from siirl.engines.rollout.weight_loading import stored_weights
+from siirl.engines.rollout.weight_loading import load_stored
 from siirl.nodes.context import OpContext
 from siirl.nodes.function_reward import finished
 from siirl.nodes.generate import prompt_seed
@@ -66,9 +64,7 @@ def _ask_engine(
     questions: text -> the row that decides its seed, if the judge samples. Its weights are read from the
     model's directory whenever it has none: at first, and after a sleep that gave them back.
     """
-    if engine.weight_version < 0:
-        folder = Path(ctx.cfg.reward_model.model.path).expanduser()
-        engine.load_weights(stored_weights(folder, engine.weight_specs()), 0)
+    load_stored(engine, ctx.cfg.reward_model.model.path)
     chats = [[{"role": "user", "content": text}] if tokenizer.chat_template else text for text in questions]
     prompts = encode_prompts(tokenizer, chats, {})
     asked = [index for index, prompt in enumerate(prompts) if len(prompt) <= judge.max_question]

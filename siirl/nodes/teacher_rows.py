@@ -1,12 +1,14 @@
 """Teachers: what frozen models say of the rows that they take, and what the policy learns of each row."""
 
+from collections.abc import Callable
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.distillation import mixture
 from siirl.config.teacher import SAMPLED, WHOLE
-from siirl.dag.fields_read import OF_TEACHER
+from siirl.dag.fields_read import OF_TEACHER, Names
 from siirl.dag.teacher_fields import teacher_outputs
 from siirl.data.rows import objects, take_rows, widened
 from siirl.data.teacher_routes import value_of
@@ -22,12 +24,23 @@ def teacher_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> T
 
     Fields are named by the node. Collective over the model's ranks.
     """
+
+    def compute(mine: TensorDict, outputs: Names) -> TensorDict:
+        ctx.metrics.sum("flops/forward", engine.flops(mine, backward=False))
+        return engine.compute(mine, outputs, ctx.cfg.actor_rollout_ref.rollout.trained_temperature)
+
+    return said_of_taken(ctx, rows, compute)
+
+
+def said_of_taken(
+    ctx: OpContext, rows: TensorDict, compute: Callable[[TensorDict, Names], TensorDict | dict[str, Tensor]]
+) -> TensorDict:
+    """The fields of a teacher: what `compute` gives of the rows that it takes, by the names of outputs."""
     teacher = ctx.cfg.teacher
     taken_B = _taken(ctx, rows)
     mine = take_rows(rows, taken_B)
     outputs = teacher_outputs(teacher.top_k)
-    found = engine.compute(mine, outputs, ctx.cfg.actor_rollout_ref.rollout.trained_temperature)
-    ctx.metrics.sum("flops/forward", engine.flops(mine, backward=False))
+    found = compute(mine, outputs)
     columns = {"weight": torch.where(taken_B, teacher.weight, 0.0)}
     for name in outputs:
         columns[name] = found[name]

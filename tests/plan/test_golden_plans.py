@@ -150,6 +150,12 @@ CASES = {
         *TEACHER,
         "actor_rollout_ref.actor.distill.top_k=4",
     ),
+    "teacher_by_vllm_apart": lambda: compiled(
+        placed("distill.yaml", {"TEACHER": "2-3", "ROLLOUT": "0-1", "ACTOR": "0-1"}),
+        4,
+        *TEACHER,
+        *("teacher.strategy=vllm", "actor_rollout_ref.actor.distill.top_k=64"),
+    ),
     "sft_grpo_on_2": lambda: compiled(load_dag_file(TEMPLATES / "sft_grpo.yaml"), 2),
     "debate_on_2": lambda: compiled(load_dag_file(TEMPLATES / "debate.yaml"), 2),
 }

@@ -1,12 +1,15 @@
 """Plans with teachers: which models there are, who reads what, what is refused and why."""
 
+import json
 import re
 
 import pytest
 from plan_cases import compiled, config
 
 from siirl.compiler.compile import TEMPLATES, template_of
+from siirl.compiler.memory.phases import memory_lines
 from siirl.compiler.plan import Plan, Run
+from siirl.config.batch import batch_of
 from siirl.config.checks import check_config
 from siirl.config.effects import effect_warnings
 from siirl.dag.node_config import with_node_config
@@ -15,7 +18,7 @@ from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import UserError
 from siirl.show.plan_text import report
 
-ACTOR = "actor_rollout_ref.actor"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 DISTILL, LOSS = f"{ACTOR}.distill", f"{ACTOR}.policy_loss.loss_mode"
 PATH = "teacher.model.path=/models/teacher"
 BESIDE = (PATH, f"{DISTILL}.enable=true")
@@ -65,6 +68,50 @@ def test_each_teacher_is_a_model_of_its_own_with_ranks_and_a_strategy():
     assert not any(model.trains for model in models.values())
     assert {"math_teacher_weight", "math_teacher_log_prob", "code_teacher_log_prob"} <= reads(plan, "train")
     assert "data_source" in reads(plan, "math")
+
+
+def test_a_teacher_by_vllm_is_an_engine_of_its_own_with_the_sizes_of_its_node_and_no_weights_to_take():
+    sizes = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.tensor_model_parallel_size": 2}
+    two, more = (teacher("t", config={"strategy": "vllm"} | more, placement="2-3") for more in (sizes, {}))
+    plan = compiled(learning(two), 4, PATH, "trainer.n_gpus_per_node=4")
+    model = plan.models["agent_0.scoring_teacher.t"]
+    assert (model.backend, model.ranks, model.dims.tp, model.dims.dp) == ("vllm", (2, 3), 2, 1)
+    assert model.is_teacher and model.generates and not model.trains
+    assert all(link.target != model.name for link in plan.links.values())
+    assert plan.nodes["t"].op == "teacher_scores"
+    assert {"t_teacher_weight", "t_teacher_log_prob"} <= reads(plan, "train")
+    assert compiled(learning(more), 4, PATH).models[model.name].dims.dp == 2
+    top = compiled(learning(two), 4, PATH, "trainer.n_gpus_per_node=4", f"{DISTILL}.top_k=8")
+    assert {"t_teacher_top_log_prob", "t_teacher_top_ids"} <= reads(top, "train")
+
+
+def test_rollouts_with_a_lag_do_not_decode_on_where_a_teacher_by_vllm_needs_their_devices():
+    vllm = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.max_lag=1", PATH)
+    for placement, goes_on in (("0", False), ("1", True)):
+        dag = learning(teacher("t", config={"strategy": "vllm"}, placement=placement))
+        apart = {name: {"placement": "1" if name == "train" else "0"} for name in ("rollout", "train")}
+        assert compiled(with_node_config(dag, apart), 2, *vllm).nodes["rollout"].decodes_on == goes_on
+
+
+def test_the_estimate_has_what_an_engine_needs_to_score_beside_its_share(tmp_path):
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    config_json = {"model_type": "qwen3", "vocab_size": 1000, "tie_word_embeddings": True, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
+    keys = (
+        *(f"teacher.model.path={tmp_path}", f"actor_rollout_ref.model.path={tmp_path}"),
+        *(f"{DISTILL}.top_k=8", "teacher.strategy=vllm", "data.max_prompt_length=500"),
+        *("data.max_response_length=100", f"{ROLLOUT}.max_num_batched_tokens=512"),
+    )
+    plan = compiled(learning(teacher("t")), 2, *keys)
+    found = memory_lines(plan, {name: config(*keys) for name in plan.nodes})["agent_0.scoring_teacher.t"]
+    lines = {line.what: line for line in found}
+    assert lines["log-probs of a row"].num_bytes == 512 * 1000 * (2 + 4 + 4)
+    assert lines["log-probs of a row"].during == ("generate",)
+    rows = batch_of(config(*keys)).rows // 2
+    assert lines["distributions"].num_bytes == rows * 100 * 8 * 12
+    weights = lines["weights while it sleeps"]
+    assert weights.host and weights.num_bytes == lines["weights for a restart"].num_bytes > 0
+    assert lines["share of the device"].share == 0.5
 
 
 def test_learning_from_teachers_alone_reads_no_advantage_and_keeps_the_reward_to_watch():
@@ -160,6 +207,13 @@ def test_policies_in_training_are_teachers_as_they_were_before_the_step():
     assert "agent_1.actor -> agent_0.teacher.others, every 4 steps" in said
 
 
+def test_keys_of_micro_batches_have_no_effect_on_a_teacher_by_vllm():
+    keys = (f"{LOSS}=distill", "teacher.log_prob_micro_batch_size_per_gpu=4")
+    assert not effect_warnings(config(*keys))
+    (warning,) = effect_warnings(config(*keys, "teacher.strategy=vllm"))
+    assert "teacher.log_prob_micro_batch_size_per_gpu=4 has no effect: teacher.strategy is vllm" in warning
+
+
 def test_keys_of_older_weights_have_no_effect_on_frozen_teachers():
     (warning,) = effect_warnings(config("teacher.sync_steps=2", f"{LOSS}=distill"))
     assert "teacher.sync_steps=2 has no effect" in warning and "teachers are frozen" in warning
@@ -192,6 +246,36 @@ REFUSED = {
         lambda: learning(teacher("t", config={"policy": 0, "update_rate": 0.1}), loss="vanilla"),
         (f"{DISTILL}.enable=true", "teacher.fsdp_config.model_dtype=bfloat16"),
         "not supported yet: .*update_rate=0.1 and teacher.fsdp_config.model_dtype=bfloat16: .* stand still",
+    ),
+    "vLLM at another temperature": (
+        lambda: learning(teacher("t", config={"strategy": "vllm"})),
+        (PATH, f"{ROLLOUT}.temperature=0.7"),
+        "not supported yet: node 't': teacher.strategy=vllm with .*temperature=0.7: .* at temperature 1. Set",
+    ),
+    "the whole vocabulary by vLLM": (
+        lambda: learning(teacher("t", config={"strategy": "vllm"})),
+        (PATH, f"{DISTILL}.top_k=-1"),
+        "not supported yet: .*teacher.strategy=vllm with actor.distill.top_k=-1: .* Set distill.top_k=64",
+    ),
+    "older weights in vLLM": (
+        lambda: learning(teacher("t", config={"policy": 0, "strategy": "vllm", "sync_steps": 5})),
+        (f"{DISTILL}.enable=true", f"{LOSS}=vanilla"),
+        "not supported yet: .*teacher.strategy=vllm with teacher.policy=0: older weights",
+    ),
+    "an adapter that nobody trained": (
+        lambda: learning(teacher("t", config={"strategy": "vllm", "model.lora_rank": 8})),
+        (PATH,),
+        "teacher.strategy=vllm with teacher.model.lora_rank=8: a teacher is frozen",
+    ),
+    "vLLM without a model": (
+        lambda: learning(teacher("t", config={"strategy": "vllm"})),
+        (),
+        "node 't': teacher.model.path is not set",
+    ),
+    "more ranks than a machine has": (
+        lambda: learning(teacher("t", config={f"{ROLLOUT}.tensor_model_parallel_size": 2})),
+        (PATH, "teacher.strategy=vllm", "trainer.n_gpus_per_node=1"),
+        "node 't': .*tensor_model_parallel_size=2 is more than trainer.n_gpus_per_node=1",
     ),
     "nobody to learn from": (
         lambda: learning(),

@@ -99,7 +99,7 @@ def check_loaders(plan: Plan) -> Iterator[UserError]:
 
 def check_kept_kv(plan: Plan, configs: Mapping[str, Config]) -> Iterator[UserError]:
     """Engines that shall keep the keys and values of paused responses (rollout.keep_kv), and cannot."""
-    computing = {rank for model in plan.models.values() if not model.generates for rank in model.ranks}
+    computing = {rank for model in plan.models.values() if model.computes_between for rank in model.ranks}
     for model in plan.models.values():
         rollout, trainer = configs[model.node].actor_rollout_ref.rollout, configs[model.node].trainer
         if not model.is_rollout or not rollout.keeps_kv:

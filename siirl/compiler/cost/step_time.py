@@ -148,6 +148,10 @@ def _walk(walk: _Walk) -> None:
     walk.found.step_s = max(max(clock.values()), walk.found.beside)
 
 
+UNTIMED = {"judge": "a judge's answers", "scoring_teacher": "what a teacher says by a rollout engine"}
+"""Role of a rollout engine that is not asked for rollouts -> what is not counted."""
+
+
 def _node_parts(walk: _Walk, name: str, node: NodePlan) -> dict[str, float]:
     """Kind of work -> seconds of a node; empty for what takes next to none, or is not counted."""
     plan = walk.plan
@@ -187,8 +191,7 @@ def _pass_parts(walk: _Walk, model: ModelPlan, cfg: Config, node: NodePlan) -> d
 def _rollout_parts(walk: _Walk, name: str, model: ModelPlan, cfg: Config) -> dict[str, float]:
     rollout = cfg.actor_rollout_ref.rollout
     if model.backend != "vllm" or model.role != "rollout":
-        what = "a judge's answers" if model.role == "judge" else f"rollout.name={model.backend}, not measured"
-        _skip(walk, f"{name}: {what}")
+        _skip(walk, f"{name}: {UNTIMED.get(model.role, f'rollout.name={model.backend}, not measured')}")
         return {}
     rows = engine_rows(walk.plan, model, walk.configs)
     gib = cfg.trainer.device_memory_gib or walk.device.gib

@@ -406,6 +406,28 @@ def vllm_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     ]
 
 
+def scored_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """What a rollout engine has besides as a teacher.
+
+    What it says of all rows; beside its share of the device, logits and log-probs of all words, at the tokens
+    of a row that it reads at once; its weights in host memory while it sleeps.
+    """
+    if not model.is_teacher:
+        return []
+    rollout = cfg.actor_rollout_ref.rollout
+    row = rollout.prompt_length + rollout.response_length
+    tokens = row if cfg.trainer.device == "cpu" else min(row, rollout.max_num_batched_tokens)
+    each = shape.vocabulary * (BYTES[rollout.dtype] + 2 * BYTES["float32"])
+    asleep = 0
+    if rollout.free_cache_engine and cfg.trainer.device != "cpu":
+        asleep, _ = _engine_bytes(model, cfg, shape, rows_per_shard)
+    return [
+        *teacher_lines(model, cfg, shape, rows_per_shard),
+        MemoryLine(model.name, "log-probs of a row", tokens * each, ("generate",)),
+        MemoryLine(model.name, "weights while it sleeps", asleep, (), host=True),
+    ]
+
+
 def _engine_bytes(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> tuple[int, int]:
     """Weights, and the KV cache of a batch's rows as far as they run at once."""
     rollout = cfg.actor_rollout_ref.rollout

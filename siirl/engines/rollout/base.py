@@ -228,6 +228,16 @@ class RolloutEngine(ABC):
             f"not supported yet: rollout engine {self.name!r} with images in prompts. Use rollout.name=hf."
         )
 
+    def score(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What the model says at temperature 1 of the tokens of each row from a start, above 0, on.
+
+        (token ids, log-probs) of each row, int64 and float32 [T, 1 + top_k]: of the token that is there, then
+        of the top_k likeliest, the likeliest first. NotSupportedError for an engine that cannot.
+        """
+        raise NotSupportedError(f"not supported yet: rollout engine {self.name!r} as a teacher")
+
     def run_wave(
         self, requests: Sequence[Request], interrupt: Callable[[list[int]], bool] | None
     ) -> list[Completion]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -67,9 +68,26 @@ def stored_weights(folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Te
                 wanted.remove(name)
     if wanted:
         raise DataError(
-            f"{folder} lacks {len(wanted)} tensors of its model, {', '.join(sorted(wanted)[:5])}: a judge is "
-            "a language model, with its output head. Give another directory."
+            f"{folder} lacks {len(wanted)} tensors of its model, {', '.join(sorted(wanted)[:5])}: judges and "
+            "teachers are language models, with their output head. Give another directory."
         )
+
+
+class StoredTarget(Protocol):
+    """A rollout engine that nobody trains for."""
+
+    weight_version: int
+
+    def weight_specs(self) -> WeightSpecs: ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
+
+
+def load_stored(engine: StoredTarget, path: str) -> None:
+    """Give a rollout engine the weights of a model's directory, if it has none: at first, and after a sleep
+    that gave them back. Collective over the ranks of its shard."""
+    if engine.weight_version < 0:
+        engine.load_weights(stored_weights(Path(path).expanduser(), engine.weight_specs()), 0)
 
 
 def check_weight(name: str, tensor: Tensor, specs: WeightSpecs, aliases: dict[str, str], engine: str) -> str:

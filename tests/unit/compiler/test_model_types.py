@@ -120,6 +120,29 @@ def test_what_routing_by_groups_has_not_been_seen_with_is_refused(tmp_path, kind
 
 
 @pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"model_type": "qwen3"}, ""),
+        (
+            {"model_type": "glm4_moe", "n_routed_experts": 8},
+            "a glm4_moe, whose weights vLLM has not been seen",
+        ),
+        ({"model_type": "bloom"}, "bloom is no model type whose results"),
+        ({"model_type": "qwen3_vl"}, "a qwen3_vl with data.dataset_type=llm"),
+    ],
+)
+def test_a_teacher_in_vllm_is_of_a_type_that_was_seen_in_both_engines(tmp_path, model, words):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    cfg = config(
+        f"teacher.model.path={tmp_path}",
+        "teacher.strategy=vllm",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=distill",
+    )
+    with pytest.raises(NotSupportedError, match=words) if words else nullcontext():
+        compile_plan(load_dag(cfg), cfg, 1)
+
+
+@pytest.mark.parametrize(
     ("key", "words"),
     [
         ("target_modules=all-linear", "adapters on experts"),

@@ -10,6 +10,7 @@ import pytest
 from siirl.config import Config, load_config
 from siirl.data.teacher_routes import check_routes
 from siirl.errors import ConfigError, DataError
+from siirl.model_files.directory import check_lengths
 from siirl.model_files.vocabulary import check_distributions, check_same_words
 
 WORDS = {"a": 0, "b": 1, "c": 2}
@@ -64,6 +65,26 @@ def test_distributions_over_a_large_vocabulary_are_refused_with_their_size(tmp_p
     check_distributions(
         keys(*paths, "actor_rollout_ref.actor.distill.top_k=64"), "agent_0.teacher.t", rows=64
     )
+
+
+def test_vllm_is_asked_for_no_more_tokens_than_there_are(tmp_path):
+    paths = (model(tmp_path / "policy", WORDS, 4), model(tmp_path / "t", WORDS, 4))
+    for top_k in (4, 5):
+        cfg = keys(*paths, f"actor_rollout_ref.actor.distill.top_k={top_k}")
+        check_distributions(cfg, "agent_0.teacher.t", rows=2)
+    check_distributions(keys(*paths, "teacher.strategy=vllm"), "agent_0.scoring_teacher.t", rows=2)
+    cfg = keys(*paths, "teacher.strategy=vllm", "actor_rollout_ref.actor.distill.top_k=5")
+    with pytest.raises(ConfigError, match=r"top_k=5 vLLM is asked for more tokens than the 4 .* Set"):
+        check_distributions(cfg, "agent_0.scoring_teacher.t", rows=2)
+
+
+def test_an_engine_that_scores_needs_a_position_more_than_the_longest_row(tmp_path):
+    folder = model(tmp_path / "t", WORDS, 4)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 48}))
+    cfg = keys(folder, folder, "data.max_prompt_length=40", "data.max_response_length=8")
+    check_lengths(cfg, folder, "teacher")
+    with pytest.raises(ConfigError, match=r"max_response_length \+ 1 that its engine samples = 49 tokens"):
+        check_lengths(cfg, folder, "scoring_teacher")
 
 
 def test_of_models_that_are_not_here_nothing_is_said(tmp_path):

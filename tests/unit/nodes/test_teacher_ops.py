@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from siirl.config import load_config
 from siirl.data.rows import make_rows
 from siirl.errors import DataError
+from siirl.nodes.scoring_teacher import teacher_scores
 from siirl.nodes.teacher_rows import taught, teacher_log_prob
 from siirl.observe.metrics import Metrics
 
@@ -77,6 +78,52 @@ def test_a_teacher_says_as_much_as_the_loss_reads():
     }
     whole = teacher_log_prob(context("t", f"{DISTILL}.top_k=-1"), four_rows(), Engine())
     assert whole.keys() == {"t_teacher_weight", "t_teacher_top_log_prob"}
+
+
+class Scorer:
+    """A rollout engine that finds each token as likely as its id says, and its neighbours a bit less."""
+
+    weight_version = 0
+
+    def __init__(self):
+        self.asked: list[tuple[list[int], int]] = []
+
+    def score(self, rows, starts, top_k):
+        self.asked = list(zip(rows, starts, strict=True))
+        ids = [torch.tensor(row[start:])[:, None] + torch.arange(1 + top_k) for row, start in self.asked]
+        return [(ids_TK, -ids_TK / 100) for ids_TK in ids]
+
+
+def padded_rows() -> TensorDict:
+    """Prompts to the right, responses to the left, one of them empty."""
+    return make_rows(
+        {
+            "prompt_ids": torch.tensor([[0, 0, 5], [6, 7, 8], [0, 9, 4], [0, 0, 3]]),
+            "prompt_length": torch.tensor([1, 3, 2, 1]),
+            "response_ids": torch.tensor([[11, 12, 0], [13, 0, 0], [0, 0, 0], [14, 15, 16]]),
+            "response_length": torch.tensor([2, 1, 0, 3]),
+            "data_source": ["math", "math", "math", "poems"],
+        }
+    )
+
+
+def test_a_rollout_engine_scores_whole_rows_and_says_it_where_responses_lie():
+    engine, ctx = (
+        Scorer(),
+        context("t", "teacher.strategy=vllm", "teacher.takes=[math]", f"{DISTILL}.top_k=2"),
+    )
+    found = teacher_scores(ctx, padded_rows(), engine)
+    assert engine.asked == [([5, 11, 12], 1), ([6, 7, 8, 13], 3)], "of no empty response, and no poem"
+    assert found["t_teacher_weight"].tolist() == [1, 1, 1, 0]
+    assert found["t_teacher_top_ids"].tolist()[0] == [[12, 13], [13, 14], [0, 0]]
+    assert found["t_teacher_top_ids"].dtype == torch.int64
+    torch.testing.assert_close(found["t_teacher_top_log_prob"][1, 0], torch.tensor([-0.14, -0.15]))
+    assert not found["t_teacher_top_log_prob"][2:].any() and "t_teacher_log_prob" not in found.keys()
+    sampled = teacher_scores(context("t", "teacher.strategy=vllm"), padded_rows(), engine)
+    want = [[-0.11, -0.12, 0], [-0.13, 0, 0], [0, 0, 0], [-0.14, -0.15, -0.16]]
+    torch.testing.assert_close(sampled["t_teacher_log_prob"], torch.tensor(want))
+    nobody = context("t", "teacher.strategy=vllm", "teacher.takes=[x]", f"{DISTILL}.top_k=2")
+    assert teacher_scores(nobody, padded_rows(), engine)["t_teacher_top_ids"].shape == (4, WIDTH, 2)
 
 
 def said(name: str, weight: list[float], **columns: torch.Tensor) -> dict[str, torch.Tensor]:

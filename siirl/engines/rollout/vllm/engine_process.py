@@ -23,6 +23,7 @@ from siirl.engines.rollout.vllm.messages import (
     FromEngine,
     Generated,
     Paused,
+    Scored,
     Start,
     Stop,
 )
@@ -109,7 +110,7 @@ class EngineProcess:
                     raise self._reported(message.kind, failed)
                 case Finished() as finished:
                     self._unread.append(finished)
-                case Done() | Generated() | Paused() as answer:
+                case Done() | Generated() | Scored() | Paused() as answer:
                     return answer
 
     def call(self, method: str, **arguments: Any) -> Any:

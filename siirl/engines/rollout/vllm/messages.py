@@ -45,6 +45,14 @@ class Generate(Message):
     """As of the requests of a Submit."""
 
 
+class Score(Message):
+    """Answered by Scored: what the model says of each row of tokens, from its start on."""
+
+    rows: Sequence[Sequence[int]]
+    starts: list[int]
+    top_k: int
+
+
 class Submit(Message):
     """Let requests join those that run. Each is answered by itself, by and by, in a Finished."""
 
@@ -81,6 +89,21 @@ class Response(msgspec.Struct, frozen=True):
     def at_version(self, weight_version: int) -> Completion:
         """The completion, of these weights."""
         return replace(self.completion, weight_version=weight_version)
+
+
+class RowScores(msgspec.Struct, frozen=True):
+    """See RolloutEngine.score: [T, 1 + K] numbers each, row by row."""
+
+    token_ids: bytes
+    """int32."""
+    log_probs: bytes
+    """float32."""
+
+
+class Scored(Message):
+    """The answer to Score."""
+
+    rows: list[RowScores]
 
 
 class Done(Message):
@@ -131,5 +154,5 @@ class Failed(Message):
     """It is the end of all requests that were submitted."""
 
 
-FromWorker = Start | Call | Generate | Submit | Pause | Abort | Stop
-FromEngine = Done | Generated | Paused | Finished | Alive | Beat | Failed
+FromWorker = Start | Call | Generate | Score | Submit | Pause | Abort | Stop
+FromEngine = Done | Generated | Scored | Paused | Finished | Alive | Beat | Failed

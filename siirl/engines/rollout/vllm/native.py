@@ -30,7 +30,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from siirl.engines.rollout.base import Completion, Request
 from siirl.engines.rollout.call_limits import PAUSED
 from siirl.engines.rollout.sampling import later_seed
-from siirl.engines.rollout.vllm.messages import UNKNOWN, Response
+from siirl.engines.rollout.vllm.messages import UNKNOWN, Response, RowScores
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds, signed
 from siirl.engines.rollout.vllm.shared_buffer import open_buffer
 from siirl.errors import ConfigError
@@ -90,10 +90,30 @@ class NativeEngine:
             prompt["cache_salt"] = str(request.kv_version)
         self._engine.add_request(str(request.key), prompt, sampling, lora_request=self._adapters.get(adapter))
 
+    def add_scored(self, number: int, tokens: list[int], top_k: int) -> None:
+        """Queue a row whose tokens are there, see RolloutEngine.score; nobody reads the one that follows."""
+        sampling = VLLMSamplingParams(
+            temperature=0.0,
+            max_tokens=1,
+            ignore_eos=True,
+            prompt_logprobs=top_k,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        self._engine.add_request(str(number), {"prompt_token_ids": tokens}, sampling)
+
     def step(self) -> list[Response]:
         """One iteration of the scheduler and the model; the responses that it completed."""
-        outputs = [output for output in self._engine.step() if output.finished]
-        return [_response(output, output.outputs[0].finish_reason or "unknown") for output in outputs]
+        return [_response(out, out.outputs[0].finish_reason or "unknown") for out in self._finished()]
+
+    def step_scored(self, starts: list[int]) -> dict[int, RowScores]:
+        """The same for rows, by their numbers. starts: from where on what is said of each counts."""
+        numbered = [(int(_name(output)), output) for output in self._finished()]
+        return {number: _row_scores(output, starts[number]) for number, output in numbered}
+
+    def _finished(self) -> list[RequestOutput]:
+        return [output for output in self._engine.step() if output.finished]
 
     def stop(self, request_ids: list[str]) -> list[Response]:
         """End requests that were added under these names; what there is of each, maybe nothing."""
@@ -171,7 +191,20 @@ def _response(output: RequestOutput, reason: str) -> Response:
         finish_reason=reason,
         weight_version=UNKNOWN,
     )
-    return Response(output.request_id.split("-")[0], completion, output.num_cached_tokens or 0)
+    return Response(_name(output), completion, output.num_cached_tokens or 0)
+
+
+def _row_scores(output: RequestOutput, start: int) -> RowScores:
+    """vLLM gives of each token but the first its own log-prob, then those of the likeliest in its place."""
+    flat = output.prompt_logprobs
+    begin = flat.start_indices[start]
+    token_ids, log_probs = (np.array(x[begin:]) for x in (flat.token_ids, flat.logprobs))
+    return RowScores(token_ids.astype(np.int32).tobytes(), log_probs.astype(np.float32).tobytes())
+
+
+def _name(output: RequestOutput) -> str:
+    """Under which a request was added."""
+    return output.request_id.split("-")[0]
 
 
 @dataclass

@@ -38,6 +38,9 @@ from siirl.engines.rollout.vllm.messages import (
     Pause,
     Paused,
     Response,
+    RowScores,
+    Score,
+    Scored,
     Start,
     Stop,
     Submit,
@@ -89,7 +92,7 @@ class Server:
                 self._channel.send(self._outbox.get())
 
     def _answer(self, message: FromWorker) -> None:
-        answer: Done | Generated | Paused = Done()
+        answer: Done | Generated | Scored | Paused = Done()
         match message:
             case Start(arguments):
                 from siirl.engines.rollout.vllm.native import NativeEngine
@@ -100,6 +103,8 @@ class Server:
                 answer = Done(getattr(self._engine, method)(**arguments))
             case Generate():
                 answer = self._generate(message)
+            case Score():
+                answer = self._score(message)
             case Pause(names):
                 answer = Paused(self._pause(names))
             case Abort():
@@ -154,6 +159,15 @@ class Server:
             done += len(finished)
             self._say_alive(f"{done} of {len(responses)} responses are complete")
         return Generated([*responses.values()], self._engine.stats())
+
+    def _score(self, asked: Score) -> Scored:
+        for number, tokens in enumerate(asked.rows):
+            self._engine.add_scored(number, tokens, asked.top_k)
+        scores: dict[int, RowScores] = {}
+        while len(scores) < len(asked.rows):
+            scores |= self._engine.step_scored(asked.starts)
+            self._say_alive(f"{len(scores)} of {len(asked.rows)} rows are read")
+        return Scored([scores[number] for number in range(len(asked.rows))])
 
     def _say_alive(self, progress: str) -> None:
         if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:

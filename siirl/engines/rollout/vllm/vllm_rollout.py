@@ -40,7 +40,7 @@ from siirl.engines.rollout.vllm.lora_adapters import (
     base_alone,
     load_adapter,
 )
-from siirl.engines.rollout.vllm.messages import Call, Generate, Response
+from siirl.engines.rollout.vllm.messages import Call, Generate, Response, Score
 from siirl.engines.rollout.vllm.recovery import RecoveringEngine
 from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
 from siirl.engines.rollout.vllm.weight_transfer import Bucket, WeightTransfer
@@ -54,6 +54,9 @@ from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
 
 log = logging.getLogger(__name__)
+
+ONE_TOKEN = SamplingParams(max_tokens=1)
+"""What vLLM samples after a row that it scores."""
 
 
 class VLLMRollout(RolloutEngine):
@@ -87,7 +90,9 @@ class VLLMRollout(RolloutEngine):
         self._cfg, self._adapter = cfg, plan.name if plan.base else None
         self.keeps_kv = cfg.actor_rollout_ref.rollout.keeps_kv
         self._newest = -1  # of all versions that it had
-        self._engine = base._engine if base else SharedEngine(keeps_weights=plan.base is not None)
+        self._engine = (
+            base._engine if base else SharedEngine(keeps_weights=plan.base is not None or plan.is_teacher)
+        )
         self._engine.users.append(self)
         self._join_shard(plan, groups)
         model = cfg.actor_rollout_ref.model
@@ -121,6 +126,8 @@ class VLLMRollout(RolloutEngine):
             environment = engine_environment(len(self._shard), self._device, gpus)
             folder = str(model_dir(cfg.actor_rollout_ref.model.path))
             arguments = engine_arguments(cfg, folder, hf_config, len(self._shard), self._device)
+            if plan.is_teacher:
+                arguments["max_logprobs"] = max(1, cfg.teacher.top_k)
             if plan.adapters:
                 arguments |= adapter_arguments(plan.adapters)
             why_none = "An engine of several ranks is not started again." if len(self._shard) > 1 else ""
@@ -160,6 +167,53 @@ class VLLMRollout(RolloutEngine):
             self._dtype,
         )
         return completions
+
+    def score(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """See RolloutEngine. Collective over the ranks of the shard. Errors as of generate."""
+        self._check_all_idle("score")
+        self._limits.check_weights(self._state)
+        for index, row in enumerate(rows):
+            self._limits.check_prompt(f"row {index}", row, ONE_TOKEN)
+        if not rows:
+            return []
+        scored = self.share(self._score(rows, starts, top_k) if self._is_first else None)
+        found = []
+        for token_ids, log_probs in scored:
+            shape = (-1, 1 + top_k)
+            ids_TK = torch.frombuffer(bytearray(token_ids), dtype=torch.int32).to(torch.int64).view(shape)
+            found.append((ids_TK, torch.frombuffer(bytearray(log_probs), dtype=torch.float32).view(shape)))
+        self._check_scores(rows, starts, found)
+        return found
+
+    def _score(
+        self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
+    ) -> list[tuple[bytes, bytes]]:
+        self._wake_cache()
+        assert self._process is not None
+        with phase("score", rows=len(rows)):
+            answer = self._process.ask(Score(rows, list(starts), top_k))
+        return [(row.token_ids, row.log_probs) for row in answer.rows]
+
+    def _check_scores(
+        self,
+        rows: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        scored: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        """RolloutError unless each row's own tokens were scored, by numbers."""
+        for index, (row, start, (ids_TK, log_prob_TK)) in enumerate(zip(rows, starts, scored, strict=True)):
+            if ids_TK[:, 0].tolist() != list(row[start:]):
+                raise RolloutError(
+                    f"rollout engine {self.name!r} scored other tokens than those of row {index}."
+                )
+            if not bool(log_prob_TK.isfinite().all()):
+                raise RolloutError(
+                    f"row {index} has log-probs by {self.name!r} that are not finite: its weights overflow "
+                    f"in {self._dtype}, or hold NaN. Set actor_rollout_ref.rollout.dtype=float32 at its "
+                    "node, or give another model."
+                )
 
     def new_stream(self, interrupt: Interrupt | None) -> VLLMStream:
         """See RolloutEngine: the engine's process admits requests between two of its steps."""
