@@ -51,6 +51,7 @@ ASKS_FOR = {
     "shop": ONE_MINI_BATCH,
     "shopper": ONE_MINI_BATCH,
     "solver_verifier": GROUPS,
+    "verifiers": ONE_MINI_BATCH,
     "dag.py:with_bonus": ONE_MINI_BATCH,
     "dag.py:with_fluency": ONE_MINI_BATCH,
 }
