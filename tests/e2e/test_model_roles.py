@@ -21,6 +21,10 @@ nodes:
   - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantages]}
 """
 JUDGE = ("reward_model.enable=True", "reward_model.model.path=MODEL", "reward_model.judge.name=hf")
+TEACHER = (
+    "actor_rollout_ref.actor.policy_loss.loss_mode=distill",
+    "dag.node_config.teacher.teacher.model.path=MODEL",
+)
 ROLES = {
     "actor": ("actor_rollout_ref.model.path=MODEL",),
     "rollout": ("actor_rollout_ref.model.path=MODEL", "trainer.rollout_only=true"),
@@ -28,10 +32,8 @@ ROLES = {
     "critic": ("algorithm.adv_estimator=gae", "critic.model.path=MODEL", "critic.ppo_mini_batch_size=4"),
     "reward": ("reward_model.enable=True", "reward_model.model.path=MODEL"),
     "judge": (*JUDGE, "reward_model.judge.prompt='Rate {response}'"),
-    "teacher": (
-        "actor_rollout_ref.actor.policy_loss.loss_mode=distill",
-        "dag.node_config.teacher.teacher.model.path=MODEL",
-    ),
+    "teacher": TEACHER,
+    "scoring_teacher": (*TEACHER, "dag.node_config.teacher.teacher.strategy=vllm"),
     "frozen": ("dag.workflow_path=DAG", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
 }
 """Role -> what gives it the model directory MODEL; frozen: an agent of a conversation that is not trained."""
