@@ -142,3 +142,15 @@ FAST = {
     ("memory keeper", "train", "SIGKILL"),
 }
 CASES = make_cases()
+FILES = {
+    "rank_0": ("rank 0",),
+    "rank_1": ("rank 1",),
+    "both_ranks": ("both ranks",),
+    "standbys": ("standby", "standby's rank", "standby's launcher"),
+    "launcher": ("launcher",),
+    "rewards": ("reward worker", "reward keeper"),
+    "machine": (*DISKS, "clock", "memory keeper"),
+    "ray": (*RAY_PARTS, "Ray driver", "Ray GCS"),
+    "vllm": ("vLLM engine",),
+}
+"""test_chaos_FILE.py -> who is struck there. Workers of the suite take whole files: 10 minutes at most."""

@@ -1,0 +1,24 @@
+"""What all tests of a worker share: inputs, and what a job gives that nobody strikes."""
+
+import functools
+
+import pytest
+from chaos_chains import Undisturbed
+from chaos_runs import Chaos, Result, make_inputs
+from job_harness import Inputs
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory) -> Inputs:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="session")
+def undisturbed(inputs, tmp_path_factory) -> Undisturbed:
+    """What a job of a kind gives that nobody strikes; but for vLLM that of the local launcher."""
+
+    @functools.cache
+    def of(kind: str) -> Result:
+        return Chaos(inputs, tmp_path_factory.mktemp("undisturbed"), kind=kind).run()
+
+    return lambda kind: of(kind if kind == "vLLM" else "local")
