@@ -20,7 +20,9 @@ from siirl.launch.process import Worker, start_worker, worker_environment
 from siirl.launch.standby import HERE, READY
 
 AFTER_S = 60.0
-"""Of an attempt, until the first is started: a shorter run gains nothing."""
+"""Of the first attempt, until one is started: a shorter run gains nothing."""
+AGAIN_S = 10.0
+"""Of a later one: a machine that ended an attempt may well end the next."""
 ANSWER_S = 2.0
 
 
@@ -62,14 +64,15 @@ class Standbys:
     def __init__(self, job: Job):
         self._job, self._there = job, dict[int, _Standby]()
         self._missing: list[int] = []
-        self._from_s = 0.0
+        self._from_s, self._after_s = 0.0, AFTER_S
 
     def begin_attempt(self) -> None:
         """All have been asked for, and an attempt has begun that may be followed by another."""
         self.close()
         trainer = from_dict(self._job.config).trainer
         self._missing = list(range(self._job.world_size)) if trainer.max_restarts else []
-        self._from_s = time.monotonic() + AFTER_S
+        self._from_s = time.monotonic() + self._after_s
+        self._after_s = min(AFTER_S, AGAIN_S)
 
     def look(self) -> None:
         """Start the next one if it is time: one after another, beside the work of the run."""

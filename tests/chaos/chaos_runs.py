@@ -441,7 +441,8 @@ class Chaos:
         return self._standbys()
 
     def _ranks(self) -> list[psutil.Process]:
-        return self._processes("siirl.launch.worker_entry")
+        found = self._processes("siirl.launch.worker_entry")
+        return [process for process in found if process.name() != STANDBY]
 
     def _left(self, patience_s: float) -> list[str]:
         """The job's processes that do not end by themselves."""

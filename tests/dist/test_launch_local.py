@@ -172,6 +172,15 @@ def test_a_process_that_stands_by_becomes_the_next_worker_of_its_rank(tmp_path, 
     wait_until_dead([there[1], left.worker.process.pid], 1)
 
 
+def test_after_a_restart_processes_stand_by_sooner(tmp_path):
+    ready, now_s = standbys.Standbys(Job.read(write_job(tmp_path, "finish"))), time.monotonic()
+    waits_s = []
+    for _ in range(3):
+        ready.begin_attempt()
+        waits_s.append(round(ready._from_s - now_s))
+    assert waits_s == [standbys.AFTER_S, standbys.AGAIN_S, standbys.AGAIN_S]
+
+
 def wait_for_standbys(ready: standbys.Standbys) -> dict[int, int]:
     """Until all are ready: the pid of each rank's."""
     deadline = time.monotonic() + 100
