@@ -32,6 +32,8 @@ class EndpointSettings:
     """Of one try."""
     max_tries: int = 5
     """The first included."""
+    away_s: float = 0.0
+    """One that has answered before is tried for so long at least: it is being started again, or moves."""
     max_concurrent: int = 16
     max_per_s: float = 0.0
     """Requests per second, tries counted; 0: any number."""
@@ -48,6 +50,7 @@ class Endpoint:
 
         self.settings = settings
         self.num_retries = 0
+        self._has_answered = False
         self._slots = threading.Semaphore(settings.max_concurrent)
         self._lock = threading.Lock()
         self._next_s = 0.0
@@ -65,12 +68,13 @@ class Endpoint:
         A try that finds nobody, gets no answer in time, is told to come back, or meets trouble is followed by
         another, after a wait that doubles each time and is never shorter than the service's Retry-After.
         EndpointError, which names URL and tries, after the last one, and at once for any other refusal.
+        The last is that of max_tries; of a service that has answered before, one after away_s at least.
         """
         import httpx
 
         body = json.dumps(message).encode()
         headers = self._headers()
-        tries, wait_s = 0, FIRST_WAIT_S
+        tries, wait_s, began_s = 0, FIRST_WAIT_S, time.monotonic()
         while True:
             tries, asked_s = tries + 1, 0.0
             try:
@@ -81,11 +85,13 @@ class Endpoint:
             else:
                 reason = trouble(answer) if response.is_success else _refusal(response, content)
                 if reason is None:
+                    self._has_answered = True
                     return answer
                 if not response.is_success and response.status_code not in WORTH_A_RETRY:
                     raise self._failed(reason, tries, "Correct the URL or the service.")
                 asked_s = _retry_after(response)
-            if tries >= self.settings.max_tries:
+            waits = self._has_answered and time.monotonic() - began_s < self.settings.away_s
+            if tries >= self.settings.max_tries and not waits:
                 raise self._failed(reason, tries, "Start the service, or correct the URL.")
             with self._lock:
                 self.num_retries += 1

@@ -6,22 +6,32 @@ The package is imported when a server is asked.
 import asyncio
 import atexit
 import json
+import logging
 import os
 import shlex
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from siirl.errors import ConfigError
+from siirl.agents.user_thread import Hung
+from siirl.errors import ConfigError, EpisodeFailed
 from siirl.user_code.extras import missing_extra
 
 KEYS = ("command", "url", "env", "token_env", "tools", "max_concurrent")
 START_S, CLOSE_S = 120.0, 10.0
 """Longest wait for a server that starts, or ends."""
+BACK_S, AGAIN_S = 60.0, 0.5
+"""How long a server that was lost may be away, and the wait between two tries to reach it."""
+SIGN_S = 5.0
+"""A server that has not answered a call in time, and then does not say what its tools are, hangs."""
+MOST_LOST = 3
+"""How often one call may lose its server: beyond that, the call may be what ends it."""
+log = logging.getLogger(__name__)
 
 
 def check_mcp(settings: Any, who: str) -> None:
@@ -81,6 +91,7 @@ class McpTool:
 
     def __init__(self, server: "McpServer", tool: Any, max_concurrent: int):
         self.max_concurrent = max_concurrent
+        self.patience_s = server.patience_s
         self._server, self._name = server, tool.name
         self.schema = {
             "type": "function",
@@ -104,13 +115,15 @@ class McpServer:
     """A session with a server, shared by all episodes of a rank, on the event loop of a thread.
 
     consumes: calls from threads of tools. produces: their results. waits for: the server. unblocked by: its
-    answer, or a second after the deadline of the call, when its caller waits no more. A session that has
-    ended is begun anew by the next call.
+    answer, or the deadline of the call. A session whose server died or hangs is begun anew, and the calls
+    that it had are made again: a model reads nothing of what its machines did.
     """
 
     def __init__(self, settings: dict[str, Any], who: str, folder: Path, timeout_s: float):
         self._settings, self._who, self._folder = settings, who, folder
-        self._timeout_s = timeout_s + 1
+        self._timeout_s = timeout_s
+        self.patience_s = MOST_LOST * (timeout_s + SIGN_S + CLOSE_S) + BACK_S
+        """What a call may take beside its deadline, if its server is lost."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._client: Any = None
@@ -160,16 +173,46 @@ class McpServer:
                 return found
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """The result of a call, made again where its server was lost. Hung if the server is there and late.
+
+        EpisodeFailed for a server that does not come back, or that is lost by this call again and again.
+        """
         from mcp import MCPError
 
-        client, session = await self._begun(), self._session
-        try:
-            return await client.call_tool(name, arguments, self._timeout_s)
-        except Exception as error:
-            lost = not isinstance(error, MCPError) or error.code == CONNECTION_CLOSED
-            if lost and session is self._session:
+        num_lost, away_s, hung = 0, 0.0, False
+        while True:
+            session, began_s = None, time.monotonic()
+            try:
+                client = await asyncio.wait_for(self._begun(), max(AGAIN_S, BACK_S - away_s))
+                session, away_s = self._session, 0.0
+                return await client.call_tool(name, arguments, self._timeout_s)
+            except Exception as error:  # the edge to the server
+                late = isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT
+                if late and (hung or await self._says_its_tools(client)):
+                    raise Hung(f"no answer within {self._timeout_s:g} s") from None
+                if isinstance(error, MCPError) and not late and not _is_loss(error):
+                    raise
+                hung, why = hung or late, "it hangs" if late else _shown(error)
+            if session is None:
+                await asyncio.sleep(AGAIN_S)
+                away_s += time.monotonic() - began_s
+            elif session is self._session:
+                log.warning(
+                    "%s was lost, as tool %r was called: %s. Its calls are made again.", self, name, why
+                )
                 await self._finish()
-            raise
+            num_lost += session is not None
+            if away_s >= BACK_S:
+                raise EpisodeFailed(f"{self} has been away for {away_s:.0f} s: {why}", "tool")
+            if num_lost >= MOST_LOST:
+                raise EpisodeFailed(f"{self} was lost {num_lost} times as it was called: {why}", "tool")
+
+    async def _says_its_tools(self, client: Any) -> bool:
+        try:
+            await asyncio.wait_for(client.list_tools(cache_mode="bypass"), SIGN_S)
+        except Exception:  # noqa: BLE001 - the edge to the server
+            return False
+        return True
 
     async def _begun(self) -> Any:
         """The client of a session that goes on. What keeps it from beginning is raised."""
@@ -181,6 +224,7 @@ class McpServer:
                 try:
                     self._client = await ready
                 except BaseException:
+                    self._session.cancel()
                     self._session = None
                     raise
             return self._client
@@ -202,6 +246,7 @@ class McpServer:
         if session is not None:
             self._end.set()
             await asyncio.wait({session}, timeout=CLOSE_S)
+            session.cancel()  # one that does not end
 
     def _transport(self) -> Any:
         from mcp import StdioServerParameters
@@ -219,7 +264,7 @@ class McpServer:
 
         token = os.environ[self._settings["token_env"]]
         client = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {token}"}, timeout=httpx2.Timeout(30, read=self._timeout_s)
+            headers={"Authorization": f"Bearer {token}"}, timeout=httpx2.Timeout(30, read=self._timeout_s + 1)
         )
         return streamable_http_client(self._settings["url"], http_client=client)
 
@@ -228,8 +273,14 @@ def _shown(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-CONNECTION_CLOSED = -32000
-"""Code of the error that a call gets whose connection ends."""
+CONNECTION_CLOSED, REQUEST_TIMEOUT = -32000, -32001
+"""Codes of the errors that a call gets whose connection ends, or that is late."""
+GONE = ("Session terminated", "Server returned an error response")
+"""What the package says if another server answers, or a proxy whose server is away."""
+
+
+def _is_loss(error: Any) -> bool:
+    return error.code == CONNECTION_CLOSED or error.message in GONE
 
 
 def _words(command: Any) -> list[str]:

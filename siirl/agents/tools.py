@@ -92,6 +92,7 @@ class Toolbox:
 
     async def call(self, name: str, arguments: dict[str, Any], episode: Any, deadline_s: float) -> str:
         """The answer of a tool whose arguments have been checked. Raised or Hung if there is none."""
+        deadline_s += getattr(self.tools[name], "patience_s", 0.0)
         async with self._places[name].place():
             thread = self._idle.pop() if self._idle else UserThread("tool")
             try:

@@ -88,7 +88,7 @@ class UserThread:
         """check(function()), its result awaited first if it is awaitable.
 
         check looks at the result in the same thread, as looking at a user's object runs its code. Raised,
-        with a SiirlError as it is; Hung after deadline_s.
+        with a SiirlError as it is; Hung after deadline_s, or if the call says so itself.
         """
         if self.abandoned:
             raise Hung(f"{self._name} has been given up")
@@ -135,7 +135,7 @@ class UserThread:
             result = check(self._wait_for(result) if inspect.isawaitable(result) else result)
         except Abandoned:
             raise
-        except SiirlError as error:
+        except (SiirlError, Hung) as error:
             answer = functools.partial(future.set_exception, error)
         except BaseException as error:  # noqa: BLE001 - the edge to user code: SystemExit, too
             answer = functools.partial(future.set_exception, Raised(error))

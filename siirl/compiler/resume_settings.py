@@ -41,6 +41,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
     "how services are asked": (
         *("*.timeout_s", "*.max_tries", "*.max_concurrent", "*.max_per_s", "*.token_env", "*.hf_hub_token"),
         *("*.cache_dir", "*.tool_timeout_s", "reward_model.num_workers", "*.serve.address", "*.serve.idle_s"),
+        *("*.away_s",),
     ),
     "which devices there are, and how models lie on them: rounding apart, the numbers stay": (
         *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.device_memory_gib"),

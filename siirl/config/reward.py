@@ -25,6 +25,12 @@ class RemoteRewardConfig:
     url: str | None = key(None, "its http(s) address")
     timeout_s: float = key(30.0, "longest time for one try, in seconds", when="url", low=0)
     max_tries: int = key(5, "tries for each response, with growing waits between them", when="url", low=1)
+    away_s: float = key(
+        120.0,
+        "how long a service that has answered before may be away, in seconds, whatever max_tries says",
+        when="url",
+        low=0,
+    )
     max_concurrent: int = key(16, "requests of each rank at once", when="url", low=1)
     max_per_s: float = key(0.0, "requests of each rank per second; 0: any number", when="url", low=0)
     token_env: str | None = key(

@@ -189,6 +189,7 @@ def _endpoint(cfg: Config) -> Endpoint:
         url=str(cfg.reward_model.judge.url),
         timeout_s=remote.timeout_s,
         max_tries=remote.max_tries,
+        away_s=remote.away_s,
         max_concurrent=remote.max_concurrent,
         max_per_s=remote.max_per_s,
         token_env=remote.token_env,

@@ -43,6 +43,7 @@ def remote_settings(cfg: Config) -> dict[str, Any] | None:
         url=service.url,
         timeout_s=service.timeout_s,
         max_tries=service.max_tries,
+        away_s=service.away_s,
         max_concurrent=service.max_concurrent,
         max_per_s=service.max_per_s,
         token_env=service.token_env,

@@ -3,20 +3,24 @@
 import asyncio
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from siirl.agents import mcp_tools as mcp_tools_module
 from siirl.agents.mcp_tools import mcp_tools
 from siirl.agents.tool_files import check_tool_file, check_tools_here, load_tools
 from siirl.agents.tool_parsers import ToolCall
 from siirl.agents.tools import ToolLimits, run_tools
 from siirl.config import load_config
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, EpisodeFailed
 
 pytest.importorskip("mcp", reason="pip install 'siirl[mcp]'")
 pytestmark = pytest.mark.heavy
@@ -66,6 +70,19 @@ def free_port() -> int:
         return one.getsockname()[1]
 
 
+def serve(script, port):
+    """A server behind a URL, which takes connections."""
+    process = subprocess.Popen([sys.executable, str(script), str(port)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return process
+        except OSError:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.1)
+
+
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     file = tmp_path_factory.mktemp("mcp") / "server.py"
@@ -80,15 +97,7 @@ def settings(request, script):
         yield {"command": [sys.executable, str(script)]}
         return
     port = free_port()
-    process = subprocess.Popen([sys.executable, str(script), str(port)], stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            break
-        except OSError:
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
+    process = serve(script, port)
     yield {"url": f"http://127.0.0.1:{port}/mcp"}
     process.terminate()
     process.wait(20)
@@ -159,15 +168,75 @@ def test_a_call_that_is_late_hangs_alone(settings, multi_turn):
         close(toolbox)
 
 
-def test_a_server_that_dies_costs_a_call_and_is_started_again(script, multi_turn):
-    turns = multi_turn({"mcp": {"command": [sys.executable, str(script)]}})
+def struck_during(toolbox, multi_turn, strike, seconds=1.0):
+    """The answers to calls during which something happens."""
+    timer = threading.Timer(0.3, strike)
+    timer.start()
+    try:
+        return answers(toolbox, multi_turn, ("wait", {"seconds": seconds}), ("wait", {"seconds": seconds}))
+    finally:
+        timer.join()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)])
+def test_the_calls_of_a_server_that_dies_or_is_stopped_are_made_again(
+    how, script, multi_turn, monkeypatch, caplog
+):
+    monkeypatch.setattr(mcp_tools_module, "SIGN_S", 1.0)
+    turns = multi_turn({"mcp": {"command": [sys.executable, str(script)]}}, timeout_s=4)
     toolbox = load_tools(turns, "node 'a'")
+
+    def strike():
+        (server,) = (one for one in psutil.Process().children() if one.cmdline()[-1:] == [str(script)])
+        server.send_signal(how)
+
     try:
         assert answers(toolbox, turns, ("count", {}))[0].text == "1"
-        assert answers(toolbox, turns, ("fail", {"how": "exit"}))[0].error == "raised"
+        found = struck_during(toolbox, turns, strike)
+        assert [(one.text, one.error) for one in found] == [("late", None)] * 2
+        assert caplog.text.count("Its calls are made again.") == 1
+        assert ("it hangs" in caplog.text) == (how == signal.SIGSTOP)
         assert answers(toolbox, turns, ("count", {}))[0].text == "1"
     finally:
         close(toolbox)
+
+
+@pytest.mark.slow
+def test_an_episode_whose_call_ends_its_server_each_time_is_dropped(script, multi_turn):
+    turns = multi_turn({"mcp": {"command": [sys.executable, str(script)]}})
+    toolbox = load_tools(turns, "node 'a'")
+    try:
+        with pytest.raises(EpisodeFailed, match=r"server.py.* was lost 3 times as it was called") as failed:
+            answers(toolbox, turns, ("fail", {"how": "exit"}))
+        assert failed.value.kind == "tool"
+        assert answers(toolbox, turns, ("count", {}))[0].text == "1"
+    finally:
+        close(toolbox)
+
+
+@pytest.mark.slow
+def test_a_server_behind_a_url_may_be_away_for_a_while(script, multi_turn, monkeypatch):
+    port = free_port()
+    server, made = serve(script, port), []
+    turns = multi_turn({"mcp": {"url": f"http://127.0.0.1:{port}/mcp"}}, timeout_s=20)
+    toolbox = load_tools(turns, "node 'a'")
+
+    def starts_anew():
+        server.kill()
+        server.wait()
+        made.append(serve(script, port))
+
+    try:
+        found = struck_during(toolbox, turns, starts_anew)
+        assert [(one.text, one.error) for one in found] == [("late", None)] * 2
+        monkeypatch.setattr(mcp_tools_module, "BACK_S", 1.5)
+        with pytest.raises(EpisodeFailed, match="/mcp' has been away for"):
+            struck_during(toolbox, turns, made[0].kill)
+    finally:
+        close(toolbox)
+        for process in (server, *made):
+            process.kill()
+            process.wait()
 
 
 def test_some_tools_of_a_server_and_a_script_beside_the_file(script, tmp_path, multi_turn, monkeypatch):

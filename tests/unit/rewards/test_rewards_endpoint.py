@@ -152,6 +152,24 @@ def test_an_unreachable_service_is_named_with_the_tries():
         asking(service.url, max_tries=3).post({})
 
 
+def test_a_service_that_has_answered_may_be_away_for_a_while():
+    """It is tried beyond max_tries, for away_s; one that never answered is not."""
+    answers = [(200, 1), *[(503, {})] * 5, (200, 7)]
+    with serving(lambda message: answers.pop(0)) as service:
+        asked = asking(service.url, max_tries=2, away_s=30.0)
+        assert [asked.post({}), asked.post({})] == [1, 7] and asked.num_retries == 5
+    with serving(lambda message: answers.pop(0) if answers else (503, {})) as service:
+        with pytest.raises(EndpointError, match="after 2 tries: HTTP 503"):
+            asking(service.url, max_tries=2, away_s=30.0).post({})
+        answers.append((200, 1))
+        asked = asking(service.url, max_tries=2, away_s=0.3)
+        asked.post({})
+        began_s = time.monotonic()
+        with pytest.raises(EndpointError, match=r"after [3-9] tries: HTTP 503"):
+            asked.post({})
+        assert time.monotonic() - began_s > 0.3
+
+
 def test_a_service_that_does_not_answer_is_given_up():
     def slow(message):
         time.sleep(0.5)
