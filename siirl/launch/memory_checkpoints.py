@@ -1,7 +1,8 @@
 """Where a run keeps checkpoints in host memory, between those on disk. No torch.
 
 A folder of /dev/shm, which holds files in memory: it outlives the workers, and ends with their launcher. If
-that is killed, another process removes it.
+that is killed, another process removes it; if that is killed too, the next run on the machine that has such a
+folder does.
 """
 
 import contextlib
@@ -9,12 +10,12 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from siirl.config import Config
 from siirl.errors import ConfigError
+from siirl.leftovers import owned_folder
 from siirl.sandbox.linux import PR_SET_PDEATHSIG, prctl
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -41,7 +42,7 @@ def memory_folder(cfg: Config) -> Iterator[str]:
         yield ""
         return
     try:
-        folder = tempfile.mkdtemp(prefix="siirl-checkpoints-", dir=SHARED_MEMORY)
+        folder, lock = owned_folder("siirl-checkpoints-", SHARED_MEMORY)
     except OSError as error:
         raise ConfigError(
             f"{KEY}={cfg.trainer.memory_checkpoint_freq}: {SHARED_MEMORY}, where files stay in memory, "
@@ -64,6 +65,7 @@ def memory_folder(cfg: Config) -> Iterator[str]:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(keeper.pid, signal.SIGKILL)
         keeper.wait()
+        lock.close()
 
 
 def _go_on_after_the_parent() -> None:
