@@ -1,7 +1,8 @@
 """The nouns of siirl: fields of a batch, keys that name them, layouts that place their rows. No torch.
 
 Legend for shapes, used everywhere: B rows on this rank, P prompt tokens, T response tokens, V vocabulary,
-N packed tokens, D hidden size, K words at a token. A batch is a TensorDict of batch size [B]; `object`
+N packed tokens, D hidden size, K words at a token,
+W experts that compute a token, of all layers. A batch is a TensorDict of batch size [B]; `object`
 fields are NonTensorStacks of JSON.
 """
 
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 PadSide = Literal["left", "right"]
-Dtype = Literal["int64", "int8", "float32", "bool", "object"]
+Dtype = Literal["int64", "int16", "int8", "float32", "bool", "object"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,22 @@ FIELDS: dict[str, FieldSpec] = _fields(
     ),
     FieldSpec(
         "rollout_log_prob", ("T",), "float32", "log-prob of each sampled token by the rollout engine", "nat"
+    ),
+    FieldSpec(
+        "prompt_experts",
+        ("P", "W"),
+        "int16",
+        "experts that each prompt token is computed by, layer by layer (int8 where a layer has no more than "
+        "128); -1: the router chooses",
+        pad_side="left",
+        pad_value=-1,
+    ),
+    FieldSpec(
+        "response_experts",
+        ("T", "W"),
+        "int16",
+        "the same of each response token; none of the last, which nothing reads",
+        pad_value=-1,
     ),
     FieldSpec("old_log_prob", ("T",), "float32", "log-prob by the trainer's weights before this step", "nat"),
     FieldSpec("old_entropy", ("T",), "float32", "entropy of the trainer's policy before this step", "nat"),
@@ -166,6 +183,9 @@ ROLLOUT_FIELDS = (
     "rollout_log_prob",
 )
 """What a rollout adds: one row per sampled response."""
+
+EXPERT_FIELDS = ("prompt_experts", "response_experts")
+"""What router replay adds, to the rows of a rollout or of a pass of old log-probs."""
 
 INTERACTION_FIELDS = ("episode_id", "speaker", "turn_id", "env_reward", "conversation")
 """What a rollout in an interaction adds to these: one row per token context of an (episode, agent)."""

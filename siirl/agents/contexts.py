@@ -13,6 +13,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from siirl.agents.policy import Generated, Vocabulary
+from siirl.data.chosen_experts import longer
 from siirl.errors import DataError, EpisodeFailed
 
 Chat = list[dict[str, Any]]
@@ -217,6 +218,8 @@ class Row:
     rewards: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     """Of the weights that produced the token; -1 where it is not the agent's."""
+    experts: bytes | None = None
+    """What each token of prompt and response but the last was computed by, when it was first read."""
     finish_reason: str = ""
     """That of the last turn; empty before the first."""
     busy: bool = False
@@ -229,6 +232,7 @@ class Row:
     def speak(self, turn: Generated, number: int) -> None:
         """Add the tokens of a turn."""
         self.finish_reason = turn.finish_reason
+        self.experts = longer(self.experts, turn.experts)
         self._add(turn.token_ids, True, turn.log_probs, number, turn.token_versions)
 
     def _add(

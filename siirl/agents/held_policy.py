@@ -7,6 +7,7 @@ from typing import Any
 
 from siirl.agents.policy import PAUSED, Generated
 from siirl.agents.pump import Pump
+from siirl.data.chosen_experts import longer
 
 
 class Line:
@@ -76,4 +77,5 @@ def _joined(turn: Generated, part: Generated) -> Generated:
         part.finish_reason,
         min(versions, default=part.weight_version),
         versions if len(set(versions)) > 1 else [],
+        longer(turn.experts, part.experts),
     )

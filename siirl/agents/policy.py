@@ -20,6 +20,8 @@ class Generated:
     """Of the weights that produced them, the oldest if there were several."""
     versions: list[int] = field(default_factory=list)
     """Of the weights that produced each token, where they were not the same for all."""
+    experts: bytes | None = None
+    """What each token of prompt and turn but the last was computed by, as engines say it."""
 
     @property
     def token_versions(self) -> list[int]:

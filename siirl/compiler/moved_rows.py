@@ -26,7 +26,8 @@ def _can_leave(node: ResolvedNode, kept: Workflow) -> bool:
     """Whether the field is read by the agent's training alone, which trains the very rows that it is of.
 
     Not where a KL in the reward or a node of the user's reads it, where rows are filtered or drawn in
-    between, where a loss picks tokens before the update, or where the two nodes cut mini-batches differently.
+    between, where a loss picks tokens or the pass chooses experts before the update, or where the two nodes
+    cut mini-batches differently.
     """
     if node.op is not OLD_LOG_PROB:
         return False
@@ -37,8 +38,9 @@ def _can_leave(node: ResolvedNode, kept: Workflow) -> bool:
     between = kept.graph.above[trainer.id] - kept.graph.above[node.id]
     if any(kept.nodes[other].op.changes_rows and kept.nodes[other].agent == node.agent for other in between):
         return False
-    picks = trainer.cfg.actor_rollout_ref.actor.picks_tokens
-    return not picks and _cut(node.cfg) == _cut(trainer.cfg)
+    actor = trainer.cfg.actor_rollout_ref.actor
+    whole = actor.picks_tokens or actor.router_replay.mode == "R2"
+    return not whole and _cut(node.cfg) == _cut(trainer.cfg)
 
 
 def _cut(cfg: Config) -> tuple[BatchArithmetic, bool, int]:

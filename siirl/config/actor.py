@@ -114,6 +114,18 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(frozen=True)
+class RouterReplayConfig:
+    """Which experts tokens are computed by in the update of a mixture of experts."""
+
+    mode: str = key(
+        "disabled",
+        "disabled: those that the router chooses; R2: those of the trainer's pass of old log-probs; R3: "
+        "those of the rollout engine, in old log-probs too",
+        choices=("disabled", "R2", "R3"),
+    )
+
+
+@dataclass(frozen=True)
 class ActorConfig(TrainedConfig):
     """The policy in training: batch arithmetic, loss, optimizer, sharding."""
 
@@ -147,6 +159,9 @@ class ActorConfig(TrainedConfig):
     rollout_correction: RolloutCorrectionConfig = group(
         RolloutCorrectionConfig,
         "correction for a rollout engine whose probabilities differ from the trainer's",
+    )
+    router_replay: RouterReplayConfig = group(
+        RouterReplayConfig, "experts of a token that are chosen once and used again"
     )
     opsm_delta: float | None = key(
         None,

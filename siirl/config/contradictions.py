@@ -313,6 +313,25 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "to the reference by {}.policy_loss.dpo_beta alone. Remove them.",
         ),
         Contradiction(
+            lambda actor: actor.router_replay.mode == "R2" and not actor.recompute_old_log_prob,
+            "{router_replay.mode=} with {recompute_old_log_prob=}: the pass of old log-probs is what chooses "
+            "the experts. Set {}.recompute_old_log_prob=true, or {}.router_replay.mode=R3.",
+        ),
+        Contradiction(
+            lambda actor: actor.router_replay.mode != "disabled" and (actor.imitates or actor.loss.pairs),
+            "{router_replay.mode=} with {policy_loss.loss_mode=}, a loss without log-probs of before the "
+            "step: there is nothing to stay close to. Set {}.router_replay.mode=disabled.",
+        ),
+        Contradiction(
+            lambda actor: (
+                actor.router_replay.mode != "disabled"
+                and actor.strategy == "fsdp"
+                and actor.fsdp_config.moe_aux_loss_coeff
+            ),
+            "{router_replay.mode=} with {fsdp_config.moe_aux_loss_coeff=}: the loss balances what the router "
+            "would choose now, and it does not choose. Leave out one of them.",
+        ),
+        Contradiction(
             lambda actor: actor.loss.pairs and actor.shuffle,
             "{shuffle=} with {policy_loss.loss_mode=}: the two rows of a pair would be in different "
             "mini-batches. Set {}.shuffle=false; data.shuffle draws the order of prompts.",

@@ -6,6 +6,7 @@ from typing import Literal
 from siirl.config import Config
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.batch import batch_of
+from siirl.types import EXPERT_FIELDS
 from siirl.user_code.source import declared_needs
 
 Names = tuple[str, ...]
@@ -20,6 +21,11 @@ def with_images(*names: str) -> Callable[[Config], Names]:
     return lambda cfg: (*names, "images") if cfg.data.has_images else names
 
 
+def experts_by(cfg: Config, *modes: str) -> Names:
+    """The fields of chosen experts, if router replay has one of these modes."""
+    return EXPERT_FIELDS if cfg.actor_rollout_ref.actor.router_replay.mode in modes else ()
+
+
 def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
     """Where the policy loss takes the log-probs of the policy before the step from.
 
@@ -32,7 +38,8 @@ def old_log_prob_source(cfg: Config) -> Literal["field", "rollout", "current"]:
         return "current"
     if not actor.recompute_old_log_prob:
         return "rollout"
-    return "field" if actor.picks_tokens or batch_of(cfg).mini_batches > 1 else "current"
+    whole = actor.picks_tokens or actor.router_replay.mode == "R2"
+    return "field" if whole or batch_of(cfg).mini_batches > 1 else "current"
 
 
 def uses_full_kl(cfg: Config) -> bool:
@@ -90,12 +97,18 @@ def actor_train_reads(cfg: Config) -> Names:
     prompt = ("group_id",) if actor.loss_agg_mode == "prompt-mean" else ()
     sampled = () if actor.imitates else ("rollout_log_prob", *old, *entropy)
     advantage = ("advantage",) if actor.reads_advantage else ()
-    return ("row_id", "sample_index", *tokens, *sampled, *advantage, *ref, *prompt)
+    experts = experts_by(cfg, "R2", "R3")
+    return ("row_id", "sample_index", *tokens, *experts, *sampled, *advantage, *ref, *prompt)
+
+
+def old_log_prob_reads(cfg: Config) -> Names:
+    return (*with_images(*TOKENS)(cfg), *experts_by(cfg, "R3"))
 
 
 def old_log_prob_writes(cfg: Config) -> Names:
     entropy = ("old_entropy",) if cfg.actor_rollout_ref.actor.picks_by_entropy else ()
-    return ("old_log_prob", *entropy, *(("old_prob_square",) if reads_prob_square(cfg) else ()))
+    square = ("old_prob_square",) if reads_prob_square(cfg) else ()
+    return ("old_log_prob", *entropy, *square, *experts_by(cfg, "R2"))
 
 
 def dynamic_sampling_reads(cfg: Config) -> Names:

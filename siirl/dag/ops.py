@@ -17,6 +17,8 @@ from siirl.dag.fields_read import (
     advantage_reads,
     advantage_writes,
     dynamic_sampling_reads,
+    experts_by,
+    old_log_prob_reads,
     old_log_prob_writes,
     reference_writes,
     with_images,
@@ -152,6 +154,11 @@ def fixed(*names: str) -> Callable[[Config], Names]:
     return lambda cfg: names
 
 
+def with_experts(*names: str) -> Callable[[Config], Names]:
+    """These, and the experts that the rollout engine chose, if the trainer is to use them."""
+    return lambda cfg: (*names, *experts_by(cfg, "R3"))
+
+
 _GIVEN = ("response_ids", "response_length", "response_mask", "finish_reason")
 _PROMPT = ("row_id", "group_id", "prompt_ids", "prompt_length")
 
@@ -159,7 +166,7 @@ _PROMPT = ("row_id", "group_id", "prompt_ids", "prompt_length")
 ROLLOUT = OpSpec(
     "rollout",
     with_images(*_PROMPT),
-    fixed(*ROLLOUT_FIELDS),
+    with_experts(*ROLLOUT_FIELDS),
     "generate:rollout",
     needs=("engine",),
     model="rollout",
@@ -191,7 +198,7 @@ INTERACTION = replace(
     ROLLOUT,
     name="interaction",
     reads=fixed(*PROMPT_FIELDS),
-    writes=fixed(*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS),
+    writes=with_experts(*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS),
     code="interaction:interaction",
     needs=("interaction",),
 )
@@ -284,7 +291,7 @@ ADVANTAGE = OpSpec(
 )
 OLD_LOG_PROB = OpSpec(
     "old_log_prob",
-    with_images(*TOKENS),
+    old_log_prob_reads,
     old_log_prob_writes,
     "log_prob:old_log_prob",
     needs=("engine",),
@@ -294,7 +301,7 @@ OLD_LOG_PROB = OpSpec(
 LATER_OLD_LOG_PROB = replace(
     OLD_LOG_PROB,
     name="later_old_log_prob",
-    reads=with_images("row_id", *TOKENS),
+    reads=lambda cfg: ("row_id", *old_log_prob_reads(cfg)),
     code="log_prob:later_old_log_prob",
     in_episodes=EPISODE[:1],
 )
@@ -302,6 +309,7 @@ LATER_OLD_LOG_PROB = replace(
 REFERENCE = replace(
     OLD_LOG_PROB,
     name="reference_log_prob",
+    reads=with_images(*TOKENS),
     writes=reference_writes,
     code="log_prob:reference_log_prob",
     model="ref",
@@ -320,7 +328,12 @@ SCORING_TEACHER = replace(
 )
 """The same by a rollout engine."""
 VALUES = replace(
-    OLD_LOG_PROB, name="values", writes=fixed("value"), code="value_model:values", model="critic"
+    OLD_LOG_PROB,
+    name="values",
+    reads=with_images(*TOKENS),
+    writes=fixed("value"),
+    code="value_model:values",
+    model="critic",
 )
 ACTOR_TRAIN = OpSpec(
     "actor_train",

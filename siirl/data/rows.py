@@ -11,6 +11,7 @@ from siirl.types import FIELDS, FieldSpec
 
 DTYPES: dict[str, torch.dtype] = {
     "int64": torch.int64,
+    "int16": torch.int16,
     "int8": torch.int8,
     "float32": torch.float32,
     "bool": torch.bool,

@@ -1,12 +1,16 @@
 """The rollout op: prompts in, n sampled responses of each out."""
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
+from siirl.compiler.router_choices import read_router_choices
 from siirl.config import Config
+from siirl.dag.fields_read import experts_by
+from siirl.data.chosen_experts import expert_columns
 from siirl.data.rows import objects, pad_stack, take_rows
 from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
 from siirl.nodes.context import OpContext
@@ -22,6 +26,7 @@ def rollout(ctx: OpContext, rows: TensorDict, engine: RolloutEngine) -> TensorDi
     samples = [sample for prompt in completions for sample in prompt]
 
     out = samples_of(rows, params.n, response_columns(samples))
+    add_experts(ctx.cfg, out, [sample.experts for sample in samples])
     report(ctx, out)
     ctx.metrics.merge(engine.drain_metrics())
     dump_rollouts(ctx, out)
@@ -114,6 +119,15 @@ def response_columns(samples: list[Completion]) -> dict[str, torch.Tensor]:
         "weight_version": padded("weight_version", [sample.token_versions for sample in samples]),
         "rollout_log_prob": padded("rollout_log_prob", [sample.log_probs for sample in samples]),
     }
+
+
+def add_experts(cfg: Config, out: TensorDict, experts: Sequence[bytes | None]) -> None:
+    """Add EXPERT_FIELDS to the rows of a rollout, if the trainer is to use what its engine chose."""
+    if experts_by(cfg, "R3"):
+        choices = read_router_choices(cfg.actor_rollout_ref.model)
+        assert choices is not None, "router_replay without experts"
+        for name, column in expert_columns(out, experts, choices).items():
+            out[name] = column
 
 
 def report(ctx: OpContext, out: TensorDict, full_at: int = 0) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from siirl.agents.contexts import ChatRenderer, Limits
+from siirl.agents.contexts import ChatRenderer, Limits, Row
 from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
 from siirl.agents.runner import Game, Played, Speaker, run_all
@@ -27,6 +27,7 @@ from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.generate import (
+    add_experts,
     prompt_tokens,
     report,
     sampling_params,
@@ -73,6 +74,8 @@ class Interaction:
     """What lets a program play the episodes, if one does."""
     rows: dict[int, TensorDict] = field(default_factory=dict)
     """Agent -> its rows, from one Run to the next."""
+    experts: dict[int, list[bytes | None]] = field(default_factory=dict)
+    """Agent -> what the tokens of each of these were computed by."""
     step_of: dict[str, dict[int, int]] = field(default_factory=dict)
     """With a lag: rollout model -> version of weights -> the training step that sampled with it."""
     told: bool = False
@@ -207,9 +210,10 @@ def give_rows(
     report_episodes(ctx, shared.plan, played, finished)
     for engine in shared.engines.values():
         ctx.metrics.merge(engine.drain_metrics())
-    shared.rows = {
-        agent: rows_of(shared.plan, agent, finished, rows, n)
-        for agent in {s.policy for s in shared.plan.stages if s.rows or s.node == shared.plan.entry}
+    agents = {s.policy for s in shared.plan.stages if s.rows or s.node == shared.plan.entry}
+    shared.rows = {agent: rows_of(shared.plan, agent, finished, rows, n) for agent in agents}
+    shared.experts = {
+        agent: [row.experts for *_, row in _spoken(shared.plan, agent, finished)] for agent in agents
     }
     return turns(ctx, rows, shared)
 
@@ -217,6 +221,7 @@ def give_rows(
 def turns(ctx: OpContext, rows: TensorDict, interaction: Interaction) -> TensorDict:
     """The rows of an agent in the episodes that have been played. No communication."""
     out = interaction.rows.pop(ctx.agent)
+    add_experts(ctx.cfg, out, interaction.experts.pop(ctx.agent))
     step_of = interaction.step_of.get(f"agent_{ctx.agent}.rollout")
     if step_of and not ctx.validate:
         versions, counts = out["weight_version"].unique(return_counts=True)
@@ -345,49 +350,58 @@ def rows_of(
 
     row_id: episode_id * rows of an episode + rows of earlier speakers at most + number of the row.
     """
-    speakers = [stage.agent for stage in plan.stages if stage.policy == policy]
+    num_speakers = sum(stage.policy == policy for stage in plan.stages)
     sources = {int(group): index for index, group in enumerate(prompts["group_id"].tolist())}
     samples = prompts["sample_index"].tolist()
     columns: dict[str, list[Any]] = {
         name: [] for name in (*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS)
     }
+    shown = {one.episode.episode_id: one.episode.conversation() for one in played}
+    for episode, position, speaker, number, row in _spoken(plan, policy, played):
+        conversation = shown[episode.episode_id]
+        values = {
+            "row_id": (episode.episode_id * num_speakers + position) * plan.most_turns + number,
+            "group_id": episode.group_id,
+            "sample_index": samples[sources[episode.group_id]],
+            "prompt_ids": row.prompt_ids,
+            "prompt_length": len(row.prompt_ids),
+            "raw_prompt": row.messages,
+            "data_source": episode.task["data_source"],
+            "ground_truth": episode.task["ground_truth"],
+            "extra_info": {
+                **(episode.task["extra_info"] or {}),
+                "agent": speaker,
+                "episode_id": episode.episode_id,
+                "conversation": conversation,
+                "ended": episode.ended,
+            },
+            "response_ids": row.ids,
+            "response_length": len(row.ids),
+            "response_mask": row.assistant_mask,
+            "finish_reason": FINISH_STOP if row.finish_reason == "stop" else FINISH_LENGTH,
+            "weight_version": row.versions,
+            "rollout_log_prob": row.log_probs,
+            "episode_id": episode.episode_id,
+            "speaker": speaker,
+            "turn_id": row.turn_ids,
+            "env_reward": row.rewards,
+            "conversation": conversation,
+        }
+        for name, value in values.items():
+            columns[name].append(value)
+    return make_rows(columns)
+
+
+def _spoken(
+    plan: InteractionPlan, policy: int, played: list[Played]
+) -> Iterator[tuple[Episode, int, int, int, Row]]:
+    """The rows of a policy: episode, place of the speaker among those of the policy, speaker, number, row."""
+    speakers = [stage.agent for stage in plan.stages if stage.policy == policy]
     for one in played:
-        episode = one.episode
-        conversation = episode.conversation()
         for position, speaker in enumerate(speakers):
             context = one.contexts.get(speaker)
             for number, row in enumerate(context.rows) if context else ():
-                values = {
-                    "row_id": (episode.episode_id * len(speakers) + position) * plan.most_turns + number,
-                    "group_id": episode.group_id,
-                    "sample_index": samples[sources[episode.group_id]],
-                    "prompt_ids": row.prompt_ids,
-                    "prompt_length": len(row.prompt_ids),
-                    "raw_prompt": row.messages,
-                    "data_source": episode.task["data_source"],
-                    "ground_truth": episode.task["ground_truth"],
-                    "extra_info": {
-                        **(episode.task["extra_info"] or {}),
-                        "agent": speaker,
-                        "episode_id": episode.episode_id,
-                        "conversation": conversation,
-                        "ended": episode.ended,
-                    },
-                    "response_ids": row.ids,
-                    "response_length": len(row.ids),
-                    "response_mask": row.assistant_mask,
-                    "finish_reason": FINISH_STOP if row.finish_reason == "stop" else FINISH_LENGTH,
-                    "weight_version": row.versions,
-                    "rollout_log_prob": row.log_probs,
-                    "episode_id": episode.episode_id,
-                    "speaker": speaker,
-                    "turn_id": row.turn_ids,
-                    "env_reward": row.rewards,
-                    "conversation": conversation,
-                }
-                for name, value in values.items():
-                    columns[name].append(value)
-    return make_rows(columns)
+                yield one.episode, position, speaker, number, row
 
 
 def report_episodes(

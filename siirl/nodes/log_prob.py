@@ -3,23 +3,25 @@
 import torch
 from tensordict import TensorDict
 
-from siirl.dag.fields_read import reads_prob_square, uses_full_kl
+from siirl.dag.fields_read import Names, experts_by, reads_prob_square, uses_full_kl
 from siirl.data.rows import take_rows
-from siirl.engines.train.base import TrainEngine
+from siirl.engines.train.base import EXPERTS, TrainEngine
 from siirl.nodes.context import OpContext
 from siirl.nodes.mini_batches import policy_mini_batches
 
 
 def old_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
     """old_log_prob [B, T] by the policy's current weights; old_entropy if the loss picks tokens by it,
-    old_prob_square if advantages are computed from it.
+    old_prob_square if advantages are computed from it, EXPERT_FIELDS if the update takes them.
 
     Collective over the model's ranks.
     """
     picks_by_entropy = ctx.cfg.actor_rollout_ref.actor.picks_by_entropy
     entropy = {"entropy": "old_entropy"} if picks_by_entropy else {}
     square = {"prob_square": "old_prob_square"} if reads_prob_square(ctx.cfg) else {}
-    return _forward(ctx, rows, engine, {"log_prob": "old_log_prob", **entropy, **square})
+    return _forward(
+        ctx, rows, engine, {"log_prob": "old_log_prob", **entropy, **square}, experts_by(ctx.cfg, "R2")
+    )
 
 
 def later_old_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
@@ -44,8 +46,12 @@ def reference_log_prob(ctx: OpContext, rows: TensorDict, engine: TrainEngine) ->
     return _forward(ctx, rows, engine, {"log_prob": "ref_log_prob", **hidden})
 
 
-def _forward(ctx: OpContext, rows: TensorDict, engine: TrainEngine, fields: dict[str, str]) -> TensorDict:
-    """Outputs of the model under the names of fields."""
-    out = engine.compute(rows, tuple(fields), ctx.cfg.actor_rollout_ref.rollout.trained_temperature)
+def _forward(
+    ctx: OpContext, rows: TensorDict, engine: TrainEngine, fields: dict[str, str], experts: Names = ()
+) -> TensorDict:
+    """Outputs of the model under the names of fields, and the experts that computed them."""
+    outputs = (*fields, EXPERTS) if experts else tuple(fields)
+    out = engine.compute(rows, outputs, ctx.cfg.actor_rollout_ref.rollout.trained_temperature)
     ctx.metrics.sum("flops/forward", engine.flops(rows, backward=False))
-    return TensorDict({field: out[name] for name, field in fields.items()}, batch_size=rows.batch_size)
+    found = {field: out[name] for name, field in fields.items()} | {name: out[name] for name in experts}
+    return TensorDict(found, batch_size=rows.batch_size)

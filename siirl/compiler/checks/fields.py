@@ -341,6 +341,10 @@ _WRITERS = (
         "ref_hidden": "a node with node_type MODEL_TRAIN, node_role REFERENCE",
         "old_log_prob": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
         "old_prob_square": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
+        "prompt_experts": (
+            "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true (R2), or set "
+            "actor.router_replay.mode=R3 for the rollout, too"
+        ),
         "old_entropy": "a node with node_type MODEL_TRAIN, node_role ACTOR, only_forward_compute: true",
         "score": "a node with node_type COMPUTE, node_role REWARD",
         "advantage": "a node with node_type COMPUTE, node_role ADVANTAGE",

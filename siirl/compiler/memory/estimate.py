@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from siirl.compiler.plan import ModelPlan
+from siirl.compiler.router_choices import RouterChoices
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.common import ModelConfig
@@ -226,6 +227,7 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
         lines
         + full_kl_lines(model, cfg, shape, rows_per_shard, compute)
         + teacher_lines(model, cfg, shape, rows_per_shard)
+        + expert_lines(model, cfg, shape, rows_per_shard)
     )
 
 
@@ -324,6 +326,16 @@ def teacher_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_sha
     tokens = min(tokens, micro_batch_tokens(model, cfg, trains=True))
     computed = tokens * (each + width * 3 * BYTES["float32"])
     return [waiting, MemoryLine(model.name, "distributions", computed)]
+
+
+def expert_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
+    """The experts that tokens were computed by, of all rows of a rank, on the host until the update."""
+    actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
+    if actor.router_replay.mode == "disabled" or not (model.is_policy and model.trains):
+        return []
+    choices = RouterChoices(shape.moe_layers, shape.top_k, shape.experts)
+    tokens = rows_per_shard * (rollout.prompt_length + rollout.response_length)
+    return [MemoryLine(model.name, "chosen experts", tokens * choices.token_bytes, (), host=True)]
 
 
 def distribution_bytes(top_k: int, vocabulary: int) -> int:

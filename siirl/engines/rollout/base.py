@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from siirl.data.chosen_experts import longer
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError, RolloutError
 from siirl.observe.metrics import Metrics
 
@@ -70,6 +71,9 @@ class Completion:
 
     versions: list[int] = field(default_factory=list)
     """Of the weights that sampled each token, where they were not the same for all."""
+    experts: bytes | None = None
+    """Of each token of prompt and response but the last, which nothing read: what it was computed by, layer
+    by layer, int16. None where actor.router_replay does not ask for it."""
 
     @property
     def token_versions(self) -> list[int]:
@@ -343,9 +347,11 @@ class Unfinished:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: bytes | None = None
 
     def extend(self, part: Completion) -> None:
         """Add what was sampled of it."""
+        self.experts = longer(self.experts, part.experts)
         self.token_ids += part.token_ids
         self.log_probs += part.log_probs
         self.versions += part.token_versions
@@ -367,7 +373,7 @@ class Unfinished:
         """What there is of it. version: of the engine's weights, where no token says more."""
         oldest = min(self.versions, default=version)
         mixed = self.versions if len(set(self.versions)) > 1 else []
-        return Completion(self.token_ids, self.log_probs, reason, oldest, mixed)
+        return Completion(self.token_ids, self.log_probs, reason, oldest, mixed, self.experts)
 
 
 class WaveStream(RolloutStream):

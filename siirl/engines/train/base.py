@@ -6,6 +6,8 @@ before the token, D numbers in the type that the model computes in) and, from ro
 (the KL over the whole vocabulary from the model as it was built; config asks for it), and "top_log_prob",
 log-probs [B, T, K] of the rows' top_ids, or without these of the K likeliest words, which "top_ids" are, or
 of all words, in order, as config has it;
+of a mixture of experts whose actor has router_replay also "experts", without gradient: the columns
+EXPERT_FIELDS, which tokens were computed by, and which rows with such columns are computed by;
 "value" gives "value", the estimate of the return from the state before the token; "score", and of a model in
 training "trained_score", give "score", what a reward model says of the conversation before the token.
 
@@ -24,6 +26,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.observe.metrics import Metrics
+
+EXPERTS = "experts"
+"""The output that is the columns EXPERT_FIELDS."""
 
 
 @dataclass(frozen=True)

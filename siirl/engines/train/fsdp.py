@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
+from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
-from siirl.engines.train.base import BatchCounts, LossFn
+from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.frozen_base import FrozenBase
 from siirl.engines.train.fsdp_model import build_sharded, compute_dtype, fsdp_modules, is_small, mesh_of
 from siirl.engines.train.fsdp_state import (
@@ -44,6 +45,7 @@ from siirl.engines.train.packing import (
 )
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.router_loss import RouterLoss
+from siirl.engines.train.router_replay import RouterReplay, put_experts
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import CheckpointError
@@ -89,11 +91,14 @@ class FSDPEngine(SteppingEngine):
         self._base.onload(self.name)
         self._accumulates_locally = plan.dims.dp_shard == 1 or is_small(self._model)
         self._router_loss = RouterLoss(self._model.hf, settings.router_loss) if settings.router_loss else None
+        self._replay = RouterReplay(self._model.hf) if settings.replays_routers else None
         self._optimizer = make_adamw(self._trained(), settings.optim) if settings.optim else None
 
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
-        """Outputs of the head for response tokens, [B, T] float32, where `rows` are; no gradient."""
+        """See TrainEngine; columns lie where `rows` are."""
         self._require_on_device("params")
+        sees = EXPERTS in outputs
+        outputs = tuple(name for name in outputs if name != EXPERTS)
         self._check_outputs(outputs)
         home = rows["response_ids"].device
         dtype, top_k = compute_dtype(self._settings), self._settings.top_k
@@ -101,17 +106,28 @@ class FSDPEngine(SteppingEngine):
             self._hidden_size, dtype, top_k, self._model.hf.config.get_text_config().vocab_size
         )
         columns = new_columns(rows, outputs, vectors, home)
+        experts = no_experts(rows, self._replay.choices) if sees else {}
         shares = self._shares_prompts(rows)
         self._model.eval()
         with torch.no_grad():
             for index in self._split(rows, self._settings.forward_limit):
                 with phase("micro_batch"):
                     batch = self._packed(take_rows(rows, index), shares)
-                    for name, value_BT in run_packed(self._model, batch, temperature, outputs).items():
+                    for name, value_BT in self._run_packed(batch, temperature, outputs).items():
                         columns[name][index] = value_BT.to(home)
+                    if sees:
+                        put_experts(experts, index, batch, self._replay.seen())
         for module in fsdp_modules(self._model):
             module.reshard()  # weights that stayed gathered would miss what the next step or load changes
-        return TensorDict(columns, batch_size=rows.batch_size)
+        return TensorDict(columns | experts, batch_size=rows.batch_size)
+
+    def _run_packed(
+        self, batch: PackedBatch, temperature: float, outputs: tuple[str, ...]
+    ) -> dict[str, Tensor]:
+        """run_packed, by the experts that the batch names; they hold in its backward pass, too."""
+        if self._replay:
+            self._replay.give(batch.experts)
+        return run_packed(self._model, batch, temperature, outputs)
 
     def _train(
         self,
@@ -147,7 +163,7 @@ class FSDPEngine(SteppingEngine):
     ) -> tuple[dict[str, Tensor], Tensor | float]:
         """Columns of a micro-batch, and its share of the routers' loss."""
         if not self._router_loss:
-            return run_packed(self._model, batch, temperature, outputs), 0.0
+            return self._run_packed(batch, temperature, outputs), 0.0
         if not batch.is_dummy:
             self._router_loss.begin()
         columns = run_packed(self._model, batch, temperature, outputs)

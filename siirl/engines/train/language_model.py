@@ -17,15 +17,13 @@ from siirl.algorithms.top_log_probs import linear_log_probs_of, linear_top_log_p
 from siirl.compiler.memory.estimate import LOGITS_CHUNK
 from siirl.compiler.model_types import EXPERTS
 from siirl.compiler.plan import Head
+from siirl.compiler.router_choices import TOP_K
 from siirl.config.teacher import WHOLE
 from siirl.engines.train.kept_logits import kept_logits_bytes
 from siirl.engines.train.packed_images import PackedImages
 from siirl.engines.train.packing import PackedBatch
 from siirl.engines.train.sequence_bounds import SequenceBounds
 from siirl.engines.train.vision import see, tower_of
-
-TOP_K = ("num_experts_per_tok", "moe_topk")
-"""What a config.json calls the experts of a token."""
 
 
 class PackedModel(nn.Module, ABC):

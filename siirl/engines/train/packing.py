@@ -24,6 +24,7 @@ from siirl.engines.train.packed_images import (
 )
 from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
 from siirl.errors import ConfigError, DataError
+from siirl.types import EXPERT_FIELDS
 
 PAIRS = "pair_id"
 LEAST_SAVING = 0.1
@@ -268,6 +269,11 @@ class PackedBatch:
     """[M, K], likewise."""
     images: PackedImages | None = None
     """Of a vision model."""
+    experts: Tensor | None = None
+    """[N, W], of the rows' fields EXPERT_FIELDS, if they have them."""
+    places: tuple[Tensor, Tensor] | None = None
+    """Of each packed token its row, and its column in prompt and response together, int64 [N]; None of a
+    dummy."""
 
     def to_cells(self, value_M: Tensor) -> Tensor:
         """Values of response tokens in their places, [B, T], zero elsewhere; differentiable.
@@ -341,7 +347,16 @@ def pack_rows(
         is_dummy=False,
         **{name: value_BTX[answered_BT].to(device) for name, value_BTX in given.items()},
         images=images,
+        experts=_experts(rows, row_N, column_N, device),
+        places=(row_N, column_N),
     )
+
+
+def _experts(rows: TensorDict, row_N: Tensor, column_N: Tensor, device: torch.device) -> Tensor | None:
+    """Those of each packed token, if the rows name some."""
+    if EXPERT_FIELDS[0] not in rows.keys():
+        return None
+    return torch.cat([rows[name] for name in EXPERT_FIELDS], dim=1)[row_N, column_N].to(device)
 
 
 @dataclass

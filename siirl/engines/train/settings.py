@@ -31,6 +31,8 @@ class EngineSettings:
     """Largest norm of a gradient."""
     router_loss: float
     """What the load-balancing loss of experts weighs (fsdp)."""
+    replays_routers: bool
+    """Its routers are seen, or take experts that are given."""
     grad_offload: bool
     """Gradients stay in host memory (fsdp)."""
     seed: int
@@ -65,6 +67,7 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
         optim=trainer.optim if plan.trains else None,
         grad_clip=trainer.grad_clip,
         router_loss=trainer.fsdp_config.moe_aux_loss_coeff if plan.trains else 0.0,
+        replays_routers=plan.is_policy and cfg.actor_rollout_ref.actor.router_replay.mode != "disabled",
         grad_offload=plan.is_policy and cfg.actor_rollout_ref.actor.grad_offload,
         seed=cfg.trainer.seed,
         response_width=cfg.data.max_response_length,

@@ -5,7 +5,7 @@ batch when that pays. Shapes: D distinct prompts, B samples, S positions, T resp
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ class Samples:
     length_B: Tensor
     stopped_B: Tensor
     """Whether the row ended with a stop token."""
+    experts_B: list[Tensor]
+    """Of each row, what all its tokens but the last were computed by, int16 [N, W]; or nothing."""
 
 
 @dataclass
@@ -82,7 +84,7 @@ def decode(
     length_D = torch.tensor([len(prompt.ids) for prompt in prompts])
     count_D = torch.tensor(counts)
     with phase("prefill", prompts=len(prompts), tokens=int(length_D.sum())):
-        logits_BV, run = _prefill(reader, prompts, length_D, count_D, params.max_tokens)
+        logits_BV, run, experts_D = _prefill(reader, prompts, length_D, count_D, params.max_tokens)
     uniform_TB = torch.from_numpy(uniforms(seeds, params.max_tokens)).to(device)
     token_TB = torch.zeros(params.max_tokens, len(seeds), dtype=torch.int64, device=device)
     log_prob_TB = torch.zeros(params.max_tokens, len(seeds), device=device)
@@ -92,6 +94,7 @@ def decode(
     limit_B = torch.full((len(seeds),), params.max_tokens) if limits is None else torch.tensor(limits)
     limit_B = limit_B.to(device)
     told: set[int] = set()
+    replay, passes = reader.replay, []
     width, check_every = run.cache.get_seq_length(), CHECK_EVERY.get(device.type, 8)
 
     with phase("decode", rows=len(seeds)):
@@ -124,9 +127,12 @@ def decode(
                 use_cache=True,
                 logits_to_keep=1,
             ).logits[:, -1]
+            if replay is not None:
+                passes.append((run.row_B, replay.seen()))
             run.position_B += ~run.ended_B  # of a row that has ended it may be past the model's last
         note(steps=step + 1)
-    return _collect(token_TB.T.cpu(), log_prob_TB.T.cpu(), stops_V.cpu(), limit_B.cpu(), step + 1)
+    found = _collect(token_TB.T.cpu(), log_prob_TB.T.cpu(), stops_V.cpu(), limit_B.cpu(), step + 1)
+    return replace(found, experts_B=_experts(experts_D, count_D, passes, found.length_B)) if replay else found
 
 
 def _prefill(
@@ -135,22 +141,24 @@ def _prefill(
     length_D: Tensor,
     count_D: Tensor,
     max_tokens: int,
-) -> tuple[Tensor, _Running]:
-    """Read each prompt once; logits of the first response token and the cache, both repeated per sample."""
+) -> tuple[Tensor, _Running, list[Tensor]]:
+    """Read each prompt once; logits of the first response token and the cache, both repeated per sample, and
+    the experts of the prompts."""
     width = int(length_D.max())
     limit = width + max_tokens
-    logits_BV, position_B, blocks = reader.read(prompts, count_D)
+    logits_BV, position_B, blocks, experts_D = reader.read(prompts, count_D)
     device = logits_BV.device
     length_B = length_D.repeat_interleave(count_D)
     padded = bool((length_D < width).any())
     slot_S = torch.arange(limit)
-    return logits_BV, _Running(
+    running = _Running(
         cache=gather(blocks, limit),
         mask_BS=(slot_S >= width - length_B[:, None]).to(device) if padded else None,
         position_B=position_B,
         row_B=torch.arange(len(length_B), device=device),
         ended_B=torch.zeros(len(length_B), dtype=torch.bool, device=device),
     )
+    return logits_BV, running, experts_D
 
 
 def _collect(token_BT: Tensor, log_prob_BT: Tensor, stops_V: Tensor, limit_B: Tensor, steps: int) -> Samples:
@@ -159,4 +167,20 @@ def _collect(token_BT: Tensor, log_prob_BT: Tensor, stops_V: Tensor, limit_B: Te
     stop_BT = stops_V[token_BT] & (torch.arange(steps) < limit_B[:, None])
     stopped_B = stop_BT.any(1)
     length_B = torch.where(stopped_B, stop_BT.int().argmax(1) + 1, limit_B.clamp(max=steps))
-    return Samples(token_BT, log_prob_BT, length_B, stopped_B)
+    return Samples(token_BT, log_prob_BT, length_B, stopped_B, [])
+
+
+def _experts(
+    experts_D: Sequence[Tensor], count_D: Tensor, passes: Sequence[tuple[Tensor, Tensor]], length_B: Tensor
+) -> list[Tensor]:
+    """Of each row, those of its prompt and of the response tokens that were read.
+
+    passes: of each decode step, the rows that ran, and theirs.
+    """
+    parts = [[experts_D[prompt]] for prompt, count in enumerate(count_D.tolist()) for _ in range(count)]
+    read_B = (length_B - 1).tolist()
+    for step, (row_B, expert_BW) in enumerate(passes):
+        for row, expert_W in zip(row_B.tolist(), expert_BW.cpu(), strict=True):
+            if step < read_B[row]:
+                parts[row].append(expert_W[None])
+    return [torch.cat(part) for part in parts]

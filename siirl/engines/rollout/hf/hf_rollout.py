@@ -38,6 +38,7 @@ from siirl.engines.rollout.weight_loading import (
 from siirl.engines.train.frozen_base import use_base
 from siirl.engines.train.hf_model import attentions, load_hf_config, model_class
 from siirl.engines.train.lora import adapter_name, add_lora
+from siirl.engines.train.router_replay import RouterReplay
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError
 from siirl.parallel.process_groups import ProcessGroupManager
 
@@ -97,6 +98,8 @@ class HFRollout(RolloutEngine):
         positions = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
         vocab = self._model.get_input_embeddings().num_embeddings
+        replays = cfg.actor_rollout_ref.actor.router_replay.mode == "R3"
+        self._replay = RouterReplay(self._model) if replays else None
         self._limits = CallLimits(plan.name, vocab, max_context)
         self._specs, self._aliases = tensor_names(self._model)
         self._state: WeightState = "empty"
@@ -236,7 +239,7 @@ class HFRollout(RolloutEngine):
         prompts = Counter((row.prompt, row.images) for row in rows)
         return decode(
             self._model,
-            PromptReader(self._model, self._images, self._rollout.max_num_batched_tokens),
+            PromptReader(self._model, self._images, self._rollout.max_num_batched_tokens, self._replay),
             [Prompt(*prompt) for prompt in prompts],
             list(prompts.values()),
             [row.seed for row in rows],
@@ -247,15 +250,17 @@ class HFRollout(RolloutEngine):
 
     def _completions(self, samples: Samples, limits: Sequence[int]) -> list[Completion]:
         columns = (samples.token_BT, samples.log_prob_BT, samples.length_B, samples.stopped_B)
+        experts = [one.numpy().tobytes() for one in samples.experts_B] or [None] * len(limits)
         return [
             Completion(
                 ids[:length],
                 log_probs[:length],
                 "stop" if stopped else "length" if length == limit else PAUSED,
                 self.weight_version,
+                experts=chosen,
             )
-            for ids, log_probs, length, stopped, limit in zip(
-                *(column.tolist() for column in columns), limits, strict=True
+            for ids, log_probs, length, stopped, limit, chosen in zip(
+                *(column.tolist() for column in columns), limits, experts, strict=True
             )
         ]
 

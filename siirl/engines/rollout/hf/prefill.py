@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.hf.kv_cache import Block, new_cache
+from siirl.engines.train.router_replay import RouterReplay
 from siirl.engines.train.vision import see
 
 
@@ -24,6 +25,18 @@ class Prompt(NamedTuple):
     """In base64, in the order of their tokens."""
 
 
+class Read(NamedTuple):
+    """What there is after prompts."""
+
+    logits_BV: Tensor
+    position_B: Tensor
+    """Of the token after each."""
+    blocks: list[Block]
+    """The caches of their tokens."""
+    experts_D: list[Tensor]
+    """What the tokens of each distinct prompt were computed by, [P, W] on the host, or nothing."""
+
+
 @dataclass(frozen=True)
 class PromptReader:
     """A model that reads prompts."""
@@ -33,19 +46,29 @@ class PromptReader:
     """Of a vision model."""
     prefill_tokens: int
     """Bounds the padded tokens of one forward (at least one prompt goes through)."""
+    replay: RouterReplay | None = None
+    """Sees the experts that tokens are computed by."""
 
-    def read(self, prompts: Sequence[Prompt], count_D: Tensor) -> tuple[Tensor, Tensor, list[Block]]:
-        """Logits after each prompt, [B, V], the position of the token after it, [B], and the caches of its
-        tokens; all count_D[d] times for prompts[d]. The cost is that of D prompts. No communication.
+    def read(self, prompts: Sequence[Prompt], count_D: Tensor) -> "Read":
+        """What there is after each prompt, count_D[d] times for prompts[d], at the cost of D prompts. No
+        communication.
         """
-        blocks, logits, positions = [], [], []
+        blocks, logits, positions, experts = [], [], [], []
         for part in _parts([len(prompt.ids) for prompt in prompts], self.prefill_tokens):
             cache, last_logits, next_D = self._read(prompts[part])
             rows = torch.arange(len(last_logits)).repeat_interleave(count_D[part]).to(last_logits.device)
             blocks.append(Block(cache, rows))
             logits.append(last_logits.index_select(0, rows))
             positions.append(next_D.index_select(0, rows))
-        return torch.cat(logits), torch.cat(positions), blocks
+            experts += self._experts(prompts[part])
+        return Read(torch.cat(logits), torch.cat(positions), blocks, experts)
+
+    def _experts(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """Of each prompt that was read last, those of its tokens; empty where nobody sees them."""
+        if self.replay is None:
+            return []
+        expert_DPW = self.replay.seen().unflatten(0, (len(prompts), -1)).cpu()
+        return [expert_PW[-len(prompt.ids) :] for prompt, expert_PW in zip(prompts, expert_DPW, strict=True)]
 
     def _read(self, prompts: Sequence[Prompt]) -> tuple[Cache, Tensor, Tensor]:
         """One prefill forward of left-padded prompts.

@@ -1,0 +1,65 @@
+"""Where experts that were chosen once are used again (actor.router_replay), and where not yet. Pure."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from siirl.compiler.resolved_node import ResolvedNode
+from siirl.compiler.router_choices import REPLAYED, read_router_choices
+from siirl.compiler.workflow import Workflow
+from siirl.errors import NotSupportedError, UserError
+
+RECORDING = ("hf",)
+"""Rollouts that say which experts computed a token."""
+OFF = "Set actor_rollout_ref.actor.router_replay.mode=disabled"
+
+
+def check_router_replay(kept: Workflow) -> Iterator[UserError]:
+    """The policy's experts can be replayed, and its rollout says which they are."""
+    for node in kept.nodes.values():
+        actor = node.cfg.actor_rollout_ref.actor
+        mode = f"not supported yet: {node}: actor.router_replay.mode={actor.router_replay.mode}"
+        if actor.router_replay.mode == "disabled":
+            continue
+        problem = ""
+        if node.op.trains_policy:
+            problem = _of_a_trainer(node)
+        elif node.op.is_rollout and actor.router_replay.mode == "R3":
+            problem = _of_a_rollout(node, kept)
+        if problem:
+            yield NotSupportedError(f"{mode} {problem}")
+
+
+def _of_a_trainer(node: ResolvedNode) -> str:
+    actor, model = node.cfg.actor_rollout_ref.actor, node.cfg.actor_rollout_ref.model
+    if actor.strategy != "fsdp":
+        return f"with actor.strategy={actor.strategy}. {OFF}, or actor.strategy=fsdp."
+    try:
+        choices, kind = read_router_choices(model), _model_type(model.path)
+    except (OSError, ValueError, KeyError):
+        return ""  # said by others
+    if choices is None:
+        return f"for a {kind} without experts, or with other numbers of them in each layer. {OFF}."
+    if kind not in REPLAYED:
+        return f"for a {kind}, whose router was not seen to take given experts. {OFF}."
+    return ""
+
+
+def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> str:
+    rollout = node.cfg.actor_rollout_ref.rollout
+    if rollout.name not in RECORDING:
+        return (
+            f"with rollout.name={rollout.name}, which does not say which experts computed a token. {OFF}, or "
+            f"rollout.name={' or '.join(RECORDING)}."
+        )
+    if rollout.max_lag:
+        return (
+            f"with rollout.max_lag={rollout.max_lag}: what is kept of responses that go on has no experts. "
+            f"{OFF}, or rollout.max_lag=0."
+        )
+    return ""
+
+
+def _model_type(path: str) -> str:
+    text = (Path(path).expanduser() / "config.json").read_text(encoding="utf-8")
+    return str(json.loads(text).get("model_type"))

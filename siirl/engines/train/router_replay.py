@@ -1,0 +1,95 @@
+"""The experts that tokens are computed by: seen, or given in place of those that a router would choose.
+
+A router takes the likeliest experts of a token by one call of topk; the weights of these follow from what it
+ranked. Given experts take the place of that call's result, so their weights, and the gradient of the router,
+are those of the model as it is now. Legend: N tokens, K experts of each, L layers, W = L K.
+Sources: Zheng et al., "Group sequence policy optimization" (2025), section 5.3, and "Stabilizing
+reinforcement learning with LLMs" (2025), for those of the trainer's own pass; Ma et al., "Stabilizing MoE
+reinforcement learning by aligning training and inference routers" (2025), for those of the rollout engine.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from siirl.compiler.router_choices import router_choices
+from siirl.engines.train.packing import PackedBatch
+from siirl.errors import NotSupportedError
+
+
+class RouterReplay:
+    """The routers of a model; nothing communicates."""
+
+    def __init__(self, hf: PreTrainedModel):
+        recorder = (hf._can_record_outputs or {}).get("router_logits")
+        if recorder is None:
+            raise NotSupportedError(
+                f"not supported yet: router_replay for a {type(hf).__name__}, which does not say what its "
+                "routers are (router_logits in _can_record_outputs). Set router_replay.mode=disabled."
+            )
+        self.choices = router_choices(hf.config.get_text_config().to_dict())
+        """How many there are."""
+        routers = [module for module in hf.modules() if isinstance(module, recorder.target_class)]
+        assert self.choices is not None and self.choices.layers == len(routers), "other routers than it says"
+        self._given: tuple[Tensor, ...] | None = None
+        self._seen: list[Tensor | None] = [None] * len(routers)
+        for layer, router in enumerate(routers):
+            router.forward = functools.partial(self._route, layer, router.forward)
+
+    def give(self, expert_NW: Tensor | None) -> None:
+        """The experts of the tokens of the passes that follow, until others are given; -1: the router's own.
+
+        None: the router's own for all.
+        """
+        self._given = None if expert_NW is None else expert_NW.long().chunk(len(self._seen), dim=1)
+
+    def seen(self) -> Tensor:
+        """Those of the last pass, int16 [N, W]."""
+        return torch.cat([one_NK.short() for one_NK in self._seen if one_NK is not None], dim=1)
+
+    def _route(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        choice = _Choice(None if self._given is None else self._given[layer])
+        with choice:
+            found = forward(*args, **kwargs)
+        self._seen[layer] = choice.expert_NK
+        return found
+
+
+class _Choice(TorchFunctionMode):
+    """Inside of it, topk takes what is given."""
+
+    def __init__(self, given_NK: Tensor | None):
+        super().__init__()
+        self.expert_NK: Tensor | None = None
+        self._given_NK = given_NK
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return found
+        assert self.expert_NK is None, "a router that chooses in several steps"
+        value_NK, own_NK = found
+        if self._given_NK is not None:
+            own_NK = torch.where(self._given_NK < 0, own_NK, self._given_NK)
+            value_NK = args[0].gather(-1, own_NK)
+        self.expert_NK = own_NK
+        return value_NK, own_NK
+
+
+def put_experts(columns: dict[str, Tensor], index: list[int], batch: PackedBatch, expert_NW: Tensor) -> None:
+    """Write those of a packed micro-batch to EXPERT_FIELDS of its rows, the ones at `index`."""
+    if batch.places is None:
+        return
+    row_N, column_N = (place_N.cpu() for place_N in batch.places)
+    row_N, expert_NW = torch.tensor(index)[row_N], expert_NW.cpu()
+    first = 0
+    for column_BCW in columns.values():
+        last = first + column_BCW.shape[1]
+        here_N = (column_N >= first) & (column_N < last)
+        column_BCW[row_N[here_N], column_N[here_N] - first] = expert_NW[here_N].to(column_BCW.dtype)
+        first = last

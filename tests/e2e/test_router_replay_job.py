@@ -1,0 +1,76 @@
+"""The main job trains a mixture of experts by the experts that were chosen before: R3, and R2."""
+
+from pathlib import Path
+
+import pytest
+from fixtures_tiny import make_tiny_model_dir
+from job_harness import Inputs, overrides, run_job
+
+HERE = Path(__file__).parent
+ACTOR = "actor_rollout_ref.actor"
+R2, R3 = (f"{ACTOR}.router_replay.mode={mode}" for mode in ("R2", "R3"))
+TALK = "dependencies: [solver], config: {model.path: MODEL_B}}"
+BACK = "dependencies: [solver], config: {model.path: MODEL_B}, loop: {to: solver, max_turns: 2}}"
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Inputs:
+    made = Inputs.make(tmp_path_factory.mktemp("inputs"))
+    sizes = {"tie": False, "init_std": 0.2, "head_dim": 32, "layers": 3, "experts": 16, "mlp": 48}
+    make_tiny_model_dir(made.model, "qwen3_moe", **sizes)
+    return made
+
+
+def arguments_of_two_agents(inputs: Inputs, folder: Path, other: Path, *more: str) -> list[str]:
+    """Two that speak twice, each with its own mixture of experts."""
+    text = (HERE / "solver_verifier.yaml").read_text()
+    assert TALK in text
+    (folder / "dag.yaml").write_text(text.replace(TALK, BACK).replace("MODEL_B", str(other)))
+    return overrides(
+        inputs,
+        folder / "out",
+        f"dag.workflow_path={folder / 'dag.yaml'}",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=96",
+        "data.max_response_length=96",
+        "actor_rollout_ref.rollout.agent.max_turn_tokens=5",
+        f"{ACTOR}.ppo_mini_batch_size=2",
+        "trainer.total_training_steps=2",
+        *more,
+    )
+
+
+def test_turns_are_trained_by_the_experts_that_sampled_them(inputs, tmp_path):
+    """In fp32 trainer and engine choose alike: an expert given to the wrong token or layer would be seen."""
+    other = make_tiny_model_dir(tmp_path / "other", "mixtral", tie=False, init_std=0.2, seed=5)
+    finished = run_job(2, arguments_of_two_agents(inputs, tmp_path, other, R3))
+    for agent in (0, 1):
+        assert len(finished.values(f"agent_{agent}/actor/grad_norm")) == 2
+        assert min(finished.values(f"agent_{agent}/actor/grad_norm")) > 0
+        assert max(finished.values(f"agent_{agent}/actor/rollout_log_prob_diff_max")) < 1e-3
+    assert finished.values("agent_0/interaction/turns") == [4, 4]
+
+
+BF16 = ("actor_rollout_ref.rollout.dtype=bfloat16", "trainer.total_training_steps=1")
+
+
+@pytest.mark.slow
+def test_trainer_and_rollout_in_bf16_are_closer_by_the_same_experts(inputs, tmp_path):
+    distances = {}
+    for mode, keys in (("disabled", ()), ("R3", (R3,))):
+        finished = run_job(2, overrides(inputs, tmp_path / mode, *BF16, *keys))
+        (distances[mode],) = finished.values("actor/rollout_log_prob_diff_max")
+    assert distances["R3"] < distances["disabled"] / 3
+
+
+@pytest.mark.slow
+def test_the_update_uses_the_experts_of_the_pass_before_it(inputs, tmp_path):
+    """The first optimizer step of a step is as without; the later ones differ, as routers have moved."""
+    steps = ("trainer.total_training_steps=1", f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.use_kl_loss=True")
+    without = run_job(2, overrides(inputs, tmp_path / "without", *steps))
+    replayed = run_job(2, overrides(inputs, tmp_path / "replayed", *steps, R2))
+    assert replayed.values("actor/rollout_log_prob_diff_max")[0] < 1e-3
+    assert replayed.values("reward/score") == without.values("reward/score")
+    (ours,), (theirs,) = replayed.values("actor/loss"), without.values("actor/loss")
+    assert ours != pytest.approx(theirs, rel=1e-6)
+    assert ours == pytest.approx(theirs, rel=0.5, abs=0.05)
