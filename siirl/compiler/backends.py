@@ -13,6 +13,7 @@ from siirl.compiler.memory.estimate import (
     BYTES,
     MemoryLine,
     ModelShape,
+    expert_lines,
     fsdp_lines,
     full_kl_lines,
     head_lines,
@@ -218,7 +219,8 @@ def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int)
         head=head_lines(model, cfg, words, shape.hidden, width) if model.head == "lm" else (),
     )
     full_kl = full_kl_lines(model, cfg, shape, rows, width)
-    return megatron_lines(model, shape, settings) + full_kl + teacher_lines(model, cfg, shape, rows)
+    experts = expert_lines(model, cfg, shape, rows)
+    return megatron_lines(model, shape, settings) + full_kl + teacher_lines(model, cfg, shape, rows) + experts
 
 
 def _optimizer_options(group: TrainedConfig | RefConfig | TeacherConfig) -> dict[str, Any]:

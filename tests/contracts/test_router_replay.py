@@ -1,5 +1,8 @@
 """Experts that were chosen once are used again: against a replay by hand in plain Hugging Face."""
 
+import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from siirl.data.chosen_experts import expert_columns, longer
 from siirl.data.rows import make_rows, take_rows
 from siirl.types import EXPERT_FIELDS
 
-R2, R3 = (f"actor_rollout_ref.actor.router_replay.mode={mode}" for mode in ("R2", "R3"))
+ACTOR = "actor_rollout_ref.actor"
+R2, R3 = (f"{ACTOR}.router_replay.mode={mode}" for mode in ("R2", "R3"))
 SOME = ("qwen3_moe", "granitemoe")
 ON_DISK = ("qwen3_moe", "mixtral")
 """Whose gradients are compared tensor by tensor; of the others by their norm."""
@@ -48,7 +52,7 @@ def replayed_by_hand(folder: Path, rows: TensorDict, experts: list[bytes]) -> tu
     recorder = model._can_record_outputs["router_logits"]
     routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
 
-    def replace(layer: int, router: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def given_instead(layer: int, router: Any, _: Any, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         logits_NE = found[recorder.index].float()
         chosen_NK = given[0].view(-1, choices.layers, choices.top_k)[:, layer]
         own_NK = logits_NE[len(chosen_NK) :].topk(choices.top_k).indices  # of the last token: nobody reads it
@@ -62,7 +66,7 @@ def replayed_by_hand(folder: Path, rows: TensorDict, experts: list[bytes]) -> tu
         return found[0], weight_NK, chosen_NK
 
     for layer, router in enumerate(routers):
-        router.register_forward_hook(lambda module, _, found, layer=layer: replace(layer, module, found))
+        router.register_forward_hook(partial(given_instead, layer))
     log_prob_BT, entropy_BT = (torch.zeros(len(rows), cases.WIDTH) for _ in range(2))
     for row, said in enumerate(experts):
         if (num := int(rows["response_length"][row])) > 0:
@@ -71,18 +75,27 @@ def replayed_by_hand(folder: Path, rows: TensorDict, experts: list[bytes]) -> tu
     return model, log_prob_BT, entropy_BT
 
 
-def replays(rank: int, world: int, folder: Path, kinds: list[str]) -> dict[str, str]:
-    """Model type -> what is wrong with how the engine computes with given experts."""
-    return {kind: problem for kind in kinds if (problem := wrong(rank, world, folder / kind, kind))}
+def replays(
+    rank: int, world: int, folder: Path, kinds: list[str], scenarios: list[Scenario]
+) -> dict[str, str]:
+    """Model type and scenario -> what is wrong with how the engine computes with given experts."""
+    return {
+        f"{kind} {scenario.name}": problem
+        for kind in kinds
+        for scenario in scenarios
+        if (problem := wrong(folder / kind, kind, scenario))
+    }
 
 
 def with_columns(rows: TensorDict, columns: dict[str, Tensor]) -> TensorDict:
     return TensorDict({name: rows.get(name) for name in rows.keys()} | columns, batch_size=rows.batch_size)
 
 
-def wrong(rank: int, world: int, folder: Path, kind: str) -> str:
-    engine, _ = cases.build_engine(Scenario("", world, overrides=(R2,)), folder)
-    mine, choices = cases.rows_of_rank(rank, world, "uneven"), engine._replay.choices
+def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
+    scenario = replace(scenario, overrides=(*scenario.overrides, R2))
+    engine, _ = cases.build_engine(scenario, folder)
+    mine = cases.rows_of_rank(engine.dp_rank, engine.dp_size, "uneven")
+    choices = router_choices(json.loads((folder / "config.json").read_text()))
     rows = cases.sample_rows(0)
     experts = drawn_experts(rows, choices)
     model, log_prob_BT, entropy_BT = replayed_by_hand(folder, rows, experts)
@@ -126,7 +139,39 @@ def wrong(rank: int, world: int, folder: Path, kind: str) -> str:
 def test_given_experts_compute_what_a_replay_by_hand_does(kinds, tmp_path):
     for kind in kinds:
         causal_lms.write_model(tmp_path / kind, causal_lms.tiny_config(kind))
-    assert run_workers(replays, 2, tmp_path, list(kinds), deadline_s=300) == [{}, {}]
+    found = run_workers(replays, 2, tmp_path, list(kinds), [Scenario("fsdp", 2)], deadline_s=300)
+    assert found == [{}, {}]
+
+
+def megatron(name: str, world: int = 4, *overrides: str, **sizes: int) -> Scenario:
+    one_row = (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",)
+    return Scenario(
+        name, world, "", strategy="megatron", sizes=tuple(sizes.items()), overrides=one_row + overrides
+    )
+
+
+SP = f"{ACTOR}.megatron.sequence_parallel=True"
+LAYOUTS = [
+    megatron("alone", 1),
+    megatron("ep 2, dp 2", 2, ep=2),
+    megatron("pp 2", 2, pp=2),
+    megatron("tp 2", 2, SP, tp=2),
+    megatron("cp 2", 2, cp=2),
+    megatron("tp 2, ep 2, pp 2", 4, SP, tp=2, ep=2, pp=2),
+    megatron("cp 2, pp 2, ep 2", 4, cp=2, pp=2, ep=2),
+]
+
+
+@pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_given_experts_compute_the_same_in_every_layout_of_megatron(world, tmp_path):
+    kinds = ["qwen3_moe"] if world == 1 else ["qwen3_moe", "mixtral"]
+    for kind in kinds:
+        own = {"num_hidden_layers": 4, "tie_word_embeddings": False, "sliding_window": None}
+        causal_lms.write_model(tmp_path / kind, causal_lms.tiny_config(kind, **own))
+    scenarios = [scenario for scenario in LAYOUTS if scenario.world == world]
+    assert run_workers(replays, world, tmp_path, kinds, scenarios, deadline_s=300) == [{}] * world
 
 
 def sampler(folder: Path) -> Any:

@@ -16,7 +16,7 @@ BACK = "dependencies: [solver], config: {model.path: MODEL_B}, loop: {to: solver
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory) -> Inputs:
     made = Inputs.make(tmp_path_factory.mktemp("inputs"))
-    sizes = {"tie": False, "init_std": 0.2, "head_dim": 32, "layers": 3, "experts": 16, "mlp": 48}
+    sizes = {"tie": False, "init_std": 0.2, "head_dim": 32, "layers": 4, "experts": 16, "mlp": 48}
     make_tiny_model_dir(made.model, "qwen3_moe", **sizes)
     return made
 
@@ -51,14 +51,17 @@ def test_turns_are_trained_by_the_experts_that_sampled_them(inputs, tmp_path):
     assert finished.values("agent_0/interaction/turns") == [4, 4]
 
 
+CUT = (f"{ACTOR}.megatron.pipeline_model_parallel_size=2", f"{ACTOR}.megatron.param_dtype=float32")
 BF16 = ("actor_rollout_ref.rollout.dtype=bfloat16", "trainer.total_training_steps=1")
 
 
 @pytest.mark.slow
-def test_trainer_and_rollout_in_bf16_are_closer_by_the_same_experts(inputs, tmp_path):
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron"])
+def test_trainer_and_rollout_in_bf16_are_closer_by_the_same_experts(inputs, tmp_path, strategy):
     distances = {}
+    trainer = (f"{ACTOR}.strategy={strategy}", *(CUT if strategy == "megatron" else ()))
     for mode, keys in (("disabled", ()), ("R3", (R3,))):
-        finished = run_job(2, overrides(inputs, tmp_path / mode, *BF16, *keys))
+        finished = run_job(2, overrides(inputs, tmp_path / mode, *BF16, *trainer, *keys))
         (distances[mode],) = finished.values("actor/rollout_log_prob_diff_max")
     assert distances["R3"] < distances["disabled"] / 3
 

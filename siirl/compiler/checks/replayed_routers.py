@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from siirl.compiler.checks.megatron_options import recomputation
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.router_choices import REPLAYED, read_router_choices
 from siirl.compiler.workflow import Workflow
@@ -32,8 +33,19 @@ def check_router_replay(kept: Workflow) -> Iterator[UserError]:
 
 def _of_a_trainer(node: ResolvedNode) -> str:
     actor, model = node.cfg.actor_rollout_ref.actor, node.cfg.actor_rollout_ref.model
-    if actor.strategy != "fsdp":
-        return f"with actor.strategy={actor.strategy}. {OFF}, or actor.strategy=fsdp."
+    if actor.strategy == "megatron":
+        options = actor.megatron.override_transformer_config
+        if options.get("moe_aux_loss_coeff"):
+            return (
+                f"with moe_aux_loss_coeff={options['moe_aux_loss_coeff']}: the loss balances what the router "
+                "would choose now, and it does not choose. Leave out one of them."
+            )
+        if {"moe", "mlp"} & {*(recomputation(options, False).get("recompute_modules") or ())}:
+            return (
+                "with experts that are computed again by themselves (moe_layer_recompute, recompute_modules), "
+                "which do not know of which micro-batch they are. Remove the option: whole layers are "
+                "computed again."
+            )
     try:
         choices, kind = read_router_choices(model), _model_type(model.path)
     except (OSError, ValueError, KeyError):

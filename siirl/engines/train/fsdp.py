@@ -91,7 +91,7 @@ class FSDPEngine(SteppingEngine):
         self._base.onload(self.name)
         self._accumulates_locally = plan.dims.dp_shard == 1 or is_small(self._model)
         self._router_loss = RouterLoss(self._model.hf, settings.router_loss) if settings.router_loss else None
-        self._replay = RouterReplay(self._model.hf) if settings.replays_routers else None
+        self._replay = RouterReplay.of_model(self._model.hf) if settings.replays_routers else None
         self._optimizer = make_adamw(self._trained(), settings.optim) if settings.optim else None
 
     def compute(self, rows: TensorDict, outputs: tuple[str, ...], temperature: float) -> TensorDict:
@@ -115,8 +115,8 @@ class FSDPEngine(SteppingEngine):
                     batch = self._packed(take_rows(rows, index), shares)
                     for name, value_BT in self._run_packed(batch, temperature, outputs).items():
                         columns[name][index] = value_BT.to(home)
-                    if sees:
-                        put_experts(experts, index, batch, self._replay.seen())
+                    if sees and batch.places is not None:
+                        put_experts(experts, index, batch.places, self._replay.seen())
         for module in fsdp_modules(self._model):
             module.reshard()  # weights that stayed gathered would miss what the next step or load changes
         return TensorDict(columns | experts, batch_size=rows.batch_size)

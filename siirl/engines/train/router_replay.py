@@ -9,53 +9,72 @@ reinforcement learning by aligning training and inference routers" (2025), for t
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from siirl.compiler.router_choices import router_choices
-from siirl.engines.train.packing import PackedBatch
+from siirl.compiler.router_choices import RouterChoices, router_choices
 from siirl.errors import NotSupportedError
 
 
 class RouterReplay:
-    """The routers of a model; nothing communicates."""
+    """The routers of a model, or of a part of it; nothing communicates."""
 
-    def __init__(self, hf: PreTrainedModel):
+    def __init__(self, routers: Sequence[nn.Module], choices: RouterChoices):
+        self.choices = choices
+        """How many there are."""
+        self._given: list[Tensor | None] = [None] * len(routers)
+        self._seen: list[Tensor | None] = [None] * len(routers)
+        for layer, router in enumerate(routers):
+            router.forward = functools.partial(self._route, layer, router.forward)
+
+    @classmethod
+    def of_model(cls, hf: PreTrainedModel) -> "RouterReplay":
+        """All routers of a model of transformers. NotSupportedError if it does not say what they are."""
         recorder = (hf._can_record_outputs or {}).get("router_logits")
-        if recorder is None:
+        choices = router_choices(hf.config.get_text_config().to_dict())
+        if recorder is None or choices is None:
             raise NotSupportedError(
                 f"not supported yet: router_replay for a {type(hf).__name__}, which does not say what its "
                 "routers are (router_logits in _can_record_outputs). Set router_replay.mode=disabled."
             )
-        self.choices = router_choices(hf.config.get_text_config().to_dict())
-        """How many there are."""
         routers = [module for module in hf.modules() if isinstance(module, recorder.target_class)]
-        assert self.choices is not None and self.choices.layers == len(routers), "other routers than it says"
-        self._given: tuple[Tensor, ...] | None = None
-        self._seen: list[Tensor | None] = [None] * len(routers)
-        for layer, router in enumerate(routers):
-            router.forward = functools.partial(self._route, layer, router.forward)
+        assert len(routers) == choices.layers, "other routers than config.json says"
+        return cls(routers, choices)
 
     def give(self, expert_NW: Tensor | None) -> None:
         """The experts of the tokens of the passes that follow, until others are given; -1: the router's own.
 
         None: the router's own for all.
         """
-        self._given = None if expert_NW is None else expert_NW.long().chunk(len(self._seen), dim=1)
+        parts = (
+            [None] * len(self._given) if expert_NW is None else expert_NW.long().chunk(len(self._given), 1)
+        )
+        self._given = list(parts)
+
+    def give_layer(self, layer: int, expert_NK: Tensor | None) -> None:
+        """The same of one router."""
+        self._given[layer] = expert_NK
 
     def seen(self) -> Tensor:
         """Those of the last pass, int16 [N, W]."""
-        return torch.cat([one_NK.short() for one_NK in self._seen if one_NK is not None], dim=1)
+        return torch.cat([self.seen_in_layer(layer) for layer in range(len(self._seen))], dim=1)
+
+    def seen_in_layer(self, layer: int) -> Tensor:
+        """The same of one router, [N, K]."""
+        seen_NK = self._seen[layer]
+        assert seen_NK is not None, "a router that nothing has passed"
+        return seen_NK.short()
 
     def _route(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        choice = _Choice(None if self._given is None else self._given[layer])
+        choice = _Choice(self._given[layer])
         with choice:
             found = forward(*args, **kwargs)
+        assert choice.expert_NK is not None, "a router that does not choose by topk"
         self._seen[layer] = choice.expert_NK
         return found
 
@@ -81,11 +100,15 @@ class _Choice(TorchFunctionMode):
         return value_NK, own_NK
 
 
-def put_experts(columns: dict[str, Tensor], index: list[int], batch: PackedBatch, expert_NW: Tensor) -> None:
-    """Write those of a packed micro-batch to EXPERT_FIELDS of its rows, the ones at `index`."""
-    if batch.places is None:
-        return
-    row_N, column_N = (place_N.cpu() for place_N in batch.places)
+def put_experts(
+    columns: dict[str, Tensor], index: list[int], places: tuple[Tensor, Tensor], expert_NW: Tensor
+) -> None:
+    """Write those of tokens to EXPERT_FIELDS of their rows.
+
+    index: the rows of the micro-batch. places: of each token its row there, and its column in prompt and
+    response together.
+    """
+    row_N, column_N = (place_N.cpu() for place_N in places)
     row_N, expert_NW = torch.tensor(index)[row_N], expert_NW.cpu()
     first = 0
     for column_BCW in columns.values():

@@ -32,7 +32,7 @@ class EngineSettings:
     router_loss: float
     """What the load-balancing loss of experts weighs (fsdp)."""
     replays_routers: bool
-    """Its routers are seen, or take experts that are given."""
+    """Its routers are seen, and take experts that are given."""
     grad_offload: bool
     """Gradients stay in host memory (fsdp)."""
     seed: int

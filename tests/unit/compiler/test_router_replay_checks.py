@@ -43,8 +43,9 @@ def fields_of(plan) -> tuple[set[str], set[str]]:
 
 def test_the_experts_of_the_rollout_reach_the_policy_and_no_other_model(tmp_path):
     several = (f"{ACTOR}.ppo_mini_batch_size=4", f"{ACTOR}.use_kl_loss=True")
-    reads, writes = fields_of(compiled(tmp_path, "qwen3_moe", R3, *several))
-    assert reads == {"actor_old_log_prob", "actor_train"} and writes == {"rollout_actor"}
+    for strategy in ("fsdp", "megatron"):
+        plan = compiled(tmp_path, "qwen3_moe", R3, *several, f"{ACTOR}.strategy={strategy}")
+        assert fields_of(plan) == ({"actor_old_log_prob", "actor_train"}, {"rollout_actor"})
     assert fields_of(compiled(tmp_path, "qwen3_moe", *several)) == (set(), set())
 
 
@@ -67,12 +68,24 @@ def test_the_estimate_has_the_experts_of_all_rows_of_a_rank(tmp_path):
     )
 
 
+MEGATRON = f"{ACTOR}.strategy=megatron"
+OPTIONS = f"{ACTOR}.megatron.override_transformer_config"
 RECORDED = (
     *(f"{ROLLOUT}.name=replay", f"{ROLLOUT}.replay_dir=/recorded"),
     *("trainer.val_before_train=false", "trainer.test_freq=-1"),
 )
 REFUSED = {
-    "megatron": ("qwen3_moe", (R3, f"{ACTOR}.strategy=megatron"), "strategy=megatron.*strategy=fsdp"),
+    "a loss of megatron's": (
+        "qwen3_moe",
+        (R3, MEGATRON, f"{OPTIONS}={{moe_aux_loss_coeff: 0.1}}"),
+        "moe_aux_loss_coeff=0.1: the loss balances",
+    ),
+    "experts computed again": (
+        "qwen3_moe",
+        (R3, MEGATRON, f"{OPTIONS}={{moe_layer_recompute: true}}"),
+        "which do not know of which micro-batch they are. Remove the option",
+    ),
+    "vllm": ("qwen3_moe", (R3, f"{ROLLOUT}.name=vllm"), "rollout.name=vllm, which does not.*rollout.name=hf"),
     "dense": ("qwen3", (R3, "actor_rollout_ref.model.override_config={num_experts: 0}"), "qwen3 without exp"),
     "another router": ("deepseek_v3", (R2,), "a deepseek_v3, whose router was not seen"),
     "replayed rollouts": ("qwen3_moe", (R3, *RECORDED), "rollout.name=replay, which does not"),

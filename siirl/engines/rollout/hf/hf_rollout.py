@@ -99,7 +99,7 @@ class HFRollout(RolloutEngine):
         max_context = min(n for n in (positions, self._rollout.max_model_len, 1 << 62) if n)
         vocab = self._model.get_input_embeddings().num_embeddings
         replays = cfg.actor_rollout_ref.actor.router_replay.mode == "R3"
-        self._replay = RouterReplay(self._model) if replays else None
+        self._replay = RouterReplay.of_model(self._model) if replays else None
         self._limits = CallLimits(plan.name, vocab, max_context)
         self._specs, self._aliases = tensor_names(self._model)
         self._state: WeightState = "empty"

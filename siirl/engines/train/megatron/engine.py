@@ -15,9 +15,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.compiler.plan import ModelPlan
+from siirl.compiler.router_choices import router_choices
 from siirl.config import Config
+from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
-from siirl.engines.train.base import BatchCounts, LossFn
+from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_head
 from siirl.engines.train.language_model import pass_flops
 from siirl.engines.train.megatron.adamw import StatePlace, state_place
@@ -29,6 +31,7 @@ from siirl.engines.train.megatron.options import ddp_config, optimizer_config, t
 from siirl.engines.train.megatron.pipeline import KnownShapes
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.sources import Fill, weight_source
+from siirl.engines.train.megatron.stage_routers import StageRouters
 from siirl.engines.train.megatron.state import (
     OwnedShards,
     live_pieces,
@@ -100,6 +103,8 @@ class MegatronEngine(SteppingEngine):
         self._stages = build_stages(self._hf, plan.head, self._config, self._scope, plan.dims)
         for stage in self._stages:  # a router is made on the CPU and moved in the first forward: too late
             stage.to(self.device)
+        choices = router_choices(self._hf.to_dict()) if settings.replays_routers else None
+        self._routers = StageRouters(self._stages, choices) if choices else None
         self._params = LocalParams(self._hf, plan.head, self._stages, self._scope, plan.dims)
         fresh = new_head(self._hf, plan.head, settings.seed)
         problem: UserError | None = None
@@ -139,8 +144,11 @@ class MegatronEngine(SteppingEngine):
         """
         self._require_on_device("params")
         self._finish_gather()
+        sees = EXPERTS in outputs
+        outputs = tuple(name for name in outputs if name != EXPERTS)
         self._check_outputs(outputs)
         home = rows["response_ids"].device
+        experts = no_experts(rows, self._routers.choices) if sees else {}
         dtype = self._config.params_dtype
         vectors = vector_outputs(self._hf.hidden_size, dtype, self._settings.top_k, self._hf.vocab_size)
         columns = new_columns(rows, outputs, vectors, self.device)
@@ -153,11 +161,14 @@ class MegatronEngine(SteppingEngine):
         for module in self._modules:
             module.eval()
         with self._scope, torch.no_grad():
-            self._run(rows, self._settings.forward_limit, keep, temperature, outputs, forward_only=True)
+            self._run(rows, self._settings.forward_limit, keep, temperature, outputs, True, experts)
+            if sees:
+                groups = self._scope.groups
+                experts = self._routers.whole(experts, (groups.tp, groups.cp, groups.pp), self.device)
             if self._dims.pp > 1:
                 for column in columns.values():
                     dist.broadcast(column, group=self._scope.groups.pp, group_src=self._dims.pp - 1)
-        return TensorDict(columns, batch_size=rows.batch_size).to(home)
+        return TensorDict(columns | experts, batch_size=rows.batch_size).to(home)
 
     def _train(
         self,
@@ -179,7 +190,7 @@ class MegatronEngine(SteppingEngine):
             module.train()
             module.zero_grad_buffer()
         with self._scope:
-            self._run(rows, self._settings.train_limit, share, temperature, outputs, forward_only=False)
+            self._run(rows, self._settings.train_limit, share, temperature, outputs, False, {})
             metrics = self._of_last_stage(metrics)
             with phase("optimizer_step"):
                 self._step(metrics)
@@ -223,8 +234,12 @@ class MegatronEngine(SteppingEngine):
         temperature: float,
         outputs: tuple[str, ...],
         forward_only: bool,
+        experts: dict[str, Tensor],
     ) -> None:
-        """Run Megatron's schedule over the rows' micro-batches; `finish` is called on the last stage."""
+        """Run Megatron's schedule over the rows' micro-batches; `finish` is called on the last stage.
+
+        experts: columns for what the routers choose, or nothing.
+        """
         micro_batches = self._split(rows, limit)
         lengths = self._padded_lengths(rows, micro_batches)
 
@@ -236,6 +251,8 @@ class MegatronEngine(SteppingEngine):
             batch, index = next(iterator)
             with phase("micro_batch"):
                 found = stage(batch.input_ids, batch.position_ids, None, packed_seq_params=batch.arguments)
+            if experts:
+                self._routers.put(experts, index, batch)
             return found, functools.partial(finish, batch, index)
 
         options: dict[str, Any] = {}
@@ -274,8 +291,11 @@ class MegatronEngine(SteppingEngine):
         self, rows: TensorDict, length: int, temperature: float, outputs: tuple[str, ...]
     ) -> MicroBatch:
         packed = self._packed(rows)
-        context, dtype = self._scope.groups.cp, self._config.params_dtype
-        return make_micro_batch(rows, packed, self._rope, length, context, dtype, temperature, outputs)
+        groups, dtype = self._scope.groups, self._config.params_dtype
+        runs = groups.tp if self._config.sequence_parallel else None
+        return make_micro_batch(
+            rows, packed, self._rope, length, groups.cp, runs, dtype, temperature, outputs
+        )
 
     def _cells(self, batch: MicroBatch, value_M: Tensor) -> Tensor:
         """Values in their [B, T] places, whole on every context-parallel rank."""

@@ -3,7 +3,7 @@
 Legend: N packed tokens on this rank, H query heads, K key-value heads, D head size.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,10 @@ class PackedRows(PackedSeqParams):
     """As in PackedBatch."""
     top_ids: Tensor | None = None
     """As in PackedBatch."""
+    experts: Tensor | None = None
+    """Of this rank's share of the tokens, [n, W]; -1: the router chooses."""
+    seen: dict[int, Tensor] = field(default_factory=dict)
+    """Where the experts of a layer begin among the W -> those of these tokens, [n, K], once it has run."""
 
 
 def new_parameter(config: Any, shape: tuple[int, ...]) -> nn.Parameter:

@@ -28,6 +28,8 @@ class MicroBatch:
     input_ids: Tensor
     position_ids: Tensor
     arguments: PackedRows
+    own_n: Tensor
+    """Places of the tokens that this rank's layers compute among the packed ones; beyond these, fillers."""
 
 
 def make_rope(config: PretrainedConfig, device: torch.device) -> nn.Module:
@@ -41,13 +43,15 @@ def make_micro_batch(
     rope: nn.Module,
     length: int,
     context_group: dist.ProcessGroup,
+    sequence_group: dist.ProcessGroup | None,
     dtype: torch.dtype,
     temperature: float,
     outputs: tuple[str, ...],
 ) -> MicroBatch:
     """Fill the packed tokens up to `length` by one more sequence, and take this rank's share.
 
-    dtype: of the model's activations. No communication.
+    sequence_group: whose ranks each have a run of the share in the layers. dtype: of the model's activations.
+    No communication.
     """
     num_tokens = packed.input_ids.shape[1]
     extra = length - num_tokens
@@ -57,11 +61,17 @@ def make_micro_batch(
         filler = torch.arange(extra, device=position_ids.device)
         position_ids = torch.cat([position_ids, filler.unsqueeze(0)], dim=1)
         bounds = _with_sequence(bounds, filler)
-    shard = None
+    shard, own_n = None, torch.arange(length, device=input_ids.device)
     if context_group.size() > 1:
         shard = context_shard(bounds, context_group, input_ids.device)
+        own_n = shard.index_n
         input_ids, position_ids = input_ids[:, shard.index_n], position_ids[:, shard.index_n]
         packed = _own_predictions(packed, shard)
+    if sequence_group is not None:
+        own_n = own_n.chunk(sequence_group.size())[sequence_group.rank()]
+    experts = packed.experts
+    if experts is not None:
+        experts = F.pad(experts, (0, 0, 0, extra), value=-1)[own_n]
     like = torch.empty((), dtype=dtype, device=input_ids.device)
     cos, sin = rope(like, position_ids)
     arguments = PackedRows(
@@ -79,8 +89,9 @@ def make_micro_batch(
         outputs=outputs,
         ref_hidden=packed.ref_hidden,
         top_ids=packed.top_ids,
+        experts=experts,
     )
-    return MicroBatch(rows, packed, input_ids, position_ids, arguments)
+    return MicroBatch(rows, packed, input_ids, position_ids, arguments, own_n)
 
 
 def _own_predictions(packed: PackedBatch, shard: ContextShard) -> PackedBatch:
