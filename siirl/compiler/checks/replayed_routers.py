@@ -42,8 +42,8 @@ def _of_a_trainer(node: ResolvedNode) -> str:
             )
         if {"moe", "mlp"} & {*(recomputation(options, False).get("recompute_modules") or ())}:
             return (
-                "with experts that are computed again by themselves (moe_layer_recompute, recompute_modules), "
-                "which do not know of which micro-batch they are. Remove the option: whole layers are "
+                "with experts that are computed again by themselves (moe_layer_recompute, recompute_modules),"
+                " which do not know of which micro-batch they are. Remove the option: whole layers are "
                 "computed again."
             )
     try:

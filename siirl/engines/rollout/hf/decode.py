@@ -177,10 +177,12 @@ def _experts(
 
     passes: of each decode step, the rows that ran, and theirs.
     """
-    parts = [[experts_D[prompt]] for prompt, count in enumerate(count_D.tolist()) for _ in range(count)]
-    read_B = (length_B - 1).tolist()
+    prompts = [experts_D[prompt] for prompt, count in enumerate(count_D.tolist()) for _ in range(count)]
+    if not passes:
+        return prompts
+    expert_TBW = passes[0][1].new_empty(len(passes), len(prompts), prompts[0].shape[1])
     for step, (row_B, expert_BW) in enumerate(passes):
-        for row, expert_W in zip(row_B.tolist(), expert_BW.cpu(), strict=True):
-            if step < read_B[row]:
-                parts[row].append(expert_W[None])
-    return [torch.cat(part) for part in parts]
+        expert_TBW[step, row_B] = expert_BW
+    expert_BTW = expert_TBW.transpose(0, 1).cpu()
+    rows = zip(prompts, expert_BTW, (length_B - 1).tolist(), strict=True)
+    return [torch.cat([prompt_PW, expert_TW[:num_read]]) for prompt_PW, expert_TW, num_read in rows]
