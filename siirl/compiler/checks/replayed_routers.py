@@ -9,9 +9,10 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.router_choices import REPLAYED, read_router_choices
 from siirl.compiler.workflow import Workflow
 from siirl.errors import NotSupportedError, UserError
+from siirl.types import EXPERT_FIELDS
 
-RECORDING = ("hf",)
-"""Rollouts that say which experts computed a token."""
+RECORDING = "hf"
+"""The rollout that says which experts computed a token."""
 OFF = "Set actor_rollout_ref.actor.router_replay.mode=disabled"
 
 
@@ -25,8 +26,10 @@ def check_router_replay(kept: Workflow) -> Iterator[UserError]:
         problem = ""
         if node.op.trains_policy:
             problem = _of_a_trainer(node)
-        elif node.op.is_rollout and actor.router_replay.mode == "R3":
-            problem = _of_a_rollout(node, kept)
+        elif node.op.gives_data or any(
+            key.name in EXPERT_FIELDS for key in node.writes if node.op.is_rollout
+        ):
+            problem = _of_a_rollout(node)
         if problem:
             yield NotSupportedError(f"{mode} {problem}")
 
@@ -57,13 +60,13 @@ def _of_a_trainer(node: ResolvedNode) -> str:
     return ""
 
 
-def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> str:
+def _of_a_rollout(node: ResolvedNode) -> str:
     rollout = node.cfg.actor_rollout_ref.rollout
-    if rollout.name not in RECORDING:
-        return (
-            f"with rollout.name={rollout.name}, which does not say which experts computed a token. {OFF}, or "
-            f"rollout.name={' or '.join(RECORDING)}."
-        )
+    if rollout.name != RECORDING:
+        says = "vLLM says which experts computed a token on GPUs only, where it was not seen with siirl"
+        if rollout.name != "vllm":
+            says = "it does not say which experts computed a token"
+        return f"with rollout.name={rollout.name}: {says}. {OFF}, or rollout.name={RECORDING}."
     if rollout.max_lag:
         return (
             f"with rollout.max_lag={rollout.max_lag}: what is kept of responses that go on has no experts. "

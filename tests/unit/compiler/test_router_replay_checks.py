@@ -85,10 +85,10 @@ REFUSED = {
         (R3, MEGATRON, f"{OPTIONS}={{moe_layer_recompute: true}}"),
         "which do not know of which micro-batch they are. Remove the option",
     ),
-    "vllm": ("qwen3_moe", (R3, f"{ROLLOUT}.name=vllm"), "rollout.name=vllm, which does not.*rollout.name=hf"),
+    "vllm": ("qwen3_moe", (R3, f"{ROLLOUT}.name=vllm"), "vLLM says .* on GPUs only.*rollout.name=hf"),
     "dense": ("qwen3", (R3, "actor_rollout_ref.model.override_config={num_experts: 0}"), "qwen3 without exp"),
     "another router": ("deepseek_v3", (R2,), "a deepseek_v3, whose router was not seen"),
-    "replayed rollouts": ("qwen3_moe", (R3, *RECORDED), "rollout.name=replay, which does not"),
+    "replayed rollouts": ("qwen3_moe", (R3, *RECORDED), "rollout.name=replay: it does not say"),
     "lag": ("qwen3_moe", (R3, f"{ROLLOUT}.max_lag=1"), "max_lag=1: .*or rollout.max_lag=0"),
     "no pass": (
         "qwen3_moe",
