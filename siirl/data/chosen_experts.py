@@ -4,6 +4,7 @@ Legend: B rows, P prompt tokens, T response tokens, W numbers of a token, see Ro
 """
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +15,11 @@ from siirl.compiler.router_choices import RouterChoices
 from siirl.data.rows import DTYPES
 from siirl.types import EXPERT_FIELDS
 
+Text = TypeVar("Text", bytes, str)
+"""Experts as bytes, or these in hex digits."""
 
-def longer(known: bytes | None, found: bytes | None) -> bytes | None:
+
+def longer(known: Text | None, found: Text | None) -> Text | None:
     """Those of the first tokens of a row, and the ones that have come of all: what is known is kept."""
     return found if known is None or found is None else known + found[len(known) :]
 

@@ -8,6 +8,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from siirl.data.buffer import ORDER
+from siirl.data.chosen_experts import longer
 from siirl.engines.rollout.base import (
     Completion,
     Key,
@@ -42,6 +43,9 @@ class Response:
     steps: list[int] = field(default_factory=list)
     """The training step whose weights sampled each token; ascending."""
 
+    experts: str | None = None
+    """What tokens were computed by when they were first read, see Completion; in hex digits."""
+
     finish_reason: str | None = None
     """None: it goes on."""
 
@@ -52,6 +56,7 @@ class Response:
 
     def extend(self, part: Completion, step_of: Callable[[int], int]) -> None:
         """Add what was sampled of it. step_of: version of weights -> the step that they are those of."""
+        self.experts = longer(self.experts, part.experts and part.experts.hex())
         self.token_ids += part.token_ids
         self.log_probs += part.log_probs
         self.versions += part.token_versions

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from siirl.engines.rollout.base import Completion, RolloutEngine
 from siirl.nodes.context import Moment, OpContext
 from siirl.nodes.generate import (
+    add_experts,
     prompt_seed,
     report,
     response_columns,
@@ -46,6 +47,8 @@ def partial_rollout(
         for one in taken.responses
     ]
     out = samples_of(in_flight.give(taken), params.n, response_columns(completions))
+    experts = [one.experts and bytes.fromhex(one.experts) for one in taken.responses]
+    add_experts(ctx.cfg, out, experts)
     report(ctx, out)
     lags = [ctx.step - (one.first_step or ctx.step) for one in taken.responses]
     num_partial = sum(len(set(one.steps)) > 1 for one in taken.responses)

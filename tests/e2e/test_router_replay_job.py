@@ -77,3 +77,27 @@ def test_the_update_uses_the_experts_of_the_pass_before_it(inputs, tmp_path):
     (ours,), (theirs,) = replayed.values("actor/loss"), without.values("actor/loss")
     assert ours != pytest.approx(theirs, rel=1e-6)
     assert ours == pytest.approx(theirs, rel=0.5, abs=0.05)
+
+
+LAG = (
+    *("actor_rollout_ref.rollout.max_lag=2", "actor_rollout_ref.rollout.surplus=1.5", f"{ACTOR}.optim.lr=0"),
+    *("actor_rollout_ref.rollout.stop_token_ids=[5,6,7,8]", "trainer.total_training_steps=3"),
+)
+LONG_TURNS = ("data.max_response_length=192", "actor_rollout_ref.rollout.agent.max_turn_tokens=48")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("talks", [False, True], ids=("responses", "episodes"))
+def test_what_goes_on_from_step_to_step_keeps_its_experts(inputs, tmp_path, talks):
+    """Under constant weights, in fp32: an expert given to the wrong token would be seen."""
+    if talks:
+        other = make_tiny_model_dir(tmp_path / "other", "mixtral", tie=False, init_std=0.2, seed=5)
+        arguments = arguments_of_two_agents(inputs, tmp_path, other, R3, *LAG, *LONG_TURNS)
+    else:
+        arguments = overrides(inputs, tmp_path / "out", R3, *LAG, "data.max_response_length=64")
+    finished = run_job(2, arguments)
+    for agent in ("agent_0/", "agent_1/") if talks else ("",):
+        differences = finished.values(f"{agent}actor/rollout_log_prob_diff_max")
+        assert len(differences) == 3 and max(differences) < 1e-3
+    partial = f"{'agent_0/' if talks else ''}rollout/partial"
+    assert max(finished.values(partial)) > 0

@@ -67,11 +67,6 @@ def _of_a_rollout(node: ResolvedNode) -> str:
         if rollout.name != "vllm":
             says = "it does not say which experts computed a token"
         return f"with rollout.name={rollout.name}: {says}. {OFF}, or rollout.name={RECORDING}."
-    if rollout.max_lag:
-        return (
-            f"with rollout.max_lag={rollout.max_lag}: what is kept of responses that go on has no experts. "
-            f"{OFF}, or rollout.max_lag=0."
-        )
     return ""
 
 

@@ -89,7 +89,6 @@ REFUSED = {
     "dense": ("qwen3", (R3, "actor_rollout_ref.model.override_config={num_experts: 0}"), "qwen3 without exp"),
     "another router": ("deepseek_v3", (R2,), "a deepseek_v3, whose router was not seen"),
     "replayed rollouts": ("qwen3_moe", (R3, *RECORDED), "rollout.name=replay: it does not say"),
-    "lag": ("qwen3_moe", (R3, f"{ROLLOUT}.max_lag=1"), "max_lag=1: .*or rollout.max_lag=0"),
     "no pass": (
         "qwen3_moe",
         (R2, f"{ACTOR}.recompute_old_log_prob=false"),
