@@ -10,10 +10,10 @@ from siirl.compiler.model_types import EXPERTS
 from siirl.config.common import ModelConfig
 
 REPLAYED = (
-    *("flex_olmo", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum", "mixtral", "olmoe"),
-    *("qwen2_moe", "qwen3_moe"),
+    *("deepseek_v3", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum"),
+    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
 )
-"""Types whose routers take the likeliest experts, and were seen to take given ones in their place."""
+"""Types whose routers were seen to take given experts in the place of their own."""
 TOP_K = ("num_experts_per_tok", "moe_topk")
 """What a config.json calls the experts of a token."""
 LARGEST = 128
@@ -57,7 +57,7 @@ def router_choices(config: Mapping[str, Any]) -> RouterChoices | None:
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
     layers = [
         layer
-        for layer in range(config["num_hidden_layers"])
+        for layer in range(config.get("first_k_dense_replace") or 0, config["num_hidden_layers"])
         if layer not in dense and (layer + 1) % step == 0
     ]
     return RouterChoices(len(layers), top_k, experts)

@@ -57,7 +57,12 @@ def replayed_by_hand(folder: Path, rows: TensorDict, experts: list[bytes]) -> tu
         chosen_NK = given[0].view(-1, choices.layers, choices.top_k)[:, layer]
         own_NK = logits_NE[len(chosen_NK) :].topk(choices.top_k).indices  # of the last token: nobody reads it
         chosen_NK = torch.cat([chosen_NK, own_NK])
-        if getattr(router, "norm_topk_prob", True):
+        if hasattr(router, "e_score_correction_bias"):
+            weight_NK = logits_NE.sigmoid().gather(1, chosen_NK)
+            if router.norm_topk_prob:
+                weight_NK = weight_NK / weight_NK.sum(-1, keepdim=True)
+            weight_NK = weight_NK * model.config.routed_scaling_factor
+        elif getattr(router, "norm_topk_prob", True):
             weight_NK = logits_NE.gather(1, chosen_NK).softmax(-1)
         else:
             weight_NK = logits_NE.softmax(-1).gather(1, chosen_NK)

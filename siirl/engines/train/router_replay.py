@@ -1,8 +1,10 @@
 """The experts that tokens are computed by: seen, or given in place of those that a router would choose.
 
-A router takes the likeliest experts of a token by one call of topk; the weights of these follow from what it
-ranked. Given experts take the place of that call's result, so their weights, and the gradient of the router,
-are those of the model as it is now. Legend: N tokens, K experts of each, L layers, W = L K.
+A router takes the likeliest experts of a token by one call of topk over all experts, whatever it does with
+groups of them before; the weights of these follow from what it ranked, or from the numbers that this call
+returns. Given experts take the place of its result, so their weights, and the gradient of the router, are
+those of the model as it is now. Legend: N tokens, K experts of each, L layers, W = L K.
+
 Sources: Zheng et al., "Group sequence policy optimization" (2025), section 5.3, and "Stabilizing
 reinforcement learning with LLMs" (2025), for those of the trainer's own pass; Ma et al., "Stabilizing MoE
 reinforcement learning by aligning training and inference routers" (2025), for those of the rollout engine.
@@ -71,7 +73,7 @@ class RouterReplay:
         return seen_NK.short()
 
     def _route(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        choice = _Choice(self._given[layer])
+        choice = _Choice(self._given[layer], self.choices.experts)
         with choice:
             found = forward(*args, **kwargs)
         assert choice.expert_NK is not None, "a router that does not choose by topk"
@@ -80,16 +82,16 @@ class RouterReplay:
 
 
 class _Choice(TorchFunctionMode):
-    """Inside of it, topk takes what is given."""
+    """Inside of it, topk over all experts takes what is given."""
 
-    def __init__(self, given_NK: Tensor | None):
+    def __init__(self, given_NK: Tensor | None, num_experts: int):
         super().__init__()
         self.expert_NK: Tensor | None = None
-        self._given_NK = given_NK
+        self._given_NK, self._num_experts = given_NK, num_experts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if func not in (torch.topk, Tensor.topk):
+        if func not in (torch.topk, Tensor.topk) or args[0].shape[1:] != (self._num_experts,):
             return found
         assert self.expert_NK is None, "a router that chooses in several steps"
         value_NK, own_NK = found

@@ -87,7 +87,7 @@ REFUSED = {
     ),
     "vllm": ("qwen3_moe", (R3, f"{ROLLOUT}.name=vllm"), "vLLM says .* on GPUs only.*rollout.name=hf"),
     "dense": ("qwen3", (R3, "actor_rollout_ref.model.override_config={num_experts: 0}"), "qwen3 without exp"),
-    "another router": ("deepseek_v3", (R2,), "a deepseek_v3, whose router was not seen"),
+    "another router": ("deepseek_v2", (R2,), "a deepseek_v2, whose router was not seen"),
     "replayed rollouts": ("qwen3_moe", (R3, *RECORDED), "rollout.name=replay: it does not say"),
     "no pass": (
         "qwen3_moe",
@@ -112,6 +112,7 @@ def test_what_cannot_be_replayed_is_refused_with_the_fix(tmp_path, case):
 def test_the_experts_of_a_token_are_counted_as_config_json_has_them():
     sparse = {"decoder_sparse_step": 2, "mlp_only_layers": [3], "num_hidden_layers": 6}
     assert router_choices(EXPERTS | sparse) == RouterChoices(2, 2, 4)
+    assert router_choices(EXPERTS | {"first_k_dense_replace": 1}) == RouterChoices(2, 2, 4)
     assert router_choices(EXPERTS | {"num_experts": None}) is None
     assert RouterChoices(48, 8, 128).token_bytes == 384
     assert RouterChoices(48, 8, 256).token_bytes == 768
