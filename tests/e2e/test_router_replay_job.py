@@ -94,7 +94,8 @@ def test_what_goes_on_from_step_to_step_keeps_its_experts(inputs, tmp_path, talk
         other = make_tiny_model_dir(tmp_path / "other", "mixtral", tie=False, init_std=0.2, seed=5)
         arguments = arguments_of_two_agents(inputs, tmp_path, other, R3, *LAG, *LONG_TURNS)
     else:
-        arguments = overrides(inputs, tmp_path / "out", R3, *LAG, "data.max_response_length=64")
+        dump = f"trainer.dump_rollouts_dir={tmp_path / 'dump'}"
+        arguments = overrides(inputs, tmp_path / "out", R3, *LAG, dump, "data.max_response_length=64")
     finished = run_job(2, arguments)
     for agent in ("agent_0/", "agent_1/") if talks else ("",):
         differences = finished.values(f"{agent}actor/rollout_log_prob_diff_max")
