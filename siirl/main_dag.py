@@ -15,12 +15,13 @@ from siirl.config.load import read_config
 from siirl.config.tree import print_config
 from siirl.errors import Place
 from siirl.findings import Findings
+from siirl.launch.agent_memory import agent_folder, goes_on_from
 from siirl.launch.devices import check_gpus, device_memory_gib
 from siirl.launch.job import Job
 from siirl.launch.launcher_choice import Launcher, choose_launcher
 from siirl.launch.local import run_local
 from siirl.launch.preflight import preflight
-from siirl.launch.run_folder import held, with_absolute_folders
+from siirl.launch.run_folder import held, with_absolute_folders, with_own_results
 from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.survey import survey, survey_inputs
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun
@@ -69,6 +70,8 @@ def run(cfg: Config, found: Findings) -> int:
     job = Job(
         to_dict(cfg), plan.to_json(), output_dir, plan.world_size, cfg.trainer.n_gpus_per_node, run_id=run_id
     )
+    if launcher == "torchrun":
+        job = dataclasses.replace(job, memory_dir=agent_folder(cfg))
     if not is_first_process():
         return _launch(launcher, job, cfg, plan)
     with held(cfg, run_id):
@@ -85,10 +88,11 @@ def run(cfg: Config, found: Findings) -> int:
 
 def _launch(launcher: Launcher, job: Job, cfg: Config, plan: Plan) -> int:
     """Check the files that the run reads and writes, make its folder ready, start it."""
+    goes_on = launcher == "torchrun" and is_first_on_machine() and goes_on_from(job.memory_dir)
     if launcher != "ray" and is_first_on_machine():  # Ray: on the machines that it chooses
-        preflight(cfg, plan)
+        preflight(with_own_results(cfg) if goes_on else cfg, plan)
     if is_first_process():
-        open_folder(cfg, job.run_id, command_line())
+        open_folder(cfg, job.run_id, command_line(), anew=not goes_on)
         workers = f"{job.world_size} worker{'s' * (job.world_size != 1)}"
         print(f"starting {workers}; all output is below {job.output_path}", flush=True)
     match launcher:

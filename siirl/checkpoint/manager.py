@@ -15,11 +15,12 @@ from torch import Tensor
 
 from siirl.checkpoint import files, state_tree
 from siirl.checkpoint.files import EXTRA_FILE, STATE_FILE
+from siirl.checkpoint.machines import Fetcher
 from siirl.checkpoint.staging import PARTS, SavedModel, Staged, Stager
 from siirl.checkpoint.together import Together, for_each
 from siirl.checkpoint.writer import write_checkpoint
 from siirl.errors import CheckpointError
-from siirl.model_files.stored_tensors import load_tensors
+from siirl.model_files.stored_tensors import files_read, load_tensors
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,9 @@ class CheckpointManager:
     but for `wait` and `take_finished`.
 
     keep: how many to keep. world: the group of all ranks, gloo or with gloo for CPU; None: this process
-    alone. background: a second such group, for saves in the background.
+    alone. background: a second such group, for saves in the background. per_machine: `root` is in the memory
+    of each machine, on which so many ranks are, one after another; each file is kept on two of them, and
+    `find_resume` and `load` have what one lacks fetched. 0: all ranks see the same.
 
     A save in the background is a thread that
       consumes     a copy of the state in host memory, complete before `save` returns;
@@ -62,11 +65,13 @@ class CheckpointManager:
         keep: int,
         world: dist.ProcessGroup | None,
         background: dist.ProcessGroup | None = None,
+        per_machine: int = 0,
     ):
         self.root = Path(root).expanduser().absolute()
         self.keep = keep
-        self._ranks = Together(self.root, world)
-        self._background_ranks = Together(self.root, background)
+        self._ranks = Together(self.root, world, per_machine)
+        self._background_ranks = Together(self.root, background, per_machine)
+        self._fetcher = Fetcher(self._ranks) if per_machine else None
         self._stager = Stager()
         self._running: Future[Saved] | None = None
 
@@ -110,7 +115,9 @@ class CheckpointManager:
         return None if running is None else running.result()
 
     def find_resume(self, mode: str, from_path: str | Path | bool | None) -> Path | None:
-        """files.find_resume by rank 0, for all ranks."""
+        """files.find_resume by rank 0, for all ranks; in memory the newest that is whole on all machines."""
+        if self._fetcher is not None:
+            return self._fetcher.newest()
         path: Path | None = None
         with self._ranks.stage(None, "looking for the one to resume from"):
             if self._ranks.rank == 0:
@@ -121,12 +128,28 @@ class CheckpointManager:
     def load(self, checkpoint: Path, models: Mapping[str, SavedModel]) -> Restored:
         """Restore this rank's models in place, on this or another number of ranks; return the run's state."""
         step = files.step_of(checkpoint)
+        if self._fetcher is not None:
+            self._fetcher.fetch(checkpoint, step, self._names_read(checkpoint, step, models))
         with self._ranks.stage(step, "loading the models"):
             for_each(models, lambda name, model: _load_model(checkpoint / name, model))
         with self._ranks.stage(step, "loading the run's state"), files.reading(checkpoint):
             extra = json.loads((checkpoint / EXTRA_FILE).read_text())
             rank_state = _load_rank_state(checkpoint, self._ranks.rank)
         return Restored(step, extra, rank_state)
+
+    def _names_read(self, checkpoint: Path, step: int, models: Mapping[str, SavedModel]) -> set[str]:
+        """Files of tensors that this rank reads."""
+        names: set[str] = set()
+
+        def add(name: str, model: SavedModel) -> None:
+            folder = checkpoint / name
+            tensors = _wanted(folder, model)[2]
+            with files.reading(folder):
+                names.update(f"{name}/{file}" for file in files_read(tensors, folder))
+
+        with self._ranks.stage(step, "looking for what to read"):
+            for_each(models, add)
+        return names
 
     def _write(self, outcome: Future[Saved], staged: Staged, ranks: Together, start_s: float) -> None:
         try:
@@ -139,6 +162,15 @@ class CheckpointManager:
 
 def _load_model(folder: Path, model: SavedModel) -> None:
     """Restore the parts in load_contents, in place; others keep their state. Collective over its ranks."""
+    state, values, tensors = _wanted(folder, model)
+    with files.reading(folder):
+        load_tensors(tensors, folder, model.group)
+        loaded = {key: state_tree.join(value, tensors) for key, value in values.items()}
+    model.model.load_state_dict(state | loaded)
+
+
+def _wanted(folder: Path, model: SavedModel) -> tuple[dict[str, Any], dict[str, Any], dict[str, Tensor]]:
+    """The model's state of now, and what is to be read of it: JSON values, and tensors to be filled."""
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} does not exist: the run that saved it had no such model. Resume with its DAG."
@@ -163,10 +195,7 @@ def _load_model(folder: Path, model: SavedModel) -> None:
         if of_key:  # a part of tensors: this rank has its own names, not those of the rank that wrote JSON
             values[key] = own
             tensors |= of_key
-    with files.reading(folder):
-        load_tensors(tensors, folder, model.group)
-        loaded = {key: state_tree.join(values[key], tensors) for key in load_keys}
-    model.model.load_state_dict(state | loaded)
+    return state, values, tensors
 
 
 def _load_rank_state(checkpoint: Path, rank: int) -> dict[str, Any] | None:

@@ -22,12 +22,22 @@ class Together:
     """The ranks of a process group, at work on the checkpoints under `root`.
 
     group: gloo, or with gloo for CPU; None: this process alone. A thread of its own needs a group of its own.
+    per_machine: so many ranks, one after another, see the same folder `root`; 0: all do.
     """
 
-    def __init__(self, root: Path, group: dist.ProcessGroup | None):
+    def __init__(self, root: Path, group: dist.ProcessGroup | None, per_machine: int = 0):
         self.root = root
         self.group = group
         self.rank = rank_in(group)
+        world_size = 1 if group is None else dist.get_world_size(group)
+        self.per_machine = per_machine or world_size
+        self.apart = self.per_machine < world_size
+        """Whether there are folders of several machines."""
+
+    @property
+    def first_here(self) -> bool:
+        """Whether this is the first of those that see its folder."""
+        return self.rank % self.per_machine == 0
 
     @contextmanager
     def stage(self, step: int | None, doing: str) -> Iterator[None]:
@@ -67,6 +77,15 @@ class Together:
         with waiting():
             dist.gather_object(value, gathered, group=self.group, group_dst=0)
         return gathered or []
+
+    def gather_on_all(self, value: Any) -> list[Any]:
+        """Every rank's value, on all."""
+        if self.group is None:
+            return [value]
+        gathered: list[Any] = [None] * dist.get_world_size(self.group)
+        with waiting():
+            dist.all_gather_object(gathered, value, group=self.group)
+        return gathered
 
     def from_first(self, value: Any) -> Any:
         """The first rank's value, on all."""

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from siirl.checkpoint import files
 from siirl.checkpoint.files import EXTRA_FILE, STATE_FILE
 from siirl.checkpoint.hf_directory import copy_hf_files, save_hf
+from siirl.checkpoint.machines import copy_to_next
 from siirl.checkpoint.staging import Staged, StagedModel
 from siirl.checkpoint.together import Together, for_each, rank_in
 from siirl.disk import naming
@@ -21,13 +22,14 @@ def write_checkpoint(staged: Staged, keep: int, ranks: Together) -> Path:
     """Write what every rank has staged, make it the current checkpoint, delete the oldest beyond `keep`.
 
     Collective over `ranks`. If any rank fails, CheckpointError is raised on all, and the previous checkpoint
-    stays current.
+    stays current. Where machines have folders of their own, each has the files of its ranks, those of the
+    last machine, and the manifest of all.
     """
     aside = files.aside_folder(ranks.root, staged.step)
     try:
         _write_aside(aside, staged, keep, ranks)
     except CheckpointError:
-        if ranks.rank == 0:  # what is half written may be what fills the disk
+        if ranks.first_here:  # what is half written may be what fills the disk
             shutil.rmtree(aside, ignore_errors=True)
         raise
     return files.step_folder(ranks.root, staged.step)
@@ -37,7 +39,7 @@ def _write_aside(aside: Path, staged: Staged, keep: int, ranks: Together) -> Non
     """The stages of a save; after each, all ranks go on or all raise."""
     step, models = staged.step, staged.models
     with ranks.stage(step, "preparing the folder"):
-        if ranks.rank == 0:
+        if ranks.first_here:
             files.prepare_aside(ranks.root, step)
     with ranks.stage(step, "writing the models"):
         for_each(models, lambda name, model: _save_tensors(aside / name, model))
@@ -48,12 +50,16 @@ def _write_aside(aside: Path, staged: Staged, keep: int, ranks: Together) -> Non
         for name, model in models.items():
             written += _written(aside / name, model.group)
         records = files.records_of(aside, written)
-    all_records = ranks.gather(records)
+    if ranks.apart:
+        copy_to_next(aside, written, step, ranks)
+    all_records = ranks.gather_on_all(records) if ranks.apart else ranks.gather(records)
     with ranks.stage(step, "completing it"):
-        if ranks.rank == 0:
+        if ranks.first_here:
             about = {"world_size": len(all_records), "models": _named(all_records)}
             files.write_manifest(aside, step, [record for part in all_records for record in part], about)
             files.publish(aside, ranks.root, step)
+    with ranks.stage(step, "removing the oldest"):  # the last one goes when this one is whole everywhere
+        if ranks.first_here:
             files.prune(ranks.root, keep, step)
 
 

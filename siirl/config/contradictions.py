@@ -168,17 +168,6 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "start one `torchrun --nnodes ... -m siirl.main_dag ...` on each machine with "
             "{}.launcher=torchrun, or set {}.nnodes=1.",
         ),
-        Contradiction(
-            lambda trainer: trainer.memory_checkpoint_freq > 0 and trainer.nnodes > 1,
-            "{memory_checkpoint_freq=} with {nnodes=}: machines share no memory: a lost one takes its part "
-            "of such a checkpoint with it. Set {}.memory_checkpoint_freq=-1, and {}.save_freq.",
-        ),
-        Contradiction(
-            lambda trainer: trainer.memory_checkpoint_freq > 0 and trainer.launcher in ("torchrun", "ray"),
-            "{memory_checkpoint_freq=} with {launcher=}: checkpoints in memory belong to the local launcher, "
-            "which outlives the workers. Set {}.launcher=local, or {}.memory_checkpoint_freq=-1 and "
-            "{}.save_freq.",
-        ),
     ),
     ("dag",): (
         Contradiction(

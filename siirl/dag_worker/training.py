@@ -55,6 +55,9 @@ class RunPlaces(Protocol):
     @property
     def memory_dir(self) -> str: ...
 
+    @property
+    def local_world_size(self) -> int: ...
+
     def position_path(self, rank: int) -> Path: ...
 
 
@@ -70,8 +73,9 @@ class MemoryCheckpoints:
 class Training:
     """Drives a worker through the run. Every rank has one and calls the same methods in the same order."""
 
-    def __init__(self, worker: DAGWorker, output_dir: Path, memory_dir: str = ""):
-        """memory_dir: where checkpoints stay in host memory; "" for none."""
+    def __init__(self, worker: DAGWorker, output_dir: Path, memory_dir: str = "", local_world_size: int = 0):
+        """memory_dir: where checkpoints stay in host memory; "" for none. local_world_size: ranks that share
+        it; 0: all do."""
         self.worker, self.cfg, self.output_dir = worker, worker.cfg, output_dir
         self.steps = worker.plan.of_rank(worker.rank)
         self.validation = worker.plan.of_rank(worker.rank, "validation")
@@ -102,7 +106,8 @@ class Training:
         self.memory: MemoryCheckpoints | None = None
         if memory_dir:
             groups = self._make_background_groups()
-            manager = CheckpointManager(Path(memory_dir), 1, worker.groups.world, groups.get(world))
+            both = (worker.groups.world, groups.get(world))
+            manager = CheckpointManager(Path(memory_dir), 1, *both, local_world_size)
             self.memory = MemoryCheckpoints(manager, groups)
         self.step = 0
         self.last_checkpoint: Path | None = None
@@ -433,7 +438,7 @@ def run_worker(
             worker = DAGWorker(cfg, plan, rank, device, observer)
         log.info("all models of this rank are built after %s", duration(time.perf_counter() - start_s))
         try:
-            training = Training(worker, places.output_path, places.memory_dir)
+            training = Training(worker, places.output_path, places.memory_dir, places.local_world_size)
             if rank == 0:
                 total_steps = None if cfg.trainer.val_only else training.total_steps
                 record_begin(places.output_path, places.run_id, total_steps)

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,8 @@ class Attempts:
     A restart counts until a new checkpoint has come, or until it is trainer.restart_window_s old.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, step_in_memory: Callable[[], int]):
+        """step_in_memory: the newest checkpoint in memory that the next attempt can go on from; 0: none."""
         self.job = job
         """Of the attempt that runs now."""
         self.fruitless = 0
@@ -61,7 +62,7 @@ class Attempts:
         trainer = from_dict(job.config).trainer
         self._most, self._window_s = trainer.max_restarts, trainer.restart_window_s
         self._root = absolute(trainer.default_local_dir)
-        self._in_memory = Path(job.memory_dir) if job.memory_dir else None
+        self._step_in_memory = step_in_memory
         self._first = self._last = self._pointers()
         self._began_s = time.time()
         self._restarts: list[float] = []  # when those that count were, by time.monotonic
@@ -97,7 +98,7 @@ class Attempts:
         on_disk = 0
         if goes_on and not given:
             on_disk = current_step(self._root) or saved_steps(self._root)[0]
-        in_memory = 0 if self._in_memory is None else current_step(self._in_memory) or 0
+        in_memory = self._step_in_memory()
         if in_memory > on_disk:
             return f"global_step_{in_memory} in memory", False
         if given:
@@ -113,9 +114,9 @@ class Attempts:
             now_s = time.monotonic()
             self._restarts = [at_s for at_s in self._restarts if now_s - at_s <= self._window_s]
 
-    def _pointers(self) -> list[tuple[int, int] | None]:
+    def _pointers(self) -> tuple[tuple[int, int] | None, int]:
         """What changes with each checkpoint that becomes current."""
-        return [_identity(root / POINTER) for root in (self._root, self._in_memory) if root is not None]
+        return _identity(self._root / POINTER), self._step_in_memory()
 
     def _next_job(self) -> Job:
         """The job of the next attempt: it goes on from this run's own checkpoint, however the run began."""

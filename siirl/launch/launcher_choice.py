@@ -15,20 +15,8 @@ def choose_launcher(cfg: Config, env: Mapping[str, str] = os.environ) -> Launche
     """The launcher of this run: trainer.launcher, or what `auto` means here.
 
     auto: torchrun in a process that torchrun started; ray where RAY_ADDRESS is set and for several machines;
-    else local. ConfigError: torchrun was asked for outside of it, or auto is another than the local one where
-    there are checkpoints in memory.
+    else local. ConfigError: torchrun was asked for outside of it.
     """
-    chosen = _chosen(cfg, env)
-    if cfg.trainer.launcher == "auto" and chosen != "local" and cfg.trainer.memory_checkpoint_freq > 0:
-        raise ConfigError(
-            f"trainer.memory_checkpoint_freq={cfg.trainer.memory_checkpoint_freq}, but {chosen} starts the "
-            "workers: checkpoints in memory belong to the local launcher, which outlives the workers. Set "
-            "trainer.launcher=local, or trainer.memory_checkpoint_freq=-1 and trainer.save_freq."
-        )
-    return chosen
-
-
-def _chosen(cfg: Config, env: Mapping[str, str]) -> Launcher:
     wanted = cfg.trainer.launcher
     missing = [name for name in _TORCHRUN_VARIABLES if name not in env]
     if wanted == "torchrun" or (wanted == "auto" and not missing):

@@ -13,7 +13,7 @@ from siirl.launch.failure import Death, death_of, only_followers, oom_kill_count
 from siirl.launch.health import Watch
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
-from siirl.launch.memory_checkpoints import memory_folder
+from siirl.launch.memory_checkpoints import memory_folder, step_in
 from siirl.launch.outcome import Stop, catch_signals, conclude
 from siirl.launch.output_relay import ConsoleTee
 from siirl.launch.process import (
@@ -45,7 +45,7 @@ def run_local(job: Job) -> int:
 
 
 def _run(job: Job) -> int:
-    attempts, stop, standbys = Attempts(job), Stop(), Standbys(job)
+    attempts, stop, standbys = Attempts(job, lambda: step_in(job.memory_dir)), Stop(), Standbys(job)
     consoles: list[ConsoleTee] = []
 
     def match_size() -> None:

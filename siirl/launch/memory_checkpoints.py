@@ -1,8 +1,9 @@
 """Where a run keeps checkpoints in host memory, between those on disk. No torch.
 
-A folder of /dev/shm, which holds files in memory: it outlives the workers, and ends with their launcher. If
-that is killed, another process removes it; if that is killed too, the next run on the machine that has such a
-folder does.
+A folder of /dev/shm, which holds files in memory: it outlives the workers, and ends with what starts them on
+its machine: the local launcher, torchrun's agent (agent_memory.py), an actor of Ray (ray_memory.py). If that
+is killed, another process removes it; if that is killed too, the next run on the machine that has such a
+folder does. On several machines each has one; siirl/checkpoint/machines.py keeps each file in two of them.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from siirl.checkpoint.files import current_step
 from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.leftovers import owned_folder
@@ -30,6 +32,11 @@ def keeps_in_memory(cfg: Config) -> bool:
     trainer = cfg.trainer
     trains = not (trainer.val_only or trainer.rollout_only)
     return trains and trainer.memory_checkpoint_freq > 0 and trainer.max_restarts > 0
+
+
+def step_in(folder: str) -> int:
+    """Of the newest checkpoint in a folder; 0 if there is none."""
+    return (current_step(Path(folder)) or 0) if folder else 0
 
 
 @contextlib.contextmanager

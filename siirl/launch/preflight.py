@@ -37,7 +37,8 @@ from siirl.data.teacher_routes import check_routes
 from siirl.errors import ConfigError, Place
 from siirl.findings import Findings
 from siirl.launch.job import Job
-from siirl.launch.run_folder import refuse_used
+from siirl.launch.run_folder import refuse_used, with_own_results
+from siirl.launch.run_record import is_recorded
 from siirl.model_files.directory import check_model_files, check_tokenizer
 from siirl.model_files.local_models import on_hub, with_local_models
 from siirl.model_files.vocabulary import check_distributions, check_same_words
@@ -296,7 +297,9 @@ def main() -> int:
     """Exit code: 0, or 2 with the user's mistake as a message."""
     job = Job.from_json(sys.stdin.read())
     with user_errors() as outcome:
-        preflight(from_dict(job.config), Plan.from_json(job.plan))
+        cfg = from_dict(job.config)
+        own = is_recorded(job.output_path, job.run_id)  # of an earlier attempt
+        preflight(with_own_results(cfg) if own else cfg, Plan.from_json(job.plan))
     return outcome.code
 
 

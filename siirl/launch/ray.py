@@ -4,6 +4,8 @@ Ray places the actors and carries their output home; the workers talk to each ot
 is imported when a run is launched.
 """
 
+import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -17,11 +19,13 @@ from siirl.errors import ConfigError, PlacementError
 from siirl.launch.attempts import Attempts
 from siirl.launch.failure import Death
 from siirl.launch.job import Job
+from siirl.launch.memory_checkpoints import KEY
 from siirl.launch.outcome import Stop, catch_signals, conclude
 from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
 from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
 from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, reserve
+from siirl.launch.ray_memory import RayMemory
 from siirl.launch.ray_watch import HeadLost, Rank, RankWatch
 from siirl.launch.run_record import command_line
 from siirl.observe.run_progress import record_end
@@ -30,8 +34,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.2
 START_S = 120.0  # a machine's first actor imports Python packages, perhaps from a network disk
 REACH_S = 10.0
-KILLS_CHILDREN = "RAY_kill_child_processes_on_worker_exit"
-"""Ray would kill the worker before the end of its actor reaches it: what the worker started would go on."""
+KEPT_CHILDREN = {"runtime_env": {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}}
+"""Of an actor: Ray would kill the worker before the end of its actor reaches it, and what the worker started
+would go on; and what looks after the folder of checkpoints in memory."""
 
 
 class RayTrainer:
@@ -46,6 +51,7 @@ class RayTrainer:
         self._stop = Stop()
         self._actors: list[Any] = []
         self._ranks: list[Rank] = []
+        self._memory = RayMemory(cfg, KEPT_CHILDREN)
 
     def run(self) -> int:
         """Run the job to its end; the exit code is that of `conclude`.
@@ -55,10 +61,14 @@ class RayTrainer:
         lacks what the run needs. Nothing is left behind: actors, workers and reservation are gone.
         """
         self.job.prepare()
-        attempts = Attempts(self.job)
+        attempts = Attempts(self.job, self._memory.newest)
         deaths: list[Death] = []
         try:
-            with connected(self.cfg), catch_signals(self._stop):
+            with (
+                connected(self.cfg),
+                catch_signals(self._stop),
+                contextlib.closing(self._memory),
+            ):
                 while deaths := self._run_reserved():
                     if not (told := attempts.after(deaths, self._log_offsets())):
                         break
@@ -83,6 +93,7 @@ class RayTrainer:
         group = reserve(Need.of(self.cfg), self.cfg.ray_init.wait_s, self._wait)
         try:
             self._place(group)
+            self._memory.open([rank.node.node_id for rank in self._ranks], self._gather_memory)
             port = self._check()
             console = ConsoleWriter(self.job.log_path(0))
             self._start(port, console)
@@ -113,7 +124,7 @@ class RayTrainer:
             "num_cpus": self.cfg.ray_init.cpus_per_worker,
             "num_gpus": gpus,
             "max_concurrency": 4,
-            "runtime_env": {"env_vars": {KILLS_CHILDREN: "false"}},
+            **KEPT_CHILDREN,
         }
         nodes = []
         for bundle, node in bundle_nodes(group, ray.get_runtime_context().get_node_id()):
@@ -174,8 +185,9 @@ class RayTrainer:
         start = rank.rank - rank.rank % self.job.local_world_size
         here = self._ranks[start : start + self.job.local_world_size]
         added = {name: str(value) for name, value in self.cfg.ray_init.env_vars.items()}
+        folder = self._memory.folder_on(rank.node.node_id)
         return Launch(
-            job=self.job.to_json(),
+            job=dataclasses.replace(self.job, memory_dir=folder).to_json(),
             rank=rank.rank,
             master_addr=self._ranks[0].node.ip,
             master_port=port,
@@ -188,6 +200,7 @@ class RayTrainer:
     def _leave(self, error: HeadLost) -> NoReturn:
         """End without Ray, whose calls would wait for its head, and then abort this process."""
         self._end_workers()
+        self._memory.remove_folders()
         record_end(self.job.output_path, self.job.run_id, "failed", str(error))
         print(f"siirl: {error}", file=sys.stderr, flush=True)
         os._exit(EXIT_USER_ERROR)
@@ -222,6 +235,10 @@ class RayTrainer:
             elif ray.wait([ref], timeout=min(left, TICK_S))[0]:
                 return True
         raise Stopped
+
+    def _gather_memory(self, refs: list[Any]) -> list[str]:
+        names = ["a machine of the Ray cluster"] * len(refs)
+        return self._gather(f"keep checkpoints in memory ({KEY})", names, refs, START_S)
 
     def _gather(self, what: str, names: Sequence[str], refs: Sequence[Any], timeout_s: float) -> list[Any]:
         """The results of calls to machines, by their names; PlacementError for one that fails or is late."""

@@ -95,6 +95,11 @@ def refuse_used(cfg: Config) -> None:
     )
 
 
+def with_own_results(cfg: Config) -> Config:
+    """The configuration of a run that may find its own results in its folder: those of an earlier attempt."""
+    return dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, overwrite=True))
+
+
 def resumes(cfg: Config) -> bool:
     """Whether the run goes on from a checkpoint of its own folder, or ends because none there is whole."""
     trainer, root = cfg.trainer, absolute(cfg.trainer.default_local_dir)

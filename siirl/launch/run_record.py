@@ -28,13 +28,15 @@ CONFIG_FILE, RUN_FILE = "run_config.yaml", "run.yaml"
 _GIT_S = 5.0
 
 
-def open_folder(cfg: Config, run_id: str, command: Sequence[str]) -> None:
+def open_folder(cfg: Config, run_id: str, command: Sequence[str], anew: bool = True) -> None:
     """Make the output folder that this start of a run holds its own: nothing stale in it, and its record.
 
-    ConfigError: it has an earlier run's results, or cannot be written.
+    anew: False where the run goes on from memory, and what is there is its own. ConfigError: it has an
+    earlier run's results, or cannot be written.
     """
-    refuse_used(cfg)
-    clear(cfg)
+    if anew:
+        refuse_used(cfg)
+        clear(cfg)
     write_record(absolute(cfg.trainer.output_dir), cfg, command, run_id)
 
 

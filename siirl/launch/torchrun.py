@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping
 
 from siirl.errors import ConfigError
+from siirl.launch.agent_memory import open_folder_of_agent
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
 from siirl.launch.process import end_with_parent
@@ -29,6 +30,8 @@ def run_torchrun(job: Job, env: Mapping[str, str] = os.environ) -> int:
             f"{job.world_size}: the plan is made for exactly that many. Set trainer.nnodes and "
             "trainer.n_gpus_per_node to torchrun's --nnodes and --nproc-per-node."
         )
+    if job.memory_dir and place.local_rank == 0:
+        open_folder_of_agent(job.memory_dir)
     end_with_parent()  # a killed torchrun tells its workers nothing: they would wait until a deadline
     if place.rank == 0:
         job.prepare()

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
@@ -134,6 +135,14 @@ def load_tensors(tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGr
         except CheckpointException as error:  # which is no Exception
             first = next((failure for failure, _ in error.failures.values()), error)
             raise CheckpointError(f"{folder} cannot be read: {type(first).__name__}: {first}") from error
+
+
+def files_read(tensors: dict[str, Tensor], folder: Path) -> set[str]:
+    """Names of the files in a DCP folder that `load_tensors` reads on this rank. Needs only the index."""
+    metadata = TensorReader(folder).read_metadata()
+    stored = {name: tensor for name, tensor in tensors.items() if name in metadata.state_dict_metadata}
+    items = create_default_local_load_plan(stored, metadata).items
+    return {metadata.storage_data[item.storage_index].relative_path for item in items}
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:

@@ -22,6 +22,7 @@ from siirl.launch.failure import (
     write_failure,
 )
 from siirl.launch.job import Job
+from siirl.launch.memory_checkpoints import step_in
 from siirl.observe.position import Position, PositionFile
 
 
@@ -29,7 +30,7 @@ def make_attempts(folder: Path, *keys: str) -> Attempts:
     cfg = load_config([f"trainer.output_dir={folder}", "trainer.save_freq=2", *keys])
     job = Job(to_dict(cfg), "{}", str(folder), 2, 2, run_id="this start")
     job.prepare()
-    return Attempts(job)
+    return Attempts(job, lambda: step_in(job.memory_dir))
 
 
 def save_in_memory(folder: Path, step: int) -> None:
@@ -183,7 +184,7 @@ def test_the_next_attempt_takes_the_newer_of_the_checkpoints_on_disk_and_in_memo
     cfg = load_config([f"trainer.output_dir={tmp_path}/out", f"trainer.resume_mode={mode}", *path])
     job = Job(to_dict(cfg), "{}", f"{tmp_path}/out", 2, 2, run_id="this start", memory_dir=str(memory))
     job.prepare()
-    attempts = Attempts(job)
+    attempts = Attempts(job, lambda: step_in(job.memory_dir))
     metrics = tmp_path / "out" / "metrics.jsonl"
     metrics.write_text("{}\n")
     save_in_memory(memory, 9)

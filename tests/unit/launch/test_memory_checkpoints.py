@@ -1,6 +1,7 @@
 """The folder of checkpoints in memory: there while the launcher is, and not a moment longer."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from siirl.config import load_config
 from siirl.config.checks import check_config
 from siirl.config.effects import effect_warnings
 from siirl.errors import ConfigError
-from siirl.launch import memory_checkpoints
-from siirl.launch.launcher_choice import choose_launcher
-from siirl.launch.memory_checkpoints import memory_folder
+from siirl.launch import agent_memory, memory_checkpoints
+from siirl.launch.agent_memory import agent_folder, open_folder_of_agent
+from siirl.launch.memory_checkpoints import SHARED_MEMORY, keeps_in_memory, memory_folder
 
 EVERY_STEP = "trainer.memory_checkpoint_freq=1"
 HOLDS_IT = """
@@ -26,6 +27,17 @@ from siirl.launch.memory_checkpoints import memory_folder
 with memory_folder(load_config(["trainer.memory_checkpoint_freq=1"])) as folder:
     print(folder, flush=True)
     signal.pause()
+"""
+
+BELOW_AN_AGENT = """
+import pathlib
+from siirl.config import load_config
+from siirl.launch.agent_memory import agent_folder, goes_on_from, open_folder_of_agent
+for step in (1, 2):
+    folder = agent_folder(load_config(["trainer.memory_checkpoint_freq=1"]))
+    open_folder_of_agent(folder)
+    print(folder, goes_on_from(folder), flush=True)
+    pathlib.Path(folder, f"global_step_{step}").mkdir()
 """
 
 
@@ -100,27 +112,52 @@ def test_a_machine_without_such_memory_is_told(monkeypatch):
         memory_folder(load_config([EVERY_STEP])).__enter__()
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("trainer.nnodes=2", "share no memory"),
-        ("trainer.launcher=ray", "belong to the local launcher"),
-        ("trainer.launcher=torchrun", "belong to the local launcher"),
-    ],
-)
-def test_other_launchers_and_several_machines_are_refused(key, words):
+@pytest.mark.parametrize("key", ["trainer.nnodes=2", "trainer.launcher=ray", "trainer.launcher=torchrun"])
+def test_all_launchers_and_several_machines_keep_checkpoints_in_memory(key):
     cfg = load_config([EVERY_STEP, key, "data.train_files=a", "data.val_files=b"])
-    with pytest.raises(ConfigError, match=f"trainer.memory_checkpoint_freq=1 with {key}: .*{words}"):
-        check_config(cfg)
+    check_config(cfg)
+    assert keeps_in_memory(cfg)
 
 
-@pytest.mark.parametrize(
-    "env", [{"RAY_ADDRESS": "auto"}, dict.fromkeys(("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "1")]
-)
-def test_a_launcher_that_the_environment_chooses_is_refused(env):
-    with pytest.raises(ConfigError, match=r"memory_checkpoint_freq=1, but (ray|torchrun) starts the workers"):
-        choose_launcher(load_config([EVERY_STEP]), env)
-    assert choose_launcher(load_config([EVERY_STEP, "trainer.launcher=local"]), env) == "local"
+def start_below_an_agent(script: str, wrapped: bool = False) -> subprocess.Popen:
+    """As torchrun starts a worker, which prints a folder; wrapped: by a script of the user's."""
+    env = os.environ | {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    words = [sys.executable, "-c", script]
+    words = ["/bin/sh", "-c", '"$@"; true', "sh", *words] if wrapped else words
+    then = "print('done', flush=True); sys.stdin.read()"
+    agent = f"import subprocess, sys; subprocess.run({words!r}, env={env!r}); {then}"
+    return subprocess.Popen(
+        [sys.executable, "-c", agent], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "by a script"])
+def test_that_of_torchruns_agent_is_found_by_each_attempt_and_ends_with_the_agent(wrapped):
+    stale = SHARED_MEMORY / agent_memory.NAME.format(os.getuid(), 1, 17)
+    stale.mkdir(exist_ok=True)
+    agent = start_below_an_agent(BELOW_AN_AGENT, wrapped)
+    try:
+        lines = [agent.stdout.readline().split() for _ in range(3)]
+        name = lines[0][0]
+        assert lines == [[name, "False"], [name, "True"], ["done"]], "not made again, and found"
+        assert Path(name).stat().st_mode & 0o777 == 0o700 and not stale.exists()
+    finally:
+        agent.kill()
+        agent.communicate()
+    assert is_gone(Path(name))
+
+
+def test_a_folder_of_somebody_else_is_not_used(tmp_path):
+    tmp_path.chmod(0o755)
+    with pytest.raises(ConfigError, match="another user's"):
+        open_folder_of_agent(str(tmp_path))
+
+
+def test_without_an_agent_nothing_outlives_the_workers():
+    with pytest.raises(ConfigError, match=r"memory_checkpoint_freq=1, but no torchrun has started this"):
+        agent_folder(load_config([EVERY_STEP]), {"RANK": "0"})
+    assert agent_folder(load_config([EVERY_STEP]), {"TORCHELASTIC_MAX_RESTARTS": "0"}) == ""
+    assert agent_folder(load_config([]), {}) == ""
 
 
 def test_it_is_told_where_it_has_no_effect():

@@ -1,0 +1,131 @@
+"""The folder of checkpoints in memory of a machine on which torchrun starts the workers. No torch.
+
+torchrun's agent outlives the workers, and runs no code of ours. So the folder is named after the agent, which
+the workers of every attempt find; a process that the first of them starts removes it when the agent is gone.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from siirl.config import Config
+from siirl.errors import ConfigError
+from siirl.launch.memory_checkpoints import KEY, SHARED_MEMORY, keeps_in_memory
+
+NAME = "siirl-torchrun-checkpoints-{}-{}-{}"
+"""User, process id and start of the agent."""
+NAMED = re.compile(r"siirl-torchrun-checkpoints-(\d+)-(\d+)-(\d+)")
+OF_AGENT = b"TORCHELASTIC_RUN_ID="
+"""In the environment of all that an agent starts, and not in its own."""
+LOOK_S, WORKERS_S = 0.5, 3.0
+"""WORKERS_S: in which they end when the agent is gone, and may still write."""
+START_FIELD, STATE_FIELD = 19, 0
+"""In /proc/PID/stat, behind the name."""
+
+
+def agent_folder(cfg: Config, env: Mapping[str, str] = os.environ) -> str:
+    """Where this machine's checkpoints in memory are or will be; "" if the run keeps none there.
+
+    ConfigError: no agent of torchrun has started this process: nothing would outlive it.
+    """
+    if not keeps_in_memory(cfg) or env.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+        return ""
+    agent = _agent()
+    if "TORCHELASTIC_RUN_ID" not in env or agent is None:
+        raise ConfigError(
+            f"{KEY}={cfg.trainer.memory_checkpoint_freq}, but no torchrun has started this process, only "
+            "something that sets its variables: nothing would outlive the workers. Start it by `torchrun "
+            f"--max-restarts=3 ...`, or set {KEY}=-1 and trainer.save_freq."
+        )
+    return str(SHARED_MEMORY / NAME.format(os.getuid(), agent, _began(agent)))
+
+
+def open_folder_of_agent(folder: str) -> None:
+    """Make it, with a process that looks after it, unless an earlier attempt has; by one rank of a machine.
+
+    ConfigError: this machine has no such memory, or somebody else has the folder.
+    """
+    _sweep()
+    path = Path(folder)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        about = path.lstat()
+        if about.st_uid != os.getuid() or not stat.S_ISDIR(about.st_mode) or about.st_mode & 0o077:
+            raise ConfigError(f"{folder} is another user's: checkpoints in memory cannot be there.") from None
+        return
+    except OSError as error:
+        raise ConfigError(
+            f"{KEY}: {SHARED_MEMORY}, where files stay in memory, cannot be used: {error}. Set {KEY}=-1, and "
+            "trainer.save_freq for checkpoints on disk."
+        ) from error
+    subprocess.Popen(
+        [sys.executable, "-m", "siirl.launch.agent_memory", folder],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # it outlives the worker
+    )
+
+
+def goes_on_from(folder: str) -> bool:
+    """Whether an earlier attempt has left checkpoints here, from which the run goes on."""
+    return bool(folder) and any(Path(folder).glob("global_step_*"))
+
+
+def keep(folder: Path) -> None:
+    """Wait until the agent that the folder is named after has ended; remove it."""
+    while _is_of_a_living(folder.name):
+        time.sleep(LOOK_S)
+    shutil.rmtree(folder, ignore_errors=True)
+    time.sleep(WORKERS_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _sweep() -> None:
+    """Remove folders of agents that have ended, where what was to do it was killed or stopped."""
+    for path in SHARED_MEMORY.glob(NAME.format(os.getuid(), "*", "*")):
+        if not _is_of_a_living(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_of_a_living(name: str) -> bool:
+    found = NAMED.fullmatch(name)
+    return found is not None and _began(int(found[2])) == found[3]
+
+
+def _agent() -> int | None:
+    """The process id of the agent: the closest one above this process that is not of its making."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            if OF_AGENT not in Path(f"/proc/{pid}/environ").read_bytes():
+                return pid
+            pid = int(_fields(pid)[1])
+        except OSError:
+            return None
+    return None
+
+
+def _began(pid: int) -> str | None:
+    """When a process began, in the kernel's time; None if there is none that runs."""
+    with contextlib.suppress(OSError):
+        fields = _fields(pid)
+        return None if fields[STATE_FIELD] in "ZX" else fields[START_FIELD]
+    return None
+
+
+def _fields(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+if __name__ == "__main__":
+    keep(Path(sys.argv[1]))
