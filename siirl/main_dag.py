@@ -24,7 +24,7 @@ from siirl.launch.preflight import preflight
 from siirl.launch.run_folder import held, with_absolute_folders, with_own_results
 from siirl.launch.run_record import command_line, open_folder
 from siirl.launch.survey import survey, survey_inputs
-from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun
+from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun, with_machines_there
 from siirl.model_files.local_models import token_to_environment
 from siirl.observe.logs import setup_logging
 from siirl.show.memory_text import memory_warnings
@@ -57,6 +57,8 @@ def run(cfg: Config, found: Findings) -> int:
     launcher: Launcher = "local"
     with found.at(Place.MACHINE):
         launcher = choose_launcher(cfg)
+        if launcher == "torchrun":
+            cfg = with_machines_there(cfg)
         if launcher == "local":
             check_gpus(cfg)
     seen = survey(cfg, found)

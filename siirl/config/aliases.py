@@ -23,6 +23,9 @@ _ACTOR, _REF = f"{POLICY}.actor", f"{POLICY}.ref"
 _FORWARD_FSDP = tuple(name for name in FSDP_KEYS if name not in TRAINING_KEYS)
 FORWARD_MEGATRON = tuple(name for name in MEGATRON_KEYS if name not in TRAINING_KEYS)
 
+RANGES = {"trainer.nnodes": "trainer.min_nnodes"}
+"""Keys that may be given as MIN:MAX, which is their own value: MAX, and that of another key: MIN."""
+
 ALIASES: dict[str, tuple[str, ...]] = {
     "data.filter_overlong_prompt": ("data.filter_overlong_prompts",),
     f"{_ACTOR}.optim.clip_grad": (f"{_ACTOR}.grad_clip",),

@@ -163,6 +163,10 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "{resume_from_path=}: expected the path of a checkpoint, DIR/global_step_N.",
         ),
         Contradiction(
+            lambda trainer: (trainer.min_nnodes or 1) > trainer.nnodes,
+            "{nnodes=} with {min_nnodes=}: a run has {}.nnodes machines at most. Set {}.nnodes=MIN:MAX.",
+        ),
+        Contradiction(
             lambda trainer: trainer.launcher == "local" and trainer.nnodes > 1,
             "{nnodes=} with {launcher=}, which starts processes on one machine only. Set {}.launcher=ray, or "
             "start one `torchrun --nnodes ... -m siirl.main_dag ...` on each machine with "

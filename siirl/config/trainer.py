@@ -34,7 +34,12 @@ class TrainerConfig:
         None, "environment variable whose value who asks for metrics must send as a bearer token"
     )
     log_val_generations: int = key(0, "validation responses that are logged as text", low=0)
-    nnodes: int = key(1, "machines", low=1)
+    nnodes: int = key(1, "machines; MIN:MAX (in YAML quoted) also sets min_nnodes", low=1)
+    min_nnodes: int | None = key(
+        None,
+        "machines with which the run does while the others of nnodes are not there; null: all are needed",
+        low=1,
+    )
     n_gpus_per_node: int = key(8, "devices (on CPU: processes) of each machine", low=1)
     device_memory_gib: float | None = key(
         None,

@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from siirl.config.aliases import ALIASES
+from siirl.config.aliases import ALIASES, RANGES
 from siirl.config.foreign import foreign, foreign_hint
 from siirl.config.resolve import FOLLOWS, expand_aliases, followed_value, get
 from siirl.config.root import Config, all_groups, all_keys
@@ -13,6 +14,8 @@ from siirl.config.unused_keys import unused_keys
 from siirl.config.values import SECRET_KEYS, check_available, closest_name, convert, plain
 from siirl.errors import ConfigError, UserError
 from siirl.findings import Broken, Findings, ReadsBroken, is_broken
+
+RANGE = re.compile(r"(\d+):(\d+)")
 
 
 @functools.cache
@@ -37,6 +40,7 @@ def with_overrides(cfg: Config, updates: Mapping[str, Any]) -> Config:
 def overridden(cfg: Config, updates: Mapping[str, Any], found: Findings) -> Config:
     """`with_overrides` that goes on: what is wrong goes to `found`; a key with a wrong value is broken."""
     given, maps = _flatten(updates, found)
+    given = _without_ranges(given)
     flat, problems = expand_aliases(given)
     for problem in problems:
         found.add(problem)
@@ -55,6 +59,15 @@ def overridden(cfg: Config, updates: Mapping[str, Any], found: Findings) -> Conf
     result = _follow(dataclasses.replace(_with(cfg, values), explicit=explicit))
     suspects = {name for problem in found.problems for name in problem.breaks}
     return with_broken(result, suspects - values.keys())
+
+
+def _without_ranges(given: Mapping[str, Any]) -> dict[str, Any]:
+    """MIN:MAX as the two keys that it stands for."""
+    split = dict(given)
+    for name, least in RANGES.items():
+        if isinstance(value := given.get(name), str) and (found := RANGE.fullmatch(value.strip())):
+            split |= {least: int(found[1]), name: int(found[2])}
+    return split
 
 
 def with_broken(cfg: Config, names: Iterable[str]) -> Config:

@@ -19,9 +19,9 @@ from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.launch.memory_checkpoints import KEY, SHARED_MEMORY, keeps_in_memory
 
-NAME = "siirl-torchrun-checkpoints-{}-{}-{}"
+NAME = "siirl-torchrun-{}-{}-{}"
 """User, process id and start of the agent."""
-NAMED = re.compile(r"siirl-torchrun-checkpoints-(\d+)-(\d+)-(\d+)")
+NAMED = re.compile(r"siirl-torchrun-(\d+)-(\d+)-(\d+)")
 OF_AGENT = b"TORCHELASTIC_RUN_ID="
 """In the environment of all that an agent starts, and not in its own."""
 LOOK_S, WORKERS_S = 0.5, 3.0

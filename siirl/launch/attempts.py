@@ -43,6 +43,8 @@ class Attempt:
     step: int | None
     cause: str
     """In one line."""
+    world_size: int
+    """Its ranks."""
     next: str
     """What the run went on from: "global_step_40", "global_step_42 in memory", "the start"."""
 
@@ -152,6 +154,7 @@ class Attempts:
             node,
             step,
             one_line_cause(cause),
+            self.job.world_size,
             origin,
         )
         try:

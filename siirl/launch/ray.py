@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from siirl.command_line import EXIT_USER_ERROR
 from siirl.config import Config
-from siirl.errors import ConfigError, PlacementError
+from siirl.errors import ConfigError, PlacementError, UserError, joined
 from siirl.launch.attempts import Attempts
 from siirl.launch.failure import Death
 from siirl.launch.job import Job
@@ -28,10 +28,12 @@ from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, res
 from siirl.launch.ray_memory import RayMemory
 from siirl.launch.ray_watch import HeadLost, Rank, RankWatch
 from siirl.launch.run_record import command_line
+from siirl.launch.scaled import Scaled
 from siirl.observe.run_progress import record_end
 
 log = logging.getLogger(__name__)
 TICK_S = 0.2
+RESERVE_S = 5.0
 START_S = 120.0  # a machine's first actor imports Python packages, perhaps from a network disk
 REACH_S = 10.0
 KEPT_CHILDREN = {"runtime_env": {"env_vars": {"RAY_kill_child_processes_on_worker_exit": "false"}}}
@@ -51,6 +53,7 @@ class RayTrainer:
         self._stop = Stop()
         self._actors: list[Any] = []
         self._ranks: list[Rank] = []
+        self._scaled = Scaled(cfg)
         self._memory = RayMemory(cfg, KEPT_CHILDREN)
 
     def run(self) -> int:
@@ -70,6 +73,7 @@ class RayTrainer:
                 contextlib.closing(self._memory),
             ):
                 while deaths := self._run_reserved():
+                    attempts.job = self.job
                     if not (told := attempts.after(deaths, self._log_offsets())):
                         break
                     print(told, file=sys.stderr, flush=True)
@@ -90,7 +94,7 @@ class RayTrainer:
 
         console = None
         self._actors, self._ranks = [], []
-        group = reserve(Need.of(self.cfg), self.cfg.ray_init.wait_s, self._wait)
+        group = self._reserve()
         try:
             self._place(group)
             self._memory.open([rank.node.node_id for rank in self._ranks], self._gather_memory)
@@ -111,6 +115,40 @@ class RayTrainer:
             if console is not None:
                 console.close()
                 console.show_cursor()
+
+    def _reserve(self) -> Any:
+        """Reserve the machines, or as many as there are of them, and make the job that of so many.
+
+        PlacementError: fewer than trainer.min_nnodes are there, or the workflow has no plan for those.
+        """
+        from ray.util import remove_placement_group
+
+        whole, wait_s = Need.of(self.cfg), self.cfg.ray_init.wait_s
+        problems: list[UserError] = []
+        for nnodes in range(self._scaled.most, self._scaled.fewest - 1, -1):
+            try:
+                group = reserve(dataclasses.replace(whole, nnodes=nnodes), wait_s, self._wait)
+            except PlacementError as error:
+                problems.append(error)
+                wait_s = min(wait_s, RESERVE_S)  # it has been waited for machines
+                continue
+            try:
+                job = self._scaled.job(self.job, nnodes)
+            except UserError as error:
+                remove_placement_group(group)
+                problems.append(PlacementError(f"{nnodes} of {whole.nnodes} machines do not do: {error}"))
+                continue
+            if problems:
+                ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
+                told = (
+                    f"siirl: the run does with {nnodes} of {whole.nnodes} machines ({ranks}): {problems[0]}"
+                )
+                print(told.splitlines()[0], file=sys.stderr, flush=True)
+            if job is not self.job:
+                self.job = job
+                job.prepare()
+            return group
+        raise joined(problems)
 
     def _place(self, group: Any) -> None:
         """Make the actors and give them ranks: contiguous on a machine, there in the order of its devices."""

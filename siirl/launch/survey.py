@@ -1,5 +1,6 @@
 """A command line looked at as a whole: every check goes as far as what is wrong lets it."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,8 +11,9 @@ from siirl.compiler.plan_warnings import plan_warnings
 from siirl.config import Config
 from siirl.config.checks import find_contradictions
 from siirl.config.roles import ROLES, role_model
+from siirl.dag.spec import DagSpec
 from siirl.data.check_files import inspect_data
-from siirl.errors import DataError, Place
+from siirl.errors import DataError, Place, PlacementError, UserError
 from siirl.findings import Findings
 from siirl.launch.preflight import check_code, check_inputs, check_resumed, check_reward_code
 from siirl.launch.run_folder import refuse_busy
@@ -36,10 +38,26 @@ def survey(cfg: Config, found: Findings) -> Survey:
     """Configuration and workflow: the same on every machine that has the DAG file. Problems go to `found`."""
     cfg = find_contradictions(cfg, found)
     with found.at(Place.WORKFLOW):
-        plan, node_cfgs = compile_plan(load_dag(cfg), cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+        dag = load_dag(cfg)
+        plan, node_cfgs = compile_plan(dag, cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+        _check_fewest(dag, cfg)
         warnings = [] if len(found) else plan_warnings(cfg, plan, node_cfgs)
         return Survey(cfg, plan, node_cfgs, warnings)
     return Survey(cfg)
+
+
+def _check_fewest(dag: DagSpec, cfg: Config) -> None:
+    """The workflow also has a plan on the fewest machines with which the run is to go on."""
+    most, least = cfg.trainer.nnodes, cfg.trainer.min_nnodes
+    if least is None or least >= most:
+        return
+    few = dataclasses.replace(cfg, trainer=dataclasses.replace(cfg.trainer, nnodes=least))
+    try:
+        compile_plan(dag, few, least * cfg.trainer.n_gpus_per_node)
+    except UserError as error:
+        raise PlacementError(
+            f"trainer.nnodes={least}:{most}: the run could not go on with {least} machine(s): {error}"
+        ) from error
 
 
 def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:

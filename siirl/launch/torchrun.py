@@ -3,11 +3,13 @@
 import os
 from collections.abc import Mapping
 
+from siirl.config import Config
 from siirl.errors import ConfigError
 from siirl.launch.agent_memory import open_folder_of_agent
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
 from siirl.launch.process import end_with_parent
+from siirl.launch.scaled import with_machines
 from siirl.launch.worker_entry import ProcessPlace, run_rank
 
 
@@ -19,6 +21,15 @@ def is_first_process(env: Mapping[str, str] = os.environ) -> bool:
 def is_first_on_machine(env: Mapping[str, str] = os.environ) -> bool:
     """Whether this process looks at its machine's files for the run: local rank 0 under torchrun."""
     return env.get("LOCAL_RANK", "0") == "0"
+
+
+def with_machines_there(cfg: Config, env: Mapping[str, str] = os.environ) -> Config:
+    """The configuration for the machines that torchrun has found, if the run may do with so many."""
+    place, trainer = ProcessPlace.from_env(env), cfg.trainer
+    nnodes = place.world_size // place.local_world_size
+    if trainer.min_nnodes is None or not trainer.min_nnodes <= nnodes <= trainer.nnodes:
+        return cfg
+    return with_machines(cfg, nnodes)
 
 
 def run_torchrun(job: Job, env: Mapping[str, str] = os.environ) -> int:

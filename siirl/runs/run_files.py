@@ -381,6 +381,7 @@ def read_attempts(folder: Path, unreadable: LeftOut, run_id: str) -> list[Attemp
             word(told.get("node")) or None,
             whole(told.get("step")),
             word(told.get("cause")),
+            whole(told.get("world_size")) or 0,
             word(told.get("next")),
         )
         for told in json_lines(folder / ATTEMPTS_FILE, LATEST_BYTES, unreadable)

@@ -143,6 +143,7 @@ def _object(run: RunState, size: int) -> dict[str, Any]:
         "validation_reward": _extremes(of_column(run.rewards, VALIDATION_REWARD)),
         "training_reward": _extremes(of_column(run.rewards, REWARD)),
         "starts": run.starts,
+        "world_size": len(run.ranks) or None,
         "attempts": [dataclasses.asdict(attempt) for attempt in run.attempts],
         "size_bytes": size,
         "started_s": run.started_s or None,

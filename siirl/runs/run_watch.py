@@ -113,7 +113,8 @@ def _attempt_lines(run: RunState, now_s: float) -> list[str]:
     lines = [f"  attempt {run.attempts[-1].attempt + 1}, after {len(run.attempts)} that failed"]
     for one in run.attempts[-MOST_ATTEMPTS:]:
         ago = age_text(now_s - one.ended_s)
-        lines.append(f"    {one.attempt}  {ago} ago, {attempt_text(one)}; went on from {one.next}")
+        ranks = f" with {one.world_size} rank{'s' * (one.world_size > 1)}" if one.world_size else ""
+        lines.append(f"    {one.attempt}  {ago} ago{ranks}, {attempt_text(one)}; went on from {one.next}")
     return lines
 
 

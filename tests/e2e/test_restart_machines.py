@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,13 +14,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from job_harness import Inputs, overrides
 from killed_jobs import ranks_of, start, steps_done, wait_until
 from launch_jobs import ROOT
 from ray_lock import ray_to_ourselves
-from test_restart_job import KEYS, check_same, inputs, undisturbed  # noqa: F401
+from test_restart_job import KEYS, check_same, inputs, results, undisturbed  # noqa: F401
 
 from siirl.checkpoint.files import saved_steps
+from siirl.cli import main
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 MEMORY, MARK = Path("/dev/shm"), "SIIRL_TEST_OF"
@@ -83,7 +86,7 @@ def is_listening(port: int) -> bool:
 
 
 def folders_of_agents(agents: list[subprocess.Popen]) -> list[Path]:
-    return [folder for agent in agents for folder in MEMORY.glob(f"siirl-torchrun-checkpoints-*-{agent.pid}-*")]
+    return [folder for agent in agents for folder in MEMORY.glob(f"siirl-torchrun-*-{agent.pid}-*")]
 
 
 @pytest.mark.usefixtures("shared_by_nobody")
@@ -109,7 +112,37 @@ def test_an_agent_of_torchrun_is_lost_and_another_takes_its_place(inputs, undist
     await_gone(folders)
     check_same(output, undisturbed)
     told = "\n".join(console.read_text() for console in consoles)
-    assert told.count("resumed from /dev/shm/siirl-torchrun-checkpoints-") == 2, told
+    assert told.count("resumed from /dev/shm/siirl-torchrun-") == 2, told
+
+
+@pytest.mark.usefixtures("shared_by_nobody")
+def test_an_agent_of_torchrun_is_gone_and_the_others_go_on(inputs, undisturbed, tmp_path):  # noqa: F811
+    output, consoles = tmp_path / "out", [tmp_path / f"console_{index}" for index in range(2)]
+    keys = ("trainer.nnodes=1:2", "trainer.n_gpus_per_node=1", *IN_MEMORY)
+    _, agents = start_agents("1:2", overrides(inputs, output, *KEYS, *keys), consoles)
+    try:
+        wait_until(lambda: steps_done(output) >= 3, agents[0], consoles[0])
+        assert world_size_of(output) == 2
+        end_with_all(agents[1])
+        assert agents[0].wait(300) == 0, consoles[0].read_text()
+    finally:
+        for one in agents:
+            end_with_all(one)
+    assert world_size_of(output) == 1 and "resumed from /dev/shm/" in consoles[0].read_text()
+    check_close(output, undisturbed)
+
+
+def world_size_of(output: Path) -> int:
+    return json.loads((output / "job.json").read_text())["world_size"]
+
+
+def check_close(output: Path, undisturbed) -> None:  # noqa: F811
+    """Each step once, and weights that differ by the order of sums."""
+    lines, weights = results(output)
+    assert [line["step"] for line in lines] == list(range(9))
+    assert weights.keys() == undisturbed[1].keys()
+    for name, tensor in undisturbed[1].items():
+        torch.testing.assert_close(weights[name].float(), tensor.float(), atol=1e-4, rtol=1e-3, msg=name)
 
 
 @contextlib.contextmanager
@@ -169,6 +202,37 @@ def test_a_machine_of_a_ray_cluster_is_lost_and_another_takes_its_place(inputs, 
     told = [attempt["next"] for attempt in attempts_of(output)]
     assert len(told) == 2 and all(next.endswith(" in memory") for next in told), told
     assert saved_steps(output / "checkpoints") == []
+
+
+@pytest.mark.parametrize("kept", [IN_MEMORY, ("trainer.save_freq=2",)], ids=["in memory", "on disk"])
+def test_a_machine_of_a_ray_cluster_is_gone_and_the_others_go_on(
+    kept,
+    inputs,  # noqa: F811
+    undisturbed,  # noqa: F811
+    tmp_path,
+    capsys,
+):
+    output, console = tmp_path / "out", tmp_path / "console"
+    elastic = ("trainer.nnodes=1:2", "trainer.n_gpus_per_node=1", *kept)
+    with ray_cluster(str(tmp_path)) as cluster:
+        second = cluster.add_node(num_cpus=1, include_dashboard=False)
+        job = start([*ray_words(cluster, inputs, output, *elastic), "ray_init.wait_s=20"], console)
+        try:
+            wait_until(lambda: steps_done(output) >= 3, job, console)
+            assert world_size_of(output) == 2
+            lose(cluster, second, str(tmp_path))
+            assert job.wait(300) == 0, console.read_text()
+        finally:
+            job.kill()
+            job.wait()
+    told = console.read_text()
+    assert "siirl: the run does with 1 of 2 machines (1 rank): the Ray cluster " in told, told
+    (attempt,) = attempts_of(output)
+    assert attempt["world_size"] == 2 and attempt["next"].startswith("global_step_")
+    assert main(["watch", str(output), "--once"]) == 0
+    assert re.search(r"1  .* ago with 2 ranks, rank \d", capsys.readouterr().out)
+    assert world_size_of(output) == 1
+    check_close(output, undisturbed)
 
 
 def folders_of(mark: str) -> list[Path]:

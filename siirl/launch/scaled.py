@@ -1,0 +1,48 @@
+"""The job of a run on fewer machines than it asked for, or on as many again. No torch."""
+
+import dataclasses
+import logging
+
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.memory.phases import estimate_record
+from siirl.config import Config
+from siirl.launch.devices import device_memory_gib
+from siirl.launch.job import Job
+from siirl.show.memory_text import memory_warnings
+
+log = logging.getLogger(__name__)
+
+
+def with_machines(cfg: Config, nnodes: int) -> Config:
+    """The configuration of a run that has so many machines, no more and no fewer."""
+    trainer = dataclasses.replace(cfg.trainer, nnodes=nnodes, min_nnodes=None)
+    return dataclasses.replace(cfg, trainer=trainer)
+
+
+class Scaled:
+    """Makes jobs of one run for other numbers of machines, of the workflow as it was at the start."""
+
+    def __init__(self, cfg: Config):
+        trainer = cfg.trainer
+        self._cfg, self.most = cfg, trainer.nnodes
+        self.fewest = trainer.nnodes if trainer.min_nnodes is None else trainer.min_nnodes
+        self._dag = load_dag(cfg) if self.fewest < self.most else None
+
+    def job(self, job: Job, nnodes: int) -> Job:
+        """The job on so many machines. UserError: the workflow has no plan for them."""
+        world_size = nnodes * job.local_world_size
+        if self._dag is None or world_size == job.world_size:
+            return job
+        cfg = with_machines(self._cfg, nnodes)
+        plan, node_cfgs = compile_plan(self._dag, cfg, world_size)
+        device_gib = device_memory_gib()
+        for warning in memory_warnings(plan, node_cfgs, device_gib):
+            log.warning(warning)
+        trainer = job.config["trainer"] | {"nnodes": nnodes, "min_nnodes": None}
+        return dataclasses.replace(
+            job,
+            config=job.config | {"trainer": trainer},
+            plan=plan.to_json(),
+            world_size=world_size,
+            memory_estimate=estimate_record(plan, node_cfgs, device_gib),
+        )
