@@ -56,8 +56,10 @@ _MACHINE_PHRASES = (
     "nccl error: unhandled system error",
     "nccl error: unhandled cuda error",
     ": killed by sig",
+    ": stopped by sig",
+    "is silent: no sign of life",
 )
-"""Words of errors after which the same job may well go on; the last: of a process that was killed."""
+"""Words of errors after which the same job may well go on; the last ones: of a process that is lost."""
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
+from siirl.engines.rollout.vllm.engine_parts import EngineParts
 from siirl.engines.rollout.vllm.messages import (
     Alive,
     Beat,
@@ -51,7 +52,10 @@ SILENCE_S = 20.0
 
 
 class EngineLost(RolloutError):
-    """The process has died, or does nothing any more. cause: in a sentence; tail: its last lines, or ""."""
+    """The process has died, or does nothing any more, or one that it started.
+
+    cause: in a sentence; tail: its last lines, or "".
+    """
 
     def __init__(self, cause: str, tail: str) -> None:
         super().__init__(cause + tail)
@@ -81,6 +85,7 @@ class EngineProcess:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
             )
+        self._parts = EngineParts(self.pid, log_path, self._log_offset)
         # A process that is stopped within a message, or reads none, stops nobody.
         patience = struct.pack("ll", int(SILENCE_S), 0)
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -108,6 +113,8 @@ class EngineProcess:
                     progress = f" ({said})"
                 case Failed(of_stream=False) as failed:
                     raise self._reported(message.kind, failed)
+                case None if isinstance(message, Start):
+                    self._parts.find()
                 case Finished() as finished:
                     self._unread.append(finished)
                 case Done() | Generated() | Scored() | Paused() as answer:
@@ -167,6 +174,8 @@ class EngineProcess:
         if not self._channel.ready(timeout_s):
             if self._process.poll() is not None and not self._channel.ready(0):
                 raise self._death(kind)
+            if trouble := self._parts.trouble():
+                raise self._loss(kind, trouble)
             self._waited_s += min(time.monotonic() - began_s, POLL_S)
             who = f"{self._what} (pid {self.pid})"
             if self._waited_s > silence_s:
@@ -191,6 +200,9 @@ class EngineProcess:
         return message
 
     def _reported(self, kind: str, failed: Failed) -> RolloutError | ConfigError:
+        """What it says, or of which loss it is the echo."""
+        if lost := self._parts.lost():
+            return self._loss(kind, lost)
         if failed.user_error:
             return ConfigError(failed.text)
         return RolloutError(f"{self._what}, {kind}: {failed.text}{self._tail()}")
@@ -211,6 +223,10 @@ class EngineProcess:
             self._process.kill()
             self._process.wait()
         self._temporary.close()
+
+    def _loss(self, kind: str, trouble: str) -> EngineLost:
+        cause = f"{self._what} (pid {self.pid}) cannot go on with {kind!r}, as {trouble}."
+        return EngineLost(cause, self._tail())
 
     def _death(self, kind: str) -> EngineLost:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -45,7 +45,7 @@ from siirl.engines.rollout.vllm.messages import (
     Stop,
     Submit,
 )
-from siirl.engines.rollout.vllm.temporary import forget_shared_memory
+from siirl.engines.rollout.vllm.temporary import names_noted
 from siirl.errors import UserError
 from siirl.observe.printable import printable
 
@@ -97,8 +97,8 @@ class Server:
             case Start(arguments):
                 from siirl.engines.rollout.vllm.native import NativeEngine
 
-                self._engine = NativeEngine(arguments)
-                forget_shared_memory()
+                with names_noted():
+                    self._engine = NativeEngine(arguments)
             case Call(method, arguments):
                 answer = Done(getattr(self._engine, method)(**arguments))
             case Generate():

@@ -8,26 +8,49 @@ import contextlib
 import getpass
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+from siirl.leftovers import owned_folder
+
 SHARED_MEMORY = Path("/dev/shm")
-PREFIX = "psm_"
-"""Of names that Python picks for shared memory."""
+PREFIXES = ("psm_", "vllm_dist_")
+"""Of names that Python, and vLLM on a CPU, pick for shared memory."""
+NAMES = "shared_memory"
+"""File in a folder, with the names that shared memory of its engine had when they were last looked at."""
+LOOK_S = 0.5
 LONGEST = 107 - len("/") - 36
 """Characters of a folder in which vLLM can make a socket, whose name is a UUID."""
-KEEPER = 'cat; rm -rf -- "$1"'
-"""Waits until nobody holds the other end of its input, then removes the folder."""
+KEEPER = """
+read -r nothing
+for file in $(grep -lzxF "TMPDIR=$1" /proc/[0-9]*/environ 2> /dev/null); do
+  process=${file#/proc/}
+  kill -9 "${process%/environ}"
+done
+while read -r name; do rm -f -- "/dev/shm/$name"; done < "$1/shared_memory"
+rm -rf -- "$1"
+"""
+"""Waits until nobody holds the other end of its input, then ends what has the folder for its temporary files,
+and removes the folder and the names of shared memory in it."""
 
 
 class TemporaryFolder:
-    """A folder for temporary files of one engine, removed by `close`, and when this process is killed."""
+    """A folder for temporary files of one engine, whose processes are told by it.
+
+    It and they end by `close`, and when this process is killed; if all keepers are killed, too, the next
+    engine on this machine removes it.
+    """
 
     def __init__(self) -> None:
         """OSError if none can be made."""
         base = tempfile.gettempdir()
-        self.path = tempfile.mkdtemp(prefix="siirl_vllm_", dir=base if len(base) + 20 <= LONGEST else "/tmp")
+        base = base if len(base) + 20 <= LONGEST else "/tmp"
+        self.path, self._lock = owned_folder("siirl_vllm_", base, forget_names)
+        Path(self.path, NAMES).touch()
         self._keeper = subprocess.Popen(
             ["/bin/sh", "-c", KEEPER, "siirl-keeper", self.path],
             stdin=subprocess.PIPE,
@@ -46,30 +69,69 @@ class TemporaryFolder:
 
     def close(self) -> None:
         """Idempotent."""
+        for pid in self._processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        forget_names(Path(self.path))
         shutil.rmtree(self.path, ignore_errors=True)
-        assert self._keeper.stdin is not None
-        with contextlib.suppress(OSError):
-            self._keeper.stdin.close()
-        self._keeper.wait()
+        self._keeper.kill()
+        self._keeper.communicate()
+        self._lock.close()
+
+    def _processes(self) -> Iterator[int]:
+        """Those of the engine, whoever started them."""
+        mine = f"TMPDIR={self.path}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mine in (folder / "environ").read_bytes().split(b"\0"):
+                    yield int(folder.name)
 
 
-def forget_shared_memory() -> None:
-    """Take the names from the shared memory that this process and its children have mapped.
-
-    It goes with the last of them then, however they end; nobody else can map it any more.
-    """
-    import psutil
-
-    this = psutil.Process()
-    for process in [this, *this.children(recursive=True)]:
-        for name in _mapped(process.pid):
+def forget_names(folder: Path) -> None:
+    """Remove what an engine's processes, which are gone, had in shared memory."""
+    with contextlib.suppress(OSError):
+        for name in (folder / NAMES).read_text().split():
             (SHARED_MEMORY / name).unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def names_noted() -> Iterator[None]:
+    """While this process's engine starts, note its names of shared memory in its folder; then remove them.
+
+    All who use it have found it then: it goes with the last of them, however they end.
+    """
+    import psutil
+
+    this, file, done = psutil.Process(), Path(tempfile.gettempdir(), NAMES), threading.Event()
+
+    def names() -> set[str]:
+        processes = [this, *this.children(recursive=True)]
+        return {name for process in processes for name in _mapped(process.pid)}
+
+    def look() -> None:
+        noted: set[str] = set()
+        while not done.wait(LOOK_S):
+            if new := names() - noted:
+                noted |= new
+                file.write_text("".join(f"{name}\n" for name in sorted(noted)))
+
+    thread = threading.Thread(target=look, name="shared-memory", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    for name in names():
+        (SHARED_MEMORY / name).unlink(missing_ok=True)
+    file.write_text("")
+
+
 def _mapped(pid: int) -> set[str]:
-    """Names below SHARED_MEMORY, of Python's, that a process has mapped; none if it has gone."""
-    start = f"{SHARED_MEMORY}/{PREFIX}"
+    """Names below SHARED_MEMORY, by PREFIXES, that a process has mapped; none if it has gone."""
+    root = f"{SHARED_MEMORY}/"
     with contextlib.suppress(OSError):
-        paths = (line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
-        return {path.removeprefix(f"{SHARED_MEMORY}/") for path in paths if path.startswith(start)}
+        paths = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+        names = {path.removeprefix(root) for path in paths if path.startswith(root)}
+        return {name for name in names if name.startswith(PREFIXES) and not name.endswith(" (deleted)")}
     return set()
