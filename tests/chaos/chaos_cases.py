@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass
 
+from chaos_services import LOST, REWARD_SERVICE, SERVICES, TOOL_SERVER, TOOL_URL
+
 PHASES = {
     "start": "start",
     "load": "load",
     "rollout": "rollout_actor",
+    "tool": "tool",
     "reward": "function_reward",
     "scoring": "scoring",
     "train": "actor_train",
@@ -16,8 +19,8 @@ PHASES = {
     "write in memory": "write in memory",
     "export": "export",
 }
-"""Phase -> the span of the loop that it begins with, or the place that hook/sitecustomize.py or the reward
-function names. In the order in which a run that is struck several times comes to them.
+"""Phase -> the span of the loop that it begins with, or the place that hook/sitecustomize.py, the reward
+function or a service names. In the order in which a run that is struck several times comes to them.
 
 write: all files of a checkpoint are there, but not its manifest; in the loop's thread. "write in memory": the
 same of one in host memory, in a thread of its own.
@@ -30,7 +33,7 @@ GOES_ON = "goes on"
 COMMAND_AGAIN = "ends; the command goes on"
 """All processes end, the cause is said; the same command goes on from the newest checkpoint."""
 NAMED = "ends with the cause"
-"""The run ends with exit code 2 and the cause; checkpoints are whole."""
+"""The run ends with the cause; checkpoints are whole."""
 DISKS = {"disk of checkpoints": "checkpoints", "shared memory": "/dev/shm", "output folder": "out"}
 """Where each lies, in the folder of the case."""
 SAID = {
@@ -39,6 +42,8 @@ SAID = {
     "Ray raylet": "the Ray cluster is smaller than asked",
     "Ray GCS": "the head of the Ray cluster",
     "Ray machine": "the Ray cluster (is smaller than asked|has the 2 machine)",
+    REWARD_SERVICE: "reward function remote failed on .*/score gave no usable answer after",
+    TOOL_URL: "the MCP server 'http.*/mcp' has been away for",
 }
 """What happens to a disk, or who is lost -> what is said of it."""
 JUMPS_S = {"a day ahead": 86400, "a day back": -86400}
@@ -64,8 +69,9 @@ class Case:
 
     @property
     def job(self) -> str:
-        """The kind of job: "local", one whose next workers stand by from the start, "Ray" or "vLLM"."""
-        return next((kind for kind in ("Ray", "vLLM", "standby") if self.who.startswith(kind)), "local")
+        """The kind of job: "local", or what it runs on or asks."""
+        kinds = ("Ray", "vLLM", "standby", *SERVICES)
+        return next((kind for kind in kinds if self.who.startswith(kind)), "local")
 
     @property
     def rank(self) -> int:
@@ -95,6 +101,7 @@ def make_cases() -> list[Case]:
         add(who, SPREAD, ("SIGSEGV", "SIGTERM"), STARTS_AGAIN)
         add(who, ("rollout", "train"), (OUT_OF_MEMORY,), STARTS_AGAIN)
     add("rank 0", ("rollout", "train", "weight sync", "save"), ("SIGSTOP",), STARTS_AGAIN)
+    add("rank 1", ("start", *STEPS), ("SIGSTOP",), STARTS_AGAIN)
     add("both ranks", ("start", "rollout", "train", "weight sync", "save"), ("SIGKILL",), STARTS_AGAIN)
     add("both ranks", ("rollout", "train"), ("SIGSTOP", "SIGSEGV"), STARTS_AGAIN)
     add("launcher", ("start", *STEPS, "write", "export"), ("SIGKILL",), COMMAND_AGAIN)
@@ -121,6 +128,11 @@ def make_cases() -> list[Case]:
     add("standby's launcher", ("export",), ("SIGKILL",), COMMAND_AGAIN)
     for how in ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"):
         add("vLLM engine", ("rollout", "train"), (how,), GOES_ON)
+    add(TOOL_SERVER, ("rollout", "tool", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
+    add(TOOL_URL, ("rollout", "tool", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
+    add(REWARD_SERVICE, ("reward", "scoring", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
+    add(TOOL_URL, ("tool",), (LOST,), NAMED)
+    add(REWARD_SERVICE, ("scoring",), (LOST,), NAMED)
     return [Case(*strike, then, strike in FAST) for strike, then in wanted.items()]
 
 
@@ -152,5 +164,6 @@ FILES = {
     "machine": (*DISKS, "clock", "memory keeper"),
     "ray": (*RAY_PARTS, "Ray driver", "Ray GCS"),
     "vllm": ("vLLM engine",),
+    "services": SERVICES,
 }
 """test_chaos_FILE.py -> who is struck there. Workers of the suite take whole files: 10 minutes at most."""

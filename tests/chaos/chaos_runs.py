@@ -27,6 +27,7 @@ from chaos_cases import (
     STARTS_AGAIN,
     Case,
 )
+from chaos_services import HOOK, LOST, SERVICES, Service
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import ROOT, Finished, Inputs, overrides
 from ray_machines import RayMachines
@@ -34,7 +35,6 @@ from ray_machines import RayMachines
 from siirl.checkpoint import files
 from siirl.launch.standby import NAME as STANDBY
 
-HOOK = Path(__file__).parent / "hook"
 STEPS = 24
 KEYS = (
     f"trainer.total_training_steps={STEPS}",
@@ -65,9 +65,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 '''
 MEASURED = re.compile(
     r"time|perf/|memory/|.*_s$|weight_sync/|reward/(timeout|tried_again|worker_death)$|rollout/engine_restarts"
+    r"|actor/rollout_log_prob_diff"
 )
 """Metrics that differ between two runs of the same command, or say what came of a reward worker; a new engine
-gets weights that an older one has already."""
+gets weights that an older one has already. How a rollout rounds depends on which turns share a batch."""
 PATIENCE_S = 240
 ALONE_S = 120
 """How long a machine of a Ray cluster that hears of no other goes on: Ray gives it up after a minute."""
@@ -211,6 +212,9 @@ class Chaos:
         address = cluster.address if cluster else ""
         keys = keys_of(kind, inputs, address, folder)
         keys.append(f"trainer.default_local_dir={self.checkpoints}")
+        self._service = Service(kind, folder) if kind in SERVICES else None
+        if self._service is not None:
+            keys += self._service.keys
         self._words = [sys.executable, "-m", "siirl.main_dag", *overrides(inputs, self.output, *keys)]
         if disk:
             self._words = ["unshare", "-m", "sh", "-c", DISK, "sh", *self._words]
@@ -272,7 +276,8 @@ class Chaos:
         reached = self.folder / f"reached_{self._number}"
         self._wait_until(reached.exists, job, f"the phase of {case.name}")
         held, failed = json.loads(reached.read_text()), self.attempts()
-        step = self.steps_done() + 1 if case.phase == "scoring" else held["step"]
+        knows = case.phase not in ("scoring", "tool")
+        step = held["step"] if knows else self.steps_done() + 1
         if case.job == "Ray":
             time.sleep(NEWS_S)
         standbys = self._await_standbys(job) if case.job == "standby" and not self._standbys_struck else []
@@ -289,7 +294,9 @@ class Chaos:
             victims = self._victims(job, case, held["pid"])
             assert victims, case.name
             for pid in victims:
-                os.kill(pid, signal.Signals[case.how])
+                os.kill(pid, signal.SIGKILL if case.how == LOST else signal.Signals[case.how])
+            if self._service is not None:
+                self._service.struck(case.how)
         self._standbys_struck = case.who == "standby"
         (self.folder / f"struck_{self._number}").touch()
         if (case.who, case.how) == ("launcher", "SIGSTOP"):
@@ -304,8 +311,10 @@ class Chaos:
             self._arm(following)
             return self._start()
         if case.then == NAMED:
-            assert job.wait(PATIENCE_S) == 2, self.console
-            if case.job == "Ray":
+            assert job.wait(PATIENCE_S) == (1 if case.how == LOST else 2), self.console
+            if case.how == LOST:
+                assert re.search(rf"(?m)^siirl: the run failed.*{SAID[case.who]}", self.console), self.console
+            elif case.job == "Ray":
                 assert re.search(f"(siirl|Error): {SAID[case.who]}", self.console), self.console
             else:
                 what = "the checkpoint of step " if case.who == "disk of checkpoints" else ""
@@ -394,6 +403,8 @@ class Chaos:
                 pids = {process.pid for process in scorers if process.environ()["RANK"] == str(case.rank)}
                 worker = case.who == "reward worker"
                 return [pid for pid in pids if (psutil.Process(pid).ppid() in pids) == worker]
+            case _ if self._service is not None:
+                return self._service.victims(psutil.Process(held), case.phase)
             case "Ray driver":
                 return [job.pid]
             case "Ray actor":
@@ -453,6 +464,8 @@ class Chaos:
         """End the job; the processes that outlived it, which are killed."""
         job.kill()
         job.wait()
+        if self._service is not None:
+            self._service.close()
         left = self._left(15 if self._cluster is None else ALONE_S)
         for process in self._processes():
             process.kill()
@@ -465,10 +478,10 @@ class Chaos:
         self._check_checkpoints()
         root = self.checkpoints
         assert not [path for path in root.iterdir() if path.suffix in (".tmp", ".old", ".deleted")]
-        made, deadline = shared_memory() - self._shared_before, time.monotonic() + 10
+        made, deadline = shared_memory() - self._shared_before, time.monotonic() + 60
         while made := {name for name in made & shared_memory() if not in_use(name)}:
             assert time.monotonic() < deadline, f"left in shared memory: {made}"
-            time.sleep(0.2)  # the name of another test's semaphore lives for a moment
+            time.sleep(0.2)  # a semaphore of another test that was killed lives until its tracker looks
 
     def _check_checkpoints(self) -> None:
         """Each one that has its name is whole."""

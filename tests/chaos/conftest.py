@@ -15,10 +15,10 @@ def inputs(tmp_path_factory) -> Inputs:
 
 @pytest.fixture(scope="session")
 def undisturbed(inputs, tmp_path_factory) -> Undisturbed:
-    """What a job of a kind gives that nobody strikes; but for vLLM that of the local launcher."""
+    """What a job of a kind gives that nobody strikes; on Ray and with standbys, that of any local one."""
 
     @functools.cache
     def of(kind: str) -> Result:
         return Chaos(inputs, tmp_path_factory.mktemp("undisturbed"), kind=kind).run()
 
-    return lambda kind: of(kind if kind == "vLLM" else "local")
+    return lambda kind: of("local" if kind in ("Ray", "standby") else kind)
