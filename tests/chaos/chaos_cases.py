@@ -46,6 +46,8 @@ SAID = {
     TOOL_URL: "the MCP server 'http.*/mcp' has been away for",
 }
 """What happens to a disk, or who is lost -> what is said of it."""
+PARALLEL = "parallel vLLM"
+"""Whose names begin so: processes of an engine of two ranks."""
 JUMPS_S = {"a day ahead": 86400, "a day back": -86400}
 """Of the clock that all processes of the run read."""
 
@@ -70,7 +72,7 @@ class Case:
     @property
     def job(self) -> str:
         """The kind of job: "local", or what it runs on or asks."""
-        kinds = ("Ray", "vLLM", "standby", *SERVICES)
+        kinds = ("Ray", "vLLM", PARALLEL, "standby", *SERVICES)
         return next((kind for kind in kinds if self.who.startswith(kind)), "local")
 
     @property
@@ -128,6 +130,8 @@ def make_cases() -> list[Case]:
     add("standby's launcher", ("export",), ("SIGKILL",), COMMAND_AGAIN)
     for how in ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"):
         add("vLLM engine", ("rollout", "train"), (how,), GOES_ON)
+    for part in (f"{PARALLEL} core", f"{PARALLEL} worker"):
+        add(part, ("rollout",), ("SIGKILL", "SIGSTOP"), STARTS_AGAIN)
     add(TOOL_SERVER, ("rollout", "tool", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
     add(TOOL_URL, ("rollout", "tool", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
     add(REWARD_SERVICE, ("reward", "scoring", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
@@ -164,6 +168,7 @@ FILES = {
     "machine": (*DISKS, "clock", "memory keeper"),
     "ray": (*RAY_PARTS, "Ray driver", "Ray GCS"),
     "vllm": ("vLLM engine",),
+    "parallel_vllm": (f"{PARALLEL} core", f"{PARALLEL} worker"),
     "services": SERVICES,
 }
 """test_chaos_FILE.py -> who is struck there. Workers of the suite take whole files: 10 minutes at most."""

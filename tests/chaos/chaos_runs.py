@@ -22,6 +22,7 @@ from chaos_cases import (
     JUMPS_S,
     NAMED,
     OUT_OF_MEMORY,
+    PARALLEL,
     PHASES,
     SAID,
     STARTS_AGAIN,
@@ -51,6 +52,7 @@ ON_VLLM = (
     *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.max_num_seqs=64"),
     "actor_rollout_ref.rollout.max_engine_restarts=100",
 )
+IN_PARALLEL = (*("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2"),)
 REWARD = '''
 
 import sitecustomize
@@ -99,6 +101,8 @@ def keys_of(kind: str, inputs: Inputs, ray_address: str = "", folder: Path | str
         mine = [*ON_RAY, f"ray_init.address={ray_address}", hook]
         return [*(key for key in KEYS if key != LOCAL_ONLY), *mine]
     model = f"actor_rollout_ref.model.path={inputs.model.parent / 'vllm'}"
+    if kind == PARALLEL:
+        return [*KEYS, *ON_VLLM, *IN_PARALLEL, model]
     return [*KEYS, *ON_VLLM, model] if kind == "vLLM" else list(KEYS)
 
 
@@ -384,6 +388,11 @@ class Chaos:
         """The record names who was struck, where, and how."""
         causes = {"SIGSTOP": "it was stopped by a signal", OUT_OF_MEMORY: "killed by SIGKILL"}
         causes |= {"Ray actor": "its actor died"}
+        if case.job == PARALLEL:
+            how, part = ("stopped", "killed")[case.how == "SIGKILL"], case.who.split()[-1]
+            named = f"RolloutError: rollout engine .*VLLM::(EngineC|W){part[1:]}.*: {how} by signal"
+            assert re.match(named, attempt["cause"]) and attempt["node"] == PHASES[case.phase], attempt
+            return
         cause = causes.get(case.how, causes.get(case.who, f"killed by {case.how}"))
         assert attempt["cause"].startswith(cause), (case, attempt)
         if case.who == "both ranks" and attempt["rank"] != case.rank:
@@ -415,6 +424,14 @@ class Chaos:
                 return [self._cluster.gcs_pid]
             case "vLLM engine":
                 return [process.pid for process in self._processes("siirl.engines.rollout.vllm.server")]
+            case _ if case.job == PARALLEL:
+                (server,) = self._processes("siirl.engines.rollout.vllm.server")
+                name = "VLLM::EngineCore" if case.who.endswith("core") else "VLLM::Worker_TP1"
+                return [
+                    one.pid
+                    for one in server.children(recursive=True)
+                    if "".join(one.cmdline()).strip() == name
+                ]
             case "both ranks":
                 return [held, *(process.pid for process in self._ranks() if process.pid != held)]
             case "standby":
