@@ -33,7 +33,7 @@ from siirl.config import Config
 from siirl.config.actor import RefConfig
 from siirl.config.common import FLASH_4, TrainedConfig
 from siirl.config.resolve import get
-from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model, sequence_ranks
 from siirl.config.teacher import TeacherConfig
 from siirl.dag.ops import ModelRole
 from siirl.errors import ConfigError, DagError, NotSupportedError, PlacementError
@@ -113,9 +113,15 @@ def _along(*axes: str) -> Callable[[ParallelDims, Ranks], Iterable[Ranks]]:
 
 
 def _fsdp_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
-    size = role_group(cfg, role).fsdp_config.fsdp_size
+    """The ranks of a sequence share its model's weights, with as many others as fsdp_size says."""
+    size, sequence = role_group(cfg, role).fsdp_config.fsdp_size, sequence_ranks(cfg, role)
     shard = world if size < 1 or size > world else size
-    return ParallelDims(world, dp_shard=shard, dp_replicate=-(-world // shard))
+    copies = -(-world // shard)
+    return ParallelDims(world, cp=sequence, dp_shard=max(1, shard // sequence), dp_replicate=copies)
+
+
+def _fsdp_groups(dims: ParallelDims, ranks: Ranks) -> Iterable[Ranks]:
+    return [group for groups in dims.fsdp_groups(ranks).values() for group in groups]
 
 
 def _megatron_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
@@ -190,7 +196,30 @@ def _check_attention_kernels(cfg: Config, role: str) -> None:
 
 def _check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
     _check_attention_kernels(cfg, role)
+    _check_sequence_ranks(cfg, role, dims, node)
     check_trained_model(cfg, role, str(node))
+
+
+def _check_sequence_ranks(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    """PlacementError where the ranks that share a sequence do not divide those that share weights, or all."""
+    group, size = ROLE_GROUPS[role], role_group(cfg, role).fsdp_config.fsdp_size
+    key = f"{group}.ulysses_sequence_parallel_size"
+    replay = cfg.actor_rollout_ref.actor.router_replay.mode
+    if role == "actor" and dims.cp > 1 and replay != "disabled":
+        raise NotSupportedError(
+            f"not supported yet: {node}: {key}={dims.cp} with actor.router_replay.mode={replay}: the experts "
+            f"of a row are not split over ranks. Set {key}=1, or router_replay.mode=disabled."
+        )
+    for ranks, what in (
+        (dims.world, f"its {dims.world} ranks"),
+        (size, f"{group}.fsdp_config.fsdp_size={size}"),
+    ):
+        if 0 < ranks <= dims.world and ranks % dims.cp:
+            fits = [n for n in range(1, dims.cp) if dims.world % n == 0 and ranks % n == 0]
+            raise PlacementError(
+                f"{node}: {key}={dims.cp} does not divide {what}: the ranks that share a sequence share its "
+                f"model's weights, too. Set {key} to {' or '.join(map(str, fits))}."
+            )
 
 
 def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
@@ -278,7 +307,7 @@ TRAIN_BACKENDS = {
         _fsdp_dims,
         fsdp_lines,
         shares_prompts=True,
-        groups=_along("dp_shard", "dp_replicate"),
+        groups=_fsdp_groups,
         check=_check_fsdp,
         base_keys=("fsdp_config.model_dtype",),
         offloads=("fsdp_config.param_offload",),

@@ -13,7 +13,7 @@ from typing import Any
 
 from siirl.config import Config
 from siirl.config.common import ModelConfig, TrainedConfig
-from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model
+from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model, sequence_ranks
 from siirl.errors import NotSupportedError
 
 OF_ANY_HEAD = (
@@ -40,6 +40,8 @@ GROUP_ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+HEADS = ("num_attention_heads", "n_head")
+"""What a config.json calls the query heads of a layer."""
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """What may have LoRA adapters in a mixture of experts: others would lie on one tensor of all experts."""
 PARTS = ("vision_config", "audio_config", "text_config")
@@ -116,6 +118,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         problem = problem or _why_not_with_group_routing(config, cfg, role)
     if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
+        problem = problem or _why_not_split(config, cfg, role)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(
@@ -206,6 +209,21 @@ def _why_not_with_experts(config: Mapping[str, Any], cfg: Config, role: str) -> 
         return (
             f"LoRA adapters on experts ({keys}.target_modules={targets}): a mixture of experts has them on "
             f"its attention only. Set {keys}.target_modules=[{','.join(ADAPTED)}], or lora_rank=0."
+        )
+    return ""
+
+
+def _why_not_split(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why ranks cannot share the sequences of a role's model as asked, and the fix; empty if they can."""
+    ranks, key = sequence_ranks(cfg, role), f"{ROLE_GROUPS[role]}.ulysses_sequence_parallel_size"
+    heads = next((config[name] for name in HEADS if isinstance(config.get(name), int)), 0)
+    if ranks > 1 and sees_images(config.get("model_type")):
+        return f"{key}={ranks} for a {config['model_type']}, a vision model. Set it to 1."
+    if heads % ranks:
+        fits = [size for size in range(1, ranks) if heads % size == 0]
+        return (
+            f"{key}={ranks} does not divide the model's {heads} attention heads: in attention each rank has "
+            f"whole heads. Set it to {' or '.join(map(str, fits))}."
         )
     return ""
 

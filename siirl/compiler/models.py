@@ -83,8 +83,8 @@ def _weight_sources(models: dict[str, ModelPlan], nodes: dict[str, ResolvedNode]
             node = nodes[target.node]
             backend_name, backend = choose_backend("actor", node)
             dims = backend.dims(node.cfg, "actor", len(target.ranks))
-            dims.check(str(node), target.ranks)
             backend.check(node.cfg, "actor", dims, node)
+            dims.check(str(node), target.ranks)
             sources[name] = replace(
                 target, name=name, role="actor", backend=backend_name, dims=dims, nodes=()
             )
@@ -100,8 +100,8 @@ def _plan_model(name: str, nodes: list[ResolvedNode], world_size: int) -> ModelP
     backend_name, backend = choose_backend(role, builder)
     cfg = ROLES[role].engine_cfg(builder.cfg)
     dims = backend.dims(cfg, role, len(ranks))
-    dims.check(str(builder), ranks)
     backend.check(cfg, role, dims, builder)
+    dims.check(str(builder), ranks)
     return ModelPlan(
         name=name,
         agent=builder.agent,

@@ -47,6 +47,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
         *("trainer.*nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.device_memory_gib"),
         *("trainer.balance_batch", "*.strategy", "*.fsdp_size", "*_offload", "*_model_parallel_size"),
         *("*.context_parallel_size", "*.expert_tensor_parallel_size", "*.sequence_parallel"),
+        "*.ulysses_sequence_parallel_size",
         *("*.use_distributed_optimizer", "*.override_ddp_config", "*.use_mbridge", "*.weight_link"),
         *("*.use_dist_checkpointing", "*.dist_checkpointing_path", "*.share_instance"),
     ),

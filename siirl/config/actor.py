@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS, PolicyLoss, losses_with
-from siirl.config.common import STRATEGY, ForwardMegatronConfig, FSDPConfig, TrainedConfig
+from siirl.config.common import STRATEGY, ULYSSES, ForwardMegatronConfig, FSDPConfig, TrainedConfig
 from siirl.config.keys import group, key
 from siirl.config.teacher import SAMPLED, DistillConfig
 
@@ -240,6 +240,7 @@ class RefConfig:
 
     strategy: str = key(None, "backend of the reference model", **STRATEGY)
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
+    ulysses_sequence_parallel_size: int = key(None, ULYSSES, when="strategy=fsdp", low=1)
     megatron: ForwardMegatronConfig = group(
         ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
     )

@@ -8,7 +8,7 @@ from siirl.addresses import is_loopback
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.contradictions import CONTRADICTIONS
 from siirl.config.resolve import get
-from siirl.config.roles import ROLES
+from siirl.config.roles import ROLES, sequence_ranks, token_budget
 from siirl.config.root import Config, all_keys
 from siirl.config.tree import default_config, with_broken
 from siirl.errors import ConfigError, UserError, joined
@@ -70,16 +70,18 @@ def _mini_batches(group: str, mini: int, batch: int) -> Iterator[str]:
 def _budgets(cfg: Config) -> Iterator[str]:
     rollout = cfg.actor_rollout_ref.rollout
     longest = rollout.prompt_length + rollout.response_length
-    for role in ROLES.values():
+    for name, role in ROLES.items():
         if role.any_length or (role.trainer == "critic" and not cfg.algorithm.may_use_critic):
             continue
         for keys in filter(None, (role.train, role.forward)):
-            budget = get(cfg, keys.max_tokens)
-            if get(cfg, keys.dynamic) and budget < longest:
+            budget, ranks = get(cfg, keys.max_tokens), sequence_ranks(cfg, name)
+            least = -(-longest // ranks)
+            if get(cfg, keys.dynamic) and token_budget(cfg, name, keys) < longest:
+                shared = f" on each of the {ranks} ranks that share it" if ranks > 1 else ""
                 yield (
-                    f"{keys.max_tokens}={budget} is less than the longest row, prompt "
+                    f"{keys.max_tokens}={budget}{shared} is less than the longest row, prompt "
                     f"{rollout.prompt_length} + response {rollout.response_length} = {longest} tokens: a row "
-                    f"is never split. Set {keys.max_tokens}={longest} or more."
+                    f"is never split over micro-batches. Set {keys.max_tokens}={least} or more."
                 )
 
 

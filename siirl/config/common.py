@@ -10,6 +10,7 @@ VISION = "data.dataset_type=vlm says that prompts have images, and config.json t
 STRATEGIES = ("fsdp", "megatron")
 STRATEGY: dict[str, Any] = {"choices": STRATEGIES, "synonyms": {"fsdp2": "fsdp"}}
 """The rule of a key that picks the backend of a model."""
+ULYSSES = "ranks that share each sequence under fsdp: its tokens everywhere, its heads in attention"
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ class TrainedConfig:
     fsdp_config: TrainedFSDPConfig = group(
         TrainedFSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp"
     )
+    ulysses_sequence_parallel_size: int = key(1, ULYSSES, when="strategy=fsdp", low=1)
     megatron: MegatronConfig = group(
         MegatronConfig, "sizes and options under megatron", when="strategy=megatron"
     )

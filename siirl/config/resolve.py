@@ -23,6 +23,7 @@ FOLLOWS: dict[str, str] = {
     f"{POLICY}.actor.policy_loss.clip_divergence_low": f"${{{POLICY}.actor.policy_loss.clip_divergence}}",
     f"{POLICY}.actor.policy_loss.clip_divergence_high": f"${{{POLICY}.actor.policy_loss.clip_divergence}}",
     f"{POLICY}.ref.strategy": f"${{{POLICY}.actor.strategy}}",
+    f"{POLICY}.ref.ulysses_sequence_parallel_size": f"${{{POLICY}.actor.ulysses_sequence_parallel_size}}",
     "teacher.top_k": f"${{{POLICY}.actor.distill.top_k}}",
     "critic.model.path": f"${{{POLICY}.model.path}}",
     "critic.ppo_mini_batch_size": f"${{{POLICY}.actor.ppo_mini_batch_size}}",

@@ -207,6 +207,18 @@ def role_group(cfg: Config, role: str) -> TrainedConfig | RefConfig | TeacherCon
     return get(cfg, ROLES[role].group)
 
 
+def sequence_ranks(cfg: Config, role: str) -> int:
+    """Ranks that share each sequence of a model under fsdp; of other strategies 1."""
+    if role_group(cfg, role).strategy != "fsdp":
+        return 1
+    return role_group(cfg, role).ulysses_sequence_parallel_size
+
+
+def token_budget(cfg: Config, role: str, keys: BatchKeys) -> int:
+    """Most tokens of a micro-batch, with keys.dynamic: so many for each rank that shares its sequences."""
+    return get(cfg, keys.max_tokens) * sequence_ranks(cfg, role)
+
+
 def role_model(cfg: Config, role: str) -> ModelConfig:
     """Which model a role loads: that of the policy, or one of its own."""
     return get(cfg, ROLES[role].model)

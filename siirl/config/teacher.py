@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from siirl.config.common import STRATEGIES, STRATEGY, ForwardMegatronConfig, FSDPConfig, ModelConfig
+from siirl.config.common import (
+    STRATEGIES,
+    STRATEGY,
+    ULYSSES,
+    ForwardMegatronConfig,
+    FSDPConfig,
+    ModelConfig,
+)
 from siirl.config.keys import group, key
 from siirl.findings import is_broken
 
@@ -34,6 +41,7 @@ class TeacherConfig:
     )
     model: TeacherModelConfig = group(TeacherModelConfig, "teacher")
     fsdp_config: FSDPConfig = group(FSDPConfig, "sharding and offload under fsdp", when="strategy=fsdp")
+    ulysses_sequence_parallel_size: int = key(1, ULYSSES, when="strategy=fsdp", low=1)
     megatron: ForwardMegatronConfig = group(
         ForwardMegatronConfig, "sizes and options under megatron", when="strategy=megatron"
     )

@@ -35,7 +35,7 @@ class ParallelDims:
     dp_replicate: int = 1
     """Copies of parameters and optimizer state."""
     dp_shard: int = 1
-    """Ranks that share one of them (FSDP: fsdp_size; elsewhere 1)."""
+    """Data-parallel ranks that share one of them (FSDP: fsdp_size / cp; elsewhere 1)."""
 
     @property
     def model_parallel(self) -> int:
@@ -46,6 +46,11 @@ class ParallelDims:
     def dp(self) -> int:
         """Number of data-parallel shards, that is of different sets of rows."""
         return self.world // self.model_parallel
+
+    @property
+    def weight_shards(self) -> int:
+        """Ranks that share one copy of the weights under FSDP: of as many rows, and of their tokens."""
+        return self.dp_shard * self.cp
 
     @property
     def expert_dp(self) -> int:
@@ -73,10 +78,11 @@ class ParallelDims:
                 f"{self._fix(('ep', 'etp', 'pp'), expert)}"
             )
         if self.dp_replicate * self.dp_shard != self.dp:
+            sizes = [self.cp * size for size in _divisors(self.dp)]
             raise PlacementError(
-                f"{who}: fsdp_size = {self.dp_shard} does not divide the {self.dp} data-parallel ranks among "
-                f"{where}. "
-                f"Set it to -1 (all of them) or to one of {', '.join(map(str, _divisors(self.dp)))}."
+                f"{who}: fsdp_size = {self.weight_shards} does not divide the {self.cp * self.dp} "
+                f"data-parallel ranks among {where}. "
+                f"Set it to -1 (all of them) or to one of {', '.join(map(str, sizes))}."
             )
         if self.vpp > 1 and self.pp == 1:
             raise PlacementError(
@@ -130,14 +136,30 @@ class ParallelDims:
             "pp": self.pp,
         }
         axes = [axis for axis, size in sizes.items() if size > 1 or axis == "dp_shard"]
-        places = [self.coordinates(local) for local in range(self.world)]
-        groups: dict[str, tuple[Ranks, ...]] = {}
-        for axis in axes:
-            lines: dict[tuple[int, ...], list[int]] = {}
-            for rank, place in zip(ranks, places, strict=True):
-                lines.setdefault(tuple(place[other] for other in sizes if other != axis), []).append(rank)
-            groups[axis] = tuple(tuple(line) for line in lines.values())
-        return groups
+        return {axis: self._lines(ranks, axis) for axis in axes}
+
+    def fsdp_groups(self, ranks: Sequence[int]) -> dict[str, tuple[Ranks, ...]]:
+        """What a model under FSDP communicates over: the rank tuples of each kind, in rank order.
+
+        shard: that share one copy of the weights; data: that hold different rows, all of a batch together;
+        where there are several, replicate: that hold the same part of different copies, and sequence: that
+        share rows.
+        """
+        groups = {"shard": self._lines(ranks, "cp", "dp_shard")}
+        if self.dp_replicate > 1:
+            groups["replicate"] = self._lines(ranks, "dp_replicate")
+        if self.cp > 1:
+            groups["sequence"] = self._lines(ranks, "cp")
+        return groups | {"data": self._lines(ranks, "dp_shard", "dp_replicate")}
+
+    def _lines(self, ranks: Sequence[int], *axes: str) -> tuple[Ranks, ...]:
+        """The ranks that differ on these axes of the dense grid only."""
+        others = [axis for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp") if axis not in axes]
+        lines: dict[tuple[int, ...], list[int]] = {}
+        for local, rank in enumerate(ranks):
+            place = self.coordinates(local)
+            lines.setdefault(tuple(place[other] for other in others), []).append(rank)
+        return tuple(tuple(line) for line in lines.values())
 
     def _fix(self, names: tuple[str, ...], product: int) -> str:
         """Give more ranks, or lower the one size that can be lowered to fit."""

@@ -28,7 +28,7 @@ from siirl.compiler.plan import (
 )
 from siirl.config import Config
 from siirl.config.batch import BatchArithmetic, batch_of
-from siirl.config.roles import role_group, trained_group
+from siirl.config.roles import ROLES, role_group, token_budget, trained_group
 from siirl.dag.ops import LATER_OLD_LOG_PROB
 from siirl.parallel.pipeline_layers import split_layers
 from siirl.parallel.placement import Ranks, format_ranks
@@ -253,9 +253,10 @@ def sizes(model: ModelPlan, every: bool = False) -> str:
         if getattr(dims, axis) > 1 or (every and axis in ("tp", "pp", "cp", "ep"))
     ]
     dp = f"dp {dims.dp}"
-    if dims.dp_shard > 1:
+    shards = dims.weight_shards if model.backend == "fsdp" else 1
+    if shards > 1:
         replicas = f"{_count(dims.dp_replicate, 'replica')} x " if dims.dp_replicate > 1 else ""
-        dp += f" ({replicas}{_count(dims.dp_shard, 'shard')})"
+        dp += f" ({replicas}{_count(shards, 'shard')})"
     return ", ".join([*axes, dp])
 
 
@@ -410,7 +411,9 @@ def _training(trainer: ModelPlan, cfg: Config, sampled: BatchArithmetic, num_spe
     per_rank = -(-rows // shards)
     if group.use_dynamic_bsz:
         most = -(-per_rank * _row_tokens(cfg) // micro_batch_tokens(trainer, cfg, trains=True))
-        budget = group.ppo_max_token_len_per_gpu
+        keys = ROLES[trainer.role].train
+        assert keys is not None, f"{trainer.name} does not train"
+        budget = token_budget(cfg, trainer.role, keys)
         lines.append(f"-> micro-batches of up to {budget} tokens: at most about {most} on each rank")
     else:
         micro = group.ppo_micro_batch_size_per_gpu

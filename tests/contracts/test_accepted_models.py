@@ -2,10 +2,12 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import causal_lms
 import pytest
 import torch
+import torch.distributed as dist
 import train_engine_cases as cases
 from dist_harness import run_workers
 from train_engine_cases import Scenario
@@ -19,22 +21,32 @@ from siirl.parallel.dims import ParallelDims
 
 SOME = {"fsdp": ("mistral", "opt", "gemma3_text", "olmoe"), "megatron": ("mixtral",)}
 """What `make test` builds: models whose differences are in attention, dropout and experts."""
+WINDOWS: dict[str, dict[str, Any]] = {
+    **{kind: {"sliding_window": 5} for kind in ("exaone4", "gemma3_text", "ministral", "mistral", "olmo3")},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+}
+"""Sliding windows that are shorter than rows."""
+SHARED = Scenario("two ranks share rows", 2, sizes=(("cp", 2),))
 
 
-def results(rank: int, world: int, kinds: list[str], strategy: str) -> dict[str, str]:
-    """Model type -> what is wrong with how the engine trains a small model of it, in one process."""
-    return {kind: problem for kind in kinds if (problem := wrong(kind, strategy))}
+def results(rank: int, world: int, kinds: list[str], scenario: Scenario) -> dict[str, str]:
+    """Model type -> what is wrong with how the engine trains a small model of it."""
+    return {kind: problem for kind in kinds if (problem := wrong(kind, scenario))}
 
 
-def wrong(kind: str, strategy: str) -> str:
+def wrong(kind: str, scenario: Scenario) -> str:
     from transformers import AutoModelForCausalLM
 
     from siirl.engines.rollout.hf.hf_rollout import build_model
     from siirl.engines.rollout.weight_loading import tensor_names
 
-    folder = Path(tempfile.mkdtemp(prefix="siirl-model-type-"))
-    causal_lms.write_model(folder, causal_lms.tiny_config(kind))
-    engine, _ = cases.build_engine(Scenario("", 1, strategy=strategy), folder)
+    made = [tempfile.mkdtemp(prefix="siirl-model-type-")]
+    dist.broadcast_object_list(made)
+    folder = Path(made[0])
+    if dist.get_rank() == 0:
+        causal_lms.write_model(folder, causal_lms.tiny_config(kind, **WINDOWS.get(kind, {})))
+    dist.barrier()
+    engine, _ = cases.build_engine(scenario, folder)
     rows = cases.sample_rows(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)
@@ -47,7 +59,7 @@ def wrong(kind: str, strategy: str) -> str:
     loss_BT = -rows["advantage"] * log_prob_BT - cases.ENTROPY_COEFF * entropy_BT
     ((loss_BT * mask_BT).sum() / mask_BT.sum()).backward()
     expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP))
-    (metrics,) = cases.train_steps(engine, Scenario("", 1, strategy=strategy), range(1))
+    (metrics,) = cases.train_steps(engine, scenario, range(1))
     if metrics.values()["grad_norm"] != pytest.approx(expected, rel=1e-5):
         return f"grad_norm is {metrics.values()['grad_norm']} instead of {expected}"
     model_cfg = load_config(cases.overrides_for(folder)).actor_rollout_ref.model
@@ -60,7 +72,8 @@ def wrong(kind: str, strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_some_models_that_are_accepted_compute_what_transformers_does(strategy):
-    assert run_workers(results, 1, list(SOME[strategy]), strategy, deadline_s=200)[0] == {}
+    alone = Scenario("", 1, strategy=strategy)
+    assert run_workers(results, 1, list(SOME[strategy]), alone, deadline_s=200)[0] == {}
 
 
 @pytest.mark.slow
@@ -68,7 +81,15 @@ def test_some_models_that_are_accepted_compute_what_transformers_does(strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_model_that_is_accepted_computes_what_transformers_does(strategy):
     kinds = [kind for kind in known_types(strategy) if kind not in VISION_MODELS]  # test_vision_engine.py
-    assert run_workers(results, 1, kinds, strategy, deadline_s=800)[0] == {}
+    alone = Scenario("", 1, strategy=strategy)
+    assert run_workers(results, 1, kinds, alone, deadline_s=800)[0] == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ranks_that_share_rows_compute_what_transformers_does_with_every_model():
+    kinds = [kind for kind in known_types("fsdp") if kind not in VISION_MODELS]
+    assert run_workers(results, 2, kinds, SHARED, deadline_s=800) == [{}, {}]
 
 
 ROUTED_OTHERWISE = ("glm4_moe", "deepseek_v2", "deepseek_v3")

@@ -101,6 +101,7 @@ BUDGET = (f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=2
 CUTS = [
     Scenario("two ranks, token budget", 2, split="uneven", overrides=BUDGET),
     Scenario("two ranks, one without rows", 2, split="first_rank", overrides=ONE_ROW),
+    Scenario("two pairs share rows", 4, split="uneven", overrides=BUDGET, sizes=(("cp", 2),)),
     Scenario(
         "alone, not recomputed", 1, overrides=("actor_rollout_ref.model.enable_gradient_checkpointing=False",)
     ),

@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,13 @@ LORA = (
     f"actor_rollout_ref.model.lora_rank={cases.LORA_RANK}",
     f"actor_rollout_ref.model.lora_alpha={cases.LORA_ALPHA}",
 )
+
+
+def shared(name: str, world: int, ranks: int, *model: str, **options: Any) -> Scenario:
+    """Ranks that share the tokens of a row (ulysses_sequence_parallel_size)."""
+    return Scenario(name, world, *model, sizes=(("cp", ranks),), **options)
+
+
 SCENARIOS = [
     Scenario("one rank", 1),
     Scenario("one rank, untied", 1, "qwen3_untied"),
@@ -35,6 +43,13 @@ SCENARIOS = [
     Scenario("two ranks, five experts", 2, "qwen3_moe", split="uneven", overrides=TOKEN_BUDGET),
     Scenario("four ranks", 4, split="uneven"),
     Scenario("two shards, two copies", 4, "qwen3_untied", fsdp_size=2),
+    shared("two ranks share rows", 2, 2, overrides=TOKEN_BUDGET),
+    shared("two ranks share rows, lora", 2, 2, overrides=LORA),
+    shared("two ranks share rows, five experts", 2, 2, "qwen3_moe", overrides=TOKEN_BUDGET),
+    shared("four ranks share rows of two KV heads", 4, 4, "llama"),
+    shared("two pairs share rows", 4, 2, "qwen3_untied", split="uneven", overrides=TOKEN_BUDGET),
+    shared("two pairs share rows, one without", 4, 2, split="first_rank"),
+    shared("two pairs share rows, each a copy", 4, 2, split="uneven", fsdp_size=2),
 ]
 TINY = {"hidden": 64, "init_std": 0.15}
 

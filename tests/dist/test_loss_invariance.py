@@ -122,8 +122,8 @@ KEEP_HEAD = (f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.kl_loss_type=full", f"{DISTI
 def scenario(
     name: str, world: int, strategy: str = "megatron", overrides: tuple[str, ...] = (), **sizes: int
 ):
-    options = {"strategy": strategy, "sizes": tuple(sizes.items())} if strategy == "megatron" else sizes
-    return Scenario(name, world, "model", overrides=(*STILL, *KEEP_HEAD, *overrides), **options)
+    whole = {"fsdp_size": sizes.pop("fsdp_size", 0), "strategy": strategy, "sizes": tuple(sizes.items())}
+    return Scenario(name, world, "model", overrides=(*STILL, *KEEP_HEAD, *overrides), **whole)
 
 
 FEW_SCENARIOS = [scenario("fsdp on 2", 2, "fsdp"), scenario("tp2", 2, tp=2, overrides=TOKENS)]
@@ -135,7 +135,9 @@ SCENARIOS = [
     scenario("dp2", 2),
     scenario("pp2", 2, pp=2),
     scenario("cp2", 2, cp=2),
+    scenario("fsdp, cp2", 2, "fsdp", TOKENS, cp=2),
     scenario("fsdp on 4", 4, "fsdp"),
+    scenario("fsdp, cp2, dp2", 4, "fsdp", TOKENS, cp=2),
     scenario("two copies of two shards", 4, "fsdp", TOKENS, fsdp_size=2),
     scenario("tp2, dp2", 4, tp=2, overrides=TOKENS),
     scenario("pp2, dp2", 4, pp=2),

@@ -60,6 +60,7 @@ SCENARIOS = [
         pytest.param(scenario, marks=pytest.mark.slow)
         for scenario in (
             Scenario("fsdp, one rank", 1),
+            Scenario("fsdp, two pairs share rows", 4, split="uneven", sizes=(("cp", 2),)),
             megatron(1),
             megatron(2, "use_distributed_optimizer=False", tp=2),
             megatron(2, "sequence_parallel=True", tp=2),

@@ -18,12 +18,13 @@ from siirl.compiler.memory.estimate import (
     SMALL_MODEL_BYTES,
     ModelShape,
     kept_values,
+    with_repeated_heads,
 )
 from siirl.compiler.plan import LinkPlan, ModelPlan
 from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.resolve import get
-from siirl.config.roles import ROLES, role_group, role_model
+from siirl.config.roles import ROLES, role_group, role_model, token_budget
 from siirl.errors import ConfigError
 from siirl.parallel.pipeline_layers import split_layers
 
@@ -100,7 +101,7 @@ def packed_rows(model: ModelPlan, cfg: Config, tokens: RowTokens) -> PackedRows:
         return PackedRows(tokens, 1)
     assert keys is not None, f"{model.name} computes on no training engine"
     if get(cfg, keys.dynamic):
-        room = (get(cfg, keys.max_tokens) - tokens.prompt) // tokens.response
+        room = (token_budget(cfg, model.role, keys) - tokens.prompt) // tokens.response
     else:
         room = get(cfg, keys.max_rows)
     return PackedRows(tokens, max(1, min(samples, room)))
@@ -147,7 +148,7 @@ def _micro_rows(model: ModelPlan, cfg: Config, packed: PackedRows) -> int:
     keys = ROLES[model.role].train if model.trains else ROLES[model.role].forward
     assert keys is not None, f"{model.name} computes on no training engine"
     if get(cfg, keys.dynamic):
-        return max(1, int(get(cfg, keys.max_tokens) / packed.row))
+        return max(1, int(token_budget(cfg, model.role, keys) / packed.row))
     return get(cfg, keys.max_rows)
 
 
@@ -234,7 +235,7 @@ def _weights_work(
     cast = BYTES[role_group(cfg, model.role).fsdp_config.model_dtype] if model.backend == "fsdp" else 0
     moved = micro_batches * params * (cast + width) * (2 if model.trains else 1)
     if model.trains and not role_model(cfg, model.role).lora_rank:
-        shards = dims.dp_shard if model.backend == "fsdp" else dims.dp
+        shards = dims.weight_shards if model.backend == "fsdp" else dims.dp
         moved += micro_batches * params * _ACCUMULATED_BYTES + steps * params / shards * _OPTIMIZER_BYTES
     return {"memory": moved}
 
@@ -253,7 +254,7 @@ def _messages(
     dims, width, work = model.dims, _compute_bytes(model, cfg), Work()
     params = shape.params * layers / shape.layers / dims.tp
     if model.backend == "fsdp":
-        shards = dims.dp_shard
+        shards = dims.weight_shards
         received = (shards - 1) / shards
         gathers = steps if 4 * shape.params <= SMALL_MODEL_BYTES else micro_batches
         each = (2 * width + 4) if model.trains else width
@@ -262,6 +263,11 @@ def _messages(
             copies = dims.dp_replicate
             summed = 8 * params / shards * (copies - 1) / copies
             _add(work, {_way(dims.world, machine): steps * summed})
+        if dims.cp > 1:
+            passes = (2 + _recomputes(model, cfg)) if model.trains else 1
+            values = 2 * _query_width(shape) + 2 * with_repeated_heads(shape, dims.cp).kv_width
+            sent = values * width * tokens / dims.cp * (dims.cp - 1) / dims.cp
+            _add(work, {_way(dims.cp, machine): passes * layers * sent})
         return work
     split = tokens / dims.cp * shape.hidden * width
     if dims.tp > 1:

@@ -6,7 +6,8 @@ benchmarks' peaks on H200s are within 15% of it (tests/unit/compiler/test_memory
 """
 
 import json
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from siirl.config import Config
 from siirl.config.batch import batch_of
 from siirl.config.common import ModelConfig
 from siirl.config.resolve import get
-from siirl.config.roles import ROLES, role_group, role_model
+from siirl.config.roles import ROLES, role_group, role_model, token_budget
 from siirl.config.teacher import SAMPLED, WHOLE
 from siirl.dag.fields_read import uses_full_kl
 
@@ -202,7 +203,7 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     """
     fsdp, name = role_group(cfg, model.role).fsdp_config, model.name
     master, compute = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.param_dtype]
-    shards = model.dims.dp_shard
+    shards = model.dims.weight_shards
     adapter = adapter_params(role_model(cfg, model.role), shape) if model.trains else 0
     own = (shape.params if model.base in (None, name) else 0) + adapter
     lines = [offloadable(name, "parameters", -(-own // shards) * master, fsdp.param_offload, COMPUTING)]
@@ -217,10 +218,11 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     gathered = shape.params if whole else 2 * shape.layer_params + shape.embedding_params
     lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
     fused = role_model(cfg, model.role).use_liger
-    kept = kept_values(shape, fused) * shape.layers
+    of_layer = kept_values(with_repeated_heads(shape, model.dims.cp), fused)
+    kept = of_layer * shape.layers
     if role_model(cfg, model.role).enable_gradient_checkpointing:
-        kept = shape.layers * shape.hidden + kept_values(shape, fused)
-    lines += activation_lines(model, cfg, shape, kept, forward_values(shape, fused), compute)
+        kept = shape.layers * shape.hidden + of_layer
+    lines += activation_lines(model, cfg, kept, forward_values(shape, fused), compute)
     if model.head == "lm":
         lines += head_lines(model, cfg, shape.vocabulary, shape.hidden, compute)
     return (
@@ -238,15 +240,22 @@ def offloadable(
     return MemoryLine(model, what, num_bytes, during if offload else ALWAYS, host=offload)
 
 
+def with_repeated_heads(shape: ModelShape, ranks: int) -> ModelShape:
+    """The shape with the keys and values that attention has where so many ranks take whole heads of it."""
+    times = math.lcm(shape.kv_heads, ranks) // shape.kv_heads
+    return replace(shape, kv_heads=shape.kv_heads * times, kv_width=shape.kv_width * times)
+
+
 def activation_lines(
-    model: ModelPlan, cfg: Config, shape: ModelShape, kept: float, passing: float, width: int
+    model: ModelPlan, cfg: Config, kept: float, passing: float, width: int
 ) -> list[MemoryLine]:
-    """Activations of a micro-batch: `kept` values a token for backward, `passing` without gradient."""
+    """Activations of a rank's tokens of a micro-batch: `kept` values of each for backward, `passing` without
+    gradient."""
     line = MemoryLine
-    tokens = micro_batch_tokens(model, cfg, trains=False)
+    tokens = -(-micro_batch_tokens(model, cfg, trains=False) // model.dims.cp)
     lines = [line(model.name, "activations", int(tokens * passing) * width, ("forward",))]
     if model.trains:
-        tokens = micro_batch_tokens(model, cfg, trains=True)
+        tokens = -(-micro_batch_tokens(model, cfg, trains=True) // model.dims.cp)
         lines.append(line(model.name, "activations", int(tokens * kept) * width, ("update",)))
     return lines
 
@@ -355,7 +364,7 @@ def adapter_params(model: ModelConfig, shape: ModelShape) -> int:
 
 
 def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:
-    """The most tokens of a micro-batch on a rank: whole rows of the longest kind, at least one.
+    """The most tokens of a micro-batch: whole rows of the longest kind, at least one.
 
     trains: in a mini-batch, not in a pass without gradient.
     """
@@ -365,8 +374,8 @@ def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:
         row = cfg.reward_model.max_length or row
     keys = ROLES[model.role].train if trains else ROLES[model.role].forward
     assert keys is not None, f"{model.name} computes on no training engine"
-    dynamic, budget, rows = (get(cfg, key) for key in (keys.dynamic, keys.max_tokens, keys.max_rows))
-    return (max(budget // row, 1) if dynamic else rows) * row
+    dynamic, rows = get(cfg, keys.dynamic), get(cfg, keys.max_rows)
+    return (max(token_budget(cfg, model.role, keys) // row, 1) if dynamic else rows) * row
 
 
 def micro_batches(model: ModelPlan, cfg: Config) -> int:

@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 
 from siirl.engines.train.sequence_bounds import SequenceBounds
 from siirl.engines.train.shared_attention import FlashKernels, PaddedKernels, SharedAttention
+from siirl.engines.train.ulysses import own_shares, whole_sequences
 from siirl.errors import NotSupportedError
 
 PACKED_ATTENTION = "siirl_packed"
@@ -35,7 +36,8 @@ def packed_attention(
 
     In bf16 or fp16 on CUDA by variable-length kernels (flash; None: torch's); otherwise by SDPA on a
     right-padded batch, which is exact: a causal query never sees the padding behind it. Dropout is never
-    applied. No communication.
+    applied. Communicates only where ranks share the sequences (sequence_bounds.shard): what comes in and goes
+    out is then of this rank's tokens.
     """
     for name in ("softcap", "s_aux"):
         if extra.get(name) is not None:
@@ -52,6 +54,9 @@ def packed_attention(
     if narrow:  # of compressed keys and values: kernels have one head size
         value = F.pad(value, (0, narrow))
     q_NHD, k_NKD, v_NKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    shard = sequence_bounds.shard
+    if shard is not None:
+        q_NHD, k_NKD, v_NKD = whole_sequences(q_NHD, k_NKD, v_NKD, shard)
     by_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     flash = flash or FlashKernels()
     if sequence_bounds.shared is not None:
@@ -67,7 +72,8 @@ def packed_attention(
         out_NHD = flash.alone(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
     else:
         out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
-    return out_NHD[..., :width].unsqueeze(0), None
+    out_NHD = out_NHD[..., :width]
+    return (out_NHD if shard is None else own_shares(out_NHD, shard)).unsqueeze(0), None
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

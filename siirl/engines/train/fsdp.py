@@ -16,7 +16,14 @@ from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.frozen_base import FrozenBase
-from siirl.engines.train.fsdp_model import build_sharded, compute_dtype, fsdp_modules, is_small, mesh_of
+from siirl.engines.train.fsdp_model import (
+    build_sharded,
+    compute_dtype,
+    fsdp_modules,
+    group_of,
+    is_small,
+    mesh_of,
+)
 from siirl.engines.train.fsdp_state import (
     base_names,
     exported,
@@ -47,7 +54,9 @@ from siirl.engines.train.pieces import Piece
 from siirl.engines.train.router_loss import RouterLoss
 from siirl.engines.train.router_replay import RouterReplay, put_experts
 from siirl.engines.train.settings import engine_settings
+from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
+from siirl.engines.train.ulysses import own_tokens
 from siirl.errors import CheckpointError
 from siirl.model_files.directory import weights_digest
 from siirl.observe.metrics import Metrics
@@ -79,17 +88,17 @@ class FSDPEngine(SteppingEngine):
             "optimizer": plan.trains and settings.fsdp.optimizer_offload,
         }
         super().__init__(plan.name, settings, device, host_parts)
-        self._data_group = groups.get(plan.ranks)
-        self.dp_rank = dist.get_rank(self._data_group)
-        self.dp_size = len(plan.ranks)
+        self._group, self._data_group = groups.get(plan.ranks), group_of(plan, groups, "data")
+        self._sequence_group = group_of(plan, groups, "sequence") if plan.dims.cp > 1 else None
+        self.dp_rank, self.dp_size = dist.get_rank(self._data_group), plan.dims.dp
         self._mesh, self._shard_group = mesh_of(plan, groups, self.device)
         self._model = build_sharded(
-            settings, self._mesh, self._data_group, self.device, plan.trains, base._model if base else None
+            settings, self._mesh, self._group, self.device, plan.trains, base._model if base else None
         )
         self._parts = parts_of(self._model.hf)
         self._base = base._base if base else FrozenBase(self._model)
         self._base.onload(self.name)
-        self._accumulates_locally = plan.dims.dp_shard == 1 or is_small(self._model)
+        self._accumulates_locally = plan.dims.weight_shards == 1 or is_small(self._model)
         self._router_loss = RouterLoss(self._model.hf, settings.router_loss) if settings.router_loss else None
         self._replay = RouterReplay.of_model(self._model.hf) if settings.replays_routers else None
         self._optimizer = make_adamw(self._trained(), settings.optim) if settings.optim else None
@@ -124,10 +133,16 @@ class FSDPEngine(SteppingEngine):
     def _run_packed(
         self, batch: PackedBatch, temperature: float, outputs: tuple[str, ...]
     ) -> dict[str, Tensor]:
-        """run_packed, by the experts that the batch names; they hold in its backward pass, too."""
+        """run_packed, by the experts that the batch names; they hold in its backward pass, too.
+
+        Whole on each of the ranks that share the batch.
+        """
         if self._replay:
             self._replay.give(batch.experts)
-        return run_packed(self._model, batch, temperature, outputs)
+        found, group = run_packed(self._model, batch, temperature, outputs), self._sequence_group
+        if group is None:
+            return found
+        return {name: SumOverRanks.apply(value_BT, group) for name, value_BT in found.items()}
 
     def _train(
         self,
@@ -140,7 +155,7 @@ class FSDPEngine(SteppingEngine):
         metrics, shares = Metrics(), self._shares_prompts(rows)
         micro_batches = self._split(rows, self._settings.train_limit)
         if self._router_loss:
-            add_up = functools.partial(self._reduce, op=dist.ReduceOp.SUM)
+            add_up = functools.partial(self._reduce, op=dist.ReduceOp.SUM, group=self._group)
             self._router_loss.count(lambda: self._pass_ahead(rows, micro_batches), add_up)
         self._model.train()
         for number, index in enumerate(micro_batches):
@@ -165,9 +180,13 @@ class FSDPEngine(SteppingEngine):
         if not self._router_loss:
             return self._run_packed(batch, temperature, outputs), 0.0
         if not batch.is_dummy:
-            self._router_loss.begin()
-        columns = run_packed(self._model, batch, temperature, outputs)
+            self._router_loss.begin(batch.num_tokens)
+        columns = self._run_packed(batch, temperature, outputs)
         return columns, self._router_loss.end()
+
+    def _packed(self, rows: TensorDict, share_prompts: bool = False) -> PackedBatch:
+        batch = super()._packed(rows, share_prompts)
+        return batch if self._sequence_group is None else own_tokens(batch, self._sequence_group)
 
     @torch.no_grad()
     def _pass_ahead(self, rows: TensorDict, micro_batches: list[list[int]]) -> int:
@@ -178,7 +197,7 @@ class FSDPEngine(SteppingEngine):
             with phase("micro_batch"):
                 batch = self._packed(take_rows(rows, index))
                 self._run(batch, 1.0, self._outputs[:1])
-                num_tokens += 0 if batch.is_dummy else batch.input_ids.numel()
+                num_tokens += 0 if batch.is_dummy else batch.num_tokens
         return num_tokens
 
     def _clip(self) -> float:
@@ -227,7 +246,7 @@ class FSDPEngine(SteppingEngine):
         """Which weights stay as model.path has them; the digest on the first rank, which has read them."""
         path = Path(self._settings.model.path).expanduser().absolute()
         names = base_names(self._model.hf, self._parts)
-        digest = weights_digest(path) if names and self.dp_rank == 0 else None
+        digest = weights_digest(path) if names and dist.get_rank(self._group) == 0 else None
         return {"path": str(path), "digest": digest, "names": names}
 
     def _check_base(self, state: dict[str, Any]) -> None:

@@ -37,25 +37,26 @@ from siirl.model_files.directory import check_weight_files, model_dir
 from siirl.parallel.process_groups import ProcessGroupManager
 
 
+def group_of(plan: ModelPlan, groups: ProcessGroupManager, kind: str) -> dist.ProcessGroup:
+    """This rank's group of a kind (ParallelDims.fsdp_groups)."""
+    found = plan.dims.fsdp_groups(plan.ranks)[kind]
+    return groups.get(next(ranks for ranks in found if groups.rank in ranks))
+
+
 def mesh_of(
     plan: ModelPlan, groups: ProcessGroupManager, device: torch.device
 ) -> tuple[DeviceMesh, dist.ProcessGroup]:
     """The mesh of a model, [dp_shard] or [dp_replicate, dp_shard], and this rank's dp_shard group.
 
-    The groups are those of plan.dims.mesh_groups; no communication.
+    The ranks that share a sequence are on the axis dp_shard, too. No communication.
     """
-    axes = plan.dims.mesh_groups(plan.ranks)
-
-    def mine(axis: str) -> dist.ProcessGroup:
-        return groups.get(next(ranks for ranks in axes[axis] if groups.rank in ranks))
-
-    shard_group = mine("dp_shard")
+    shard_group = group_of(plan, groups, "shard")
     if plan.dims.dp_replicate == 1:
         mesh = DeviceMesh.from_group(shard_group, device.type, mesh_dim_names=("dp_shard",))
     else:
-        grid = torch.tensor(plan.ranks).view(plan.dims.dp_replicate, plan.dims.dp_shard)
+        grid = torch.tensor(plan.ranks).view(plan.dims.dp_replicate, plan.dims.weight_shards)
         mesh = DeviceMesh.from_group(
-            [mine("dp_replicate"), shard_group],
+            [group_of(plan, groups, "replicate"), shard_group],
             device.type,
             mesh=grid,
             mesh_dim_names=("dp_replicate", "dp_shard"),

@@ -275,6 +275,11 @@ class PackedBatch:
     """Of each packed token its row, and its column in prompt and response together, int64 [N]; None of a
     dummy."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens on this rank, without what fills its share up."""
+        return self.input_ids.numel() if self.bounds.shard is None else self.bounds.shard.num_tokens
+
     def to_cells(self, value_M: Tensor) -> Tensor:
         """Values of response tokens in their places, [B, T], zero elsewhere; differentiable.
 

@@ -36,6 +36,7 @@ class RouterLoss:
         """Per layer [E]: what the probability of each expert weighs."""
         self._shares: list[Tensor] | None = None
         """None: what passes is not ours, or it is computed again for a backward pass."""
+        self._num_tokens = 0
         for layer, router in enumerate(self._routers):
             router.register_forward_hook(functools.partial(self._see, layer))
 
@@ -58,9 +59,9 @@ class RouterLoss:
             for router, part in zip(self._routers, parts, strict=True)
         ]
 
-    def begin(self) -> None:
-        """A micro-batch of tokens that count follows; without, one that does not."""
-        self._shares = []
+    def begin(self, num_tokens: int) -> None:
+        """A micro-batch of so many tokens that count follows, ahead of others; without, one that does not."""
+        self._shares, self._num_tokens = [], num_tokens
 
     def end(self) -> Tensor | float:
         """The loss of the micro-batch that `begin` announced: its share of that of the mini-batch."""
@@ -68,7 +69,7 @@ class RouterLoss:
         return sum(shares) if shares else 0.0
 
     def _see(self, layer: int, router: nn.Module, _: Any, found: tuple[Tensor, ...]) -> None:
-        logits_NE = found[self._index].float()
+        logits_NE = found[self._index][: self._num_tokens].float()
         if self._counts:
             if self._shares is not None:
                 chosen = logits_NE.topk(router.top_k).indices.flatten()

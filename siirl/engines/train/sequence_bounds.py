@@ -3,10 +3,11 @@
 Legend: N packed tokens, P those of shared prompts, R those of their responses, G such prompts, S segments.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -45,6 +46,20 @@ class SharedPrompts:
 
 
 @dataclass(frozen=True)
+class SequenceShard:
+    """The tokens of a packed batch that this rank has, of several that share it in equal parts."""
+
+    group: dist.ProcessGroup
+    """Those ranks, in the order of their tokens."""
+
+    tokens: slice
+    """Its tokens."""
+
+    num_tokens: int
+    """How many of them are of rows; what fills the batch up comes last."""
+
+
+@dataclass(frozen=True)
 class SequenceBounds:
     """Where S segments begin and end among N packed tokens; tensors are on the model's device.
 
@@ -59,6 +74,8 @@ class SequenceBounds:
     """Tokens of the longest segment."""
     shared: SharedPrompts | None = None
     """Of rows that share prompts."""
+    shard: SequenceShard | None = None
+    """Where several ranks share the N tokens."""
 
     @property
     def num_sequences(self) -> int:
@@ -73,6 +90,19 @@ class SequenceBounds:
         behind = slice(self.shared.prompts.stop, None)
         halves = ((self.shared.prompts, length_S[:num]), (behind, length_S[num:]))
         return tuple((tokens, bounds_of(lengths)) for tokens, lengths in halves if len(lengths))
+
+
+def with_segment(bounds: SequenceBounds, length: int) -> SequenceBounds:
+    """The bounds with one more segment at the end, which shares nothing."""
+    longest = max(bounds.max_length, length)
+    segment_N, inside_N = bounds.padded_index // bounds.max_length, bounds.padded_index % bounds.max_length
+    more = bounds.num_sequences * longest + torch.arange(length, device=inside_N.device)
+    return replace(
+        bounds,
+        cu_seqlens=torch.cat([bounds.cu_seqlens, bounds.cu_seqlens[-1:] + length]),
+        padded_index=torch.cat([segment_N * longest + inside_N, more]),
+        max_length=longest,
+    )
 
 
 def bounds_of(length_S: Tensor) -> SequenceBounds:

@@ -6,7 +6,7 @@ from siirl.compiler.plan import Head, ModelPlan
 from siirl.config import Config
 from siirl.config.common import FSDPConfig, MegatronConfig, ModelConfig, OptimConfig
 from siirl.config.resolve import get
-from siirl.config.roles import ROLES, BatchKeys, role_group, role_model, trained_group
+from siirl.config.roles import ROLES, BatchKeys, role_group, role_model, token_budget, trained_group
 from siirl.dag.fields_read import uses_full_kl
 from siirl.data.image_reader import ImageReader
 from siirl.engines.train.packing import MicroBatchLimit
@@ -62,8 +62,8 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
         head=plan.head,
         fsdp=role_group(cfg, plan.role).fsdp_config,
         megatron=role_group(cfg, plan.role).megatron,
-        forward_limit=_limit(cfg, role.forward),
-        train_limit=_limit(cfg, role.train) if plan.trains and role.train else None,
+        forward_limit=_limit(cfg, plan.role, role.forward),
+        train_limit=_limit(cfg, plan.role, role.train) if plan.trains and role.train else None,
         optim=trainer.optim if plan.trains else None,
         grad_clip=trainer.grad_clip,
         router_loss=trainer.fsdp_config.moe_aux_loss_coeff if plan.trains else 0.0,
@@ -78,9 +78,9 @@ def engine_settings(plan: ModelPlan, cfg: Config) -> EngineSettings:
     )
 
 
-def _limit(cfg: Config, keys: BatchKeys) -> MicroBatchLimit:
+def _limit(cfg: Config, role: str, keys: BatchKeys) -> MicroBatchLimit:
     if get(cfg, keys.dynamic):
-        return MicroBatchLimit(max_tokens=get(cfg, keys.max_tokens))
+        return MicroBatchLimit(max_tokens=token_budget(cfg, role, keys))
     max_rows = get(cfg, keys.max_rows)
     if max_rows is None:
         raise ConfigError(

@@ -179,11 +179,13 @@ class SteppingEngine(TrainEngine):
                 with phase("onload", part=part):
                     self._host[part].restore()
 
-    def _reduce(self, numbers: list[float], op: dist.ReduceOp) -> list[float]:
-        """Reduce a few numbers over the ranks of a mini-batch, through host memory."""
+    def _reduce(
+        self, numbers: list[float], op: dist.ReduceOp, group: dist.ProcessGroup | None = None
+    ) -> list[float]:
+        """Reduce a few numbers over the ranks of a mini-batch, or those given, through host memory."""
         total = torch.tensor(numbers, dtype=torch.float64)
         with waiting():
-            dist.all_reduce(total, op, group=self._data_group)
+            dist.all_reduce(total, op, group=group or self._data_group)
         return total.tolist()
 
     def _packed(self, rows: TensorDict, share_prompts: bool = False) -> PackedBatch:

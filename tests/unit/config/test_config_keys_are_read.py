@@ -26,7 +26,13 @@ SUFFIXES = ("_cfg", "_config", "_options", "_keys", "_params")
 
 
 def module_trees(package: Path, leave_out: tuple[str, ...] = ("config",)) -> Iterator[ast.Module]:
-    names = ("actor.py", "algorithm.py", "batch.py", "rollout.py")  # what rooms above ask is computed there
+    names = (
+        "actor.py",
+        "algorithm.py",
+        "batch.py",
+        "roles.py",
+        "rollout.py",
+    )  # what rooms above ask is computed there
     readers = [package / "config" / name for name in names]
     for file in sorted(package.rglob("*.py")):
         if file in readers or file.relative_to(package).parts[0] not in leave_out:

@@ -136,17 +136,3 @@ def _places(counts: Tensor, longest: int) -> Tensor:
     run = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
     first = F.pad(counts.cumsum(0), (1, 0))[:-1]
     return run * longest + torch.arange(len(run), device=counts.device) - first[run]
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over ranks that all compute the same loss of it: each gets its own gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None

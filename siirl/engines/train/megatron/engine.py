@@ -23,7 +23,6 @@ from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
 from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_config, new_head
 from siirl.engines.train.language_model import pass_flops
 from siirl.engines.train.megatron.adamw import StatePlace, state_place
-from siirl.engines.train.megatron.context_parallel import SumOverRanks
 from siirl.engines.train.megatron.exporter import Exporter
 from siirl.engines.train.megatron.micro_batch import MicroBatch, make_micro_batch, make_rope
 from siirl.engines.train.megatron.model import LocalParams, all_agree, build_stages, wrap_stages
@@ -51,6 +50,7 @@ from siirl.engines.train.packing import (
 )
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
+from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.errors import NotSupportedError, UserError
 from siirl.observe.metrics import Metrics

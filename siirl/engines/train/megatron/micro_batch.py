@@ -3,7 +3,7 @@
 Legend: N packed tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from siirl.engines.train.megatron.context_parallel import ContextShard, context_shard
+from siirl.engines.train.megatron.context_parallel import context_shard
 from siirl.engines.train.megatron.layers import PackedRows
 from siirl.engines.train.packing import PackedBatch
-from siirl.engines.train.sequence_bounds import SequenceBounds
+from siirl.engines.train.sequence_bounds import with_segment
+from siirl.engines.train.shared_rows import own_predictions
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,13 @@ def make_micro_batch(
     if extra:
         filler = torch.arange(extra, device=position_ids.device)
         position_ids = torch.cat([position_ids, filler.unsqueeze(0)], dim=1)
-        bounds = _with_sequence(bounds, filler)
+        bounds = with_segment(bounds, extra)
     shard, own_n = None, torch.arange(length, device=input_ids.device)
     if context_group.size() > 1:
         shard = context_shard(bounds, context_group, input_ids.device)
         own_n = shard.index_n
         input_ids, position_ids = input_ids[:, shard.index_n], position_ids[:, shard.index_n]
-        packed = _own_predictions(packed, shard)
+        packed = own_predictions(packed, shard.index_n, length)
     if sequence_group is not None:
         own_n = own_n.chunk(sequence_group.size())[sequence_group.rank()]
     experts = packed.experts
@@ -92,28 +93,3 @@ def make_micro_batch(
         experts=experts,
     )
     return MicroBatch(rows, packed, input_ids, position_ids, arguments, own_n)
-
-
-def _own_predictions(packed: PackedBatch, shard: ContextShard) -> PackedBatch:
-    """The packed rows with the predictions only that this rank's tokens make, maybe none."""
-    place_N = torch.full((len(shard.restore_N),), -1, device=shard.index_n.device)
-    place_N[shard.index_n] = torch.arange(len(shard.index_n), device=place_N.device)
-    place_M = place_N[packed.predict_index]
-    own_M = place_M >= 0
-    return replace(
-        packed,
-        predict_index=place_M[own_M],
-        target=packed.target[own_M],
-        cell=packed.cell[own_M],
-        ref_hidden=None if packed.ref_hidden is None else packed.ref_hidden[own_M],
-        top_ids=None if packed.top_ids is None else packed.top_ids[own_M],
-    )
-
-
-def _with_sequence(bounds: SequenceBounds, position_N: Tensor) -> SequenceBounds:
-    """The bounds with one more sequence at the end, whose tokens stand at position_N."""
-    longest = max(bounds.max_length, len(position_N))
-    sequence_N, inside_N = bounds.padded_index // bounds.max_length, bounds.padded_index % bounds.max_length
-    padded_index = torch.cat([sequence_N * longest + inside_N, bounds.num_sequences * longest + position_N])
-    end = bounds.cu_seqlens[-1:] + len(position_N)
-    return SequenceBounds(torch.cat([bounds.cu_seqlens, end]), padded_index, longest)
