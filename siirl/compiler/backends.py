@@ -13,6 +13,7 @@ from siirl.compiler.memory.estimate import (
     BYTES,
     MemoryLine,
     ModelShape,
+    adapter_params,
     expert_lines,
     fsdp_lines,
     full_kl_lines,
@@ -246,6 +247,7 @@ def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int)
         train_tokens=micro_batch_tokens(model, cfg, trains=True) if model.trains else 0,
         forward_tokens=micro_batch_tokens(model, cfg, trains=False),
         head=head_lines(model, cfg, words, shape.hidden, width) if model.head == "lm" else (),
+        adapter=adapter_params(role_model(cfg, model.role), shape),
     )
     full_kl = full_kl_lines(model, cfg, shape, rows, width)
     experts = expert_lines(model, cfg, shape, rows)

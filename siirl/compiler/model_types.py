@@ -119,6 +119,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
         problem = problem or _why_not_split(config, cfg, role)
+    problem = problem or _why_not_adapted(config, model, ROLES[role].model)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(
@@ -204,7 +205,14 @@ def _why_not_with_experts(config: Mapping[str, Any], cfg: Config, role: str) -> 
             f"{keys}.use_liger=True for a mixture of experts: its kernels take the place of each expert, and "
             "transformers has all in one tensor. Set it to false."
         )
+    return ""
+
+
+def _why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
+    """Why a mixture of experts does not get the adapters asked for, and the fix; empty if it does."""
     targets = model.target_modules
+    if not any(config.get(name) not in (None, 0, 1) for name in EXPERTS):
+        return ""
     if model.lora_rank and (isinstance(targets, str) or not set(targets) <= set(ADAPTED)):
         return (
             f"LoRA adapters on experts ({keys}.target_modules={targets}): a mixture of experts has them on "

@@ -24,6 +24,12 @@ from siirl.types import EXPERT_FIELDS
 ACTOR = "actor_rollout_ref.actor"
 R2, R3 = (f"{ACTOR}.router_replay.mode={mode}" for mode in ("R2", "R3"))
 SOME = ("qwen3_moe", "granitemoe")
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+LORA = (
+    f"actor_rollout_ref.model.lora_rank={cases.LORA_RANK}",
+    f"actor_rollout_ref.model.lora_alpha={cases.LORA_ALPHA}",
+    f"actor_rollout_ref.model.target_modules=[{','.join(ATTENTION)}]",
+)
 ON_DISK = ("qwen3_moe", "mixtral")
 """Whose gradients are compared tensor by tensor; of the others by their norm."""
 
@@ -38,11 +44,13 @@ def drawn_experts(rows: TensorDict, choices: RouterChoices) -> list[bytes]:
     return found
 
 
-def replayed_by_hand(folder: Path, rows: TensorDict, experts: list[bytes]) -> tuple[Any, Tensor, Tensor]:
+def replayed_by_hand(
+    folder: Path, rows: TensorDict, experts: list[bytes], adapts: bool
+) -> tuple[Any, Tensor, Tensor]:
     """A model of transformers, and (log-prob, entropy) [B, T], a row at a time, of the given experts.
 
     The weights of a token's experts are computed from the logits of the router of the model's layer, as the
-    family's own documentation has it.
+    family's own documentation has it. adapts: with adapters of peft, which alone train then.
     """
     from transformers import AutoModelForCausalLM
 
@@ -72,6 +80,7 @@ def replayed_by_hand(folder: Path, rows: TensorDict, experts: list[bytes]) -> tu
 
     for layer, router in enumerate(routers):
         router.register_forward_hook(partial(given_instead, layer))
+    model = cases.plain_lora(model, ATTENTION) if adapts else model
     log_prob_BT, entropy_BT = (torch.zeros(len(rows), cases.WIDTH) for _ in range(2))
     for row, said in enumerate(experts):
         if (num := int(rows["response_length"][row])) > 0:
@@ -103,7 +112,9 @@ def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
     choices = router_choices(json.loads((folder / "config.json").read_text()))
     rows = cases.sample_rows(0)
     experts = drawn_experts(rows, choices)
-    model, log_prob_BT, entropy_BT = replayed_by_hand(folder, rows, experts)
+    model, log_prob_BT, entropy_BT = replayed_by_hand(
+        folder, rows, experts, set(LORA) <= set(scenario.overrides)
+    )
     rows = with_columns(rows, expert_columns(rows, experts, choices))
     given, bare = take_rows(rows, mine), take_rows(cases.sample_rows(0), mine)
 
@@ -133,7 +144,11 @@ def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
         return f"grad_norm is {metrics.values()['grad_norm']} instead of {norm}"
     grads = cases.first_step_gradients(engine)
     if kind in ON_DISK:
-        theirs = {name: param.grad for name, param in model.named_parameters()}
+        theirs = {
+            cases.plain_name(name): param.grad
+            for name, param in model.named_parameters()
+            if param.requires_grad
+        }
         gap, name = largest_gap(grads, names_on_disk(theirs, kind))
         if not gap < 1e-6:
             return f"the gradient of {name} is off by {gap}"
@@ -158,11 +173,13 @@ def megatron(name: str, world: int = 4, *overrides: str, **sizes: int) -> Scenar
 SP = f"{ACTOR}.megatron.sequence_parallel=True"
 LAYOUTS = [
     megatron("alone", 1),
+    megatron("adapters", 1, *LORA),
     megatron("ep 2, dp 2", 2, ep=2),
     megatron("pp 2", 2, pp=2),
     megatron("tp 2", 2, SP, tp=2),
     megatron("cp 2", 2, cp=2),
     megatron("tp 2, ep 2, pp 2", 4, SP, tp=2, ep=2, pp=2),
+    megatron("adapters, tp 2, ep 2, pp 2", 4, SP, *LORA, tp=2, ep=2, pp=2),
     megatron("cp 2, pp 2, ep 2", 4, cp=2, pp=2, ep=2),
 ]
 

@@ -2,6 +2,10 @@
 
 import pytest
 from job_harness import Inputs, overrides, run_job
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+
+from siirl.checkpoint.export import export_adapter, export_hf
 
 KL = "actor_rollout_ref.actor.use_kl_loss=True"
 COMPARED = (
@@ -70,3 +74,40 @@ def test_a_run_saved_under_tensor_parallelism_goes_on_under_pipeline_parallelism
     for name in COMPARED:
         assert resumed.values(name)[-1] == pytest.approx(fsdp.values(name)[-1], rel=2e-4, abs=2e-5), name
     assert largest_difference(resumed.weights(), fsdp.weights()) < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_adapters_train_as_under_fsdp_go_on_in_another_layout_and_leave_alone(inputs, tmp_path):
+    lora = (
+        KL,
+        "actor_rollout_ref.model.lora_rank=4",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+    )
+    fsdp = run_job(1, overrides(inputs, tmp_path / "fsdp", *lora))
+    one = megatron("ref", tensor_model_parallel_size=1)
+    layouts = {
+        name: [*megatron("actor", **{f"{name}_model_parallel_size": 2}), *one]
+        for name in ("tensor", "pipeline")
+    }
+    saves = [*lora, "trainer.save_freq=2"]
+    ours = run_job(2, overrides(inputs, tmp_path / "ours", *saves, *layouts["tensor"]))
+    for name in COMPARED:
+        assert ours.values(name) == pytest.approx(fsdp.values(name), rel=1e-4, abs=2e-5), name
+    assert largest_difference(ours.weights(), fsdp.weights()) < 1e-4
+    assert ours.values("weight_sync/bytes") == pytest.approx(fsdp.values("weight_sync/bytes"))
+    assert max(ours.values("actor/rollout_log_prob_diff")) < 1e-5
+
+    checkpoints = tmp_path / "ours" / "checkpoints"
+    start = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoints}/global_step_2")
+    for name, settings in (("pipeline", layouts["pipeline"]), ("fsdp", [])):
+        resumed = run_job(2, overrides(inputs, tmp_path / f"on_{name}", *lora, *start, *settings))
+        assert resumed.lines[-1]["step"] == 3
+        assert largest_difference(resumed.weights(), fsdp.weights()) < 2e-4
+    whole = export_hf(checkpoints, tmp_path / "whole")
+    stored = load_file(whole / "model.safetensors")
+    alone = export_adapter(checkpoints, tmp_path / "adapter")
+    merged = AutoPeftModelForCausalLM.from_pretrained(alone).merge_and_unload().state_dict()
+    for name, tensor in ours.weights().items():
+        assert (stored[name] - tensor).abs().max() < 1e-6, name
+        assert (merged[name] - tensor).abs().max() < 1e-6, name

@@ -5,10 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from plan_cases import config
 
-from siirl.compiler.checks import megatron_checks
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.plan import Plan
 from siirl.config import Config
@@ -88,11 +86,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 """The sizes in the config.json of each model, by its name on the hub."""
-
-
-def available(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the checks take all of the megatron strategy, built or not."""
-    monkeypatch.setattr(megatron_checks, "LATER", {})
 
 
 def write_model(directory: Path, name: str, **changes: Any) -> Path:

@@ -154,7 +154,7 @@ def run_reference(path: Path, lora: str | list[str] = "") -> Outcome:
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     if lora:
-        model = _plain_lora(model, lora)
+        model = plain_lora(model, lora)
     with torch.no_grad():
         outcome = Outcome(*reference_outputs(model, sample_rows(0)), _squares(model, sample_rows(0)))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -170,7 +170,7 @@ def run_reference(path: Path, lora: str | list[str] = "") -> Outcome:
         outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(trained, CLIP).item())
         if step == 0:
             outcome.grads = {
-                _plain(n): p.grad.clone() for n, p in model.named_parameters() if p.requires_grad
+                plain_name(n): p.grad.clone() for n, p in model.named_parameters() if p.requires_grad
             }
         adamw.step()
         adamw.zero_grad()
@@ -180,14 +180,14 @@ def run_reference(path: Path, lora: str | list[str] = "") -> Outcome:
     return outcome
 
 
-def _plain_lora(model: Any, targets: str | list[str]) -> Any:
+def plain_lora(model: Any, targets: str | list[str]) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(SEED)
     return get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets))
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     return name.removeprefix("base_model.model.")
 
 

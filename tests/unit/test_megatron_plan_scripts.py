@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from megatron_cases import available, write_model
+from megatron_cases import write_model
 
 from siirl.cli import main
 
@@ -70,8 +70,7 @@ CASES = [(script, model, nodes) for script, (model, counts) in SCRIPTS.items() f
 
 
 @pytest.mark.parametrize(("script", "name", "nodes"), CASES)
-def test_every_script_passes_the_check_on_its_cluster(monkeypatch, tmp_path, capsys, script, name, nodes):
-    available(monkeypatch)
+def test_every_script_passes_the_check_on_its_cluster(tmp_path, capsys, script, name, nodes):
     model = write_model(tmp_path / "model", name)
     settings = settings_of(script, tmp_path, model, nodes)
     assert f"trainer.nnodes={nodes}" in settings
@@ -80,8 +79,7 @@ def test_every_script_passes_the_check_on_its_cluster(monkeypatch, tmp_path, cap
     assert "not checked" not in warnings
 
 
-def test_every_key_of_the_script_in_siirls_guide_is_set_and_accepted(monkeypatch, tmp_path, capsys):
-    available(monkeypatch)
+def test_every_key_of_the_script_in_siirls_guide_is_set_and_accepted(tmp_path, capsys):
     settings = settings_of("run_qwen3-8b-megatron.sh", tmp_path, write_model(tmp_path / "m", "Qwen3-8B"), 1)
     named = {setting.partition("=")[0] for setting in settings}
     wanted = {f"{group}.{name}" for group, names in SIIRL_GUIDE_KEYS.items() for name in names.split()}

@@ -4,6 +4,7 @@ Pure: sizes come from the configuration and the model's config.json; megatron.co
 Rules are those of megatron-core 0.16 unless they name another reason.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from siirl.compiler.checks.megatron_options import MODULES, Kind, refusal
 from siirl.compiler.memory.estimate import ModelShape
 from siirl.config.common import MegatronConfig
-from siirl.errors import ConfigError, NotSupportedError
+from siirl.errors import ConfigError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.pipeline_layers import SPLIT_OPTIONS, split_layers, suggest_split
 from siirl.parallel.placement import Ranks, format_ranks
@@ -53,22 +54,12 @@ class MegatronModel:
         return cut * (self.dims.tp if self.section.sequence_parallel else 1)
 
 
-LATER: dict[str, Callable[[MegatronModel], bool]] = {
-    "LoRA adapters (model.lora_rank) under megatron. Set lora_rank=0, or strategy=fsdp": lambda model: (
-        model.lora_rank > 0
-    ),
-}
-"""What the engine does not do yet, with the fix -> whether a model asks for it. Entries go as it learns."""
-
-
 def check_megatron(model: MegatronModel) -> None:
-    """ConfigError with all that is wrong, a line each; NotSupportedError for what does not exist yet."""
-    for feature, is_asked in LATER.items():
-        if is_asked(model):
-            raise NotSupportedError(f"not supported yet: {model.who}: {feature}.")
+    """ConfigError with all that is wrong, a line each."""
     checks: tuple[Callable[[MegatronModel], Iterator[str]], ...] = (
         _options,
         _weights,
+        _adapters,
         _recompute,
         _gradients,
         _rows,
@@ -111,6 +102,25 @@ def _weights(model: MegatronModel) -> Iterator[str]:
             f"{model.keys}.use_mbridge and use_dist_checkpointing are both true: weights are read from "
             "Hugging Face files by mbridge, or from a converted checkpoint. Set one of them to false."
         )
+
+
+def _adapters(model: MegatronModel) -> Iterator[str]:
+    """Adapters are trained on every pipeline rank, and leave on the weights of model.path."""
+    if not (model.trains and model.lora_rank):
+        return
+    if model.section.use_dist_checkpointing:
+        yield (
+            f"{model.keys}.use_dist_checkpointing=true with LoRA adapters: they are saved and exported on "
+            "the weights of model.path. Set it to false; use_mbridge=true reads those, too."
+        )
+    if isinstance(model.shape, ModelShape):
+        with contextlib.suppress(ValueError):
+            chunks = split_layers(model.shape.layers, model.dims.pp, model.dims.vpp, model.options)
+            for stage in (stage for stage, counts in enumerate(chunks) if not sum(counts)):
+                yield (
+                    f"pipeline rank {stage} of pp({model.dims.pp}) has no layers, so nothing of it trains "
+                    "with LoRA adapters. Give it a layer, or set model.lora_rank=0."
+                )
 
 
 def _layers(model: MegatronModel) -> Iterator[str]:

@@ -283,7 +283,7 @@ def _messages(
         _add(work, {_way(dims.tp * dims.cp * dims.ep, machine): there_and_back * moe_layers * sent})
     if dims.pp > 1:
         _add(work, {_way(dims.world, machine): (2 if model.trains else 1) * split / dims.tp})
-    if model.trains and dims.dp > 1:
+    if model.trains and dims.dp > 1 and not role_model(cfg, model.role).lora_rank:
         summed = (4 + width) * params * (dims.dp - 1) / dims.dp
         _add(work, {_way(dims.world // dims.pp, machine): steps * summed})
     return work

@@ -41,6 +41,8 @@ class MegatronMemory:
     """The same of a pass without gradient."""
     head: Sequence[MemoryLine]
     """What the last stage's log-prob head takes."""
+    adapter: int = 0
+    """Numbers in its LoRA adapter, which alone trains then; half of them are whole on every TP rank."""
 
 
 def megatron_lines(model: ModelPlan, shape: ModelShape, settings: MegatronMemory) -> list[MemoryLine]:
@@ -89,8 +91,11 @@ def _stage_lines(
     section, dims, name = settings.section, model.dims, model.name
     dense, experts = rank_params(model, shape, stage, sum(chunks))
     width = BYTES[section.param_dtype]
-    lines = [offloadable(name, "parameters", (dense + experts) * width, section.param_offload, COMPUTING)]
+    adapter = settings.adapter * sum(chunks) // shape.layers if model.trains else 0
+    held = (dense + experts + adapter) * width
+    lines = [offloadable(name, "parameters", held, section.param_offload, COMPUTING)]
     if model.trains:
+        dense, experts = (adapter, 0) if adapter else (dense, experts)
         reduced = 4 if section.override_ddp_config.get("grad_reduce_in_fp32", True) else width
         buffer = (dense + experts) * reduced
         lines.append(offloadable(name, "gradients", buffer, section.grad_offload, ("update",)))

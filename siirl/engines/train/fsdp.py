@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,8 +56,6 @@ from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
 from siirl.engines.train.ulysses import own_tokens
-from siirl.errors import CheckpointError
-from siirl.model_files.directory import weights_digest
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -91,6 +88,7 @@ class FSDPEngine(SteppingEngine):
         self._group, self._data_group = groups.get(plan.ranks), group_of(plan, groups, "data")
         self._sequence_group = group_of(plan, groups, "sequence") if plan.dims.cp > 1 else None
         self.dp_rank, self.dp_size = dist.get_rank(self._data_group), plan.dims.dp
+        self._is_first = dist.get_rank(self._group) == 0
         self._mesh, self._shard_group = mesh_of(plan, groups, self.device)
         self._model = build_sharded(
             settings, self._mesh, self._group, self.device, plan.trains, base._model if base else None
@@ -226,8 +224,7 @@ class FSDPEngine(SteppingEngine):
         With adapters: those alone, and "base", which weights they are on.
         """
         self._require_on_device("params", "optimizer")
-        base = {"base": self._base_weights} if self._base_weights["names"] else {}
-        return self._training_state() | self._counts_state() | base
+        return self._training_state() | self._counts_state() | self._base_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device("params", "optimizer")
@@ -241,22 +238,8 @@ class FSDPEngine(SteppingEngine):
     def _training_state(self) -> dict[str, Any]:
         return training_state(self._model.hf, self._parts, self._optimizer)
 
-    @functools.cached_property
-    def _base_weights(self) -> dict[str, Any]:
-        """Which weights stay as model.path has them; the digest on the first rank, which has read them."""
-        path = Path(self._settings.model.path).expanduser().absolute()
-        names = base_names(self._model.hf, self._parts)
-        digest = weights_digest(path) if names and dist.get_rank(self._group) == 0 else None
-        return {"path": str(path), "digest": digest, "names": names}
-
-    def _check_base(self, state: dict[str, Any]) -> None:
-        """CheckpointError if adapters are loaded that were trained on other weights than these."""
-        saved, own = state.get("base"), self._base_weights
-        if saved and own["digest"] and saved["digest"] != own["digest"]:
-            raise CheckpointError(
-                f"{self.name}: its adapter was trained on other weights ({saved['path']}) than those of "
-                f"model.path={own['path']}: it means nothing on them. Set model.path to those."
-            )
+    def _frozen_names(self) -> list[str]:
+        return base_names(self._model.hf, self._parts)
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
         if params and self.device.type != "cpu":

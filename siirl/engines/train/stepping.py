@@ -1,8 +1,10 @@
 """What all training strategies do alike: a step that counts, clips or skips, and moving parts to the host."""
 
+import functools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,8 @@ from siirl.engines.train.packing import PackedBatch, pack_rows
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.schedules import learning_rate
 from siirl.engines.train.settings import EngineSettings
-from siirl.errors import NumericsError
+from siirl.errors import CheckpointError, NumericsError
+from siirl.model_files.directory import weights_digest
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import note, phase, waiting
 
@@ -32,6 +35,8 @@ class SteppingEngine(TrainEngine):
     """None for a model that is never trained."""
     _data_group: dist.ProcessGroup
     """The ranks that together hold a mini-batch, a shard each."""
+    _is_first: bool
+    """Whether this is the first of the model's ranks."""
 
     def __init__(
         self, name: str, settings: EngineSettings, device: torch.device, host_parts: dict[str, bool]
@@ -76,6 +81,10 @@ class SteppingEngine(TrainEngine):
     @abstractmethod
     def _live_pieces(self) -> dict[str, list[Piece]]:
         """HF name -> what this rank holds of the weight, in live memory."""
+
+    @abstractmethod
+    def _frozen_names(self) -> list[str]:
+        """HF names of what a training state leaves out: with adapters, the weights that stay as they are."""
 
     @torch.no_grad()
     def take_weights(self, weights: Iterator[tuple[str, Tensor]], share: float) -> None:
@@ -193,6 +202,27 @@ class SteppingEngine(TrainEngine):
         batch = pack_rows(rows, self.device, share_prompts, self._settings.image_reader)
         note(rows=batch.num_rows, tokens=batch.input_ids.numel())
         return batch
+
+    @functools.cached_property
+    def _base_weights(self) -> dict[str, Any]:
+        """Which weights stay as model.path has them; their digest on the first rank."""
+        path = Path(self._settings.model.path).expanduser().absolute()
+        names = self._frozen_names()
+        digest = weights_digest(path) if names and self._is_first else None
+        return {"path": str(path), "digest": digest, "names": names}
+
+    def _base_state(self) -> dict[str, Any]:
+        """With adapters: {"base": which weights they are on}."""
+        return {"base": self._base_weights} if self._base_weights["names"] else {}
+
+    def _check_base(self, state: dict[str, Any]) -> None:
+        """CheckpointError if adapters are loaded that were trained on other weights than these."""
+        saved, own = state.get("base"), self._base_weights
+        if saved and own["digest"] and saved["digest"] != own["digest"]:
+            raise CheckpointError(
+                f"{self.name}: its adapter was trained on other weights ({saved['path']}) than those of "
+                f"model.path={own['path']}: it means nothing on them. Set model.path to those."
+            )
 
     def _is_away(self, part: str) -> bool:
         """Whether a part is in host memory."""

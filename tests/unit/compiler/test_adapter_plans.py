@@ -12,7 +12,7 @@ from siirl.compiler.compile import compile_plan
 from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.plan import Plan
 from siirl.dag.spec import DagBuilder, DagSpec
-from siirl.errors import DagError, NotSupportedError
+from siirl.errors import DagError
 
 RANK = "actor_rollout_ref.model.lora_rank"
 LORA = f"{RANK}=8"
@@ -166,6 +166,27 @@ def test_the_memory_estimate_counts_the_base_once(tmp_path):
     assert held["agent_1.rollout"]["weights"] == 2 * adapter
 
 
-def test_megatron_has_no_adapters():
-    with pytest.raises(NotSupportedError, match="LoRA"):
-        compiled(agents({}, on(0)).build(), 2, LORA, "actor_rollout_ref.actor.strategy=megatron")
+def test_trainers_under_megatron_have_copies_of_the_base_that_their_rollouts_share():
+    plan = compiled(agents({}, on(0)).build(), 2, LORA, "actor_rollout_ref.actor.strategy=megatron")
+    bases = {name: model.base for name, model in plan.models.items()}
+    assert bases["agent_0.actor"] is bases["agent_1.actor"] is None
+    assert bases["agent_1.rollout"] == "agent_0.rollout"
+
+
+def test_the_memory_estimate_counts_what_trains_under_megatron(tmp_path):
+    sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "intermediate_size": 512, **sizes})
+    )
+    keys = (f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.actor.strategy=megatron")
+    held = {}
+    for rank in (0, 8):
+        cfg = config(f"{RANK}={rank}", *keys)
+        plan, configs = compile_plan(agents({}).build(), cfg, 1)
+        model, own = plan.models["agent_0.actor"], configs[plan.models["agent_0.actor"].node]
+        shape = read_shape(own, model.role)
+        held[rank] = {line.what: line.num_bytes for line in backend_of(model).memory(model, own, shape, 32)}
+    adapter = 8 * 8 * (4 * (256 + 256) + 3 * (256 + 512))
+    assert held[8]["parameters"] == held[0]["parameters"] + 2 * adapter
+    assert held[8]["gradients"] == 4 * adapter and held[0]["gradients"] == 4 * shape.params
+    assert held[8]["optimizer"] == 12 * adapter

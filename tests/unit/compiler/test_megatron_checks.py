@@ -5,11 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from megatron_cases import ACTOR, REF, available, megatron_config, megatron_plan, option, sizes, write_model
+from megatron_cases import ACTOR, REF, megatron_config, megatron_plan, option, sizes, write_model
 
 from siirl.compiler.backends import backend_of
-from siirl.compiler.checks import megatron_checks
-from siirl.compiler.checks.megatron_checks import LATER
 from siirl.compiler.checks.megatron_options import CLASSES, DECIDED, FIXED, MODULES, OPTIONS, refusal
 from siirl.config.effects import effect_warnings
 from siirl.errors import ConfigError, NotSupportedError, UserError
@@ -33,8 +31,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_reference_recipes_are_accepted(monkeypatch, tmp_path, recipe):
-    available(monkeypatch)
+def test_the_reference_recipes_are_accepted(tmp_path, recipe):
     name, world, overrides = RECIPES[recipe]
     plan, configs = megatron_plan(world, *overrides, model=write_model(tmp_path, name), rows=1024)
     actor = plan.models["agent_0.actor"]
@@ -44,8 +41,7 @@ def test_the_reference_recipes_are_accepted(monkeypatch, tmp_path, recipe):
     )
 
 
-def test_a_reference_may_have_sizes_of_its_own_on_the_same_ranks(monkeypatch, tmp_path):
-    available(monkeypatch)
+def test_a_reference_may_have_sizes_of_its_own_on_the_same_ranks(tmp_path):
     model = write_model(tmp_path, "Qwen3-30B-A3B")
     own = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 4}
     plan, _ = megatron_plan(
@@ -329,8 +325,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_with_numbers_and_a_fix(monkeypatch, tmp_path, case):
-    available(monkeypatch)
+def test_what_cannot_work_is_refused_with_numbers_and_a_fix(tmp_path, case):
     name, world, overrides, message = REFUSED[case]
     words = {"vocab_size": 9} if "words" in case else {}
     with pytest.raises(UserError) as caught:
@@ -349,8 +344,7 @@ KINDS = {
 ROLE = "actor_rollout_ref.actor"
 
 
-def test_each_map_is_held_against_its_own_table(monkeypatch):
-    available(monkeypatch)
+def test_each_map_is_held_against_its_own_table():
     for kind, where in KINDS.items():
         name = next(iter(FIXED[kind]))
         with pytest.raises(ConfigError, match=f"^node 'actor_train': {where}.{name}=7 is refused: "):
@@ -408,16 +402,14 @@ def test_checks_need_no_megatron_core():
     assert "is none of the options of megatron.core DistributedDataParallelConfig" in found.stdout
 
 
-def test_a_router_of_one_expert_at_weight_one_is_refused(monkeypatch, tmp_path):
-    available(monkeypatch)
+def test_a_router_of_one_expert_at_weight_one_is_refused(tmp_path):
     one = {"num_experts_per_tok": 1}
     megatron_plan(2, model=write_model(tmp_path / "a", "Qwen3-30B-A3B", **one, norm_topk_prob=False))
     with pytest.raises(NotSupportedError, match="qwen3_moe with one expert a token at weight 1"):
         megatron_plan(2, model=write_model(tmp_path / "b", "Qwen3-30B-A3B", **one, norm_topk_prob=True))
 
 
-def test_kv_heads_are_split_or_repeated_but_not_both(monkeypatch, tmp_path):
-    available(monkeypatch)
+def test_kv_heads_are_split_or_repeated_but_not_both(tmp_path):
     six = write_model(tmp_path, "Qwen3-8B", num_key_value_heads=6, num_attention_heads=24)
     for tp in (1, 2, 3, 6, 12):
         megatron_plan(tp, *sizes(tp=tp, sp=tp > 1), model=six)
@@ -429,8 +421,7 @@ BY_MBRIDGE = (f"{ACTOR}.use_mbridge=True",)
 FROM_CHECKPOINT = (f"{ACTOR}.use_dist_checkpointing=True", f"{ACTOR}.dist_checkpointing_path=/ckpt")
 
 
-def test_weights_come_from_one_place(monkeypatch, tmp_path):
-    available(monkeypatch)
+def test_weights_come_from_one_place(tmp_path):
     model = write_model(tmp_path, "Qwen3-8B")
     megatron_plan(2, *BY_MBRIDGE, model=model)
     megatron_plan(2, *FROM_CHECKPOINT, model=model)
@@ -438,8 +429,7 @@ def test_weights_come_from_one_place(monkeypatch, tmp_path):
         megatron_plan(2, *BY_MBRIDGE, *FROM_CHECKPOINT, model=model)
 
 
-def test_the_start_says_how_vocabulary_and_layers_are_cut(monkeypatch, tmp_path):
-    available(monkeypatch)
+def test_the_start_says_how_vocabulary_and_layers_are_cut(tmp_path):
     model = write_model(tmp_path, "Llama-3.1-405B", vocab_size=128251)
     plan, configs = megatron_plan(256, *sizes(tp=8, pp=16, cp=2, sp=True), *BOTH_ENDS, model=model)
     [line] = [line for line in model_setup(plan, configs).splitlines() if line.startswith("agent_0.actor")]
@@ -449,33 +439,32 @@ def test_the_start_says_how_vocabulary_and_layers_are_cut(monkeypatch, tmp_path)
     )
 
 
-def test_all_problems_are_named_at_once(monkeypatch, tmp_path):
-    available(monkeypatch)
+def test_all_problems_are_named_at_once(tmp_path):
     wrong = (*sizes(tp=2, pp=5, ep=3), option("recompute_method", "fast"))
     with pytest.raises(ConfigError) as caught:
         megatron_plan(30, *wrong, model=write_model(tmp_path, "Qwen3-30B-A3B"))
     assert len(str(caught.value).splitlines()) == 4
 
 
-ASKED_LATER = {
-    "LoRA adapters": ("Qwen3-8B", ("actor_rollout_ref.model.lora_rank=8",)),
-    "context parallelism": ("Qwen3-8B", sizes(cp=2)),
-    "mixtures of experts": ("Qwen3-30B-A3B", ()),
-}
+LORA = "actor_rollout_ref.model.lora_rank=8"
 
 
-def test_every_feature_that_the_engine_lacks_has_a_case_here():
-    assert all(any(feature.startswith(name) for name in ASKED_LATER) for feature in LATER)
-
-
-@pytest.mark.parametrize("feature", [name for name in ASKED_LATER if any(f.startswith(name) for f in LATER)])
-def test_what_the_engine_does_not_do_yet_is_refused(monkeypatch, tmp_path, feature):
-    known = dict(LATER)
-    available(monkeypatch)
-    monkeypatch.setattr(megatron_checks, "LATER", known)
-    name, overrides = ASKED_LATER[feature]
-    with pytest.raises(NotSupportedError, match=f"^not supported yet: node 'actor_train': {feature}"):
-        megatron_plan(2, *overrides, model=write_model(tmp_path, name))
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("Qwen3-30B-A3B", (), "LoRA adapters on experts .*target_modules=all-linear.*q_proj,k_proj"),
+        ("Qwen3-8B", FROM_CHECKPOINT, "use_dist_checkpointing=true with LoRA.*use_mbridge"),
+        (
+            "Qwen3-8B",
+            (*sizes(pp=2), option("pipeline_model_parallel_layout", "E|" + 36 * "t" + "L")),
+            "pipeline rank 0 .*no layers, so nothing of it trains",
+        ),
+    ],
+    ids=["experts", "a checkpoint", "no layers"],
+)
+def test_adapters_that_cannot_be_trained_are_refused(tmp_path, name, overrides, words):
+    with pytest.raises((ConfigError, NotSupportedError), match=words):
+        megatron_plan(2, LORA, *overrides, model=write_model(tmp_path, name))
 
 
 @pytest.mark.parametrize(
@@ -500,8 +489,7 @@ def test_what_the_engine_does_not_do_yet_is_refused(monkeypatch, tmp_path, featu
         ),
     ],
 )
-def test_what_works_but_badly_is_said(monkeypatch, world, overrides, words):
-    available(monkeypatch)
+def test_what_works_but_badly_is_said(world, overrides, words):
     plan, configs = megatron_plan(world, "trainer.n_gpus_per_node=64", *overrides)
     models = plan.models.values()
     lines = [line for model in models for line in backend_of(model).advice(model, configs[model.node])]

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from megatron_cases import ACTOR, available, megatron_plan, option, sizes, write_model
+from megatron_cases import ACTOR, megatron_plan, option, sizes, write_model
 
 from siirl.algorithms.advantages import ADVANTAGES
 from siirl.cli import main
@@ -23,8 +23,7 @@ PRESET = ROOT / "siirl" / "config" / "megatron_ppo_dag_trainer.yaml"
 PAGE = (ROOT / "docs" / "megatron_parameters.md").read_text()
 
 
-def test_the_preset_sets_the_strategy_and_writes_out_every_other_parameter(monkeypatch):
-    available(monkeypatch)
+def test_the_preset_sets_the_strategy_and_writes_out_every_other_parameter():
     cfg = load_config(config_name="megatron_ppo_dag_trainer")
     assert set(diff_keys(cfg)) == {"actor_rollout_ref.actor.strategy"}
     assert cfg.actor_rollout_ref.ref.strategy == "megatron"
@@ -90,8 +89,7 @@ def gib_of(directory: Path, name: str, world: int, described: str) -> tuple[int,
 
 
 @pytest.mark.parametrize("row", guide_rows(), ids=lambda row: f"{row[0]} on {row[1]}")
-def test_the_memory_in_the_scaling_guide_is_what_the_plan_estimates(monkeypatch, tmp_path, row):
-    available(monkeypatch)
+def test_the_memory_in_the_scaling_guide_is_what_the_plan_estimates(tmp_path, row):
     name, devices, described, dp, *amounts = row
     shards, gib = gib_of(tmp_path, name, int(devices), described)
     kinds = ("parameters", "gradients", "optimizer", "activations", "log-prob head")
@@ -102,8 +100,7 @@ def test_the_memory_in_the_scaling_guide_is_what_the_plan_estimates(monkeypatch,
     ]
 
 
-def test_the_worked_arithmetic_of_the_scaling_guide(tmp_path, monkeypatch):
-    available(monkeypatch)
+def test_the_worked_arithmetic_of_the_scaling_guide(tmp_path):
     layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 12288 + 2 * 4096 + 2 * 128
     head = 151936 * 4096
     rank = (9 * layer + head) / 2
@@ -133,8 +130,7 @@ def test_the_worked_arithmetic_of_the_scaling_guide(tmp_path, monkeypatch):
     assert sum(large.values()) - large["activations"] == pytest.approx(73.9, abs=0.05)
 
 
-def test_the_worked_arithmetic_of_a_mixture_of_experts(tmp_path, monkeypatch):
-    available(monkeypatch)
+def test_the_worked_arithmetic_of_a_mixture_of_experts(tmp_path):
     layer = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 2 * 2048 + 2 * 128
     dense, experts = (24 * layer + 151936 * 2048) / 2, 24 * 128 * 3 * 2048 * 768 / 4
     values = 15 * 3 * 2048 // 2 + (4 * 2048 + 3 * 4096 + 3 * 512 + 8 * (3 * 768 + 2 * 2048)) // 2
@@ -152,8 +148,7 @@ def test_the_worked_arithmetic_of_a_mixture_of_experts(tmp_path, monkeypatch):
     assert [f"{dense / 1e6:.1f}", f"{experts / 1e6:.1f}"] == ["385.3", "3623.9"]
 
 
-def test_siirl_plan_prints_what_the_guide_quotes_of_it(monkeypatch, tmp_path, capsys):
-    available(monkeypatch)
+def test_siirl_plan_prints_what_the_guide_quotes_of_it(tmp_path, capsys):
     settings = (
         "algorithm.adv_estimator=grpo",
         f"actor_rollout_ref.model.path={write_model(tmp_path, 'Qwen3-8B')}",
@@ -172,8 +167,7 @@ def test_siirl_plan_prints_what_the_guide_quotes_of_it(monkeypatch, tmp_path, ca
     assert [line for line in quoted if " ".join(line.split()) not in printed] == []
 
 
-def test_an_optimizer_on_the_host_or_in_fewer_bytes_leaves_the_device(monkeypatch, tmp_path):
-    available(monkeypatch)
+def test_an_optimizer_on_the_host_or_in_fewer_bytes_leaves_the_device(tmp_path):
     model = write_model(tmp_path, "Llama-3.1-70B")
 
     def gib(*overrides: str) -> dict[str, tuple[float, bool]]:

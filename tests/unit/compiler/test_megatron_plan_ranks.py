@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from megatron_cases import available, megatron_plan, sizes
+from megatron_cases import megatron_plan, sizes
 from plan_cases import run_symbolically
 
 from siirl.compiler.plan import Run
@@ -84,8 +84,7 @@ def test_every_row_reaches_one_data_parallel_shard_and_all_model_parallel_peers_
         (8, {"tp": 2, "cp": 2}, (0, 0, 0, 0, 1, 1, 1, 1)),
     ],
 )
-def test_the_layout_of_a_node_follows_the_data_parallel_coordinate(monkeypatch, world, parallel, shards):
-    available(monkeypatch)
+def test_the_layout_of_a_node_follows_the_data_parallel_coordinate(world, parallel, shards):
     kl = "actor_rollout_ref.actor.use_kl_loss=True"
     plan, _ = megatron_plan(world, *sizes(**parallel), kl)
     run_symbolically(plan)
@@ -94,8 +93,7 @@ def test_the_layout_of_a_node_follows_the_data_parallel_coordinate(monkeypatch, 
     assert plan.models["agent_0.ref"].dims == plan.models["agent_0.actor"].dims
 
 
-def test_the_product_of_sizes_is_held_against_the_ranks_of_the_node(monkeypatch):
-    available(monkeypatch)
+def test_the_product_of_sizes_is_held_against_the_ranks_of_the_node():
     with pytest.raises(PlacementError) as caught:
         megatron_plan(4, *sizes(tp=4, pp=2))
     assert str(caught.value) == (
@@ -104,8 +102,7 @@ def test_the_product_of_sizes_is_held_against_the_ranks_of_the_node(monkeypatch)
     )
 
 
-def test_the_report_names_the_coordinates_of_every_rank(monkeypatch):
-    available(monkeypatch)
+def test_the_report_names_the_coordinates_of_every_rank():
     text = report(*megatron_plan(8, *sizes(tp=2, pp=2)))
     assert "agent_0.actor    megatron  0-7    tp 2, pp 2, dp 2" in text
     for line in (

@@ -158,10 +158,7 @@ def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
     ],
 )
 @pytest.mark.heavy
-def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, monkeypatch, capsys):
-    from megatron_cases import available
-
-    available(monkeypatch)
+def test_what_the_plan_advises_fits_and_is_accepted(extra, tmp_path, capsys):
     write_config(tmp_path, {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36})
     command = [
         f"actor_rollout_ref.model.path={tmp_path}/model",

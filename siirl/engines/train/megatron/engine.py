@@ -24,8 +24,9 @@ from siirl.engines.train.hf_model import MODEL_CLASSES, config_changes, load_hf_
 from siirl.engines.train.language_model import pass_flops
 from siirl.engines.train.megatron.adamw import StatePlace, state_place
 from siirl.engines.train.megatron.exporter import Exporter
+from siirl.engines.train.megatron.linear_adapters import adapter_entries, new_adapters
 from siirl.engines.train.megatron.micro_batch import MicroBatch, make_micro_batch, make_rope
-from siirl.engines.train.megatron.model import LocalParams, all_agree, build_stages, wrap_stages
+from siirl.engines.train.megatron.model import LocalParams, adapt_stages, all_agree, build_stages, wrap_stages
 from siirl.engines.train.megatron.options import ddp_config, optimizer_config, transformer_config
 from siirl.engines.train.megatron.pipeline import KnownShapes
 from siirl.engines.train.megatron.scope import MegatronScope
@@ -37,7 +38,7 @@ from siirl.engines.train.megatron.state import (
     load_training_state,
     training_state,
 )
-from siirl.engines.train.megatron.weights import family_of, num_active_weights
+from siirl.engines.train.megatron.weights import entries, family_of, num_active_weights
 from siirl.engines.train.packing import (
     MicroBatchLimit,
     bundles_of,
@@ -52,7 +53,7 @@ from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
-from siirl.errors import NotSupportedError, UserError
+from siirl.errors import UserError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -83,11 +84,7 @@ class MegatronEngine(SteppingEngine):
         family_of(self._hf)
         if plan.head != "lm":
             self._hf.tie_word_embeddings = False  # there is no output head to tie
-        if settings.model.lora_rank:
-            raise NotSupportedError(
-                f"not supported yet: {self.name}: LoRA adapters under the megatron strategy. Set "
-                "model.lora_rank=0, or strategy=fsdp."
-            )
+        self._is_first = groups.rank == plan.ranks[0]
         fill = weight_source(self._hf, settings)
         self._scope = MegatronScope(plan.ranks, plan.dims, groups, megatron.seed)
         mpu = self._scope.groups
@@ -105,8 +102,13 @@ class MegatronEngine(SteppingEngine):
             stage.to(self.device)
         choices = router_choices(self._hf.to_dict()) if settings.replays_routers else None
         self._routers = StageRouters(self._stages, choices) if choices else None
-        self._params = LocalParams(self._hf, plan.head, self._stages, self._scope, plan.dims)
-        fresh = new_head(self._hf, plan.head, settings.seed)
+        adapters = new_adapters(self._hf, plan.head, settings) if plan.trains else {}
+        added = adapter_entries(entries(self._hf, plan.head), adapters)
+        if added:
+            scale = settings.model.lora_alpha / settings.model.lora_rank
+            adapt_stages(self._stages, added, scale, self._config, self._scope.groups.tp)
+        self._params = LocalParams(self._hf, plan.head, self._stages, self._scope, plan.dims, added)
+        fresh = new_head(self._hf, plan.head, settings.seed) | adapters
         problem: UserError | None = None
         try:
             fill(self._params, fresh)
@@ -320,8 +322,16 @@ class MegatronEngine(SteppingEngine):
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")
+        return self._exported(self._exporter.tensors(dtype or self._config.params_dtype))
+
+    def export_adapter(
+        self, dtype: torch.dtype | None = None, with_base: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        self._require_on_device("params")
+        return self._exported(self._exporter.adapter(dtype or self._config.params_dtype, with_base))
+
+    def _exported(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         self._finish_gather()
-        tensors = self._exporter.tensors(dtype or self._config.params_dtype)
         while True:
             with self._scope:  # not while the caller has a tensor: it may run another model in between
                 found = next(tensors, None)
@@ -333,14 +343,18 @@ class MegatronEngine(SteppingEngine):
         """See TrainEngine. Tensors are pieces of the live ones, so reading into them in place is enough."""
         self._require_on_device("params", "optimizer")
         self._finish_gather()
-        return training_state(self._params, self._shards) | self._counts_state()
+        return training_state(self._params, self._shards) | self._counts_state() | self._base_state()
 
     def _live_pieces(self) -> dict[str, list[Piece]]:
         return live_pieces(self._params)
 
+    def _frozen_names(self) -> list[str]:
+        return self._params.frozen_names
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device("params", "optimizer")
         self._finish_gather()
+        self._check_base(state)
         load_training_state(training_state(self._params, self._shards), state)
         with self._scope:
             self._shards.publish(self._modules)

@@ -1,6 +1,6 @@
 """Full tensors under Hugging Face names, out of a model cut up by tensor, pipeline and expert parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from siirl.engines.train.lora import adapter_name
 from siirl.engines.train.megatron.model import LocalParams
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.weights import Entry, hf_shapes, runs
@@ -35,31 +36,47 @@ class Exporter:
         self._pp = scope.groups.pp
         self._dense, self._expert = scope.groups.tp, scope.groups.tp_ep
         self._shapes = hf_shapes(params.entries)
-        self._slots = self._make_slots(self._stage_of_layers())
+        slots = self._make_slots(self._stage_of_layers())
+        self._base = [slot for slot in slots if not slot.entries[0].adapts]
+        self._adapter = [slot for slot in slots if slot.entries[0].adapts]
 
     def specs(self) -> dict[str, tuple[int, ...]]:
         """Hugging Face name -> shape, in the order of `tensors`. No communication."""
-        names = (block.hf for slot in self._slots for entry in slot.entries for block in entry.blocks)
+        names = (block.hf for slot in self._base for entry in slot.entries for block in entry.blocks)
         return {name: self._shapes[name] for name in dict.fromkeys(names)}
 
-    @torch.no_grad()
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """All tensors, cast before the gather; memory beyond the weights is about two buckets. Collective."""
+        """All weights, adapters merged, cast before the gather; memory beyond the weights is about two
+        buckets. Collective."""
+        return self._tensors(self._base, dtype, merges=True)
+
+    def adapter(self, dtype: torch.dtype, with_base: bool) -> Iterator[tuple[str, Tensor]]:
+        """The adapters under X.lora_A.weight and X.lora_B.weight, and the base unmerged. As `tensors`."""
+        slots = [*(self._base if with_base else ()), *self._adapter]
+        found = self._tensors(slots, dtype, merges=False)
+        return ((adapter_name(name) or name, tensor) for name, tensor in found)
+
+    @torch.no_grad()
+    def _tensors(
+        self, slots: Iterable[_Slot], dtype: torch.dtype, merges: bool
+    ) -> Iterator[tuple[str, Tensor]]:
         bucket: list[_Slot] = []
         num_bytes = 0
-        for slot in self._slots:
+        for slot in slots:
             if bucket and (slot.stage, slot.is_expert) != (bucket[0].stage, bucket[0].is_expert):
-                yield from self._gathered(bucket, dtype)
+                yield from self._gathered(bucket, dtype, merges)
                 bucket, num_bytes = [], 0
             bucket.append(slot)
             num_bytes += self._numel(slot) * self._places(slot.is_expert) * dtype.itemsize
             if num_bytes >= BUCKET_BYTES:
-                yield from self._gathered(bucket, dtype)
+                yield from self._gathered(bucket, dtype, merges)
                 bucket, num_bytes = [], 0
         if bucket:
-            yield from self._gathered(bucket, dtype)
+            yield from self._gathered(bucket, dtype, merges)
 
-    def _gathered(self, bucket: list[_Slot], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def _gathered(
+        self, bucket: list[_Slot], dtype: torch.dtype, merges: bool
+    ) -> Iterator[tuple[str, Tensor]]:
         """One all-gather among the ranks of the stage, then one broadcast to the other stages."""
         sizes = [self._numel(slot) for slot in bucket]
         stage, is_expert = bucket[0].stage, bucket[0].is_expert
@@ -67,7 +84,7 @@ class Exporter:
         some = next(iter(self._params))[0]
         received = torch.empty(places * sum(sizes), dtype=dtype, device=some.device)
         if self._pp.rank() == stage:
-            sent = torch.cat([self._local(slot).to(dtype).reshape(-1) for slot in bucket])
+            sent = torch.cat([self._local(slot, merges).to(dtype).reshape(-1) for slot in bucket])
             if places == 1:
                 received = sent
             else:
@@ -81,7 +98,7 @@ class Exporter:
         """The Hugging Face tensors of a slot; shards: a row for each rank of the gather."""
         size = self._size(slot.is_expert)
         for number, entry in enumerate(slot.entries):
-            names = dict.fromkeys(block.hf for block in entry.blocks)
+            names = dict.fromkeys(block.hf for block in entry.blocks if block.hf)
             full = {name: shards.new_empty(self._shapes[name]) for name in names}
             for place in range(size):
                 shard = shards[number * size + place].view(entry.local_shape(size))
@@ -92,10 +109,12 @@ class Exporter:
                     target.copy_(shard[run.start : run.start + run.num_rows])
             yield from full.items()
 
-    def _local(self, slot: _Slot) -> Tensor:
-        """This rank's shard of a slot."""
+    def _local(self, slot: _Slot, merges: bool) -> Tensor:
+        """This rank's shard of a slot, its adapters merged or left out."""
         held = (self._params.by_name.get(entry.name) for entry in slot.entries)
-        return next(found[0] for found in held if found is not None)
+        param, entry = next(found for found in held if found is not None)
+        adapter = self._params.adapters.get(entry.name) if merges else None
+        return param if adapter is None else adapter.merged(param)
 
     def _numel(self, slot: _Slot) -> int:
         return prod(slot.entries[0].local_shape(self._size(slot.is_expert)))

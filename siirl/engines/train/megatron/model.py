@@ -1,6 +1,6 @@
 """The stages of a Megatron model on this rank, with their weights read from a Hugging Face directory."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from siirl.compiler.plan import Head
+from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.grouped_experts import GroupedExperts
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
+from siirl.engines.train.megatron.linear_adapters import LinearAdapter, freeze_base, put_adapter
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.weights import Entry, entries, hf_shapes, runs, tied_head
@@ -73,6 +75,22 @@ def _block_spec(config: TransformerConfig, vp_stage: int | None, place: int) -> 
     return TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=RMSNorm)
 
 
+def adapt_stages(
+    stages: list[Stage], adapters: Sequence[Entry], scale: float, config: TransformerConfig, group: Any
+) -> None:
+    """Put adapters, without values, on the layers of this rank, and freeze the rest of it.
+
+    adapters: the entries of both halves of each, one after the other; group: the tensor-parallel ranks.
+    """
+    halves = {a.adapts: (a, b) for a, b in zip(adapters[::2], adapters[1::2], strict=True)}
+    for stage in stages:
+        for name in [name for name, _ in stage.named_parameters()]:
+            if pair := halves.get(_global_name(stage, name, 0)):
+                adapter = LinearAdapter(config, *pair, scale, group)
+                put_adapter(stage, name.removesuffix(".weight"), adapter)
+        freeze_base(stage)
+
+
 def wrap_stages(
     stages: list[Stage], config: TransformerConfig, ddp: Any, scope: MegatronScope
 ) -> list[DistributedDataParallel]:
@@ -99,8 +117,9 @@ class LocalParams:
         stages: list[Stage],
         scope: MegatronScope,
         dims: ParallelDims,
+        adapters: Sequence[Entry] = (),
     ):
-        self.entries = entries(hf, head)
+        self.entries = [*entries(hf, head), *adapters]
         self.places = {"dense": (scope.groups.tp.rank(), dims.tp)}
         self.places["expert"] = (scope.groups.expt_tp.rank(), dims.etp)
         known = {entry.name: entry for entry in self.entries}
@@ -109,7 +128,12 @@ class LocalParams:
         experts = getattr(stages[0].config, "num_moe_experts", None) or 0
         first_expert = scope.groups.ep.rank() * (experts // dims.ep)
         self.by_name: dict[str, tuple[nn.Parameter, Entry]] = {}
+        self.adapters: dict[str, LinearAdapter] = {}
         for stage in stages:
+            for name, module in stage.named_modules():
+                if isinstance(module, LinearAdapter):
+                    linear = _global_name(stage, name, 0).removesuffix(".lora")
+                    self.adapters[f"{linear}.weight"] = module
             for name, param in stage.named_parameters():
                 full = _global_name(stage, name, first_expert)
                 self.by_name[full] = (param, known[full])
@@ -121,6 +145,12 @@ class LocalParams:
 
     def __iter__(self) -> Iterator[tuple[nn.Parameter, Entry]]:
         return iter(self.by_name.values())
+
+    @property
+    def frozen_names(self) -> list[str]:
+        """Hugging Face names of what stays as it is beside adapters; none without."""
+        base = (x for x in self.entries if not x.adapts and not x.name.startswith(VALUE_HEAD))
+        return list(hf_shapes(list(base))) if any(entry.adapts for entry in self.entries) else []
 
 
 def _declare(param: nn.Parameter, entry: Entry) -> None:
@@ -176,7 +206,7 @@ def read_parameter(
         columns = None if entry.columns is None else (run.column, run.column + param.shape[1])
         rows = (run.row, run.row + run.num_rows)
         if run.hf in fresh and not files.has(run.hf):
-            target.copy_(fresh[run.hf][slice(*rows)])
+            target.copy_(fresh[run.hf][slice(*rows)][..., slice(*(columns or (None, None)))])
         else:
             target.copy_(files.read(run.hf, shapes[run.hf], rows, columns))
 

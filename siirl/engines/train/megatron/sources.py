@@ -88,7 +88,7 @@ def _read_by_mbridge(
     shapes = hf_shapes(params.entries)
     with SafetensorsFolder(folder) as files:
         for param, entry in params:
-            if entry.name.startswith(VALUE_HEAD):
+            if entry.name.startswith(VALUE_HEAD) or entry.adapts:
                 read_parameter(params, param, entry, files, shapes, fresh)
                 continue
             name = mbridge_name(entry, has_experts)

@@ -113,13 +113,18 @@ def _model_params(part: MegatronOptimizer) -> Iterator[nn.Parameter]:
 def training_state(params: LocalParams, shards: OwnedShards) -> dict[str, dict[str, Tensor]]:
     """{"model": name -> weights, "optimizer": moment.name -> moments}: views of the live tensors.
 
+    Of a model with adapters it has what trains; the rest are its base's.
+
     The weights are the optimizer's fp32 copies where it has some. A rank has the names of which it holds a
     part; together the ranks have all. No communication.
     """
     shapes = hf_shapes(params.entries)
     pieces: dict[tuple[str, str], list[Piece]] = {}
     dtypes: dict[tuple[str, str], torch.dtype] = {}
+    frozen = set(params.frozen_names)
     for param, entry in params:
+        if any(block.hf in frozen for block in entry.blocks):
+            continue
         tensors, start = shards.tensors(param)
         for kind, flat in tensors.items():
             for name, piece in pieces_of(params, entry, flat, start):

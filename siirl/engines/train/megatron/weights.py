@@ -26,6 +26,7 @@ class Block(NamedTuple):
     """Consecutive rows of a Hugging Face tensor."""
 
     hf: str
+    """Empty: rows that none has, and that stay zero."""
     row: int
     num_rows: int
 
@@ -46,6 +47,8 @@ class Entry:
     """Its number; None for what stands before ("embedding") and after the layers."""
     expert: int | None = None
     """Its number; None outside of experts."""
+    adapts: str = ""
+    """Of half an adapter: the parameter that it is of."""
 
     @property
     def num_rows(self) -> int:
@@ -84,11 +87,12 @@ def runs(entry: Entry, place: int, size: int) -> Iterator[Run]:
     for block in entry.blocks:
         if entry.cut == "each block":
             num = block.num_rows // size
-            yield Run(start, num, block.hf, block.row + place * num, 0)
+            if block.hf:
+                yield Run(start, num, block.hf, block.row + place * num, 0)
             start += num
             continue
         low, high = max(first, at), min(last, at + block.num_rows)
-        if low < high:
+        if low < high and block.hf:
             yield Run(low - first, high - low, block.hf, block.row + low - at, column)
         at += block.num_rows
 
@@ -212,7 +216,7 @@ def hf_shapes(found: list[Entry]) -> dict[str, tuple[int, ...]]:
     rows: dict[str, int] = {}
     columns: dict[str, int | None] = {}
     for entry in found:
-        for block in entry.blocks:
+        for block in (block for block in entry.blocks if block.hf):
             rows[block.hf] = max(rows.get(block.hf, 0), block.row + block.num_rows)
             columns[block.hf] = entry.columns
     return {name: (num,) if columns[name] is None else (num, columns[name]) for name, num in rows.items()}
