@@ -44,9 +44,13 @@ def _buffers(hf: PreTrainedModel) -> dict[str, Tensor]:
 
     Such are the biases by which DeepSeek's routers choose experts. They keep their own type.
     """
-    stored = {plain_name(name) for name in hf.state_dict()}
-    own = {plain_name(name): buffer for name, buffer in hf.named_buffers()}
-    return stored_parts(hf, {name: buffer for name, buffer in own.items() if name in stored})
+    stored = {
+        plain_name(f"{place}.{name}".lstrip(".")): buffer
+        for place, module in hf.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+    return stored_parts(hf, stored) if stored else {}
 
 
 def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -63,7 +67,7 @@ def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Itera
             if name in adapters:
                 a, b, scale = adapters[name]
                 local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
-            yield _Shard(name, local.to(dtype), param)
+            yield _Shard(name, local.detach().to(dtype), param)
 
     return itertools.chain(_whole_parts(shards(), parts, dtype), _buffers(hf).items())
 
@@ -76,7 +80,7 @@ def exported_adapter(
     As `exported` otherwise.
     """
     shards = (
-        _Shard(plain_name(name), param.to_local().to(dtype), param.detach())
+        _Shard(plain_name(name), param.to_local().detach().to(dtype), param)
         for name, param in hf.named_parameters()
         if with_base or adapter_name(name)
     )
@@ -89,11 +93,13 @@ def _whole_parts(
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the files that are in these parameters, whole, gathered a bucket at a time."""
     bucket: list[_Shard] = []
+    size = 0
     for shard in shards:
         bucket.append(shard)
-        if sum(shard.param.numel() for shard in bucket) * dtype.itemsize >= BUCKET_BYTES:
+        size += shard.param.numel() * dtype.itemsize
+        if size >= BUCKET_BYTES:
             yield from _split(_gathered(bucket), parts)
-            bucket = []
+            bucket, size = [], 0
     yield from _split(_gathered(bucket), parts)
 
 
@@ -144,7 +150,7 @@ def _padded_size(param: DTensor, world: int) -> int:
 def _named(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
     for name, param in hf.named_parameters():
         if (exported_name := hf_name(name)) is not None:
-            yield exported_name, param.detach()
+            yield exported_name, param
 
 
 def base_names(hf: PreTrainedModel, parts: FileParts) -> list[str]:
