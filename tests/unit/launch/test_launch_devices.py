@@ -49,8 +49,7 @@ def megatron_ranks(*overrides: str) -> list[dict[str, str]]:
     return [cuda_variables(plan, rank, {}) for rank in (0, 1)]
 
 
-def test_cuda_gets_one_queue_where_a_megatron_model_overlaps_tensor_or_context_parallel_messages(monkeypatch):
-    megatron_cases.available(monkeypatch)
+def test_cuda_gets_one_queue_where_a_megatron_model_overlaps_tensor_or_context_parallel_messages():
     one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     assert megatron_ranks(*megatron_cases.sizes(tp=2)) == [one, one]
     assert megatron_ranks(*megatron_cases.sizes(cp=2)) == [one, one]
