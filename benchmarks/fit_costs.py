@@ -34,7 +34,7 @@ FITTED = (
     *("backends_gpu_speed_1.7B_1_tp1", "backends_gpu_speed_1.7B_4_tp4", "backends_gpu_vllm_1.7B_1_tp1"),
 )
 """The files that the constants are fitted to; all others are held out."""
-KINDS = ("grpo_gpu_*", "shared_prompts_gpu_A_1", "one_pass_draws_gpu_*")
+KINDS = ("grpo_gpu_*", "shared_prompts_gpu_A_1", "one_pass_draws_gpu_*", "flash_four_gpu_A_1")
 """Of files of grpo_gpu.py, the newest last; those of the first kind are of a siirl that computed more."""
 TIMES = {
     "actor_train": "time/actor_train_s",
