@@ -27,8 +27,9 @@ from siirl.launch.survey import survey, survey_inputs
 from siirl.launch.torchrun import is_first_on_machine, is_first_process, run_torchrun, with_machines_there
 from siirl.model_files.local_models import token_to_environment
 from siirl.observe.logs import setup_logging
+from siirl.show.batch_text import batch_lines
 from siirl.show.memory_text import memory_warnings
-from siirl.show.plan_text import batch_arithmetic, model_setup
+from siirl.show.plan_text import model_setup
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,8 @@ def run(cfg: Config, found: Findings) -> int:
         too_much = memory_warnings(plan, node_cfgs, device_gib)
         for warning in [*seen.warnings, *too_much]:
             log.warning(warning)
-        print(model_setup(plan, node_cfgs))
-        print(batch_arithmetic(plan, node_cfgs), flush=True)  # before what workers write to the same file
+        setup = [model_setup(plan, node_cfgs), *batch_lines(plan, node_cfgs)]
+        print(*setup, sep="\n", flush=True)  # before what workers write to the same file
         return _launch(launcher, job, cfg, plan)
 
 

@@ -4,11 +4,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from siirl.compiler.agent_steps import WHOLE, window_of
 from siirl.compiler.backends import backend_of
 from siirl.compiler.instructions import ROUTING
 from siirl.compiler.memory.awake_engines import awake_shares, shares_text
-from siirl.compiler.memory.estimate import micro_batch_tokens, read_shape
+from siirl.compiler.memory.estimate import read_shape
 from siirl.compiler.plan import (
     Collect,
     Free,
@@ -16,7 +15,6 @@ from siirl.compiler.plan import (
     LinkPlan,
     Load,
     ModelPlan,
-    NodePlan,
     Plan,
     Repeat,
     Reshard,
@@ -27,14 +25,13 @@ from siirl.compiler.plan import (
     Until,
 )
 from siirl.config import Config
-from siirl.config.batch import BatchArithmetic, batch_of
-from siirl.config.roles import ROLES, role_group, token_budget, trained_group
-from siirl.dag.ops import LATER_OLD_LOG_PROB
+from siirl.config.roles import role_group
 from siirl.parallel.pipeline_layers import split_layers
 from siirl.parallel.placement import Ranks, format_ranks
-from siirl.show.credit_text import Configs, credit_rows, speakers_of, tool_words, training_turns
+from siirl.show.batch_text import batch_lines
+from siirl.show.credit_text import Configs, credit_rows, tool_words, training_turns
 from siirl.show.memory_text import memory_table
-from siirl.show.text_table import table
+from siirl.show.text_table import count_of, table
 from siirl.types import Layout
 
 _MOST_GROUPS = 16
@@ -51,27 +48,23 @@ def report(plan: Plan, configs: dict[str, Config], device_gib: float | None = No
         ("conversations", conversations(plan, configs)),
         ("credit", _credit(plan, configs)),
         ("models", _models(plan)),
-        ("batches", _batches(plan, configs)),
+        ("batches", batch_lines(plan, configs)),
         ("a step", _instructions(plan)),
         ("process groups", _groups(plan)),
         ("memory per rank (estimate)", [*memory_table(plan, configs, device_gib), *_awake(plan, configs)]),
         ("left out", [f"{node}: {why}" for node, why in plan.pruned.items()]),
     ]
-    head = f"plan of DAG {plan.dag_id!r} on {_count(plan.world_size, 'rank')}"
+    head = f"plan of DAG {plan.dag_id!r} on {count_of(plan.world_size, 'rank')}"
     body = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections if lines]
     return "\n\n".join([head, *body]) + "\n"
-
-
-def batch_arithmetic(plan: Plan, configs: dict[str, Config]) -> str:
-    """Prompts x responses = sequences -> optimizer steps -> micro-batches on each rank, for each agent."""
-    return "\n".join(_batches(plan, configs))
 
 
 def model_setup(plan: Plan, configs: dict[str, Config]) -> str:
     """A line for each model: backend, ranks and parallel sizes, and how a pipeline cuts its layers."""
     return "\n".join(
-        f"{model.name}: {model.backend} on {_count(len(model.ranks), 'rank')} ({format_ranks(model.ranks)}), "
-        f"{sizes(model, every=backend_of(model).five_sizes)}{_cut(model, configs[model.node])}"
+        f"{model.name}: {model.backend} on {count_of(len(model.ranks), 'rank')} "
+        f"({format_ranks(model.ranks)}), {sizes(model, every=backend_of(model).five_sizes)}"
+        f"{_cut(model, configs[model.node])}"
         for model in plan.models.values()
     )
 
@@ -147,7 +140,7 @@ def conversations(plan: Plan, configs: Configs) -> list[str]:
             left_out = "; nobody else gives rewards" if talk.program["needs_reward"] else ""
             lines.append(f"an episode has at most {talk.most_turns} requests{left_out}")
         else:
-            lines.append(f"an episode has at most {_count(talk.most_turns, 'turn')}")
+            lines.append(f"an episode has at most {count_of(talk.most_turns, 'turn')}")
         lines += _played(plan, talk)
     return lines
 
@@ -225,7 +218,7 @@ def _nodes_by_rank(plan: Plan) -> list[str]:
 def _models(plan: Plan) -> list[str]:
     rows = [["model", "backend", "ranks", "parallel", "built from", "weights"]]
     weights = {
-        link.target: f"from {link.source} ({link.kind}, over {_count(len(link.ranks), 'rank')})"
+        link.target: f"from {link.source} ({link.kind}, over {count_of(len(link.ranks), 'rank')})"
         for link in plan.links.values()
     }
     for model in plan.models.values():
@@ -255,8 +248,8 @@ def sizes(model: ModelPlan, every: bool = False) -> str:
     dp = f"dp {dims.dp}"
     shards = dims.weight_shards if model.backend == "fsdp" else 1
     if shards > 1:
-        replicas = f"{_count(dims.dp_replicate, 'replica')} x " if dims.dp_replicate > 1 else ""
-        dp += f" ({replicas}{_count(shards, 'shard')})"
+        replicas = f"{count_of(dims.dp_replicate, 'replica')} x " if dims.dp_replicate > 1 else ""
+        dp += f" ({replicas}{count_of(shards, 'shard')})"
     return ", ".join([*axes, dp])
 
 
@@ -293,143 +286,6 @@ def _coordinates(model: ModelPlan) -> list[str]:
     ]
 
 
-def _batches(plan: Plan, configs: dict[str, Config]) -> list[str]:
-    lines: list[str] = []
-    for model in plan.models.values():
-        if not model.is_rollout:
-            continue
-        batch = batch_of(configs[model.node])
-        shards, verb = model.dims.dp, "sampled"
-        if entry := next((x.entry for x in plan.interactions.values() if model.name in x.policies), None):
-            shards, verb = len(plan.run_of(entry).ranks), "played"
-        refilled = f" in rounds of {batch.generated} prompts" if batch.in_rounds else ""
-        if refilled and plan.nodes[entry or model.node].max_lag:
-            refilled = f" in rounds of as many as it lacks, read {batch.generated} at a time"
-        share = _share(batch.generated, shards)
-        amount = f"{batch.rows} {'episodes' if entry else 'sequences'}"
-        lines.append(
-            f"agent {model.agent}: {batch.prompts} prompts x {batch.samples} responses = {amount} a "
-            f"step{refilled}, {verb} by {_count(shards, 'shard')} of {share} prompts"
-            f"{_window(configs[model.node])}"
-        )
-        lines += _lag(plan.nodes[model.node], configs[model.node], batch, bool(entry))
-        speakers = speakers_of(plan, model.agent)
-        trainers = [m for m in plan.models.values() if m.agent == model.agent and m.trains]
-        if trainers and speakers:
-            agents = ", ".join(map(str, speakers))
-            who = "each episode in which it" if len(speakers) == 1 else f"each of agents {agents} that"
-            where, most = "" if len(speakers) == 1 else " in an episode", batch.rows * len(speakers)
-            why = "more where a context is full or rewritten"
-            lines.append(f"  a row for {who} speaks{where}: at most {most}, {why}")
-        for trainer in trainers:
-            training = _training(trainer, configs[trainer.node], batch, len(speakers))
-            training += _old_log_probs(plan, trainer, configs[trainer.node])
-            lines += [f"  {trainer.role}:", *(f"    {line}" for line in training)]
-    return lines + [line for name in plan.nodes for line in _given(plan, name, configs)]
-
-
-def _given(plan: Plan, name: str, configs: dict[str, Config]) -> list[str]:
-    """The batch of an agent whose responses are those of the dataset, and what is trained on it."""
-    node, batch = plan.nodes[name], batch_of(configs[name])
-    if not node.spec.gives_data:
-        return []
-    amount = f"{batch.prompts} prompts x {_count(batch.samples, 'response')} of the dataset"
-    lines = [f"agent {node.agent}: {amount} = {batch.rows} sequences a step{_window(configs[name])}"]
-    for model in plan.models.values():
-        for trainer in model.nodes:
-            if plan.nodes[trainer].agent == node.agent and plan.nodes[trainer].spec.trains:
-                training = _training(model, configs[trainer], batch, 0)
-                lines += [f"  {trainer}, of {model.name}:", *(f"    {line}" for line in training)]
-    return lines
-
-
-def _window(cfg: Config) -> str:
-    """In which steps an agent takes part, if not in all."""
-    first, last = window_of(cfg)
-    if (first, last) == WHOLE:
-        return ""
-    return f", in steps {first} to {'the last' if last is None else last}"
-
-
-def _old_log_probs(plan: Plan, trainer: ModelPlan, cfg: Config) -> list[str]:
-    """Of how many mini-batches they are computed, where that is not all of them."""
-    if all(node.op != LATER_OLD_LOG_PROB.name for node in plan.nodes.values() if node.model == trainer.name):
-        return []
-    count = batch_of(cfg, trainer.role).mini_batches
-    return [f"old log-probs of {count - 1} of {count} mini-batches: the first one's are its own log-probs"]
-
-
-def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> list[str]:
-    """What is in work besides a batch, and how old it may be."""
-    if not node.max_lag:
-        return []
-    rollout = cfg.actor_rollout_ref.rollout
-    prompts = int((1 + rollout.surplus) * batch.prompts)
-    if node.decodes_on:
-        kept = ", with the keys and values that they have" if rollout.keeps_kv else ""
-        rest = (
-            "the engines go on with them while the trainer trains, and under its new weights after each sync"
-            + kept
-        )
-    else:
-        kept = _kept_memory(cfg) if rollout.keeps_kv else "no device memory"
-        rest = f"those that a step does not complete keep their tokens, and {kept}, and go on in the next one"
-    rest += {
-        "wait": "",
-        "restart": "; those that would be older begin anew",
-        "drop": "; those that would be older are dropped, and others loaded in their place",
-    }[rollout.stale]
-    return [
-        f"  at most {_count(node.max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
-        f"{'episodes' if talks else 'responses'}) are in work; {rest}"
-    ]
-
-
-def _kept_memory(cfg: Config) -> str:
-    """What a paused engine keeps for the keys and values of its responses (rollout.keep_kv)."""
-    if cfg.trainer.device == "cpu":
-        return "the engine its KV cache"
-    rollout = cfg.actor_rollout_ref.rollout
-    share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
-    return f"the engine its KV cache (with its weights, {share:g} of the device)"
-
-
-def _training(trainer: ModelPlan, cfg: Config, sampled: BatchArithmetic, num_speakers: int) -> list[str]:
-    """num_speakers: of the policy, in an interaction, where rows are bounded and not known; else 0."""
-    group = trained_group(cfg, trainer.role)
-    batch, shards = batch_of(cfg, trainer.role), trainer.dims.dp
-    mini = batch.mini_prompts
-    rows = mini * sampled.samples * max(num_speakers, 1)
-    bound, noun = ("up to ", "row") if num_speakers else ("", "sequence")
-    epochs = f" x {batch.epochs} epochs" if batch.epochs > 1 else ""
-    lines = [
-        f"{_count(sampled.prompts // mini, 'mini-batch', 'es')} of {mini} prompts = {bound}{rows} "
-        f"{noun}s{epochs} -> {_count(batch.optimizer_steps, 'optimizer step')}",
-        f"a mini-batch is {bound}{_share(rows, shards)} {noun}s on each of "
-        f"{_count(shards, 'data-parallel rank')}",
-    ]
-    per_rank = -(-rows // shards)
-    if group.use_dynamic_bsz:
-        most = -(-per_rank * _row_tokens(cfg) // micro_batch_tokens(trainer, cfg, trains=True))
-        keys = ROLES[trainer.role].train
-        assert keys is not None, f"{trainer.name} does not train"
-        budget = token_budget(cfg, trainer.role, keys)
-        lines.append(f"-> micro-batches of up to {budget} tokens: at most about {most} on each rank")
-    else:
-        micro = group.ppo_micro_batch_size_per_gpu
-        count = _count(-(-per_rank // micro), "micro-batch", "es")
-        lines.append(f"-> {bound}{count} of {_count(micro, noun)} on each rank")
-    return lines
-
-
-def _row_tokens(cfg: Config) -> int:
-    return cfg.actor_rollout_ref.rollout.prompt_length + cfg.actor_rollout_ref.rollout.response_length
-
-
-def _share(total: int, parts: int) -> str:
-    return str(total // parts) if total % parts == 0 else f"{total // parts}-{total // parts + 1}"
-
-
 def _instructions(plan: Plan) -> list[str]:
     rows: list[list[str]] = [["", "ranks", ""]]
     for ins in plan.instructions:
@@ -437,8 +293,8 @@ def _instructions(plan: Plan) -> list[str]:
         match ins:
             case Load(loader, keys, layout, _):
                 ahead = plan.loaders[loader].ahead
-                more = f", {_count(ahead, 'batch', 'es')} ahead" if ahead else ""
-                rows.append(["load", ranks, f"{loader}: {_count(len(keys), 'column')} into {layout}{more}"])
+                more = f", {count_of(ahead, 'batch', 'es')} ahead" if ahead else ""
+                rows.append(["load", ranks, f"{loader}: {count_of(len(keys), 'column')} into {layout}{more}"])
             case Reshard(keys, route, _):
                 names = [key.name for key in keys]
                 what = "wait" if set(names) <= set(ROUTING) else "reshard"
@@ -457,13 +313,13 @@ def _instructions(plan: Plan) -> list[str]:
                 rows.append(["until", ranks, f"{node} has enough rows"])
             case Run(node, _, _, source, target, _):
                 lag = plan.nodes[node].max_lag
-                age = f", rows up to {_count(lag, 'step')} old" if lag else ""
+                age = f", rows up to {count_of(lag, 'step')} old" if lag else ""
                 where = source if source == target else f"{source} -> {target}"
                 rows.append(["run", ranks, f"{node} on {where}{age}"])
             case Free():
                 continue
     layouts = [
-        f"  {name}: {_count(layout.num_shards, 'shard')} on ranks {format_ranks(layout.ranks)}, "
+        f"  {name}: {count_of(layout.num_shards, 'shard')} on ranks {format_ranks(layout.ranks)}, "
         f"{_split(layout)}"
         for name, layout in plan.layouts.items()
     ]
@@ -503,7 +359,3 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _asks(ranks: Sequence[int]) -> str:
     return f"{_ranks(ranks)} ask{'s' if len(ranks) == 1 else ''}"
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

@@ -1,4 +1,4 @@
-"""Rows of cells as aligned text."""
+"""Rows of cells as aligned text, and numbers of things."""
 
 
 def table(rows: list[list[str]]) -> list[str]:
@@ -9,3 +9,8 @@ def table(rows: list[list[str]]) -> list[str]:
         "  ".join(row[index].ljust(width) for index, width in zip(columns, widths, strict=True)).rstrip()
         for row in rows
     ]
+
+
+def count_of(number: int, noun: str, plural: str = "s") -> str:
+    """As in "1 rank", "2 ranks"; plural: what the noun ends with then."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

@@ -6,6 +6,7 @@ import torch
 
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.rollout.call_limits import CallLimits
+from siirl.engines.rollout.vllm.engine_shard import EngineShard
 from siirl.engines.rollout.vllm.lora_adapters import SharedEngine
 from siirl.engines.rollout.vllm.messages import RowScores, Score, Scored
 from siirl.engines.rollout.vllm.server import Server
@@ -46,7 +47,7 @@ def engine(process: Process) -> VLLMRollout:
     made.name, made._dtype, made._state = "agent_0.scoring_teacher.t", "bfloat16", "ready"
     made._limits = CallLimits(made.name, vocab=20, max_context=5)
     made._engine, made._process = SharedEngine(users=[made]), process
-    made._group, made._is_first = None, True
+    made._shard = EngineShard((0,))
     return made
 
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from siirl.compiler.checks.packages import vllm_version
 from siirl.compiler.plan import ModelPlan
@@ -34,6 +32,7 @@ from siirl.engines.rollout.vllm.arguments import (
     physical_gpu,
 )
 from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.vllm.engine_shard import engine_shard
 from siirl.engines.rollout.vllm.lora_adapters import (
     SharedEngine,
     adapter_arguments,
@@ -42,21 +41,24 @@ from siirl.engines.rollout.vllm.lora_adapters import (
 )
 from siirl.engines.rollout.vllm.messages import Call, Generate, Response, Score
 from siirl.engines.rollout.vllm.recovery import RecoveringEngine
+from siirl.engines.rollout.vllm.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
-from siirl.engines.rollout.vllm.weight_transfer import Bucket, WeightTransfer
-from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights, tensor_names
+from siirl.engines.rollout.vllm.weight_transfer import (
+    Bucket,
+    WeightTransfer,
+    joined_places,
+    weights_of_directory,
+)
+from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
 from siirl.engines.train.hf_model import load_hf_config
-from siirl.engines.train.lora import adapter_name, add_lora
-from siirl.errors import EpisodeFailed, NotSupportedError, RolloutError, WeightSyncError
+from siirl.engines.train.lora import adapter_name
+from siirl.errors import EpisodeFailed, RolloutError, WeightSyncError
 from siirl.model_files.directory import model_dir
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
 
 log = logging.getLogger(__name__)
-
-ONE_TOKEN = SamplingParams(max_tokens=1)
-"""What vLLM samples after a row that it scores."""
 
 
 class VLLMRollout(RolloutEngine):
@@ -94,10 +96,10 @@ class VLLMRollout(RolloutEngine):
             base._engine if base else SharedEngine(keeps_weights=plan.base is not None or plan.is_teacher)
         )
         self._engine.users.append(self)
-        self._join_shard(plan, groups)
+        self._shard = engine_shard(plan, groups)
         model = cfg.actor_rollout_ref.model
         hf_config = load_hf_config(model)
-        self._specs, self._aliases = _weight_names(hf_config, cfg, plan.base is not None)
+        self._specs, self._aliases = weights_of_directory(hf_config, cfg, plan.base is not None)
         self._limits = CallLimits(
             plan.name, hf_config.get_text_config().vocab_size, max_model_len(cfg, hf_config)
         )
@@ -106,7 +108,8 @@ class VLLMRollout(RolloutEngine):
         )
         self._process: RecoveringEngine | None = base._process if base else None
         self._router: StreamRouter | None = base._router if base else None
-        self._restarts = cfg.actor_rollout_ref.rollout.max_engine_restarts if len(self._shard) == 1 else 0
+        alone = len(self._shard.ranks) == 1
+        self._restarts = cfg.actor_rollout_ref.rollout.max_engine_restarts if alone else 0
         self._transfer = (
             base._transfer if base else WeightTransfer(self._specs, self._device, keeps=self._restarts > 0)
         )
@@ -117,20 +120,21 @@ class VLLMRollout(RolloutEngine):
     def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroupManager | None) -> None:
         """Start the process, on the first rank of the shard; the others wait."""
         cfg = self._cfg
-        gpus = self._gather(physical_gpu(self._device))
-        if self._is_first:
+        gpus = self._shard.gather(physical_gpu(self._device))
+        if self._shard.is_first:
             rank = groups.rank if groups else 0
             logs = Path(cfg.trainer.output_dir).expanduser().absolute() / "logs"
             log_path = logs / f"vllm_{plan.name}_rank_{rank}.log"
             log.info("starting vLLM for %s; its output is in %s", plan.name, log_path)
-            environment = engine_environment(len(self._shard), self._device, gpus)
+            num_ranks = len(self._shard.ranks)
+            environment = engine_environment(num_ranks, self._device, gpus)
             folder = str(model_dir(cfg.actor_rollout_ref.model.path))
-            arguments = engine_arguments(cfg, folder, hf_config, len(self._shard), self._device)
+            arguments = engine_arguments(cfg, folder, hf_config, num_ranks, self._device)
             if plan.is_teacher:
                 arguments["max_logprobs"] = max(1, cfg.teacher.top_k)
             if plan.adapters:
                 arguments |= adapter_arguments(plan.adapters)
-            why_none = "An engine of several ranks is not started again." if len(self._shard) > 1 else ""
+            why_none = "An engine of several ranks is not started again." if num_ranks > 1 else ""
             with phase("start_vllm"):
                 self._process = RecoveringEngine(
                     lambda: EngineProcess(plan.name, environment, log_path, cfg.trainer.deadline_s),
@@ -140,7 +144,7 @@ class VLLMRollout(RolloutEngine):
                     why_none,
                 )
             self._router = StreamRouter(self._process)
-        self._meet()
+        self._shard.meet()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
@@ -155,7 +159,8 @@ class VLLMRollout(RolloutEngine):
         if not prompts:
             return []
         with self._streams_held():
-            responses = self.share(self._generate(prompts, params, seeds) if self._is_first else None)
+            mine = self._generate(prompts, params, seeds) if self._shard.is_first else None
+            responses = self._shard.share(mine)
         samples = [response.at_version(self.weight_version) for response in responses]
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
         check_finite(
@@ -178,14 +183,8 @@ class VLLMRollout(RolloutEngine):
             self._limits.check_prompt(f"row {index}", row, ONE_TOKEN)
         if not rows:
             return []
-        scored = self.share(self._score(rows, starts, top_k) if self._is_first else None)
-        found = []
-        for token_ids, log_probs in scored:
-            shape = (-1, 1 + top_k)
-            ids_TK = torch.frombuffer(bytearray(token_ids), dtype=torch.int32).to(torch.int64).view(shape)
-            found.append((ids_TK, torch.frombuffer(bytearray(log_probs), dtype=torch.float32).view(shape)))
-        self._check_scores(rows, starts, found)
-        return found
+        scored = self._shard.share(self._score(rows, starts, top_k) if self._shard.is_first else None)
+        return checked_scores(scored, rows, starts, top_k, self.name, self._dtype)
 
     def _score(
         self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
@@ -196,30 +195,12 @@ class VLLMRollout(RolloutEngine):
             answer = self._process.ask(Score(rows, list(starts), top_k))
         return [(row.token_ids, row.log_probs) for row in answer.rows]
 
-    def _check_scores(
-        self,
-        rows: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        scored: Sequence[tuple[Tensor, Tensor]],
-    ) -> None:
-        """RolloutError unless each row's own tokens were scored, by numbers."""
-        for index, (row, start, (ids_TK, log_prob_TK)) in enumerate(zip(rows, starts, scored, strict=True)):
-            if ids_TK[:, 0].tolist() != list(row[start:]):
-                raise RolloutError(
-                    f"rollout engine {self.name!r} scored other tokens than those of row {index}."
-                )
-            if not bool(log_prob_TK.isfinite().all()):
-                raise RolloutError(
-                    f"row {index} has log-probs by {self.name!r} that are not finite: its weights overflow "
-                    f"in {self._dtype}, or hold NaN. Set actor_rollout_ref.rollout.dtype=float32 at its "
-                    "node, or give another model."
-                )
-
     def new_stream(self, interrupt: Interrupt | None) -> VLLMStream:
         """See RolloutEngine: the engine's process admits requests between two of its steps."""
         if self._router is None:
             raise RolloutError(
-                f"rollout engine {self.name!r}: rank {self._shard[0]}, the first of its shard, has its stream"
+                f"rollout engine {self.name!r}: rank {self._shard.ranks[0]}, the first of its shard, "
+                "has its stream"
             )
         return VLLMStream(self, self._router, self._dtype, self._adapter)
 
@@ -250,7 +231,7 @@ class VLLMRollout(RolloutEngine):
     @property
     def leads(self) -> bool:
         """See RolloutEngine."""
-        return self._is_first
+        return self._shard.is_first
 
     @property
     def takes(self) -> WeightPart:
@@ -313,7 +294,7 @@ class VLLMRollout(RolloutEngine):
                 self._together(lambda process: process.call("begin_update"))
             complete = False
             try:
-                place = _joined(self._gather(buffer.place))
+                place = joined_places(self._shard.gather(buffer.place))
                 for bucket, data in self._transfer.fill(weights, buffer):
                     with phase("load", tensors=len(bucket["names"])):
                         self._update(bucket | {"size": buffer.size, "place": place}, data)
@@ -346,11 +327,11 @@ class VLLMRollout(RolloutEngine):
                 act(self._process)
             except RolloutError as error:
                 failure = error
-        told = self.share(failure is not None)
+        told = self._shard.share(failure is not None)
         if failure is not None:
             raise failure
         if told:
-            raise RolloutError(f"rollout engine {self.name!r} failed on rank {self._shard[0]}")
+            raise RolloutError(f"rollout engine {self.name!r} failed on rank {self._shard.ranks[0]}")
 
     def lose_weights(self) -> None:
         """See Policy."""
@@ -409,10 +390,7 @@ class VLLMRollout(RolloutEngine):
 
     def share(self, value: Any) -> Any:
         """See RolloutEngine."""
-        box = [value]
-        if self._group is not None:
-            dist.broadcast_object_list(box, src=self._shard[0], group=self._group)
-        return box[0]
+        return self._shard.share(value)
 
     def read_tensor(self, name: str) -> list[Tensor]:
         """A parameter under vLLM's own name, of each of its workers; float32. For checks; first rank only."""
@@ -461,49 +439,3 @@ class VLLMRollout(RolloutEngine):
         """Have the engine do something that has no result; the first rank of the shard does."""
         if self._process is not None:
             self._process.call(method, **arguments)
-
-    def _join_shard(self, plan: ModelPlan, groups: ProcessGroupManager | None) -> None:
-        """The ranks that share this engine, and whether this rank is their first."""
-        self._shard: tuple[int, ...] = (plan.ranks[0],)
-        self._group = None
-        if plan.dims.tp > 1:
-            if groups is None:
-                raise NotSupportedError("not supported yet: tensor parallelism outside of a run")
-            self._shard = next(
-                ranks for ranks in plan.dims.mesh_groups(plan.ranks)["tp"] if groups.rank in ranks
-            )
-            self._group = groups.get(self._shard)
-        self._is_first = self._group is None or dist.get_rank(self._group) == 0
-
-    def _meet(self) -> None:
-        if self._group is not None:
-            dist.all_reduce(torch.zeros(1), group=self._group)
-
-    def _gather(self, mine: Any) -> list[Any]:
-        """A JSON value of each rank of the shard."""
-        if self._group is None:
-            return [mine]
-        parts: list[Any] = [None] * len(self._shard)
-        dist.all_gather_object(parts, mine, group=self._group)
-        return parts
-
-
-def _joined(places: list[dict[str, Any]]) -> dict[str, Any]:
-    """One place for the workers of an engine: the first rank's memory, or the handles of all GPUs."""
-    if "path" in places[0]:
-        return places[0]
-    return {"handles": {uuid: handle for place in places for uuid, handle in place["handles"].items()}}
-
-
-def _weight_names(hf_config: Any, cfg: Config, adapted: bool) -> tuple[WeightSpecs, dict[str, str]]:
-    """Names, shapes and types of the tensors of a Hugging Face directory, and of its adapter."""
-    dtype, source = cfg.actor_rollout_ref.rollout.dtype, cfg.actor_rollout_ref.model
-    torch_dtype = (hf_config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            hf_config, dtype=torch_dtype, trust_remote_code=source.trust_remote_code
-        )
-    model.tie_weights()
-    if adapted:
-        add_lora(model, source, cfg.trainer.seed)
-    return tensor_names(model)

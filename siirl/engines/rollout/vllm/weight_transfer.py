@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from siirl.config import Config
 from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
-from siirl.engines.rollout.weight_loading import WeightSpecs
-from siirl.engines.train.lora import adapter_name
+from siirl.engines.rollout.weight_loading import WeightSpecs, tensor_names
+from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.errors import RolloutError
 
 MAX_RESTARTS = "actor_rollout_ref.rollout.max_engine_restarts"
@@ -123,3 +125,24 @@ class WeightTransfer:
 def _room(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Bytes of a tensor in a buffer: rounded up, so that each starts where any type may."""
     return -(-math.prod(shape) * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def joined_places(places: list[dict[str, Any]]) -> dict[str, Any]:
+    """One place for the workers of an engine: the first rank's memory, or the handles of all GPUs."""
+    if "path" in places[0]:
+        return places[0]
+    return {"handles": {uuid: handle for place in places for uuid, handle in place["handles"].items()}}
+
+
+def weights_of_directory(hf_config: Any, cfg: Config, adapted: bool) -> tuple[WeightSpecs, dict[str, str]]:
+    """Names, shapes and types of the tensors of a Hugging Face directory, and of its adapter."""
+    dtype, source = cfg.actor_rollout_ref.rollout.dtype, cfg.actor_rollout_ref.model
+    torch_dtype = (hf_config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            hf_config, dtype=torch_dtype, trust_remote_code=source.trust_remote_code
+        )
+    model.tie_weights()
+    if adapted:
+        add_lora(model, source, cfg.trainer.seed)
+    return tensor_names(model)

@@ -1,0 +1,149 @@
+"""The arithmetic of batches as text: what is sampled, kept in work and trained in a step."""
+
+from siirl.compiler.agent_steps import WHOLE, window_of
+from siirl.compiler.memory.estimate import micro_batch_tokens
+from siirl.compiler.plan import ModelPlan, NodePlan, Plan
+from siirl.config import Config
+from siirl.config.batch import BatchArithmetic, batch_of
+from siirl.config.roles import ROLES, token_budget, trained_group
+from siirl.dag.ops import LATER_OLD_LOG_PROB
+from siirl.show.credit_text import speakers_of
+from siirl.show.text_table import count_of
+
+
+def batch_lines(plan: Plan, configs: dict[str, Config]) -> list[str]:
+    """Prompts x responses = sequences -> optimizer steps -> micro-batches on each rank, for each agent."""
+    lines: list[str] = []
+    for model in plan.models.values():
+        if not model.is_rollout:
+            continue
+        batch = batch_of(configs[model.node])
+        shards, verb = model.dims.dp, "sampled"
+        if entry := next((x.entry for x in plan.interactions.values() if model.name in x.policies), None):
+            shards, verb = len(plan.run_of(entry).ranks), "played"
+        refilled = f" in rounds of {batch.generated} prompts" if batch.in_rounds else ""
+        if refilled and plan.nodes[entry or model.node].max_lag:
+            refilled = f" in rounds of as many as it lacks, read {batch.generated} at a time"
+        share = _share(batch.generated, shards)
+        amount = f"{batch.rows} {'episodes' if entry else 'sequences'}"
+        lines.append(
+            f"agent {model.agent}: {batch.prompts} prompts x {batch.samples} responses = {amount} a "
+            f"step{refilled}, {verb} by {count_of(shards, 'shard')} of {share} prompts"
+            f"{_window(configs[model.node])}"
+        )
+        lines += _lag(plan.nodes[model.node], configs[model.node], batch, bool(entry))
+        speakers = speakers_of(plan, model.agent)
+        trainers = [m for m in plan.models.values() if m.agent == model.agent and m.trains]
+        if trainers and speakers:
+            agents = ", ".join(map(str, speakers))
+            who = "each episode in which it" if len(speakers) == 1 else f"each of agents {agents} that"
+            where, most = "" if len(speakers) == 1 else " in an episode", batch.rows * len(speakers)
+            why = "more where a context is full or rewritten"
+            lines.append(f"  a row for {who} speaks{where}: at most {most}, {why}")
+        for trainer in trainers:
+            training = _training(trainer, configs[trainer.node], batch, len(speakers))
+            training += _old_log_probs(plan, trainer, configs[trainer.node])
+            lines += [f"  {trainer.role}:", *(f"    {line}" for line in training)]
+    return lines + [line for name in plan.nodes for line in _given(plan, name, configs)]
+
+
+def _given(plan: Plan, name: str, configs: dict[str, Config]) -> list[str]:
+    """The batch of an agent whose responses are those of the dataset, and what is trained on it."""
+    node, batch = plan.nodes[name], batch_of(configs[name])
+    if not node.spec.gives_data:
+        return []
+    amount = f"{batch.prompts} prompts x {count_of(batch.samples, 'response')} of the dataset"
+    lines = [f"agent {node.agent}: {amount} = {batch.rows} sequences a step{_window(configs[name])}"]
+    for model in plan.models.values():
+        for trainer in model.nodes:
+            if plan.nodes[trainer].agent == node.agent and plan.nodes[trainer].spec.trains:
+                training = _training(model, configs[trainer], batch, 0)
+                lines += [f"  {trainer}, of {model.name}:", *(f"    {line}" for line in training)]
+    return lines
+
+
+def _window(cfg: Config) -> str:
+    """In which steps an agent takes part, if not in all."""
+    first, last = window_of(cfg)
+    if (first, last) == WHOLE:
+        return ""
+    return f", in steps {first} to {'the last' if last is None else last}"
+
+
+def _old_log_probs(plan: Plan, trainer: ModelPlan, cfg: Config) -> list[str]:
+    """Of how many mini-batches they are computed, where that is not all of them."""
+    if all(node.op != LATER_OLD_LOG_PROB.name for node in plan.nodes.values() if node.model == trainer.name):
+        return []
+    count = batch_of(cfg, trainer.role).mini_batches
+    return [f"old log-probs of {count - 1} of {count} mini-batches: the first one's are its own log-probs"]
+
+
+def _lag(node: NodePlan, cfg: Config, batch: BatchArithmetic, talks: bool) -> list[str]:
+    """What is in work besides a batch, and how old it may be."""
+    if not node.max_lag:
+        return []
+    rollout = cfg.actor_rollout_ref.rollout
+    prompts = int((1 + rollout.surplus) * batch.prompts)
+    if node.decodes_on:
+        kept = ", with the keys and values that they have" if rollout.keeps_kv else ""
+        rest = (
+            "the engines go on with them while the trainer trains, and under its new weights after each sync"
+            + kept
+        )
+    else:
+        kept = _kept_memory(cfg) if rollout.keeps_kv else "no device memory"
+        rest = f"those that a step does not complete keep their tokens, and {kept}, and go on in the next one"
+    rest += {
+        "wait": "",
+        "restart": "; those that would be older begin anew",
+        "drop": "; those that would be older are dropped, and others loaded in their place",
+    }[rollout.stale]
+    return [
+        f"  at most {count_of(node.max_lag, 'step')} old: up to {prompts} prompts ({prompts * batch.samples} "
+        f"{'episodes' if talks else 'responses'}) are in work; {rest}"
+    ]
+
+
+def _kept_memory(cfg: Config) -> str:
+    """What a paused engine keeps for the keys and values of its responses (rollout.keep_kv)."""
+    if cfg.trainer.device == "cpu":
+        return "the engine its KV cache"
+    rollout = cfg.actor_rollout_ref.rollout
+    share = rollout.engine_kwargs.vllm.get("gpu_memory_utilization") or rollout.gpu_memory_utilization
+    return f"the engine its KV cache (with its weights, {share:g} of the device)"
+
+
+def _training(trainer: ModelPlan, cfg: Config, sampled: BatchArithmetic, num_speakers: int) -> list[str]:
+    """num_speakers: of the policy, in an interaction, where rows are bounded and not known; else 0."""
+    group = trained_group(cfg, trainer.role)
+    batch, shards = batch_of(cfg, trainer.role), trainer.dims.dp
+    mini = batch.mini_prompts
+    rows = mini * sampled.samples * max(num_speakers, 1)
+    bound, noun = ("up to ", "row") if num_speakers else ("", "sequence")
+    epochs = f" x {batch.epochs} epochs" if batch.epochs > 1 else ""
+    lines = [
+        f"{count_of(sampled.prompts // mini, 'mini-batch', 'es')} of {mini} prompts = {bound}{rows} "
+        f"{noun}s{epochs} -> {count_of(batch.optimizer_steps, 'optimizer step')}",
+        f"a mini-batch is {bound}{_share(rows, shards)} {noun}s on each of "
+        f"{count_of(shards, 'data-parallel rank')}",
+    ]
+    per_rank = -(-rows // shards)
+    if group.use_dynamic_bsz:
+        most = -(-per_rank * _row_tokens(cfg) // micro_batch_tokens(trainer, cfg, trains=True))
+        keys = ROLES[trainer.role].train
+        assert keys is not None, f"{trainer.name} does not train"
+        budget = token_budget(cfg, trainer.role, keys)
+        lines.append(f"-> micro-batches of up to {budget} tokens: at most about {most} on each rank")
+    else:
+        micro = group.ppo_micro_batch_size_per_gpu
+        count = count_of(-(-per_rank // micro), "micro-batch", "es")
+        lines.append(f"-> {bound}{count} of {count_of(micro, noun)} on each rank")
+    return lines
+
+
+def _row_tokens(cfg: Config) -> int:
+    return cfg.actor_rollout_ref.rollout.prompt_length + cfg.actor_rollout_ref.rollout.response_length
+
+
+def _share(total: int, parts: int) -> str:
+    return str(total // parts) if total % parts == 0 else f"{total // parts}-{total // parts + 1}"
