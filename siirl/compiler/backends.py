@@ -27,7 +27,7 @@ from siirl.compiler.memory.estimate import (
     vllm_lines,
 )
 from siirl.compiler.memory.megatron_memory import MegatronMemory, megatron_lines
-from siirl.compiler.model_types import check_trained_model
+from siirl.compiler.model_types import attention_heads, check_trained_model
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
@@ -205,18 +205,13 @@ def _check_sequence_ranks(cfg: Config, role: ModelRole, dims: ParallelDims, node
     """PlacementError where the ranks that share a sequence do not divide those that share weights, or all."""
     group, size = ROLE_GROUPS[role], role_group(cfg, role).fsdp_config.fsdp_size
     key = f"{group}.ulysses_sequence_parallel_size"
-    replay = cfg.actor_rollout_ref.actor.router_replay.mode
-    if role == "actor" and dims.cp > 1 and replay != "disabled":
-        raise NotSupportedError(
-            f"not supported yet: {node}: {key}={dims.cp} with actor.router_replay.mode={replay}: the experts "
-            f"of a row are not split over ranks. Set {key}=1, or router_replay.mode=disabled."
-        )
     for ranks, what in (
         (dims.world, f"its {dims.world} ranks"),
         (size, f"{group}.fsdp_config.fsdp_size={size}"),
     ):
         if 0 < ranks <= dims.world and ranks % dims.cp:
-            fits = [n for n in range(1, dims.cp) if dims.world % n == 0 and ranks % n == 0]
+            whole = (dims.world, ranks, attention_heads(cfg, role))
+            fits = [n for n in range(1, dims.cp) if not any(number % n for number in whole)]
             raise PlacementError(
                 f"{node}: {key}={dims.cp} does not divide {what}: the ranks that share a sequence share its "
                 f"model's weights, too. Set {key} to {' or '.join(map(str, fits))}."

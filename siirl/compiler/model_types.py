@@ -102,11 +102,8 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     if ROLES[role].generates and not scored:
         return
     model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
-    try:
-        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if not isinstance(raw, dict) or "model_type" not in raw or not (scored or strategy in TRAINABLE):
+    raw = _config_json(model)
+    if "model_type" not in raw or not (scored or strategy in TRAINABLE):
         return
     rules = "fsdp" if scored else strategy
     own_code = model.external_lib or (model.trust_remote_code and "auto_map" in raw)
@@ -129,6 +126,25 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         raise NotSupportedError(
             f"not supported yet: {who}, {ROLE_GROUPS[role]}.strategy={strategy}: {problem}"
         )
+
+
+def attention_heads(cfg: Config, role: str) -> int:
+    """Of queries in a layer of a role's model; 0 where config.json does not tell."""
+    model = role_model(cfg, role)
+    return _heads(language_part({**_config_json(model), **model.override_config}))
+
+
+def _heads(config: Mapping[str, Any]) -> int:
+    return next((config[name] for name in HEADS if isinstance(config.get(name), int)), 0)
+
+
+def _config_json(model: ModelConfig) -> dict[str, Any]:
+    """What it says; nothing where it cannot be read."""
+    try:
+        raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
 
 
 def why_not_with_images(config: Mapping[str, Any], cfg: Config, role: str) -> str:
@@ -224,11 +240,11 @@ def _why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str) -
 def _why_not_split(config: Mapping[str, Any], cfg: Config, role: str) -> str:
     """Why ranks cannot share the sequences of a role's model as asked, and the fix; empty if they can."""
     ranks, key = sequence_ranks(cfg, role), f"{ROLE_GROUPS[role]}.ulysses_sequence_parallel_size"
-    heads = next((config[name] for name in HEADS if isinstance(config.get(name), int)), 0)
+    heads = _heads(config)
     if ranks > 1 and sees_images(config.get("model_type")):
         return f"{key}={ranks} for a {config['model_type']}, a vision model. Set it to 1."
     if heads % ranks:
-        fits = [size for size in range(1, ranks) if heads % size == 0]
+        fits = [size for size in range(1, ranks) if heads % size == ranks % size == 0]
         return (
             f"{key}={ranks} does not divide the model's {heads} attention heads: in attention each rank has "
             f"whole heads. Set it to {' or '.join(map(str, fits))}."

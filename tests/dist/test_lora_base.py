@@ -25,13 +25,19 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "agent_2.actor": {f"{MODEL}.lora_rank": 3, f"{MODEL}.target_modules": ("q_proj", "down_proj")},
 }
 """Adapters of several ranks, scales and targets on one base; their rows are those of other steps."""
+SHARED_ROWS = "agent_1.actor"
+"""Its ranks share each row, those of the others do not."""
+
+
+def scenario_of(name: str, world: int) -> Scenario:
+    return Scenario("", world, sizes=(("cp", world),) if name == SHARED_ROWS else ())
 
 
 def build(
     name: str, role: str, cfg: Config, groups: ProcessGroupManager, base: FSDPEngine | None
 ) -> FSDPEngine:
     ranks = tuple(range(groups.world.size()))
-    dims, _ = cases.dims_of(Scenario("", len(ranks)), ranks)
+    dims, _ = cases.dims_of(scenario_of(name, len(ranks)), ranks)
     agent = int(name[6])
     plan = ModelPlan(name, agent, role, "fsdp", "lm", role == "actor", ranks, dims, "n", ("n",))
     if base is not None:
@@ -42,12 +48,12 @@ def build(
     return engine
 
 
-def train(engines: dict[str, FSDPEngine], world: int) -> dict[str, dict[str, Any]]:
+def train(engines: dict[str, FSDPEngine]) -> dict[str, dict[str, Any]]:
     """Three steps of each engine in turn, on rows of its own: adapters, losses and log-probs."""
     found: dict[str, dict[str, Any]] = {name: {"losses": []} for name in engines}
     for step in range(3):
         for agent, (name, engine) in enumerate(engines.items()):
-            rows = mine(10 * agent + step, world)
+            rows = mine(10 * agent + step, engine)
             metrics = engine.train_mini_batch(
                 rows, cases.policy_loss, ("log_prob", "entropy"), cases.TEMPERATURE
             )
@@ -55,13 +61,13 @@ def train(engines: dict[str, FSDPEngine], world: int) -> dict[str, dict[str, Any
     for name, engine in engines.items():
         found[name]["adapter"] = {key: value.clone() for key, value in engine.export_adapter()}
         found[name]["merged"] = {key: value.clone() for key, value in engine.export_weights()}
-        columns = engine.compute(mine(7, world), ("log_prob",), cases.TEMPERATURE)
+        columns = engine.compute(mine(7, engine), ("log_prob",), cases.TEMPERATURE)
         found[name]["log_prob"] = columns["log_prob"]
     return found
 
 
-def mine(step: int, world: int):
-    return take_rows(cases.sample_rows(step), cases.rows_of_rank(torch.distributed.get_rank(), world, "even"))
+def mine(step: int, engine: FSDPEngine):
+    return take_rows(cases.sample_rows(step), cases.rows_of_rank(engine.dp_rank, engine.dp_size, "even"))
 
 
 def num_bytes(models: list[nn.Module]) -> int:
@@ -76,20 +82,20 @@ def num_bytes(models: list[nn.Module]) -> int:
 
 def shared_and_apart(rank: int, world: int, path: str) -> dict[str, Any]:
     ranks = tuple(range(world))
-    _, wanted = cases.dims_of(Scenario("", world), ranks)
-    groups = ProcessGroupManager(wanted, "gloo", 60)
+    wanted = [group for name in ADAPTERS for group in cases.dims_of(scenario_of(name, world), ranks)[1]]
+    groups = ProcessGroupManager(list(dict.fromkeys(wanted)), "gloo", 60)
     cfg = load_config(cases.overrides_for(path))
     apart = {name: build(name, "actor", cfg, groups, None) for name in ADAPTERS}
     shared: dict[str, FSDPEngine] = {}
     for name in ADAPTERS:
         shared[name] = build(name, "actor", cfg, groups, shared.get("agent_0.actor"))
     reference = build("agent_1.ref", "ref", cfg, groups, shared["agent_0.actor"])
-    start = reference.compute(mine(7, world), ("log_prob",), cases.TEMPERATURE)["log_prob"]
-    result = {"shared": train(shared, world), "apart": train(apart, world)}
-    again = reference.compute(mine(7, world), ("log_prob",), cases.TEMPERATURE)["log_prob"]
+    start = reference.compute(mine(7, reference), ("log_prob",), cases.TEMPERATURE)["log_prob"]
+    result = {"shared": train(shared), "apart": train(apart)}
+    again = reference.compute(mine(7, reference), ("log_prob",), cases.TEMPERATURE)["log_prob"]
     assert again.equal(start), "the reference changed while adapters were trained"
     check_offload([*shared.values(), reference])
-    again = reference.compute(mine(7, world), ("log_prob",), cases.TEMPERATURE)["log_prob"]
+    again = reference.compute(mine(7, reference), ("log_prob",), cases.TEMPERATURE)["log_prob"]
     assert again.equal(start), "the base came back otherwise than it went"
     models = {name: engine._model for name, engine in [*shared.items(), ("reference", reference)]}
     base = num_bytes([models["reference"]])
@@ -118,7 +124,7 @@ def check_offload(engines: list[FSDPEngine]) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     """Its vocabulary and widths do not divide by the ranks, so that shards are padded."""
-    return str(make_tiny_model_dir(tmp_path_factory.mktemp("model"), init_std=0.2))
+    return str(make_tiny_model_dir(tmp_path_factory.mktemp("model"), heads=6, head_dim=8, init_std=0.2))
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])

@@ -18,6 +18,7 @@ from siirl.compiler.memory.estimate import (
     SMALL_MODEL_BYTES,
     ModelShape,
     kept_values,
+    query_width,
     with_repeated_heads,
 )
 from siirl.compiler.plan import LinkPlan, ModelPlan
@@ -170,10 +171,6 @@ def active_layer_params(shape: ModelShape) -> float:
     return (shape.params - shape.embedding_params - idle) / shape.layers
 
 
-def _query_width(shape: ModelShape) -> int:
-    return shape.kv_width // shape.kv_heads * shape.heads
-
-
 def _recomputes(model: ModelPlan, cfg: Config) -> bool:
     """Whether whole layers are computed again in the backward pass."""
     whole = role_model(cfg, model.role).enable_gradient_checkpointing
@@ -197,7 +194,7 @@ def _layers_work(
         attention += again + _ATTENTION_BACKWARD
         moved += again + _ACTIVATIONS_BACKWARD
     per_layer = 2 * active_layer_params(shape) * rows * packed.row
-    causal = 2 * packed.square * _query_width(shape) * rows
+    causal = 2 * packed.square * query_width(shape) * rows
     kept = kept_values(shape, fused) * rows * packed.row * _compute_bytes(model, cfg)
     return {
         "matmul": products * layers * per_layer / split,
@@ -265,7 +262,7 @@ def _messages(
             _add(work, {_way(dims.world, machine): steps * summed})
         if dims.cp > 1:
             passes = (2 + _recomputes(model, cfg)) if model.trains else 1
-            values = 2 * _query_width(shape) + 2 * with_repeated_heads(shape, dims.cp).kv_width
+            values = 2 * query_width(shape) + 2 * with_repeated_heads(shape, dims.cp).kv_width
             sent = values * width * tokens / dims.cp * (dims.cp - 1) / dims.cp
             _add(work, {_way(dims.cp, machine): passes * layers * sent})
         return work

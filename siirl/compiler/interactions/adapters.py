@@ -112,7 +112,7 @@ def _cut(model: ModelPlan, nodes: Nodes) -> tuple[Any, ...]:
     """How the weights of a model lie on its ranks."""
     node, group = nodes[model.node], ROLE_GROUPS[model.role]
     agreed = (node.value(f"{group}.{key}") for key in backend_of(model).base_keys)
-    return model.dims, model.dims.dp_shard, *agreed
+    return model.dims.dp_replicate, model.dims.weight_shards, *agreed
 
 
 def _chain(agent: int, rollouts: dict[int, ResolvedNode]) -> str:

@@ -219,6 +219,8 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
     lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
     fused = role_model(cfg, model.role).use_liger
     of_layer = kept_values(with_repeated_heads(shape, model.dims.cp), fused)
+    if model.dims.cp > 1:  # what attention gives, before it is exchanged and after
+        of_layer += query_width(shape)
     kept = of_layer * shape.layers
     if role_model(cfg, model.role).enable_gradient_checkpointing:
         kept = shape.layers * shape.hidden + of_layer
@@ -252,10 +254,10 @@ def activation_lines(
     """Activations of a rank's tokens of a micro-batch: `kept` values of each for backward, `passing` without
     gradient."""
     line = MemoryLine
-    tokens = -(-micro_batch_tokens(model, cfg, trains=False) // model.dims.cp)
+    tokens = _own_tokens(model, cfg, trains=False)
     lines = [line(model.name, "activations", int(tokens * passing) * width, ("forward",))]
     if model.trains:
-        tokens = -(-micro_batch_tokens(model, cfg, trains=True) // model.dims.cp)
+        tokens = _own_tokens(model, cfg, trains=True)
         lines.append(line(model.name, "activations", int(tokens * kept) * width, ("update",)))
     return lines
 
@@ -263,14 +265,19 @@ def activation_lines(
 def head_lines(model: ModelPlan, cfg: Config, vocabulary: int, hidden: int, width: int) -> list[MemoryLine]:
     """The log-prob head of so many words on a rank: logits, whole where they are few, else a chunk of them;
     in a mini-batch its weight's gradient too, in fp32 and twice in the compute type."""
-    forward = min(LOGITS_CHUNK, micro_batch_tokens(model, cfg, trains=False) * vocabulary)
+    forward = min(LOGITS_CHUNK, _own_tokens(model, cfg, trains=False) * vocabulary)
     lines = [MemoryLine(model.name, "log-prob head", forward * width, ("forward",))]
     if model.trains:
-        logits = micro_batch_tokens(model, cfg, trains=True) * vocabulary
+        logits = _own_tokens(model, cfg, trains=True) * vocabulary
         kept = logits if logits * width <= KEPT_LOGITS_BYTES else min(LOGITS_CHUNK, logits)
         update = kept * width + vocabulary * hidden * (4 + 2 * width)
         lines.append(MemoryLine(model.name, "log-prob head", update, ("update",)))
     return lines
+
+
+def query_width(shape: ModelShape) -> int:
+    """Features of all query heads together."""
+    return shape.kv_width // shape.kv_heads * shape.heads
 
 
 def kept_values(shape: ModelShape, fused: bool) -> int:
@@ -280,7 +287,7 @@ def kept_values(shape: ModelShape, fused: bool) -> int:
     their input (q + k); attention its inputs and output (2 q + 2 k); the MLP gate, up and their product.
     Without, each norm keeps a copy in fp32 and the normalised input, and the activation its output.
     """
-    q_width = shape.kv_width // shape.kv_heads * shape.heads
+    q_width = query_width(shape)
     qk_norm = (q_width + shape.kv_width) * shape.family.startswith("qwen3")
     attention = 2 * q_width + 2 * shape.kv_width
     if fused:
@@ -357,7 +364,7 @@ def distribution_bytes(top_k: int, vocabulary: int) -> int:
 def adapter_params(model: ModelConfig, shape: ModelShape) -> int:
     """Numbers in a LoRA adapter on all linear layers, or in a mixture of experts on those of attention; fewer
     target_modules have fewer."""
-    q_width = shape.hidden if not shape.heads else shape.kv_width // shape.kv_heads * shape.heads
+    q_width = shape.hidden if not shape.heads else query_width(shape)
     widths = [(shape.hidden, q_width), (q_width, shape.hidden), *2 * [(shape.hidden, shape.kv_width)]]
     widths += 3 * [(shape.hidden, shape.intermediate)] * (not shape.experts)
     return model.lora_rank * shape.layers * sum(map(sum, widths))
@@ -376,6 +383,11 @@ def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:
     assert keys is not None, f"{model.name} computes on no training engine"
     dynamic, rows = get(cfg, keys.dynamic), get(cfg, keys.max_rows)
     return (max(token_budget(cfg, model.role, keys) // row, 1) if dynamic else rows) * row
+
+
+def _own_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:
+    """The most tokens of a micro-batch on one of the ranks that share its rows."""
+    return -(-micro_batch_tokens(model, cfg, trains) // model.dims.cp)
 
 
 def micro_batches(model: ModelPlan, cfg: Config) -> int:

@@ -55,7 +55,7 @@ from siirl.engines.train.router_replay import RouterReplay, put_experts
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
-from siirl.engines.train.ulysses import own_tokens
+from siirl.engines.train.ulysses import of_all_tokens, own_tokens
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -123,10 +123,15 @@ class FSDPEngine(SteppingEngine):
                     for name, value_BT in self._run_packed(batch, temperature, outputs).items():
                         columns[name][index] = value_BT.to(home)
                     if sees and batch.places is not None:
-                        put_experts(experts, index, batch.places, self._replay.seen())
+                        put_experts(experts, index, batch.places, self._seen_experts(batch))
         for module in fsdp_modules(self._model):
             module.reshard()  # weights that stayed gathered would miss what the next step or load changes
         return TensorDict(columns | experts, batch_size=rows.batch_size)
+
+    def _seen_experts(self, batch: PackedBatch) -> Tensor:
+        """Those of all packed tokens in the last pass, [N, W], on each of the ranks that share the batch."""
+        seen, shard = self._replay.seen(), batch.bounds.shard
+        return seen if shard is None else of_all_tokens(seen, shard, len(batch.places[0]))
 
     def _run_packed(
         self, batch: PackedBatch, temperature: float, outputs: tuple[str, ...]

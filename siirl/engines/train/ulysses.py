@@ -32,12 +32,23 @@ def own_tokens(packed: PackedBatch, group: dist.ProcessGroup) -> PackedBatch:
     bounds = with_segment(packed.bounds, extra) if extra else packed.bounds
     shard = SequenceShard(group, tokens, min(max(num_tokens - tokens.start, 0), share))
     index_n = torch.arange(tokens.start, tokens.stop, device=packed.input_ids.device)
+    experts = packed.experts
+    if experts is not None:
+        experts = F.pad(experts, (0, 0, 0, extra), value=-1)[tokens]
     return replace(
         own_predictions(packed, index_n, num_tokens + extra),
         input_ids=F.pad(packed.input_ids, (0, extra))[..., tokens],
         position_ids=F.pad(packed.position_ids, (0, extra))[..., tokens],
         bounds=replace(bounds, shard=shard),
+        experts=experts,
     )
+
+
+def of_all_tokens(x_nW: Tensor, shard: SequenceShard, num_tokens: int) -> Tensor:
+    """Whole numbers of the packed tokens of all ranks, int32 [N, W], without what fills the batch up."""
+    x_NW = x_nW.new_empty((shard.group.size() * len(x_nW), *x_nW.shape[1:]), dtype=torch.int32)
+    dist.all_gather_into_tensor(x_NW, x_nW.int().contiguous(), group=shard.group)
+    return x_NW[:num_tokens]
 
 
 def whole_sequences(

@@ -135,14 +135,17 @@ def test_an_adapter_without_a_base_is_refused(name):
         assert fragment in str(caught.value), f"{fragment!r} is not in: {caught.value}"
 
 
-def test_one_base_is_cut_in_one_way():
-    spec = agents({}, on(0)).build()
-    nodes = [
-        replace(node, config={"actor.fsdp_config.fsdp_size": 1}) if node.node_id == "train_1" else node
-        for node in spec.nodes
-    ]
+def test_one_base_is_cut_in_one_way_whoever_shares_rows():
+    def with_key(key: str, value: int) -> DagSpec:
+        spec, own = agents({}, on(0)).build(), {f"actor.{key}": value}
+        nodes = [replace(node, config=own) if node.node_id == "train_1" else node for node in spec.nodes]
+        return replace(spec, nodes=tuple(nodes))
+
     with pytest.raises(DagError, match=r"'train_1'.*'train_0'.*fsdp_size"):
-        compiled(replace(spec, nodes=tuple(nodes)), 2, LORA)
+        compiled(with_key("fsdp_config.fsdp_size", 1), 2, LORA)
+    plan = compiled(with_key("ulysses_sequence_parallel_size", 2), 2, LORA)
+    assert [plan.models[f"agent_{agent}.actor"].dims.cp for agent in (0, 1)] == [1, 2]
+    assert bases(plan)["agent_1.actor"] == "agent_0.actor"
 
 
 def test_the_memory_estimate_counts_the_base_once(tmp_path):
