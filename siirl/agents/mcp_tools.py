@@ -22,11 +22,11 @@ from siirl.agents.user_thread import Hung
 from siirl.errors import ConfigError, EpisodeFailed
 from siirl.user_code.extras import missing_extra
 
-KEYS = ("command", "url", "env", "token_env", "tools", "max_concurrent")
+KEYS = ("command", "url", "env", "token_env", "tools", "max_concurrent", "call_again")
 START_S, CLOSE_S = 120.0, 10.0
 """Longest wait for a server that starts, or ends."""
-BACK_S, AGAIN_S = 60.0, 0.5
-"""How long a server that was lost may be away, and the wait between two tries to reach it."""
+BACK_S, AGAIN_S, TRY_S = 60.0, 0.5, 10.0
+"""How long a server that was lost may be away, the wait between two tries to reach it, and what a try has."""
 SIGN_S = 5.0
 """A server that has not answered a call in time, and then does not say what its tools are, hangs."""
 MOST_LOST = 3
@@ -49,6 +49,8 @@ def check_mcp(settings: Any, who: str) -> None:
         raise ConfigError(f"{who}: mcp.tools = {tools!r} is no list of names. Write tools: [search].")
     if not isinstance(given.get("env", {}), dict):
         raise ConfigError(f"{who}: mcp.env = {given['env']!r} is no mapping. Write env: {{NAME: value}}.")
+    if not isinstance(given.get("call_again", True), bool):
+        raise ConfigError(f"{who}: mcp.call_again = {given['call_again']!r} is neither true nor false.")
     if "command" in given and not _words(given["command"]):
         raise ConfigError(f"{who}: mcp.command = {given['command']!r} is no command. Write python server.py.")
 
@@ -116,18 +118,22 @@ class McpServer:
 
     consumes: calls from threads of tools. produces: their results. waits for: the server. unblocked by: its
     answer, or the deadline of the call. A session whose server died or hangs is begun anew, and the calls
-    that it had are made again: a model reads nothing of what its machines did.
+    that it had are made again, unless settings say `call_again: false`: a model reads nothing of what its
+    machines did.
     """
 
     def __init__(self, settings: dict[str, Any], who: str, folder: Path, timeout_s: float):
         self._settings, self._who, self._folder = settings, who, folder
         self._timeout_s = timeout_s
-        self.patience_s = MOST_LOST * (timeout_s + SIGN_S + CLOSE_S) + BACK_S
+        self._calls_again = settings.get("call_again", True)
+        self.patience_s = MOST_LOST * (timeout_s + SIGN_S + CLOSE_S) + BACK_S + TRY_S
         """What a call may take beside its deadline, if its server is lost."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._client: Any = None
         self._session: asyncio.Task[None] | None = None
+        self._away_since_s: float | None = None
+        """When it was first not to be reached; None: it was, the last time."""
         self._beginning = asyncio.Lock()
         self._end = asyncio.Event()
 
@@ -179,12 +185,12 @@ class McpServer:
         """
         from mcp import MCPError
 
-        num_lost, away_s, hung = 0, 0.0, False
+        num_lost, hung = 0, False
         while True:
             session, began_s = None, time.monotonic()
             try:
-                client = await asyncio.wait_for(self._begun(), max(AGAIN_S, BACK_S - away_s))
-                session, away_s = self._session, 0.0
+                client = await asyncio.wait_for(self._begun(), max(TRY_S, BACK_S - self._away_s()))
+                session, self._away_since_s = self._session, None
                 return await client.call_tool(name, arguments, self._timeout_s)
             except Exception as error:  # the edge to the server
                 late = isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT
@@ -194,18 +200,25 @@ class McpServer:
                     raise
                 hung, why = hung or late, "it hangs" if late else _shown(error)
             if session is None:
+                self._away_since_s = self._away_since_s or began_s
+                if self._away_s() >= BACK_S:
+                    raise EpisodeFailed(f"{self} has been away for {self._away_s():.0f} s: {why}", "tool")
                 await asyncio.sleep(AGAIN_S)
-                away_s += time.monotonic() - began_s
-            elif session is self._session:
+                continue
+            if session is self._session:
+                what = "again" if self._calls_again else "no second time (call_again)"
                 log.warning(
-                    "%s was lost, as tool %r was called: %s. Its calls are made again.", self, name, why
+                    "%s was lost, as tool %r was called: %s. Its calls are made %s.", self, name, why, what
                 )
                 await self._finish()
-            num_lost += session is not None
-            if away_s >= BACK_S:
-                raise EpisodeFailed(f"{self} has been away for {away_s:.0f} s: {why}", "tool")
+            num_lost += 1
+            if not self._calls_again:
+                raise EpisodeFailed(f"{self} was lost as it was called: {why}", "tool")
             if num_lost >= MOST_LOST:
                 raise EpisodeFailed(f"{self} was lost {num_lost} times as it was called: {why}", "tool")
+
+    def _away_s(self) -> float:
+        return 0.0 if self._away_since_s is None else time.monotonic() - self._away_since_s
 
     async def _says_its_tools(self, client: Any) -> bool:
         try:

@@ -5,6 +5,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ WRITTEN = (
     *("swanlab", "attempts", "tensorboard", "trace", "wandb", "weights"),
 )
 """Folders that a run writes into its own: no run is looked for in them."""
-HEAD = ("run", "state", "step", "reward", "best", "starts", "restarts", "size", "age", "command")
+HEAD = ("run", "state", "step", "reward", "best", "starts", "restarts", "ranks", "size", "age", "command")
 CAUSE_WIDTH = 48
 
 
@@ -122,10 +123,18 @@ def _row(run: RunState, size: int, top: Path, now_s: float) -> tuple[str, ...]:
         best,
         str(run.starts or "?"),
         str(len(run.attempts)),
+        _ranks(run),
         size_text(size),
         age_text(now_s - when) if (when := _when(run)) else "?",
         short_command(run.command) or "?",
     )
+
+
+def _ranks(run: RunState) -> str:
+    """How many ranks the run has; if attempts of its last start had another number, in their order."""
+    counts = [count for count in (*(one.world_size for one in run.attempts), len(run.ranks)) if count]
+    changes = [now for before, now in pairwise([0, *counts]) if now != before]
+    return ", ".join(map(str, changes)) or "?"
 
 
 def list_json(folder: Path) -> list[dict[str, Any]]:

@@ -201,6 +201,20 @@ def test_the_calls_of_a_server_that_dies_or_is_stopped_are_made_again(
         close(toolbox)
 
 
+def test_a_tool_that_must_not_act_twice_is_not_called_again(script, multi_turn, caplog):
+    turns = multi_turn({"mcp": {"command": [sys.executable, str(script)], "call_again": False}})
+    toolbox = load_tools(turns, "node 'a'")
+    try:
+        with pytest.raises(EpisodeFailed, match=r"server.py.* was lost as it was called") as failed:
+            answers(toolbox, turns, ("fail", {"how": "exit"}))
+        assert (
+            failed.value.kind == "tool" and "Its calls are made no second time (call_again)." in caplog.text
+        )
+        assert answers(toolbox, turns, ("count", {}))[0].text == "1"
+    finally:
+        close(toolbox)
+
+
 @pytest.mark.slow
 def test_an_episode_whose_call_ends_its_server_each_time_is_dropped(script, multi_turn):
     turns = multi_turn({"mcp": {"command": [sys.executable, str(script)]}})
@@ -232,6 +246,11 @@ def test_a_server_behind_a_url_may_be_away_for_a_while(script, multi_turn, monke
         monkeypatch.setattr(mcp_tools_module, "BACK_S", 1.5)
         with pytest.raises(EpisodeFailed, match="/mcp' has been away for"):
             struck_during(toolbox, turns, made[0].kill)
+        monkeypatch.setattr(mcp_tools_module, "AGAIN_S", 60.0)  # of the minute nothing is left: one try
+        with pytest.raises(EpisodeFailed, match="/mcp' has been away for"):
+            answers(toolbox, turns, ("count", {}))
+        made.append(serve(script, port))
+        assert answers(toolbox, turns, ("count", {}))[0].text == "1"
     finally:
         close(toolbox)
         for process in (server, *made):
@@ -258,6 +277,7 @@ def test_some_tools_of_a_server_and_a_script_beside_the_file(script, tmp_path, m
         ({"mcp": {"command": "x", "arguments": []}}, "may have env, token_env, tools, max_concurrent"),
         ({"mcp": {"url": "localhost:8000"}}, "is no address"),
         ({"mcp": {"command": ""}}, "is no command"),
+        ({"mcp": {"command": "x", "call_again": 0}}, "call_again = 0 is neither true nor false"),
         ({"mcp": {"url": "http://y", "tools": "a"}}, "is no list of names"),
         ({"mcp": {"url": "http://y"}, "tool_schema": {}}, r"Remove \['tool_schema'\]"),
     ],

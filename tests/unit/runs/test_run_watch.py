@@ -119,6 +119,15 @@ def test_the_attempts_of_the_last_start_are_shown_with_their_causes(tmp_path, ca
     assert row[head.index("restarts") :].split()[0] == "6"
 
 
+def test_the_table_shows_how_many_ranks_each_attempt_had(tmp_path, capsys):
+    run = written(tmp_path).start().steps(rewards(range(1, 4))).positions({0: (4, "rollout", 1e9)})
+    lines = [{"run_id": "id", "attempt": number, "world_size": size} for number, size in enumerate((4, 4, 2))]
+    (run.folder / "attempts.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert main(["ls", str(tmp_path)]) == 0
+    head, row = capsys.readouterr().out.splitlines()[:2]
+    assert row[head.index("ranks") : head.index("size")].strip() == "4, 2, 1"
+
+
 def test_the_last_warning_of_the_log_is_the_last_problem_of_a_run_without_failures(tmp_path, capsys):
     run = written(tmp_path).start()
     said = ("W siirl.a: first", "E siirl.b: second", "I siirl: third")
