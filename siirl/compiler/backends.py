@@ -117,8 +117,10 @@ def _fsdp_dims(cfg: Config, role: ModelRole, world: int) -> ParallelDims:
     """The ranks of a sequence share its model's weights, with as many others as fsdp_size says."""
     size, sequence = role_group(cfg, role).fsdp_config.fsdp_size, sequence_ranks(cfg, role)
     shard = world if size < 1 or size > world else size
-    copies = -(-world // shard)
-    return ParallelDims(world, cp=sequence, dp_shard=max(1, shard // sequence), dp_replicate=copies)
+    copies, experts = -(-world // shard), role_group(cfg, role).fsdp_config.expert_parallel_size
+    return ParallelDims(
+        world, cp=sequence, ep=experts, dp_shard=max(1, shard // sequence), dp_replicate=copies
+    )
 
 
 def _fsdp_groups(dims: ParallelDims, ranks: Ranks) -> Iterable[Ranks]:
@@ -198,6 +200,7 @@ def _check_attention_kernels(cfg: Config, role: str) -> None:
 def _check_fsdp(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
     _check_attention_kernels(cfg, role)
     _check_sequence_ranks(cfg, role, dims, node)
+    _check_expert_ranks(role, dims, node)
     check_trained_model(cfg, role, str(node))
 
 
@@ -216,6 +219,18 @@ def _check_sequence_ranks(cfg: Config, role: ModelRole, dims: ParallelDims, node
                 f"{node}: {key}={dims.cp} does not divide {what}: the ranks that share a sequence share its "
                 f"model's weights, too. Set {key} to {' or '.join(map(str, fits))}."
             )
+
+
+def _check_expert_ranks(role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
+    """PlacementError unless experts are dealt to no ranks, or to all that share one copy of the weights."""
+    if dims.ep in (1, dims.weight_shards):
+        return
+    key = f"{ROLE_GROUPS[role]}.fsdp_config.expert_parallel_size"
+    raise PlacementError(
+        f"{node}: {key}={dims.ep}, and {dims.weight_shards} ranks share one copy of the weights: either all "
+        f"of them have some of the experts, or each gathers all. "
+        f"Set it to {' or '.join(map(str, sorted({1, dims.weight_shards})))}."
+    )
 
 
 def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
@@ -306,7 +321,7 @@ TRAIN_BACKENDS = {
         shares_prompts=True,
         groups=_fsdp_groups,
         check=_check_fsdp,
-        base_keys=("fsdp_config.model_dtype",),
+        base_keys=("fsdp_config.model_dtype", "fsdp_config.expert_parallel_size"),
         offloads=("fsdp_config.param_offload",),
         offloads_trained=("fsdp_config.optimizer_offload",),
     ),

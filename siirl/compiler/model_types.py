@@ -115,6 +115,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         problem = problem or _why_not_with_group_routing(config, cfg, role)
     if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
+        problem = problem or _why_not_dealt(config, cfg, role)
         problem = problem or _why_not_split(config, cfg, role)
     problem = problem or _why_not_adapted(config, model, ROLES[role].model)
     if not problem:
@@ -220,6 +221,22 @@ def _why_not_with_experts(config: Mapping[str, Any], cfg: Config, role: str) -> 
         return (
             f"{keys}.use_liger=True for a mixture of experts: its kernels take the place of each expert, and "
             "transformers has all in one tensor. Set it to false."
+        )
+    return ""
+
+
+def _why_not_dealt(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why ranks cannot have some of the experts of a role's model each, and the fix; empty if they can."""
+    ranks = role_group(cfg, role).fsdp_config.expert_parallel_size
+    if ranks == 1:
+        return ""
+    key = f"{ROLE_GROUPS[role]}.fsdp_config.expert_parallel_size={ranks}"
+    experts = next((config[name] for name in EXPERTS if config.get(name) not in (None, 0, 1)), 0)
+    if not experts:
+        return f"{key}: this model has no experts. Set it to 1."
+    if isinstance(experts, int) and experts % ranks:
+        return (
+            f"{key} does not divide the {experts} experts of a layer: each rank has whole ones. Set it to 1."
         )
     return ""
 

@@ -46,6 +46,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
     "which devices there are, and how models lie on them: rounding apart, the numbers stay": (
         *("trainer.*nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.device_memory_gib"),
         *("trainer.balance_batch", "*.strategy", "*.fsdp_size", "*_offload", "*_model_parallel_size"),
+        "*.expert_parallel_size",
         *("*.context_parallel_size", "*.expert_tensor_parallel_size", "*.sequence_parallel"),
         "*.ulysses_sequence_parallel_size",
         *("*.use_distributed_optimizer", "*.override_ddp_config", "*.use_mbridge", "*.weight_link"),

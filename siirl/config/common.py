@@ -34,6 +34,9 @@ class FSDPConfig:
     fsdp_size: int = key(
         -1, "ranks that share one copy of the weights; fewer than all is HSDP; -1: all", low=-1, excluded=0
     )
+    expert_parallel_size: int = key(
+        1, "ranks that have some of the experts each, all that share one copy of the weights; 1: none", low=1
+    )
     model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "types of compute and communication")
 

@@ -12,7 +12,7 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from train_engine_cases import Scenario
 
-from siirl.compiler.model_types import OF_ANY_HEAD, VISION_MODELS, known_types
+from siirl.compiler.model_types import EXPERTS, OF_ANY_HEAD, VISION_MODELS, known_types
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.config.common import STRATEGIES
@@ -27,6 +27,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 """Sliding windows that are shorter than rows."""
 SHARED = Scenario("two ranks share rows", 2, sizes=(("cp", 2),))
+DEALT = Scenario("two ranks have some of the experts each", 2, sizes=(("ep", 2),))
 
 
 def results(rank: int, world: int, kinds: list[str], scenario: Scenario) -> dict[str, str]:
@@ -90,6 +91,19 @@ def test_every_model_that_is_accepted_computes_what_transformers_does(strategy):
 def test_ranks_that_share_rows_compute_what_transformers_does_with_every_model():
     kinds = [kind for kind in known_types("fsdp") if kind not in VISION_MODELS]
     assert run_workers(results, 2, kinds, SHARED, deadline_s=800) == [{}, {}]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_ranks_that_have_some_of_the_experts_compute_what_transformers_does_with_every_mixture():
+    kinds = [kind for kind in known_types("fsdp") if kind not in VISION_MODELS and has_experts(kind)]
+    assert len(kinds) > 10 and "granitemoe" in kinds
+    assert run_workers(results, 2, kinds, DEALT, deadline_s=800) == [{}, {}]
+
+
+def has_experts(kind: str) -> bool:
+    config = causal_lms.tiny_config(kind).to_dict()
+    return any(config.get(name) not in (None, 0, 1) for name in EXPERTS)
 
 
 ROUTED_OTHERWISE = ("glm4_moe", "deepseek_v2", "deepseek_v3")

@@ -25,8 +25,10 @@ LORA = (
     f"actor_rollout_ref.model.lora_alpha={cases.LORA_ALPHA}",
 )
 AUX = 0.3
-MODELS = {"qwen3_moe": 5, "mixtral": 4, "few": 3}
+MODELS = {"qwen3_moe": 5, "mixtral": 4, "few": 3, "six": 6}
 """Model -> experts of a layer; few: fewer than ranks."""
+FAMILIES = {"few": "qwen3_moe", "six": "qwen3_moe"}
+DEALT = (("ep", 2),)
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,7 @@ def model_dirs() -> dict[str, str]:
     root = Path(tempfile.mkdtemp(prefix="siirl-fsdp-experts-"))
     sizes = {"tie": False, "hidden": 64, "init_std": 0.15}
     return {
-        name: str(
-            make_tiny_model_dir(root / name, name if name != "few" else "qwen3_moe", experts=num, **sizes)
-        )
+        name: str(make_tiny_model_dir(root / name, FAMILIES.get(name, name), experts=num, **sizes))
         for name, num in MODELS.items()
     }
 
@@ -76,6 +76,13 @@ SCENARIOS = [
     Scenario("two ranks, lora", 2, "qwen3_moe", overrides=LORA),
     Scenario("four ranks, one without experts", 4, "few", split="uneven"),
     Scenario("two shards, two copies", 4, "qwen3_moe", fsdp_size=2),
+    Scenario("two ranks, experts dealt", 2, "mixtral", split="uneven", sizes=DEALT),
+    Scenario("two ranks, one without rows, experts dealt", 2, "six", split="first_rank", sizes=DEALT),
+    Scenario("two ranks, one row a micro-batch, experts dealt", 2, "six", overrides=ONE_ROW, sizes=DEALT),
+    Scenario("two ranks, lora, experts dealt", 2, "six", overrides=LORA, sizes=DEALT),
+    Scenario("four ranks, experts dealt", 4, "mixtral", split="uneven", sizes=(("ep", 4),)),
+    Scenario("two copies of dealt experts", 4, "six", split="uneven", fsdp_size=2, sizes=DEALT),
+    Scenario("two pairs share rows, experts dealt", 4, "mixtral", sizes=(("cp", 2), ("ep", 4))),
 ]
 
 
@@ -102,6 +109,7 @@ CUTS = [
     Scenario("two ranks, token budget", 2, split="uneven", overrides=BUDGET),
     Scenario("two ranks, one without rows", 2, split="first_rank", overrides=ONE_ROW),
     Scenario("two pairs share rows", 4, split="uneven", overrides=BUDGET, sizes=(("cp", 2),)),
+    Scenario("experts dealt, one without rows", 2, split="first_rank", overrides=ONE_ROW, sizes=DEALT),
     Scenario(
         "alone, not recomputed", 1, overrides=("actor_rollout_ref.model.enable_gradient_checkpointing=False",)
     ),
@@ -111,7 +119,7 @@ CUTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("scenario", CUTS, ids=lambda scenario: scenario.name)
 def test_the_loss_of_the_router_is_that_of_the_mini_batch_however_it_is_cut(model_dirs, scenario):
-    path = model_dirs["qwen3_moe"]
+    path = model_dirs["six" if "dealt" in scenario.name else "qwen3_moe"]
     weighed = replace(
         scenario, overrides=(*scenario.overrides, f"{ACTOR}.fsdp_config.moe_aux_loss_coeff={AUX}")
     )
@@ -125,9 +133,9 @@ def test_the_loss_of_the_router_is_that_of_the_mini_batch_however_it_is_cut(mode
     assert (theirs[router] - without[router]).abs().max() > 1e-4
 
 
-def through_files(rank: int, world: int, path: str, folder: str) -> dict:
+def through_files(rank: int, world: int, path: str, folder: str, sizes: tuple = ()) -> dict:
     """What an engine exports untouched, after a step that follows a checkpoint, and after it is resumed."""
-    scenario = Scenario("", world, "qwen3_moe")
+    scenario = Scenario("", world, "qwen3_moe", sizes=sizes)
     engine, groups = cases.build_engine(scenario, path)
     found = {"specs": engine.weight_specs(), "flops": engine.flops(cases.sample_rows(0), backward=False)}
     found["untouched"] = {name: weight.clone() for name, weight in engine.export_weights()}
@@ -148,19 +156,20 @@ def go_on(engine, scenario: Scenario, folder: str) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in engine.export_weights(torch.float32)}
 
 
-def flops_of_chosen(files: dict[str, torch.Tensor], rows) -> float:
-    """2 for each token and weight that it meets, two of five experts, and causal attention."""
+def flops_of_chosen(files: dict[str, torch.Tensor], rows, experts: int) -> float:
+    """2 for each token and weight that it meets, two experts of a layer, and causal attention."""
     weights = {name: tensor.numel() for name, tensor in files.items() if tensor.ndim == 2}
-    num = sum(num * (2 / 5 if ".experts." in name else 1) for name, num in weights.items())
+    num = sum(num * (2 / experts if ".experts." in name else 1) for name, num in weights.items())
     lengths = row_lengths(rows)
     num -= weights["model.embed_tokens.weight"]
     return 2 * num * sum(lengths) + 4 * 2 * 64 * sum(length**2 for length in lengths) / 2
 
 
 @pytest.mark.slow
-def test_experts_leave_and_enter_files_bit_by_bit(model_dirs, tmp_path):
-    found = run_workers(through_files, 2, model_dirs["qwen3_moe"], str(tmp_path))[0]
-    files = load_file(Path(model_dirs["qwen3_moe"]) / "model.safetensors")
+@pytest.mark.parametrize(("model", "sizes"), [("qwen3_moe", ()), ("six", DEALT)])
+def test_experts_leave_and_enter_files_bit_by_bit(model_dirs, tmp_path, model, sizes):
+    found = run_workers(through_files, 2, model_dirs[model], str(tmp_path), sizes)[0]
+    files = load_file(Path(model_dirs[model]) / "model.safetensors")
     assert {name: shape for name, (shape, _) in found["specs"].items()} == {
         name: tuple(tensor.shape) for name, tensor in files.items()
     }
@@ -169,13 +178,17 @@ def test_experts_leave_and_enter_files_bit_by_bit(model_dirs, tmp_path):
         assert torch.equal(found["untouched"][name], tensor), name
         assert torch.equal(found["resumed"][name], found["trained"][name]), name
         assert not torch.equal(found["trained"][name], tensor), name
-    assert found["flops"] == pytest.approx(flops_of_chosen(files, cases.sample_rows(0)), rel=1e-6)
+    assert found["flops"] == pytest.approx(
+        flops_of_chosen(files, cases.sample_rows(0), MODELS[model]), rel=1e-6
+    )
     stored = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert {f"model.{name}" for name in files} <= stored.keys()
 
 
-def resumed(rank: int, world: int, path: str, folder: str, strategy: str) -> dict[str, torch.Tensor]:
-    scenario = Scenario("", world, strategy=strategy)
+def resumed(
+    rank: int, world: int, path: str, folder: str, strategy: str, sizes: tuple = ()
+) -> dict[str, torch.Tensor]:
+    scenario = Scenario("", world, strategy=strategy, sizes=sizes)
     engine, _ = cases.build_engine(scenario, path)
     return go_on(engine, scenario, folder)
 
@@ -187,6 +200,17 @@ def test_a_checkpoint_of_experts_goes_on_with_other_ranks_and_strategies(
 ):
     found = run_workers(through_files, 2, model_dirs["qwen3_moe"], str(tmp_path))[0]
     other = run_workers(resumed, world, model_dirs["qwen3_moe"], str(tmp_path), strategy)[0]
+    for name, weight in found["trained"].items():
+        torch.testing.assert_close(other[name], weight, atol=0.01 * cases.LR, rtol=0, msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "world", "after"), [(DEALT, 1, ()), (DEALT, 3, ()), ((), 2, DEALT), (DEALT, 3, (("ep", 3),))]
+)
+def test_a_checkpoint_of_dealt_experts_goes_on_dealt_otherwise(model_dirs, tmp_path, before, world, after):
+    found = run_workers(through_files, 2, model_dirs["six"], str(tmp_path), before)[0]
+    other = run_workers(resumed, world, model_dirs["six"], str(tmp_path), "fsdp", after)[0]
     for name, weight in found["trained"].items():
         torch.testing.assert_close(other[name], weight, atol=0.01 * cases.LR, rtol=0, msg=name)
 

@@ -29,6 +29,7 @@ LAYOUTS = {
     "tp2": (ON_MEGATRON, *TP2),
     "tp2 ep2": (ON_MEGATRON, *TP2, *EP2),
     "fsdp": (f"{ACTOR}.strategy=fsdp",),
+    "fsdp ep2": (f"{ACTOR}.strategy=fsdp", f"{ACTOR}.fsdp_config.expert_parallel_size=2"),
 }
 
 
@@ -43,6 +44,8 @@ CASES = [
             ("qwen3_moe", "hf", "tp2"),
             ("mixtral", "hf", "fsdp"),
             ("qwen3_moe", "vllm", "fsdp"),
+            ("mixtral", "hf", "fsdp ep2"),
+            ("qwen3_moe", "vllm", "fsdp ep2"),
             ("mixtral", "vllm", "tp2"),
             ("mixtral", "vllm", "tp2 ep2"),
         )

@@ -41,7 +41,7 @@ class Scenario:
     """One way of running the same training: all must give what the reference gives.
 
     split: "even", "first_rank" (every other rank has zero rows) or "uneven". fsdp_size: 0 for all ranks.
-    sizes: (axis of ParallelDims, size), under fsdp of cp alone; the rest of the ranks are data parallel.
+    sizes: (axis of ParallelDims, size), under fsdp of cp and ep alone; other ranks are data parallel.
     """
 
     name: str
@@ -278,8 +278,9 @@ def dims_of(scenario: Scenario, ranks: tuple[int, ...]) -> tuple[ParallelDims, l
         dims = replace(dims, dp_replicate=dims.dp)
         return dims, list(megatron_groups(dims, ranks))
     shard = scenario.fsdp_size or world
-    cp = dict(scenario.sizes).get("cp", 1)
-    dims = ParallelDims(world=world, cp=cp, dp_shard=shard // cp, dp_replicate=world // shard)
+    sizes = dict(scenario.sizes)
+    cp, ep = sizes.get("cp", 1), sizes.get("ep", 1)
+    dims = ParallelDims(world=world, cp=cp, ep=ep, dp_shard=shard // cp, dp_replicate=world // shard)
     lines = [line for lines in dims.fsdp_groups(ranks).values() for line in lines]
     return dims, list(dict.fromkeys([ranks, *lines]))
 

@@ -228,12 +228,13 @@ def _weights_work(
 ) -> Work:
     """Weights, gradients and moments that are read and written: each micro-batch, and each optimizer step."""
     dims, width = model.dims, _compute_bytes(model, cfg)
-    params = shape.params * part / dims.tp / (dims.ep if shape.experts else 1)
+    whole, experts = shape.params * part / dims.tp, shape.moe_layers * shape.expert_params * part / dims.tp
+    params = whole - experts + experts / dims.ep
     cast = BYTES[role_group(cfg, model.role).fsdp_config.model_dtype] if model.backend == "fsdp" else 0
     moved = micro_batches * params * (cast + width) * (2 if model.trains else 1)
     if model.trains and not role_model(cfg, model.role).lora_rank:
-        shards = dims.weight_shards if model.backend == "fsdp" else dims.dp
-        moved += micro_batches * params * _ACCUMULATED_BYTES + steps * params / shards * _OPTIMIZER_BYTES
+        updated = whole / dims.weight_shards if model.backend == "fsdp" else params / dims.dp
+        moved += micro_batches * params * _ACCUMULATED_BYTES + steps * updated * _OPTIMIZER_BYTES
     return {"memory": moved}
 
 
@@ -255,7 +256,12 @@ def _messages(
         received = (shards - 1) / shards
         gathers = steps if 4 * shape.params <= SMALL_MODEL_BYTES else micro_batches
         each = (2 * width + 4) if model.trains else width
-        _add(work, {_way(shards, machine): gathers * params * each * received})
+        dealt = shape.moe_layers * shape.expert_params * layers / shape.layers if dims.ep > 1 else 0.0
+        _add(work, {_way(shards, machine): gathers * (params - dealt) * each * received})
+        if dims.ep > 1:
+            passes = (2 + _recomputes(model, cfg)) if model.trains else 1
+            split = tokens / dims.cp * shape.hidden * width
+            _add(work, {_way(shards, machine): passes * _to_experts(shape, layers, split, dims.ep)})
         if model.trains and dims.dp_replicate > 1:
             copies = dims.dp_replicate
             summed = 8 * params / shards * (copies - 1) / copies
@@ -275,15 +281,19 @@ def _messages(
         keys = 2 * shape.kv_width / dims.tp * width * tokens * (dims.cp - 1) / dims.cp
         _add(work, {_way(dims.tp * dims.cp, machine): there_and_back * layers * keys})
     if dims.ep > 1:
-        sent = 2 * shape.top_k * split / dims.tp * (dims.ep - 1) / dims.ep
-        moe_layers = layers * shape.moe_layers / shape.layers
-        _add(work, {_way(dims.tp * dims.cp * dims.ep, machine): there_and_back * moe_layers * sent})
+        sent = _to_experts(shape, layers, split / dims.tp, dims.ep)
+        _add(work, {_way(dims.tp * dims.cp * dims.ep, machine): there_and_back * sent})
     if dims.pp > 1:
         _add(work, {_way(dims.world, machine): (2 if model.trains else 1) * split / dims.tp})
     if model.trains and dims.dp > 1 and not role_model(cfg, model.role).lora_rank:
         summed = (4 + width) * params * (dims.dp - 1) / dims.dp
         _add(work, {_way(dims.world // dims.pp, machine): steps * summed})
     return work
+
+
+def _to_experts(shape: ModelShape, layers: int, token_bytes: float, ranks: int) -> float:
+    """Bytes of a rank's tokens to the ranks of their experts, and back, in so many layers."""
+    return 2 * shape.top_k * token_bytes * (ranks - 1) / ranks * layers * shape.moe_layers / shape.layers
 
 
 def _tensor_parallel_exchanges(model: ModelPlan, cfg: Config) -> int:

@@ -199,11 +199,13 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
 
     One shard, and a model that stays gathered (SMALL_MODEL_BYTES), gather all layers; others
     two at a time. Embedding and head stay gathered in a mini-batch. The gradient of a layer, which is large
-    where there are experts, is whole before ranks reduce it.
+    where there are experts, is whole before ranks reduce it. Experts that are dealt over ranks are not
+    gathered: a rank has its own in the compute type, those of one layer, or of all that backward needs.
     """
     fsdp, name = role_group(cfg, model.role).fsdp_config, model.name
     master, compute = BYTES[fsdp.model_dtype], BYTES[fsdp.mixed_precision.param_dtype]
     shards = model.dims.weight_shards
+    dealt = shape.expert_params if model.dims.ep > 1 else 0
     adapter = adapter_params(role_model(cfg, model.role), shape) if model.trains else 0
     own = (shape.params if model.base in (None, name) else 0) + adapter
     lines = [offloadable(name, "parameters", -(-own // shards) * master, fsdp.param_offload, COMPUTING)]
@@ -212,11 +214,15 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
         moments = offloadable(name, "optimizer", 2 * trained * master, fsdp.optimizer_offload, ("update",))
         lines += [MemoryLine(name, "gradients", trained * master, ("update",)), moments]
         if shape.experts and not adapter:
-            whole_layer = shape.layer_params * (compute + BYTES[fsdp.mixed_precision.reduce_dtype])
+            whole_layer = (shape.layer_params - dealt) * (compute + BYTES[fsdp.mixed_precision.reduce_dtype])
             lines.append(MemoryLine(name, "gradients of a layer", whole_layer, ("update",)))
     whole = shards == 1 or 4 * shape.params <= SMALL_MODEL_BYTES
-    gathered = shape.params if whole else 2 * shape.layer_params + shape.embedding_params
+    gathered = shape.params - dealt * shape.moe_layers
+    if not whole:
+        gathered = 2 * (shape.layer_params - dealt) + shape.embedding_params
     lines.append(MemoryLine(name, "gathered layers", gathered * compute, COMPUTING))
+    if dealt:
+        lines += _dealt_lines(model, cfg, shape, compute)
     fused = role_model(cfg, model.role).use_liger
     of_layer = kept_values(with_repeated_heads(shape, model.dims.cp), fused)
     if model.dims.cp > 1:  # what attention gives, before it is exchanged and after
@@ -233,6 +239,17 @@ def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard:
         + teacher_lines(model, cfg, shape, rows_per_shard)
         + expert_lines(model, cfg, shape, rows_per_shard)
     )
+
+
+def _dealt_lines(model: ModelPlan, cfg: Config, shape: ModelShape, width: int) -> list[MemoryLine]:
+    """A rank's experts in the compute type: of a layer, and in an update of all that are not recomputed."""
+    own, line = shape.expert_params // model.dims.ep * width, MemoryLine
+    lines = [line(model.name, "experts in compute", own, ("forward",))]
+    if model.trains:
+        layers = 1 if role_model(cfg, model.role).enable_gradient_checkpointing else shape.moe_layers
+        gradient = own * (role_model(cfg, model.role).lora_rank == 0)
+        lines.append(line(model.name, "experts in compute", own * layers + gradient, ("update",)))
+    return lines
 
 
 def offloadable(

@@ -14,6 +14,7 @@ from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
 from siirl.data.rows import take_rows
 from siirl.engines.train.base import EXPERTS, BatchCounts, LossFn
+from siirl.engines.train.expert_parallel import add_up_copies
 from siirl.engines.train.frozen_base import FrozenBase
 from siirl.engines.train.fsdp_model import (
     build_sharded,
@@ -91,7 +92,7 @@ class FSDPEngine(SteppingEngine):
         self._is_first = dist.get_rank(self._group) == 0
         self._mesh, self._shard_group = mesh_of(plan, groups, self.device)
         self._model = build_sharded(
-            settings, self._mesh, self._group, self.device, plan.trains, base._model if base else None
+            settings, self._mesh, self._group, self.device, plan, base._model if base else None
         )
         self._parts = parts_of(self._model.hf)
         self._base = base._base if base else FrozenBase(self._model)
@@ -204,6 +205,7 @@ class FSDPEngine(SteppingEngine):
         return num_tokens
 
     def _clip(self) -> float:
+        add_up_copies(self._model, self._mesh)
         grads = [p.grad for p in self._trained()]
         return scaled_to_norm(grads, self._settings.grad_clip, self._shard_group)
 

@@ -1,6 +1,7 @@
 """A sharded model on an FSDP2 mesh: every rank reads its shards, or one rank all of them for the others."""
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from siirl.compiler.memory.estimate import SMALL_MODEL_BYTES
 from siirl.compiler.plan import ModelPlan
+from siirl.engines.train.expert_parallel import deal_experts
 from siirl.engines.train.frozen_base import join_shards, use_base
 from siirl.engines.train.hf_model import (
     build_skeleton,
@@ -69,7 +71,7 @@ def build_sharded(
     mesh: DeviceMesh,
     group: dist.ProcessGroup,
     device: torch.device,
-    trains: bool,
+    plan: ModelPlan,
     base: PackedModel | None = None,
 ) -> PackedModel:
     """The sharded model with its weights; collective over the model's ranks, which all raise or none.
@@ -78,7 +80,7 @@ def build_sharded(
     they are, the first rank reads the model into host memory and hands the shards out, a tensor at a time.
     With a base, all but the adapters is that of the base, on the same ranks, and nothing is read.
     """
-    dtype = torch_dtype(settings.fsdp.model_dtype, "fsdp_config.model_dtype")
+    dtype, trains = torch_dtype(settings.fsdp.model_dtype, "fsdp_config.model_dtype"), plan.trains
     config = load_hf_config(settings.model)
     own_code, kernels = settings.model.trust_remote_code, settings.model.attention_kernels
     hf = build_skeleton(config, dtype, own_code, settings.head, kernels)
@@ -93,7 +95,7 @@ def build_sharded(
             recompute_activations(hf, settings.model.gradient_checkpointing_kwargs)
     else:
         hf.requires_grad_(False)
-    model = _shard(hf, settings, mesh)
+    model = _shard(hf, settings, mesh, deals_experts=plan.dims.ep > 1)
     fresh = new_head(config, settings.head, settings.seed)
     parts = None if base is not None else _agreed_parts(settings, hf, group, fresh)
     source = _read_on_first_rank(settings, hf, group, trains, base is None and parts is None)
@@ -113,7 +115,9 @@ def compute_dtype(settings: EngineSettings) -> torch.dtype:
     return torch_dtype(settings.fsdp.mixed_precision.param_dtype, "fsdp_config.mixed_precision.param_dtype")
 
 
-def _shard(hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh) -> PackedModel:
+def _shard(
+    hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh, deals_experts: bool
+) -> PackedModel:
     precision = settings.fsdp.mixed_precision
     policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype(settings),
@@ -122,10 +126,12 @@ def _shard(hf: PreTrainedModel, settings: EngineSettings, mesh: DeviceMesh) -> P
     )
     reshard = mesh.size(-1) > 1 and not is_small(hf)
     layers = decoder_layers(hf)
+    dealt = deal_experts(hf, mesh) if deals_experts else set()
+    shard = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=dealt)
     model = PACKED_MODELS[settings.head](hf)
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard(layer, reshard_after_forward=reshard)
+    shard(model, reshard_after_forward=False)
     for module in fsdp_modules(model):  # shares of a loss add up: gradients are summed, not averaged
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)

@@ -4,10 +4,13 @@ Legend: N packed tokens, K experts of each, S = N K pairs in the order of their 
 size, O outputs of a product.
 """
 
+import functools
+
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from siirl.engines.train.expert_parallel import computed_elsewhere, held, ranks_of
 from siirl.engines.train.grouped_product import GroupedProduct, expert_by_expert
 
 GROUPED_EXPERTS = "siirl_grouped"
@@ -15,27 +18,43 @@ GROUPED_EXPERTS = "siirl_grouped"
 
 
 def grouped_experts(experts: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
-    """What the experts of each token make of it, by the router's weights: [N, D]; no communication.
+    """What the experts of each token make of it, by the router's weights: [N, D].
+
+    Collective where experts are dealt over ranks (expert_parallel).
 
     experts: a module whose weights transformers has fused, [E, ...]. Every expert gets a gradient, of zeros
     if no token has chosen it, so that all ranks reduce the same tensors.
     """
     top_k, hidden = expert_NK.shape[1], hidden_ND.shape[1]
     expert_S, order_S = expert_NK.flatten().sort(stable=True)
-    expert_E = torch.arange(experts.num_experts, device=expert_S.device)
+    x_SD, group = hidden_ND[order_S // top_k], ranks_of(experts)
+    if group is None:
+        out_SD = _outputs(experts, x_SD, expert_S, experts.num_experts)
+    else:
+        own = experts.num_experts // group.size()
+        run = functools.partial(_outputs, experts, num_experts=own)
+        out_SD = computed_elsewhere(x_SD, expert_S, experts.num_experts, group, run)
+    out_SD = out_SD * weight_NK.flatten()[order_S].unsqueeze(-1)
+    out_ND = torch.zeros_like(out_SD).index_copy(0, order_S, out_SD).view(-1, top_k, hidden).sum(dim=1)
+    return out_ND.to(hidden_ND.dtype)
+
+
+def _outputs(experts: nn.Module, x_SD: Tensor, expert_S: Tensor, num_experts: int) -> Tensor:
+    """What this rank's experts make of pairs that are in their order: [S, D]."""
+    expert_E = torch.arange(num_experts, device=expert_S.device)
     ends_E = torch.searchsorted(expert_S, expert_E, right=True, out_int32=True)
 
     def product(x_SD: Tensor, name: str) -> Tensor:
-        weight = getattr(experts, name)
+        weight = held(getattr(experts, name), x_SD.dtype)
         weight_EOD = weight.transpose(1, 2) if experts.is_transposed else weight
         out_SO = grouped_product(x_SD, weight_EOD, ends_E)
-        return out_SO + getattr(experts, f"{name}_bias")[expert_S] if experts.has_bias else out_SO
+        if not experts.has_bias:
+            return out_SO
+        return out_SO + held(getattr(experts, f"{name}_bias"), x_SD.dtype)[expert_S]
 
-    inner = product(hidden_ND[order_S // top_k], "gate_up_proj" if experts.has_gate else "up_proj")
+    inner = product(x_SD, "gate_up_proj" if experts.has_gate else "up_proj")
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    out_SD = product(inner, "down_proj") * weight_NK.flatten()[order_S].unsqueeze(-1)
-    out_ND = torch.zeros_like(out_SD).index_copy(0, order_S, out_SD).view(-1, top_k, hidden).sum(dim=1)
-    return out_ND.to(hidden_ND.dtype)
+    return product(inner, "down_proj")
 
 
 ALL_EXPERTS_FUNCTIONS.register(GROUPED_EXPERTS, grouped_experts)

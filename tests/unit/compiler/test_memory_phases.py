@@ -114,6 +114,22 @@ def test_under_fsdp_a_rank_holds_its_share_of_all_experts(family, tmp_path):
     assert held["gradients of a layer"] > of_experts * (2 + 4)
 
 
+def test_experts_that_are_dealt_over_ranks_are_not_gathered(tmp_path):
+    causal_lms.tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    held = {}
+    for ranks in (1, 4):
+        key = f"actor_rollout_ref.actor.fsdp_config.expert_parallel_size={ranks}"
+        cfg = config(f"actor_rollout_ref.model.path={tmp_path}", key)
+        plan, configs = compile_plan(load_dag(cfg), cfg, 4)
+        lines = memory_lines(plan, configs)["agent_0.actor"]
+        held[ranks] = {line.what: line.num_bytes for line in lines if "update" in line.during}
+    of_experts = 3 * 4 * 32 * 16
+    assert held[4]["parameters"] == held[1]["parameters"]
+    assert held[1]["gathered layers"] - held[4]["gathered layers"] == 2 * of_experts * 2
+    assert held[1]["gradients of a layer"] - held[4]["gradients of a layer"] == of_experts * (2 + 4)
+    assert held[4]["experts in compute"] == 2 * of_experts // 4 * 2
+
+
 def test_phases_that_do_not_coexist_are_not_added_up(tmp_path):
     write_config(tmp_path, grpo_gpu.SHAPES["A"])
     keys = [

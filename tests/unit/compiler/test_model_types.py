@@ -22,7 +22,7 @@ from siirl.compiler.model_types import (
     why_not_so_long,
 )
 from siirl.config.common import STRATEGIES
-from siirl.errors import NotSupportedError
+from siirl.errors import NotSupportedError, PlacementError
 
 ACTOR = "actor_rollout_ref.actor"
 REFUSED = {
@@ -140,6 +140,39 @@ def test_a_teacher_in_vllm_is_of_a_type_that_was_seen_in_both_engines(tmp_path, 
     )
     with pytest.raises(NotSupportedError, match=words) if words else nullcontext():
         compile_plan(load_dag(cfg), cfg, 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "words"),
+    [
+        ({"model_type": "qwen3"}, 2, "expert_parallel_size=2: this model has no experts. Set it to 1"),
+        ({"model_type": "qwen3_moe", "num_experts": 6}, 4, "does not divide the 6 experts of a layer"),
+        ({"model_type": "qwen3_moe", "num_experts": 6}, 2, ""),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8}, 4, ""),
+    ],
+)
+def test_experts_are_dealt_where_there_are_some_for_each_rank(tmp_path, model, ranks, words):
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    cfg = config(
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "actor_rollout_ref.rollout.name=hf",
+        f"{ACTOR}.fsdp_config.expert_parallel_size={ranks}",
+    )
+    with pytest.raises(NotSupportedError, match=words) if words else nullcontext():
+        plan, _ = compile_plan(load_dag(cfg), cfg, ranks)
+        assert plan.models["agent_0.actor"].dims.ep == ranks
+
+
+@pytest.mark.parametrize(("world", "fsdp_size", "ranks"), [(4, -1, 2), (4, 2, 4), (1, -1, 2), (8, 4, 2)])
+def test_experts_are_dealt_to_all_ranks_that_share_one_copy_of_the_weights(tmp_path, world, fsdp_size, ranks):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 8}))
+    keys = (f"actor_rollout_ref.model.path={tmp_path}", f"{ACTOR}.fsdp_config.fsdp_size={fsdp_size}")
+    cfg = config(*keys, f"{ACTOR}.fsdp_config.expert_parallel_size={ranks}")
+    with pytest.raises(PlacementError, match="ranks share one copy of the weights") as caught:
+        compile_plan(load_dag(cfg), cfg, world)
+    for fix in re.search(r"Set it to ([\d or]+)[.,]", str(caught.value))[1].split(" or "):
+        cfg = config(*keys, f"{ACTOR}.fsdp_config.expert_parallel_size={fix}")
+        compile_plan(load_dag(cfg), cfg, world)
 
 
 @pytest.mark.parametrize(
