@@ -159,7 +159,7 @@ def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
 def test_given_experts_compute_what_a_replay_by_hand_does(kinds, tmp_path):
     for kind in kinds:
         causal_lms.write_model(tmp_path / kind, causal_lms.tiny_config(kind))
-    cuts = [Scenario("fsdp", 2), Scenario("shared rows", 2, sizes=(("cp", 2),))]
+    cuts = [Scenario("fsdp", 2), *(Scenario(axis, 2, sizes=((axis, 2),)) for axis in ("cp", "ep"))]
     found = run_workers(replays, 2, tmp_path, list(kinds), cuts, deadline_s=300)
     assert found == [{}, {}]
 
