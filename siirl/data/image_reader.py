@@ -74,6 +74,8 @@ class ImageReader:
         if not images:
             return self._blank()
         found = [self._read(image) for image in images]
+        if len(found) == 1:
+            return found[0]
         grids = tuple(grid for one in found for grid in one.grids)
         return ImagePatches(torch.cat([one.pixels_XC for one in found]), grids)
 

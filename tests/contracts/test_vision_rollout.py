@@ -1,4 +1,4 @@
-"""The HF engine samples from a vision model what plain Hugging Face would, whatever else is in the batch."""
+"""Rollout engines sample from a vision model what plain Hugging Face would, whatever else is in the batch."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,18 @@ from siirl.parallel.dims import ParallelDims
 
 SEEN = [(vision.SMALL,), (vision.WIDE,), (vision.OTHER,), (), (vision.WIDE, vision.TALL), (vision.WIDE,)]
 SEEDS = [1, 2, 3, 4, 5, 6]
-HOT = 3.0
+HOT = 2.0
 """A temperature at which all tokens are sampled, that of images too."""
+PAGE = vision.image(200, 200, 4)
+"""An image that takes 16 tokens."""
+OF_ENGINE = {
+    "hf": ["actor_rollout_ref.rollout.max_num_batched_tokens=64"],
+    "vllm": [
+        "actor_rollout_ref.rollout.prompt_length=128",
+        "actor_rollout_ref.rollout.response_length=16",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size=32",
+    ],
+}
 
 
 @pytest.fixture(scope="module", params=vision.KINDS)
@@ -26,19 +36,21 @@ def folder(request, tmp_path_factory) -> Path:
     return vision.make_vision_model(tmp_path_factory.mktemp(request.param), request.param)
 
 
-@pytest.fixture(scope="module")
-def engine(folder):
+@pytest.fixture(scope="module", params=["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def engine(request, folder, tmp_path_factory):
+    name = request.param
     cfg = load_config(
         [
             "data.dataset_type=vlm",
-            "actor_rollout_ref.rollout.name=hf",
-            "actor_rollout_ref.rollout.max_num_batched_tokens=64",
+            f"actor_rollout_ref.rollout.name={name}",
+            f"trainer.output_dir={tmp_path_factory.mktemp('run')}",
+            *OF_ENGINE[name],
             "actor_rollout_ref.rollout.dtype=float32",
             f"actor_rollout_ref.model.path={folder}",
         ]
     )
     plan = ModelPlan(
-        "agent_0.rollout", 0, "rollout", "hf", "lm", False, (0,), ParallelDims(1), "rollout_actor", ()
+        "agent_0.rollout", 0, "rollout", name, "lm", False, (0,), ParallelDims(1), "rollout_actor", ()
     )
     engine = make_rollout_engine(plan, cfg, None, torch.device("cpu"))
     stored = load_file(folder / "model.safetensors")
@@ -100,3 +112,40 @@ def test_greedy_tokens_are_those_that_hugging_face_generates(reference, folder, 
             with torch.no_grad():
                 answer.append(int(reference(**inputs).logits[0, -1].argmax()))
         assert sample.token_ids == answer
+
+
+def test_equal_tokens_with_other_images_share_no_cache(reference, folder, engine):
+    reader, other = ImageReader(str(folder)), vision.image(200, 200, 5)
+    params, prompt = SamplingParams(max_tokens=2, temperature=HOT), []
+    for seen in ((PAGE, PAGE, PAGE), (other, PAGE, PAGE), (PAGE, PAGE, other), (PAGE, PAGE, PAGE)):
+        prompt = vision.prompt_of(reader, seen)
+        ((sample,),) = engine.generate_seeing([prompt], [seen], params, [7])
+        wanted = log_probs(reference, folder, prompt, seen, sample.token_ids)
+        assert sample.log_probs == pytest.approx(wanted, abs=1e-5)
+    assert len(prompt) > 32
+
+
+def test_images_are_read_again_by_new_weights_of_the_tower(reference, folder, engine, prompts):
+    stored = load_file(folder / "model.safetensors")
+    moved = {name: tensor * 1.3 if "visual" in name else tensor for name, tensor in stored.items()}
+    params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+
+    def sampled() -> list[Completion]:
+        return [one for (one,) in engine.generate_seeing(prompts, SEEN, params, SEEDS)]
+
+    before = sampled()
+    engine.load_weights(moved.items(), 4)
+    after = sampled()
+    engine.load_weights(stored.items(), 5)
+    again = sampled()
+    assert [one.log_probs for one in again] == [one.log_probs for one in before]
+    model = vision.hf_model(folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1.3 if "visual" in name else 1.0)
+    for prompt, seen, sample in zip(prompts, SEEN, after, strict=True):
+        with torch.no_grad():
+            logits = model(**vision.hf_inputs(folder, prompt, sample.token_ids, list(seen))).logits[0]
+        wanted = torch.log_softmax(logits[len(prompt) - 1 : -1], dim=-1)
+        found = wanted.gather(-1, torch.tensor(sample.token_ids)[:, None])[:, 0].tolist()
+        assert sample.log_probs == pytest.approx(found, abs=1e-5)

@@ -11,7 +11,7 @@ from fixtures_tiny import write_parquet
 from job_harness import Finished, run_example, run_job
 from safetensors.torch import load_file
 
-MODEL, ACTOR = "actor_rollout_ref.model", "actor_rollout_ref.actor"
+MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return float(len(set(solution_str.split()))) / 4
@@ -73,9 +73,11 @@ def model_of(arguments: list[str]) -> Path:
     return Path(next(text for text in arguments if text.startswith(f"{MODEL}.path=")).partition("=")[2])
 
 
-def test_two_ranks_train_on_images_and_a_frozen_tower_stays_bit_equal(arguments, tmp_path):
-    keys = [f"{ACTOR}.freeze_vision_tower=true", f"trainer.output_dir={tmp_path}"]
-    job = run_job(2, [*arguments, *keys], deadline_s=200)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("sampler", ["hf", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_two_ranks_train_on_images_and_a_frozen_tower_stays_bit_equal(arguments, tmp_path, sampler):
+    keys = [f"{ACTOR}.freeze_vision_tower=true", f"{ROLLOUT}.name={sampler}"]
+    job = run_job(2, [*arguments, *keys, f"trainer.output_dir={tmp_path}"], deadline_s=500)
     assert max(job.values("actor/rollout_log_prob_diff")) < 1e-5
     before, after = weights(model_of(arguments)), weights(tmp_path / "hf_model")
     assert before.keys() == after.keys()
@@ -105,7 +107,8 @@ def test_a_run_on_one_rank_that_stops_and_goes_on_ends_as_one_on_two_ranks(argum
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_example_learns_to_name_the_colour_of_an_image(tmp_path):
-    run_example(tmp_path, example="vision")
+@pytest.mark.parametrize("sampler", ["hf", "vllm"])
+def test_the_example_learns_to_name_the_colour_of_an_image(tmp_path, sampler):
+    run_example(tmp_path, f"{ROLLOUT}.name={sampler}", example="vision")
     learnt = Finished.read(tmp_path).values("val/colours/accuracy/mean")
     assert learnt[0] < 0.4 and learnt[-1] > 0.9, learnt

@@ -6,7 +6,7 @@ from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Workflow
 from siirl.errors import DagError, NotSupportedError, UserError
 
-SAMPLING = ("hf",)
+SAMPLING = ("hf", "vllm")
 """Rollouts that take images."""
 
 
@@ -38,7 +38,13 @@ def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
         )
     elif rollout.name not in SAMPLING:
         yield NotSupportedError(
-            f"{images} with rollout.name={rollout.name}, which is given tokens alone. Set rollout.name=hf."
+            f"{images} with rollout.name={rollout.name}, which is given tokens alone. Set rollout.name to "
+            f"{' or '.join(SAMPLING)}."
+        )
+    elif rollout.name == "vllm" and rollout.tensor_model_parallel_size > 1:
+        yield NotSupportedError(
+            f"{images} with rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the "
+            "processes that vLLM starts for an engine of several ranks do not take patches. Set it to 1."
         )
     elif rollout.max_lag:
         yield NotSupportedError(

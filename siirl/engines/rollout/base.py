@@ -106,6 +106,8 @@ class Request:
     kv_version: int | None = None
     """Of the weights that sampled the first of those tokens; None: there is none. An engine that keeps keys
     and values (rollout.keep_kv) looks among those of requests that began under the same weights."""
+    images: tuple[str, ...] = ()
+    """Of the prompt, in base64 and in the order of their tokens."""
 
     def __post_init__(self) -> None:
         if self.params.n != 1:
@@ -229,7 +231,8 @@ class RolloutEngine(ABC):
         NotSupportedError for an engine that takes none.
         """
         raise NotSupportedError(
-            f"not supported yet: rollout engine {self.name!r} with images in prompts. Use rollout.name=hf."
+            f"not supported yet: rollout engine {self.name!r} with images in prompts. Use "
+            "rollout.name=hf or vllm."
         )
 
     def score(
@@ -252,8 +255,10 @@ class RolloutEngine(ABC):
         interrupted; NotSupportedError for requests that it cannot answer.
         """
         params = requests[0].params
-        if any((r.sample, r.start, r.params) != (0, 0, params) for r in requests):
-            raise NotSupportedError(f"not supported yet: rollout engine {self.name!r}: parts of responses")
+        if any((r.sample, r.start, r.params, *r.images) != (0, 0, params) for r in requests):
+            raise NotSupportedError(
+                f"not supported yet: rollout engine {self.name!r}: parts of responses, or images in a stream"
+            )
         prompts, seeds = [request.prompt for request in requests], [request.seed for request in requests]
         return [completion for (completion,) in self.generate(prompts, params, seeds)]
 

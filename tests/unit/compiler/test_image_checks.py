@@ -29,9 +29,11 @@ def compiled(tmp_path: Path, kind: str, *keys: str):
     return compile_plan(load_dag(cfg), cfg, 2)[0]
 
 
+@pytest.mark.parametrize("sampler", ["hf", "vllm"])
 @pytest.mark.parametrize("kind", VISION_MODELS)
-def test_images_reach_every_node_that_runs_a_model(tmp_path, kind):
-    plan = compiled(tmp_path, kind, VLM, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.ppo_mini_batch_size=4")
+def test_images_reach_every_node_that_runs_a_model(tmp_path, kind, sampler):
+    keys = (VLM, f"{ROLLOUT}.name={sampler}")
+    plan = compiled(tmp_path, kind, *keys, f"{ACTOR}.use_kl_loss=True", f"{ACTOR}.ppo_mini_batch_size=4")
     reads = {ins.node: ins.reads for ins in plan.instructions if isinstance(ins, Run)}
     images = FieldKey(0, "images")
     on_model = {name for name, node in plan.nodes.items() if node.model is not None}
@@ -43,9 +45,17 @@ def test_images_reach_every_node_that_runs_a_model(tmp_path, kind):
 REFUSED = {
     "a model of texts": ("qwen3", (VLM,), "which sees no images. Use a model of qwen2_5_vl, qwen3_vl"),
     "data of texts": ("qwen3_vl", (), "qwen3_vl with data.dataset_type=llm.*Set data.dataset_type=vlm"),
-    "vllm": ("qwen3_vl", (VLM, f"{ROLLOUT}.name=vllm"), "rollout.name=vllm.* Set rollout.name=hf"),
-    "replay": ("qwen3_vl", (VLM, f"{ROLLOUT}.name=replay"), "rollout.name=replay.* Set rollout.name=hf"),
+    "replay": (
+        "qwen3_vl",
+        (VLM, f"{ROLLOUT}.name=replay"),
+        "rollout.name=replay.* Set rollout.name to hf or vllm",
+    ),
     "lag": ("qwen3_vl", (VLM, f"{ROLLOUT}.max_lag=1"), "max_lag=1: .*Set max_lag to 0"),
+    "ranks": (
+        "qwen3_vl",
+        (VLM, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+        "tensor_model_parallel_size=2: .*do not take patches. Set it to 1",
+    ),
     "lora": ("qwen3_vl", (VLM, f"{MODEL}.lora_rank=4"), "LoRA adapters on a qwen3_vl. Set .*lora_rank=0"),
     "liger": ("qwen2_5_vl", (VLM, f"{MODEL}.use_liger=true"), "Liger kernels.*use_liger=false"),
     "megatron": ("qwen3_vl", (VLM, f"{ACTOR}.strategy=megatron"), "a vision_config.*Set strategy=fsdp"),

@@ -138,7 +138,12 @@ class HFRollout(RolloutEngine):
     ) -> list[Completion]:
         """See RolloutEngine; errors of `generate`."""
         rows = [
-            _Row(tuple(r.prompt), later_seed(derive_seed(r.seed, r.sample), r.start), r.params.max_tokens)
+            _Row(
+                tuple(r.prompt),
+                later_seed(derive_seed(r.seed, r.sample), r.start),
+                r.params.max_tokens,
+                r.images,
+            )
             for r in requests
         ]
         return self._run(rows, requests[0].params, interrupt, lambda row: f"prompt {row}")

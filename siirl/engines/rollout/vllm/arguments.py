@@ -34,6 +34,8 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "enforce_eager": rollout.enforce_eager or device.type == "cpu",
         "disable_log_stats": rollout.disable_log_stats,
+        # How much a vision tower takes of a GPU, with the largest image; a CPU has no such bound.
+        "skip_mm_profiling": device.type == "cpu",
         "trust_remote_code": model.trust_remote_code,
         "hf_overrides": model.override_config,
         "seed": cfg.trainer.seed,
@@ -52,7 +54,7 @@ def max_model_len(cfg: Config, hf_config: PretrainedConfig) -> int:
     """Positions of prompt and response: rollout.max_model_len, or the lengths; at most the model's."""
     rollout = cfg.actor_rollout_ref.rollout
     wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    return min(wanted, getattr(hf_config, "max_position_embeddings", None) or wanted)
+    return min(wanted, getattr(hf_config.get_text_config(), "max_position_embeddings", None) or wanted)
 
 
 def engine_environment(tensor_parallel: int, device: torch.device, visible: list[str]) -> dict[str, str]:
@@ -77,9 +79,10 @@ def physical_gpu(device: torch.device) -> str:
 
 def _cpu_cache_bytes(cfg: Config, hf_config: PretrainedConfig, max_len: int) -> int:
     """A KV cache in host memory that holds max_num_seqs of the longest rows, up to MAX_CPU_CACHE_BYTES."""
-    heads = getattr(hf_config, "num_key_value_heads", None) or hf_config.num_attention_heads
-    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    per_token = 2 * hf_config.num_hidden_layers * heads * head_dim * 4
+    text = hf_config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    per_token = 2 * text.num_hidden_layers * heads * head_dim * 4
     rows = cfg.actor_rollout_ref.rollout.max_num_seqs + 8
     blocks = -(-max_len // 128) + 1  # vLLM's CPU blocks hold up to 128 tokens
     return min(max(rows * blocks * 128 * per_token, 64 << 20), MAX_CPU_CACHE_BYTES)

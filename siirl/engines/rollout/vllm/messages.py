@@ -43,6 +43,8 @@ class Generate(Message):
     """Name of a loaded one; None: the model alone."""
     kv_version: int | None = None
     """As of the requests of a Submit."""
+    images: Sequence[tuple[str, ...]] = ()
+    """Of each prompt; (): none has one."""
 
 
 class Score(Message):

@@ -4,8 +4,10 @@ Imported in an engine process and in vLLM's workers, never in a training worker.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,19 +29,26 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from siirl.compiler.model_types import sees_images
+from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.base import Completion, Request
 from siirl.engines.rollout.call_limits import PAUSED
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.vllm.messages import UNKNOWN, Response, RowScores
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds, signed
 from siirl.engines.rollout.vllm.shared_buffer import open_buffer
-from siirl.errors import ConfigError
+from siirl.errors import ConfigError, NotSupportedError
 from siirl.spelling import suggest
 
 TRANSFER_BACKEND = "siirl"
 """Name under which vLLM finds BucketTransfer."""
 LOG_PROBS_MODE = "processed_logprobs"
 """At the sampling temperature; and before top-k and top-p, see native_draws."""
+OF_IMAGES = {
+    "mm_processor_cache_gb": 0,  # of what vLLM's own processor makes
+    "mm_device_do_normalize": False,  # from 0.32 on, vLLM would take pixels as the file has them
+}
+"""Arguments of an engine that is given patches of images."""
 
 
 class NativeEngine:
@@ -59,6 +68,9 @@ class NativeEngine:
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         }
+        self._images = _image_prompts(arguments["model"])
+        if self._images is not None:
+            fixed |= {name: value for name, value in OF_IMAGES.items() if name in known}
         self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments | fixed))
         self._engine.collective_rpc("draw_by_seeds")
         self._keeps_stats = self._engine.log_stats
@@ -86,6 +98,10 @@ class NativeEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
+        if request.images:
+            if self._images is None:
+                raise NotSupportedError("not supported yet: images for a model that reads texts")
+            prompt = self._images.prompt(request.prompt, request.images)
         if request.kv_version is not None:
             prompt["cache_salt"] = str(request.kv_version)
         self._engine.add_request(str(request.key), prompt, sampling, lora_request=self._adapters.get(adapter))
@@ -155,6 +171,8 @@ class NativeEngine:
         self._engine.collective_rpc("finish_weight_update")
         self._engine.collective_rpc("complete_update")
         self._engine.collective_rpc("wrap_layers")
+        if self._images is not None:
+            self._engine.reset_encoder_cache()
         if not keeps_kv:
             self._engine.reset_prefix_cache()
 
@@ -180,6 +198,22 @@ class NativeEngine:
             return {}
         values = {metric.name: getattr(metric, "value", None) for metric in self._engine.get_metrics()}
         return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def _image_prompts(model: str) -> Any:
+    """What makes prompts with images for the model of a directory; None for one of texts."""
+    config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    if not sees_images(config.get("model_type", "")):
+        return None
+    try:
+        from siirl.engines.rollout.vllm.native_images import ImagePrompts
+
+        return ImagePrompts(ImageReader(model))
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"vLLM's code of vision models needs the package {error.name}, which is not installed. Install "
+            "what vLLM names, or set rollout.name=hf."
+        ) from error
 
 
 def _response(output: RequestOutput, reason: str) -> Response:

@@ -147,9 +147,12 @@ class Server:
 
     def _generate(self, asked: Generate) -> Generated:
         responses: dict[int, Response | None] = {}
-        for prompt, seeds in zip(asked.prompts, asked.seeds, strict=True):
+        seen = asked.images or [()] * len(asked.prompts)
+        for prompt, seeds, images in zip(asked.prompts, asked.seeds, seen, strict=True):
             for seed in seeds:
-                request = Request(len(responses), prompt, asked.params, seed, kv_version=asked.kv_version)
+                request = Request(
+                    len(responses), prompt, asked.params, seed, images=images, kv_version=asked.kv_version
+                )
                 self._engine.add(request, asked.adapter)
                 responses[len(responses)] = None
         done = 0

@@ -154,12 +154,22 @@ class VLLMRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run, for log-probs that are not
         finite, and when the engine dies, hangs or fails.
         """
+        return self.generate_seeing(prompts, [()] * len(prompts), params, seeds)
+
+    def generate_seeing(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Sequence[str]],
+        params: SamplingParams,
+        seeds: Sequence[int],
+    ) -> list[list[Completion]]:
+        """See RolloutEngine; errors of `generate`."""
         self._check_all_idle("generate")
         self._limits.check(self._state, prompts, params, seeds)
         if not prompts:
             return []
         with self._streams_held():
-            mine = self._generate(prompts, params, seeds) if self._shard.is_first else None
+            mine = self._generate(prompts, images, params, seeds) if self._shard.is_first else None
             responses = self._shard.share(mine)
         samples = [response.at_version(self.weight_version) for response in responses]
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
@@ -399,12 +409,17 @@ class VLLMRollout(RolloutEngine):
         return [torch.tensor(values, dtype=torch.float32).view(shape) for values, shape in parts]
 
     def _generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Sequence[str]],
+        params: SamplingParams,
+        seeds: Sequence[int],
     ) -> list[Response]:
         self._wake_cache()
         table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
         version = self.weight_version if self.keeps_kv else None
-        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version)
+        seen = [tuple(one) for one in images]
+        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version, seen)
         assert self._process is not None
         with phase("generate", rows=params.n * len(prompts)):
             answer = self._process.ask(asked)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from siirl.config import Config
 from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
 from siirl.engines.rollout.weight_loading import WeightSpecs, tensor_names
+from siirl.engines.train.hf_model import model_class
 from siirl.engines.train.lora import adapter_name, add_lora
 from siirl.errors import RolloutError
 
@@ -139,7 +139,7 @@ def weights_of_directory(hf_config: Any, cfg: Config, adapted: bool) -> tuple[We
     dtype, source = cfg.actor_rollout_ref.rollout.dtype, cfg.actor_rollout_ref.model
     torch_dtype = (hf_config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
+        model = model_class(hf_config, "lm").from_config(
             hf_config, dtype=torch_dtype, trust_remote_code=source.trust_remote_code
         )
     model.tie_weights()
