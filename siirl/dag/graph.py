@@ -4,6 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 
 from siirl.dag.spec import DagSpec
 from siirl.errors import DagError, Place
@@ -79,20 +81,25 @@ def _likely(name: str, ids: list[str]) -> str:
 
 
 def _graph(parents: dict[str, tuple[str, ...]]) -> Graph:
-    import networkx as nx  # here, as it takes a third of a second: only a command that compiles waits for it
-
-    found = nx.DiGraph()
-    found.add_nodes_from(parents)
-    found.add_edges_from((parent, node) for node, above in parents.items() for parent in above)
-    position = {node: index for index, node in enumerate(parents)}
+    names = list(parents)
+    position = {node: index for index, node in enumerate(names)}
+    sorter = TopologicalSorter(parents)
     try:
-        order = tuple(nx.lexicographical_topological_sort(found, key=position.__getitem__))
-    except nx.NetworkXUnfeasible:
-        cycle = [node for node, _ in nx.find_cycle(found)]
+        sorter.prepare()
+    except CycleError as error:
+        cycle = error.args[1][1:]  # it ends with the node that it begins with
         first = cycle.index(min(cycle, key=position.__getitem__))
         shown = " -> ".join([*cycle[first:], *cycle[:first], cycle[first]])
         raise DagError(
             f"the dependencies form a cycle: {shown}. Each node waits for the one before it, so none could "
             "start: remove one of these dependencies."
         ) from None
-    return Graph(order, parents, {node: tuple(found.successors(node)) for node in parents})
+    order: list[str] = []
+    free: list[int] = []  # positions of the nodes that could be next, as a heap
+    while sorter.is_active():
+        for node in sorter.get_ready():
+            heappush(free, position[node])
+        order.append(names[heappop(free)])
+        sorter.done(order[-1])
+    children = {node: tuple(below for below in parents if node in parents[below]) for node in parents}
+    return Graph(tuple(order), parents, children)

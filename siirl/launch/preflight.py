@@ -3,15 +3,13 @@
 `python -m siirl.launch.preflight` checks the machine where it runs for the job that it reads from its input.
 """
 
-import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from siirl.agents.environments import check_packaged
-from siirl.agents.tool_files import check_tool_file, check_tools_here
+from siirl.agents.tool_files import check_tool_file
 from siirl.checkpoint.files import (
     EXTRA_FILE,
     POINTER,
@@ -22,30 +20,18 @@ from siirl.checkpoint.files import (
     replaced,
 )
 from siirl.command_line import user_errors
-from siirl.compiler.backends import backend_of
-from siirl.compiler.plan import ModelPlan, Plan
+from siirl.compiler.plan import Plan
 from siirl.compiler.resume_settings import differing, settings_of
 from siirl.config import Config, from_dict, with_overrides
-from siirl.config.batch import batch_of
-from siirl.config.common import FLASH_4
-from siirl.config.reward_weights import RewardWeights
-from siirl.config.roles import ROLES, normalizes_weights, role_model
-from siirl.dag.ops import score_names
-from siirl.data.check_files import data_sources, inspect_data
-from siirl.data.recorded_rollouts import check_recorded
-from siirl.data.teacher_routes import check_routes
 from siirl.errors import ConfigError, Place
 from siirl.findings import Findings
 from siirl.launch.job import Job
 from siirl.launch.run_folder import refuse_used, with_own_results
 from siirl.launch.run_record import is_recorded
-from siirl.model_files.directory import check_model_files, check_tokenizer
-from siirl.model_files.local_models import on_hub, with_local_models
-from siirl.model_files.vocabulary import check_distributions, check_same_words
+from siirl.model_files.local_models import with_local_models
 from siirl.rewards.by_data_source import RewardChooser
 from siirl.rewards.judge import check_judge
 from siirl.rewards.user_function import check_user_function
-from siirl.user_code.extras import env_package
 from siirl.user_code.signatures import Call
 from siirl.user_code.source import check_reference
 
@@ -63,6 +49,8 @@ def preflight(cfg: Config, plan: Plan) -> None:
     check_folders(cfg, plan, found)
     with found.at(Place.MODELS):
         plan = plan if len(found) else with_local_models(cfg, plan)
+    from siirl.launch.input_checks import check_inputs
+
     node_cfgs = {name: with_overrides(cfg, node.overrides) for name, node in plan.nodes.items()}
     check_inputs(plan, node_cfgs, found)
     found.close()
@@ -124,79 +112,6 @@ CODE_CHECKS = {"scorer": check_reward_code, "judge": check_judge_settings}
 """What an op needs -> the check of the user's code and settings that it is built from."""
 
 
-def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
-    """Data, models and packages that a run on this machine lacks.
-
-    Reads metadata, and the data sources of the prompts. A model that is named as on a hub is left out.
-    """
-    check_packages(plan, node_cfgs, found)
-    so_far = len(found)
-    for loader in plan.loaders.values():
-        with found.at(Place.DATA):
-            inspect_data(node_cfgs[loader.node])
-    if len(found) == so_far:
-        check_sources(plan, node_cfgs, found)
-    check_taught(plan, node_cfgs, len(found) == so_far, found)
-    for model in plan.models.values():
-        check_model(node_cfgs[model.node], model, found)
-    for name, node in plan.nodes.items():
-        cfg = node_cfgs[name]
-        with found.at(Place.MODELS):
-            if not on_hub(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path):
-                check_tokenizer(cfg)
-        with found.at(Place.DATA):
-            if "recordings" in node.needs:
-                check_recorded(cfg, node.agent)
-
-
-def check_taught(plan: Plan, node_cfgs: Mapping[str, Config], reads_data: bool, found: Findings) -> None:
-    """Teachers have the policy's vocabulary, and each row of the training data has one."""
-    for agent in {model.agent for model in plan.models.values() if model.is_teacher}:
-        teachers = [model for model in plan.models.values() if model.is_teacher and model.agent == agent]
-        configs = {model.name: node_cfgs[model.node] for model in teachers}
-        for name, cfg in configs.items():
-            with found.at(Place.MODELS):
-                check_same_words(cfg, name)
-            with found.at(Place.CONFIGURATION):
-                check_distributions(cfg, name, -(-batch_of(cfg).rows // _fewest_shards(plan, name)))
-        groups = [cfg.teacher for cfg in configs.values()]
-        loader = next((x for x in plan.loaders.values() if x.agent == agent), None)
-        if reads_data and loader is not None and all(group.takes for group in groups):
-            takes = {value for group in groups for value in group.takes}
-            with found.at(Place.DATA):
-                check_routes(node_cfgs[loader.node], groups[0].by, takes, f"agent {agent}")
-
-
-def _fewest_shards(plan: Plan, teacher: str) -> int:
-    """Of the teacher, or of the policies of its agent that learn from it."""
-    agent = plan.models[teacher].agent
-    trained = {node.model for node in plan.nodes.values() if node.agent == agent and node.spec.trains_policy}
-    return min(plan.models[name].dims.dp for name in {teacher, *filter(None, trained)})
-
-
-def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:
-    """The files of a model, and the packages that its engine needs."""
-    with found.at(Place.MODELS):
-        if not on_hub(role_model(cfg, model.role).path):
-            check_model_files(cfg, model.role, model.trains)
-    with found.at(Place.MODELS):
-        if not model.generates:
-            check_kernels(cfg, model.role)
-    with found.at(Place.MODELS):
-        backend_of(model).packages(cfg, model.role)
-
-
-def check_sources(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
-    """Every data source of the prompts has its reward functions, and its weights."""
-    for name, node in plan.nodes.items():
-        cfg = node_cfgs[name]
-        with found.at(Place.REWARDS):
-            if "scorer" in node.needs:
-                check_data_sources(cfg)
-            if node.spec.combines:
-                check_weights(cfg, [key.name for key in plan.run_of(name).reads])
-
-
 def check_resumed(cfg: Config, plan: Plan | None, found: Findings) -> None:
     """The checkpoint that the run is told to resume from is there and was made with the same settings; the
     folder of checkpoints can be used, and holds no other run's results."""
@@ -242,28 +157,6 @@ def check_settings(cfg: Config, plan: Plan, checkpoint: Path) -> None:
     )
 
 
-def check_kernels(cfg: Config, role: str) -> None:
-    """ConfigError if the model of a role asks for kernels that are not installed."""
-    model = role_model(cfg, role)
-    if model.attention_kernels == FLASH_4 and importlib.util.find_spec("flash_attn") is None:
-        raise ConfigError(
-            f"{ROLES[role].model}.attention_kernels={FLASH_4}: the package flash-attn-4 is not installed. "
-            "Install it (pip install 'siirl[flash-attn-4]'), or set attention_kernels=torch."
-        )
-    if model.use_liger and importlib.util.find_spec("liger_kernel") is None:
-        raise ConfigError(
-            f"{ROLES[role].model}.use_liger=True: the package liger-kernel is not installed. Install it "
-            "(pip install 'siirl[liger]'), or set use_liger=False."
-        )
-
-
-def check_data_sources(cfg: Config) -> None:
-    """ConfigError unless there is a reward function for every data source."""
-    chooser = RewardChooser(cfg)
-    if not chooser.custom:
-        chooser.check(data_sources(cfg))
-
-
 def check_tools(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
     """Files of tools that cannot be used."""
     for stage in (stage for interaction in plan.interactions.values() for stage in interaction.stages):
@@ -271,26 +164,6 @@ def check_tools(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) ->
         with found.at(Place.WORKFLOW):
             if stage.kind == "agent" and multi_turn.enable:
                 check_tool_file(multi_turn, f"node {stage.node!r}")
-
-
-def check_packages(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
-    """Environments of packages that are not installed, or that cannot be made; servers of tools likewise."""
-    for stage in (stage for interaction in plan.interactions.values() for stage in interaction.stages):
-        multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
-        with found.at(Place.MACHINE):
-            if stage.kind == "agent" and multi_turn.enable:
-                check_tools_here(multi_turn, f"node {stage.node!r}")
-        path = stage.options.get("env_path")
-        with found.at(Place.MACHINE):
-            if env_package(path):
-                check_packaged(path, f"node {stage.node!r}: env_path", stage.options["env_kwargs"])
-
-
-def check_weights(cfg: Config, reads: Sequence[str]) -> None:
-    """ConfigError unless the rewards of every data source have weights."""
-    weights = RewardWeights(cfg.reward_model.weights, score_names(reads), normalizes_weights(cfg))
-    for source in sorted(data_sources(cfg)):
-        weights.parts(source)
 
 
 def main() -> int:

@@ -12,13 +12,12 @@ from siirl.config import Config
 from siirl.config.checks import find_contradictions
 from siirl.config.roles import ROLES, role_model
 from siirl.dag.spec import DagSpec
-from siirl.data.check_files import inspect_data
 from siirl.errors import DataError, Place, PlacementError, UserError
 from siirl.findings import Findings
-from siirl.launch.preflight import check_code, check_inputs, check_resumed, check_reward_code
+from siirl.launch.preflight import check_code, check_resumed, check_reward_code
 from siirl.launch.run_folder import refuse_busy
-from siirl.model_files.directory import check_lengths, check_model_files, check_reward_model, check_tokenizer
-from siirl.model_files.local_models import on_hub, with_local_configs
+from siirl.model_files.directory import check_lengths, check_reward_model
+from siirl.model_files.local_models import with_local_configs
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,11 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
     """
     if seen.plan is None:
         if not elsewhere:
-            check_named_inputs(seen.cfg, found)
+            from siirl.launch.input_checks import check_named
+
+            check_named(seen.cfg, found)
+            check_reward_code(seen.cfg, found)
+            check_resumed(seen.cfg, None, found)
         return seen
     configs, warnings = dict(seen.node_cfgs), list(seen.warnings)
     for model in seen.plan.models.values():
@@ -84,26 +87,10 @@ def survey_inputs(seen: Survey, elsewhere: bool, found: Findings) -> Survey:
                     check_reward_model(configs[model.node], folder, model.trains)
     check_code(seen.plan, configs, found)
     if not elsewhere:
+        from siirl.launch.input_checks import check_inputs
+
         check_inputs(seen.plan, seen.node_cfgs, found)
         check_resumed(seen.cfg, seen.plan, found)
         with found.at(Place.MACHINE):
             refuse_busy(seen.cfg)
     return Survey(seen.cfg, seen.plan, configs, list(dict.fromkeys(warnings)))
-
-
-def check_named_inputs(cfg: Config, found: Findings) -> None:
-    """Data, model and reward function that the run's own keys name, where no plan says whose they are."""
-    model = "actor_rollout_ref.model.path" in cfg.explicit
-    with found.at(Place.DATA):
-        if "data.train_files" in cfg.explicit or "data.val_files" in cfg.explicit:
-            inspect_data(cfg)
-    with found.at(Place.MODELS):
-        if model and not on_hub(cfg.actor_rollout_ref.model.path):
-            check_model_files(cfg, "actor")
-    with found.at(Place.MODELS):
-        if (model or "data.tokenizer" in cfg.explicit) and not on_hub(
-            cfg.data.tokenizer or cfg.actor_rollout_ref.model.path
-        ):
-            check_tokenizer(cfg)
-    check_reward_code(cfg, found)
-    check_resumed(cfg, None, found)

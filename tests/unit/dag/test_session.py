@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import networkx as nx
 import pytest
 
 import siirl
@@ -29,7 +30,7 @@ def test_import_siirl_loads_nothing_and_all_its_names_are_there_without_torch():
     assert not {"numpy", "yaml", "torch"} & loaded("import siirl")
     names = ", ".join(siirl.__all__)
     used = loaded(f"from siirl import {names}; plan(load_config({GOOD!r}))")
-    assert "hydra" in used and not {"torch", "transformers", "ray", "tensordict"} & used
+    assert "hydra" in used and not {"networkx", "numpy", "torch", "transformers", "ray", "tensordict"} & used
 
 
 def test_other_names_are_no_attributes_and_no_module_hides_one():
@@ -48,6 +49,10 @@ def test_a_plan_shows_itself_in_a_notebook_as_the_picture_and_its_words():
     for node in planned.plan.nodes:
         assert node in planned._repr_svg_() and node in str(planned)
     assert "plan of DAG 'grpo' on 8 ranks" in page
+    graph = planned.graph()
+    assert list(nx.topological_sort(graph)) == list(planned.plan.nodes)
+    assert nx.ancestors(graph, "function_reward") == {"rollout_actor"}
+    assert graph.nodes["actor_train"] == {"agent": 0, "op": "actor_train", "ranks": tuple(range(8))}
 
 
 def test_check_raises_all_that_is_wrong_and_plan_does_not_look_for_data():

@@ -9,7 +9,7 @@ from plan_cases import config, template_plan
 from siirl.compiler.checks.packages import vllm_version
 from siirl.errors import ConfigError
 from siirl.findings import Findings
-from siirl.launch.preflight import check_model
+from siirl.launch.input_checks import check_model
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MEGATRON = (f"{ACTOR}.strategy=megatron", f"{ACTOR}.megatron.use_mbridge=True")

@@ -1,0 +1,159 @@
+"""What a run reads on this machine: data, models and packages. No torch.
+
+pyarrow takes a fifth of a second to import: who may not need this file imports it where it is used.
+"""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+
+from siirl.agents.environments import check_packaged
+from siirl.agents.tool_files import check_tools_here
+from siirl.compiler.backends import backend_of
+from siirl.compiler.plan import ModelPlan, Plan
+from siirl.config import Config
+from siirl.config.batch import batch_of
+from siirl.config.common import FLASH_4
+from siirl.config.reward_weights import RewardWeights
+from siirl.config.roles import ROLES, normalizes_weights, role_model
+from siirl.dag.ops import score_names
+from siirl.data.check_files import data_sources, inspect_data
+from siirl.data.recorded_rollouts import check_recorded
+from siirl.data.teacher_routes import check_routes
+from siirl.errors import ConfigError, Place
+from siirl.findings import Findings
+from siirl.model_files.directory import check_model_files, check_tokenizer
+from siirl.model_files.local_models import on_hub
+from siirl.model_files.vocabulary import check_distributions, check_same_words
+from siirl.rewards.by_data_source import RewardChooser
+from siirl.user_code.extras import env_package
+
+
+def check_inputs(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
+    """Data, models and packages that a run on this machine lacks.
+
+    Reads metadata, and the data sources of the prompts. A model that is named as on a hub is left out.
+    """
+    check_packages(plan, node_cfgs, found)
+    so_far = len(found)
+    for loader in plan.loaders.values():
+        with found.at(Place.DATA):
+            inspect_data(node_cfgs[loader.node])
+    if len(found) == so_far:
+        check_sources(plan, node_cfgs, found)
+    check_taught(plan, node_cfgs, len(found) == so_far, found)
+    for model in plan.models.values():
+        check_model(node_cfgs[model.node], model, found)
+    for name, node in plan.nodes.items():
+        cfg = node_cfgs[name]
+        with found.at(Place.MODELS):
+            if not on_hub(cfg.data.tokenizer or cfg.actor_rollout_ref.model.path):
+                check_tokenizer(cfg)
+        with found.at(Place.DATA):
+            if "recordings" in node.needs:
+                check_recorded(cfg, node.agent)
+
+
+def check_sources(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
+    """Every data source of the prompts has its reward functions, and its weights."""
+    for name, node in plan.nodes.items():
+        cfg = node_cfgs[name]
+        with found.at(Place.REWARDS):
+            if "scorer" in node.needs:
+                check_data_sources(cfg)
+            if node.spec.combines:
+                check_weights(cfg, [key.name for key in plan.run_of(name).reads])
+
+
+def check_data_sources(cfg: Config) -> None:
+    """ConfigError unless there is a reward function for every data source."""
+    chooser = RewardChooser(cfg)
+    if not chooser.custom:
+        chooser.check(data_sources(cfg))
+
+
+def check_weights(cfg: Config, reads: Sequence[str]) -> None:
+    """ConfigError unless the rewards of every data source have weights."""
+    weights = RewardWeights(cfg.reward_model.weights, score_names(reads), normalizes_weights(cfg))
+    for source in sorted(data_sources(cfg)):
+        weights.parts(source)
+
+
+def check_taught(plan: Plan, node_cfgs: Mapping[str, Config], reads_data: bool, found: Findings) -> None:
+    """Teachers have the policy's vocabulary, and each row of the training data has one."""
+    for agent in {model.agent for model in plan.models.values() if model.is_teacher}:
+        teachers = [model for model in plan.models.values() if model.is_teacher and model.agent == agent]
+        configs = {model.name: node_cfgs[model.node] for model in teachers}
+        for name, cfg in configs.items():
+            with found.at(Place.MODELS):
+                check_same_words(cfg, name)
+            with found.at(Place.CONFIGURATION):
+                check_distributions(cfg, name, -(-batch_of(cfg).rows // _fewest_shards(plan, name)))
+        groups = [cfg.teacher for cfg in configs.values()]
+        loader = next((x for x in plan.loaders.values() if x.agent == agent), None)
+        if reads_data and loader is not None and all(group.takes for group in groups):
+            takes = {value for group in groups for value in group.takes}
+            with found.at(Place.DATA):
+                check_routes(node_cfgs[loader.node], groups[0].by, takes, f"agent {agent}")
+
+
+def _fewest_shards(plan: Plan, teacher: str) -> int:
+    """Of the teacher, or of the policies of its agent that learn from it."""
+    agent = plan.models[teacher].agent
+    trained = {node.model for node in plan.nodes.values() if node.agent == agent and node.spec.trains_policy}
+    return min(plan.models[name].dims.dp for name in {teacher, *filter(None, trained)})
+
+
+def check_model(cfg: Config, model: ModelPlan, found: Findings) -> None:
+    """The files of a model, and the packages that its engine needs."""
+    with found.at(Place.MODELS):
+        if not on_hub(role_model(cfg, model.role).path):
+            check_model_files(cfg, model.role, model.trains)
+    with found.at(Place.MODELS):
+        if not model.generates:
+            check_kernels(cfg, model.role)
+    with found.at(Place.MODELS):
+        backend_of(model).packages(cfg, model.role)
+
+
+def check_kernels(cfg: Config, role: str) -> None:
+    """ConfigError if the model of a role asks for kernels that are not installed."""
+    model = role_model(cfg, role)
+    if model.attention_kernels == FLASH_4 and importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(
+            f"{ROLES[role].model}.attention_kernels={FLASH_4}: the package flash-attn-4 is not installed. "
+            "Install it (pip install 'siirl[flash-attn-4]'), or set attention_kernels=torch."
+        )
+    if model.use_liger and importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError(
+            f"{ROLES[role].model}.use_liger=True: the package liger-kernel is not installed. Install it "
+            "(pip install 'siirl[liger]'), or set use_liger=False."
+        )
+
+
+def check_packages(plan: Plan, node_cfgs: Mapping[str, Config], found: Findings) -> None:
+    """Environments of packages that are not installed, or that cannot be made; servers of tools likewise."""
+    for stage in (stage for interaction in plan.interactions.values() for stage in interaction.stages):
+        multi_turn = node_cfgs[stage.node].actor_rollout_ref.rollout.multi_turn
+        with found.at(Place.MACHINE):
+            if stage.kind == "agent" and multi_turn.enable:
+                check_tools_here(multi_turn, f"node {stage.node!r}")
+        path = stage.options.get("env_path")
+        with found.at(Place.MACHINE):
+            if env_package(path):
+                check_packaged(path, f"node {stage.node!r}: env_path", stage.options["env_kwargs"])
+
+
+def check_named(cfg: Config, found: Findings) -> None:
+    """Data and model that the run's own keys name, where no plan says whose they are."""
+    model = "actor_rollout_ref.model.path" in cfg.explicit
+    with found.at(Place.DATA):
+        if "data.train_files" in cfg.explicit or "data.val_files" in cfg.explicit:
+            inspect_data(cfg)
+    with found.at(Place.MODELS):
+        if model and not on_hub(cfg.actor_rollout_ref.model.path):
+            check_model_files(cfg, "actor")
+    with found.at(Place.MODELS):
+        if (model or "data.tokenizer" in cfg.explicit) and not on_hub(
+            cfg.data.tokenizer or cfg.actor_rollout_ref.model.path
+        ):
+            check_tokenizer(cfg)
