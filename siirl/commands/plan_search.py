@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from siirl.compiler.backends import backend_of
 from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.cost.device_kinds import DeviceKind, chosen_device
 from siirl.compiler.cost.step_time import StepTime, step_time
@@ -153,8 +154,8 @@ def _trainer_sizes(found: Search, placement: Changes) -> Iterator[Changes]:
     models = [model for model in found.plan.models.values() if not model.generates]
     machine = found.cfg.trainer.n_gpus_per_node
     world = found.plan.world_size - _engine_ranks(found, placement)
-    cut = [model for model in models if model.backend == "megatron"]
-    sharded = [model for model in models if model.backend == "fsdp"]
+    cut = [model for model in models if backend_of(model).five_sizes]
+    sharded = [model for model in models if backend_of(model).gathers_weights]
     sizes: list[Changes] = [{}]
     if cut:
         names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "sequence_parallel")

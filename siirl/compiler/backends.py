@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
+from siirl.compiler.checks.megatron_options import recomputation
 from siirl.compiler.checks.packages import check_megatron_packages, vllm_version
 from siirl.compiler.memory.estimate import (
     BYTES,
@@ -31,7 +32,7 @@ from siirl.compiler.model_types import attention_heads, check_trained_model
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.config import Config
-from siirl.config.actor import RefConfig
+from siirl.config.actor import ActorConfig, RefConfig
 from siirl.config.common import FLASH_4, TrainedConfig
 from siirl.config.resolve import get
 from siirl.config.roles import ROLE_GROUPS, ROLES, role_group, role_model, sequence_ranks
@@ -57,6 +58,9 @@ class Backend:
     memory: Callable[[ModelPlan, Config, ModelShape, int], list[MemoryLine]]
     """What a rank holds; the last argument is the rows of a shard."""
 
+    gathers_weights: bool = False
+    """Each layer's weights are gathered where it is computed, from dims.weight_shards ranks."""
+
     shares_prompts: bool = False
     """Whether rows of one prompt that lie together cost that prompt once."""
 
@@ -72,11 +76,19 @@ class Backend:
     advice: Callable[[ModelPlan, Config], list[str]] = lambda model, cfg: []
     """What works, but badly, and what could not be checked: a line each."""
 
+    recomputes: Callable[[Config, ModelRole], bool] = lambda cfg, role: (
+        role_model(cfg, role).enable_gradient_checkpointing
+    )
+    """Whether whole layers are computed again in the backward pass."""
+
+    no_replay: Callable[[ActorConfig], str] = lambda actor: ""
+    """Why the actor's options do not go with experts that were chosen before (router_replay), and the fix."""
+
     environment: Callable[[ParallelDims], dict[str, str]] = lambda dims: {}
     """Variables that the processes of a model of these sizes need before CUDA starts."""
 
     five_sizes: bool = False
-    """tp, pp, cp, ep and dp are always named."""
+    """Its models are cut by tp, pp, cp and ep, which are always named."""
 
     weights: bool = True
     """It needs weights."""
@@ -90,6 +102,15 @@ class Backend:
     device_share: bool = False
     """On a GPU it takes a share of the device (rollout.gpu_memory_utilization) while it is awake."""
 
+    no_experts: str = "it does not say which experts computed a token"
+    """Of a rollout: why experts cannot be replayed from it; empty: they can."""
+
+    takes_images: bool = False
+    """Of a rollout: prompts may have images."""
+
+    timed: bool = False
+    """Of a rollout: the cost model has constants for what it samples, and for its weight syncs."""
+
     base_keys: tuple[str, ...] = ()
     """Keys of its group that models of agents on one frozen base agree on; none: they cannot share a base."""
 
@@ -101,6 +122,12 @@ class Backend:
 
     later: str = ""
     """The feature that does not exist yet."""
+
+
+_BALANCES = (
+    "with {}: the loss balances what the router would choose now, and it does not choose. Leave out one of "
+    "them."
+)
 
 
 def _along(*axes: str) -> Callable[[ParallelDims, Ranks], Iterable[Ranks]]:
@@ -241,6 +268,30 @@ def _check_megatron(cfg: Config, role: ModelRole, dims: ParallelDims, node: Reso
     check_megatron(model)
 
 
+def _fsdp_no_replay(actor: ActorConfig) -> str:
+    weight = actor.fsdp_config.moe_aux_loss_coeff
+    return _BALANCES.format(f"fsdp_config.moe_aux_loss_coeff={weight}") if weight else ""
+
+
+def _megatron_no_replay(actor: ActorConfig) -> str:
+    options = actor.megatron.override_transformer_config
+    if weight := options.get("moe_aux_loss_coeff"):
+        return _BALANCES.format(f"moe_aux_loss_coeff={weight}")
+    if {"moe", "mlp"} & {*(recomputation(options, False).get("recompute_modules") or ())}:
+        return (
+            "with experts that are computed again by themselves (moe_layer_recompute, recompute_modules), "
+            "which do not know of which micro-batch they are. Remove the option: whole layers are computed "
+            "again."
+        )
+    return ""
+
+
+def _megatron_recomputes(cfg: Config, role: ModelRole) -> bool:
+    whole = role_model(cfg, role).enable_gradient_checkpointing
+    options = recomputation(role_group(cfg, role).megatron.override_transformer_config, whole)
+    return options.get("recompute_granularity") == "full"
+
+
 def _megatron_advice(model: ModelPlan, cfg: Config) -> list[str]:
     described = _megatron_model(cfg, model.role, model.dims, f"node {model.node!r}", model.trains)
     num_micro_batches = micro_batches(model, cfg) if model.trains else 0
@@ -318,9 +369,11 @@ TRAIN_BACKENDS = {
         "siirl.engines.train.fsdp:FSDPEngine",
         _fsdp_dims,
         fsdp_lines,
+        gathers_weights=True,
         shares_prompts=True,
         groups=_fsdp_groups,
         check=_check_fsdp,
+        no_replay=_fsdp_no_replay,
         base_keys=("fsdp_config.model_dtype", "fsdp_config.expert_parallel_size"),
         offloads=("fsdp_config.param_offload",),
         offloads_trained=("fsdp_config.optimizer_offload",),
@@ -333,6 +386,8 @@ TRAIN_BACKENDS = {
         check=_check_megatron,
         packages=check_megatron_packages,
         advice=_megatron_advice,
+        recomputes=_megatron_recomputes,
+        no_replay=_megatron_no_replay,
         environment=_megatron_environment,
         five_sizes=True,
         offloads=("megatron.param_offload",),
@@ -346,6 +401,8 @@ ROLLOUT_BACKENDS = {
         "siirl.engines.rollout.hf.hf_rollout:HFRollout",
         _replicas,
         hf_rollout_lines,
+        no_experts="",
+        takes_images=True,
         base_keys=("name", "dtype"),
     ),
     "vllm": Backend(
@@ -358,6 +415,9 @@ ROLLOUT_BACKENDS = {
         works_alone=True,
         keeps_kv=True,
         device_share=True,
+        no_experts="vLLM says which experts computed a token on GPUs only, where it was not seen with siirl",
+        takes_images=True,
+        timed=True,
         base_keys=(
             *("name", "dtype", "prompt_length", "response_length", "max_model_len", "max_num_seqs"),
             *("max_num_batched_tokens", "enable_chunked_prefill", "enforce_eager", "disable_log_stats"),

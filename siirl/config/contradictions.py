@@ -105,7 +105,7 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "Set data.truncation=error, and drop longer prompts by data.filter_overlong_prompts=true.",
         ),
         Contradiction(
-            lambda cfg: cfg.actor_rollout_ref.rollout.name == "replay" and _validates(cfg),
+            lambda cfg: cfg.actor_rollout_ref.rollout.replays and _validates(cfg),
             "{actor_rollout_ref.rollout.name=} cannot validate: no engine samples with the new weights. Set "
             "trainer.val_before_train=false trainer.test_freq=-1.",
         ),
@@ -119,7 +119,7 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             f"trainer.dump_rollouts_dir{_ONE_ROUND}",
         ),
         Contradiction(
-            lambda cfg: cfg.algorithm.filter_groups.enable and cfg.actor_rollout_ref.rollout.name == "replay",
+            lambda cfg: cfg.algorithm.filter_groups.enable and cfg.actor_rollout_ref.rollout.replays,
             f"actor_rollout_ref.rollout.replay_dir{_ONE_ROUND}",
         ),
         Contradiction(
@@ -203,7 +203,7 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "Set {}.tensor_model_parallel_size=1, or {}.name=vllm.",
         ),
         Contradiction(
-            lambda rollout: rollout.name == "replay" and not rollout.replay_dir,
+            lambda rollout: rollout.replays and not rollout.replay_dir,
             "{name=} without {}.replay_dir: there is nothing to replay. Set it to the "
             "trainer.dump_rollouts_dir of the run that recorded the rollouts.",
         ),
@@ -314,15 +314,6 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             lambda actor: actor.router_replay.mode != "disabled" and (actor.imitates or actor.loss.pairs),
             "{router_replay.mode=} with {policy_loss.loss_mode=}, a loss without log-probs of before the "
             "step: there is nothing to stay close to. Set {}.router_replay.mode=disabled.",
-        ),
-        Contradiction(
-            lambda actor: (
-                actor.router_replay.mode != "disabled"
-                and actor.strategy == "fsdp"
-                and actor.fsdp_config.moe_aux_loss_coeff
-            ),
-            "{router_replay.mode=} with {fsdp_config.moe_aux_loss_coeff=}: the loss balances what the router "
-            "would choose now, and it does not choose. Leave out one of them.",
         ),
         Contradiction(
             lambda actor: actor.loss.pairs and actor.shuffle,

@@ -117,7 +117,7 @@ def _without(cfg: Config, name: str) -> str:
     """Why a key has no effect in a run that lacks what it is about, or an empty string."""
     if cfg.trainer.rollout_only and name in OF_CHECKPOINTS:
         return "trainer.rollout_only is true, so there is nothing to save or to resume"
-    if cfg.actor_rollout_ref.rollout.name == "replay" and name == "trainer.dump_rollouts_dir":
+    if cfg.actor_rollout_ref.rollout.replays and name == "trainer.dump_rollouts_dir":
         return "actor_rollout_ref.rollout.name is replay, so the rows are recorded already"
     logger = "prometheus" if name.startswith("trainer.prometheus_") else ""
     logger = "console" if name == "trainer.progress" else logger

@@ -254,6 +254,11 @@ class RolloutConfig:
         return not is_broken(self.name) and self.name == "dataset"
 
     @property
+    def replays(self) -> bool:
+        """Whether responses are those that another run recorded."""
+        return not is_broken(self.name) and self.name == "replay"
+
+    @property
     def trained_temperature(self) -> float:
         """That at which the trainer computes log-probs: responses of a dataset were sampled at none."""
         return 1.0 if self.gives_data else self.temperature

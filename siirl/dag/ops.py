@@ -419,7 +419,7 @@ OPS: dict[str, OpSpec] = {
 
 
 def _sampler(cfg: Config) -> OpSpec:
-    if cfg.actor_rollout_ref.rollout.name == "replay":
+    if cfg.actor_rollout_ref.rollout.replays:
         return REPLAY
     if cfg.actor_rollout_ref.rollout.gives_data:
         return DATASET_ROLLOUT

@@ -246,7 +246,7 @@ def sizes(model: ModelPlan, every: bool = False) -> str:
         if getattr(dims, axis) > 1 or (every and axis in ("tp", "pp", "cp", "ep"))
     ]
     dp = f"dp {dims.dp}"
-    shards = dims.weight_shards if model.backend == "fsdp" else 1
+    shards = dims.weight_shards if backend_of(model).gathers_weights else 1
     if shards > 1:
         replicas = f"{count_of(dims.dp_replicate, 'replica')} x " if dims.dp_replicate > 1 else ""
         dp += f" ({replicas}{count_of(shards, 'shard')})"

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterator
 
+from siirl.compiler.backends import ROLLOUT_BACKENDS
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Workflow
 from siirl.errors import DagError, NotSupportedError, UserError
-
-SAMPLING = ("hf", "vllm")
-"""Rollouts that take images."""
 
 
 def check_images(kept: Workflow) -> Iterator[UserError]:
@@ -31,15 +29,16 @@ def check_images(kept: Workflow) -> Iterator[UserError]:
 def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
     images = f"not supported yet: {node}: images in prompts (data.dataset_type=vlm)"
     rollout = node.cfg.actor_rollout_ref.rollout
+    taking = [name for name, backend in ROLLOUT_BACKENDS.items() if backend.takes_images]
     if node.id in kept.stages:
         yield NotSupportedError(
             f"{images} of an interaction: its turns are texts, and carry none. Let a rollout answer in one "
             "turn, without environments, tools or other agents."
         )
-    elif rollout.name not in SAMPLING:
+    elif rollout.name not in taking:
         yield NotSupportedError(
             f"{images} with rollout.name={rollout.name}, which is given tokens alone. Set rollout.name to "
-            f"{' or '.join(SAMPLING)}."
+            f"{' or '.join(taking)}."
         )
     elif rollout.name == "vllm" and rollout.tensor_model_parallel_size > 1:
         yield NotSupportedError(

@@ -4,15 +4,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from siirl.compiler.checks.megatron_options import recomputation
+from siirl.compiler.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS, Backend
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.router_choices import REPLAYED, read_router_choices
 from siirl.compiler.workflow import Workflow
 from siirl.errors import NotSupportedError, UserError
 from siirl.types import EXPERT_FIELDS
 
-RECORDING = "hf"
-"""The rollout that says which experts computed a token."""
 OFF = "Set actor_rollout_ref.actor.router_replay.mode=disabled"
 
 
@@ -36,19 +34,8 @@ def check_router_replay(kept: Workflow) -> Iterator[UserError]:
 
 def _of_a_trainer(node: ResolvedNode) -> str:
     actor, model = node.cfg.actor_rollout_ref.actor, node.cfg.actor_rollout_ref.model
-    if actor.strategy == "megatron":
-        options = actor.megatron.override_transformer_config
-        if options.get("moe_aux_loss_coeff"):
-            return (
-                f"with moe_aux_loss_coeff={options['moe_aux_loss_coeff']}: the loss balances what the router "
-                "would choose now, and it does not choose. Leave out one of them."
-            )
-        if {"moe", "mlp"} & {*(recomputation(options, False).get("recompute_modules") or ())}:
-            return (
-                "with experts that are computed again by themselves (moe_layer_recompute, recompute_modules),"
-                " which do not know of which micro-batch they are. Remove the option: whole layers are "
-                "computed again."
-            )
+    if problem := TRAIN_BACKENDS[actor.strategy].no_replay(actor):
+        return problem
     try:
         choices, kind = read_router_choices(model), _model_type(model.path)
     except (OSError, ValueError, KeyError):
@@ -61,13 +48,10 @@ def _of_a_trainer(node: ResolvedNode) -> str:
 
 
 def _of_a_rollout(node: ResolvedNode) -> str:
-    rollout = node.cfg.actor_rollout_ref.rollout
-    if rollout.name != RECORDING:
-        says = "vLLM says which experts computed a token on GPUs only, where it was not seen with siirl"
-        if rollout.name != "vllm":
-            says = "it does not say which experts computed a token"
-        return f"with rollout.name={rollout.name}: {says}. {OFF}, or rollout.name={RECORDING}."
-    return ""
+    name = node.cfg.actor_rollout_ref.rollout.name
+    why = ROLLOUT_BACKENDS[name].no_experts if name in ROLLOUT_BACKENDS else Backend.no_experts
+    saying = " or ".join(other for other, backend in ROLLOUT_BACKENDS.items() if not backend.no_experts)
+    return f"with rollout.name={name}: {why}. {OFF}, or rollout.name={saying}." if why else ""
 
 
 def _model_type(path: str) -> str:

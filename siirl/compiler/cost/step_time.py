@@ -24,8 +24,8 @@ from siirl.compiler.memory.phases import engine_rows
 from siirl.compiler.plan import ModelPlan, NodePlan, Plan, Repeat, Reshard, Run, SyncWeights
 from siirl.config import Config
 from siirl.config.batch import batch_of
-from siirl.config.resolve import get
-from siirl.config.roles import ROLES, role_group
+from siirl.config.resolve import COMPUTE_DTYPE, get
+from siirl.config.roles import ROLES
 from siirl.dag.ops import LATER_OLD_LOG_PROB
 from siirl.parallel.placement import Ranks
 
@@ -190,7 +190,7 @@ def _pass_parts(walk: _Walk, model: ModelPlan, cfg: Config, node: NodePlan) -> d
 
 def _rollout_parts(walk: _Walk, name: str, model: ModelPlan, cfg: Config) -> dict[str, float]:
     rollout = cfg.actor_rollout_ref.rollout
-    if model.backend != "vllm" or model.role != "rollout":
+    if not backend_of(model).timed or model.role != "rollout":
         _skip(walk, f"{name}: {UNTIMED.get(model.role, f'rollout.name={model.backend}, not measured')}")
         return {}
     rows = engine_rows(walk.plan, model, walk.configs)
@@ -211,7 +211,7 @@ def _rollout_parts(walk: _Walk, name: str, model: ModelPlan, cfg: Config) -> dic
 def _sync_parts(walk: _Walk, name: str) -> dict[str, float]:
     link = walk.plan.links[name]
     target = walk.plan.models[link.target]
-    if target.backend != "vllm":
+    if not backend_of(target).timed:
         return {}
     cfg = walk.configs[target.node]
     return walk.parts(sync_work(link, cfg, walk.shapes[target.name], walk.machine))
@@ -255,20 +255,16 @@ def _unmeasured(model: ModelPlan, cfg: Config, shape: ModelShape) -> list[str]:
     if shape.experts:
         lines.append("no mixture of experts was measured; tokens are taken to meet all experts evenly")
     if model.generates:
-        if model.backend == "vllm" and cfg.actor_rollout_ref.rollout.enforce_eager:
+        if backend_of(model).timed and cfg.actor_rollout_ref.rollout.enforce_eager:
             lines.append(
                 "rollout.enforce_eager=True counts as fast as CUDA graphs, and is slower: not measured"
             )
         return lines
-    group, backend = role_group(cfg, model.role), backend_of(model)
-    dtype = (
-        group.megatron.param_dtype
-        if model.backend == "megatron"
-        else group.fsdp_config.mixed_precision.param_dtype
-    )
+    backend, group = backend_of(model), ROLES[model.role].group
+    dtype = get(cfg, f"{group}.{COMPUTE_DTYPE[model.backend]}")
     if BYTES[dtype] != 2:
         lines.append(f"{model.name} computes in {dtype}: measured in bfloat16, and counted as fast as that")
     keys = [*backend.offloads, *(backend.offloads_trained if model.trains else ())]
-    if any(get(cfg, f"{ROLES[model.role].group}.{key}") for key in keys):
+    if any(get(cfg, f"{group}.{key}") for key in keys):
         lines.append(f"{model.name}: the way of offloaded parts to the host and back is not counted")
     return lines

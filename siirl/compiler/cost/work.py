@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from siirl.compiler.backends import backend_of
-from siirl.compiler.checks.megatron_options import recomputation
 from siirl.compiler.memory.estimate import (
     BYTES,
     ENGINE_CONTEXT_BYTES,
@@ -24,7 +23,7 @@ from siirl.compiler.memory.estimate import (
 from siirl.compiler.plan import LinkPlan, ModelPlan
 from siirl.config import Config
 from siirl.config.batch import batch_of
-from siirl.config.resolve import get
+from siirl.config.resolve import COMPUTE_DTYPE, get
 from siirl.config.roles import ROLES, role_group, role_model, token_budget
 from siirl.errors import ConfigError
 from siirl.parallel.pipeline_layers import split_layers
@@ -173,11 +172,7 @@ def active_layer_params(shape: ModelShape) -> float:
 
 def _recomputes(model: ModelPlan, cfg: Config) -> bool:
     """Whether whole layers are computed again in the backward pass."""
-    whole = role_model(cfg, model.role).enable_gradient_checkpointing
-    if model.backend != "megatron":
-        return whole
-    options = recomputation(role_group(cfg, model.role).megatron.override_transformer_config, whole)
-    return options.get("recompute_granularity") == "full"
+    return backend_of(model).recomputes(cfg, model.role)
 
 
 def _layers_work(
@@ -204,10 +199,7 @@ def _layers_work(
 
 
 def _compute_bytes(model: ModelPlan, cfg: Config) -> int:
-    group = role_group(cfg, model.role)
-    if model.backend == "megatron":
-        return BYTES[group.megatron.param_dtype]
-    return BYTES[group.fsdp_config.mixed_precision.param_dtype]
+    return BYTES[get(cfg, f"{ROLES[model.role].group}.{COMPUTE_DTYPE[model.backend]}")]
 
 
 def _head_work(
@@ -230,10 +222,11 @@ def _weights_work(
     dims, width = model.dims, _compute_bytes(model, cfg)
     whole, experts = shape.params * part / dims.tp, shape.moe_layers * shape.expert_params * part / dims.tp
     params = whole - experts + experts / dims.ep
-    cast = BYTES[role_group(cfg, model.role).fsdp_config.model_dtype] if model.backend == "fsdp" else 0
+    gathers = backend_of(model).gathers_weights
+    cast = BYTES[role_group(cfg, model.role).fsdp_config.model_dtype] if gathers else 0
     moved = micro_batches * params * (cast + width) * (2 if model.trains else 1)
     if model.trains and not role_model(cfg, model.role).lora_rank:
-        updated = whole / dims.weight_shards if model.backend == "fsdp" else params / dims.dp
+        updated = whole / dims.weight_shards if gathers else params / dims.dp
         moved += micro_batches * params * _ACCUMULATED_BYTES + steps * updated * _OPTIMIZER_BYTES
     return {"memory": moved}
 
@@ -251,7 +244,7 @@ def _messages(
     """Bytes that a rank receives, by what they travel on: links within a machine, or the network."""
     dims, width, work = model.dims, _compute_bytes(model, cfg), Work()
     params = shape.params * layers / shape.layers / dims.tp
-    if model.backend == "fsdp":
+    if backend_of(model).gathers_weights:
         shards = dims.weight_shards
         received = (shards - 1) / shards
         gathers = steps if 4 * shape.params <= SMALL_MODEL_BYTES else micro_batches
