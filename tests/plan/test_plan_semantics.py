@@ -12,6 +12,7 @@ from siirl.compiler.plan import Free, Load, Plan, Reshard, Run, SyncWeights
 from siirl.dag.spec import DagBuilder
 from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import DagError, NotSupportedError, UserError
+from siirl.show.plan_text import sizes
 from siirl.types import FieldKey, Layout
 
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
@@ -386,6 +387,8 @@ def test_hybrid_sharding_creates_the_groups_of_both_mesh_axes(override):
     assert plan.models["agent_0.actor"].dims.dp_replicate == 2
     assert plan.groups == ((0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3))
     assert plan.layouts[run_of(plan, "actor_train").source].shards == (0, 1, 2, 3)
+    assert sizes(plan.models["agent_0.actor"]) == "dp 4 (2 replicas x 2 shards)"
+    assert sizes(plan.models["agent_0.rollout"]) == "dp 4"
 
 
 PLACEMENTS = st.sampled_from([None, "0", "1-2", "0-2", [1, 3], "50%", "0-3"])
