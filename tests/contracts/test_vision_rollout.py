@@ -1,5 +1,6 @@
 """Rollout engines sample from a vision model what plain Hugging Face would, whatever else is in the batch."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.data.image_reader import ImageReader
 from siirl.engines.engine_registry import make_rollout_engine
-from siirl.engines.rollout.base import Completion, SamplingParams
+from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.parallel.dims import ParallelDims
 
 SEEN = [(vision.SMALL,), (vision.WIDE,), (vision.OTHER,), (), (vision.WIDE, vision.TALL), (vision.WIDE,)]
@@ -101,6 +102,27 @@ def test_log_probs_are_those_of_hugging_face_and_tokens_do_not_depend_on_the_bat
 
 def tokens(samples: list[Completion]) -> list[list[int]]:
     return [sample.token_ids for sample in samples]
+
+
+def test_a_response_goes_on_behind_its_images(reference, folder, engine, prompts):
+    """As if it had not stopped; also behind a sampled token of an image, which is none of the prompt's."""
+    params = SamplingParams(max_tokens=6, temperature=HOT, ignore_eos=True)
+    whole = [one for (one,) in engine.generate_seeing(prompts, SEEN, params, SEEDS)]
+    rest, stream, begun = replace(params, max_tokens=3), engine.stream(), [9, vision.IMAGE, 11]
+    for row, (prompt, seen, one) in enumerate(zip(prompts, SEEN, whole, strict=True)):
+        for key, tokens in ((f"{row} again", one.token_ids[:3]), (f"{row} other", begun)):
+            stream.submit([Request(key, [*prompt, *tokens], rest, SEEDS[row], start=3, images=seen)])
+    found: dict = {}
+    while stream.num_pending:
+        found |= dict(stream.collect(30.0))
+    stream.close()
+    for row, (prompt, seen, one) in enumerate(zip(prompts, SEEN, whole, strict=True)):
+        again, other = found[f"{row} again"], found[f"{row} other"]
+        assert again.token_ids == one.token_ids[3:]
+        assert again.log_probs == pytest.approx(one.log_probs[3:], abs=1e-5)
+        if vision.TWIN not in other.token_ids[:-1]:
+            wanted = log_probs(reference, folder, prompt, seen, [*begun, *other.token_ids])
+            assert other.log_probs == pytest.approx(wanted[3:], abs=1e-5)
 
 
 def test_greedy_tokens_are_those_that_hugging_face_generates(reference, folder, engine, prompts):

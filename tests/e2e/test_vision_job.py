@@ -91,6 +91,16 @@ def test_two_ranks_train_on_images_and_a_frozen_tower_stays_bit_equal(arguments,
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_responses_to_images_go_on_in_the_next_step(arguments, tmp_path):
+    keys = [f"{ROLLOUT}.max_lag=2", f"{ROLLOUT}.surplus=1", "trainer.total_training_steps=4"]
+    still = [f"{ACTOR}.optim.lr=0", f"trainer.output_dir={tmp_path}"]
+    job = run_job(2, [*arguments, *keys, *still], deadline_s=500)
+    assert max(job.values("rollout/lag_max")) > 0
+    assert max(job.values("actor/rollout_log_prob_diff")) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_run_on_one_rank_that_stops_and_goes_on_ends_as_one_on_two_ranks(arguments, tmp_path):
     whole = [*arguments, f"trainer.output_dir={tmp_path / 'whole'}", "trainer.save_freq=1"]
     run_job(2, whole, deadline_s=300)

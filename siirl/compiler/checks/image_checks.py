@@ -45,8 +45,3 @@ def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
             f"{images} with rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: the "
             "processes that vLLM starts for an engine of several ranks do not take patches. Set it to 1."
         )
-    elif rollout.max_lag:
-        yield NotSupportedError(
-            f"{images} with rollout.max_lag={rollout.max_lag}: responses that go on are asked for by tokens "
-            "alone. Set max_lag to 0."
-        )

@@ -50,7 +50,6 @@ REFUSED = {
         (VLM, f"{ROLLOUT}.name=replay"),
         "rollout.name=replay.* Set rollout.name to hf or vllm",
     ),
-    "lag": ("qwen3_vl", (VLM, f"{ROLLOUT}.max_lag=1"), "max_lag=1: .*Set max_lag to 0"),
     "ranks": (
         "qwen3_vl",
         (VLM, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"),

@@ -55,6 +55,13 @@ class _Row(NamedTuple):
     """Most tokens."""
     images: tuple[str, ...] = ()
     """Of the prompt."""
+    num_sampled: int = 0
+    """Of a prompt for a vision model, tokens at its end that were sampled, see Request.start."""
+
+    @property
+    def asked(self) -> Prompt:
+        """What the model reads for it."""
+        return Prompt(self.prompt, self.images, self.num_sampled)
 
 
 class HFRollout(RolloutEngine):
@@ -143,6 +150,7 @@ class HFRollout(RolloutEngine):
                 later_seed(derive_seed(r.seed, r.sample), r.start),
                 r.params.max_tokens,
                 r.images,
+                r.start if self._images else 0,
             )
             for r in requests
         ]
@@ -161,9 +169,7 @@ class HFRollout(RolloutEngine):
             return []
         self.wake()
         # Equal prompts together, and similar lengths.
-        order = sorted(
-            range(len(rows)), key=lambda row: (len(rows[row].prompt), rows[row].prompt, rows[row].images)
-        )
+        order = sorted(range(len(rows)), key=lambda row: (len(rows[row].prompt), *rows[row].asked))
         params = replace(params, max_tokens=max(row.limit for row in rows))
         max_rows = self._rows_per_pass(params.n, len(rows[order[-1]].prompt) + params.max_tokens)
         found = [Completion([], [], PAUSED, self.weight_version) for _ in rows]
@@ -241,11 +247,11 @@ class HFRollout(RolloutEngine):
         self, rows: Sequence["_Row"], params: SamplingParams, interrupt: Callable[[list[int]], bool]
     ) -> Samples:
         # in the order of the rows, equal ones together
-        prompts = Counter((row.prompt, row.images) for row in rows)
+        prompts = Counter(row.asked for row in rows)
         return decode(
             self._model,
             PromptReader(self._model, self._images, self._rollout.max_num_batched_tokens, self._replay),
-            [Prompt(*prompt) for prompt in prompts],
+            list(prompts),
             list(prompts.values()),
             [row.seed for row in rows],
             params,

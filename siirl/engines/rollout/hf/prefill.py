@@ -23,6 +23,8 @@ class Prompt(NamedTuple):
     ids: tuple[int, ...]
     images: tuple[str, ...] = ()
     """In base64, in the order of their tokens."""
+    num_sampled: int = 0
+    """Tokens at the end of ids that are a response, and so none of an image."""
 
 
 class Read(NamedTuple):
@@ -106,17 +108,20 @@ class PromptReader:
         assert self.images is not None, "images for a model that sees none"
         device = self.model.device
         place_3DP = torch.zeros(3, *ids_DP.shape, dtype=torch.int64)
+        is_image_DP = real_DP & (ids_DP == self.images.image_token_id)
         for row, prompt in enumerate(prompts):
             grids = self.images.read(prompt.images).grids if prompt.images else ()
-            place_3N = self.images.positions(prompt.ids, len(prompt.ids), grids)
+            num_prompt = len(prompt.ids) - prompt.num_sampled
+            place_3N = self.images.positions(prompt.ids, num_prompt, grids)
             place_3DP[:, row, real_DP[row]] = torch.from_numpy(place_3N)
+            is_image_DP[row, ids_DP.shape[1] - prompt.num_sampled :] = False
         patches = self.images.read([image for prompt in prompts for image in prompt.images])
         read = see(
             self.model.model,
             ids_DP.to(device),
             patches.pixels_XC.to(device),
             torch.tensor(patches.grids, device=device),
-            (real_DP & (ids_DP == self.images.image_token_id)).to(device),
+            is_image_DP.to(device),
         )
         decoder = self.model.model.language_model
         hidden_DPH = decoder(**read, position_ids=place_3DP.to(device), **given).last_hidden_state
