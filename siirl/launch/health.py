@@ -184,13 +184,28 @@ class Watch:
         return self._health.look(now_s, beats, processes)
 
     def show_stacks(self, rank: int) -> None:
-        """All workers write their stacks. The one in trouble goes on for that if it was stopped."""
-        for worker in self._workers:
-            if not worker.ended():
-                worker.dump_stacks()
-                if worker.rank == rank:
-                    worker.signal_group(signal.SIGCONT)
+        """All workers write their stacks. The one in trouble goes on for that if it was stopped.
+
+        Meanwhile the others are stopped, and then all are killed: it may not complete a checkpoint with them,
+        and end before it has reported the step.
+        """
+        running = [worker for worker in self._workers if not worker.ended()]
+        for worker in running:
+            worker.dump_stacks()
         time.sleep(STACKS_S)
+        stopped = [worker for worker in running if worker.rank == rank and _is_stopped(worker)]
+        if stopped:
+            for worker in running:
+                worker.signal_group(signal.SIGSTOP)
+            stopped[0].signal_group(signal.SIGCONT)
+            time.sleep(STACKS_S)
+            for worker in running:
+                worker.signal_group(signal.SIGKILL)
+
+
+def _is_stopped(worker: Worker) -> bool:
+    process = look_at(worker.process.pid)
+    return process is not None and process.state == "T"
 
 
 def look_at(pid: int) -> Process | None:

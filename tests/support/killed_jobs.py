@@ -19,12 +19,12 @@ def start(words: Sequence[str], console: Path) -> subprocess.Popen:
 
 
 def ranks_of(job: subprocess.Popen) -> dict[int, int]:
-    """Rank -> pid of the workers that run now."""
-    found = {}
-    for child in psutil.Process(job.pid).children():
+    """Rank -> pid of the workers that run now: the oldest; younger ones stand by for the next attempt."""
+    found: dict[int, int] = {}
+    for child in sorted(psutil.Process(job.pid).children(), key=psutil.Process.create_time):
         try:
             if rank := child.environ().get("RANK"):
-                found[int(rank)] = child.pid
+                found.setdefault(int(rank), child.pid)
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return found

@@ -17,8 +17,10 @@ from siirl.launch.health import (
     WRITES_FACTOR,
     Health,
     Process,
+    Watch,
     look_at,
 )
+from siirl.launch.process import Worker, end_all
 from siirl.observe.heartbeat import Beat, Heartbeat, Place, heartbeat_file, read_beat
 
 PATIENCE_S = 600.0
@@ -250,3 +252,48 @@ def test_the_kernel_tells_of_a_process_and_a_heartbeat_of_its_place(monkeypatch)
         time.sleep(0.1)
         after = read_beat(fd, 2)
         assert after.place.order == (7, 1) > beat.place.order and after.count > beat.count
+
+
+GOES_ON = """
+import itertools, signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGUSR1, lambda *_: Path("stacks").touch())
+for step in itertools.count(1):
+    aside, name = Path(sys.argv[1]), ("step", "seen")[int(sys.argv[1])]
+    if name == "step" or Path("step").exists():
+        aside.write_text(str(step) if name == "step" else Path("step").read_text())
+        aside.replace(name)
+    time.sleep(0.01)
+"""
+
+
+def test_a_stopped_rank_goes_on_for_its_stacks_alone_and_then_no_more(tmp_path):
+    """Rank 1 looks at what rank 0 does, and would complete it."""
+
+    def number(name: str) -> int:
+        path = tmp_path / name
+        return int(path.read_text()) if path.exists() else 0
+
+    words = [sys.executable, "-S", "-c", GOES_ON]
+    workers = [
+        Worker(rank, subprocess.Popen([*words, str(rank)], cwd=tmp_path, start_new_session=True))
+        for rank in (0, 1)
+    ]
+    deadline = time.monotonic() + 60
+    try:
+        while number("seen") < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        workers[0].signal_group(signal.SIGSTOP)
+        while (stopped_at := number("step")) != number("seen"):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        Watch(workers, -1, PATIENCE_S).show_stacks(0)
+        while not all(worker.ended() for worker in workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        end_all(workers, lambda: True)
+    assert (tmp_path / "stacks").exists() and number("step") > stopped_at, "it went on"
+    assert number("seen") == stopped_at
