@@ -1,11 +1,14 @@
 """A dozen strikes in one run, and the table of all cases. The others are in test_chaos_FILE.py."""
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
+import torch
 from chaos_cases import CASES, FILES
 from chaos_chains import take
+from chaos_runs import STEPS, Result
 from document import PAGE, TIMES, with_table
 
 
@@ -20,6 +23,24 @@ def test_who_is_struck_is_in_one_file():
     assert {path.stem for path in Path(__file__).parent.glob("test_chaos_*.py")} == {
         f"test_chaos_{file}" for file in FILES
     }
+
+
+@pytest.mark.parametrize(
+    ("metric", "differs_by", "equal"),
+    [
+        ("actor/loss", 0.0, True),
+        ("actor/loss", 1e-9, False),
+        ("actor/rollout_log_prob_diff", 1e-7, True),
+        ("actor/rollout_log_prob_diff", 1e-4, False),
+    ],
+)
+def test_results_are_equal_but_for_what_rounding_changes(metric, differs_by, equal):
+    """In the last step something differs."""
+    lines = [{"step": step, metric: 0.5, "none": None} for step in range(1, STEPS + 1)]
+    expected = Result(lines, {f"layer_{index}": torch.ones(2) for index in range(6)})
+    changed = Result([*lines[:-1], lines[-1] | {metric: 0.5 + differs_by}], expected.weights)
+    with contextlib.nullcontext() if equal else pytest.raises(AssertionError):
+        changed.check_equal(expected)
 
 
 @pytest.mark.timeout(900)
