@@ -14,7 +14,7 @@ from fixtures_tiny import make_tiny_model_dir
 from safetensors.torch import load_file
 from train_engine_cases import Scenario
 
-from siirl.engines.train.packing import row_lengths
+from siirl.engines.train.micro_batches import row_lengths
 
 ACTOR = "actor_rollout_ref.actor"
 ONE_ROW = (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",)

@@ -36,20 +36,18 @@ from siirl.engines.train.fsdp_state import (
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
-from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
-from siirl.engines.train.packing import (
+from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
-    PackedBatch,
     bundles_of,
     count_bundles,
-    new_columns,
     prompt_numbers,
     repeated_prompt_tokens,
     row_lengths,
     sharing_pays,
     split_bundles,
-    vector_outputs,
 )
+from siirl.engines.train.optimizer import make_adamw, scaled_to_norm
+from siirl.engines.train.packing import PackedBatch, new_columns, vector_outputs
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.router_loss import RouterLoss
 from siirl.engines.train.router_replay import RouterReplay, put_experts

@@ -17,7 +17,7 @@ from siirl.compiler.memory.estimate import model_shape, read_shape
 from siirl.compiler.plan import LinkPlan
 from siirl.config import load_config
 from siirl.dag.spec import DagBuilder
-from siirl.engines.train import packing
+from siirl.engines.train import micro_batches
 
 ROOT = Path(__file__).parents[3]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -161,7 +161,7 @@ def test_a_prompt_is_computed_once_for_the_samples_that_a_micro_batch_has_room_f
     assert packed(lengths=RowTokens(100, 1024)).together == 1  # saves 8%: the attention in two parts costs 6%
     apart = [f"actor_rollout_ref.{x}.strategy=megatron" for x in ("actor", "ref")]
     assert packed(*apart).together == packed(*apart, name="actor").together == 1
-    assert LEAST_SAVING == packing.LEAST_SAVING
+    assert LEAST_SAVING == micro_batches.LEAST_SAVING
 
 
 def test_recomputation_adds_a_forward_pass_of_the_layers(model):

@@ -9,19 +9,18 @@ from hypothesis import strategies as st
 
 from siirl.algorithms.row_cost import row_cost
 from siirl.data.rows import make_rows
-from siirl.engines.train.packing import (
+from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
     bundles_of,
     count_bundles,
-    count_micro_batches,
-    pack_rows,
     prompt_numbers,
     repeated_prompt_tokens,
     row_lengths,
     sharing_pays,
+    single_rows,
     split_bundles,
-    split_rows,
 )
+from siirl.engines.train.packing import pack_rows
 from siirl.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -86,8 +85,9 @@ def test_a_response_without_a_prompt_is_refused_by_row():
 )
 @settings(deadline=None)
 def test_every_row_lands_in_one_micro_batch_within_the_limit(lengths, limit, spare):
-    num = count_micro_batches(lengths, limit) + spare
-    micro_batches = split_rows(lengths, limit, num, hidden_size=8)
+    bundles = single_rows(lengths, hidden_size=8)
+    num = count_bundles(bundles, limit) + spare
+    micro_batches = split_bundles(bundles, limit, num)
     assert len(micro_batches) == num
     assert sorted(row for rows in micro_batches for row in rows) == list(range(len(lengths)))
     for rows in micro_batches:
@@ -101,7 +101,7 @@ def test_every_row_lands_in_one_micro_batch_within_the_limit(lengths, limit, spa
 
 def test_balance_goes_by_cost_not_by_tokens():
     lengths = [100, 25, 25, 25, 25]
-    (first, second) = split_rows(lengths, MicroBatchLimit(max_tokens=10_000), 2, hidden_size=1)
+    (first, second) = split_bundles(single_rows(lengths, 1), MicroBatchLimit(max_tokens=10_000), 2)
     assert first == [0]
     assert second == [1, 2, 3, 4]
     assert row_cost(100, 1) > sum(row_cost(25, 1) for _ in range(4))
@@ -111,7 +111,8 @@ def test_balanced_micro_batches_of_a_real_batch_differ_little():
     draw = torch.Generator().manual_seed(0)
     lengths = torch.randint(300, 1280, (256,), generator=draw).tolist()
     limit = MicroBatchLimit(max_tokens=32_000)
-    micro_batches = split_rows(lengths, limit, count_micro_batches(lengths, limit), 2048)
+    bundles = single_rows(lengths, 2048)
+    micro_batches = split_bundles(bundles, limit, count_bundles(bundles, limit))
     assert len(micro_batches) == -(-sum(lengths) // 32_000)
     costs = [sum(row_cost(lengths[row], 2048) for row in rows) for rows in micro_batches]
     assert max(costs) < 1.02 * min(costs)

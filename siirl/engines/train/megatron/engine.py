@@ -39,16 +39,14 @@ from siirl.engines.train.megatron.state import (
     training_state,
 )
 from siirl.engines.train.megatron.weights import entries, family_of, num_active_weights
-from siirl.engines.train.packing import (
+from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
     bundles_of,
     count_bundles,
-    new_columns,
-    packed_lengths,
     row_lengths,
     split_bundles,
-    vector_outputs,
 )
+from siirl.engines.train.packing import new_columns, packed_lengths, vector_outputs
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.shared_rows import SumOverRanks
