@@ -175,7 +175,13 @@ def job_keys(args: argparse.Namespace, folder: Path, out: Path) -> list[str]:
 
 def run(args: argparse.Namespace, folder: Path, out: Path, number: int) -> dict[str, Any]:
     """One block: the times of its counted steps, and what was trained in each."""
-    out.with_suffix(".yaml").write_text(yaml.safe_dump(workflow(number, folder), sort_keys=False))
+    block = run_job(args, folder, out, workflow(number, folder))
+    return block | {"trained_tokens": number * args.prompts * args.samples * args.response_tokens}
+
+
+def run_job(args: argparse.Namespace, folder: Path, out: Path, dag: dict[str, Any]) -> dict[str, Any]:
+    """Run a workflow by the command that users type; wall and processor time of its counted steps."""
+    out.with_suffix(".yaml").write_text(yaml.safe_dump(dag, sort_keys=False))
     env = os.environ | {"PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"}
     env |= {} if args.gpu else {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "siirl.main_dag", *job_keys(args, folder, out)]
@@ -187,7 +193,7 @@ def run(args: argparse.Namespace, folder: Path, out: Path, number: int) -> dict[
             time.sleep(0.5)
             samples.append((time.time(), tree_cpu_s(job.pid)))
     if job.returncode:
-        raise SystemExit(f"the job of {number} agents failed:\n{log.read_text()[-6000:]}")
+        raise SystemExit(f"the job of {dag['dag_id']} failed:\n{log.read_text()[-6000:]}")
     lines = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
     ends = [one["time_s"] for one in lines[WARM_UP_STEPS - 1 :]]
     used = np.interp(ends, *zip(*samples, strict=True))
@@ -196,7 +202,6 @@ def run(args: argparse.Namespace, folder: Path, out: Path, number: int) -> dict[
     return {
         "step_s": [end - start for start, end in itertools.pairwise(ends)],
         "cpu_s": np.diff(used).tolist(),
-        "trained_tokens": number * args.prompts * args.samples * args.response_tokens,
         "whole_run_s": time.perf_counter() - begin_s,
         "times_s": {name: statistics.median(one.get(name, 0.0) for one in counted) for name in names},
     }
