@@ -1,6 +1,7 @@
 """Every training engine gives what plain Hugging Face and AdamW give, however the rows are cut."""
 
 import functools
+import random
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
-from expert_cases import largest_gap, reference_on_disk
+from expert_cases import assert_equal_training, largest_gap, reference_on_disk
 from fixtures_tiny import make_tiny_model_dir
 from train_engine_cases import Outcome, Scenario
 
@@ -51,6 +52,31 @@ SCENARIOS = [
     shared("two pairs share rows, one without", 4, 2, split="first_rank"),
     shared("two pairs share rows, each a copy", 4, 2, split="uneven", fsdp_size=2),
 ]
+RANDOM_WORLD = 4
+
+
+def random_scenarios(seed: int, num: int) -> list[Scenario]:
+    """Models, layouts and options of ranks that share rows, together as nobody would choose them."""
+    draw, found = random.Random(seed), []
+    for number in range(num):
+        cp = draw.choice((2, 4))
+        keys = [
+            f"actor_rollout_ref.model.enable_gradient_checkpointing={draw.random() < 0.5}",
+            *draw.choice(((), TOKEN_BUDGET, (f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",))),
+        ]
+        model = draw.choice(("qwen3_tied", "qwen3_untied", "llama", "qwen3_moe", "one_kv", "six_heads"))
+        cp = 2 if model == "six_heads" else cp
+        adapts = model != "qwen3_moe" and draw.random() < 0.3
+        keys += LORA if adapts else ()
+        size = draw.choice([size for size in (0, 2, 4) if size % cp == 0])
+        split = draw.choice(("even", "uneven", "first_rank"))
+        name = f"{number}: {model}, cp {cp}, {split}, fsdp_size {size}, {'lora' * adapts} {' '.join(keys)}"
+        found.append(
+            shared(name, RANDOM_WORLD, cp, model, split=split, fsdp_size=size, overrides=tuple(keys))
+        )
+    return found
+
+
 TINY = {"hidden": 64, "init_std": 0.15}
 
 
@@ -61,6 +87,10 @@ def model_dirs() -> dict[str, str]:
         "qwen3_tied": str(make_tiny_model_dir(root / "tied", tie=True, **TINY)),
         "qwen3_untied": str(make_tiny_model_dir(root / "untied", tie=False, **TINY)),
         "llama": str(make_tiny_model_dir(root / "llama", "llama", tie=False, **TINY)),
+        "one_kv": str(make_tiny_model_dir(root / "one", "qwen2", tie=False, kv_heads=1, **TINY)),
+        "six_heads": str(
+            make_tiny_model_dir(root / "six", tie=False, heads=6, kv_heads=3, head_dim=16, **TINY)
+        ),
         "qwen3_moe": str(make_tiny_model_dir(root / "experts", "qwen3_moe", tie=False, experts=5, **TINY)),
     }
 
@@ -108,3 +138,17 @@ def test_weights_after_three_steps_equal_plain_hf_and_adamw(pair):
 def test_shares_of_the_loss_add_up_to_the_loss_of_the_mini_batch(pair):
     ours, theirs = pair
     assert ours.losses == pytest.approx(theirs.losses, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_share_rows_train_as_plain_hf_whatever_else_is_asked(seed):
+    scenarios = random_scenarios(seed, 8)
+    found = run_workers(cases.run_scenarios, RANDOM_WORLD, scenarios, model_dirs(), deadline_s=500)[0]
+    for scenario in scenarios:
+        theirs = reference(scenario.model, "lora" in scenario.name)
+        try:
+            assert_equal_training(found[scenario.name], theirs)
+        except AssertionError as error:
+            raise AssertionError(scenario.name) from error

@@ -17,6 +17,7 @@ APART = tuple(
     f"dag.node_config.{node}.placement=0" for node in ("rollout", "reward", "old_log_prob", "train")
 )
 ON_1 = (*APART, *(f"dag.node_config.{half}.placement=1" for half in HALVES), "trainer.n_gpus_per_node=2")
+SHARED = ("teacher.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2")
 MEGATRON = (*ON_1, "teacher.strategy=megatron", "teacher.megatron.param_dtype=float32")
 
 
@@ -61,18 +62,19 @@ def test_a_student_of_two_teachers_learns_both_halves_of_which_each_knows_one(ma
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("said", ["distill.top_k=-1", "distill.top_k=3", "distill.top_k=0"])
-def test_teachers_on_other_ranks_and_under_megatron_give_the_same_loss(made, tmp_path, said):
+def test_teachers_on_other_ranks_sharing_rows_and_under_megatron_give_the_same_loss(made, tmp_path, said):
     more = ("trainer.total_training_steps=3", f"{ACTOR}.{said}", "trainer.test_freq=-1")
     more += ("trainer.val_before_train=false",)
     if said.endswith("0"):
         more += (f"{ACTOR}.distill.divergence=reverse_kl", f"{ACTOR}.ppo_mini_batch_size=32")
     losses = []
-    for name, keys in (("together", ()), ("apart", ON_1), ("megatron", MEGATRON)):
+    for name, keys in (("together", ()), ("apart", ON_1), ("shared", SHARED), ("megatron", MEGATRON)):
         shutil.copytree(made, tmp_path / name, ignore=shutil.ignore_patterns("run"))
         losses.append(run(tmp_path / name, *more, *keys).values("actor/distill_loss"))
     assert len(losses[0]) == 3 and min(map(abs, losses[0])) > 1e-2
     assert losses[1] == pytest.approx(losses[0], rel=1e-6, abs=1e-6)
     assert losses[2] == pytest.approx(losses[0], rel=1e-6, abs=1e-6)
+    assert losses[3] == pytest.approx(losses[0], rel=1e-6, abs=1e-6)
 
 
 def test_a_row_that_no_teacher_takes_is_refused_before_the_run(made, tmp_path):

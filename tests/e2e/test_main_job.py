@@ -44,7 +44,8 @@ def largest_difference(one, other) -> float:
             4,
             [
                 "actor_rollout_ref.actor.use_dynamic_bsz=True",
-                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32",
+                "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
             ],
         ),
     ],
@@ -96,6 +97,18 @@ def test_a_run_resumes_on_another_number_of_ranks(inputs, one_rank, tmp_path):
     run_job(1, overrides(inputs, tmp_path, *settings, "trainer.total_training_steps=2"))
     resumed = run_job(2, overrides(inputs, tmp_path, *settings))
     assert resumed.lines[-1]["step"] == 3
+    assert largest_difference(resumed.weights(), one_rank.weights()) < 2e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [(2, 1), (1, 2)], ids=["ends", "begins"])
+def test_a_run_resumes_where_ranks_share_rows_and_where_they_do_not(inputs, one_rank, tmp_path, shared):
+    settings = [KL, "trainer.save_freq=2"]
+    for steps, size in zip((2, 3), shared, strict=True):
+        ranks = f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={size}"
+        keys = overrides(inputs, tmp_path, *settings, ranks, f"trainer.total_training_steps={steps}")
+        resumed = run_job(2, keys)
+    assert [line["step"] for line in resumed.lines][-1] == 3
     assert largest_difference(resumed.weights(), one_rank.weights()) < 2e-4
 
 

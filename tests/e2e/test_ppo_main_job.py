@@ -50,12 +50,22 @@ def placed_apart(folder) -> str:
     return f"dag.workflow_path={path}"
 
 
+LAYOUTS = {
+    "shared ranks": ("critic.ppo_micro_batch_size_per_gpu=3",),
+    "shared rows": (
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "critic.ulysses_sequence_parallel_size=2",
+    ),
+    "critic apart": (),
+}
+
+
 @pytest.mark.parametrize(
-    "apart",
-    [pytest.param(False, marks=pytest.mark.slow, id="shared ranks"), pytest.param(True, id="critic apart")],
+    "layout",
+    [name if name == "critic apart" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
 )
-def test_ppo_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, apart):
-    more = [placed_apart(tmp_path)] if apart else ["critic.ppo_micro_batch_size_per_gpu=3"]
+def test_ppo_is_the_same_on_two_ranks(inputs, one_rank, tmp_path, layout):
+    more = LAYOUTS[layout] or (placed_apart(tmp_path),)
     two = run_job(2, overrides(inputs, tmp_path, *PPO, *KL, *more))
     for name in COMPARED:
         assert len(two.values(name)) == 3, name

@@ -34,7 +34,8 @@ def test_rows_that_are_balanced_over_ranks_score_the_same(inputs, reward_model, 
     one = by_reward_model(1, inputs, reward_model, tmp_path / "one", steps)
     tp = ("reward_model.strategy=megatron", "reward_model.megatron.tensor_model_parallel_size=2")
     exact = "reward_model.megatron.param_dtype=float32"
-    for name, more in (("fsdp", ()), ("megatron", (*tp, exact))):
+    shared = ("reward_model.ulysses_sequence_parallel_size=2",)
+    for name, more in (("fsdp", ()), ("shared", shared), ("megatron", (*tp, exact))):
         two = by_reward_model(2, inputs, reward_model, tmp_path / name, steps, *more)
         for metric in ("reward/score", "reward/score_max", "val/reward/mean", "advantage/std"):
             assert two.values(metric) == pytest.approx(one.values(metric), abs=1e-4), (name, metric)

@@ -54,8 +54,9 @@ def theirs(model: Path) -> trl_trainers.Trained:
         pytest.param(1, (), marks=pytest.mark.slow),
         (2, ("reward_model.use_dynamic_bsz=True", "reward_model.ppo_max_token_len_per_gpu=64")),
         (2, TP2),
+        pytest.param(2, ("reward_model.ulysses_sequence_parallel_size=2",), marks=pytest.mark.slow),
     ],
-    ids=["fsdp on 1", "fsdp on 2, by tokens", "tp2"],
+    ids=["fsdp on 1", "fsdp on 2, by tokens", "tp2", "fsdp, shared rows"],
 )
 def test_a_reward_model_learns_as_trls_does(folder, start, tmp_path, world, more):  # noqa: F811
     ours, by = train(folder, tmp_path, world, *PAIRS, *keys(start), *more), theirs(start)
