@@ -30,8 +30,17 @@ LANGUAGE_MODELS = (
 """What fsdp trains as a language model only: transformers has no value or score head for them."""
 VISION_MODELS = ("qwen2_5_vl", "qwen3_vl")
 """What fsdp trains as a language model that sees images: a vision tower, and a decoder as any other."""
-MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+MEGATRON = (
+    *("glm4", "llama", "ministral", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    "seed_oss",
+)
 """What megatron trains, with any head."""
+MEGATRON_LANGUAGE_MODELS = ("cwm",)
+"""What megatron trains as a language model only."""
+MBRIDGE = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Types that mbridge was seen to read as siirl does."""
+QKV_BIAS = ("glm4", "seed_oss")
+"""Whose attention_bias is one of queries, keys and values alone."""
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Whose keys and values are computed of a compressed one, and were compared."""
@@ -68,7 +77,9 @@ class Trainable:
 
 TRAINABLE = {
     "fsdp": Trainable(OF_ANY_HEAD, LANGUAGE_MODELS + VISION_MODELS, lambda config: iter(()), own_code=True),
-    "megatron": Trainable(MEGATRON, (), lambda config: _as_megatron_builds(config), own_code=False),
+    "megatron": Trainable(
+        MEGATRON, MEGATRON_LANGUAGE_MODELS, lambda config: _as_megatron_builds(config), own_code=False
+    ),
 }
 """Strategy -> what it trains."""
 
@@ -346,17 +357,11 @@ def _traits(config: Mapping[str, Any]) -> Iterator[str]:
 
 def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
     """What the layers that are built of megatron-core do not have."""
-    for name in ("attention_bias", "mlp_bias"):
-        if config.get(name):
+    for name in ("attention_bias", "attention_out_bias", "mlp_bias"):
+        if config.get(name) and (name != "attention_bias" or config.get("model_type") not in QKV_BIAS):
             yield f"{name}={config[name]}"
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act={config['hidden_act']}"
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        yield "dense layers among those of experts"
-    if config.get("use_sliding_window") or (
-        config.get("model_type") == "mixtral" and config.get("sliding_window")
-    ):
-        yield "sliding windows"
     normalised = config.get("model_type") == "mixtral" or config.get("norm_topk_prob")
     if config.get("num_experts_per_tok") == 1 and normalised:
         yield "one expert a token at weight 1, whose router learns nothing"

@@ -19,7 +19,10 @@ from siirl.config.common import STRATEGIES
 from siirl.errors import NotSupportedError
 from siirl.parallel.dims import ParallelDims
 
-SOME = {"fsdp": ("mistral", "opt", "gemma3_text", "olmoe"), "megatron": ("mixtral",)}
+SOME = {
+    "fsdp": ("mistral", "opt", "gemma3_text", "olmoe"),
+    "megatron": ("mixtral", "mistral", "glm4", "qwen2_moe"),
+}
 """What `make test` builds: models whose differences are in attention, dropout and experts."""
 WINDOWS: dict[str, dict[str, Any]] = {
     **{kind: {"sliding_window": 5} for kind in ("exaone4", "gemma3_text", "ministral", "mistral", "olmo3")},

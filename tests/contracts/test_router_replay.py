@@ -30,7 +30,7 @@ LORA = (
     f"actor_rollout_ref.model.lora_alpha={cases.LORA_ALPHA}",
     f"actor_rollout_ref.model.target_modules=[{','.join(ATTENTION)}]",
 )
-ON_DISK = ("qwen3_moe", "mixtral")
+ON_DISK = ("qwen3_moe", "mixtral", "qwen2_moe")
 """Whose gradients are compared tensor by tensor; of the others by their norm."""
 
 
@@ -189,9 +189,11 @@ LAYOUTS = [
     "world", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_given_experts_compute_the_same_in_every_layout_of_megatron(world, tmp_path):
-    kinds = ["qwen3_moe"] if world == 1 else ["qwen3_moe", "mixtral"]
+    kinds = ["qwen2_moe"] if world == 1 else ["qwen2_moe", "qwen3_moe", "mixtral"]
     for kind in kinds:
         own = {"num_hidden_layers": 4, "tie_word_embeddings": False, "sliding_window": None}
+        if kind == "qwen2_moe":  # has dense layers among those of experts
+            own |= {"mlp_only_layers": [1], "shared_expert_intermediate_size": 24}
         causal_lms.write_model(tmp_path / kind, causal_lms.tiny_config(kind, **own))
     scenarios = [scenario for scenario in LAYOUTS if scenario.world == world]
     assert run_workers(replays, world, tmp_path, kinds, scenarios, deadline_s=300) == [{}] * world

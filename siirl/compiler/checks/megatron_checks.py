@@ -11,6 +11,7 @@ from typing import Any
 
 from siirl.compiler.checks.megatron_options import MODULES, Kind, refusal
 from siirl.compiler.memory.estimate import ModelShape
+from siirl.compiler.model_types import MBRIDGE
 from siirl.config.common import MegatronConfig
 from siirl.errors import ConfigError
 from siirl.parallel.dims import ParallelDims
@@ -102,6 +103,15 @@ def _weights(model: MegatronModel) -> Iterator[str]:
             f"{model.keys}.use_mbridge and use_dist_checkpointing are both true: weights are read from "
             "Hugging Face files by mbridge, or from a converted checkpoint. Set one of them to false."
         )
+    shape = model.shape
+    if section.use_mbridge and isinstance(shape, ModelShape):
+        is_mixed = 0 < shape.moe_layers < shape.layers
+        what = f"a {shape.family}" + " with dense layers among those of experts" * is_mixed
+        if is_mixed or shape.family not in MBRIDGE:
+            yield (
+                f"{model.keys}.use_mbridge=true for {what}: that mbridge reads it as siirl does has not been "
+                "seen. Set it to false: siirl reads the weights itself."
+            )
 
 
 def _adapters(model: MegatronModel) -> Iterator[str]:

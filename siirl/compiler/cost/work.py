@@ -346,9 +346,9 @@ def rollout_work(
 
 def sync_work(link: LinkPlan, cfg: Config, shape: ModelShape, machine: int) -> Work:
     """What it takes to bring a rollout engine to its trainer's weights: tensors by their number."""
-    per_layer = 11 if shape.family.startswith("qwen3") else 9
-    of_experts = shape.moe_layers * (3 * shape.experts + 1 - 3)  # and the router, in the place of an MLP
-    work = {"sync_tensor": float(shape.layers * per_layer + of_experts + 2 + (not shape.tied))}
+    shared = 4 if shape.shared_width else 0  # an expert and its gate
+    of_experts = shape.moe_layers * (3 * shape.experts + 1 - 3 + shared)  # and the router, in place of an MLP
+    work = {"sync_tensor": float(shape.layers * shape.layer_tensors + of_experts + 2 + (not shape.tied))}
     if len(link.ranks) > 1:
         work["sync_ranks"] = 1.0
     if link.kind != "local":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from siirl.compiler.model_types import QKV_BIAS
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import RouterChoices
 from siirl.config import Config
@@ -25,7 +26,13 @@ SMALL_MODEL_BYTES = 2 << 30
 """Up to so many bytes of fp32 weights a model stays gathered under FSDP2, with whole gradients, in a
 mini-batch."""
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+FAMILIES = (
+    *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3"),
+    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+)
+FUSED = ("glm4", "phi3")
+"""Families whose files have gate and up in one tensor; phi3's queries, keys and values too."""
+_QWEN2 = ("qwen2", "qwen2_moe")
 ONLY_EXPERTS = ("mixtral", "olmoe")
 """Families whose layers all have experts, of the width that dense MLPs have in others."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
@@ -84,6 +91,10 @@ class ModelShape:
     """Of all experts of a layer."""
     moe_layers: int
     """Layers that have experts."""
+    norms: int = 2
+    """Of a layer, as wide as its hidden states."""
+    layer_tensors: int = 9
+    """In the files, of a layer without experts."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +144,14 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     head_dim = raw.get("head_dim") or hidden // heads
     q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
     attention = 2 * hidden * q_width + 2 * hidden * kv_width
-    if family.startswith("qwen2"):
-        attention += q_width + 2 * kv_width
-    elif raw.get("attention_bias"):
-        attention += q_width + 2 * kv_width + hidden
-    if family.startswith("qwen3"):
-        attention += 2 * head_dim
-    if family == "olmoe":
-        attention += q_width + kv_width
-    norms = 2 * hidden
-    per_layer = [attention + norms + _mlp_params(raw, index) for index in range(layers)]
+    qkv_bias = raw.get("qkv_bias", True) if family.startswith("qwen2") else raw.get("attention_bias")
+    output_bias = raw.get("attention_out_bias") or (qkv_bias and family not in (*QKV_BIAS, *_QWEN2))
+    attention += (q_width + 2 * kv_width) * bool(qkv_bias) + hidden * bool(output_bias)
+    qk_norms = family.startswith("qwen3") or family == "olmoe"
+    if qk_norms:
+        attention += q_width + kv_width if family == "olmoe" else 2 * head_dim
+    norms = 4 if family == "glm4" else 2
+    per_layer = [attention + norms * hidden + _mlp_params(raw, index) for index in range(layers)]
     moe_layers = sum(_has_experts(raw, index) for index in range(layers))
     experts = (raw.get("num_experts") or raw["num_local_experts"]) if moe_layers else 0
     expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
@@ -167,6 +176,14 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         shared_width=raw.get("shared_expert_intermediate_size", 0) if moe_layers else 0,
         expert_params=experts * 3 * hidden * expert_width,
         moe_layers=moe_layers,
+        norms=norms,
+        layer_tensors=7
+        + norms
+        + 2 * qk_norms
+        + 3 * bool(qkv_bias)
+        + bool(output_bias)
+        - (family in FUSED)
+        - 2 * (family == "phi3"),
     )
 
 
@@ -300,7 +317,7 @@ def query_width(shape: ModelShape) -> int:
 def kept_values(shape: ModelShape, fused: bool) -> int:
     """Values per token that a layer keeps for its backward pass, of the compute type's width.
 
-    Fused kernels (Liger, Megatron-Core's): two norms keep input and output (4 h); norms of query and key
+    Fused kernels (Liger, Megatron-Core's): norms keep input and output (4 h of two); norms of query and key
     their input (q + k); attention its inputs and output (2 q + 2 k); the MLP gate, up and their product.
     Without, each norm keeps a copy in fp32 and the normalised input, and the activation its output.
     """
@@ -308,8 +325,8 @@ def kept_values(shape: ModelShape, fused: bool) -> int:
     qk_norm = (q_width + shape.kv_width) * shape.family.startswith("qwen3")
     attention = 2 * q_width + 2 * shape.kv_width
     if fused:
-        return 4 * shape.hidden + qk_norm + attention + mlp_values(shape, 3)
-    return 8 * shape.hidden + 3 * qk_norm + attention + mlp_values(shape, 4)
+        return 2 * shape.norms * shape.hidden + qk_norm + attention + mlp_values(shape, 3)
+    return 4 * shape.norms * shape.hidden + 3 * qk_norm + attention + mlp_values(shape, 4)
 
 
 def forward_values(shape: ModelShape, fused: bool) -> int:

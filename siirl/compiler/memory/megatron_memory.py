@@ -23,7 +23,6 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config.common import MegatronConfig
 from siirl.parallel.pipeline_layers import split_layers
 
-_UNSPLIT = 4  # times hidden size: what tensor parallelism alone leaves whole (norms, residuals)
 _DTYPES = {"fp32": 4, "bf16": 2}
 
 
@@ -106,7 +105,7 @@ def _stage_lines(
         lines.append(MemoryLine(name, "activations", int(tokens * values) * width, ("update",)))
     tokens = -(-settings.forward_tokens // dims.cp)
     split = dims.tp if section.sequence_parallel else 1
-    whole = _UNSPLIT * shape.hidden
+    whole = 4 * shape.hidden
     values = whole / split + (forward_values(shape, fused=True) - whole) / dims.tp
     lines.append(MemoryLine(name, "activations", int(tokens * values) * width, ("forward",)))
     return [*lines, *(settings.head if stage == dims.pp - 1 else ())]
@@ -132,13 +131,18 @@ def _optimizer_lines(
     return lines
 
 
+def _unsplit(shape: ModelShape) -> int:
+    """Values per token that tensor parallelism alone leaves whole: what norms keep."""
+    return 2 * shape.norms * shape.hidden
+
+
 def _activations(
     shape: ModelShape, section: MegatronConfig, tp: int, recompute: bool, in_flight: int
 ) -> float:
     """Values per token: what the layers in flight keep, and the layer that computes in full."""
     options = recomputation(section.override_transformer_config, recompute)
     split = tp if section.sequence_parallel else 1
-    whole, mlp = _UNSPLIT * shape.hidden, mlp_values(shape, 3) / tp
+    whole, mlp = _unsplit(shape), mlp_values(shape, 3) / tp
     attention = whole / split + (kept_values(shape, fused=True) - whole) / tp - mlp
     layer, layer_input = attention + mlp, shape.hidden / split
     granularity = options.get("recompute_granularity")

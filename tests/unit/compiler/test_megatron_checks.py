@@ -421,6 +421,20 @@ BY_MBRIDGE = (f"{ACTOR}.use_mbridge=True",)
 FROM_CHECKPOINT = (f"{ACTOR}.use_dist_checkpointing=True", f"{ACTOR}.dist_checkpointing_path=/ckpt")
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "what"),
+    [
+        ("Llama-3.1-8B", {"model_type": "mistral"}, "a mistral"),
+        ("Qwen3-30B-A3B", {"mlp_only_layers": [0]}, "a qwen3_moe with dense layers among those of experts"),
+    ],
+)
+def test_what_mbridge_was_not_seen_to_read_is_refused(tmp_path, name, changes, what):
+    model = write_model(tmp_path, name, **changes)
+    megatron_plan(8, model=model)
+    with pytest.raises(ConfigError, match=f"use_mbridge=true for {what}: .* Set it to false"):
+        megatron_plan(8, *BY_MBRIDGE, model=model)
+
+
 def test_weights_come_from_one_place(tmp_path):
     model = write_model(tmp_path, "Qwen3-8B")
     megatron_plan(2, *BY_MBRIDGE, model=model)

@@ -15,6 +15,7 @@ from siirl.compiler.model_types import (
     LANGUAGE_MODELS,
     LENGTH_DEPENDENT,
     MEGATRON,
+    MEGATRON_LANGUAGE_MODELS,
     OF_ANY_HEAD,
     VISION_MODELS,
     known_types,
@@ -202,14 +203,9 @@ def test_what_experts_do_not_have_under_fsdp_is_refused_and_the_fix_is_accepted(
             {"model_type": "llama", "attention_bias": True},
             r"llama with attention_bias=True\. Set strategy=fsdp",
         ),
-        ({"model_type": "qwen2", "use_sliding_window": True}, r"sliding windows\. Set strategy=fsdp"),
-        ({"model_type": "mixtral", "sliding_window": 4096}, r"sliding windows\. Set strategy=fsdp"),
-        (
-            {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
-            r"dense layers among those of experts\. Set strategy=fsdp",
-        ),
+        ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias=True"),
         ({"model_type": "qwen3", "hidden_act": "gelu"}, "hidden_act=gelu"),
-        ({"model_type": "mistral"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
+        ({"model_type": "olmo3"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
     ],
 )
 def test_variants_that_megatron_would_build_differently_are_refused(model, words):
@@ -245,7 +241,7 @@ def test_the_engine_has_a_family_for_every_type_of_the_table():
     pytest.importorskip("megatron.core")
     from siirl.engines.train.megatron.weights import FAMILIES
 
-    assert set(FAMILIES) == set(MEGATRON)
+    assert set(FAMILIES) == set(known_types("megatron"))
 
 
 def test_the_page_of_models_lists_the_table():
@@ -255,7 +251,7 @@ def test_the_page_of_models_lists_the_table():
         if line.startswith(("| fsdp", "| megatron")):
             strategy, role, row = line.split("|")[1:4]
             kinds.setdefault((strategy, role), []).extend(kind.strip() for kind in row.split(","))
-    tables = (OF_ANY_HEAD, LANGUAGE_MODELS, VISION_MODELS, MEGATRON)
+    tables = (OF_ANY_HEAD, LANGUAGE_MODELS, VISION_MODELS, MEGATRON, MEGATRON_LANGUAGE_MODELS)
     assert list(kinds.values()) == [sorted(table) for table in tables]
 
 

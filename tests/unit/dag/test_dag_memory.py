@@ -21,7 +21,7 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
         "tie_word_embeddings": tie,
         "pad_token_id": 0,
     }
-    if family.startswith("qwen3"):
+    if family.startswith("qwen3") or family in ("glm4", "ministral"):
         sizes["head_dim"] = 32
     if family.endswith("_moe"):
         sizes |= {
@@ -34,10 +34,15 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
         sizes["shared_expert_intermediate_size"] = 48
     if family == "mixtral":
         sizes["num_local_experts"] = 4
+    if family == "glm4":
+        sizes["attention_bias"] = True
     config = CONFIG_MAPPING[family](**sizes)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert model_shape(config.to_dict()).params == sum(p.numel() for p in model.parameters())
+    shape = model_shape(config.to_dict())
+    assert shape.params == sum(p.numel() for p in model.parameters())
+    dense = [x for x in model.state_dict() if x.startswith("model.layers.1.")]
+    assert shape.moe_layers == shape.layers or shape.layer_tensors == len(dense)
 
 
 def test_states_of_a_trained_model_are_sharded_and_offload_moves_them_to_the_host():

@@ -78,19 +78,26 @@ def context_shard(bounds: SequenceBounds, group: dist.ProcessGroup, device: torc
 
 
 def context_attention(
-    q_nHD: Tensor, k_nKD: Tensor, v_nKD: Tensor, shard: ContextShard, scale: float | None
+    q_nHD: Tensor,
+    k_nKD: Tensor,
+    v_nKD: Tensor,
+    shard: ContextShard,
+    scale: float | None,
+    window: int | None = None,
 ) -> Tensor:
     """Causal attention of this rank's tokens to all tokens before them in their sequences, [n, H, D].
 
-    Gathers keys and values over the group; backward adds their gradients up and scatters them.
+    window: of how many tokens, its own included; None: of all. Gathers keys and values over the group;
+    backward adds their gradients up and scatters them.
     """
     k, v = (_gathered(x_nKD, shard) for x_nKD in (k_nKD, v_nKD))
     if q_nHD.is_cuda and q_nHD.dtype in (torch.bfloat16, torch.float16):
         attend, options = varlen_kernel()
         longest = (shard.longest_query, shard.longest_key)
         ends = (shard.query_ends, shard.key_ends)
-        return attend(q_nHD.contiguous(), k, v, *ends, *longest, scale=scale, window_size=(-1, 0), **options)
-    return _padded(q_nHD, k, v, shard, scale)
+        seen = (-1 if window is None else window - 1, 0)
+        return attend(q_nHD.contiguous(), k, v, *ends, *longest, scale=scale, window_size=seen, **options)
+    return _padded(q_nHD, k, v, shard, scale, window)
 
 
 def _gathered(x_nKD: Tensor, shard: ContextShard) -> Tensor:
@@ -99,7 +106,9 @@ def _gathered(x_nKD: Tensor, shard: ContextShard) -> Tensor:
     return whole.index_select(0, shard.restore_N[shard.key_index])
 
 
-def _padded(q_nHD: Tensor, k: Tensor, v: Tensor, shard: ContextShard, scale: float | None) -> Tensor:
+def _padded(
+    q_nHD: Tensor, k: Tensor, v: Tensor, shard: ContextShard, scale: float | None, window: int | None
+) -> Tensor:
     """By SDPA on runs padded to the right, with a mask; for CPUs and fp32."""
     num_queries, num_keys = shard.query_ends.diff(), shard.key_ends.diff()
     at_q, at_k = _places(num_queries, shard.longest_query), _places(num_keys, shard.longest_key)
@@ -111,7 +120,10 @@ def _padded(q_nHD: Tensor, k: Tensor, v: Tensor, shard: ContextShard, scale: flo
 
     query = torch.arange(shard.longest_query, device=q_nHD.device)[:, None]
     key = torch.arange(shard.longest_key, device=q_nHD.device)
-    mask = key <= query + (num_keys - num_queries)[:, None, None]
+    own = query + (num_keys - num_queries)[:, None, None]
+    mask = key <= own
+    if window is not None:
+        mask &= key > own - window
     out = F.scaled_dot_product_attention(
         pad(q_nHD, at_q, shard.longest_query),
         pad(k, at_k, shard.longest_key),

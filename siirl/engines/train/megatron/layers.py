@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from siirl.engines.train.attention import packed_attention
@@ -68,6 +69,9 @@ class PackedAttention(nn.Module):
     def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: Any = None, **kwargs: Any):
         super().__init__()
         self.scale = softmax_scale
+        is_narrow = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if is_narrow else None
+        self.turns_neighbours = config.rotary_interleaved
 
     def forward(
         self,
@@ -83,23 +87,32 @@ class PackedAttention(nn.Module):
         assert packed_seq_params is not None and packed_seq_params.bounds is not None
         cos_N1D, sin_N1D = (table.unsqueeze(1) for table in packed_seq_params.rope or ())
         rotate = _rotated_by_one_kernel if query.is_cuda else _rotated
-        query, key = rotate(query, cos_N1D, sin_N1D), rotate(key, cos_N1D, sin_N1D)
+        query, key = (rotate(x, cos_N1D, sin_N1D, self.turns_neighbours) for x in (query, key))
         if packed_seq_params.context is not None:
-            return context_attention(query, key, value, packed_seq_params.context, self.scale)
+            return context_attention(query, key, value, packed_seq_params.context, self.scale, self.window)
         out, _ = packed_attention(
             self,
             *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
             None,
             sequence_bounds=packed_seq_params.bounds,
             scaling=self.scale,
+            sliding_window=self.window,
         )
         return out[0]
 
 
-def _rotated(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
-    """Rotary embedding of halves, as Hugging Face's models pair dimensions."""
-    first, second = x_NHD.chunk(2, dim=-1)
-    return x_NHD * cos_N1D + torch.cat([-second, first], dim=-1) * sin_N1D
+def _rotated(x_NHD: Tensor, cos_N1R: Tensor, sin_N1R: Tensor, neighbours: bool = False) -> Tensor:
+    """Rotary embedding of the first R dimensions; i and i + R/2 are turned together, or neighbours."""
+    size = cos_N1R.shape[-1]
+    turned, kept = x_NHD[..., :size], x_NHD[..., size:]
+    if neighbours:
+        cos_N1R, sin_N1R = (x[..., : size // 2].repeat_interleave(2, dim=-1) for x in (cos_N1R, sin_N1R))
+        across = torch.stack([-turned[..., 1::2], turned[..., 0::2]], dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        across = torch.cat([-second, first], dim=-1)
+    out = turned * cos_N1R + across * sin_N1R
+    return torch.cat([out, kept], dim=-1) if kept.shape[-1] else out
 
 
 _rotated_by_one_kernel = torch.compile(_rotated, dynamic=True)

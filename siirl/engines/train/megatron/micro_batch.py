@@ -3,6 +3,7 @@
 Legend: N packed tokens.
 """
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
-from transformers import PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from siirl.engines.train.megatron.context_parallel import context_shard
 from siirl.engines.train.megatron.layers import PackedRows
@@ -34,8 +34,10 @@ class MicroBatch:
 
 
 def make_rope(config: PretrainedConfig, device: torch.device) -> nn.Module:
-    """The rotary embedding of the model's config.json, scaled as it says; the same for all our families."""
-    return LlamaRotaryEmbedding(config).to(device)
+    """The rotary embedding of the model's config.json, scaled as it says: transformers' of its type."""
+    code = inspect.getmodule(AutoModelForCausalLM._model_mapping[type(config)])
+    kind = next(value for name, value in vars(code).items() if name.endswith("RotaryEmbedding"))
+    return kind(config).to(device)
 
 
 def make_micro_batch(

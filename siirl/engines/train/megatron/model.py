@@ -11,7 +11,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -22,7 +24,7 @@ from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.linear_adapters import LinearAdapter, freeze_base, put_adapter
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token
 from siirl.engines.train.megatron.scope import MegatronScope
-from siirl.engines.train.megatron.weights import Entry, entries, hf_shapes, runs, tied_head
+from siirl.engines.train.megatron.weights import Entry, entries, family_of, hf_shapes, runs, tied_head
 from siirl.errors import DataError
 from siirl.model_files.directory import check_weight_files
 from siirl.model_files.weight_slices import SafetensorsFolder
@@ -52,6 +54,8 @@ def build_stages(
             vp_stage=chunk if dims.vpp > 1 else None,
         )
         stage.num_words = hf.vocab_size
+        if family_of(hf).outer_norms:
+            _add_outer_norms(stage, config)
         if stage.pre_process and hf.pad_token_id is not None:
             freeze_padding_token(stage, hf.pad_token_id)
         stages.append(stage)
@@ -60,19 +64,40 @@ def build_stages(
 
 def _block_spec(config: TransformerConfig, vp_stage: int | None, place: int) -> TransformerBlockSubmodules:
     """megatron-core's own layers without Transformer Engine, with our norm and attention in them."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=place)
+    number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=place)
+    every = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
+    specs = {kind: _layer_spec(config, config.num_moe_experts if kind else None) for kind in set(every)}
+    layers = [specs[kind] for kind in every[first : first + number]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpec:
+    """One layer, with experts or without."""
     layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=num_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     parts = layer.submodules
-    if config.num_moe_experts and config.moe_grouped_gemm:
+    if num_experts and config.moe_grouped_gemm:
         parts.mlp.submodules.experts.module = GroupedExperts
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    number = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=place)
-    return TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=RMSNorm)
+    return layer
+
+
+def _add_outer_norms(stage: Stage, config: TransformerConfig) -> None:
+    """Norms of what attention and MLP give, before the residual is added."""
+
+    def norm(module: nn.Module, given: Any, found: tuple[Tensor, Tensor | None]) -> Any:
+        return module.outer_norm(found[0]), found[1]
+
+    for layer in stage.decoder.layers:
+        for part in (layer.self_attention, layer.mlp):
+            part.add_module("outer_norm", RMSNorm(config, config.hidden_size, config.layernorm_epsilon))
+            part.register_forward_hook(norm)
 
 
 def adapt_stages(

@@ -14,7 +14,7 @@ from siirl.compiler.checks.megatron_options import Kind, passed_on, recomputatio
 from siirl.config.common import MegatronConfig, OptimConfig
 from siirl.engines.train.hf_model import torch_dtype
 from siirl.engines.train.megatron.adamw import OWN_OPTIONS
-from siirl.engines.train.megatron.weights import family_of, head_dim
+from siirl.engines.train.megatron.weights import family_of, head_dim, window_of
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import ConfigError
 from siirl.parallel.dims import ParallelDims
@@ -42,7 +42,9 @@ def transformer_config(
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
-        "add_qkv_bias": family_of(hf).qkv_bias,
+        "add_qkv_bias": family_of(hf).qkv_bias(hf),
+        "rotary_interleaved": family_of(hf).turns_neighbours,
+        **_windows(hf),
         "qk_layernorm": family_of(hf).qk_norm,
         "tensor_model_parallel_size": dims.tp,
         "pipeline_model_parallel_size": dims.pp,
@@ -90,6 +92,17 @@ def transformer_config(
             f"megatron-core refuses the model's configuration: {error}. Check the megatron group and its "
             "override_transformer_config."
         ) from error
+
+
+def _windows(hf: PretrainedConfig) -> dict[str, Any]:
+    """Which layers see only the last tokens, by Megatron's names."""
+    windows = [window_of(hf, layer) for layer in range(hf.num_hidden_layers)]
+    sizes = {window for window in windows if window is not None}
+    if not sizes:
+        return {}
+    (size,) = sizes
+    skips = [int(window is not None) for window in windows]
+    return {"window_size": (size - 1, 0), "window_attn_skip_freq": skips}
 
 
 def _pipeline_options(dims: ParallelDims) -> dict[str, Any]:

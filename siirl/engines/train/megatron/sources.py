@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from siirl.compiler.model_types import MBRIDGE
 from siirl.engines.train.hf_model import VALUE_HEAD, torch_dtype
 from siirl.engines.train.megatron.model import LocalParams, read_parameter, read_weights
 from siirl.engines.train.megatron.state import live_pieces
-from siirl.engines.train.megatron.weights import EMBEDDING, Entry, hf_shapes
+from siirl.engines.train.megatron.weights import EMBEDDING, Entry, has_experts, hf_shapes, num_experts
 from siirl.engines.train.pieces import PiecewiseTensor
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import CheckpointError, ConfigError, DataError
@@ -43,7 +44,7 @@ def weight_source(hf: PretrainedConfig, settings: EngineSettings) -> Fill:
         return partial(read_stored, Path(megatron.dist_checkpointing_path).expanduser())
     if megatron.use_mbridge:
         bridge = _bridge(hf, torch_dtype(megatron.param_dtype, "megatron.param_dtype"))
-        return partial(_read_by_mbridge, bridge, hasattr(hf, "num_local_experts"), settings.model.path)
+        return partial(_read_by_mbridge, bridge, num_experts(hf) > 0, settings.model.path)
     return lambda params, fresh: read_weights(params, model_dir(settings.model.path), fresh)
 
 
@@ -126,9 +127,12 @@ def _bridge(hf: PretrainedConfig, dtype: torch.dtype) -> Any:
             "(pip install 'siirl[megatron]'), or set it to false: siirl reads the weights itself."
         ) from error
     kind = _MODEL_REGISTRY.get(hf.model_type)
-    if kind is None:
+    is_mixed = num_experts(hf) > 0 and not all(has_experts(hf, n) for n in range(hf.num_hidden_layers))
+    if kind is None or hf.model_type not in MBRIDGE or is_mixed:
         raise ConfigError(
-            f"megatron.use_mbridge=true: mbridge has no model of type {hf.model_type}. Set it to false."
+            f"megatron.use_mbridge=true: that mbridge reads a {hf.model_type} as siirl does has not been "
+            "seen, or not with dense layers among those of experts. Set it to false: siirl reads the weights "
+            "itself."
         )
     # a bridge of a tied model changes the table of its class, for all later models: give it one of its own
     own = type(kind.__name__, (kind,), {"_DIRECT_MAPPING": dict(kind._DIRECT_MAPPING)})

@@ -24,8 +24,10 @@ class StageRouters:
     """Nothing communicates but `whole`."""
 
     def __init__(self, stages: Sequence[Stage], choices: RouterChoices):
-        layers = [layer for stage in stages for layer in stage.decoder.layers]
+        layers = [layer for stage in stages for layer in stage.decoder.layers if hasattr(layer.mlp, "router")]
         self.choices = choices
+        every = stages[0].config.moe_layer_freq
+        self._places = [number for number, has_experts in enumerate(every, 1) if has_experts]
         self._replay = RouterReplay([layer.mlp.router for layer in layers], choices)
         for place, layer in enumerate(layers):
             layer.register_forward_pre_hook(functools.partial(self._give, place), with_kwargs=True)
@@ -42,8 +44,8 @@ class StageRouters:
         kwargs["packed_seq_params"].seen[self._first(layer)] = self._replay.seen_in_layer(place)
 
     def _first(self, layer: nn.Module) -> int:
-        """Where those of a layer begin among the W."""
-        return (layer.layer_number - 1) * self.choices.top_k
+        """Where those of a layer begin among the W, which layers without experts have no part of."""
+        return self._places.index(layer.layer_number) * self.choices.top_k
 
     def put(self, columns: dict[str, Tensor], index: list[int], batch: MicroBatch) -> None:
         """Write what the layers of this rank that have run chose for its tokens."""

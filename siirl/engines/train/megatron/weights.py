@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PretrainedConfig
 
-from siirl.compiler.model_types import why_not
+from siirl.compiler.model_types import EXPERTS, why_not
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.errors import NotSupportedError
@@ -103,29 +103,76 @@ class Family:
 
     mlp: Callable[[PretrainedConfig, int], list[Entry]]
     """The entries of a layer's MLP."""
-    qkv_bias: bool = False
+    qkv_bias: Callable[[PretrainedConfig], bool] = lambda config: False
+    """Whether queries, keys and values have biases."""
     qk_norm: bool = False
+    fused: bool = False
+    """Its files have queries, keys and values in one tensor."""
+    outer_norms: tuple[str, ...] = ()
+    """Hugging Face's names of norms of what attention and MLP give; none in most."""
+    windows: bool = False
+    """Its attention sees no further than sliding_window, where config.json has one."""
+    turns_neighbours: bool = False
+    """The rotary embedding turns dimensions 2i and 2i + 1 together, not i and i + D/2."""
     options: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     """Of the TransformerConfig."""
 
 
-def _dense_mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
-    hidden, wide = config.hidden_size, config.intermediate_size
-    hf, own = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
+def _swiglu(config: PretrainedConfig, layer: int, wide: int, hf: str = "", own: str = "") -> list[Entry]:
+    """A gated MLP that lies at mlp.HF in the files, and at mlp.OWN here."""
+    hf, own = f"model.layers.{layer}.mlp{hf}", f"decoder.layers.{layer}.mlp{own}"
     gate_up = tuple(Block(f"{hf}.{name}_proj.weight", 0, wide) for name in ("gate", "up"))
+    return _gated(config, layer, wide, gate_up, f"{hf}.down_proj.weight", own)
+
+
+def _gated(
+    config: PretrainedConfig, layer: int, wide: int, gate_up: tuple[Block, ...], down: str, own: str
+) -> list[Entry]:
+    hidden = config.hidden_size
     return [
         Entry(f"{own}.linear_fc1.weight", gate_up, hidden, "each block", layer),
-        Entry(
-            f"{own}.linear_fc2.weight", (Block(f"{hf}.down_proj.weight", 0, hidden),), wide, "columns", layer
-        ),
+        Entry(f"{own}.linear_fc2.weight", (Block(down, 0, hidden),), wide, "columns", layer),
     ]
 
 
-def _experts(names: tuple[str, str, str], router: str, width: str) -> Callable[..., list[Entry]]:
-    """Entries of a mixture of experts: Hugging Face's names for gate, up and down, and where they stand."""
+def _dense_mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
+    return _swiglu(config, layer, config.intermediate_size)
+
+
+def _fused_mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
+    """Of models whose files have gate and up in one tensor."""
+    wide, hf = config.intermediate_size, f"model.layers.{layer}.mlp"
+    gate_up = tuple(Block(f"{hf}.gate_up_proj.weight", row, wide) for row in (0, wide))
+    return _gated(config, layer, wide, gate_up, f"{hf}.down_proj.weight", f"decoder.layers.{layer}.mlp")
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Of a layer that has some; 0 in a dense model."""
+    return next((int(num) for name in EXPERTS if (num := getattr(config, name, None))), 0)
+
+
+def has_experts(config: PretrainedConfig, layer: int) -> bool:
+    """Whether a layer of a mixture of experts has some: others are dense."""
+    if layer < getattr(config, "first_k_dense_replace", 0) or layer in (
+        getattr(config, "mlp_only_layers", None) or ()
+    ):
+        return False
+    return (layer + 1) % (getattr(config, "decoder_sparse_step", None) or 1) == 0
+
+
+def _experts(
+    names: tuple[str, str, str],
+    router: str,
+    width: str,
+    shared: Callable[[PretrainedConfig, int], list[Entry]] = lambda config, layer: [],
+) -> Callable[..., list[Entry]]:
+    """Entries of a mixture of experts: Hugging Face's names for gate, up and down, and where they stand;
+    shared: those of what all tokens pass, and of the router besides."""
 
     def mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
-        hidden, wide, num = config.hidden_size, getattr(config, width), config.num_local_experts
+        if not has_experts(config, layer):
+            return _dense_mlp(config, layer)
+        hidden, wide, num = config.hidden_size, getattr(config, width), num_experts(config)
         hf, own = f"model.layers.{layer}.{router}", f"decoder.layers.{layer}.mlp"
         gate = (Block(f"{hf}.gate.weight", 0, num),)
         found = [Entry(f"{own}.router.weight", gate, hidden, "whole", layer)]
@@ -135,7 +182,7 @@ def _experts(names: tuple[str, str, str], router: str, width: str) -> Callable[.
             down = (Block(f"{parts}.{names[2]}.weight", 0, hidden),)
             found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", layer, expert))
             found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", layer, expert))
-        return found
+        return found + shared(config, layer)
 
     return mlp
 
@@ -143,24 +190,71 @@ def _experts(names: tuple[str, str, str], router: str, width: str) -> Callable[.
 def _expert_options(width: str, normalised: Callable[[PretrainedConfig], bool]) -> Callable[..., dict]:
     """How the router chooses: the probabilities of the chosen experts may or may not sum up to 1."""
     return lambda config: {
-        "num_moe_experts": config.num_local_experts,
+        "num_moe_experts": num_experts(config),
+        "moe_layer_freq": [int(has_experts(config, layer)) for layer in range(config.num_hidden_layers)],
         "moe_router_topk": config.num_experts_per_tok,
         "moe_ffn_hidden_size": getattr(config, width),
         "moe_router_pre_softmax": not normalised(config),
     }
 
 
+def _gated_expert(config: PretrainedConfig, layer: int) -> list[Entry]:
+    """Qwen2-MoE's expert that all tokens pass, and the gate that weighs it for each."""
+    hf, own = f"model.layers.{layer}.mlp", f"decoder.layers.{layer}.mlp"
+    wide, gate = config.shared_expert_intermediate_size, Block(f"{hf}.shared_expert_gate.weight", 0, 1)
+    return [
+        *_swiglu(config, layer, wide, ".shared_expert", ".shared_experts"),
+        Entry(f"{own}.shared_experts.gate_weight", (gate,), config.hidden_size, "whole", layer),
+    ]
+
+
+def _gated_expert_options(config: PretrainedConfig) -> dict[str, Any]:
+    options = _expert_options("moe_intermediate_size", lambda config: config.norm_topk_prob)(config)
+    width = config.shared_expert_intermediate_size
+    return options | {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
+
+
+def window_of(config: PretrainedConfig, layer: int) -> int | None:
+    """Tokens that a layer's attention sees, the last one included; None: all before it."""
+    kinds = getattr(config, "layer_types", None)
+    if not family_of(config).windows or (kinds and kinds[layer] != "sliding_attention"):
+        return None
+    return config.sliding_window
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
 FAMILIES = {
     "llama": Family(_dense_mlp),
-    "qwen2": Family(_dense_mlp, qkv_bias=True),
-    "qwen3": Family(_dense_mlp, qk_norm=True),
+    "cwm": Family(_dense_mlp, windows=True),
+    "ministral": Family(_dense_mlp, windows=True),
+    "mistral": Family(_dense_mlp, windows=True),
+    "phi3": Family(_fused_mlp, fused=True, windows=True),
+    "seed_oss": Family(_dense_mlp, qkv_bias=lambda config: config.attention_bias),
+    "glm4": Family(
+        _fused_mlp,
+        qkv_bias=lambda config: config.attention_bias,
+        outer_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        turns_neighbours=True,
+    ),
+    "qwen2": Family(_dense_mlp, qkv_bias=lambda config: True, windows=True),
+    "qwen2_moe": Family(
+        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _gated_expert),
+        qkv_bias=lambda config: config.qkv_bias,
+        windows=True,
+        options=_gated_expert_options,
+    ),
+    "qwen3": Family(_dense_mlp, qk_norm=True, windows=True),
     "qwen3_moe": Family(
-        _experts(("gate_proj", "up_proj", "down_proj"), "mlp", "moe_intermediate_size"),
+        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size"),
         qk_norm=True,
+        windows=True,
         options=_expert_options("moe_intermediate_size", lambda config: config.norm_topk_prob),
     ),
     "mixtral": Family(
         _experts(("w1", "w3", "w2"), "block_sparse_moe", "intermediate_size"),
+        windows=True,
         options=_expert_options("intermediate_size", lambda config: True),
     ),
 }
@@ -225,7 +319,7 @@ def hf_shapes(found: list[Entry]) -> dict[str, tuple[int, ...]]:
 def num_active_weights(config: PretrainedConfig, head: Head = "lm") -> int:
     """Weights that a token is multiplied by: all matrices but the embedding table, of experts the chosen."""
     total = 0.0
-    share = getattr(config, "num_experts_per_tok", 1) / (getattr(config, "num_local_experts", None) or 1)
+    share = getattr(config, "num_experts_per_tok", 1) / (num_experts(config) or 1)
     for entry in entries(config, head)[1:]:
         if entry.columns is not None:
             total += entry.num_rows * entry.columns * (1.0 if entry.expert is None else share)
@@ -249,7 +343,7 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
         )
 
     found = [vector("input_layernorm", "input_layernorm", hidden)]
-    for kind in ("weight", "bias") if family.qkv_bias else ("weight",):
+    for kind in ("weight", "bias") if family.qkv_bias(config) else ("weight",):
         columns = hidden if kind == "weight" else None
         blocks = _qkv_blocks(config, f"{hf}.self_attn", kind)
         found.append(Entry(f"{own}.self_attention.linear_qkv.{kind}", blocks, columns, "rows", layer))
@@ -258,6 +352,8 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
     output = (Block(f"{hf}.self_attn.o_proj.weight", 0, hidden),)
     found.append(Entry(f"{own}.self_attention.linear_proj.weight", output, heads_size, "columns", layer))
     found.append(vector("pre_mlp_layernorm", "post_attention_layernorm", hidden))
+    for part, name in zip(("self_attention", "mlp"), family.outer_norms, strict=bool(family.outer_norms)):
+        found.append(vector(f"{part}.outer_norm", name, hidden))
     return found + family.mlp(config, layer)
 
 
@@ -265,6 +361,15 @@ def _qkv_blocks(config: PretrainedConfig, hf: str, kind: str) -> tuple[Block, ..
     """Megatron stores, for each key-value head: the query heads that share it, the key, the value."""
     size, num_groups = head_dim(config), config.num_key_value_heads
     queries = config.num_attention_heads // num_groups * size
+    if family_of(config).fused:
+        keys = config.num_attention_heads * size
+        first = {"q": 0, "k": keys, "v": keys + num_groups * size}
+        name = f"{hf}.qkv_proj.{kind}"
+        return tuple(
+            Block(name, first[x] + group * rows, rows)
+            for group in range(num_groups)
+            for x, rows in (("q", queries), ("k", size), ("v", size))
+        )
     blocks = []
     for group in range(num_groups):
         blocks.append(Block(f"{hf}.q_proj.{kind}", group * queries, queries))

@@ -1,0 +1,234 @@
+"""Every type of model that Megatron trains, in layouts of up to four ranks, against plain Hugging Face."""
+
+import functools
+import shutil
+import tempfile
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import causal_lms
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import train_engine_cases as cases
+import value_head_cases as heads
+from dist_harness import run_workers
+from expert_cases import (
+    assert_equal_training,
+    largest_gap,
+    names_on_disk,
+    reference_on_disk,
+    unequal_replicas,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+from train_engine_cases import Scenario
+
+from siirl.compiler.model_types import EXPERTS, known_types
+from siirl.parallel.process_groups import ProcessGroupManager
+
+MODEL = "actor_rollout_ref.model"
+MEGATRON = "actor_rollout_ref.actor.megatron"
+SEQUENCE_PARALLEL = f"{MEGATRON}.sequence_parallel=True"
+LORA = (f"{MODEL}.lora_rank={cases.LORA_RANK}", f"{MODEL}.lora_alpha={cases.LORA_ALPHA}")
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{kind: {"sliding_window": 5} for kind in ("ministral", "mistral", "mixtral")},
+    "phi3": {
+        "sliding_window": 5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+    },
+    "cwm": {"sliding_window": 5, "max_position_embeddings": 16384},
+    "llama": {"sliding_window": 5},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "qwen2_moe": {
+        **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [2], "use_sliding_window": True},
+        **{"sliding_window": 5, "max_window_layers": 1},
+    },
+    "qwen3_moe": {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
+}
+"""What sets a type apart, in some layers where it may be; of llama what transformers does not read."""
+
+
+def has_experts(kind: str) -> bool:
+    config = causal_lms.tiny_config(kind)
+    return any(getattr(config, name, None) for name in EXPERTS)
+
+
+def model_config(kind: str, **changes: Any) -> Any:
+    return causal_lms.tiny_config(
+        kind, **{"num_hidden_layers": 4, "tie_word_embeddings": False} | VARIANTS.get(kind, {}) | changes
+    )
+
+
+def layout(world: int, *overrides: str, **sizes: int) -> Scenario:
+    used = {axis: size for axis, size in sizes.items() if size > 1}
+    words = [f"{axis}{size}" for axis, size in used.items()] + ["sequence parallel"] * bool(overrides)
+    name = " ".join(words) or "alone"
+    return Scenario(name, world, "", overrides=overrides, strategy="megatron", sizes=tuple(used.items()))
+
+
+def layouts(world: int, experts: bool) -> list[Scenario]:
+    """Every choice of sizes 1 and 2 that takes all ranks; with tensor parallelism the sequence is cut, too,
+    in every second one, and always where there are experts."""
+    found: list[Scenario] = []
+    for tp, pp, cp, ep, etp, vpp in product((1, 2), (1, 2), (1, 2), (1, 2), (1, 2), (1, 2)):
+        experts_fit = world % (ep * etp * pp) == 0 if experts else ep == etp == 1
+        if tp * pp * cp != world or not experts_fit or vpp > pp:
+            continue
+        cut = tp > 1 and (experts or len(found) % 2 == 0)
+        options = (SEQUENCE_PARALLEL,) if cut else ()
+        found.append(layout(world, *options, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, vpp=vpp))
+    return found + [layout(world, tp=world)] * (world == 4 and not experts)
+
+
+def on_disk(model: Any, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """What a model's files would have under the names that they have for its parameters' tensors."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            found = tensors[name]
+            param.copy_(torch.zeros_like(param) if found is None else found)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
+
+
+@dataclass
+class Reference:
+    """What plain Hugging Face computes of a model, a row at a time, and its gradient, clipped."""
+
+    folder: Path
+    weights: dict[str, Tensor]
+    outputs: dict[str, Tensor]
+    norm: float
+    grads: dict[str, Tensor]
+
+
+@functools.cache
+def reference(kind: str) -> Reference:
+    from transformers import AutoModelForCausalLM
+
+    folder = Path(tempfile.mkdtemp(prefix="siirl-model-types-"))
+    causal_lms.write_model(folder, model_config(kind))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = cases.sample_rows(0)
+    log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)
+    mask_BT = rows["response_mask"]
+    loss_BT = -rows["advantage"] * log_prob_BT - cases.ENTROPY_COEFF * entropy_BT
+    ((loss_BT * mask_BT).sum() / mask_BT.sum()).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP))
+    outputs = {"log_prob": log_prob_BT.detach(), "entropy": entropy_BT.detach()}
+    grads = on_disk(model, {name: param.grad for name, param in model.named_parameters()})
+    return Reference(folder, load_file(folder / "model.safetensors"), outputs, norm, grads)
+
+
+def results(rank: int, world: int, kind: str, expected: Reference) -> dict[str, str]:
+    """Layout -> what is wrong."""
+    found: dict[str, str] = {}
+    saved: Path | None = None
+    for scenario in layouts(world, has_experts(kind)):
+        problem, saved = wrong(scenario, expected, saved)
+        if problem:
+            found[scenario.name] = problem
+    return found
+
+
+def wrong(scenario: Scenario, expected: Reference, saved: Path | None) -> tuple[str, Path | None]:
+    """What is wrong in a layout, and where its state lies, from which the next one goes on.
+
+    saved: that of the layout before, after the same step.
+    """
+    engine, groups = cases.build_engine(scenario, expected.folder)
+    try:
+        exported = {name: weight.clone() for name, weight in engine.export_weights()}
+        if exported.keys() != expected.weights.keys():
+            return f"other weights: {sorted(exported.keys() ^ expected.weights.keys())[:4]}", None
+        if unequal := [x for x, weight in expected.weights.items() if not torch.equal(exported[x], weight)]:
+            return f"exported otherwise: {unequal[:4]}", None
+        found = engine.compute(cases.sample_rows(0), ("log_prob", "entropy"), cases.TEMPERATURE)
+        for name, expected_BT in expected.outputs.items():
+            difference = float((found[name] - expected_BT).abs().max())
+            if not difference < 1e-5:
+                return f"{name} is off by {difference}", None
+        (metrics,) = cases.train_steps(engine, scenario, range(1))
+        if metrics.values()["grad_norm"] != pytest.approx(expected.norm, rel=1e-5):
+            return f"grad_norm is {metrics.values()['grad_norm']} instead of {expected.norm}", None
+        grads = cases.first_step_gradients(engine)
+        if grads.keys() != expected.grads.keys():
+            return f"other gradients: {sorted(grads.keys() ^ expected.grads.keys())[:4]}", None
+        gap, name = largest_gap(grads, expected.grads)
+        if not gap < 1e-6:
+            return f"the gradient of {name} is off by {gap}", None
+        if dist.get_world_size() > engine._dims.pp and (unequal := unequal_replicas(engine)):
+            return f"copies differ: {unequal[:4]}", None
+        return resumed(engine, saved)
+    finally:
+        groups.destroy()
+
+
+def resumed(engine: Any, saved: Path | None) -> tuple[str, Path]:
+    """The engine's state saved, and that of another layout in its place: the same weights after one step."""
+    trained = {name: weight.clone() for name, weight in engine.export_weights()}
+    made = [tempfile.mkdtemp(prefix="siirl-model-types-")]
+    dist.broadcast_object_list(made)
+    dcp.save(engine.state_dict(), checkpoint_id=made[0])
+    if saved is None:
+        return "", Path(made[0])
+    cases.train_steps(engine, layout(1), range(1, 2))
+    state = engine.state_dict()
+    dcp.load(state, checkpoint_id=saved)
+    engine.load_state_dict(state)
+    gaps = {name: float((weight - trained[name]).abs().max()) for name, weight in engine.export_weights()}
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(saved)
+    worst = max(gaps, key=lambda name: gaps[name])
+    problem = "" if gaps[worst] < 0.01 * cases.LR else f"resumed, {worst} is off by {gaps[worst]}"
+    return problem, Path(made[0])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kind", known_types("megatron"))
+def test_every_type_equals_plain_hf_in_every_layout(kind, world):
+    assert run_workers(results, world, kind, reference(kind), deadline_s=800) == [{}] * world
+
+
+def of_all_kinds(kind: str, *overrides: str) -> Scenario:
+    sizes = {"tp": 2, "pp": 2} | ({"ep": 2} if has_experts(kind) else {})
+    return Scenario(kind, 4, "", overrides=overrides, strategy="megatron", sizes=tuple(sizes.items()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", known_types("megatron"))
+def test_adapters_of_every_type_equal_peft(kind):
+    path = str(reference(kind).folder)
+    targets = list(ATTENTION) if has_experts(kind) else "all-linear"
+    chosen = (f"{MODEL}.target_modules=[{','.join(ATTENTION)}]",) if has_experts(kind) else ()
+    scenario = of_all_kinds(kind, SEQUENCE_PARALLEL, *LORA, *chosen)
+    ours = run_workers(cases.run_scenarios, 4, [scenario], {"": path}, deadline_s=300)[0][kind]
+    assert_equal_training(ours, reference_on_disk(path, kind, targets))
+
+
+def train_critic(rank: int, world: int, path: str, scenario: Scenario) -> heads.CriticOutcome:
+    ranks = tuple(range(world))
+    groups = ProcessGroupManager(cases.dims_of(scenario, ranks)[1], "gloo", 60)
+    run = heads.CriticRun(*heads.make_critic(scenario, path, groups, ranks), scenario.split)
+    for step in range(heads.STEPS):
+        run.step(step)
+    return run.outcome()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", known_types("megatron", "value"))
+def test_values_of_every_type_equal_plain_hf(kind):
+    path = str(reference(kind).folder)
+    theirs = heads.plain_training(path)
+    named = {name: names_on_disk(getattr(theirs, name), kind) for name in ("grads", "weights")}
+    scenario = of_all_kinds(kind, "critic.megatron.sequence_parallel=True")
+    ours = run_workers(train_critic, 4, path, scenario, deadline_s=300)[0]
+    heads.assert_equal(ours, replace(theirs, **named))
