@@ -189,6 +189,9 @@ class ModelConfig:
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     hf_hub_token: str | None = key(None, "access token of the hub; null: HF_TOKEN, or a login")
     use_liger: bool = key(False, "use Liger kernels (package liger-kernel)")
+    compile_layers: bool = key(
+        False, "fsdp: compile each layer (torch.compile), so that operations between matrix products are few"
+    )
     attention_kernels: str = key(
         "torch",
         "attention of the trainer in bf16 on a GPU: torch's kernels, or flash_attn_4 (package flash-attn-4)",

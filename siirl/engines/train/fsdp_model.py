@@ -20,6 +20,7 @@ from siirl.engines.train.expert_parallel import deal_experts
 from siirl.engines.train.frozen_base import join_shards, use_base
 from siirl.engines.train.hf_model import (
     build_skeleton,
+    compile_layers,
     decoder_layers,
     empty_source,
     load_hf_config,
@@ -86,6 +87,8 @@ def build_sharded(
     hf = build_skeleton(config, dtype, own_code, settings.head, kernels)
     if settings.model.use_liger:
         use_liger_kernels(hf)
+    if settings.model.compile_layers:
+        compile_layers(hf)
     if trains:
         add_lora(hf, settings.model, settings.seed)
         tower = tower_of(hf)
