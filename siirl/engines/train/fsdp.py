@@ -163,8 +163,9 @@ class FSDPEngine(SteppingEngine):
         for number, index in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             self._model.set_is_last_backward(is_last)
-            if self._accumulates_locally:
+            if self._accumulates_locally:  # weights stay gathered, and gradients whole, until the last
                 self._model.set_requires_gradient_sync(is_last)
+                self._model.set_reshard_after_backward(is_last)
             with phase("micro_batch"):
                 mine = take_rows(rows, index)
                 batch = self._packed(mine, shares)
