@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
@@ -154,7 +155,7 @@ class FSDPEngine(SteppingEngine):
         outputs: tuple[str, ...],
         temperature: float,
     ) -> Metrics:
-        metrics, shares = Metrics(), self._shares_prompts(rows)
+        found, shares = TensorMetrics(), self._shares_prompts(rows)
         micro_batches = self._split(rows, self._settings.train_limit)
         if self._router_loss:
             add_up = functools.partial(self._reduce, op=dist.ReduceOp.SUM, group=self._group)
@@ -169,8 +170,10 @@ class FSDPEngine(SteppingEngine):
                 mine = take_rows(rows, index)
                 batch = self._packed(mine, shares)
                 columns, router_loss = self._run(batch, temperature, outputs)
-                loss = self._share(columns, batch, mine, loss_fn, counts, metrics)
+                loss = self._share(columns, batch, mine, loss_fn, counts, found)
                 (loss + router_loss).backward()
+        with phase("read_metrics"):
+            metrics = found.read()
         with phase("optimizer_step"):
             self._step(metrics)
         return metrics

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.packing import PackedBatch, pack_rows
@@ -130,7 +131,7 @@ class SteppingEngine(TrainEngine):
         rows: TensorDict,
         loss_fn: LossFn,
         counts: BatchCounts,
-        metrics: Metrics,
+        metrics: TensorMetrics,
     ) -> Tensor:
         """The loss of one micro-batch; of a rank without rows, 0 with the graph of the dummy it ran."""
         nothing = sum(value_BT.sum() for value_BT in columns.values()) if batch.is_dummy else 0.0
