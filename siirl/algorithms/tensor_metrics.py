@@ -25,7 +25,7 @@ class TensorMetrics:
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
-        self._reports: list[tuple[str, Callable[[], Metrics]]] = []
+        self._reports: list[tuple[str, Callable[[], Metrics | None]]] = []
 
     def mean(self, name: str, total: float | Tensor, weight: float | Tensor) -> None:
         """Add to a weighted mean: `total` is the weighted sum already."""
@@ -37,8 +37,8 @@ class TensorMetrics:
     def max(self, name: str, value: float | Tensor) -> None:
         self._entries.append(_Entry("max", name, value, 1.0))
 
-    def later(self, report: Callable[[], Metrics]) -> None:
-        """Add what `report` gives, asked in `read`: where names follow from what is on the device."""
+    def later(self, report: Callable[[], Metrics | None]) -> None:
+        """Call `report` in `read`, and add what it gives: for whatever else has to see numbers."""
         self._reports.append(("", report))
 
     def merge(self, other: "TensorMetrics", prefix: str = "") -> None:
@@ -57,7 +57,7 @@ class TensorMetrics:
             total, weight = (number[id(x)] if isinstance(x, Tensor) else float(x) for x in pair)
             metrics.merge(Metrics({name: (kind, total, weight)}))
         for prefix, report in self._reports:
-            metrics.merge(report(), prefix)
+            metrics.merge(report() or Metrics(), prefix)
         return metrics
 
 

@@ -84,8 +84,13 @@ def _kept(rows: TensorDict, loss_fn: LossFn) -> tuple[Tensor, LossFn]:
         outputs: TokenOutputs, micro_batch: TensorDict, counts: BatchCounts
     ) -> tuple[Tensor, TensorMetrics]:
         log_prob_BT = outputs.log_prob_BT.detach()
-        old_BT[micro_batch["place"].to(old_BT.device)] = log_prob_BT.to(old_BT.device)
-        return loss_fn(outputs, micro_batch, counts)
+
+        def keep() -> None:
+            old_BT[micro_batch["place"].to(old_BT.device)] = log_prob_BT.to(old_BT.device)
+
+        loss, metrics = loss_fn(outputs, micro_batch, counts)
+        metrics.later(keep)
+        return loss, metrics
 
     return old_BT, keeping
 

@@ -92,7 +92,8 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
             terms[main] = torch.where(rows["high_entropy"], terms[main], 0)
             stats["high_entropy"] = rows["high_entropy"].to(log_prob_BT.dtype)
         if kept is not None:
-            kept(rows["place"], _token_columns(log_prob_BT, old_BT, stats, weight_BT))
+            told = _token_columns(log_prob_BT, old_BT, stats, weight_BT)
+            metrics.later(partial(kept, rows["place"], told))
         if actor.entropy_coeff:
             terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
         if actor.use_kl_loss:

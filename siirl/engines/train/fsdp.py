@@ -55,6 +55,7 @@ from siirl.engines.train.router_replay import RouterReplay, put_experts
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
+from siirl.engines.train.transfers import Arrivals
 from siirl.engines.train.ulysses import of_all_tokens, own_tokens
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
@@ -113,6 +114,7 @@ class FSDPEngine(SteppingEngine):
             self._hidden_size, dtype, top_k, self._model.hf.config.get_text_config().vocab_size
         )
         columns = new_columns(rows, outputs, vectors, home)
+        arrivals = Arrivals(columns)
         experts = no_experts(rows, self._replay.choices) if sees else {}
         shares = self._shares_prompts(rows)
         self._model.eval()
@@ -120,10 +122,10 @@ class FSDPEngine(SteppingEngine):
             for index in self._split(rows, self._settings.forward_limit):
                 with phase("micro_batch"):
                     batch = self._packed(take_rows(rows, index), shares)
-                    for name, value_BT in self._run_packed(batch, temperature, outputs).items():
-                        columns[name][index] = value_BT.to(home)
+                    arrivals.take(index, self._run_packed(batch, temperature, outputs))
                     if sees and batch.places is not None:
                         put_experts(experts, index, batch.places, self._seen_experts(batch))
+        arrivals.finish()
         for module in fsdp_modules(self._model):
             module.reshard()  # weights that stayed gathered would miss what the next step or load changes
         return TensorDict(columns | experts, batch_size=rows.batch_size)

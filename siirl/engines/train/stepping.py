@@ -19,6 +19,7 @@ from siirl.engines.train.packing import PackedBatch, pack_rows
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.schedules import learning_rate
 from siirl.engines.train.settings import EngineSettings
+from siirl.engines.train.transfers import sent_rows
 from siirl.errors import CheckpointError, NumericsError
 from siirl.model_files.directory import weights_digest
 from siirl.observe.metrics import Metrics
@@ -138,7 +139,7 @@ class SteppingEngine(TrainEngine):
         if not batch.num_rows:
             return nothing
         tokens = TokenOutputs(**{f"{name}_BT": value_BT for name, value_BT in columns.items()})
-        loss, found = loss_fn(tokens, rows.to(self.device), counts)
+        loss, found = loss_fn(tokens, sent_rows(rows, self.device), counts)
         metrics.merge(found)
         return loss + nothing
 
