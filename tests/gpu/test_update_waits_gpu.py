@@ -25,8 +25,8 @@ BF16 = f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bfloat16"
 SHAPE = {"hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "init_std": 0.1}
 OUTPUTS = ("log_prob", "entropy")
 SIZES = (
-    ("ppo_micro_batch_size_per_gpu", ACTOR),
-    ("log_prob_micro_batch_size_per_gpu", "actor_rollout_ref.rollout"),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
 )
 AT_MOST = 6
 """Of an optimizer step: metrics, the norm, and what AdamW does."""
