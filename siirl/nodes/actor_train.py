@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.aggregate import prompt_shares
+from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.algorithms.token_picks import high_entropy, pick_tokens, token_noise
 from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
 from siirl.dag.fields_read import old_log_prob_source, uses_full_kl
@@ -16,7 +17,6 @@ from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import global_positions, policy_mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
 from siirl.nodes.teacher_rows import taught
-from siirl.observe.metrics import Metrics
 from siirl.observe.spans import waiting
 
 
@@ -82,10 +82,15 @@ def _kept(rows: TensorDict, loss_fn: LossFn) -> tuple[Tensor, LossFn]:
 
     def keeping(
         outputs: TokenOutputs, micro_batch: TensorDict, counts: BatchCounts
-    ) -> tuple[Tensor, Metrics]:
+    ) -> tuple[Tensor, TensorMetrics]:
         log_prob_BT = outputs.log_prob_BT.detach()
-        old_BT[micro_batch["place"].to(old_BT.device)] = log_prob_BT.to(old_BT.device)
-        return loss_fn(outputs, micro_batch, counts)
+
+        def keep() -> None:
+            old_BT[micro_batch["place"].to(old_BT.device)] = log_prob_BT.to(old_BT.device)
+
+        loss, metrics = loss_fn(outputs, micro_batch, counts)
+        metrics.later(keep)
+        return loss, metrics
 
     return old_BT, keeping
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from siirl.data.image_reader import ImageReader
 from siirl.data.rows import objects
+from siirl.engines.train.transfers import sent
 
 Segment = tuple[int, int, int]
 """A row that has it, its first column in [prompt | response], its tokens."""
@@ -70,9 +71,9 @@ def with_images_read(
         places.append(reader.positions(token_E, extra, blank.grids))
         ids_N = torch.cat([ids_N, torch.from_numpy(token_E).to(ids_N)])
     images = PackedImages(
-        torch.cat([one.pixels_XC for one in patches]).to(device),
-        torch.tensor([grid for one in patches for grid in one.grids]).to(device),
-        torch.from_numpy(np.concatenate(index)).to(device),
+        sent(torch.cat([one.pixels_XC for one in patches]), device),
+        sent(torch.tensor([grid for one in patches for grid in one.grids]), device),
+        sent(torch.from_numpy(np.concatenate(index)), device),
     )
     return ids_N, torch.from_numpy(np.concatenate(places, axis=1)), images, extra
 

@@ -80,7 +80,7 @@ def loss_and_gradients(loss_fn: Any, names: tuple[str, ...], garbage: float) -> 
     loss, metrics = loss_fn(TokenOutputs(**{f"{k}_BT": v for k, v in leaves.items()}), rows, counts)
     loss.backward()
     grads = {name: leaf.grad if leaf.grad is not None else torch.zeros(B, T) for name, leaf in leaves.items()}
-    return loss.detach(), grads, metrics.values()
+    return loss.detach(), grads, metrics.read().values()
 
 
 def check(loss_fn: Any, used: tuple[str, ...]) -> None:
@@ -125,7 +125,7 @@ def test_no_correction_sees_what_is_not_trained(weight, reject):
         bad = torch.where(mask(), log_ratio, garbage)
         weights = correction_weights(bad, mask(), correction)
         assert weights.isfinite().all() and torch.equal(weights[mask()], want)
-        stats = correction_stats(bad, weights, mask()).values()
+        stats = correction_stats(bad, weights, mask()).read().values()
         assert all(math.isfinite(value) for value in stats.values())
 
 
