@@ -26,6 +26,7 @@ from siirl.engines.rollout.base import (
 )
 from siirl.engines.rollout.call_limits import PAUSED, CallLimits, WeightState, check_finite
 from siirl.engines.rollout.hf.decode import Samples, decode
+from siirl.engines.rollout.hf.decode_attention import use_decode_attention
 from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
 from siirl.engines.rollout.sampling import derive_seed, later_seed
 from siirl.engines.rollout.weight_loading import (
@@ -321,6 +322,7 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
             if "attention implementation" not in str(error):
                 raise
             raise _unplain(model_cfg, str(error)) from error
+    use_decode_attention(model)
     model.tie_weights()
     return model.eval().requires_grad_(False)
 
