@@ -10,8 +10,8 @@ from torch import Tensor
 
 from siirl.engines.train.lora import adapter_name
 from siirl.engines.train.megatron.model import LocalParams
+from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.megatron.scope import MegatronScope
-from siirl.engines.train.megatron.weights import Entry, hf_shapes, runs
 from siirl.parallel.dims import ParallelDims
 
 BUCKET_BYTES = 64 << 20

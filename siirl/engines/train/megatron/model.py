@@ -22,9 +22,10 @@ from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.grouped_experts import GroupedExperts
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.linear_adapters import LinearAdapter, freeze_base, put_adapter
+from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token
 from siirl.engines.train.megatron.scope import MegatronScope
-from siirl.engines.train.megatron.weights import Entry, entries, family_of, hf_shapes, runs, tied_head
+from siirl.engines.train.megatron.weights import entries, family_of, tied_head
 from siirl.errors import DataError
 from siirl.model_files.directory import check_weight_files
 from siirl.model_files.weight_slices import SafetensorsFolder

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from siirl.engines.train.megatron.adamw import PlacedAdamW, StatePlace
 from siirl.engines.train.megatron.model import LocalParams
-from siirl.engines.train.megatron.weights import Entry, hf_shapes, runs
+from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor, rectangles
 from siirl.errors import CheckpointError
