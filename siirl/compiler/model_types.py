@@ -35,11 +35,11 @@ MEGATRON = (
     "seed_oss",
 )
 """What megatron trains, with any head."""
-MEGATRON_LANGUAGE_MODELS = ("cwm",)
+MEGATRON_LANGUAGE_MODELS = ("cwm", "glm4_moe")
 """What megatron trains as a language model only."""
 MBRIDGE = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Types that mbridge was seen to read as siirl does."""
-QKV_BIAS = ("glm4", "seed_oss")
+QKV_BIAS = ("glm4", "glm4_moe", "seed_oss")
 """Whose attention_bias is one of queries, keys and values alone."""
 
 LATENT = ("deepseek_v2", "deepseek_v3")
@@ -124,8 +124,9 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     problem = why_not(config, rules, ROLES[role].head) or why_not_with_images(config, cfg, role)
     config = language_part(config)
     problem = problem or _why_no_router_loss(model)
+    problem = problem or _why_not_with_group_routing(config, cfg, role)
     if rules == "fsdp":
-        problem = problem or _why_not_with_group_routing(config, cfg, role)
+        problem = problem or _why_not_these_kernels(config, model, ROLES[role].model)
     if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
         problem = problem or _why_not_dealt(config, cfg, role)
@@ -208,10 +209,16 @@ def _why_not_with_group_routing(config: Mapping[str, Any], cfg: Config, role: st
         )
     if kind in GROUP_ROUTED and ROLES[role].generates:
         return f"a {kind}, whose weights vLLM has not been seen to take. Set teacher.strategy=fsdp."
-    if kind in LATENT and model.attention_kernels != "torch":
-        return f"attention_kernels={model.attention_kernels} in a {kind}. Set {keys}.attention_kernels=torch."
     if kind in LATENT and model.lora_rank:
         return f"LoRA adapters on compressed keys and values ({kind}). Set {keys}.lora_rank=0."
+    return ""
+
+
+def _why_not_these_kernels(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
+    """Why attention kernels do not take a model's heads, and the fix; empty if they do."""
+    kind, kernels = config.get("model_type"), model.attention_kernels
+    if kind in LATENT and kernels != "torch":
+        return f"attention_kernels={kernels} in a {kind}. Set {keys}.attention_kernels=torch."
     return ""
 
 
@@ -364,6 +371,16 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}={config[name]}"
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act={config['hidden_act']}"
+    if config.get("model_type") in GROUP_ROUTED:
+        yield from _as_megatron_routes(config)
     normalised = config.get("model_type") == "mixtral" or config.get("norm_topk_prob")
     if config.get("num_experts_per_tok") == 1 and normalised:
         yield "one expert a token at weight 1, whose router learns nothing"
+
+
+def _as_megatron_routes(config: Mapping[str, Any]) -> Iterator[str]:
+    """What the routers of GROUP_ROUTED, and what stands beside them, do not have there."""
+    if not config.get("n_shared_experts", 1):
+        yield f"n_shared_experts={config['n_shared_experts']} (without an expert that all tokens pass)"
+    if config.get("n_routed_experts", 2) < 2 * (config.get("n_group") or 1):
+        yield f"n_group={config['n_group']} (groups of one expert, which two are to rank)"

@@ -27,7 +27,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from train_engine_cases import Scenario
 
-from siirl.compiler.model_types import EXPERTS, known_types
+from siirl.compiler.model_types import EXPERTS, OWN_TYPE, known_types
 from siirl.parallel.process_groups import ProcessGroupManager
 
 MODEL = "actor_rollout_ref.model"
@@ -47,6 +47,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {
         **{"shared_expert_intermediate_size": 24, "mlp_only_layers": [2], "use_sliding_window": True},
         **{"sliding_window": 5, "max_window_layers": 1},
+    },
+    "glm4_moe": {
+        **{"use_qk_norm": True, "attention_bias": True, "first_k_dense_replace": 2, "n_shared_experts": 2},
+        **{
+            "num_local_experts": 8,
+            "n_routed_experts": 8,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+        },
     },
     "qwen3_moe": {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 5},
 }
@@ -122,6 +132,7 @@ def reference(kind: str) -> Reference:
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP))
     outputs = {"log_prob": log_prob_BT.detach(), "entropy": entropy_BT.detach()}
     grads = on_disk(model, {name: param.grad for name, param in model.named_parameters()})
+    grads = {name: grad for name, grad in grads.items() if not name.endswith(OWN_TYPE)}
     return Reference(folder, load_file(folder / "model.safetensors"), outputs, norm, grads)
 
 

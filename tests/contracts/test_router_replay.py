@@ -30,7 +30,7 @@ LORA = (
     f"actor_rollout_ref.model.lora_alpha={cases.LORA_ALPHA}",
     f"actor_rollout_ref.model.target_modules=[{','.join(ATTENTION)}]",
 )
-ON_DISK = ("qwen3_moe", "mixtral", "qwen2_moe")
+ON_DISK = ("glm4_moe", "qwen3_moe", "mixtral", "qwen2_moe")
 """Whose gradients are compared tensor by tensor; of the others by their norm."""
 
 
@@ -189,7 +189,7 @@ LAYOUTS = [
     "world", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
 )
 def test_given_experts_compute_the_same_in_every_layout_of_megatron(world, tmp_path):
-    kinds = ["qwen2_moe"] if world == 1 else ["qwen2_moe", "qwen3_moe", "mixtral"]
+    kinds = ["qwen2_moe", "glm4_moe"] if world == 1 else ["qwen2_moe", "qwen3_moe", "mixtral", "glm4_moe"]
     for kind in kinds:
         own = {"num_hidden_layers": 4, "tie_word_embeddings": False, "sliding_window": None}
         if kind == "qwen2_moe":  # has dense layers among those of experts

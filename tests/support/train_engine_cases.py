@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.compiler.model_types import OWN_TYPE
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config, with_overrides
 from siirl.data.rows import make_rows, take_rows
@@ -176,7 +177,8 @@ def run_reference(path: Path, lora: str | list[str] = "") -> Outcome:
         adamw.zero_grad()
     if lora:
         model = model.merge_and_unload()
-    outcome.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    kept = {n: buffer for n, buffer in model.named_buffers() if n.endswith(OWN_TYPE)}
+    outcome.weights = {n: p.detach().clone() for n, p in (*model.named_parameters(), *kept.items())}
     return outcome
 
 

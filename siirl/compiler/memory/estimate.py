@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from siirl.compiler.model_types import QKV_BIAS
+from siirl.compiler.model_types import EXPERTS, QKV_BIAS
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import RouterChoices
 from siirl.config import Config
@@ -28,7 +28,7 @@ mini-batch."""
 
 FAMILIES = (
     *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3"),
-    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    *("glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
 )
 FUSED = ("glm4", "phi3")
 """Families whose files have gate and up in one tensor; phi3's queries, keys and values too."""
@@ -93,6 +93,8 @@ class ModelShape:
     """Layers that have experts."""
     norms: int = 2
     """Of a layer, as wide as its hidden states."""
+    qk_norms: bool = False
+    """Each head of queries and keys is normed."""
     layer_tensors: int = 9
     """In the files, of a layer without experts."""
 
@@ -147,13 +149,13 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     qkv_bias = raw.get("qkv_bias", True) if family.startswith("qwen2") else raw.get("attention_bias")
     output_bias = raw.get("attention_out_bias") or (qkv_bias and family not in (*QKV_BIAS, *_QWEN2))
     attention += (q_width + 2 * kv_width) * bool(qkv_bias) + hidden * bool(output_bias)
-    qk_norms = family.startswith("qwen3") or family == "olmoe"
+    qk_norms = bool(raw.get("use_qk_norm")) or family.startswith("qwen3") or family == "olmoe"
     if qk_norms:
         attention += q_width + kv_width if family == "olmoe" else 2 * head_dim
     norms = 4 if family == "glm4" else 2
     per_layer = [attention + norms * hidden + _mlp_params(raw, index) for index in range(layers)]
     moe_layers = sum(_has_experts(raw, index) for index in range(layers))
-    experts = (raw.get("num_experts") or raw["num_local_experts"]) if moe_layers else 0
+    experts = _experts_of(raw) if moe_layers else 0
     expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
     embedding = raw["vocab_size"] * hidden
     copies = 1 if raw.get("tie_word_embeddings") else 2
@@ -173,10 +175,11 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         experts=experts,
         top_k=raw.get("num_experts_per_tok", 0) if moe_layers else 0,
         expert_width=expert_width,
-        shared_width=raw.get("shared_expert_intermediate_size", 0) if moe_layers else 0,
+        shared_width=_shared_width(raw) if moe_layers else 0,
         expert_params=experts * 3 * hidden * expert_width,
         moe_layers=moe_layers,
         norms=norms,
+        qk_norms=qk_norms and family != "olmoe",
         layer_tensors=7
         + norms
         + 2 * qk_norms
@@ -187,28 +190,40 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     )
 
 
+def _experts_of(raw: dict[str, Any]) -> int:
+    """Experts of a layer that has some."""
+    found = [raw[name] for name in EXPERTS if raw.get(name)]
+    return found[0] if found else raw[EXPERTS[0]]
+
+
+def _shared_width(raw: dict[str, Any]) -> int:
+    """Of the expert that all tokens pass; 0 without one."""
+    own = (raw.get("n_shared_experts") or 0) * raw.get("moe_intermediate_size", 0)
+    return own or raw.get("shared_expert_intermediate_size", 0)
+
+
 def _has_experts(raw: dict[str, Any], layer: int) -> bool:
     if raw["model_type"] in ONLY_EXPERTS:
         return True
     dense = layer in raw.get("mlp_only_layers", []) or (layer + 1) % raw.get("decoder_sparse_step", 1)
+    dense = dense or layer < (raw.get("first_k_dense_replace") or 0)
     return raw["model_type"].endswith("_moe") and not dense
 
 
 def _mlp_params(raw: dict[str, Any], layer: int) -> int:
     hidden, width = raw["hidden_size"], raw["intermediate_size"]
     if raw["model_type"] in ONLY_EXPERTS:
-        experts = raw.get("num_experts") or raw["num_local_experts"]
+        experts = _experts_of(raw)
         return experts * 3 * hidden * width + hidden * experts
     if not raw["model_type"].endswith("_moe"):
         bias = 2 * width + hidden if raw.get("mlp_bias") else 0
         return 3 * hidden * width + bias
     if not _has_experts(raw, layer):
         return 3 * hidden * width
-    experts = raw.get("num_experts") or raw["num_local_experts"]
+    experts = _experts_of(raw)
     count = experts * 3 * hidden * raw["moe_intermediate_size"] + hidden * experts
-    if raw["model_type"] == "qwen2_moe":
-        count += 3 * hidden * raw["shared_expert_intermediate_size"] + hidden
-    return count
+    gate = hidden if raw["model_type"] == "qwen2_moe" else 0
+    return count + 3 * hidden * _shared_width(raw) + gate
 
 
 def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
@@ -322,7 +337,7 @@ def kept_values(shape: ModelShape, fused: bool) -> int:
     Without, each norm keeps a copy in fp32 and the normalised input, and the activation its output.
     """
     q_width = query_width(shape)
-    qk_norm = (q_width + shape.kv_width) * shape.family.startswith("qwen3")
+    qk_norm = (q_width + shape.kv_width) * shape.qk_norms
     attention = 2 * q_width + 2 * shape.kv_width
     if fused:
         return 2 * shape.norms * shape.hidden + qk_norm + attention + mlp_values(shape, 3)

@@ -30,6 +30,9 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
             "num_experts_per_tok": 2,
             "mlp_only_layers": [1],
         }
+    if family == "glm4_moe":
+        sizes |= {"n_routed_experts": 4, "first_k_dense_replace": 2, "n_shared_experts": 2, "head_dim": 32}
+        sizes |= {"attention_bias": True, "use_qk_norm": True}
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 48
     if family == "mixtral":

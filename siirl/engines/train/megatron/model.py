@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
+from siirl.engines.train.megatron.group_router import GroupRouter
 from siirl.engines.train.megatron.grouped_experts import GroupedExperts
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.linear_adapters import LinearAdapter, freeze_base, put_adapter
@@ -81,6 +82,8 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     parts = layer.submodules
     if num_experts and config.moe_grouped_gemm:
         parts.mlp.submodules.experts.module = GroupedExperts
+    if num_experts and config.moe_router_score_function == "sigmoid":
+        parts.mlp.submodules.router = GroupRouter
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
@@ -134,7 +137,8 @@ def wrap_stages(
 
 
 class LocalParams:
-    """This rank's parameters under their global names, with the entries that they are shards of."""
+    """This rank's parameters, and buffers that are not trained, under their global names, with the entries
+    that they are shards of."""
 
     def __init__(
         self,
@@ -153,15 +157,17 @@ class LocalParams:
             known["output_layer.weight"] = tied_head(hf)
         experts = getattr(stages[0].config, "num_moe_experts", None) or 0
         first_expert = scope.groups.ep.rank() * (experts // dims.ep)
-        self.by_name: dict[str, tuple[nn.Parameter, Entry]] = {}
+        self.by_name: dict[str, tuple[Tensor, Entry]] = {}
         self.adapters: dict[str, LinearAdapter] = {}
         for stage in stages:
             for name, module in stage.named_modules():
                 if isinstance(module, LinearAdapter):
                     linear = _global_name(stage, name, 0).removesuffix(".lora")
                     self.adapters[f"{linear}.weight"] = module
-            for name, param in stage.named_parameters():
+            for name, param in (*stage.named_parameters(), *stage.named_buffers()):
                 full = _global_name(stage, name, first_expert)
+                if full not in known and not isinstance(param, nn.Parameter):
+                    continue
                 self.by_name[full] = (param, known[full])
                 _declare(param, known[full])
 
@@ -169,7 +175,7 @@ class LocalParams:
         """(place, size) of this rank on the axis that cuts the entry."""
         return self.places["dense" if entry.expert is None else "expert"]
 
-    def __iter__(self) -> Iterator[tuple[nn.Parameter, Entry]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Entry]]:
         return iter(self.by_name.values())
 
     @property
@@ -179,7 +185,7 @@ class LocalParams:
         return list(hf_shapes(list(base))) if any(entry.adapts for entry in self.entries) else []
 
 
-def _declare(param: nn.Parameter, entry: Entry) -> None:
+def _declare(param: Tensor, entry: Entry) -> None:
     """Say which parameters are cut, for gradient norms, and which are of experts, for their reduction.
 
     Megatron says the first only where it draws weights, and the second (allreduce=False) only with ep > 1.
@@ -218,7 +224,7 @@ def read_weights(params: LocalParams, folder: Path, fresh: Mapping[str, Tensor])
 
 def read_parameter(
     params: LocalParams,
-    param: nn.Parameter,
+    param: Tensor,
     entry: Entry,
     files: SafetensorsFolder,
     shapes: Mapping[str, tuple[int, ...]],

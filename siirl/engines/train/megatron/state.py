@@ -77,7 +77,7 @@ class OwnedShards:
         """The optimizers that own something; Megatron has one for experts and one for the rest."""
         return {id(part): part for part in self._owner.values()}.values()
 
-    def tensors(self, param: nn.Parameter) -> tuple[dict[str, Tensor], int]:
+    def tensors(self, param: Tensor) -> tuple[dict[str, Tensor], int]:
         """({"param", *MOMENTS: flat tensors}, where in the parameter they begin); {} if nothing is owned."""
         part = self._owner.get(id(param))
         if part is None:

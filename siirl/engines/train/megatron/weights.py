@@ -15,6 +15,8 @@ from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.parameter_entries import Block, Entry
 from siirl.errors import NotSupportedError
 
+CHOICE_BIAS = "choice_bias"
+"""What a router adds where it chooses experts, as its module calls it."""
 EMBEDDING = "model.embed_tokens.weight"
 """Hugging Face's name of the embedding in every family here."""
 
@@ -28,6 +30,7 @@ class Family:
     qkv_bias: Callable[[PretrainedConfig], bool] = lambda config: False
     """Whether queries, keys and values have biases."""
     qk_norm: bool = False
+    """Each head of queries and keys is normed, unless use_qk_norm says that it is not."""
     fused: bool = False
     """Its files have queries, keys and values in one tensor."""
     outer_norms: tuple[str, ...] = ()
@@ -86,10 +89,10 @@ def _experts(
     names: tuple[str, str, str],
     router: str,
     width: str,
-    shared: Callable[[PretrainedConfig, int], list[Entry]] = lambda config, layer: [],
+    besides: Callable[[PretrainedConfig, int], list[Entry]] = lambda config, layer: [],
 ) -> Callable[..., list[Entry]]:
     """Entries of a mixture of experts: Hugging Face's names for gate, up and down, and where they stand;
-    shared: those of what all tokens pass, and of the router besides."""
+    besides: those of what all tokens pass, and of the router."""
 
     def mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
         if not has_experts(config, layer):
@@ -104,7 +107,7 @@ def _experts(
             down = (Block(f"{parts}.{names[2]}.weight", 0, hidden),)
             found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", layer, expert))
             found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", layer, expert))
-        return found + shared(config, layer)
+        return found + besides(config, layer)
 
     return mlp
 
@@ -136,6 +139,33 @@ def _gated_expert_options(config: PretrainedConfig) -> dict[str, Any]:
     return options | {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
 
 
+def _plain_expert(config: PretrainedConfig, layer: int) -> list[Entry]:
+    """What DeepSeek-V3 and GLM-4-MoE have of an expert that all tokens pass, and the bias of the router."""
+    hf, num = f"model.layers.{layer}.mlp", num_experts(config)
+    bias = (Block(f"{hf}.gate.e_score_correction_bias", 0, num),)
+    name = f"decoder.layers.{layer}.mlp.router.{CHOICE_BIAS}"
+    return [
+        *_swiglu(config, layer, _shared_width(config), ".shared_experts", ".shared_experts"),
+        Entry(name, bias, None, "whole", layer, untrained=True),
+    ]
+
+
+def _shared_width(config: PretrainedConfig) -> int:
+    return config.moe_intermediate_size * config.n_shared_experts
+
+
+def _group_options(config: PretrainedConfig) -> dict[str, Any]:
+    """Of routers that choose among groups of experts: see group_router.py."""
+    options = _expert_options("moe_intermediate_size", lambda config: config.norm_topk_prob)(config)
+    return options | {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": config.n_group,
+        "moe_router_group_topk": config.topk_group,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_shared_expert_intermediate_size": _shared_width(config),
+    }
+
+
 def window_of(config: PretrainedConfig, layer: int) -> int | None:
     """Tokens that a layer's attention sees, the last one included; None: all before it."""
     kinds = getattr(config, "layer_types", None)
@@ -159,6 +189,12 @@ FAMILIES = {
         qkv_bias=lambda config: config.attention_bias,
         outer_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
         turns_neighbours=True,
+    ),
+    "glm4_moe": Family(
+        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _plain_expert),
+        qkv_bias=lambda config: config.attention_bias,
+        qk_norm=True,
+        options=_group_options,
     ),
     "qwen2": Family(_dense_mlp, qkv_bias=lambda config: True, windows=True),
     "qwen2_moe": Family(
@@ -189,6 +225,11 @@ def family_of(config: PretrainedConfig) -> Family:
     if problem:
         raise NotSupportedError(f"not supported yet: strategy=megatron: {problem}")
     return FAMILIES[config.model_type]
+
+
+def has_qk_norm(config: PretrainedConfig) -> bool:
+    """Whether each head of queries and keys is normed."""
+    return family_of(config).qk_norm and getattr(config, "use_qk_norm", True)
 
 
 def head_dim(config: PretrainedConfig) -> int:
@@ -258,7 +299,7 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
         columns = hidden if kind == "weight" else None
         blocks = _qkv_blocks(config, f"{hf}.self_attn", kind)
         found.append(Entry(f"{own}.self_attention.linear_qkv.{kind}", blocks, columns, "rows", layer))
-    if family.qk_norm:
+    if has_qk_norm(config):
         found += [vector(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", size) for x in "qk"]
     output = (Block(f"{hf}.self_attn.o_proj.weight", 0, hidden),)
     found.append(Entry(f"{own}.self_attention.linear_proj.weight", output, heads_size, "columns", layer))
