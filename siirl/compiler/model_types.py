@@ -35,7 +35,7 @@ MEGATRON = (
     "seed_oss",
 )
 """What megatron trains, with any head."""
-MEGATRON_LANGUAGE_MODELS = ("cwm", "glm4_moe")
+MEGATRON_LANGUAGE_MODELS = ("cwm", "deepseek_v2", "deepseek_v3", "glm4_moe")
 """What megatron trains as a language model only."""
 MBRIDGE = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Types that mbridge was seen to read as siirl does."""
@@ -373,6 +373,9 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"hidden_act={config['hidden_act']}"
     if config.get("model_type") in GROUP_ROUTED:
         yield from _as_megatron_routes(config)
+    key = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+    if config.get("model_type") in LATENT and config.get("v_head_dim", 0) > key:
+        yield f"v_head_dim={config['v_head_dim']} (values wider than keys, of {key} features)"
     normalised = config.get("model_type") == "mixtral" or config.get("norm_topk_prob")
     if config.get("num_experts_per_tok") == 1 and normalised:
         yield "one expert a token at weight 1, whose router learns nothing"
@@ -382,5 +385,13 @@ def _as_megatron_routes(config: Mapping[str, Any]) -> Iterator[str]:
     """What the routers of GROUP_ROUTED, and what stands beside them, do not have there."""
     if not config.get("n_shared_experts", 1):
         yield f"n_shared_experts={config['n_shared_experts']} (without an expert that all tokens pass)"
-    if config.get("n_routed_experts", 2) < 2 * (config.get("n_group") or 1):
-        yield f"n_group={config['n_group']} (groups of one expert, which two are to rank)"
+    experts, chosen = config.get("n_routed_experts"), config.get("num_experts_per_tok", 1)
+    method = config.get("topk_method", "greedy") if config.get("model_type") == "deepseek_v2" else ""
+    if method not in ("", "greedy", "group_limited_greedy"):
+        yield f"topk_method={method}"
+    names = ("n_group", "topk_group") if method != "greedy" else ()
+    groups, best = [config.get(name) or 1 for name in names] or (1, 1)
+    if experts and experts < 2 * groups:
+        yield f"n_group={groups} (groups of one expert, which two are to rank)"
+    elif experts and chosen > experts // groups * best:
+        yield f"num_experts_per_tok={chosen} (the best groups have {experts // groups * best})"

@@ -114,6 +114,11 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
         ("deepseek_v3", "rollout.name=vllm", r"a deepseek_v3 with rollout\.name=vllm"),
         ("deepseek_v2", "model.attention_kernels=flash_attn_4", r"flash_attn_4 in a deepseek_v2"),
         ("deepseek_v3", "model.lora_rank=4", "LoRA adapters on compressed keys"),
+        (
+            "deepseek_v3",
+            "model.lora_rank=4 actor_rollout_ref.actor.strategy=megatron",
+            "LoRA adapters on comp",
+        ),
     ],
 )
 def test_what_routing_by_groups_has_not_been_seen_with_is_refused(tmp_path, kind, key, words):
@@ -224,7 +229,14 @@ def test_variants_that_megatron_would_build_differently_are_refused(model, words
         ({"n_shared_experts": 0}, "n_shared_experts=0"),
         ({"n_group": 4, "topk_group": 2}, r"n_group=4 \(groups of one expert"),
         ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "one expert a token at weight 1"),
+        ({"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3}, r"tok=3 \(the best groups have 2"),
+        (
+            {"model_type": "deepseek_v3", "v_head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 4},
+            r"v_head_dim=24 \(values wider than keys, of 20",
+        ),
         ({"n_group": 2, "topk_group": 1, "attention_bias": True}, ""),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method=noaux_tc"),
+        ({"model_type": "deepseek_v2", "n_group": 4, "topk_group": 1, "num_experts_per_tok": 2}, ""),
     ],
 )
 def test_routers_of_groups_under_megatron_choose_as_those_of_transformers(values, words):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -21,6 +21,7 @@ from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
 from siirl.engines.train.megatron.group_router import GroupRouter
 from siirl.engines.train.megatron.grouped_experts import GroupedExperts
+from siirl.engines.train.megatron.latent_attention import LatentAttention
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.linear_adapters import LinearAdapter, freeze_base, put_adapter
 from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
@@ -82,9 +83,12 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     parts = layer.submodules
     if num_experts and config.moe_grouped_gemm:
         parts.mlp.submodules.experts.module = GroupedExperts
-    if num_experts and config.moe_router_score_function == "sigmoid":
+    if num_experts and config.moe_router_topk_scaling_factor is not None:
         parts.mlp.submodules.router = GroupRouter
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if isinstance(config, MLATransformerConfig):
+        parts.self_attention = ModuleSpec(module=LatentAttention)
+        return layer
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
 from siirl.compiler.checks.megatron_options import Kind, passed_on, recomputation, refusal
@@ -88,7 +88,8 @@ def transformer_config(
     given = {name: value for name, value in overrides.items() if "recompute" not in name}
     given |= recomputation(overrides, trains and settings.model.enable_gradient_checkpointing)
     try:
-        return TransformerConfig(**(fixed | chosen | given))
+        kind = MLATransformerConfig if "kv_lora_rank" in fixed else TransformerConfig
+        return kind(**(fixed | chosen | given))
     except (ValueError, AssertionError, TypeError, ImportError) as error:
         raise ConfigError(
             f"megatron-core refuses the model's configuration: {error}. Check the megatron group and its "

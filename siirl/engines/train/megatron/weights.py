@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from siirl.compiler.model_types import EXPERTS, why_not
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
+from siirl.engines.train.megatron.latent_entries import latent_entries, latent_options
 from siirl.engines.train.megatron.parameter_entries import Block, Entry
 from siirl.errors import NotSupportedError
 
@@ -39,6 +40,8 @@ class Family:
     """Its attention sees no further than sliding_window, where config.json has one."""
     turns_neighbours: bool = False
     """The rotary embedding turns dimensions 2i and 2i + 1 together, not i and i + D/2."""
+    attention: Callable[[PretrainedConfig, int], list[Entry]] | None = None
+    """The entries of a layer's attention; None: as in most."""
     options: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     """Of the TransformerConfig."""
 
@@ -140,13 +143,17 @@ def _gated_expert_options(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _plain_expert(config: PretrainedConfig, layer: int) -> list[Entry]:
-    """What DeepSeek-V3 and GLM-4-MoE have of an expert that all tokens pass, and the bias of the router."""
-    hf, num = f"model.layers.{layer}.mlp", num_experts(config)
-    bias = (Block(f"{hf}.gate.e_score_correction_bias", 0, num),)
+    """The expert that all tokens of DeepSeek-V2 pass."""
+    return _swiglu(config, layer, _shared_width(config), ".shared_experts", ".shared_experts")
+
+
+def _expert_and_bias(config: PretrainedConfig, layer: int) -> list[Entry]:
+    """The same of DeepSeek-V3 and GLM-4-MoE, and the bias of their routers."""
+    bias = Block(f"model.layers.{layer}.mlp.gate.e_score_correction_bias", 0, num_experts(config))
     name = f"decoder.layers.{layer}.mlp.router.{CHOICE_BIAS}"
     return [
-        *_swiglu(config, layer, _shared_width(config), ".shared_experts", ".shared_experts"),
-        Entry(name, bias, None, "whole", layer, untrained=True),
+        *_plain_expert(config, layer),
+        Entry(name, (bias,), None, "whole", layer, untrained=True),
     ]
 
 
@@ -164,6 +171,13 @@ def _group_options(config: PretrainedConfig) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": config.routed_scaling_factor,
         "moe_shared_expert_intermediate_size": _shared_width(config),
     }
+
+
+def _softmax_group_options(config: PretrainedConfig) -> dict[str, Any]:
+    """The same of DeepSeek-V2, whose weights never sum up to 1; greedy: there is but one group."""
+    own = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
+    one = {"moe_router_num_groups": 1, "moe_router_group_topk": 1} if config.topk_method == "greedy" else {}
+    return _group_options(config) | own | one | latent_options(config)
 
 
 def window_of(config: PretrainedConfig, layer: int) -> int | None:
@@ -184,6 +198,16 @@ FAMILIES = {
     "mistral": Family(_dense_mlp, windows=True),
     "phi3": Family(_fused_mlp, fused=True, windows=True),
     "seed_oss": Family(_dense_mlp, qkv_bias=lambda config: config.attention_bias),
+    "deepseek_v2": Family(
+        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _plain_expert),
+        attention=latent_entries,
+        options=_softmax_group_options,
+    ),
+    "deepseek_v3": Family(
+        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _expert_and_bias),
+        attention=latent_entries,
+        options=lambda config: _group_options(config) | latent_options(config),
+    ),
     "glm4": Family(
         _fused_mlp,
         qkv_bias=lambda config: config.attention_bias,
@@ -191,7 +215,7 @@ FAMILIES = {
         turns_neighbours=True,
     ),
     "glm4_moe": Family(
-        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _plain_expert),
+        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _expert_and_bias),
         qkv_bias=lambda config: config.attention_bias,
         qk_norm=True,
         options=_group_options,
@@ -285,9 +309,8 @@ def tied_head(config: PretrainedConfig) -> Entry:
 
 
 def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
-    family, hidden, size = family_of(config), config.hidden_size, head_dim(config)
+    family, hidden = family_of(config), config.hidden_size
     hf, own = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    heads_size = config.num_attention_heads * size
 
     def vector(name: str, hf_name: str, length: int) -> Entry:
         return Entry(
@@ -295,18 +318,28 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
         )
 
     found = [vector("input_layernorm", "input_layernorm", hidden)]
-    for kind in ("weight", "bias") if family.qkv_bias(config) else ("weight",):
-        columns = hidden if kind == "weight" else None
-        blocks = _qkv_blocks(config, f"{hf}.self_attn", kind)
-        found.append(Entry(f"{own}.self_attention.linear_qkv.{kind}", blocks, columns, "rows", layer))
-    if has_qk_norm(config):
-        found += [vector(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", size) for x in "qk"]
-    output = (Block(f"{hf}.self_attn.o_proj.weight", 0, hidden),)
-    found.append(Entry(f"{own}.self_attention.linear_proj.weight", output, heads_size, "columns", layer))
+    found += (family.attention or _attention)(config, layer)
     found.append(vector("pre_mlp_layernorm", "post_attention_layernorm", hidden))
     for part, name in zip(("self_attention", "mlp"), family.outer_norms, strict=bool(family.outer_norms)):
         found.append(vector(f"{part}.outer_norm", name, hidden))
     return found + family.mlp(config, layer)
+
+
+def _attention(config: PretrainedConfig, layer: int) -> list[Entry]:
+    family, hidden, size = family_of(config), config.hidden_size, head_dim(config)
+    hf, own = f"model.layers.{layer}.self_attn", f"decoder.layers.{layer}.self_attention"
+    heads_size = config.num_attention_heads * size
+    found = []
+    for kind in ("weight", "bias") if family.qkv_bias(config) else ("weight",):
+        columns = hidden if kind == "weight" else None
+        blocks = _qkv_blocks(config, hf, kind)
+        found.append(Entry(f"{own}.linear_qkv.{kind}", blocks, columns, "rows", layer))
+    if has_qk_norm(config):
+        for x in "qk":
+            norm = (Block(f"{hf}.{x}_norm.weight", 0, size),)
+            found.append(Entry(f"{own}.{x}_layernorm.weight", norm, None, "whole", layer))
+    output = (Block(f"{hf}.o_proj.weight", 0, hidden),)
+    return [*found, Entry(f"{own}.linear_proj.weight", output, heads_size, "columns", layer)]
 
 
 def _qkv_blocks(config: PretrainedConfig, hf: str, kind: str) -> tuple[Block, ...]:
