@@ -35,17 +35,19 @@ MEGATRON = (
     "seed_oss",
 )
 """What megatron trains, with any head."""
-MEGATRON_LANGUAGE_MODELS = ("cwm",)
+MEGATRON_LANGUAGE_MODELS = ("cwm", "deepseek_v2", "deepseek_v3", "glm4_moe")
 """What megatron trains as a language model only."""
 MBRIDGE = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Types that mbridge was seen to read as siirl does."""
-QKV_BIAS = ("glm4", "seed_oss")
+QKV_BIAS = ("glm4", "glm4_moe", "seed_oss")
 """Whose attention_bias is one of queries, keys and values alone."""
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Whose keys and values are computed of a compressed one, and were compared."""
 GROUP_ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 """Whose routers choose experts by groups, or by a bias that balances them, not by their logits alone."""
+OWN_TYPE = ("e_score_correction_bias",)
+"""Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -122,8 +124,9 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     problem = why_not(config, rules, ROLES[role].head) or why_not_with_images(config, cfg, role)
     config = language_part(config)
     problem = problem or _why_no_router_loss(model)
+    problem = problem or _why_not_with_group_routing(config, cfg, role)
     if rules == "fsdp":
-        problem = problem or _why_not_with_group_routing(config, cfg, role)
+        problem = problem or _why_not_these_kernels(config, model, ROLES[role].model)
     if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
         problem = problem or _why_not_dealt(config, cfg, role)
@@ -206,10 +209,16 @@ def _why_not_with_group_routing(config: Mapping[str, Any], cfg: Config, role: st
         )
     if kind in GROUP_ROUTED and ROLES[role].generates:
         return f"a {kind}, whose weights vLLM has not been seen to take. Set teacher.strategy=fsdp."
-    if kind in LATENT and model.attention_kernels != "torch":
-        return f"attention_kernels={model.attention_kernels} in a {kind}. Set {keys}.attention_kernels=torch."
     if kind in LATENT and model.lora_rank:
         return f"LoRA adapters on compressed keys and values ({kind}). Set {keys}.lora_rank=0."
+    return ""
+
+
+def _why_not_these_kernels(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
+    """Why attention kernels do not take a model's heads, and the fix; empty if they do."""
+    kind, kernels = config.get("model_type"), model.attention_kernels
+    if kind in LATENT and kernels != "torch":
+        return f"attention_kernels={kernels} in a {kind}. Set {keys}.attention_kernels=torch."
     return ""
 
 
@@ -362,6 +371,27 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}={config[name]}"
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act={config['hidden_act']}"
+    if config.get("model_type") in GROUP_ROUTED:
+        yield from _as_megatron_routes(config)
+    key = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+    if config.get("model_type") in LATENT and config.get("v_head_dim", 0) > key:
+        yield f"v_head_dim={config['v_head_dim']} (values wider than keys, of {key} features)"
     normalised = config.get("model_type") == "mixtral" or config.get("norm_topk_prob")
     if config.get("num_experts_per_tok") == 1 and normalised:
         yield "one expert a token at weight 1, whose router learns nothing"
+
+
+def _as_megatron_routes(config: Mapping[str, Any]) -> Iterator[str]:
+    """What the routers of GROUP_ROUTED, and what stands beside them, do not have there."""
+    if not config.get("n_shared_experts", 1):
+        yield f"n_shared_experts={config['n_shared_experts']} (without an expert that all tokens pass)"
+    experts, chosen = config.get("n_routed_experts"), config.get("num_experts_per_tok", 1)
+    method = config.get("topk_method", "greedy") if config.get("model_type") == "deepseek_v2" else ""
+    if method not in ("", "greedy", "group_limited_greedy"):
+        yield f"topk_method={method}"
+    names = ("n_group", "topk_group") if method != "greedy" else ()
+    groups, best = [config.get(name) or 1 for name in names] or (1, 1)
+    if experts and experts < 2 * groups:
+        yield f"n_group={groups} (groups of one expert, which two are to rank)"
+    elif experts and chosen > experts // groups * best:
+        yield f"num_experts_per_tok={chosen} (the best groups have {experts // groups * best})"

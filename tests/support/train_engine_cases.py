@@ -16,6 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
+from siirl.compiler.model_types import OWN_TYPE
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config, with_overrides
 from siirl.data.rows import make_rows, take_rows
@@ -177,7 +178,8 @@ def run_reference(path: Path, lora: str | list[str] = "") -> Outcome:
         adamw.zero_grad()
     if lora:
         model = model.merge_and_unload()
-    outcome.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    kept = {n: buffer for n, buffer in model.named_buffers() if n.endswith(OWN_TYPE)}
+    outcome.weights = {n: p.detach().clone() for n, p in (*model.named_parameters(), *kept.items())}
     return outcome
 
 

@@ -318,7 +318,7 @@ class MegatronEngine(SteppingEngine):
         self._is_gathering = self._gathers_late
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (shape, self._config.params_dtype) for name, shape in self._exporter.specs().items()}
+        return self._exporter.specs(self._config.params_dtype)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")
