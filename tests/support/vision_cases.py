@@ -12,6 +12,7 @@ from torch import Tensor
 
 from siirl.data.image_reader import ImageReader
 from siirl.data.rows import make_rows
+from siirl.data.seen import Seen
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>", "<seen>", "</seen>", "<img>", "<video>")
@@ -141,7 +142,8 @@ NUM_ROWS, WIDTH = len(SEEN), 6
 def vision_rows(path: Path, step: int = 0, with_images: bool = True) -> TensorDict:
     """Rows of unequal length for the engines: one has no response, and one has sampled the image token."""
     reader, draw = ImageReader(str(path)), torch.Generator().manual_seed(100 + step)
-    prompts = [prompt_of(reader, seen if with_images else ()) for seen in SEEN]
+    shown = [seen if with_images else () for seen in SEEN]
+    prompts = [prompt_of(reader, seen) for seen in shown]
     response_B = torch.randint(1, WIDTH + 1, (NUM_ROWS,), generator=draw)
     response_B[6], response_B[4] = 0, WIDTH
     ids_BT = torch.randint(8, 40, (NUM_ROWS, WIDTH), generator=draw)
@@ -157,7 +159,11 @@ def vision_rows(path: Path, step: int = 0, with_images: bool = True) -> TensorDi
             "response_length": response_B,
             "response_mask": mask_BT,
             "advantage": torch.randn(NUM_ROWS, WIDTH, generator=draw),
-            "images": [list(seen) if with_images else [] for seen in SEEN],
+            "images": [list(seen) for seen in shown],
+            "image_starts": [
+                list(seen_in(reader, prompt, seen).starts)
+                for prompt, seen in zip(prompts, shown, strict=True)
+            ],
         }
     )
 
@@ -168,6 +174,16 @@ def prompt_of(reader: ImageReader, seen: tuple[str, ...]) -> list[int]:
     for one in seen:
         ids += [4, *[IMAGE] * reader.num_tokens(one), 5, 18]
     return [*ids, 19, 3]
+
+
+def seen_in(reader: ImageReader, prompt: list[int], images: tuple[str, ...]) -> Seen:
+    """Where the images of a prompt are: each is the next run of image tokens."""
+    starts, at = [], 0
+    for one in images:
+        at = prompt.index(IMAGE, at)
+        starts.append(at)
+        at += reader.num_tokens(one)
+    return Seen(images, tuple(starts))
 
 
 def hf_inputs(path: Path, prompt: list[int], response: list[int], seen: list[str]) -> dict[str, Tensor]:

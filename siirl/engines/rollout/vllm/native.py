@@ -98,10 +98,10 @@ class NativeEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
-        if request.images:
+        if request.seen.images:
             if self._images is None:
                 raise NotSupportedError("not supported yet: images for a model that reads texts")
-            prompt = self._images.prompt(request.prompt, request.images)
+            prompt = self._images.prompt(request.prompt, request.seen)
         if request.kv_version is not None:
             prompt["cache_salt"] = str(request.kv_version)
         self._engine.add_request(str(request.key), prompt, sampling, lora_request=self._adapters.get(adapter))

@@ -14,6 +14,7 @@ from torch import Tensor
 from siirl.compiler.checks.packages import vllm_version
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.rollout.base import (
     Completion,
     Interrupt,
@@ -154,12 +155,12 @@ class VLLMRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run, for log-probs that are not
         finite, and when the engine dies, hangs or fails.
         """
-        return self.generate_seeing(prompts, [()] * len(prompts), params, seeds)
+        return self.generate_seeing(prompts, [NO_IMAGES] * len(prompts), params, seeds)
 
     def generate_seeing(
         self,
         prompts: Sequence[Sequence[int]],
-        images: Sequence[Sequence[str]],
+        seen: Sequence[Seen],
         params: SamplingParams,
         seeds: Sequence[int],
     ) -> list[list[Completion]]:
@@ -169,7 +170,7 @@ class VLLMRollout(RolloutEngine):
         if not prompts:
             return []
         with self._streams_held():
-            mine = self._generate(prompts, images, params, seeds) if self._shard.is_first else None
+            mine = self._generate(prompts, seen, params, seeds) if self._shard.is_first else None
             responses = self._shard.share(mine)
         samples = [response.at_version(self.weight_version) for response in responses]
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
@@ -411,15 +412,14 @@ class VLLMRollout(RolloutEngine):
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],
-        images: Sequence[Sequence[str]],
+        seen: Sequence[Seen],
         params: SamplingParams,
         seeds: Sequence[int],
     ) -> list[Response]:
         self._wake_cache()
         table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
         version = self.weight_version if self.keeps_kv else None
-        seen = [tuple(one) for one in images]
-        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version, seen)
+        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version, list(seen))
         assert self._process is not None
         with phase("generate", rows=params.n * len(prompts)):
             answer = self._process.ask(asked)
