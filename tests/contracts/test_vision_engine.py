@@ -143,8 +143,9 @@ def test_positions_are_those_of_transformers(folder):
     for row, (seen, starts) in enumerate(seen_of(rows)):
         length = int(rows["prompt_length"][row])
         prompt = rows["prompt_ids"][row, -length:].tolist()
-        inputs: Any = vision.hf_inputs(folder, prompt, [8, 9], list(seen))
+        answer = rows["response_ids"][row, : rows["response_length"][row]].tolist()
+        inputs: Any = vision.hf_inputs(folder, prompt, answer, seen, starts)
         inputs.pop("pixel_values", None)
         wanted, _ = model.model.get_rope_index(**inputs)
         grids = reader.read(seen).grids if seen else ()
-        assert reader.positions([*prompt, 8, 9], starts, grids).tolist() == wanted[:, 0].tolist()
+        assert reader.positions([*prompt, *answer], starts, grids).tolist() == wanted[:, 0].tolist()
