@@ -42,6 +42,7 @@ from siirl.engines.rollout.vllm.lora_adapters import (
 )
 from siirl.engines.rollout.vllm.messages import Call, Generate, Response, Score
 from siirl.engines.rollout.vllm.recovery import RecoveringEngine
+from siirl.engines.rollout.vllm.routed_experts import ARGUMENT as ROUTED_EXPERTS
 from siirl.engines.rollout.vllm.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
 from siirl.engines.rollout.vllm.weight_transfer import (
@@ -53,7 +54,7 @@ from siirl.engines.rollout.vllm.weight_transfer import (
 from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name
-from siirl.errors import EpisodeFailed, RolloutError, WeightSyncError
+from siirl.errors import EpisodeFailed, NotSupportedError, RolloutError, WeightSyncError
 from siirl.model_files.directory import model_dir
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
@@ -85,6 +86,12 @@ class VLLMRollout(RolloutEngine):
         """
         vllm_version()
         self.name = plan.name
+        replays = not plan.is_teacher and cfg.actor_rollout_ref.actor.router_replay.mode == "R3"
+        if replays and torch.device(device).type == "cpu":
+            raise NotSupportedError(
+                "not supported yet: actor.router_replay.mode=R3 with rollout.name=vllm on a CPU, where vLLM "
+                "does not say which experts computed a token. Set rollout.name=hf."
+            )
         self.weight_version = -1
         self._device = torch.device(device)
         self._dtype = cfg.actor_rollout_ref.rollout.dtype
@@ -131,6 +138,8 @@ class VLLMRollout(RolloutEngine):
             environment = engine_environment(num_ranks, self._device, gpus)
             folder = str(model_dir(cfg.actor_rollout_ref.model.path))
             arguments = engine_arguments(cfg, folder, hf_config, num_ranks, self._device)
+            if not plan.is_teacher and cfg.actor_rollout_ref.actor.router_replay.mode == "R3":
+                arguments[ROUTED_EXPERTS] = True
             if plan.is_teacher:
                 arguments["max_logprobs"] = max(1, cfg.teacher.top_k)
             if plan.adapters:
