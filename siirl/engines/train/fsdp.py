@@ -41,7 +41,7 @@ from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
     bundles_of,
     count_bundles,
-    prompt_numbers,
+    images_seen,
     repeated_prompt_tokens,
     row_lengths,
     sharing_pays,
@@ -268,12 +268,12 @@ class FSDPEngine(SteppingEngine):
     def flops(self, rows: TensorDict, backward: bool) -> float:
         """See TrainEngine. A prompt that several of the rows share is computed once, and counted once."""
         flops = functools.partial(model_flops, self._model.hf, backward=backward)
-        prompts, again = rows["prompt_ids"], 0.0
-        if self._shares_prompts(rows):
-            first = {number: row for row, number in reversed(list(enumerate(prompt_numbers(rows))))}
-            prompts, again = prompts[list(first.values())], flops(repeated_prompt_tokens(rows))
+        lengths, shares, again = row_lengths(rows), self._shares_prompts(rows), 0.0
+        if shares:
+            again = flops(repeated_prompt_tokens(rows))
         reader = self._settings.image_reader
-        return flops(row_lengths(rows), num_patches=reader.num_patches(prompts) if reader else 0) - again
+        patches = 0 if reader is None else reader.num_patches(images_seen(rows, shares))
+        return flops(lengths, num_patches=patches) - again
 
     def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
         """Row indices of the micro-batches: as many on every rank. Collective."""

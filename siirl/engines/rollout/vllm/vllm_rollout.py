@@ -14,6 +14,7 @@ from torch import Tensor
 from siirl.compiler.checks.packages import vllm_version
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.rollout.base import (
     Completion,
     Interrupt,
@@ -41,6 +42,7 @@ from siirl.engines.rollout.vllm.lora_adapters import (
 )
 from siirl.engines.rollout.vllm.messages import Call, Generate, Response, Score
 from siirl.engines.rollout.vllm.recovery import RecoveringEngine
+from siirl.engines.rollout.vllm.routed_experts import ARGUMENT as ROUTED_EXPERTS
 from siirl.engines.rollout.vllm.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
 from siirl.engines.rollout.vllm.weight_transfer import (
@@ -52,7 +54,7 @@ from siirl.engines.rollout.vllm.weight_transfer import (
 from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.engines.train.lora import adapter_name
-from siirl.errors import EpisodeFailed, RolloutError, WeightSyncError
+from siirl.errors import EpisodeFailed, NotSupportedError, RolloutError, WeightSyncError
 from siirl.model_files.directory import model_dir
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
@@ -84,6 +86,12 @@ class VLLMRollout(RolloutEngine):
         """
         vllm_version()
         self.name = plan.name
+        replays = not plan.is_teacher and cfg.actor_rollout_ref.actor.router_replay.mode == "R3"
+        if replays and torch.device(device).type == "cpu":
+            raise NotSupportedError(
+                "not supported yet: actor.router_replay.mode=R3 with rollout.name=vllm on a CPU, where vLLM "
+                "does not say which experts computed a token. Set rollout.name=hf."
+            )
         self.weight_version = -1
         self._device = torch.device(device)
         self._dtype = cfg.actor_rollout_ref.rollout.dtype
@@ -130,6 +138,8 @@ class VLLMRollout(RolloutEngine):
             environment = engine_environment(num_ranks, self._device, gpus)
             folder = str(model_dir(cfg.actor_rollout_ref.model.path))
             arguments = engine_arguments(cfg, folder, hf_config, num_ranks, self._device)
+            if not plan.is_teacher and cfg.actor_rollout_ref.actor.router_replay.mode == "R3":
+                arguments[ROUTED_EXPERTS] = True
             if plan.is_teacher:
                 arguments["max_logprobs"] = max(1, cfg.teacher.top_k)
             if plan.adapters:
@@ -154,12 +164,12 @@ class VLLMRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run, for log-probs that are not
         finite, and when the engine dies, hangs or fails.
         """
-        return self.generate_seeing(prompts, [()] * len(prompts), params, seeds)
+        return self.generate_seeing(prompts, [NO_IMAGES] * len(prompts), params, seeds)
 
     def generate_seeing(
         self,
         prompts: Sequence[Sequence[int]],
-        images: Sequence[Sequence[str]],
+        seen: Sequence[Seen],
         params: SamplingParams,
         seeds: Sequence[int],
     ) -> list[list[Completion]]:
@@ -169,7 +179,7 @@ class VLLMRollout(RolloutEngine):
         if not prompts:
             return []
         with self._streams_held():
-            mine = self._generate(prompts, images, params, seeds) if self._shard.is_first else None
+            mine = self._generate(prompts, seen, params, seeds) if self._shard.is_first else None
             responses = self._shard.share(mine)
         samples = [response.at_version(self.weight_version) for response in responses]
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
@@ -411,15 +421,14 @@ class VLLMRollout(RolloutEngine):
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],
-        images: Sequence[Sequence[str]],
+        seen: Sequence[Seen],
         params: SamplingParams,
         seeds: Sequence[int],
     ) -> list[Response]:
         self._wake_cache()
         table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
         version = self.weight_version if self.keeps_kv else None
-        seen = [tuple(one) for one in images]
-        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version, seen)
+        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version, list(seen))
         assert self._process is not None
         with phase("generate", rows=params.n * len(prompts)):
             answer = self._process.ask(asked)
