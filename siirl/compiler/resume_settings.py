@@ -53,6 +53,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
         *("*.use_dist_checkpointing", "*.dist_checkpointing_path", "*.share_instance"),
     ),
     "memory and speed": (
+        "*.fsdp_config.float8",
         *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.use_liger"),
         *("*.enable_gradient_checkpointing", "*.gradient_checkpointing_kwargs", "*.attention_kernels"),
         *("*.enforce_eager",),

@@ -45,7 +45,7 @@ FOLLOWS |= {
 }
 FOLLOWS |= {
     f"{POLICY}.ref.fsdp_config.{name}": f"${{{POLICY}.actor.fsdp_config.{name}}}"
-    for name in ("model_dtype", "mixed_precision.param_dtype", "expert_parallel_size")
+    for name in ("model_dtype", "mixed_precision.param_dtype", "expert_parallel_size", "float8")
 }
 CORRECTION, MAX_LAG = f"{POLICY}.actor.rollout_correction.weight", f"{POLICY}.rollout.max_lag"
 FOLLOWS[CORRECTION] = f"truncate if ${{{MAX_LAG}}}, else none"
