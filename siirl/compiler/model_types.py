@@ -305,7 +305,8 @@ def _why_not_float8(config: Mapping[str, Any], cfg: Config, role: str) -> str:
     dtype, kind = fsdp.mixed_precision.param_dtype, config.get("model_type")
     if dtype != "bfloat16" and (cfg.trainer.device != "cpu" or dtype == "float16"):
         return (
-            f"{key}=True with mixed_precision.param_dtype={dtype}: products are given in bfloat16. Set that."
+            f"{key}=True with mixed_precision.param_dtype={dtype}: FP8 products come in 16 bits. Set "
+            f"{ROLE_GROUPS[role]}.fsdp_config.mixed_precision.param_dtype=bfloat16."
         )
     if kind not in FLOAT8:
         return (

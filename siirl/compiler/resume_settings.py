@@ -36,6 +36,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
             "*_restarts",
             "trainer.behind_firewall",
         ),
+        "*.max_log_prob_diff",
         *("trainer.restart_window_s", "trainer.memory_checkpoint_freq", "trainer.stuck_s", "ray_init.*"),
     ),
     "how services are asked": (
