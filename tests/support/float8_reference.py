@@ -18,13 +18,17 @@ def rounded_number(value: float) -> float:
     return round(value / step) * step
 
 
+def scales(x: Tensor) -> Tensor:
+    """What each row is divided by, in the float32 that it is kept in."""
+    return x.detach().float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / LARGEST
+
+
 def rounded_rows(x: Tensor) -> Tensor:
-    """The numbers that FP8 leaves of each row, whose scale is a power of two, in float64."""
-    x = x.detach().double()
-    largest = x.abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
-    scale = torch.exp2(torch.ceil(torch.log2(largest / LARGEST)))
-    digits = torch.exp2(torch.floor(torch.log2((x / scale).abs().clamp(min=2.0**LEAST_EXPONENT))) - DIGITS)
-    return torch.round(x / scale / digits) * digits * scale
+    """The numbers that FP8 leaves of each row, in float64."""
+    scale = scales(x)
+    x = (x.detach().float() / scale).double()
+    step = torch.exp2(torch.floor(torch.log2(x.abs().clamp(min=2.0**LEAST_EXPONENT))) - DIGITS)
+    return torch.round(x / step) * step * scale.double()
 
 
 class _Product(torch.autograd.Function):
@@ -36,11 +40,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
-        kept = rounded_rows(weight)
-        scale = torch.exp2(
-            torch.ceil(torch.log2(weight.detach().double().abs().amax(-1, keepdim=True) / LARGEST))
-        )
-        grad_x = rounded_rows(grad.double() * scale.t()) @ (kept / scale)
+        scale = scales(weight)
+        unscaled = rounded_rows(weight) / scale.double()
+        grad_x = rounded_rows(grad.float() * scale.t()) @ unscaled
         grad_weight = grad.double().flatten(0, -2).t() @ x.double().flatten(0, -2)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
 

@@ -2,13 +2,14 @@
 
 Legend: N tokens, D input and O output features.
 
-A row is divided by the least power of two that brings its largest number to 448 or below, and rounded to
-float8_e4m3fn. A power of two changes no digit, so rounding is all that is lost. Forward, rows of tokens meet
-rows of the weight: what a token gives does not depend on the tokens beside it. Backward, the gradient of the
-input is that of the product with the rounded weight; the gradient of the weight is not rounded.
+A row is divided by what brings its largest number to 448, and rounded to float8_e4m3fn. Forward, rows of
+tokens meet rows of the weight: what a token gives does not depend on the tokens beside it, and is what vLLM
+gives with rollout.quantization=fp8, which rounds so, too. Backward, the gradient of the input is that of the
+product with the weight as it was rounded; the gradient of the weight is not rounded.
 
-Source: the recipe "rowwise_with_gw_hp" of torchao 0.17 (Meta, BSD licence), but for the weight's rounding in
-the backward pass, which there is another than in the forward pass. Sums are those of torch._scaled_mm.
+Source: the recipe "rowwise_with_gw_hp" of torchao 0.17 (Meta, BSD licence), but for its scales, which are
+powers of two, and for the weight, which it rounds otherwise in the backward pass. Sums are those of
+torch._scaled_mm.
 """
 
 from typing import Any
@@ -22,12 +23,10 @@ from siirl.errors import ConfigError, NotSupportedError
 FP8 = torch.float8_e4m3fn
 CAPABILITY = (8, 9)
 """CUDA's compute capability from which devices multiply in FP8."""
+LARGEST = 448.0
+"""Of float8_e4m3fn."""
 LEAST = 2.0**-100
 """A row with nothing larger is rounded as if it had this."""
-EXPONENT_OF_448, DIGITS_OF_448 = 8, 0x600000
-"""448 = 1.75 * 2^8: its exponent, and the digits of 1.75 in a float32."""
-ONE = 127
-"""The exponent of 1 in a float32."""
 
 
 def rounded(x_ND: Tensor, by_D: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -37,14 +36,8 @@ def rounded(x_ND: Tensor, by_D: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
         return rounded_on_gpu(x_ND, by_D)
     value_ND = x_ND.float() if by_D is None else x_ND.float() * by_D
-    largest_N1 = value_ND.abs().amax(-1, keepdim=True).clamp(min=LEAST)
-    bits_N1 = largest_N1.view(torch.int32)
-    above_N1 = (bits_N1 & 0x7FFFFF) > DIGITS_OF_448
-    exponent_N1 = (bits_N1 >> 23) - EXPONENT_OF_448 + above_N1.int()
-    scale_N1, inverse_N1 = (
-        (exponent << 23).view(torch.float32) for exponent in (exponent_N1, 2 * ONE - exponent_N1)
-    )
-    return (value_ND * inverse_N1).to(FP8), scale_N1
+    scale_N1 = value_ND.abs().amax(-1, keepdim=True).clamp(min=LEAST) / LARGEST
+    return (value_ND / scale_N1).to(FP8), scale_N1
 
 
 class Float8Product(torch.autograd.Function):

@@ -26,13 +26,9 @@ def _round_rows(
     if SCALED:
         value = value * tl.load(by + column, mask=inside, other=0.0)
     largest = tl.maximum(tl.max(tl.abs(value), axis=0), 7.888609052210118e-31)  # 2^-100
-    bits = largest.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    tl.store(out + row * num_columns + column, (value * inverse).to(tl.float8e4nv), mask=inside)
-    factor = (exponent << 23).to(tl.float32, bitcast=True)
-    # The largest finite number stands for an infinite one: the row's factor says that it was none.
-    tl.store(scale + row, tl.where(largest == float("inf"), float("nan"), factor))
+    factor = tl.div_rn(largest, 448.0)
+    tl.store(out + row * num_columns + column, tl.div_rn(value, factor).to(tl.float8e4nv), mask=inside)
+    tl.store(scale + row, factor)
 
 
 def rounded_on_gpu(x_ND: Tensor, by_D: Tensor | None = None) -> tuple[Tensor, Tensor]:

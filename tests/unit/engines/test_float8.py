@@ -43,10 +43,12 @@ def test_a_number_is_the_nearest_of_the_256():
 def test_rows_keep_three_digits_under_a_scale_of_their_own():
     x = rows(40, 48)
     found, scale = rounded(x)
-    assert torch.equal(found.double() * scale.double(), reference.rounded_rows(x))
-    assert torch.equal(torch.log2(scale), torch.log2(scale).round())
+    torch.testing.assert_close(found.double() * scale.double(), reference.rounded_rows(x), rtol=1e-12, atol=0)
     largest = found.double().abs().amax(-1)
-    assert ((largest >= 224) | (x.abs().amax(-1) == 0)).all(), "no row wastes a power of two"
+    assert ((largest == 448) | (x.abs().amax(-1) == 0)).all()
+    kept = x.abs() > 2**-5 * x.abs().amax(-1, keepdim=True)
+    lost = (found.double() * scale.double() - x).abs() / x.abs()
+    assert lost[kept].max() <= 2**-4
 
 
 def test_what_a_row_becomes_does_not_depend_on_the_others():
@@ -84,8 +86,7 @@ def test_numbers_that_are_none_do_not_become_some():
 
 
 def test_torchao_computes_the_same():
-    """Its recipe rounds a weight by one scale in the backward pass: a power of two, so that only numbers of
-    fewer digits differ."""
+    """But for the gradient of the input: its recipe rounds a weight by one scale there."""
     pytest.importorskip("torchao", reason="pip install 'siirl[oracles]'")
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear as Theirs
@@ -100,13 +101,16 @@ def test_torchao_computes_the_same():
         if made == "ours":
             use_float8([nn.Sequential(layer)], CPU)
         else:
-            layer = Theirs.from_float(layer, dataclasses.replace(recipe, emulate=True))
+            as_ours = {"emulate": True, "round_scales_to_power_of_2": False}
+            layer = Theirs.from_float(layer, dataclasses.replace(recipe, **as_ours))
         mine = x.clone().requires_grad_()
         out = layer(mine)
         out.backward(grad)
         results.append((out.detach(), mine.grad, layer.weight.grad))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    (out, grad_x, grad_weight), (its_out, its_grad_x, its_grad_weight) = results
+    torch.testing.assert_close(out, its_out, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(grad_weight, its_grad_weight, rtol=1e-6, atol=1e-6)
+    assert (grad_x - its_grad_x).norm() / its_grad_x.norm() < 0.08
 
 
 def test_layers_keep_their_names_weights_and_bias():
