@@ -103,14 +103,15 @@ def test_log_probs_are_those_of_rounded_layers_one_row_at_a_time(pair):
 
 
 def test_gradients_are_those_of_rounded_layers(pair):
+    """Within what one number is worth that fp32 has on the other side of the middle between two."""
     ours, theirs = pair
-    assert distance(ours.grads, theirs.grads) < 1e-5
-    assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=1e-5)
+    assert distance(ours.grads, theirs.grads) < 1e-4
+    assert ours.grad_norms[0] == pytest.approx(theirs.grad_norms[0], rel=1e-4)
     assert ours.losses[0] == pytest.approx(theirs.losses[0], abs=1e-5)
 
 
 def test_rounding_is_what_moves_them():
-    """The bounds above tell FP8 from fp32: by four digits."""
+    """The bounds above tell FP8 from fp32: by three digits."""
     rounded, plain = reference("qwen3_tied", False), reference("qwen3_tied", False, rounds=False)
     assert (rounded.log_prob - plain.log_prob).abs().mean() > 0.05
     assert distance(plain.grads, rounded.grads) > 0.1
