@@ -55,6 +55,17 @@ HEADS = ("num_attention_heads", "n_head")
 """What a config.json calls the query heads of a layer."""
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """What may have LoRA adapters in a mixture of experts: others would lie on one tensor of all experts."""
+FLOAT8 = (
+    *("arcee", "cwm", "diffllama", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4"),
+    *("gpt_bigcode", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "ministral"),
+    *("ministral3", "mistral", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi3", "qwen2", "qwen3"),
+    *("seed_oss", "smollm3", "starcoder2"),
+)
+"""Whose linear layers fsdp was seen to multiply in FP8: without experts, images and compressed keys."""
+FLOAT8_MULTIPLE = 16
+"""What the sides of a linear layer are multiples of, for its products to be in FP8."""
+SIDES = ("hidden_size", "intermediate_size", "ffn_dim", "n_inner")
+"""What a config.json calls sides of linear layers."""
 PARTS = ("vision_config", "audio_config", "text_config")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rope types whose frequencies change if the longest row of a batch is beyond the model's first training."""
@@ -131,6 +142,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         problem = problem or _why_not_with_experts(config, cfg, role)
         problem = problem or _why_not_dealt(config, cfg, role)
         problem = problem or _why_not_split(config, cfg, role)
+        problem = problem or _why_not_float8(config, cfg, role)
     problem = problem or _why_not_adapted(config, model, ROLES[role].model)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
@@ -147,6 +159,11 @@ def attention_heads(cfg: Config, role: str) -> int:
     """Of queries in a layer of a role's model; 0 where config.json does not tell."""
     model = role_model(cfg, role)
     return _heads(language_part({**_config_json(model), **model.override_config}))
+
+
+def model_type_of(model: ModelConfig) -> str:
+    """What config.json calls it; empty where it cannot be read."""
+    return str(_config_json(model).get("model_type") or "")
 
 
 def _heads(config: Mapping[str, Any]) -> int:
@@ -286,6 +303,38 @@ def _why_not_split(config: Mapping[str, Any], cfg: Config, role: str) -> str:
             f"{key}={ranks} does not divide the model's {heads} attention heads: in attention each rank has "
             f"whole heads. Set it to {' or '.join(map(str, fits))}."
         )
+    return ""
+
+
+def _why_not_float8(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why a role's model does not multiply in FP8 as asked, and the fix; empty if it does."""
+    fsdp, key = role_group(cfg, role).fsdp_config, f"{ROLE_GROUPS[role]}.fsdp_config.float8"
+    if not fsdp.float8:
+        return ""
+    dtype, kind = fsdp.mixed_precision.param_dtype, config.get("model_type")
+    if dtype != "bfloat16" and (cfg.trainer.device != "cpu" or dtype == "float16"):
+        return (
+            f"{key}=True with mixed_precision.param_dtype={dtype}: FP8 products come in 16 bits. Set "
+            f"{ROLE_GROUPS[role]}.fsdp_config.mixed_precision.param_dtype=bfloat16."
+        )
+    if kind not in FLOAT8:
+        return (
+            f"{key}=True for a {kind}, whose products in FP8 were compared with nothing (mixtures of experts "
+            f"have theirs in kernels of their own). Set {key}=false, or use a usual model of "
+            f"{', '.join(FLOAT8)}."
+        )
+    sides = {name: config[name] for name in SIDES if isinstance(config.get(name), int)}
+    heads, width = _heads(config), config.get("head_dim")
+    if heads and isinstance(width, int):
+        sides |= {"num_attention_heads * head_dim": heads * width}
+        kv_heads = config.get("num_key_value_heads")
+        sides |= {"num_key_value_heads * head_dim": kv_heads * width} if isinstance(kv_heads, int) else {}
+    for name, side in sides.items():
+        if side % FLOAT8_MULTIPLE:
+            return (
+                f"{key}=True with {name}={side}: FP8 products are of linear layers whose sides are multiples "
+                f"of {FLOAT8_MULTIPLE}. Set {key}=false."
+            )
     return ""
 
 

@@ -38,6 +38,10 @@ class FSDPConfig:
         1, "ranks that have some of the experts each, all that share one copy of the weights; 1: none", low=1
     )
     model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
+    float8: bool = key(
+        False,
+        "the linear layers of the blocks multiply in FP8 (e4m3), with a scale for each token and feature",
+    )
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "types of compute and communication")
 
 

@@ -35,9 +35,9 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
     shown = ctx.trained is not None and actor.reads_advantage  # nobody scores, so nobody shows the others
     kept = None if not shown else ctx.trained.keep(ctx.agent, rows, ctx.tokenizer)
     recomputes = actor.recompute_old_log_prob and not actor.imitates
-    loss_fn = make_loss_fn(ctx.cfg, kept)
+    loss_fn, first_loss_fn = make_loss_fn(ctx.cfg, kept), make_loss_fn(ctx.cfg, kept, begins=True)
     for number, mine_B in enumerate(policy_mini_batches(ctx, rows)):
-        mini_batch, loss = rows[mine_B], loss_fn
+        mini_batch, loss = rows[mine_B], loss_fn if number else first_loss_fn
         mini_batch["place"] = mine_B.nonzero().squeeze(1)
         if actor.loss.picks_tokens:
             mini_batch["picked"] = _picked(ctx, mini_batch)
@@ -49,7 +49,7 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
         if number == 0 and recomputes and not _has_old(mini_batch):
             mini_batch = mini_batch.exclude("old_log_prob")
             if actor.ppo_epochs > 1:
-                old_BT, loss = _kept(rows, loss_fn)
+                old_BT, loss = _kept(rows, first_loss_fn)
                 rows = rows.copy().set("old_log_prob", old_BT)
         metrics = engine.train_mini_batch(mini_batch, loss, outputs, rollout.trained_temperature)
         ctx.metrics.merge(metrics, "actor/")

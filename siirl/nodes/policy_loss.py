@@ -42,11 +42,12 @@ CLIPS = ("clip_fraction", "clip_fraction_lower")
 """What the stats of policy losses call tokens whose gradient a bound cuts off."""
 
 
-def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
+def make_loss_fn(cfg: Config, kept: KeptRows | None = None, begins: bool = False) -> LossFn:
     """policy loss - entropy_coeff * entropy + kl_loss_coef * KL + distill.coef * divergence from teachers,
     aggregated by loss_agg_mode.
 
-    kept: gets what becomes of each token of the rows, which then have a column "place".
+    kept: gets what becomes of each token of the rows, which then have a column "place". begins: it is for the
+    first optimizer step on the rows, whose own log-probs are those of the policy before it.
     """
     actor = cfg.actor_rollout_ref.actor
     who = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -57,6 +58,7 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
     source = old_log_prob_source(cfg)
     main = "distill_loss" if alone else "sft_loss" if actor.loss.imitates else "pg_loss"
     one_step = batch_of(cfg).optimizer_steps == 1
+    as_before = one_step or (begins and source == "rollout")
     old_field = None if one_step and source == "current" else OLD_LOG_PROB_FIELDS[source]
 
     def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, TensorMetrics]:
@@ -113,8 +115,8 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
         if "turn_id" in rows.keys():
             by_turn = {name: stats[name] for name in BY_TURN if name in stats}
             metrics.later(partial(_turn_means, by_turn, rows))
-        if "rollout_log_prob" in column and (one_step or source != "rollout"):
-            ours_BT = log_prob_BT.detach() if one_step else old_BT
+        if "rollout_log_prob" in column and (as_before or source != "rollout"):
+            ours_BT = log_prob_BT.detach() if as_before else old_BT
             _report_rollout_difference(metrics, ours_BT - column["rollout_log_prob"], mask_BT)
         return loss, metrics
 
@@ -241,8 +243,8 @@ def _turn_means(stats: dict[str, Tensor], rows: TensorDict) -> Metrics:
 def _report_rollout_difference(metrics: TensorMetrics, difference_BT: Tensor, mask_BT: Tensor) -> None:
     """Distance of the trainer's log-probs from the rollout engine's under the same weights, in nats.
 
-    Where the trainer computes none before the step (recompute_old_log_prob=False) those of the step itself
-    are, if the batch gets one; with several steps the weights differ, and there is nothing to report.
+    Where the trainer computes none before the step (recompute_old_log_prob=False) those of the first
+    optimizer step are: of the rows of the first mini-batch. Later ones have other weights.
     """
     distance_BT = trained_only(difference_BT.abs(), mask_BT)
     metrics.mean("rollout_log_prob_diff", distance_BT.sum(dtype=torch.float64), mask_BT.sum())

@@ -9,6 +9,9 @@ from transformers import PretrainedConfig
 from siirl.config import Config
 
 MAX_CPU_CACHE_BYTES = 4 << 30
+ONLINE = {"fp8": "fp8_per_channel"}
+"""rollout.quantization -> vLLM's name of the way in which it rounds weights as they are loaded: e4m3, with a
+scale for each output feature, and for each token that they are multiplied by."""
 KEPT_BLOCK = 32
 """Tokens of a block of the KV cache on a CPU with rollout.keep_kv: the fewest that its fast kernels take."""
 
@@ -40,6 +43,8 @@ def engine_arguments(
         "hf_overrides": model.override_config,
         "seed": cfg.trainer.seed,
     }
+    if rollout.quantization:
+        arguments["quantization"] = ONLINE[rollout.quantization]
     if device.type == "cpu":
         if rollout.keeps_kv:  # full blocks are kept, and those of the CPU hold 128 tokens otherwise
             arguments["block_size"] = KEPT_BLOCK
