@@ -17,9 +17,9 @@ from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model,
 from siirl.errors import NotSupportedError
 
 OF_ANY_HEAD = (
-    *("arcee", "diffllama", "exaone4", "gemma", "glm", "glm4", "helium", "llama", "ministral", "ministral3"),
-    *("mistral", "mixtral", "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss"),
-    *("smollm3", "starcoder2"),
+    *("arcee", "diffllama", "exaone4", "gemma", "glm", "glm4", "gpt_oss", "helium", "llama", "ministral"),
+    *("ministral3", "mistral", "mixtral", "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("seed_oss", "smollm3", "starcoder2"),
 )
 """What fsdp trains as a language model, and with a value or score head."""
 LANGUAGE_MODELS = (
@@ -44,6 +44,8 @@ QKV_BIAS = ("glm4", "seed_oss")
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Whose keys and values are computed of a compressed one, and were compared."""
+SINKS = ("gpt_oss",)
+"""Whose attention has a learned logit more in each softmax, of each head."""
 GROUP_ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 """Whose routers choose experts by groups, or by a bias that balances them, not by their logits alone."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
@@ -124,6 +126,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     problem = problem or _why_no_router_loss(model)
     if rules == "fsdp":
         problem = problem or _why_not_with_group_routing(config, cfg, role)
+        problem = problem or _why_not_with_sinks(config, cfg, role)
     if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
         problem = problem or _why_not_dealt(config, cfg, role)
@@ -211,6 +214,39 @@ def _why_not_with_group_routing(config: Mapping[str, Any], cfg: Config, role: st
     if kind in LATENT and model.lora_rank:
         return f"LoRA adapters on compressed keys and values ({kind}). Set {keys}.lora_rank=0."
     return ""
+
+
+def _why_not_with_sinks(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why a model of SINKS does not go with what is asked, and the fix; empty if it does."""
+    model, kind = role_model(cfg, role), config.get("model_type")
+    if kind not in SINKS:
+        return ""
+    if model.attention_kernels != "torch":
+        return (
+            f"attention_kernels={model.attention_kernels} for attention sinks ({kind}). "
+            f"Set {ROLES[role].model}.attention_kernels=torch."
+        )
+    scored = ROLES[role].generates
+    if scored or (role == "actor" and cfg.actor_rollout_ref.rollout.name == "vllm"):
+        fix = "teacher.strategy=fsdp" if scored else "actor_rollout_ref.rollout.name=hf"
+        for problem in _other_in_vllm(config):
+            return f"a {kind} with {problem} in vLLM, which has its own in the place of it. Set {fix}."
+    return ""
+
+
+def _other_in_vllm(config: Mapping[str, Any]) -> Iterator[str]:
+    """What of a config.json of gpt-oss vLLM does not read, and would compute otherwise."""
+    for name, value in (("swiglu_limit", 7.0), ("swiglu_alpha", 1.702), ("attention_bias", True)):
+        if config.get(name, value) != value:
+            yield f"{name}={config[name]}"
+    alternating = ("sliding_attention", "full_attention")
+    if any(kind != alternating[layer % 2] for layer, kind in enumerate(config.get("layer_types") or ())):
+        yield "layer_types that do not alternate, the first one sliding"
+    if config.get("sliding_window", 128) is None:
+        yield "sliding_window=null"
+    for rope in filter(None, _ropes(config)):
+        if (kind := rope.get("rope_type") or rope.get("type")) != "yarn":
+            yield f"rope_type={kind}"
 
 
 def _why_not_with_experts(config: Mapping[str, Any], cfg: Config, role: str) -> str:
@@ -345,7 +381,7 @@ def _traits(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("kv_lora_rank") and config.get("model_type") not in LATENT:
         yield f"kv_lora_rank={config['kv_lora_rank']} (keys and values that are compressed)"
     if config.get("quantization_config"):
-        yield "a quantization_config (its weights are no plain numbers)"
+        yield f"a quantization_config (its weights are no plain numbers{_as_plain_numbers(config)})"
     if config.get("output_router_logits"):
         yield (
             "output_router_logits=True (a loss of the router, which transformers has of each micro-batch "
@@ -353,6 +389,12 @@ def _traits(config: Mapping[str, Any]) -> Iterator[str]:
         )
     if config.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention (its tokens see the future)"
+
+
+def _as_plain_numbers(config: Mapping[str, Any]) -> str:
+    """How quantised weights of a kind that trains come to be plain numbers, where that was looked up."""
+    mxfp4 = config["quantization_config"].get("quant_method") == "mxfp4"
+    return "; docs/models.md has the lines that make plain ones of them" if mxfp4 else ""
 
 
 def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from siirl.compiler.model_types import QKV_BIAS
+from siirl.compiler.model_types import QKV_BIAS, SINKS
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import RouterChoices
 from siirl.config import Config
@@ -28,13 +28,15 @@ mini-batch."""
 
 FAMILIES = (
     *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3"),
-    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"),
 )
 FUSED = ("glm4", "phi3")
 """Families whose files have gate and up in one tensor; phi3's queries, keys and values too."""
 _QWEN2 = ("qwen2", "qwen2_moe")
-ONLY_EXPERTS = ("mixtral", "olmoe")
+ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss")
 """Families whose layers all have experts, of the width that dense MLPs have in others."""
+BIASED = ("gpt_oss",)
+"""Families whose experts and routers have biases."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 GIB = 2**30
 LOGITS_CHUNK = 1 << 28
@@ -150,6 +152,7 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     qk_norms = family.startswith("qwen3") or family == "olmoe"
     if qk_norms:
         attention += q_width + kv_width if family == "olmoe" else 2 * head_dim
+    attention += heads * (family in SINKS)
     norms = 4 if family == "glm4" else 2
     per_layer = [attention + norms * hidden + _mlp_params(raw, index) for index in range(layers)]
     moe_layers = sum(_has_experts(raw, index) for index in range(layers))
@@ -174,7 +177,7 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         top_k=raw.get("num_experts_per_tok", 0) if moe_layers else 0,
         expert_width=expert_width,
         shared_width=raw.get("shared_expert_intermediate_size", 0) if moe_layers else 0,
-        expert_params=experts * 3 * hidden * expert_width,
+        expert_params=experts * _expert_params(raw, expert_width),
         moe_layers=moe_layers,
         norms=norms,
         layer_tensors=7
@@ -194,11 +197,17 @@ def _has_experts(raw: dict[str, Any], layer: int) -> bool:
     return raw["model_type"].endswith("_moe") and not dense
 
 
+def _expert_params(raw: dict[str, Any], width: int) -> int:
+    """Of one expert."""
+    return 3 * raw["hidden_size"] * width + (2 * width + raw["hidden_size"]) * (raw["model_type"] in BIASED)
+
+
 def _mlp_params(raw: dict[str, Any], layer: int) -> int:
     hidden, width = raw["hidden_size"], raw["intermediate_size"]
     if raw["model_type"] in ONLY_EXPERTS:
         experts = raw.get("num_experts") or raw["num_local_experts"]
-        return experts * 3 * hidden * width + hidden * experts
+        router = (hidden + (raw["model_type"] in BIASED)) * experts
+        return experts * _expert_params(raw, width) + router
     if not raw["model_type"].endswith("_moe"):
         bias = 2 * width + hidden if raw.get("mlp_bias") else 0
         return 3 * hidden * width + bias

@@ -28,7 +28,11 @@ from siirl.errors import NotSupportedError, PlacementError
 ACTOR = "actor_rollout_ref.actor"
 REFUSED = {
     "deepseek_v32": ({"kv_lora_rank": 512, "n_routed_experts": 256}, "kv_lora_rank=512"),
-    "gpt_oss": ({"num_local_experts": 32, "quantization_config": {}}, "no model type"),
+    "gpt_oss": (
+        {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
+        "docs/models.md has the lines",
+    ),
+    "phimoe": ({"num_local_experts": 16}, "no model type"),
     "qwen3_next": (
         {"layer_types": ["linear_attention", "full_attention"]},
         "layers of kind linear_attention",
@@ -120,10 +124,56 @@ def test_what_routing_by_groups_has_not_been_seen_with_is_refused(tmp_path, kind
         compile_plan(load_dag(cfg), cfg, 1)
 
 
+OSS_20B = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 32,
+    "num_attention_heads": 64,
+    "swiglu_limit": 7.0,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "changes", "keys", "words"),
+    [
+        ("vllm", {}, (), ""),
+        ("hf", {"swiglu_limit": 5.0}, (), ""),
+        ("vllm", {"swiglu_limit": 5.0}, (), r"swiglu_limit=5\.0 in vLLM.*rollout\.name=hf"),
+        ("vllm", {"layer_types": ["full_attention"] * 24}, (), "layer_types that do not alternate"),
+        ("vllm", {"sliding_window": None}, (), "sliding_window=null in vLLM"),
+        ("vllm", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, (), "rope_type=linear in vLLM"),
+        ("hf", {}, ("model.attention_kernels=flash_attn_4",), r"flash_attn_4 for attention sinks \(gpt_oss"),
+        ("hf", {}, ("actor.fsdp_config.expert_parallel_size=5",), "does not divide the 32 experts"),
+        ("hf", {}, ("model.lora_rank=4",), "LoRA adapters on experts"),
+        (
+            "hf",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            (),
+            r"quantization_config .*docs/models\.md has the lines",
+        ),
+    ],
+)
+def test_gpt_oss_is_trained_as_it_was_compared(tmp_path, rollout, changes, keys, words):
+    (tmp_path / "config.json").write_text(json.dumps(OSS_20B | changes))
+    group = "actor_rollout_ref"
+    cfg = config(
+        f"{group}.model.path={tmp_path}",
+        f"{group}.rollout.name={rollout}",
+        *(f"{group}.{key}" for key in keys),
+    )
+    with pytest.raises((NotSupportedError, PlacementError), match=words) if words else nullcontext():
+        compile_plan(load_dag(cfg), cfg, 5 if any("parallel_size" in key for key in keys) else 1)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         ({"model_type": "qwen3"}, ""),
+        (OSS_20B, ""),
+        (OSS_20B | {"swiglu_alpha": 1.0}, r"swiglu_alpha=1\.0 in vLLM.*teacher\.strategy=fsdp"),
         (
             {"model_type": "glm4_moe", "n_routed_experts": 8},
             "a glm4_moe, whose weights vLLM has not been seen",
