@@ -92,11 +92,10 @@ def test_experts_in_bf16_stay_near_fp32(model_dirs, model):
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=0.1)
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "gpt_oss"])
-def test_the_main_job_trains_experts_that_vllm_samples_from(tmp_path, model):
+def test_the_main_job_trains_experts_that_vllm_samples_from(tmp_path):
     inputs = Inputs.make(tmp_path / "inputs")
     shape = {"tie": False, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 64, "init_std": 0.1}
-    make_tiny_model_dir(inputs.model, model, experts=8, vocab=128, dtype="bfloat16", **shape)
+    make_tiny_model_dir(inputs.model, "qwen3_moe", experts=8, vocab=128, dtype="bfloat16", **shape)
     rollout = "actor_rollout_ref.rollout."
     keys = {
         "trainer.device": "cuda",

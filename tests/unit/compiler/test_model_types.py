@@ -139,12 +139,8 @@ OSS_20B = {
 @pytest.mark.parametrize(
     ("rollout", "changes", "keys", "words"),
     [
-        ("vllm", {}, (), ""),
         ("hf", {"swiglu_limit": 5.0}, (), ""),
-        ("vllm", {"swiglu_limit": 5.0}, (), r"swiglu_limit=5\.0 in vLLM.*rollout\.name=hf"),
-        ("vllm", {"layer_types": ["full_attention"] * 24}, (), "layer_types that do not alternate"),
-        ("vllm", {"sliding_window": None}, (), "sliding_window=null in vLLM"),
-        ("vllm", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, (), "rope_type=linear in vLLM"),
+        ("vllm", {}, (), r"a gpt_oss in vLLM: .*would not arrive.*rollout\.name=hf"),
         ("hf", {}, ("model.attention_kernels=flash_attn_4",), r"flash_attn_4 for attention sinks \(gpt_oss"),
         ("hf", {}, ("actor.fsdp_config.expert_parallel_size=5",), "does not divide the 32 experts"),
         ("hf", {}, ("model.lora_rank=4",), "LoRA adapters on experts"),
@@ -172,8 +168,7 @@ def test_gpt_oss_is_trained_as_it_was_compared(tmp_path, rollout, changes, keys,
     ("model", "words"),
     [
         ({"model_type": "qwen3"}, ""),
-        (OSS_20B, ""),
-        (OSS_20B | {"swiglu_alpha": 1.0}, r"swiglu_alpha=1\.0 in vLLM.*teacher\.strategy=fsdp"),
+        (OSS_20B, r"a gpt_oss in vLLM: .*would not arrive.*teacher\.strategy=fsdp"),
         (
             {"model_type": "glm4_moe", "n_routed_experts": 8},
             "a glm4_moe, whose weights vLLM has not been seen",
