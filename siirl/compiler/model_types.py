@@ -35,13 +35,15 @@ MEGATRON = (
     "seed_oss",
 )
 """What megatron trains, with any head."""
-MEGATRON_LANGUAGE_MODELS = ("cwm",)
+MEGATRON_LANGUAGE_MODELS = ("cwm", "gemma3_text")
 """What megatron trains as a language model only."""
 MBRIDGE = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Types that mbridge was seen to read as siirl does."""
 QKV_BIAS = ("glm4", "seed_oss")
 """Whose attention_bias is one of queries, keys and values alone."""
 
+GELU_MLPS = ("gemma3_text",)
+"""Whose MLPs have a GELU, by the tanh, and whose two kinds of layers have rotary embeddings of their own."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Whose keys and values are computed of a compressed one, and were compared."""
 SINKS = ("gpt_oss",)
@@ -389,7 +391,12 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
     for name in ("attention_bias", "attention_out_bias", "mlp_bias"):
         if config.get(name) and (name != "attention_bias" or config.get("model_type") not in QKV_BIAS):
             yield f"{name}={config[name]}"
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+    if config.get("model_type") in GELU_MLPS:
+        if config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+            yield f"hidden_activation={config['hidden_activation']}"
+        if config.get("sliding_window", 1) is None:
+            yield "sliding_window=null (layers are told apart by it)"
+    elif config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act={config['hidden_act']}"
     normalised = config.get("model_type") == "mixtral" or config.get("norm_topk_prob")
     if config.get("num_experts_per_tok") == 1 and normalised:

@@ -27,7 +27,7 @@ SMALL_MODEL_BYTES = 2 << 30
 mini-batch."""
 
 FAMILIES = (
-    *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3"),
+    *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3", "gemma3_text"),
     *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"),
 )
 FUSED = ("glm4", "phi3")
@@ -35,6 +35,10 @@ FUSED = ("glm4", "phi3")
 _QWEN2 = ("qwen2", "qwen2_moe")
 ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss")
 """Families whose layers all have experts, of the width that dense MLPs have in others."""
+FOUR_NORMS = ("glm4", "gemma3_text")
+"""Families whose layers norm what attention and MLP give, too."""
+TIED = ("gemma3_text",)
+"""Families whose embedding is the output head where config.json does not say."""
 BIASED = ("gpt_oss",)
 """Families whose experts and routers have biases."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
@@ -149,17 +153,17 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     qkv_bias = raw.get("qkv_bias", True) if family.startswith("qwen2") else raw.get("attention_bias")
     output_bias = raw.get("attention_out_bias") or (qkv_bias and family not in (*QKV_BIAS, *_QWEN2))
     attention += (q_width + 2 * kv_width) * bool(qkv_bias) + hidden * bool(output_bias)
-    qk_norms = family.startswith("qwen3") or family == "olmoe"
+    qk_norms = has_qk_norms(family)
     if qk_norms:
         attention += q_width + kv_width if family == "olmoe" else 2 * head_dim
     attention += heads * (family in SINKS)
-    norms = 4 if family == "glm4" else 2
+    norms = 4 if family in FOUR_NORMS else 2
     per_layer = [attention + norms * hidden + _mlp_params(raw, index) for index in range(layers)]
     moe_layers = sum(_has_experts(raw, index) for index in range(layers))
     experts = (raw.get("num_experts") or raw["num_local_experts"]) if moe_layers else 0
     expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
     embedding = raw["vocab_size"] * hidden
-    copies = 1 if raw.get("tie_word_embeddings") else 2
+    copies = 1 if raw.get("tie_word_embeddings", family in TIED) else 2
     return ModelShape(
         family=family,
         params=sum(per_layer) + hidden + copies * embedding,
@@ -195,6 +199,11 @@ def _has_experts(raw: dict[str, Any], layer: int) -> bool:
         return True
     dense = layer in raw.get("mlp_only_layers", []) or (layer + 1) % raw.get("decoder_sparse_step", 1)
     return raw["model_type"].endswith("_moe") and not dense
+
+
+def has_qk_norms(family: str) -> bool:
+    """Whether queries and keys have norms."""
+    return family.startswith("qwen3") or family in ("olmoe", "gemma3_text")
 
 
 def _expert_params(raw: dict[str, Any], width: int) -> int:
@@ -331,7 +340,7 @@ def kept_values(shape: ModelShape, fused: bool) -> int:
     Without, each norm keeps a copy in fp32 and the normalised input, and the activation its output.
     """
     q_width = query_width(shape)
-    qk_norm = (q_width + shape.kv_width) * shape.family.startswith("qwen3")
+    qk_norm = (q_width + shape.kv_width) * has_qk_norms(shape.family)
     attention = 2 * q_width + 2 * shape.kv_width
     if fused:
         return 2 * shape.norms * shape.hidden + qk_norm + attention + mlp_values(shape, 3)

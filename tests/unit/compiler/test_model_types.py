@@ -250,6 +250,10 @@ def test_what_experts_do_not_have_under_fsdp_is_refused_and_the_fix_is_accepted(
         ),
         ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias=True"),
         ({"model_type": "qwen3", "hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "hidden_activation=gelu"),
+        ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window=null"),
+        ({"model_type": "gemma3_text", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping=30"),
         ({"model_type": "olmo3"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
     ],
 )

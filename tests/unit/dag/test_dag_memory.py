@@ -21,7 +21,7 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
         "tie_word_embeddings": tie,
         "pad_token_id": 0,
     }
-    if family.startswith("qwen3") or family in ("glm4", "ministral"):
+    if family.startswith("qwen3") or family in ("glm4", "ministral", "gemma3_text"):
         sizes["head_dim"] = 32
     if family.endswith("_moe"):
         sizes |= {
