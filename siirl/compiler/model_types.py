@@ -50,6 +50,8 @@ SINKS = ("gpt_oss",)
 """Whose attention has a learned logit more in each softmax, of each head."""
 GROUP_ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 """Whose routers choose experts by groups, or by a bias that balances them, not by their logits alone."""
+DELTA_NETS = "linear_attention"
+"""The kind of layer that Qwen3-Next's gated delta nets are of; config.json may tell of their heads only."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -359,8 +361,12 @@ def _problem(config: Mapping[str, Any], strategy: str, head: Head) -> str:
 def _traits(config: Mapping[str, Any]) -> Iterator[str]:
     """What neither strategy computes."""
     kinds = set(config.get("layer_types") or ()) - PACKED_LAYERS
+    kinds |= {DELTA_NETS} if config.get("linear_num_value_heads") else set()
     if kinds:
-        yield f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
+        why = "their state would leak between packed rows"
+        if DELTA_NETS in kinds:
+            why += ", of which megatron-core 0.16's gated delta net takes none at all"
+        yield f"layers of kind {', '.join(sorted(kinds))} ({why})"
     for name in SCALES:
         if config.get(name) not in (None, 1, 1.0):
             yield f"{name}={config[name]} (an output head that is not a plain matrix, or attention likewise)"
