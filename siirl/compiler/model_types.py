@@ -17,9 +17,9 @@ from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model,
 from siirl.errors import NotSupportedError
 
 OF_ANY_HEAD = (
-    *("arcee", "diffllama", "exaone4", "gemma", "glm", "glm4", "helium", "llama", "ministral", "ministral3"),
-    *("mistral", "mixtral", "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss"),
-    *("smollm3", "starcoder2"),
+    *("arcee", "diffllama", "exaone4", "gemma", "glm", "glm4", "gpt_oss", "helium", "llama", "ministral"),
+    *("ministral3", "mistral", "mixtral", "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("seed_oss", "smollm3", "starcoder2"),
 )
 """What fsdp trains as a language model, and with a value or score head."""
 LANGUAGE_MODELS = (
@@ -35,19 +35,25 @@ MEGATRON = (
     "seed_oss",
 )
 """What megatron trains, with any head."""
-MEGATRON_LANGUAGE_MODELS = ("cwm", "deepseek_v2", "deepseek_v3", "glm4_moe")
+MEGATRON_LANGUAGE_MODELS = ("cwm", "deepseek_v2", "deepseek_v3", "gemma3_text", "glm4_moe")
 """What megatron trains as a language model only."""
 MBRIDGE = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Types that mbridge was seen to read as siirl does."""
 QKV_BIAS = ("glm4", "glm4_moe", "seed_oss")
 """Whose attention_bias is one of queries, keys and values alone."""
 
+GELU_MLPS = ("gemma3_text",)
+"""Whose MLPs have a GELU, by the tanh, and whose two kinds of layers have rotary embeddings of their own."""
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Whose keys and values are computed of a compressed one, and were compared."""
+SINKS = ("gpt_oss",)
+"""Whose attention has a learned logit more in each softmax, of each head."""
 GROUP_ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 """Whose routers choose experts by groups, or by a bias that balances them, not by their logits alone."""
 OWN_TYPE = ("e_score_correction_bias",)
 """Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
+DELTA_NETS = "linear_attention"
+"""The kind of layer that Qwen3-Next's gated delta nets are of; config.json may tell of their heads only."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -138,6 +144,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     problem = problem or _why_not_with_group_routing(config, cfg, role)
     if rules == "fsdp":
         problem = problem or _why_not_these_kernels(config, model, ROLES[role].model)
+        problem = problem or _why_not_with_sinks(config, cfg, role)
     if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
         problem = problem or _why_not_dealt(config, cfg, role)
@@ -236,6 +243,26 @@ def _why_not_these_kernels(config: Mapping[str, Any], model: ModelConfig, keys: 
     kind, kernels = config.get("model_type"), model.attention_kernels
     if kind in LATENT and kernels != "torch":
         return f"attention_kernels={kernels} in a {kind}. Set {keys}.attention_kernels=torch."
+    return ""
+
+
+def _why_not_with_sinks(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why a model of SINKS does not go with what is asked, and the fix; empty if it does."""
+    model, kind = role_model(cfg, role), config.get("model_type")
+    if kind not in SINKS:
+        return ""
+    if model.attention_kernels != "torch":
+        return (
+            f"attention_kernels={model.attention_kernels} for attention sinks ({kind}). "
+            f"Set {ROLES[role].model}.attention_kernels=torch."
+        )
+    scored = ROLES[role].generates
+    if scored or (role == "actor" and cfg.actor_rollout_ref.rollout.name == "vllm"):
+        fix = "teacher.strategy=fsdp" if scored else "actor_rollout_ref.rollout.name=hf"
+        return (
+            f"a {kind} in vLLM: its loader of this model copies experts and sinks past what takes weights "
+            f"into an engine that runs, so that they would not arrive. Set {fix}."
+        )
     return ""
 
 
@@ -392,8 +419,12 @@ def _problem(config: Mapping[str, Any], strategy: str, head: Head) -> str:
 def _traits(config: Mapping[str, Any]) -> Iterator[str]:
     """What neither strategy computes."""
     kinds = set(config.get("layer_types") or ()) - PACKED_LAYERS
+    kinds |= {DELTA_NETS} if config.get("linear_num_value_heads") else set()
     if kinds:
-        yield f"layers of kind {', '.join(sorted(kinds))} (their state would leak between packed rows)"
+        why = "their state would leak between packed rows"
+        if DELTA_NETS in kinds:
+            why += ", of which megatron-core 0.16's gated delta net takes none at all"
+        yield f"layers of kind {', '.join(sorted(kinds))} ({why})"
     for name in SCALES:
         if config.get(name) not in (None, 1, 1.0):
             yield f"{name}={config[name]} (an output head that is not a plain matrix, or attention likewise)"
@@ -403,7 +434,7 @@ def _traits(config: Mapping[str, Any]) -> Iterator[str]:
     if config.get("kv_lora_rank") and config.get("model_type") not in LATENT:
         yield f"kv_lora_rank={config['kv_lora_rank']} (keys and values that are compressed)"
     if config.get("quantization_config"):
-        yield "a quantization_config (its weights are no plain numbers)"
+        yield f"a quantization_config (its weights are no plain numbers{_as_plain_numbers(config)})"
     if config.get("output_router_logits"):
         yield (
             "output_router_logits=True (a loss of the router, which transformers has of each micro-batch "
@@ -413,12 +444,23 @@ def _traits(config: Mapping[str, Any]) -> Iterator[str]:
         yield "use_bidirectional_attention (its tokens see the future)"
 
 
+def _as_plain_numbers(config: Mapping[str, Any]) -> str:
+    """How quantised weights of a kind that trains come to be plain numbers, where that was looked up."""
+    mxfp4 = config["quantization_config"].get("quant_method") == "mxfp4"
+    return "; docs/models.md has the lines that make plain ones of them" if mxfp4 else ""
+
+
 def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
     """What the layers that are built of megatron-core do not have."""
     for name in ("attention_bias", "attention_out_bias", "mlp_bias"):
         if config.get(name) and (name != "attention_bias" or config.get("model_type") not in QKV_BIAS):
             yield f"{name}={config[name]}"
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+    if config.get("model_type") in GELU_MLPS:
+        if config.get("hidden_activation", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
+            yield f"hidden_activation={config['hidden_activation']}"
+        if config.get("sliding_window", 1) is None:
+            yield "sliding_window=null (layers are told apart by it)"
+    elif config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act={config['hidden_act']}"
     if config.get("model_type") in GROUP_ROUTED:
         yield from _as_megatron_routes(config)

@@ -10,8 +10,8 @@ from siirl.compiler.model_types import EXPERTS
 from siirl.config.common import ModelConfig
 
 REPLAYED = (
-    *("deepseek_v3", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "mellum"),
-    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    *("deepseek_v3", "flex_olmo", "glm4_moe", "gpt_oss", "granitemoe", "granitemoeshared", "hunyuan_v1_moe"),
+    *("mellum", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
 )
 """Types whose routers were seen to take given experts in the place of their own."""
 TOP_K = ("num_experts_per_tok", "moe_topk")

@@ -20,15 +20,16 @@ from siirl.errors import NotSupportedError
 from siirl.parallel.dims import ParallelDims
 
 SOME = {
-    "fsdp": ("mistral", "opt", "gemma3_text", "olmoe"),
+    "fsdp": ("mistral", "opt", "gemma3_text", "olmoe", "gpt_oss"),
     "megatron": ("mixtral", "mistral", "glm4", "qwen2_moe"),
 }
 """What `make test` builds: models whose differences are in attention, dropout and experts."""
 WINDOWS: dict[str, dict[str, Any]] = {
     **{kind: {"sliding_window": 5} for kind in ("exaone4", "gemma3_text", "ministral", "mistral", "olmo3")},
+    "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
 }
-"""Sliding windows that are shorter than rows."""
+"""Sliding windows that are shorter than rows, and bounds that small numbers reach."""
 SHARED = Scenario("two ranks share rows", 2, sizes=(("cp", 2),))
 DEALT = Scenario("two ranks have some of the experts each", 2, sizes=(("ep", 2),))
 

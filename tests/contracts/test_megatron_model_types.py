@@ -49,6 +49,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
     },
     "cwm": {"sliding_window": 5, "max_position_embeddings": 16384},
+    "gemma3_text": {
+        **{"sliding_window": 5, "query_pre_attn_scalar": 12, "tie_word_embeddings": True},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "llama": {"sliding_window": 5},
     "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
     "qwen2_moe": {

@@ -24,14 +24,14 @@ from siirl.types import EXPERT_FIELDS
 
 ACTOR = "actor_rollout_ref.actor"
 R2, R3 = (f"{ACTOR}.router_replay.mode={mode}" for mode in ("R2", "R3"))
-SOME = ("qwen3_moe", "granitemoe")
+SOME = ("qwen3_moe", "gpt_oss")
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 LORA = (
     f"actor_rollout_ref.model.lora_rank={cases.LORA_RANK}",
     f"actor_rollout_ref.model.lora_alpha={cases.LORA_ALPHA}",
     f"actor_rollout_ref.model.target_modules=[{','.join(ATTENTION)}]",
 )
-ON_DISK = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "qwen2_moe")
+ON_DISK = ("deepseek_v3", "glm4_moe", "qwen3_moe", "mixtral", "qwen2_moe", "gpt_oss")
 """Whose gradients are compared tensor by tensor; of the others by their norm."""
 
 

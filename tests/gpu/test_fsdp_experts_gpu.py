@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 BF16 = ("actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",)
-MODELS = {"qwen3_moe": 5, "mixtral": 4}
+MODELS = {"qwen3_moe": 5, "mixtral": 4, "gpt_oss": 4}
 """Model -> experts of a layer."""
 
 

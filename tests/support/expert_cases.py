@@ -21,6 +21,8 @@ def reference_on_disk(path: str, model: str, lora: str | list[str] = "") -> Outc
 
 def names_on_disk(tensors: dict[str, torch.Tensor], model: str) -> dict[str, torch.Tensor]:
     """Tensors under the names of model files, where transformers stacks experts in memory."""
+    if model == "gpt_oss":  # stacked in its files, too
+        return tensors
     router = "block_sparse_moe" if model == "mixtral" else "mlp"
     gate, up, down = ("w1", "w3", "w2") if model == "mixtral" else ("gate_proj", "up_proj", "down_proj")
     found: dict[str, torch.Tensor] = {}
@@ -92,12 +94,14 @@ def router_losses_of_hf(path: str, step: int, aux: float, z: float) -> dict[str,
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     top_k = model.config.num_experts_per_tok
-    routers = [layer.mlp.gate for layer in model.model.layers]
+    routers = [getattr(layer.mlp, "gate", None) or layer.mlp.router for layer in model.model.layers]
     seen: list[list[torch.Tensor]] = [[] for _ in routers]
     for number, router in enumerate(routers):
         router.register_forward_hook(
             lambda module, given, _, number=number: seen[number].append(
-                F.linear(given[0].reshape(-1, given[0].shape[-1]), module.weight)
+                F.linear(
+                    given[0].reshape(-1, given[0].shape[-1]), module.weight, getattr(module, "bias", None)
+                )
             )
         )
     rows = cases.sample_rows(step)

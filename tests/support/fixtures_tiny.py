@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
-Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "mixtral"]
+Family = Literal["qwen3", "qwen2", "llama", "qwen3_moe", "mixtral", "gpt_oss"]
 ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "llama": "LlamaForCausalLM"}
 
 
@@ -92,6 +92,8 @@ def make_tiny_model_dir(
         sizes |= {"num_experts": experts, "moe_intermediate_size": mlp // 2, "norm_topk_prob": True}
     if family in ("qwen3_moe", "mixtral"):
         sizes |= {"num_experts_per_tok": 2} | ({"num_local_experts": experts} if family == "mixtral" else {})
+    if family == "gpt_oss":
+        sizes |= {"num_experts_per_tok": 2, "num_local_experts": experts, "sliding_window": 8}
     config = AutoConfig.for_model(family, **sizes)
     if weights:
         with torch.random.fork_rng(devices=[]):

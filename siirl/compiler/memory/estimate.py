@@ -11,8 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from siirl.compiler.memory.layer_params import experts_of, has_experts, latent_sizes, mlp_params, shared_width
-from siirl.compiler.model_types import LATENT, QKV_BIAS
+from siirl.compiler.memory.layer_params import (
+    FOUR_NORMS,
+    QK_NORMS,
+    TIED,
+    expert_params,
+    experts_of,
+    has_experts,
+    latent_sizes,
+    mlp_params,
+    shared_width,
+)
+from siirl.compiler.model_types import LATENT, QKV_BIAS, SINKS
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import RouterChoices
 from siirl.config import Config
@@ -28,8 +38,8 @@ SMALL_MODEL_BYTES = 2 << 30
 mini-batch."""
 
 FAMILIES = (
-    *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3", "gemma3_text"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"),
 )
 FUSED = ("glm4", "phi3")
 """Families whose files have gate and up in one tensor; phi3's queries, keys and values too."""
@@ -155,16 +165,17 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     qkv_bias = raw.get("qkv_bias", True) if family.startswith("qwen2") else raw.get("attention_bias")
     output_bias = raw.get("attention_out_bias") or (qkv_bias and family not in (*QKV_BIAS, *_QWEN2))
     attention += (q_width + 2 * kv_width) * bool(qkv_bias) + hidden * bool(output_bias)
-    qk_norms = bool(raw.get("use_qk_norm")) or family.startswith("qwen3") or family == "olmoe"
+    qk_norms = bool(raw.get("use_qk_norm")) or family.startswith("qwen3") or family in QK_NORMS
     if qk_norms:
         attention += q_width + kv_width if family == "olmoe" else 2 * head_dim
-    norms = 4 if family == "glm4" else 2
+    attention += heads * (family in SINKS)
+    norms = 4 if family in FOUR_NORMS else 2
     per_layer = [attention + norms * hidden + mlp_params(raw, index) for index in range(layers)]
     moe_layers = sum(has_experts(raw, index) for index in range(layers))
     experts = experts_of(raw) if moe_layers else 0
     expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
     embedding = raw["vocab_size"] * hidden
-    copies = 1 if raw.get("tie_word_embeddings") else 2
+    copies = 1 if raw.get("tie_word_embeddings", family in TIED) else 2
     return ModelShape(
         family=family,
         params=sum(per_layer) + hidden + copies * embedding,
@@ -182,7 +193,7 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         top_k=raw.get("num_experts_per_tok", 0) if moe_layers else 0,
         expert_width=expert_width,
         shared_width=shared_width(raw) if moe_layers else 0,
-        expert_params=experts * 3 * hidden * expert_width,
+        expert_params=experts * expert_params(raw, expert_width),
         moe_layers=moe_layers,
         norms=norms,
         qk_norms=qk_norms and family != "olmoe",

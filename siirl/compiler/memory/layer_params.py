@@ -4,8 +4,16 @@ from typing import Any
 
 from siirl.compiler.model_types import EXPERTS, GROUP_ROUTED
 
-ONLY_EXPERTS = ("mixtral", "olmoe")
+ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss")
 """Families whose layers all have experts, of the width that dense MLPs have in others."""
+BIASED = ("gpt_oss",)
+"""Families whose experts and routers have biases."""
+FOUR_NORMS = ("glm4", "gemma3_text")
+"""Families whose layers norm what attention and MLP give, too."""
+TIED = ("gemma3_text",)
+"""Families whose embedding is the output head where config.json does not say."""
+QK_NORMS = ("olmoe", "gemma3_text")
+"""Families whose queries and keys have norms, besides the Qwen3 ones."""
 
 
 def latent_sizes(raw: dict[str, Any]) -> dict[str, int]:
@@ -51,14 +59,21 @@ def has_experts(raw: dict[str, Any], layer: int) -> bool:
     return not dense
 
 
+def expert_params(raw: dict[str, Any], width: int) -> int:
+    """Of one expert."""
+    hidden = raw["hidden_size"]
+    return 3 * hidden * width + (2 * width + hidden) * (raw["model_type"] in BIASED)
+
+
 def mlp_params(raw: dict[str, Any], layer: int) -> int:
     hidden, width = raw["hidden_size"], raw["intermediate_size"]
     if raw["model_type"] in ONLY_EXPERTS:
         experts = experts_of(raw)
-        return experts * 3 * hidden * width + hidden * experts
+        router = (hidden + (raw["model_type"] in BIASED)) * experts
+        return experts * expert_params(raw, width) + router
     if not has_experts(raw, layer):
         return 3 * hidden * width + (2 * width + hidden if raw.get("mlp_bias") else 0)
     experts = experts_of(raw)
-    count = experts * 3 * hidden * raw["moe_intermediate_size"] + hidden * experts
+    count = experts * expert_params(raw, raw["moe_intermediate_size"]) + hidden * experts
     gate = hidden if raw["model_type"] == "qwen2_moe" else 0
     return count + 3 * hidden * shared_width(raw) + gate

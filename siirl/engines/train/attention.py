@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from siirl.engines.train.sequence_bounds import SequenceBounds
-from siirl.engines.train.shared_attention import FlashKernels, PaddedKernels, SharedAttention
+from siirl.engines.train.shared_attention import FlashKernels, PaddedKernels, SharedAttention, band
+from siirl.engines.train.sink_attention import SinkAttention, with_a_sink_key
 from siirl.engines.train.ulysses import own_shares, whole_sequences
 from siirl.errors import NotSupportedError
 
@@ -28,24 +29,30 @@ def packed_attention(
     sequence_bounds: SequenceBounds,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     flash: FlashKernels | None = None,
     **extra: object,
 ) -> tuple[Tensor, None]:
     """Causal attention within each row: query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D].
 
-    Values may have fewer features than keys, and what comes out then as many as they.
+    Values may have fewer features than keys, and what comes out then as many as they. s_aux: the logit of the
+    sink of each head, [H]; these rows share no prompts.
 
     In bf16 or fp16 on CUDA by variable-length kernels (flash; None: torch's); otherwise by SDPA on a
     right-padded batch, which is exact: a causal query never sees the padding behind it. Dropout is never
     applied. Communicates only where ranks share the sequences (sequence_bounds.shard): what comes in and goes
     out is then of this rank's tokens.
     """
-    for name in ("softcap", "s_aux"):
-        if extra.get(name) is not None:
-            raise NotSupportedError(
-                f"not supported yet: {type(module).__name__} with {name}: packed rows run without it. "
-                "Use a model with plain softmax attention."
-            )
+    if extra.get("softcap") is not None:
+        raise NotSupportedError(
+            f"not supported yet: {type(module).__name__} with softcap: packed rows run without it. "
+            "Use a model with plain softmax attention."
+        )
+    if s_aux is not None and flash is not None:
+        raise NotSupportedError(
+            f"not supported yet: {type(module).__name__}, which has attention sinks, by other kernels than "
+            "torch's. Set model.attention_kernels=torch."
+        )
     width, narrow = value.shape[-1], query.shape[-1] - value.shape[-1]
     if narrow < 0:
         raise NotSupportedError(
@@ -58,9 +65,17 @@ def packed_attention(
     shard = sequence_bounds.shard
     if shard is not None:
         q_NHD, k_NKD, v_NKD = whole_sequences(q_NHD, k_NKD, v_NKD, shard)
+        s_aux = s_aux if s_aux is None else s_aux.chunk(shard.group.size())[shard.group.rank()]
     by_flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     flash = flash or FlashKernels()
-    if sequence_bounds.shared is not None:
+    if s_aux is not None and (by_flash or not query.is_cuda):
+        assert sequence_bounds.shared is None, "prompts that rows of a model with sinks share"
+        kernels = flash if by_flash else PaddedKernels()
+        q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
+        out_NHD = SinkAttention.apply(
+            q_NHD, k_NKD, v_NKD, s_aux, sequence_bounds, scaling, sliding_window, kernels
+        )
+    elif sequence_bounds.shared is not None:
         longest = sequence_bounds.shared.longest_row
         assert sliding_window is None or sliding_window >= longest, "a window that ends in a shared prompt"
         kernels = flash if by_flash else PaddedKernels()
@@ -72,7 +87,7 @@ def packed_attention(
             q_NHD, k_NKD, v_NKD = (x.contiguous() for x in (q_NHD, k_NKD, v_NKD))
         out_NHD = flash.alone(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
     else:
-        out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window)
+        out_NHD = _padded(q_NHD, k_NKD, v_NKD, sequence_bounds, scaling, sliding_window, s_aux)
     out_NHD = out_NHD[..., :width]
     return (out_NHD if shard is None else own_shares(out_NHD, shard)).unsqueeze(0), None
 
@@ -87,6 +102,7 @@ def _padded(
     bounds: SequenceBounds,
     scale: float | None,
     window: int | None,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     rows, length = bounds.num_sequences, bounds.max_length
     full = rows * length == q_NHD.shape[0]
@@ -96,11 +112,15 @@ def _padded(
         padded = x_NHD if full else x_NHD.new_zeros(shape).index_copy(0, bounds.padded_index, x_NHD)
         return padded.view(rows, length, *x_NHD.shape[1:]).transpose(1, 2)
 
-    mask = None if window is None or window >= length else _band(length, window, q_NHD.device)
+    q, k, v = pad(q_NHD), pad(k_NKD), pad(v_NKD)
+    mask = None if window is None or window >= length else band(length, window, q_NHD.device)
+    if sink_H is not None:
+        seen = band(length, length, q_NHD.device) if mask is None else mask
+        k, v, mask = with_a_sink_key(q, k, v, sink_H, seen)
     out = F.scaled_dot_product_attention(
-        pad(q_NHD),
-        pad(k_NKD),
-        pad(v_NKD),
+        q,
+        k,
+        v,
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
@@ -108,9 +128,3 @@ def _padded(
     )
     out_NHD = out.transpose(1, 2).reshape(rows * length, *q_NHD.shape[1:])
     return out_NHD if full else out_NHD.index_select(0, bounds.padded_index)
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Causal mask of a sliding window, [L, L]: a query sees itself and the window - 1 tokens before it."""
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril().triu(1 - window)

@@ -32,7 +32,8 @@ class FlashFourKernels(FlashKernels):
         return _Alone.apply(q, k, v, bounds, scale, self)
 
     @staticmethod
-    def _forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale) -> Attended:
+    def _forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window=None) -> Attended:
+        assert window is None, "left to torch"
         out, lse, *_ = _flash_attn_fwd(
             *(q, k, v),
             cu_seqlens_q=cu_q,
@@ -46,7 +47,8 @@ class FlashFourKernels(FlashKernels):
         return Attended(out, lse)
 
     @staticmethod
-    def _backward(grad, q, k, v, at, cu_q, cu_k, max_q, max_k, causal, scale) -> Grads:
+    def _backward(grad, q, k, v, at, cu_q, cu_k, max_q, max_k, causal, scale, window=None) -> Grads:
+        assert window is None, "left to torch"
         dq, dk, dv, *_ = _flash_attn_bwd(
             *(q, k, v, at.out, grad, at.lse),
             softmax_scale=scale,

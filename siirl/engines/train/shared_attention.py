@@ -43,11 +43,27 @@ Grads = tuple[Tensor, Tensor, Tensor]
 class Kernels(Protocol):
     """The parts, forward and backward; grad, out and lse are those of the joined attention."""
 
-    def own(self, q: Tensor, k: Tensor, v: Tensor, bounds: SequenceBounds, scale: float | None) -> Attended:
-        """Causal attention within each segment."""
+    def own(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: SequenceBounds,
+        scale: float | None,
+        window: int | None = None,
+    ) -> Attended:
+        """Causal attention within each segment. window: tokens that a query sees, itself included."""
 
     def own_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, at: Attended, bounds: SequenceBounds, scale: Any
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at: Attended,
+        bounds: SequenceBounds,
+        scale: Any,
+        window: int | None = None,
     ) -> Grads: ...
 
     def prompt(self, q: Tensor, k: Tensor, v: Tensor, shared: SharedPrompts, scale: float | None) -> Attended:
@@ -80,13 +96,13 @@ class FlashKernels:
         cu, longest = bounds.cu_seqlens, bounds.max_length
         return attend(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **options)
 
-    def own(self, q, k, v, bounds, scale):
+    def own(self, q, k, v, bounds, scale, window=None):
         cu, longest = bounds.cu_seqlens, bounds.max_length
-        return self._forward(q, k, v, cu, cu, longest, longest, True, scale)
+        return self._forward(q, k, v, cu, cu, longest, longest, True, scale, window)
 
-    def own_backward(self, grad, q, k, v, at, bounds, scale):
+    def own_backward(self, grad, q, k, v, at, bounds, scale, window=None):
         cu, longest = bounds.cu_seqlens, bounds.max_length
-        return self._backward(grad, q, k, v, at, cu, cu, longest, longest, True, scale)
+        return self._backward(grad, q, k, v, at, cu, cu, longest, longest, True, scale, window)
 
     def prompt(self, q, k, v, shared, scale):
         return self._forward(q, k, v, *self._between(shared), False, scale)
@@ -102,18 +118,26 @@ class FlashKernels:
         return shared.response_ends, shared.prompt_ends, *longest
 
     @staticmethod
-    def _forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale) -> Attended:
+    def _forward(q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, window=None) -> Attended:
+        seen = _flash_window(window)
         out, lse, *more, _ = aten._flash_attention_forward(
-            q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, scale=scale
+            *(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal and not seen, False), scale=scale, **seen
         )
         return Attended(out, lse, tuple(more))
 
     @staticmethod
-    def _backward(grad, q, k, v, at, cu_q, cu_k, max_q, max_k, causal, scale) -> Grads:
-        rng, unused = at.more
+    def _backward(grad, q, k, v, at, cu_q, cu_k, max_q, max_k, causal, scale, window=None) -> Grads:
+        seen = _flash_window(window)
         return aten._flash_attention_backward(
-            *(grad, q, k, v, at.out, at.lse, cu_q, cu_k, max_q, max_k, 0.0, causal, rng, unused), scale=scale
+            *(grad, q, k, v, at.out, at.lse, cu_q, cu_k, max_q, max_k, 0.0, causal and not seen, *at.more),
+            scale=scale,
+            **seen,
         )
+
+
+def _flash_window(window: int | None) -> dict[str, int]:
+    """How torch's variable-length kernels are told of it: it says what is causal, too."""
+    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 @functools.cache
@@ -131,23 +155,31 @@ class PaddedKernels:
     It knows no shared key-value heads: these are repeated.
     """
 
-    def own(self, q, k, v, bounds, scale):
+    def own(self, q, k, v, bounds, scale, window=None):
         k, v = _repeated(q, k, v)
         out, lse = torch.empty_like(q), []
         for tokens, part in bounds.parts:
-            columns = (_padded(x[tokens], part) for x in (q, k, v))
-            found = aten._scaled_dot_product_flash_attention_for_cpu(*columns, 0.0, True, scale=scale)
+            columns, mask = (_padded(x[tokens], part) for x in (q, k, v)), _band_of(part, window, q.dtype)
+            found = aten._scaled_dot_product_flash_attention_for_cpu(
+                *columns, 0.0, mask is None, attn_mask=mask, scale=scale
+            )
             out[tokens] = _packed(found[0], part)
             lse.append(_packed(found[1].unsqueeze(-1), part).squeeze(-1).t())
         return Attended(out, torch.cat(lse, 1))
 
-    def own_backward(self, grad, q, k, v, at, bounds, scale):
+    def own_backward(self, grad, q, k, v, at, bounds, scale, window=None):
         grads = tuple(torch.empty_like(x) for x in (q, k, v))
         every = (grad, q, *_repeated(q, k, v), at.out, at.lse.t().unsqueeze(-1))
         for tokens, part in bounds.parts:
             *columns, lse = (_padded(x[tokens], part) for x in every)
+            mask = _band_of(part, window, q.dtype)
             found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *columns, lse.squeeze(-1).contiguous(), 0.0, True, scale=scale
+                *columns,
+                lse.squeeze(-1).contiguous(),
+                0.0,
+                mask is None,
+                attn_mask=mask,
+                scale=scale,
             )
             for to, x in zip(grads, found, strict=True):
                 to[tokens] = _summed(_packed(x, part), to.shape[1])
@@ -203,6 +235,21 @@ def _summed(grad_NHD: Tensor, heads: int) -> Tensor:
     """The gradient of repeated heads, [N, K, D]."""
     tokens, repeated, size = grad_NHD.shape
     return grad_NHD if heads == repeated else grad_NHD.reshape(tokens, heads, -1, size).sum(2)
+
+
+def _band_of(bounds: SequenceBounds, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    """What hides the keys outside of a window in the longest segment, if it hides any."""
+    length = bounds.max_length
+    if window is None or window >= length:
+        return None
+    hidden = ~band(length, window, bounds.cu_seqlens.device)
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, -torch.inf)
+
+
+def band(length: int, window: int, device: torch.device) -> Tensor:
+    """Causal mask of a sliding window, [L, L]: a query sees itself and the window - 1 tokens before it."""
+    ones = torch.ones(length, length, dtype=torch.bool, device=device)
+    return ones.tril().triu(1 - window)
 
 
 def _padded(x_NHD: Tensor, bounds: SequenceBounds) -> Tensor:

@@ -28,10 +28,18 @@ from siirl.errors import NotSupportedError, PlacementError
 ACTOR = "actor_rollout_ref.actor"
 REFUSED = {
     "deepseek_v32": ({"kv_lora_rank": 512, "n_routed_experts": 256}, "kv_lora_rank=512"),
-    "gpt_oss": ({"num_local_experts": 32, "quantization_config": {}}, "no model type"),
+    "gpt_oss": (
+        {"num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}},
+        "docs/models.md has the lines",
+    ),
+    "phimoe": ({"num_local_experts": 16}, "no model type"),
     "qwen3_next": (
         {"layer_types": ["linear_attention", "full_attention"]},
         "layers of kind linear_attention",
+    ),
+    "qwen3_next ": (
+        {"full_attention_interval": 4, "linear_num_value_heads": 32, "num_experts": 512},
+        "packed rows, of which megatron-core 0.16's gated delta net takes none at all",
     ),
     "llama4": ({"text_config": {"num_local_experts": 16}}, "a text_config"),
     "glm4v_moe": ({"vision_config": {"depth": 24}}, "a vision_config"),
@@ -55,6 +63,7 @@ def check(folder, strategy: str, **model) -> None:
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_that_no_engine_computes_is_refused_by_its_trait(tmp_path, kind, strategy):
     values, words = REFUSED[kind]
+    kind = kind.strip()
     with pytest.raises(
         NotSupportedError, match=f"strategy={strategy}: {kind}.*(Use|use) a usual model"
     ) as caught:
@@ -130,10 +139,51 @@ def test_what_routing_by_groups_has_not_been_seen_with_is_refused(tmp_path, kind
         compile_plan(load_dag(cfg), cfg, 1)
 
 
+OSS_20B = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 32,
+    "num_attention_heads": 64,
+    "swiglu_limit": 7.0,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+}
+
+
+@pytest.mark.parametrize(
+    ("rollout", "changes", "keys", "words"),
+    [
+        ("hf", {"swiglu_limit": 5.0}, (), ""),
+        ("vllm", {}, (), r"a gpt_oss in vLLM: .*would not arrive.*rollout\.name=hf"),
+        ("hf", {}, ("model.attention_kernels=flash_attn_4",), r"flash_attn_4 for attention sinks \(gpt_oss"),
+        ("hf", {}, ("actor.fsdp_config.expert_parallel_size=5",), "does not divide the 32 experts"),
+        ("hf", {}, ("model.lora_rank=4",), "LoRA adapters on experts"),
+        (
+            "hf",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            (),
+            r"quantization_config .*docs/models\.md has the lines",
+        ),
+    ],
+)
+def test_gpt_oss_is_trained_as_it_was_compared(tmp_path, rollout, changes, keys, words):
+    (tmp_path / "config.json").write_text(json.dumps(OSS_20B | changes))
+    group = "actor_rollout_ref"
+    cfg = config(
+        f"{group}.model.path={tmp_path}",
+        f"{group}.rollout.name={rollout}",
+        *(f"{group}.{key}" for key in keys),
+    )
+    with pytest.raises((NotSupportedError, PlacementError), match=words) if words else nullcontext():
+        compile_plan(load_dag(cfg), cfg, 5 if any("parallel_size" in key for key in keys) else 1)
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         ({"model_type": "qwen3"}, ""),
+        (OSS_20B, r"a gpt_oss in vLLM: .*would not arrive.*teacher\.strategy=fsdp"),
         (
             {"model_type": "glm4_moe", "n_routed_experts": 8},
             "a glm4_moe, whose weights vLLM has not been seen",
@@ -215,6 +265,10 @@ def test_what_experts_do_not_have_under_fsdp_is_refused_and_the_fix_is_accepted(
         ),
         ({"model_type": "seed_oss", "attention_out_bias": True}, "attention_out_bias=True"),
         ({"model_type": "qwen3", "hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "hidden_activation=gelu"),
+        ({"model_type": "gemma3_text", "sliding_window": None}, "sliding_window=null"),
+        ({"model_type": "gemma3_text", "attention_bias": True}, "attention_bias=True"),
+        ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping=30"),
         ({"model_type": "olmo3"}, r"no model type whose results under megatron .* Set strategy=fsdp"),
     ],
 )

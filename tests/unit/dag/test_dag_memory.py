@@ -22,7 +22,7 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
         "tie_word_embeddings": tie,
         "pad_token_id": 0,
     }
-    if family.startswith("qwen3") or family in ("glm4", "ministral"):
+    if family.startswith("qwen3") or family in ("glm4", "ministral", "gemma3_text"):
         sizes["head_dim"] = 32
     if family.endswith("_moe"):
         sizes |= {
@@ -41,7 +41,7 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
         sizes |= {"qk_nope_head_dim": 12, "v_head_dim": 20}
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 48
-    if family == "mixtral":
+    if family in ("mixtral", "gpt_oss"):
         sizes["num_local_experts"] = 4
     if family == "glm4":
         sizes["attention_bias"] = True

@@ -37,7 +37,7 @@ def test_changing_one_sequence_leaves_the_others_bit_for_bit():
     assert same.tolist() == [True] * 6 + [False] * 7 + [True] * 3
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}])
 def test_attention_with_extras_is_refused(extra):
     with pytest.raises(NotSupportedError, match="not supported yet"):
         packed_attention(nn.Module(), *sample(4), None, sequence_bounds=bounds_of([4]), **extra)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from siirl.compiler.model_types import sees_images
+from siirl.compiler.model_types import SINKS, sees_images
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.config.common import ModelConfig
@@ -307,13 +307,14 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
     softcap = getattr(text, "attn_logit_softcapping", None)
     if softcap is not None:
         raise _unplain(model_cfg, f"attn_logit_softcapping={softcap}")
+    kernels = "eager" if config.model_type in SINKS else "sdpa"
     torch_dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device(device), no_init_weights():
         try:
             model = model_class(config, "lm").from_config(
                 config,
                 dtype=torch_dtype,
-                attn_implementation=attentions(config, "sdpa"),
+                attn_implementation=attentions(config, kernels),
                 trust_remote_code=model_cfg.trust_remote_code,
             )
         except ValueError as error:

@@ -3,6 +3,7 @@
 Legend: N packed tokens on this rank, H query heads, K key-value heads, D head size.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,9 @@ from siirl.engines.train.attention import packed_attention
 from siirl.engines.train.megatron.context_parallel import ContextShard, context_attention
 from siirl.engines.train.sequence_bounds import SequenceBounds
 
+Rope = tuple[Tensor, Tensor]
+"""Cosines and sines of the positions, [N, D] each."""
+
 
 @dataclass
 class PackedRows(PackedSeqParams):
@@ -24,8 +28,8 @@ class PackedRows(PackedSeqParams):
     bounds: SequenceBounds | None = None
     context: ContextShard | None = None
     """This rank's share of the tokens under context parallelism."""
-    rope: tuple[Tensor, Tensor] | None = None
-    """Cosines and sines of the positions, [N, D] each."""
+    ropes: Mapping[bool, Rope] = field(default_factory=dict)
+    """Of layers with a sliding window, and of others: the same in most models."""
     predict_index: Tensor | None = None
     """As in PackedBatch."""
     target: Tensor | None = None
@@ -56,10 +60,13 @@ class RMSNorm(nn.Module):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
         self.eps = eps
+        self.from_one = config.layernorm_zero_centered_gamma
         self.weight = new_parameter(config, (hidden_size,))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.from_one:
+            return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).type_as(x)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -69,8 +76,10 @@ class PackedAttention(nn.Module):
     def __init__(self, config: Any, layer_number: int, *args: Any, softmax_scale: Any = None, **kwargs: Any):
         super().__init__()
         self.scale = softmax_scale
-        is_narrow = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if is_narrow else None
+        self.is_narrow = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        self.window = config.window_size[0] + 1 if self.is_narrow else None
         self.turns_neighbours = config.rotary_interleaved
 
     def forward(
@@ -90,7 +99,7 @@ class PackedAttention(nn.Module):
 
     def turned(self, heads: tuple[Tensor, Tensor], rows: PackedRows) -> tuple[Tensor, ...]:
         """Heads [N, H, D] with the rotary embedding of their tokens."""
-        cos_N1D, sin_N1D = (table.unsqueeze(1) for table in rows.rope or ())
+        cos_N1D, sin_N1D = (table.unsqueeze(1) for table in rows.ropes[self.is_narrow])
         rotate = _rotated_by_one_kernel if heads[0].is_cuda else _rotated
         return tuple(rotate(x, cos_N1D, sin_N1D, self.turns_neighbours) for x in heads)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from siirl.engines.train.megatron.context_parallel import context_shard
-from siirl.engines.train.megatron.layers import PackedRows
+from siirl.engines.train.megatron.layers import PackedRows, Rope
 from siirl.engines.train.packing import PackedBatch
 from siirl.engines.train.sequence_bounds import with_segment
 from siirl.engines.train.shared_rows import own_predictions
@@ -38,6 +38,22 @@ def make_rope(config: PretrainedConfig, device: torch.device) -> nn.Module:
     code = inspect.getmodule(AutoModelForCausalLM._model_mapping[type(config)])
     kind = next(value for name, value in vars(code).items() if name.endswith("RotaryEmbedding"))
     return kind(config).to(device)
+
+
+def _ropes(rope: nn.Module, like: Tensor, position_ids: Tensor) -> dict[bool, Rope]:
+    """What a rotary embedding gives layers with a sliding window (True), and others."""
+
+    def of(*kind: str) -> Rope:
+        turns = rope(like, position_ids, *kind)
+        if torch.is_tensor(turns):  # DeepSeek-V2's: complex numbers, one for two dimensions
+            turns = tuple(torch.cat([part, part], dim=-1).to(like.dtype) for part in (turns.real, turns.imag))
+        cos, sin = turns
+        return cos[0], sin[0]
+
+    kinds = getattr(rope, "layer_types", None)  # of an embedding that tells them apart
+    if kinds is None:
+        return dict.fromkeys((True, False), of())
+    return {kind == "sliding_attention": of(kind) for kind in kinds}
 
 
 def make_micro_batch(
@@ -76,10 +92,6 @@ def make_micro_batch(
     if experts is not None:
         experts = F.pad(experts, (0, 0, 0, extra), value=-1)[own_n]
     like = torch.empty((), dtype=dtype, device=input_ids.device)
-    turns = rope(like, position_ids)
-    if torch.is_tensor(turns):  # DeepSeek-V2's: complex numbers, one for two dimensions
-        turns = tuple(torch.cat([part, part], dim=-1).to(dtype) for part in (turns.real, turns.imag))
-    cos, sin = turns
     arguments = PackedRows(
         qkv_format="thd",
         cu_seqlens_q=bounds.cu_seqlens,
@@ -88,7 +100,7 @@ def make_micro_batch(
         max_seqlen_kv=bounds.max_length,
         bounds=bounds,
         context=shard,
-        rope=(cos[0], sin[0]),
+        ropes=_ropes(rope, like, position_ids),
         predict_index=packed.predict_index,
         target=packed.target,
         temperature=temperature,

@@ -25,7 +25,7 @@ from siirl.engines.train.megatron.latent_attention import LatentAttention
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.linear_adapters import LinearAdapter, freeze_base, put_adapter
 from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
-from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token
+from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token, scale_embedding
 from siirl.engines.train.megatron.scope import MegatronScope
 from siirl.engines.train.megatron.weights import entries, family_of, tied_head
 from siirl.errors import DataError
@@ -59,6 +59,8 @@ def build_stages(
         stage.num_words = hf.vocab_size
         if family_of(hf).outer_norms:
             _add_outer_norms(stage, config)
+        if stage.pre_process and family_of(hf).scales_embedding:
+            scale_embedding(stage, hf.hidden_size**0.5)
         if stage.pre_process and hf.pad_token_id is not None:
             freeze_padding_token(stage, hf.pad_token_id)
         stages.append(stage)

@@ -68,7 +68,7 @@ def transformer_config(
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": on_gpu,
+        "bias_activation_fusion": on_gpu and fixed["activation_func"] is F.silu,
         "bias_dropout_fusion": on_gpu,
         "apply_rope_fusion": False,
         "gradient_accumulation_fusion": False,

@@ -203,3 +203,12 @@ def freeze_padding_token(stage: Stage, token: int) -> None:
             embedded.register_hook(lambda grad: grad.masked_fill(is_token.unsqueeze(-1), 0.0))
 
     stage.embedding.word_embeddings.register_forward_hook(mask)
+
+
+def scale_embedding(stage: Stage, scale: float) -> None:
+    """Multiply embedded tokens by a number, rounded to their type."""
+
+    def scaled(module: nn.Module, arguments: tuple[Tensor, ...], embedded: Tensor) -> Tensor:
+        return embedded * embedded.new_tensor(scale)
+
+    stage.embedding.register_forward_hook(scaled)

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from siirl.compiler.model_types import EXPERTS, why_not
@@ -34,8 +36,12 @@ class Family:
     """Each head of queries and keys is normed, unless use_qk_norm says that it is not."""
     fused: bool = False
     """Its files have queries, keys and values in one tensor."""
+    mlp_norm: str = "post_attention_layernorm"
+    """Hugging Face's name of the norm of what the MLP is given."""
     outer_norms: tuple[str, ...] = ()
     """Hugging Face's names of norms of what attention and MLP give; none in most."""
+    scales_embedding: bool = False
+    """Embedded tokens are multiplied by the square root of their size."""
     windows: bool = False
     """Its attention sees no further than sliding_window, where config.json has one."""
     turns_neighbours: bool = False
@@ -180,6 +186,19 @@ def _softmax_group_options(config: PretrainedConfig) -> dict[str, Any]:
     return _group_options(config) | own | one | latent_options(config)
 
 
+def _gemma_options(config: PretrainedConfig) -> dict[str, Any]:
+    return {
+        "activation_func": gelu_by_tanh,
+        "softmax_scale": config.query_pre_attn_scalar**-0.5,
+        "layernorm_zero_centered_gamma": True,  # norms multiply by 1 + weight
+    }
+
+
+def gelu_by_tanh(x: Tensor) -> Tensor:
+    """GELU as transformers' gelu_pytorch_tanh has it."""
+    return F.gelu(x, approximate="tanh")
+
+
 def window_of(config: PretrainedConfig, layer: int) -> int | None:
     """Tokens that a layer's attention sees, the last one included; None: all before it."""
     kinds = getattr(config, "layer_types", None)
@@ -219,6 +238,15 @@ FAMILIES = {
         qkv_bias=lambda config: config.attention_bias,
         qk_norm=True,
         options=_group_options,
+    ),
+    "gemma3_text": Family(
+        _dense_mlp,
+        qk_norm=True,
+        mlp_norm="pre_feedforward_layernorm",
+        outer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        scales_embedding=True,
+        windows=True,
+        options=_gemma_options,
     ),
     "qwen2": Family(_dense_mlp, qkv_bias=lambda config: True, windows=True),
     "qwen2_moe": Family(
@@ -319,7 +347,7 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
 
     found = [vector("input_layernorm", "input_layernorm", hidden)]
     found += (family.attention or _attention)(config, layer)
-    found.append(vector("pre_mlp_layernorm", "post_attention_layernorm", hidden))
+    found.append(vector("pre_mlp_layernorm", family.mlp_norm, hidden))
     for part, name in zip(("self_attention", "mlp"), family.outer_norms, strict=bool(family.outer_norms)):
         found.append(vector(f"{part}.outer_norm", name, hidden))
     return found + family.mlp(config, layer)
