@@ -69,7 +69,7 @@ def measured_runs(folder: Path) -> Iterator[Measured]:
         result = json.loads(file.read_text())
         arguments = argparse.Namespace(
             train_tokens=40960, forward_tokens=81920, gpu_memory=0.6, steps=6, keys=result["keys"],
-            tensor_parallel=result["tensor_parallel"], gpus=result["gpus"],
+            tensor_parallel=result["tensor_parallel"], gpus=result["gpus"], best_flags=False,
         )  # fmt: skip
         shape = SHAPES[result["workload"]]
         keys = overrides(arguments, folder, shape["prompts"] * result["gpus"])

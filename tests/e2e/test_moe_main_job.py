@@ -2,11 +2,13 @@
 
 import functools
 
+import causal_lms
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Finished, Inputs, overrides, run_job
 
+from siirl.compiler.model_types import GROUP_ROUTED
 from siirl.engines.rollout.weight_loading import stored_tensors_of
 
 ACTOR = "actor_rollout_ref.actor"
@@ -51,6 +53,8 @@ CASES = [
             ("gpt_oss", "hf", "fsdp ep2"),
             ("mixtral", "vllm", "tp2"),
             ("mixtral", "vllm", "tp2 ep2"),
+            ("glm4_moe", "hf", "tp2 ep2"),
+            ("glm4_moe", "hf", "fsdp ep2"),
         )
     ),
 ]
@@ -63,9 +67,14 @@ def train(tmp_path_factory):
     @functools.cache
     def inputs(family: str) -> Inputs:
         made = Inputs.make(tmp_path_factory.mktemp("inputs"))
-        mlp = {"qwen3_moe": 48, "mixtral": 64, "gpt_oss": 64}[
-            family
-        ]  # experts of 24: vLLM's CPU kernel fills them up to 32
+        if family in GROUP_ROUTED:
+            sizes = {"max_position_embeddings": 512, "tie_word_embeddings": False}
+            causal_lms.write_model(
+                make_tiny_model_dir(made.model, weights=False), causal_lms.tiny_config(family, **sizes)
+            )
+            return made
+        # Of Qwen3's, experts of 24, which vLLM's CPU kernel fills up to 32.
+        mlp = {"qwen3_moe": 48, "mixtral": 64, "gpt_oss": 64}[family]
         make_tiny_model_dir(made.model, family, tie=False, init_std=0.2, head_dim=32, mlp=mlp)
         return made
 

@@ -66,6 +66,7 @@ def test_peaks_of_grpo_on_h200s_are_within_15_percent_of_the_estimate(name, tmp_
         gpus=gpus,
         steps=6,
         keys=result["keys"],
+        best_flags=False,
     )
     found = peaks(grpo_gpu.overrides(arguments, tmp_path, grpo_gpu.SHAPES[workload]["prompts"] * gpus), gpus)
     asleep = measured["memory/load_device_gib"] - measured["memory/load_reserved_gib"]
