@@ -158,7 +158,11 @@ def _readers(plan: InteractionPlan, cfgs: Mapping[str, Config]) -> dict[str, Ima
     """What counts the tokens of images for each agent's node: that of the policy's model."""
     owners = {stage.agent: stage.node for stage in reversed(plan.stages) if stage.kind == "agent"}
     speaking = [stage for stage in plan.stages if stage.kind == "agent"]
-    found = {stage.node: ImageReader.from_config(cfgs[owners[stage.policy]]) for stage in speaking}
+    found = {
+        stage.node: ImageReader.from_config(cfgs[owners[stage.policy]])
+        for stage in speaking
+        if stage.policy is not None
+    }
     return {node: reader for node, reader in found.items() if reader is not None}
 
 
