@@ -273,7 +273,7 @@ def episodes_of(
     for group_id, values, step, seen in zip(*columns, strict=True):
         for sample in range(n):
             episode_id = group_id * n + sample
-            task = dict(zip(names, values, strict=True))
+            task: dict[str, Any] = dict(zip(names, values, strict=True))
             if "images" in rows.keys():
                 task["images"] = list(seen.images)
             seed = seed_of(ctx, str(episode_id), step=step)
