@@ -171,7 +171,8 @@ class HostedEnvironment:
     def _observation(self, method: str, answer: Any) -> Observation:
         if isinstance(answer, tuple) and len(answer) == 2:
             answer = Observation(*answer)
-        observation = answer if isinstance(answer, Observation) else Observation(answer)
+        seen: Any = answer
+        observation = seen if isinstance(seen, Observation) else Observation(seen)
         return Observation(self._texts(method, observation.texts), self._info(method, observation.info))
 
     def _step_result(self, method: str, answer: Any) -> StepResult:

@@ -106,8 +106,8 @@ class McpTool:
             },
         }
 
-    async def __call__(self, arguments: dict[str, Any], episode: Any) -> str:
-        """What the server answers, its texts one below the other."""
+    async def __call__(self, arguments: dict[str, Any], episode: Any) -> str | Shown:
+        """What the server answers, its texts and images one below the other."""
         return _text(await self._server.call(self._name, arguments))
 
     def close(self) -> None:

@@ -123,8 +123,9 @@ def _part_image(part: Mapping[str, Any]) -> Any:
 def _encoded(image: Any) -> str:
     from siirl.data.images import encode_image  # Pillow is imported where there are images
 
-    if isinstance(image, str) and (url := _DATA_URL.match(image)):
-        image = base64.b64decode(image[url.end() :])
+    if isinstance(image, str):
+        if url := _DATA_URL.match(image):
+            image = base64.b64decode(image[url.end() :])
     elif hasattr(image, "save"):
         held = io.BytesIO()
         image.save(held, format="PNG")

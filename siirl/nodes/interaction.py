@@ -158,7 +158,11 @@ def _readers(plan: InteractionPlan, cfgs: Mapping[str, Config]) -> dict[str, Ima
     """What counts the tokens of images for each agent's node: that of the policy's model."""
     owners = {stage.agent: stage.node for stage in reversed(plan.stages) if stage.kind == "agent"}
     speaking = [stage for stage in plan.stages if stage.kind == "agent"]
-    found = {stage.node: ImageReader.from_config(cfgs[owners[stage.policy]]) for stage in speaking}
+    found = {
+        stage.node: ImageReader.from_config(cfgs[owners[stage.policy]])
+        for stage in speaking
+        if stage.policy is not None
+    }
     return {node: reader for node, reader in found.items() if reader is not None}
 
 
@@ -269,7 +273,7 @@ def episodes_of(
     for group_id, values, step, seen in zip(*columns, strict=True):
         for sample in range(n):
             episode_id = group_id * n + sample
-            task = dict(zip(names, values, strict=True))
+            task: dict[str, Any] = dict(zip(names, values, strict=True))
             if "images" in rows.keys():
                 task["images"] = list(seen.images)
             seed = seed_of(ctx, str(episode_id), step=step)
