@@ -124,8 +124,8 @@ class TrainerConfig:
     )
     stuck_s: float = key(
         600.0,
-        "seconds that a local worker may stay in a part of the step, or ten times its longest stay so far if "
-        "that is more; then it counts as stuck, and the run is started again",
+        "seconds that a worker may stay in a part of the step, or ten times its longest stay so far if that "
+        "is more; then it counts as stuck, and the run is started again (not under torchrun)",
         low=1,
     )
     trace: bool = key(False, "write <output_dir>/trace.json.gz: what every rank did when")

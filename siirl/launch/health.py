@@ -38,6 +38,10 @@ class Process:
     """T: stopped by a signal; see proc(5)."""
     cpu_s: float
 
+    @property
+    def is_stopped(self) -> bool:
+        return self.state == "T"
+
 
 @dataclass(frozen=True)
 class Trouble:
@@ -99,7 +103,7 @@ class Health:
         return None
 
     def _update(self, seen: _Seen, passed_s: float, beat: Beat | None, process: Process | None) -> None:
-        stopped = process is not None and process.state == "T"
+        stopped = process is not None and process.is_stopped
         seen.stopped_s = seen.stopped_s + passed_s if stopped else 0.0
         if stopped:
             return
@@ -205,7 +209,7 @@ class Watch:
 
 def _is_stopped(worker: Worker) -> bool:
     process = look_at(worker.process.pid)
-    return process is not None and process.state == "T"
+    return process is not None and process.is_stopped
 
 
 def look_at(pid: int) -> Process | None:

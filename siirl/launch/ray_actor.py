@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -25,12 +26,15 @@ import psutil
 from siirl.config import from_dict
 from siirl.errors import UserError
 from siirl.launch.failure import Death, death_of, oom_kill_count
+from siirl.launch.health import Process, look_at
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import MOST_BYTES, LogSizes
 from siirl.launch.output_relay import OutputSource
 from siirl.launch.process import Worker, end_all, end_with_parent, lifeline, start_worker, worker_environment
 from siirl.launch.run_folder import held
 from siirl.launch.run_record import is_recorded, open_folder
+from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
+from siirl.observe.heartbeat import Beat, heartbeat_file, read_beat
 from siirl.observe.position import Position, read_position
 
 REPLY_BYTES = 1 << 20
@@ -44,7 +48,7 @@ FORWARDED = (
 NOT_FORWARDED = (
     "CUDA_VISIBLE_DEVICES",
     "PYTHONHOME",
-    "SIIRL_HEARTBEAT_FD",
+    HEARTBEAT,
     "SIIRL_LIFELINE_FD",
     "SIIRL_STORE_FD",
 )
@@ -88,6 +92,10 @@ class Reply:
     ended: int | None = None
     """Its exit status, once all its output has been fetched."""
     death: Death | None = None
+    beat: Beat | None = None
+    """Its last sign of life."""
+    process: Process | None = None
+    """What the kernel says of it."""
 
 
 def forwarded_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -169,8 +177,9 @@ class RankActor:
         for record in (job.error_path(rank), job.position_path(rank)):
             record.unlink(missing_ok=True)
         lifeline_fd = self._held.enter_context(lifeline())
-        env = _environment(launch) | {"SIIRL_LIFELINE_FD": str(lifeline_fd)}
-        fds = [lifeline_fd]
+        self._beats = self._held.enter_context(heartbeat_file(rank + 1))
+        env = _environment(launch) | {"SIIRL_LIFELINE_FD": str(lifeline_fd), HEARTBEAT: str(self._beats)}
+        fds = [lifeline_fd, self._beats]
         if self._server is not None:
             env["SIIRL_STORE_FD"] = str(self._server.fileno())
             fds.append(self._server.fileno())
@@ -210,7 +219,8 @@ class RankActor:
         position = read_position(self._job.position_path(rank))
         code = self._worker.returncode
         if not ended or code is None or output:
-            return Reply(output, position)
+            beat, process = read_beat(self._beats, rank), look_at(self._worker.process.pid)
+            return Reply(output, position, beat=beat, process=process)
         oom_kills = oom_kill_count() - self._oom_before
         return Reply(b"", position, code, death_of(self._job, rank, code, oom_kills) if code else None)
 
@@ -225,6 +235,23 @@ class RankActor:
         """Have the worker write its Python stacks to its output."""
         if self._worker is not None:
             self._worker.dump_stacks()
+
+    def hold(self) -> None:
+        """The worker, and what it started, does nothing more until it is killed."""
+        if self._worker is not None and not self._worker.ended():
+            self._worker.signal_group(signal.SIGSTOP)
+
+    def go_on_for(self, seconds: float) -> None:
+        """A stopped worker goes on for a moment, in which it does what it was told to, and is killed."""
+        if self._worker is not None and not self._worker.ended():
+            self._worker.signal_group(signal.SIGCONT)
+            time.sleep(seconds)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill the worker and what it started, without a word."""
+        if self._worker is not None and not self._worker.ended():
+            self._worker.signal_group(signal.SIGKILL)
 
     def stop(self) -> None:
         """End the worker and all that it started; returns when they are gone."""

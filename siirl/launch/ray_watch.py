@@ -5,18 +5,19 @@ import dataclasses
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
+from siirl.config import from_dict
 from siirl.errors import PlacementError
 from siirl.launch.failure import Death, only_followers, write_failure
+from siirl.launch.health import STACKS_S
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import LogSizes
 from siirl.launch.outcome import Stop
 from siirl.launch.output_relay import ConsoleWriter
-from siirl.launch.ray_actor import Host, Reply
-from siirl.launch.ray_cluster import Node, Stopped, alive_nodes
-from siirl.observe.position import Position
+from siirl.launch.ray_actor import Reply
+from siirl.launch.ray_cluster import Stopped, alive_nodes
+from siirl.launch.ray_health import RayHealth
+from siirl.launch.ray_rank import Rank
 
 TICK_S = 0.2
 POLL_WAIT_S = 0.5
@@ -60,33 +61,6 @@ class HeadWatch:
             )
 
 
-@dataclass
-class Rank:
-    """One rank, seen from here: its actor, where that is, and what has arrived of its worker."""
-
-    rank: int
-    actor: Any
-    node: Node
-    host: Host
-    log_offset: int = 0
-    fetched: int = 0
-    """Bytes of output that have arrived."""
-    replied_s: float = field(default_factory=time.monotonic)
-    """When the actor last answered."""
-    position: Position | None = None
-    pending: Any = None
-    """The question that the actor has not answered yet."""
-    ended: int | None = None
-    """The worker's exit status."""
-    death: Death | None = None
-    lost: bool = False
-    """The actor is gone or does not answer."""
-
-    @property
-    def place(self) -> str:
-        return f"{self.host.name} ({self.node.ip})"
-
-
 class RankWatch:
     """Asks every actor for news of its worker, again and again, and writes what arrives to the logs here."""
 
@@ -94,7 +68,7 @@ class RankWatch:
         self._job, self._ranks, self._console, self._stop = job, ranks, console, stop
 
     def until_ended(self) -> list[Death]:
-        """Wait until all have ended well, or one has failed: the deaths. Raises Stopped.
+        """Wait until all have ended well, one has failed or will not go on: the deaths. Raises Stopped.
 
         After a first death all others must have answered once more or be lost, because a rank that is lost is
         noticed later than the failures that follow from it. HeadLost: the cluster has no head any more.
@@ -104,6 +78,7 @@ class RankWatch:
         import ray
 
         first_s, logs = None, LogSizes(self._job.log_dir)
+        health = RayHealth(from_dict(self._job.config).trainer.stuck_s)
         head = HeadWatch(ray.get_runtime_context().gcs_address)
         while True:
             if self._stop.numbers:
@@ -114,15 +89,21 @@ class RankWatch:
             deaths = [rank.death for rank in self._ranks if rank.death]
             if not deaths and all(rank.ended == 0 for rank in self._ranks):
                 return []
+            running = [rank for rank in self._ranks if self._open(rank)]
+            if not deaths and (found := health.trouble(running)) is not None:
+                rank = self._ranks[found.rank]
+                position = rank.position  # before a stopped one goes on
+                health.show_stacks(found.rank, running)
+                self.fetch_rest(STACKS_S)
+                return [Death(rank.rank, 1, time.time(), None, position, rank.host.name, found.what)]
             if deaths:
                 first_s = first_s or time.monotonic()
-                running = [rank for rank in self._ranks if self._open(rank)]
                 if all(rank.replied_s > first_s + GATHER_S for rank in running):
                     return self._deaths()
 
-    def fetch_rest(self) -> None:
+    def fetch_rest(self, most_s: float = REST_S) -> None:
         """Fetch what the workers wrote before they ended; for a few seconds at most."""
-        deadline = time.monotonic() + REST_S
+        deadline = time.monotonic() + most_s
         while time.monotonic() < deadline and any(self._open(rank) for rank in self._ranks):
             self._collect()
 
@@ -159,6 +140,7 @@ class RankWatch:
             self._lose(rank, "its actor died", str(error))
             return
         rank.replied_s, rank.position = time.monotonic(), reply.position
+        rank.beat, rank.process = reply.beat, reply.process
         rank.fetched += len(reply.output)
         if reply.output:
             self._write(rank, reply.output)

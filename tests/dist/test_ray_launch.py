@@ -175,6 +175,32 @@ def test_killed_workers_are_started_again_until_a_user_error_ends_the_run(connec
     assert nothing_is_reserved()
 
 
+@pytest.mark.parametrize(
+    ("entry", "where", "why"),
+    [
+        ("stopped_once", "node 'reshard', step 5", "it was stopped by a signal (process state T)"),
+        pytest.param(
+            "stuck_once",
+            "node 'rollout', step 3",
+            "it has been in 'step/rollout' for",
+            marks=pytest.mark.slow,  # who counts as stuck has unit tests
+        ),
+    ],
+)
+def test_a_worker_that_lives_but_does_not_go_on_is_named_within_30_s_and_the_run_starts_again(
+    connection, tmp_path, capfd, entry, where, why
+):
+    keys = ("trainer.stuck_s=4", "trainer.max_restarts=1", "ray_init.wait_s=30")
+    assert launch(make_job(tmp_path, entry, *TWO, *keys)) == 0
+    errors, out = capfd.readouterr().err, tmp_path / "out"
+    assert re.search(rf"attempt 1 failed: rank 1 on \S+, in {where}: {re.escape(why)}", errors), errors
+    assert f"  | {' ' * 2}File" in errors and f"in {entry}" in errors, "its stack"
+    (attempt,) = map(json.loads, (out / "attempts.jsonl").read_text().splitlines())
+    assert 0 < attempt["ended_s"] - float((out / "moment").read_text()) < 30
+    assert "launch_entries.py" in (out / "attempts" / "1" / "logs" / "rank_0.log").read_text(), "who waited"
+    assert nothing_is_reserved()
+
+
 SMALLER = {
     "machines": ("trainer.nnodes=3", r"needs 3 machine\(s\).*it has 2, of which 2 will do"),
     "CPUs": (

@@ -62,8 +62,10 @@ def test_a_killed_rank_comes_back_and_the_run_ends_as_if_nothing_had_been(
 ):
     keys = ("trainer.save_freq=8", "trainer.memory_checkpoint_freq=1")
     words = command(inputs, tmp_path / "out", *keys)
-    code, console = run_and_kill(words, tmp_path, [3], [1])
+    restarts_s: list[float] = []
+    code, console = run_and_kill(words, tmp_path, [3], [1], restarts_s=restarts_s)
     assert code == 0, console
+    assert len(restarts_s) == 1 and 0 < restarts_s[0] < 100
     check_same(tmp_path / "out", undisturbed)
     assert "siirl: attempt 1 failed: rank 1 on " in console and "killed by SIGKILL" in console
     assert re.search("siirl: the run goes on from global_step_[2-7] in memory", console), console

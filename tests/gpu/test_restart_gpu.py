@@ -21,26 +21,33 @@ pytestmark = [
 SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 64, "init_std": 0.1}
 RUNS = {"killed": ([3, 6], [1]), "undisturbed": ([], []), "again": ([], [])}
 """Name -> steps after which ranks are killed, and which."""
+MOST_RESTART_S = 60.0
+"""From a kill until all ranks work again, each with an engine that has started anew."""
 
 
 def test_two_kills_leave_the_weights_as_they_were(tmp_path):
     inputs = Inputs.make(tmp_path / "inputs")
     make_tiny_model_dir(inputs.model, vocab=128, dtype="bfloat16", **SHAPE)
-    weights = {name: finish(inputs, tmp_path / name, *kills) for name, kills in RUNS.items()}
+    restarts_s: list[float] = []
+    weights = {name: finish(inputs, tmp_path / name, *kills, restarts_s) for name, kills in RUNS.items()}
     begin = {name: tensor.float() for name, tensor in load_file(inputs.model / "model.safetensors").items()}
     moved = distance(weights["undisturbed"], begin)
     away = {name: distance(weights[name], weights["undisturbed"]) / moved for name in ("killed", "again")}
     attempts = read_run(tmp_path / "killed" / "out").attempts
     lines = (tmp_path / "killed" / "out" / "metrics.jsonl").read_text().splitlines()
     print(f"\nof the way that training went ({moved:.3g}): {away}\nattempts: {attempts}")
+    print(f"seconds from a kill to the first instruction of the last rank: {restarts_s}")
     assert [attempt.cause for attempt in attempts] == ["killed by SIGKILL"] * 2
     assert all(attempt.next.endswith(" in memory") for attempt in attempts)
     assert [json.loads(line)["step"] for line in lines] == list(range(9)), "each step once"
+    assert len(restarts_s) == 2 and max(restarts_s) <= MOST_RESTART_S, restarts_s
     assert away["killed"] <= 2 * away["again"] + 0.01
 
 
-def finish(inputs: Inputs, folder: Path, at_steps: list[int], victims: list[int]) -> dict[str, torch.Tensor]:
-    """The exported weights of a run of eight steps."""
+def finish(
+    inputs: Inputs, folder: Path, at_steps: list[int], victims: list[int], restarts_s: list[float]
+) -> dict[str, torch.Tensor]:
+    """The exported weights of a run of eight steps; restarts_s gets what its restarts took."""
     folder.mkdir()
     keys = {
         "trainer.device": "cuda",
@@ -57,7 +64,7 @@ def finish(inputs: Inputs, folder: Path, at_steps: list[int], victims: list[int]
     }
     words = overrides(inputs, folder / "out", *(f"{key}={value}" for key, value in keys.items()))
     command = [sys.executable, "-m", "siirl.main_dag", *words]
-    code, console = run_and_kill(command, folder, at_steps, victims, patience_s=400)
+    code, console = run_and_kill(command, folder, at_steps, victims, patience_s=400, restarts_s=restarts_s)
     print(console[-3000:])
     assert code == 0, console[-6000:]
     return {name: tensor.float() for name, tensor in Finished.read(folder / "out").weights().items()}

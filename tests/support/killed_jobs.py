@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 from job_harness import ROOT
 
+from siirl.observe.position import read_position
+
 
 def start(words: Sequence[str], console: Path) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
@@ -43,6 +45,13 @@ def steps_done(output: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
+def has_gone_on(output: Path, since_s: float, at_s: list[float]) -> bool:
+    """Whether both ranks have come to an instruction since then; at_s gets when that was."""
+    found = [read_position(output / "status" / f"rank_{rank}") for rank in (0, 1)]
+    at_s[:] = [place.time_s for place in found if place and place.step > 0 and place.time_s > since_s]
+    return len(at_s) == len(found)
+
+
 def run_and_kill(
     words: Sequence[str],
     folder: Path,
@@ -50,21 +59,27 @@ def run_and_kill(
     victims: Sequence[int],
     number: int = signal.SIGKILL,
     patience_s: float = 200,
+    restarts_s: list[float] | None = None,
 ) -> tuple[int, str]:
     """Signal these of two ranks when each of the steps is done; the exit code, and what the console shows.
 
-    patience_s: how long the rest may take after the last of them.
+    patience_s: how long the rest may take after the last of them. restarts_s: gets the seconds of each, from
+    the signal until the last rank came to its first instruction.
     """
     console, output = folder / "console", folder / "out"
     job = start(words, console)
     try:
         for done, step in enumerate(at_steps):
             wait_until(lambda step=step: steps_done(output) >= step and len(ranks_of(job)) == 2, job, console)
-            pids = ranks_of(job)
+            pids, struck_s = ranks_of(job), time.time()
             for rank in victims:
                 os.kill(pids[rank], number)
             kept = folder / "out" / "attempts" / str(done + 1)
             wait_until(lambda kept=kept: (kept / "logs").is_dir(), job, console)
+            if restarts_s is not None:
+                went_on_s: list[float] = []
+                wait_until(lambda since=struck_s, to=went_on_s: has_gone_on(output, since, to), job, console)
+                restarts_s.append(max(went_on_s) - struck_s)
         return job.wait(patience_s), console.read_text()
     finally:
         job.kill()
