@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from siirl.compiler.compiled_layers import why_not_compiled
 from siirl.config import Config
 from siirl.config.common import ModelConfig, TrainedConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model, sequence_ranks
@@ -150,6 +151,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         problem = problem or _why_not_dealt(config, cfg, role)
         problem = problem or _why_not_split(config, cfg, role)
         problem = problem or _why_not_float8(config, cfg, role)
+    problem = problem or why_not_compiled(config, cfg, role)
     problem = problem or _why_not_adapted(config, model, ROLES[role].model)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout

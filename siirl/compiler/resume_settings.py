@@ -54,8 +54,8 @@ FREE: Mapping[str, tuple[str, ...]] = {
         *("*.use_dist_checkpointing", "*.dist_checkpointing_path", "*.share_instance"),
     ),
     "memory and speed": (
-        "*.fsdp_config.float8",
         *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.use_liger"),
+        "*.compile_layers",
         *("*.enable_gradient_checkpointing", "*.gradient_checkpointing_kwargs", "*.attention_kernels"),
         *("*.enforce_eager",),
         *("*.gpu_memory_utilization", "*.free_cache_engine", "*.max_num_batched_tokens", "*.max_num_seqs"),

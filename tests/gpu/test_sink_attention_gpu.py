@@ -16,7 +16,7 @@ pytestmark = [
 ]
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 0.012}
 OF_SINKS = 3
-"""Times that for the gradients of sinks: sums over all tokens, of terms that cancel and whose rounding does not."""
+"""Times that for gradients of sinks, which are sums of terms that cancel, while their rounding does not."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
