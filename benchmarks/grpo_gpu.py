@@ -96,6 +96,9 @@ def make_model(path: Path, shape: dict) -> None:
         model = kinds[1](config)
     torch.set_default_dtype(before)
     model.save_pretrained(path)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the run's processes need the memory, and this one stays
     words = ["<pad>", "<eos>", *(f"{chr(97 + i % 26)}{i:x} " for i in range(sizes["vocab_size"] - 2))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
