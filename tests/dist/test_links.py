@@ -16,8 +16,8 @@ from siirl.engines import link_folder, links
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.links import make_link
 from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.vllm import vllm_rollout
-from siirl.engines.rollout.vllm.engine_process import EngineLost
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
-from siirl.engines.rollout.vllm import recovery
-from siirl.engines.rollout.vllm.engine_process import EngineLost
-from siirl.engines.rollout.vllm.messages import (
+from siirl.engines.rollout.served import recovery
+from siirl.engines.rollout.served.engine_process import EngineLost
+from siirl.engines.rollout.served.messages import (
     UNKNOWN,
     Abort,
     Call,
@@ -28,7 +28,7 @@ from siirl.engines.rollout.vllm.messages import (
     Start,
     Submit,
 )
-from siirl.engines.rollout.vllm.recovery import RecoveringEngine
+from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.errors import ConfigError, RolloutError
 
 LENGTH = 4

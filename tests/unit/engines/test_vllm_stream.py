@@ -5,8 +5,8 @@ import math
 import pytest
 
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
-from siirl.engines.rollout.vllm.messages import UNKNOWN, Finished, Response
-from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
+from siirl.engines.rollout.served.messages import UNKNOWN, Finished, Response
+from siirl.engines.rollout.served.stream import StreamRouter, VLLMStream
 from siirl.errors import EpisodeFailed, RolloutError
 
 PARAMS = SamplingParams(max_tokens=3)

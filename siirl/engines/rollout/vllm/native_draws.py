@@ -60,7 +60,7 @@ def _draw(
     logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, number_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     if logits_BV.is_cuda:
-        from siirl.engines.rollout.vllm.draw_triton import draw as draw_in_one_pass
+        from siirl.engines.rollout.served.draw_triton import draw as draw_in_one_pass
 
         return draw_in_one_pass(logits_BV, temperature_B, seed_B, number_B)
     log_prob_BV = _scaled(logits_BV, temperature_B).log_softmax(-1)

@@ -25,29 +25,29 @@ from siirl.engines.rollout.base import (
 )
 from siirl.engines.rollout.call_limits import CallLimits, WeightState, check_complete_responses, check_finite
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.vllm.arguments import (
-    engine_arguments,
-    engine_environment,
-    max_model_len,
-    physical_gpu,
-)
-from siirl.engines.rollout.vllm.engine_process import EngineProcess
-from siirl.engines.rollout.vllm.engine_shard import engine_shard
-from siirl.engines.rollout.vllm.lora_adapters import (
+from siirl.engines.rollout.served.engine_process import EngineProcess
+from siirl.engines.rollout.served.engine_shard import engine_shard
+from siirl.engines.rollout.served.lora_adapters import (
     SharedEngine,
     adapter_arguments,
     base_alone,
     load_adapter,
 )
-from siirl.engines.rollout.vllm.messages import Call, Generate, Response, Score
-from siirl.engines.rollout.vllm.recovery import RecoveringEngine
-from siirl.engines.rollout.vllm.row_scores import ONE_TOKEN, checked_scores
-from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
-from siirl.engines.rollout.vllm.weight_transfer import (
+from siirl.engines.rollout.served.messages import Call, Generate, Response, Score
+from siirl.engines.rollout.served.recovery import RecoveringEngine
+from siirl.engines.rollout.served.row_scores import ONE_TOKEN, checked_scores
+from siirl.engines.rollout.served.stream import StreamRouter, VLLMStream
+from siirl.engines.rollout.served.weight_transfer import (
     Bucket,
     WeightTransfer,
     joined_places,
     weights_of_directory,
+)
+from siirl.engines.rollout.vllm.arguments import (
+    engine_arguments,
+    engine_environment,
+    max_model_len,
+    physical_gpu,
 )
 from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
 from siirl.engines.train.hf_model import load_hf_config

@@ -9,8 +9,8 @@ from typing import Protocol
 from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, Unfinished
 from siirl.engines.rollout.call_limits import COMPLETE, PAUSED, check_finite
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.vllm.messages import Abort, Finished, Pause, Response, Submit
-from siirl.engines.rollout.vllm.recovery import RecoveringEngine
+from siirl.engines.rollout.served.messages import Abort, Finished, Pause, Response, Submit
+from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError
 
 

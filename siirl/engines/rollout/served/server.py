@@ -1,6 +1,6 @@
 """The process of a vLLM engine: started by a worker, driven by messages over a socket, ends with it.
 
-    python -m siirl.engines.rollout.vllm.server FD
+    python -m siirl.engines.rollout.served.server FD
 
 FD: the inherited socket. What is said over it stands in messages.py. The requests of a Submit join those that
 run, and those that a step has completed are told by a Finished, whatever else the worker sends; what it does
@@ -23,8 +23,8 @@ from typing import Any
 
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.engines.rollout.vllm.beating_channel import BeatingChannel
-from siirl.engines.rollout.vllm.messages import (
+from siirl.engines.rollout.served.beating_channel import BeatingChannel
+from siirl.engines.rollout.served.messages import (
     Abort,
     Alive,
     Call,
@@ -45,7 +45,7 @@ from siirl.engines.rollout.vllm.messages import (
     Stop,
     Submit,
 )
-from siirl.engines.rollout.vllm.temporary import names_noted
+from siirl.engines.rollout.served.temporary import names_noted
 from siirl.errors import UserError
 from siirl.observe.printable import printable
 

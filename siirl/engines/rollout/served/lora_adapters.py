@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from siirl.config import Config
-from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.rollout.weight_loading import WeightSpecs
 from siirl.engines.train.lora import adapter_name
 from siirl.errors import ConfigError

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
-from siirl.engines.rollout.vllm.engine_parts import EngineParts
-from siirl.engines.rollout.vllm.messages import (
+from siirl.engines.rollout.served.engine_parts import EngineParts
+from siirl.engines.rollout.served.messages import (
     Alive,
     Beat,
     Call,
@@ -28,7 +28,7 @@ from siirl.engines.rollout.vllm.messages import (
     Start,
     Stop,
 )
-from siirl.engines.rollout.vllm.temporary import TemporaryFolder
+from siirl.engines.rollout.served.temporary import TemporaryFolder
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.logs import last_lines
 
@@ -78,7 +78,7 @@ class EngineProcess:
         with log_path.open("ab") as log, theirs:
             self._log_offset = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "siirl.engines.rollout.vllm.server", str(theirs.fileno())],
+                [sys.executable, "-m", "siirl.engines.rollout.served.server", str(theirs.fileno())],
                 env=clean | self._temporary.environment() | env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
