@@ -70,6 +70,11 @@ class EngineKwargs:
         "arguments of vLLM's engine (EngineArgs), over those that siirl sets",
         when="actor_rollout_ref.rollout.name=vllm",
     )
+    sglang: dict[str, Any] = key(
+        {},
+        "arguments of SGLang's engine (ServerArgs), over those that siirl sets",
+        when="actor_rollout_ref.rollout.name=sglang",
+    )
 
 
 @dataclass(frozen=True)
@@ -139,8 +144,7 @@ class RolloutConfig:
     name: str = key(
         "vllm",
         "rollout engine; dataset: none, the responses are those of data.response_keys",
-        choices=("vllm", "hf", "replay", "dataset", "openai"),
-        later_choices={"sglang": "the sglang rollout"},
+        choices=("vllm", "sglang", "hf", "replay", "dataset", "openai"),
     )
     replay_dir: str | None = key(
         None, "trainer.dump_rollouts_dir of the run whose rollouts are replayed", when="name=replay"

@@ -49,7 +49,7 @@ def start(model_dir, ranks, log_path):
     cpu = torch.device("cpu")
     arguments = engine_arguments(cfg, str(model_dir), load_hf_config(cfg.actor_rollout_ref.model), ranks, cpu)
     process = EngineProcess("engine", engine_environment(ranks, cpu, []), log_path, 500.0)
-    process.ask(Start(arguments))
+    process.ask(Start("siirl.engines.rollout.vllm.native", arguments))
     return process
 
 

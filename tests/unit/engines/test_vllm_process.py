@@ -24,6 +24,7 @@ from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served import engine_process
 from siirl.engines.rollout.served.beating_channel import BeatingChannel
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
+from siirl.engines.rollout.served.engine_shard import physical_gpu
 from siirl.engines.rollout.served.messages import (
     Beat,
     Call,
@@ -35,7 +36,7 @@ from siirl.engines.rollout.served.messages import (
     Submit,
 )
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer, open_buffer
-from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, physical_gpu
+from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.errors import RolloutError
 

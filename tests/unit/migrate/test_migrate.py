@@ -225,7 +225,12 @@ def test_the_other_defaults_differ_from_ours():
             [],
         ),
         ("verl", ["model_engine=megatron"], ["actor_rollout_ref.actor.strategy=megatron"], []),
-        ("verl", ["actor_rollout_ref.rollout.name=sglang"], [], ["actor_rollout_ref.rollout.name"]),
+        (
+            "verl",
+            ["actor_rollout_ref.rollout.name=sglang"],
+            ["actor_rollout_ref.rollout.name=sglang"],
+            [],
+        ),
         ("verl", ["trainer.nodes=2"], [], ["trainer.nodes"]),
     ],
 )
@@ -260,7 +265,7 @@ def test_the_page_of_a_script_says_what_was_done(tmp_path, capsys):
         'siirl run "${SETTINGS[@]}" "$@"',
     ):
         assert text in page
-    (tmp_path / "run.sh").write_text(SCRIPT.replace("=vllm", "=sglang"))
+    (tmp_path / "run.sh").write_text(SCRIPT.replace("=vllm", "=trtllm"))
     assert main(["migrate", str(tmp_path / "run.sh")]) == 1
     assert "cannot be had" in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""An engine process of this worker: started, asked, watched, ended. Imports no vLLM."""
+"""An engine process of this worker: started, asked, watched, ended. Imports no engine."""
 
 import contextlib
 import math
@@ -44,7 +44,7 @@ LAUNCHER_VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
-"""Environment of our torch.distributed, which vLLM's must not see, and what Megatron wants of CUDA."""
+"""Environment of our torch.distributed, which the engine's must not see, and what Megatron wants of CUDA."""
 POLL_S = 0.5
 STOP_GRACE_S = 3.0
 SILENCE_S = 20.0
@@ -63,7 +63,7 @@ class EngineLost(RolloutError):
 
 
 class EngineProcess:
-    """One process that runs a vLLM engine. Every wait for it has a deadline; its death is named at once."""
+    """One process that runs an engine. Every wait for it has a deadline; its death is named at once."""
 
     def __init__(self, name: str, env: dict[str, str], log_path: Path, deadline_s: float) -> None:
         """Start it. env: on top of this worker's environment. Its output goes to log_path."""

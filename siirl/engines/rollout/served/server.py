@@ -1,4 +1,4 @@
-"""The process of a vLLM engine: started by a worker, driven by messages over a socket, ends with it.
+"""The process of an engine: started by a worker, driven by messages over a socket, ends with it.
 
     python -m siirl.engines.rollout.served.server FD
 
@@ -11,6 +11,7 @@ second, from the thread that runs the engine: an engine that hangs falls silent.
 import argparse
 import contextlib
 import ctypes
+import importlib
 import os
 import queue
 import signal
@@ -94,11 +95,9 @@ class Server:
     def _answer(self, message: FromWorker) -> None:
         answer: Done | Generated | Scored | Paused = Done()
         match message:
-            case Start(arguments):
-                from siirl.engines.rollout.vllm.native import NativeEngine
-
+            case Start(native, arguments):
                 with names_noted():
-                    self._engine = NativeEngine(arguments)
+                    self._engine = importlib.import_module(native).NativeEngine(arguments)
             case Call(method, arguments):
                 answer = Done(getattr(self._engine, method)(**arguments))
             case Generate():
@@ -179,7 +178,7 @@ class Server:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="a vLLM engine of a siirl run; started by a worker")
+    parser = argparse.ArgumentParser(description="an engine of a siirl run; started by a worker")
     parser.add_argument("fd", type=int)
     descriptor = parser.parse_args(argv).fd
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -188,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     os.set_inheritable(descriptor, False)
     Server(BeatingChannel(sock, FromWorker)).run()
     sys.stdout.flush()
-    os._exit(0)  # vLLM's own teardown can hang; nothing is left to save
+    os._exit(0)  # an engine's own teardown can hang; nothing is left to save
 
 
 if __name__ == "__main__":

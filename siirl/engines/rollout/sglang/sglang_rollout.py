@@ -1,0 +1,30 @@
+"""The rollout engine on SGLang."""
+
+from typing import Any
+
+from siirl.compiler.checks.packages import sglang_version
+from siirl.compiler.plan import ModelPlan
+from siirl.engines.rollout.served.served_rollout import ServedRollout
+from siirl.engines.rollout.sglang.arguments import engine_arguments, engine_environment
+from siirl.model_files.directory import model_dir
+
+
+class SGLangRollout(ServedRollout):
+    """Samples with an SGLang engine on one GPU, or on the CPU, see ServedRollout."""
+
+    backend = "sglang"
+    title = "SGLang"
+    native = "siirl.engines.rollout.sglang.native"
+
+    def check_installed(self) -> None:
+        """See ServedRollout."""
+        sglang_version()
+
+    def engine_arguments(self, plan: ModelPlan, hf_config: Any, num_ranks: int) -> dict[str, Any]:
+        """See ServedRollout."""
+        folder = str(model_dir(self._cfg.actor_rollout_ref.model.path))
+        return engine_arguments(self._cfg, folder, hf_config, self._device)
+
+    def engine_environment(self, num_ranks: int, gpus: list[str]) -> dict[str, str]:
+        """See ServedRollout."""
+        return engine_environment(self._device, gpus)
