@@ -192,12 +192,16 @@ def _response(name: str, answer: dict[str, Any], request: Request) -> Response:
 
 
 def _reason(said: dict[str, Any], token_ids: list[int], request: Request) -> str:
-    """As Completion has it. At the last token SGLang says "length", whichever it is."""
-    params = request.params
-    if said["type"] == "length":
-        stops = () if params.ignore_eos else params.stop_token_ids
-        return "stop" if token_ids and token_ids[-1] in stops else "length"
-    if said["type"] != "abort":
-        return said["type"]
-    code = said.get("status_code")
-    return PAUSED if code is None else f"{said.get('message')} ({HTTPStatus(code).phrase})"
+    """As Completion has it, whatever SGLang says of the last token.
+
+    At the last one that is allowed it says "length", whichever token that is; of a request that was aborted
+    while its last token was drawn, "abort".
+    """
+    params, code = request.params, said.get("status_code")
+    if code is not None:
+        return f"{said.get('message')} ({HTTPStatus(code).phrase})"
+    if token_ids and not params.ignore_eos and token_ids[-1] in params.stop_token_ids:
+        return "stop"
+    if len(token_ids) == params.max_tokens:
+        return "length"
+    return PAUSED if said["type"] == "abort" else f"{said['type']} after {len(token_ids)} tokens"

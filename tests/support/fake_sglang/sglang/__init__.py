@@ -12,6 +12,7 @@ import io
 import itertools
 import multiprocessing
 import os
+import queue
 import signal
 import sys
 import threading
@@ -268,11 +269,13 @@ class Engine:
         self._process.start()
         theirs.close()
         assert self._connection.recv() == "ready"
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._outbox: queue.SimpleQueue[tuple] = queue.SimpleQueue()
+        for work in (self._watch, self._write):
+            threading.Thread(target=work, daemon=True).start()
         self.loop = asyncio.new_event_loop()
         self.loop.add_reader(self._connection.fileno(), self._take)
         self.tokenizer_manager = SimpleNamespace(
-            abort_request=lambda rid: self._connection.send((None, "abort", rid)), flush_cache=self._flush
+            abort_request=lambda rid: self._outbox.put((None, "abort", rid)), flush_cache=self._flush
         )
         self._numbers = itertools.count()
         self._awaited: dict[int | str, asyncio.Future] = {}
@@ -281,6 +284,10 @@ class Engine:
         while self._process.is_alive():
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _write(self) -> None:
+        while True:  # whoever asks goes on reading answers
+            self._connection.send(self._outbox.get())
 
     def _take(self) -> None:
         while self._connection.poll():
@@ -291,7 +298,7 @@ class Engine:
     async def _ask(self, kind: str, value: Any) -> Any:
         number = next(self._numbers)
         self._awaited[number] = self.loop.create_future()
-        self._connection.send((number, kind, value))
+        self._outbox.put((number, kind, value))
         return await self._awaited[number]
 
     async def async_generate(
@@ -300,7 +307,7 @@ class Engine:
         assert return_logprob
         self._awaited[rid] = future = self.loop.create_future()
         value = {"input_ids": input_ids, "sampling_params": sampling_params, "rid": rid}
-        self._connection.send((None, "generate", value))
+        self._outbox.put((None, "generate", value))
         return await future
 
     async def _flush(self, timeout_s: float) -> Any:
