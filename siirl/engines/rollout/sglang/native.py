@@ -27,7 +27,7 @@ from siirl.spelling import suggest
 from sglang.srt.entrypoints.engine import Engine  # isort: skip
 from sglang.srt.server_args import ServerArgs  # isort: skip
 
-STEP_S = 0.01
+STEP_S = 0.002
 """Longest wait for what completes, after which the worker's messages are looked for."""
 ABORT_AGAIN_S = 0.05
 """A request that has not reached the scheduler yet is aborted again after this time."""
