@@ -13,8 +13,11 @@ than BF16_TIMES times the largest distance between FSDP2's curves in bf16 and fp
 vllm: a few steps with vLLM: time of the weight sync, distance of trainer's and rollout's log-probs.
 plot: the curves of one or several files as a picture.
 
-Shapes are those of Qwen3 with random weights; tiny runs on a CPU (gloo). A layout names the sizes of the
-Megatron actor and reference, as tp2pp2 or tp2cp2; the rest is data parallel (dp4 alone: nothing else).
+Shapes are those of Qwen3 with random weights; tiny and tiny-moe run on a CPU (gloo). 30B-A3B-8 is
+Qwen3-30B-A3B with 8 of its 48 layers; 4B-128k has rows of 131,072 tokens. A layout names the sizes of the
+Megatron actor and reference, as tp2pp2, tp2cp2 or ep4; the rest is data parallel (dp4 alone: nothing else).
+The run fsdp_dealt has the experts of a layer dealt over all ranks, where fsdp gathers them; in fsdp_shared
+all ranks share each row.
 Further keys go to both runs (key=value), and to one of them as megatron:key=value or fsdp:key=value. Every
 subcommand writes OUT/<subcommand>_<shape>_<gpus>_<layout>.json after each run, so that a call which is cut
 off leaves what it has. `--runs` says which runs; files of several calls are joined by `plot`.
@@ -38,6 +41,7 @@ from grpo_gpu import COMMON, HERE, REPOSITORY, machine, make_data, make_model
 
 WARM_UP_STEPS = 2
 SAMPLES = 8
+RUNS = ("fsdp", "fsdp_dealt", "fsdp_shared", "fsdp_fp32", "megatron")
 BF16_TIMES = 2.0
 ACTOR, REF, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 SIZES = {
@@ -45,6 +49,7 @@ SIZES = {
     "pp": "pipeline_model_parallel_size",
     "vpp": "virtual_pipeline_model_parallel_size",
     "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
 }
 CURVES = ("actor/loss", "actor/grad_norm", "actor/ref_kl", "actor/entropy")
 SPEED = (
@@ -79,26 +84,50 @@ class Shape:
     prompts: int
     train_tokens: int
     forward_tokens: int
+    samples: int = SAMPLES
 
 
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+}
 LARGE = {"num_hidden_layers": 36, "num_attention_heads": 32}
 SHAPES = {
     "1.7B": Shape({"hidden_size": 2048, "intermediate_size": 6144}, 256, 1024, 32, 16384, 40960),
     "4B": Shape(LARGE | {"hidden_size": 2560, "intermediate_size": 9728}, 256, 1024, 16, 8192, 32768),
-    "tiny": Shape(
+    "30B-A3B-8": Shape(
         {
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 32,
             "num_key_value_heads": 4,
-            "head_dim": 32,
-            "vocab_size": 512,
-            "max_position_embeddings": 1024,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
         },
+        *(256, 1024, 16, 16384, 32768),
+    ),
+    "4B-128k": Shape(
+        LARGE | {"hidden_size": 2560, "intermediate_size": 9728, "max_position_embeddings": 131072},
+        *(1024, 130048, 1, 32768, 32768),
+        samples=2,
+    ),
+    "tiny": Shape(TINY, 16, 32, 4, 512, 1024),
+    "tiny-moe": Shape(
+        TINY | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
         *(16, 32, 4, 512, 1024),
     ),
 }
+ON_CPU = ("tiny", "tiny-moe")
 CURVE_ROWS = {"prompt_tokens": 64, "response_tokens": 192, "prompts": 8}
 """Of a curves run, on all GPUs together: small, as the run in fp32 is slow."""
 
@@ -127,9 +156,9 @@ class Job:
 
 def parse_layout(text: str, gpus: int) -> dict[str, int]:
     """tp2pp2 -> {"tp": 2, "pp": 2}; SystemExit for what it does not know or what does not fill the GPUs."""
-    if not re.fullmatch(r"((vpp|tp|pp|cp|dp)\d+)+", text):
-        raise SystemExit(f"--layout {text}: name sizes of tp, pp, vpp, cp and dp, as in tp2pp2.")
-    sizes = {name: int(size) for name, size in re.findall(r"(vpp|tp|pp|cp|dp)(\d+)", text)}
+    if not re.fullmatch(r"((vpp|tp|pp|cp|ep|dp)\d+)+", text):
+        raise SystemExit(f"--layout {text}: name sizes of tp, pp, vpp, cp, ep and dp, as in tp2pp2.")
+    sizes = {name: int(size) for name, size in re.findall(r"(vpp|tp|pp|cp|ep|dp)(\d+)", text)}
     ranks = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("cp", 1)
     data = sizes.pop("dp", gpus // ranks)
     if ranks * data != gpus:
@@ -151,13 +180,13 @@ def common_keys(job: Job) -> list[str]:
         "actor_rollout_ref.model.path": folder / "model",
         "actor_rollout_ref.model.enable_gradient_checkpointing": args.checkpointing,
         f"{ACTOR}.optim.lr": 1e-6,
-        f"{ACTOR}.ppo_mini_batch_size": job.prompts // 2,
+        f"{ACTOR}.ppo_mini_batch_size": max(1, job.prompts // 2),
         f"{ACTOR}.use_dynamic_bsz": True,
         f"{ACTOR}.ppo_max_token_len_per_gpu": budget,
         f"{ACTOR}.use_kl_loss": True,
         f"{REF}.log_prob_use_dynamic_bsz": True,
         f"{REF}.log_prob_max_token_len_per_gpu": args.forward_tokens or shape.forward_tokens,
-        f"{ROLLOUT}.n": SAMPLES,
+        f"{ROLLOUT}.n": shape.samples,
         f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu": args.forward_tokens or shape.forward_tokens,
         "custom_reward_function.path": "benchmarks/grpo_gpu_reward.py",
@@ -200,7 +229,7 @@ def curve_keys(job: Job) -> list[str]:
 
 
 def strategy_keys(job: Job, run: str) -> list[str]:
-    """The keys of one run: fsdp, fsdp_fp32 or megatron."""
+    """The keys of one run: one of RUNS."""
     if run == "megatron":
         sizes = {SIZES[name]: size for name, size in job.megatron_sizes.items()}
         values = sizes | {"param_dtype": "bfloat16", "param_offload": False}
@@ -210,7 +239,11 @@ def strategy_keys(job: Job, run: str) -> list[str]:
             *(f"{role}.megatron.{key}={value}" for role in (ACTOR, REF) for key, value in values.items()),
         ]
     liger = job.on_gpu and importlib.util.find_spec("liger_kernel") is not None
-    keys = [f"actor_rollout_ref.model.use_liger={liger}"]
+    keys = [f"actor_rollout_ref.model.use_liger={liger and 'num_experts' not in job.shape.sizes}"]
+    if run == "fsdp_dealt":
+        keys.append(f"{ACTOR}.fsdp_config.expert_parallel_size={job.args.gpus}")
+    if run == "fsdp_shared":
+        keys.append(f"{ACTOR}.ulysses_sequence_parallel_size={job.args.gpus}")
     if run == "fsdp_fp32":
         return keys + [f"{role}.fsdp_config.mixed_precision.param_dtype=float32" for role in (ACTOR, REF)]
     return [*keys, f"{REF}.fsdp_config.model_dtype=bfloat16"]
@@ -351,9 +384,10 @@ def make_rows(job: Job) -> None:
 
     cfg = load_config([*common_keys(job), *replay_keys(job), f"trainer.output_dir={job.folder}"])
     tokenizer = load_tokenizer(cfg)
+    samples = job.shape.samples
     loader, draw = make_loader(cfg, "train", tokenizer), torch.Generator().manual_seed(0)
-    made_under = conditions(tokenizer, SAMPLES, cfg.actor_rollout_ref.rollout.temperature)
-    num_rows, width = job.prompts * SAMPLES, job.shape.response_tokens
+    made_under = conditions(tokenizer, samples, cfg.actor_rollout_ref.rollout.temperature)
+    num_rows, width = job.prompts * samples, job.shape.response_tokens
     words = job.shape.sizes.get("vocab_size", COMMON["vocab_size"])
     for step in range(1, job.args.steps + 1):
         columns = {
@@ -364,7 +398,7 @@ def make_rows(job: Job) -> None:
             "weight_version": torch.zeros(num_rows, width, dtype=torch.int64),
             "rollout_log_prob": torch.full((num_rows, width), -torch.tensor(float(words)).log().item()),
         }
-        rows = samples_of(loader.next_batch(), SAMPLES, columns)
+        rows = samples_of(loader.next_batch(), samples, columns)
         record(step_folder(job.folder / "rows", 0, step), rows, made_under)
 
 
@@ -378,7 +412,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
 
     shape, prompts = SHAPES[args.shape], SHAPES[args.shape].prompts * args.gpus
     if args.command == "curves":
-        if args.shape == "tiny":
+        if args.shape in ON_CPU:
             prompts = shape.prompts
         else:
             prompts = CURVE_ROWS["prompts"]
@@ -392,7 +426,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
             )
     elif args.command == "vllm":
         prompts = prompts // 2
-    on_gpu = torch.cuda.is_available() and args.shape != "tiny"
+    on_gpu = torch.cuda.is_available() and args.shape not in ON_CPU
     job = Job(args, folder, shape, args.prompts or prompts, on_gpu, parse_layout(args.layout, args.gpus))
     args.out.mkdir(parents=True, exist_ok=True)
     begin_s = time.perf_counter()
@@ -403,7 +437,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         make_rows(job)
     print(f"model, data and rows made in {time.perf_counter() - begin_s:.0f} s", flush=True)
     settings = {name: getattr(args, name) for name in ("command", "shape", "gpus", "layout", "steps")}
-    row = {"prompts": job.prompts, "samples": SAMPLES}
+    row = {"prompts": job.prompts, "samples": shape.samples}
     row |= {"prompt_tokens": shape.prompt_tokens, "response_tokens": shape.response_tokens}
     job.result.update(settings=settings | row, machine=machine(), keys={}, runs={})
     command, names = COMMANDS[args.command]

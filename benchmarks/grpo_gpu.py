@@ -6,6 +6,8 @@ A: the shape of Qwen3-1.7B, 32 prompts x 8 samples on each GPU. B: that of Qwen3
 weights, prompts of 256 tokens, responses of 1,024 (ignore_eos), a reference model, two optimizer steps a
 step, bf16 compute with fp32 master weights, FSDP2 and vLLM on the same GPUs. Further keys go to the main job.
 
+--best-flags: with BEST_FLAGS, which are faster and other numbers.
+
 The first steps are not counted. Writes benchmarks/results/grpo_gpu_<workload>_<gpus>.json (--out for
 another place): the median and all counted values of every time, rates, memory peaks, versions, the command.
 """
@@ -40,6 +42,17 @@ COMMON = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 40960,
 }
+BEST_FLAGS = (
+    "actor_rollout_ref.actor.recompute_old_log_prob=False",
+    "actor_rollout_ref.actor.fsdp_config.float8=True",
+    "actor_rollout_ref.model.attention_kernels=flash_attn_4",
+    "actor_rollout_ref.rollout.quantization=fp8",
+    "actor_rollout_ref.rollout.max_log_prob_diff=0.5",  # random weights: a trained model has less
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8",
+)
+"""What is faster and no longer the same numbers (docs/gpu.md): the ratio of the loss is to the probabilities
+of the rollout engine, which corrects for what FP8 does to them; the run ends where the two are too far apart.
+"""
 VERL = {
     "A": {"step_s": 23.19, "rollout_s": 9.53, "old_log_prob_s": 2.99, "ref_log_prob_s": 2.58,
           "update_s": 7.60, "weight_sync_s": 0.34, "tokens_per_s_per_gpu": 14133, "update_mfu": 0.469,
@@ -54,22 +67,34 @@ VERL = {
 def make_model(path: Path, shape: dict) -> None:
     """A model directory with random weights in bf16, and a tokenizer that has a word for every token.
 
-    shape: sizes that are not those of COMMON.
+    shape: sizes that are not those of COMMON; with num_experts, a Qwen3-MoE.
 
     Weights have a standard deviation of 0.64 / sqrt(hidden size). With one of 0.02 for all sizes, bf16 alone
     moves the log-probs of workload A by 0.022 from the fp32 model's, in vLLM as in transformers.
     """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     sizes = COMMON | {key: value for key, value in shape.items() if key != "prompts"}
     spread = 0.64 * sizes["hidden_size"] ** -0.5
-    config = Qwen3Config(**sizes, initializer_range=spread, dtype="bfloat16")
+    kinds = (
+        (Qwen3MoeConfig, Qwen3MoeForCausalLM) if "num_experts" in sizes else (Qwen3Config, Qwen3ForCausalLM)
+    )
+    config = kinds[0](**sizes, initializer_range=spread, dtype="bfloat16")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # a whole model in fp32 is twice the memory
     with torch.device(device):
-        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+        model = kinds[1](config)
+    torch.set_default_dtype(before)
     model.save_pretrained(path)
     words = ["<pad>", "<eos>", *(f"{chr(97 + i % 26)}{i:x} " for i in range(sizes["vocab_size"] - 2))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
@@ -149,6 +174,7 @@ def overrides(args: argparse.Namespace, folder: Path, prompts: int) -> list[str]
         "trainer.overwrite=true",
         "trainer.logger=[console]",
         f"trainer.output_dir={folder}/out",
+        *(BEST_FLAGS if args.best_flags else ()),
         *args.keys,
     ]
 
@@ -172,6 +198,7 @@ def main() -> int:
     parser.add_argument("--train-tokens", type=int, default=40960)
     parser.add_argument("--forward-tokens", type=int, default=81920)
     parser.add_argument("--gpu-memory", type=float, default=0.6)
+    parser.add_argument("--best-flags", action="store_true", help="coarser numbers, fewer passes: BEST_FLAGS")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--label", default="")
     parser.add_argument("keys", nargs="*")

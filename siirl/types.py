@@ -55,7 +55,13 @@ FIELDS: dict[str, FieldSpec] = _fields(
         "images",
         (),
         "object",
-        "images of the prompt, in the order of their places: the bytes of each file in base64; none: []",
+        "images of the row, in the order of their places: the bytes of each file in base64; none: []",
+    ),
+    FieldSpec(
+        "image_starts",
+        (),
+        "object",
+        "where the tokens of each image begin, counted from the first token of the prompt",
     ),
     FieldSpec("response_ids", ("T",), "int64", "response tokens, end-of-sequence token included", "token"),
     FieldSpec("response_length", (), "int64", "number of real tokens in response_ids", "token"),
@@ -170,7 +176,10 @@ PROMPT_FIELDS = (
 )
 """What a loader puts into the batch: one row per prompt."""
 
-LOADED_FIELDS = (*PROMPT_FIELDS, "given_responses", "images")
+IMAGE_FIELDS = ("images", "image_starts")
+"""What a model that sees images reads besides tokens."""
+
+LOADED_FIELDS = (*PROMPT_FIELDS, "given_responses", *IMAGE_FIELDS)
 """These, and what it puts there for a rollout that gives the responses of the dataset, and for a model that
 sees images."""
 

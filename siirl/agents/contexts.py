@@ -7,19 +7,23 @@ template behind a stand-in for the model's turn, and added.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from jinja2 import TemplateError
 
 from siirl.agents.policy import Generated, Vocabulary
+from siirl.agents.shown import for_template, images_in, parts_of
 from siirl.data.chosen_experts import longer
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.errors import DataError, EpisodeFailed
 
 Chat = list[dict[str, Any]]
 
 STAND_IN = "STANDINFORTHETURN"
 """Stands for the model's own turn in templates; no letter of it is changed by trimming or escaping."""
+IMAGES = "images"
+"""Kind of EpisodeFailed: what an agent is shown has images that it cannot see, or no places for them."""
 MOST_KNOWN = 512
 MOST_TOOL_LISTS = 64
 
@@ -33,10 +37,29 @@ def alternating(messages: Chat) -> Chat:
     for message in messages:
         role = "assistant" if message["role"] == "assistant" else "user"
         if plain and plain[-1]["role"] == role:
-            plain[-1]["content"] += f"\n\n{message['content']}"
+            plain[-1]["content"] = _together(plain[-1]["content"], message["content"])
         else:
             plain.append({"role": role, "content": message["content"]})
     return plain
+
+
+def _together(one: Any, other: Any) -> Any:
+    if isinstance(one, str) and isinstance(other, str):
+        return f"{one}\n\n{other}"
+    return [*parts_of(one), {"type": "text", "text": "\n\n"}, *parts_of(other)]
+
+
+class Sight(Protocol):
+    """What renders images: the ImageReader of a model."""
+
+    def expand(self, ids: Sequence[int], images: Sequence[str], where: str) -> tuple[list[int], Seen]: ...
+
+
+class Read(NamedTuple):
+    """Tokens, and the images among them."""
+
+    tokens: list[int]
+    seen: Seen = NO_IMAGES
 
 
 class ContextFull(Exception):
@@ -60,13 +83,18 @@ class ChatRenderer:
     """
 
     def __init__(
-        self, tokenizer: Vocabulary, template_kwargs: Mapping[str, Any], tools: Sequence[dict] = ()
+        self,
+        tokenizer: Vocabulary,
+        template_kwargs: Mapping[str, Any],
+        tools: Sequence[dict] = (),
+        sight: Sight | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        """sight: of a model that sees images."""
+        self.tokenizer, self._sight = tokenizer, sight
         self._template_kwargs = dict(template_kwargs)
         self._options = {**template_kwargs, **({"tools": list(tools)} if tools else {})}
         self._name = getattr(tokenizer, "name_or_path", "") or "a tokenizer"
-        self._known: dict[Any, list[int]] = {}
+        self._known: dict[Any, Read] = {}
         self._taken: dict[str, bool] = {}
         self._end: list[int] | None = None
         self._with_tools: dict[str, ChatRenderer] = {}
@@ -79,7 +107,8 @@ class ChatRenderer:
         if key not in self._with_tools:
             if len(self._with_tools) >= MOST_TOOL_LISTS:
                 self._with_tools.clear()
-            self._with_tools[key] = ChatRenderer(self.tokenizer, self._template_kwargs, tools)
+            made = ChatRenderer(self.tokenizer, self._template_kwargs, tools, self._sight)
+            self._with_tools[key] = made
         return self._with_tools[key]
 
     @property
@@ -95,23 +124,24 @@ class ChatRenderer:
             self._taken["calls"] = STAND_IN in text
         return self._taken["calls"]
 
-    def start(self, messages: Chat) -> list[int]:
+    def start(self, messages: Chat) -> Read:
         """The tokens of a conversation, up to where the agent's turn begins."""
-        return list(self._once(False, messages))
+        tokens, seen = self._once(False, messages)
+        return Read(list(tokens), seen)
 
-    def follow(self, messages: Chat, last_token: int | None) -> list[int]:
+    def follow(self, messages: Chat, last_token: int | None) -> Read:
         """The tokens that come after the agent's turn: its end, the messages, the beginning of its next turn.
 
         last_token: the one that the agent ended its turn by, which then is not repeated, nor what a template
         writes before it at the end of a turn (Cohere: <|END_RESPONSE|><|END_OF_TURN_TOKEN|>).
         """
-        tokens = self._once(True, messages)
-        end = self._turn_end() if last_token is not None else []
+        tokens, seen = self._once(True, messages)
+        end, said = self._turn_end() if last_token is not None else [], 0
         if last_token in end:
             said = end.index(last_token) + 1
-            if tokens[:said] == end[:said]:
-                return tokens[said:]
-        return tokens[1:] if tokens and tokens[0] == last_token else list(tokens)
+        if not said or tokens[:said] != end[:said]:
+            said = int(bool(tokens) and tokens[0] == last_token)
+        return Read(tokens[said:], seen.after(-said))
 
     def _turn_end(self) -> list[int]:
         """The tokens that the template writes after what an agent has said, if it does so by itself."""
@@ -134,7 +164,7 @@ class ChatRenderer:
         tokens = self._tokens(content)
         return self.text(tokens[: max(0, len(tokens) - num_tokens)])
 
-    def _once(self, follows: bool, messages: Chat) -> list[int]:
+    def _once(self, follows: bool, messages: Chat) -> Read:
         """Tokens of a conversation, or of what follows a turn; the caller does not write to them."""
         key = follows, tuple(tuple(message.items()) for message in messages)
         if not all(isinstance(value, str) for message in messages for value in message.values()):
@@ -145,9 +175,24 @@ class ChatRenderer:
             self._known[key] = self._rendered(follows, messages)
         return self._known[key]
 
-    def _rendered(self, follows: bool, messages: Chat) -> list[int]:
+    def _rendered(self, follows: bool, messages: Chat) -> Read:
+        tokens, images = self._tokens(self._rendered_text(follows, messages)), images_in(messages)
+        if self._sight is not None:
+            try:
+                return Read(*self._sight.expand(tokens, images, "what an agent reads"))
+            except DataError as error:
+                raise EpisodeFailed(str(error), IMAGES) from error
+        if images:
+            raise EpisodeFailed(
+                f"an agent is shown {len(images)} images, and its model is given tokens alone. Set "
+                "data.dataset_type=vlm, with a vision model.",
+                IMAGES,
+            )
+        return Read(tokens)
+
+    def _rendered_text(self, follows: bool, messages: Chat) -> str:
         if not follows:
-            return self._tokens(self._text(messages))
+            return self._text(messages)
         before = [{"role": "user", "content": "..."}, {"role": "assistant", "content": STAND_IN}]
         text = self._text([*before, *messages])
         if STAND_IN not in text:
@@ -155,9 +200,10 @@ class ChatRenderer:
                 f"the chat template of {self._name} leaves out what an assistant has said as plain text: an "
                 "agent cannot go on after its turn. Give the tokenizer another template."
             )
-        return self._tokens(text[text.index(STAND_IN) + len(STAND_IN) :])
+        return text[text.index(STAND_IN) + len(STAND_IN) :]
 
     def _text(self, messages: Chat) -> str:
+        messages = for_template(messages)
         messages = [one if self._takes(one["role"]) else {**one, "role": "user"} for one in messages]
         try:
             return self._templated(messages)
@@ -206,6 +252,8 @@ class Row:
     prompt_ids: list[int]
     tools: Sequence[dict] = ()
     """What the prompt tells of tools, where they are not the same in all rows."""
+    seen: Seen = NO_IMAGES
+    """The images among the tokens of the prompt and those after it."""
     shown: Chat = field(default_factory=list)
     """All messages that it holds, its turns included."""
     ids: list[int] = field(default_factory=list)
@@ -225,8 +273,9 @@ class Row:
     busy: bool = False
     """Its next turn is being generated."""
 
-    def read(self, tokens: list[int]) -> None:
-        """Add tokens that the agent did not produce."""
+    def read(self, tokens: list[int], seen: Seen = NO_IMAGES) -> None:
+        """Add tokens that the agent did not produce, and the images among them."""
+        self.seen = self.seen_after(seen)
         self._add(tokens, False, [0.0] * len(tokens), -1, [-1] * len(tokens))
 
     def speak(self, turn: Generated, number: int) -> None:
@@ -234,6 +283,10 @@ class Row:
         self.finish_reason = turn.finish_reason
         self.experts = longer(self.experts, turn.experts)
         self._add(turn.token_ids, True, turn.log_probs, number, turn.token_versions)
+
+    def seen_after(self, seen: Seen) -> Seen:
+        """The images of the row, and those among tokens that follow."""
+        return self.seen.joined(seen.after(len(self.prompt_ids) + len(self.ids)))
 
     def _add(
         self, tokens: list[int], produced: bool, log_probs: list[float], number: int, versions: list[int]
@@ -252,8 +305,8 @@ class Opening:
 
     row: Row
     """One that goes on, or a new one."""
-    read: list[int]
-    """The tokens that follow what the row holds."""
+    read: Read
+    """What follows what the row holds."""
     shown: Chat
     """All messages that the agent has read then."""
     room: int
@@ -262,7 +315,12 @@ class Opening:
     @property
     def tokens(self) -> list[int]:
         """What the turn is generated after."""
-        return self.row.prompt_ids + self.row.ids + self.read
+        return self.row.prompt_ids + self.row.ids + self.read.tokens
+
+    @property
+    def seen(self) -> Seen:
+        """The images among these."""
+        return self.row.seen_after(self.read.seen)
 
 
 def as_said(text: str) -> dict[str, Any]:
@@ -283,22 +341,22 @@ class Context:
     def begin(
         self,
         messages: Chat,
-        prompt_ids: list[int] | None = None,
+        prompt: Read | None = None,
         tools: Sequence[dict] = (),
         spelled: Chat | None = None,
     ) -> Opening:
         """Where the turn after a conversation begins; `speak` or `give_up` follows.
 
         messages: all that the agent sees, its own turns as it said them. They extend the row that holds most
-        of their beginning, if there is room; else a new row begins. prompt_ids: tokens of exactly these
-        messages, where they are known. tools: those that the agent is told of, if they are not the
+        of their beginning, if there is room; else a new row begins. prompt: what exactly these messages
+        are, where it is known. tools: those that the agent is told of, if they are not the
         renderer's. spelled: the messages as templates get them. ContextFull if they fit nowhere, and are not
         to be cut.
         """
         renderer, spelled = self._renderer.with_tools(tools), spelled or messages
         opening = self._extended(renderer, messages, tools, spelled)
         if opening is None:
-            opening = self._started(renderer, messages, prompt_ids, tools, spelled)
+            opening = self._started(renderer, messages, prompt, tools, spelled)
         opening.row.busy = True
         return opening
 
@@ -323,7 +381,7 @@ class Context:
             )
         if not row.finish_reason:
             self.rows.append(row)
-        row.read(opening.read)
+        row.read(*opening.read)
         row.speak(generated, turn)
         self._where[turn] = row, len(row.ids) - 1
         self.texts[turn] = text = self._renderer.text(generated.token_ids)
@@ -357,30 +415,32 @@ class Context:
             return None
         row = max(going_on, key=lambda row: len(row.shown))
         last = row.ids[-1] if row.finish_reason == "stop" else None
-        tokens = renderer.follow(spelled[len(row.shown) :], last)
-        room = self._limits.response - len(row.ids) - len(tokens)
-        return Opening(row, tokens, list(messages), self._most(room)) if room > 0 else None
+        read = renderer.follow(spelled[len(row.shown) :], last)
+        room = self._limits.response - len(row.ids) - len(read.tokens)
+        return Opening(row, read, list(messages), self._most(room)) if room > 0 else None
 
     def _started(
         self,
         renderer: ChatRenderer,
         messages: Chat,
-        prompt_ids: list[int] | None,
+        prompt: Read | None,
         tools: Sequence[dict],
         spelled: Chat,
     ) -> Opening:
         """In a new row."""
-        tokens = renderer.start(spelled) if prompt_ids is None else prompt_ids
+        tokens, seen = renderer.start(spelled) if prompt is None else prompt
         shown = spelled
         while (excess := len(tokens) - self._limits.prompt) > 0:
             last = shown[-1]
-            content = renderer.shortened(last["content"], excess)
-            if self._limits.long_context == "end" or content == last["content"]:
+            cut = self._limits.long_context != "end" and isinstance(last["content"], str)
+            content = renderer.shortened(last["content"], excess) if cut else last["content"]
+            if content == last["content"]:
                 raise ContextFull(self._too_long(len(tokens), messages))
             shown = [*shown[:-1], {**last, "content": content}]
-            tokens = renderer.start(shown)
+            tokens, seen = renderer.start(shown)
         self.num_truncated += shown is not spelled
-        return Opening(Row(shown, tokens, tools), [], list(messages), self._most(self._limits.response))
+        row = Row(shown, tokens, tools, seen)
+        return Opening(row, Read([]), list(messages), self._most(self._limits.response))
 
     def _most(self, room: int) -> int:
         return min(room, self._limits.turn or room)

@@ -14,13 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 from siirl.agents.gym_adapter import GymEnvironment, is_gym_class
+from siirl.agents.shown import Shown, read_shown, shows_images
 from siirl.agents.user_thread import Hung, Places, Raised, UserThread
-from siirl.errors import DagError, EpisodeFailed
+from siirl.errors import DagError, DataError, EpisodeFailed
 from siirl.user_code.extras import EXTRAS, env_package, missing_extra
 from siirl.user_code.load_object import load_object
 
-Texts = str | dict[int, str]
-"""What agents read: the same text for all, or a text of its own for each agent that is named."""
+Texts = str | Shown | dict[int, str | Shown]
+"""What agents read: the same for all, or for each agent that is named something of its own. Text, or content
+with images: a list of {"type": "text"|"image"} parts, {"text", "images"}, or a Shown, which it becomes."""
 
 RAISED, HUNG, INVALID = "env_raised", "env_hung", "env_invalid"
 """Kinds of EpisodeFailed: under these names failed episodes are counted."""
@@ -43,8 +45,9 @@ class Observation:
     """Plain data for the episode's record and for routes."""
 
     def text_for(self, agent: int) -> str:
-        """What this agent reads."""
-        return self.texts if isinstance(self.texts, str) else self.texts.get(agent, "")
+        """What this agent reads, with <image> for each image."""
+        what = self.texts.get(agent, "") if isinstance(self.texts, dict) else self.texts
+        return what.text if isinstance(what, Shown) else what
 
 
 @dataclass(frozen=True)
@@ -198,13 +201,27 @@ class HostedEnvironment:
     def _texts(self, method: str, texts: Any) -> Texts:
         if isinstance(texts, str):
             return texts
+        if shows_images(texts):
+            return self._read(method, texts)
         if not isinstance(texts, dict) or not all(
-            isinstance(agent, int) and isinstance(text, str) for agent, text in texts.items()
+            isinstance(agent, int) and (isinstance(text, str) or shows_images(text))
+            for agent, text in texts.items()
         ):
             self._invalid(
-                method, f"gave the observations {_shown(texts)}, neither text nor {{agent number: text}}"
+                method,
+                f"gave the observations {_shown(texts)}, neither text, content with images, nor {{agent "
+                "number: one of these}",
             )
-        return dict(texts)
+        return {
+            agent: text if isinstance(text, str) else self._read(method, text)
+            for agent, text in texts.items()
+        }
+
+    def _read(self, method: str, content: Any) -> Shown:
+        try:
+            return read_shown(content)
+        except DataError as error:
+            self._invalid(method, f"gave images that cannot be shown: {error}")
 
     def _info(self, method: str, info: Any) -> dict[str, Any]:
         """The info as JSON gives it back; what JSON does not know becomes text."""

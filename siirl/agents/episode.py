@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from siirl.data.seen import NO_IMAGES, Seen
+
 
 @dataclass
 class Message:
@@ -12,6 +14,7 @@ class Message:
     """As chat templates know it; an agent's turn is "assistant" from where it stands, and becomes "user"
     where another agent reads it."""
     content: str
+    """With <image> where each of its images belongs."""
     agent: int | None = None
     """Who said it; None for prompts, observations and tool responses."""
     node: str | None = None
@@ -21,6 +24,8 @@ class Message:
     """What the environment gave the speaker for it."""
     to: int | None = None
     """The agent that alone reads it; None: all do."""
+    images: tuple[str, ...] = ()
+    """In base64."""
     info: dict[str, Any] = field(default_factory=dict)
     """weight_version, finish_reason, tool_calls, ..."""
 
@@ -36,7 +41,9 @@ class Episode:
     seed: int
     """63 bits, a function of (run seed, step, group, sample)."""
     task: dict[str, Any]
-    """raw_prompt, data_source, ground_truth, extra_info."""
+    """raw_prompt, data_source, ground_truth, extra_info; images, in base64, where prompts may have some."""
+    prompt_seen: Seen = NO_IMAGES
+    """Where these are among the tokens of the prompt."""
     messages: list[Message] = field(default_factory=list)
     """The prompt and everything said so far."""
     env: Any = None

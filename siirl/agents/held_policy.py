@@ -8,6 +8,7 @@ from typing import Any
 from siirl.agents.policy import PAUSED, Generated
 from siirl.agents.pump import Pump
 from siirl.data.chosen_experts import longer
+from siirl.data.seen import NO_IMAGES, Seen
 
 
 class Line:
@@ -31,14 +32,21 @@ class Line:
             self._pump.pause()
 
     async def ask(
-        self, key: str, prompt: list[int], params: Any, seed: int, start: int, kv_version: int | None
+        self,
+        key: str,
+        prompt: list[int],
+        params: Any,
+        seed: int,
+        seen: Seen,
+        start: int,
+        kv_version: int | None,
     ) -> Generated:
         """See Pump.generate; waits until the line is open."""
         await self._opened.wait()
         assert self._pump is not None
         self.num_asked += 1
         try:
-            return await self._pump.generate(prompt, params, seed, start, key, kv_version)
+            return await self._pump.generate(prompt, params, seed, seen, start, key, kv_version)
         finally:
             self.num_asked -= 1
 
@@ -55,14 +63,15 @@ class HeldPolicy:
     heard: Callable[[Generated], None]
     """Is told each part of a turn, when it comes."""
 
-    async def generate(self, prompt: list[int], params: Any, seed: int) -> Generated:
+    async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
         """See Policy. Under equal weights the turn is what it would have been without pauses."""
         turn = Generated([], [], PAUSED, -1)
         while turn.finish_reason == PAUSED:
             done = len(turn.token_ids)
             rest = replace(params, max_tokens=params.max_tokens - done)
             begun = turn.weight_version if done else None
-            part = await self.line.ask(self.key, [*prompt, *turn.token_ids], rest, seed, done, begun)
+            tokens = [*prompt, *turn.token_ids]
+            part = await self.line.ask(self.key, tokens, rest, seed, seen, done, begun)
             self.heard(part)
             turn = _joined(turn, part)
         return turn

@@ -5,6 +5,7 @@ The package is imported when a server is asked.
 
 import asyncio
 import atexit
+import base64
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from siirl.agents.shown import PLACE, Shown
 from siirl.agents.user_thread import Hung
 from siirl.errors import ConfigError, EpisodeFailed
 from siirl.user_code.extras import missing_extra
@@ -309,12 +311,23 @@ def _beside(word: str, folder: Path) -> str:
     return str(folder / word) if is_there else word
 
 
-def _text(result: Any) -> str:
-    texts = [block.text if block.type == "text" else f"({block.type} left out)" for block in result.content]
+def _text(result: Any) -> str | Shown:
+    images = [base64.b64decode(block.data) for block in result.content if block.type == "image"]
+    texts = [_block_text(block, bool(images)) for block in result.content]
     if not texts and result.structured_content is not None:
         texts = [json.dumps(result.structured_content, ensure_ascii=False)]
     text = "\n".join(texts)
-    return f"Error: {text}" if result.is_error else text
+    text = f"Error: {text}" if result.is_error else text
+    return Shown(text, tuple(images)) if images else text
+
+
+def _block_text(block: Any, beside_images: bool) -> str:
+    """A block of an answer in words; beside images, <image> is the place of one and nothing else."""
+    if block.type == "image":
+        return PLACE
+    if block.type != "text":
+        return f"({block.type} left out)"
+    return block.text.replace(PLACE, "(image)") if beside_images else block.text
 
 
 def _first(error: BaseException) -> Exception:

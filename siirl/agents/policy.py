@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from siirl.data.seen import NO_IMAGES, Seen
+
 PAUSED = "paused"
 """finish_reason of a turn that was interrupted, as engines name it: it may go on."""
 
@@ -32,8 +34,9 @@ class Generated:
 class Policy(Protocol):
     """Generates turns; many calls are open at once. The result depends on weights and arguments alone."""
 
-    async def generate(self, prompt: list[int], params: Any, seed: int) -> Generated:
-        """One turn after the tokens `prompt`. params: the engine's SamplingParams, with n = 1.
+    async def generate(self, prompt: list[int], params: Any, seed: int, seen: Seen = NO_IMAGES) -> Generated:
+        """One turn after the tokens `prompt`. params: the engine's SamplingParams, with n = 1. seen: the
+        images among the tokens.
 
         EpisodeFailed costs the episode; any other error ends the run.
         """

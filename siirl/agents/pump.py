@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from siirl.agents.policy import PAUSED, Generated
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.errors import DeadlineError, EpisodeFailed, RolloutError
 
 POLL_S = 0.002
@@ -55,8 +56,8 @@ class Pump:
     ) -> None:
         """open_stream: called, like the stream, in the pump's thread (`engine.stream`).
 
-        make_request: the stream's request of (key, prompt, params, seed, start=, kv_version=). name: of the
-        policy.
+        make_request: the stream's request of (key, prompt, params, seed, start=, kv_version=, seen=).
+        name: of the policy.
         deadline_s: how long `close` waits for a call of the stream to return. patience_s: how long it waits,
         after answers, for what comes of them, before it lets the stream go on: one that works inside
         `collect` would read everything that is pending anew.
@@ -79,13 +80,14 @@ class Pump:
         prompt: list[int],
         params: Any,
         seed: int,
+        seen: Seen = NO_IMAGES,
         start: int = 0,
         key: str | None = None,
         kv_version: int | None = None,
     ) -> Generated:
         """See Policy. Raises what the stream raised; RolloutError after `close`.
 
-        start, kv_version: see Request. key: of it, unique among those unanswered; by default a number.
+        start, kv_version, seen: see Request. key: of it, unique among those unanswered; by default a number.
         """
         loop = asyncio.get_running_loop()
         future: Waiter = loop.create_future()
@@ -97,7 +99,9 @@ class Pump:
             if not self._asked or self._round is not loop:
                 self._round = loop
                 loop.call_soon(self._pass_round)
-            request = self._make_request(name, prompt, params, seed, start=start, kv_version=kv_version)
+            request = self._make_request(
+                name, prompt, params, seed, start=start, kv_version=kv_version, seen=seen
+            )
             self._asked.append(request)
             self._waiters[name] = future
         return await future

@@ -11,10 +11,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from siirl.agents.contexts import Chat, ChatRenderer, Context, ContextFull, Limits, Opening, as_said
+from siirl.agents.contexts import Chat, ChatRenderer, Context, ContextFull, Limits, Opening, Read, as_said
 from siirl.agents.environments import HostedEnvironment, StepResult, Texts, reset_env, step_env
 from siirl.agents.episode import Episode, Message
 from siirl.agents.policy import Policy
+from siirl.agents.shown import PLACE, Shown, content_of
 from siirl.agents.tool_use import ToolUse
 from siirl.agents.user_thread import where_raised
 from siirl.compiler.plan import InteractionPlan, StagePlan
@@ -139,7 +140,7 @@ async def run_episode(game: Game, episode: Episode, prompt_ids: list[int] | None
         if game.play_outside is not None:
             await game.play_outside(game, played)
         else:
-            episode.messages += [_message(message) for message in episode.task["raw_prompt"]]
+            episode.messages += _prompt_messages(episode.task)
             await _play(game, played)
     except EpisodeFailed as error:
         episode.error, played.kind = str(error), error.kind
@@ -183,7 +184,7 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
     context = played.contexts.setdefault(stage.agent, Context(speaker.renderer, speaker.limits))
     view = _view(episode, stage.agent, context)
     given = not episode.turns and len(view) == len(episode.task["raw_prompt"]) and speaker.tools is None
-    known = played.prompt_ids if given else None
+    known = Read(played.prompt_ids, episode.prompt_seen) if given and played.prompt_ids is not None else None
     if speaker.pre_process is not None:
         view, known = _called("pre_process", stage, speaker.pre_process, view, episode), None
         if not _is_chat(view):
@@ -200,7 +201,7 @@ async def _speak(speaker: Speaker, stage: StagePlan, played: Played) -> None:
         if not answers:
             return
         episode.messages += answers
-        more = [{"role": message.role, "content": message.content} for message in answers]
+        more = [{"role": one.role, "content": content_of(one.content, one.images)} for one in answers]
         opening = context.begin([*opening.row.shown, *more])
         turn = await take_turn(speaker, stage, episode, context, opening)
 
@@ -222,7 +223,7 @@ async def take_turn(
         params = replace(params, max_tokens=room)
     seed = turn_seed(episode.seed, stage.agent, turn)
     try:
-        generated = await speaker.policy_of(episode).generate(opening.tokens, params, seed)
+        generated = await speaker.policy_of(episode).generate(opening.tokens, params, seed, opening.seen)
     except BaseException:
         context.give_up(opening)
         raise
@@ -263,13 +264,12 @@ async def _act(game: Game, stage: StagePlan, played: Played, acted: int) -> int:
 def _observe(episode: Episode, texts: Texts, info: dict[str, Any], node: str, agents: set[int]) -> None:
     """Add what an environment shows; info of its latest answer is in state["env"]."""
     episode.state["env"] = info
-    if isinstance(texts, str):
-        if texts:
-            episode.messages.append(Message("user", texts, node=node))
-        return
-    for agent, text in texts.items():
-        if text and agent in agents:
-            episode.messages.append(Message("user", text, node=node, to=agent))
+    named = texts if isinstance(texts, dict) else {None: texts}
+    for agent, what in named.items():
+        shown = what if isinstance(what, Shown) else Shown(what)
+        if shown.text and (agent is None or agent in agents):
+            message = Message("user", shown.text, node=node, to=agent, images=shown.images)
+            episode.messages.append(message)
 
 
 def _agents(game: Game) -> list[int]:
@@ -325,7 +325,7 @@ def _view(episode: Episode, agent: int, context: Context) -> Chat:
         if message.to not in (None, agent):
             continue
         if message.agent is None:
-            view.append({"role": message.role, "content": message.content})
+            view.append({"role": message.role, "content": content_of(message.content, message.images)})
         elif message.agent == agent:
             view.append({"role": "assistant", "content": context.texts[message.turn or 0]})
         else:
@@ -333,8 +333,14 @@ def _view(episode: Episode, agent: int, context: Context) -> Chat:
     return view
 
 
-def _message(message: dict[str, Any]) -> Message:
-    return Message(message["role"], message["content"])
+def _prompt_messages(task: dict[str, Any]) -> list[Message]:
+    """The messages of a prompt, each with its images."""
+    images, made = list(task.get("images") or ()), []
+    for message in task["raw_prompt"]:
+        count = str(message["content"]).count(PLACE) if images else 0
+        made.append(Message(message["role"], message["content"], images=tuple(images[:count])))
+        images = images[count:]
+    return made
 
 
 def _is_chat(view: Any) -> bool:

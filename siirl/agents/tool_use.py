@@ -38,19 +38,23 @@ class ToolUse:
                 response.text,
                 node=turn.node,
                 to=turn.agent,
+                images=response.images,
                 info={"tool": response.tool, **({"error": response.error} if response.error else {})},
             )
             for response in responses
         ]
 
 
-def tool_use(multi_turn: MultiTurnConfig, who: str) -> ToolUse | None:
-    """What rollout.multi_turn of a node says; None unless enabled. ConfigError or DagError for a bad file."""
+def tool_use(multi_turn: MultiTurnConfig, who: str, sees: bool = False) -> ToolUse | None:
+    """What rollout.multi_turn of a node says; None unless enabled. ConfigError or DagError for a bad file.
+
+    sees: whether its model sees images.
+    """
     if not multi_turn.enable:
         return None
     return ToolUse(
         load_tools(multi_turn, who),
         tool_parser(multi_turn.format),
-        ToolLimits.of(multi_turn),
+        ToolLimits.of(multi_turn, sees),
         assistant_turns(multi_turn) - 1,
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from siirl.agents.shown import PLACE, Shown, read_shown, shows_images
 from siirl.agents.tool_parsers import MalformedCall, ToolCall
 from siirl.agents.tool_schema import argument_errors, from_texts
 from siirl.agents.user_thread import Hung, Places, Raised, UserThread
@@ -37,7 +38,8 @@ class Tool(Protocol):
     """In OpenAI's function format."""
 
     def __call__(self, arguments: dict[str, Any], episode: Any) -> Any:
-        """The text for the model (another value is written out by str)."""
+        """The text for the model (another value is written out by str), or content with images, as an
+        environment may give it."""
         ...
 
 
@@ -52,15 +54,18 @@ class ToolLimits:
     side: str = "middle"
     """Where a longer one is cut."""
     deadline_s: float = 30.0
+    sees: bool = False
+    """Whether the agent sees images; to others their places say that they are left out."""
 
     @classmethod
-    def of(cls, multi_turn: MultiTurnConfig) -> "ToolLimits":
+    def of(cls, multi_turn: MultiTurnConfig, sees: bool = False) -> "ToolLimits":
         """As the configuration says."""
         return cls(
             multi_turn.max_parallel_calls,
             multi_turn.max_tool_response_length,
             multi_turn.tool_response_truncate_side,
             multi_turn.tool_timeout_s,
+            sees,
         )
 
 
@@ -69,6 +74,7 @@ class ToolResponse:
     """What the model reads after a call."""
 
     text: str
+    images: tuple[str, ...] = ()
     tool: str | None = None
     """None if it is unknown."""
     error: str | None = None
@@ -90,13 +96,13 @@ class Toolbox:
         """What a chat template is told of the tools."""
         return [tool.schema for tool in self.tools.values()]
 
-    async def call(self, name: str, arguments: dict[str, Any], episode: Any, deadline_s: float) -> str:
+    async def call(self, name: str, arguments: dict[str, Any], episode: Any, deadline_s: float) -> Shown:
         """The answer of a tool whose arguments have been checked. Raised or Hung if there is none."""
         deadline_s += getattr(self.tools[name], "patience_s", 0.0)
         async with self._places[name].place():
             thread = self._idle.pop() if self._idle else UserThread("tool")
             try:
-                return await thread.call(deadline_s, lambda: self.tools[name](arguments, episode), str)
+                return await thread.call(deadline_s, lambda: self.tools[name](arguments, episode), _read)
             finally:
                 if not thread.abandoned:
                     self._idle.append(thread)
@@ -157,14 +163,28 @@ async def _respond(
     except Raised as error:
         toolbox.tell(call.name, f"raised {error.trace}", arguments)
         return _error(RAISED, call.name, f"{call.name} failed: {error}", limits)
-    text = truncated(answer, limits.max_length, limits.side)
-    return ToolResponse(text, call.name, None, text != answer)
+    if not limits.sees:
+        answer = Shown(answer.without_images())
+    text = _cut(answer, limits)
+    return ToolResponse(text, answer.images, call.name, None, text != answer.text)
+
+
+def _read(answer: Any) -> Shown:
+    return read_shown(answer) if shows_images(answer) else Shown(str(answer))
+
+
+def _cut(answer: Shown, limits: ToolLimits) -> str:
+    """The text of an answer, within the limit; of one that is cut the images come first."""
+    words = answer.text.replace(PLACE, "") if answer.images else answer.text
+    if len(words) <= limits.max_length:
+        return answer.text
+    return PLACE * len(answer.images) + truncated(words, limits.max_length, limits.side)
 
 
 def _error(kind: str, tool: str | None, reason: str, limits: ToolLimits) -> ToolResponse:
     text = f"Error: {reason}"
     cut = truncated(text, limits.max_length, "left")
-    return ToolResponse(cut, tool, kind, cut != text)
+    return ToolResponse(cut, (), tool, kind, cut != text)
 
 
 def truncated(text: str, length: int, side: str) -> str:

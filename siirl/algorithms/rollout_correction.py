@@ -14,7 +14,7 @@ from torch import Tensor
 
 from siirl.algorithms.aggregate import masked_row_mean
 from siirl.algorithms.kl import MAX_LOG_RATIO
-from siirl.observe.metrics import Metrics
+from siirl.algorithms.tensor_metrics import TensorMetrics, masked_sums
 
 Level = Literal["token", "sequence", "geometric"]
 """What the ratio is taken of: each token, the row (product over tokens), or the geometric mean over them."""
@@ -137,24 +137,23 @@ def correction_weights(log_ratio_BT: Tensor, mask_BT: Tensor, correction: Correc
     return torch.where(accepted_B[:, None], weight_BT, 0)
 
 
-def correction_stats(log_ratio_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor) -> Metrics:
+def correction_stats(log_ratio_BT: Tensor, weight_BT: Tensor, mask_BT: Tensor) -> TensorMetrics:
     """Means over trained tokens: ratio; kl: k1 and k3 of KL(rollout || trainer); weight, weight_square,
     masked.
 
     The effective sample size, as a share of the tokens, is weight^2 / weight_square.
     """
-    mask_BT = mask_BT.bool()
-    log_ratio_N = log_ratio_BT[mask_BT].double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    weight_N = weight_BT[mask_BT].double()
+    log_ratio_BT = log_ratio_BT.double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    weight_BT = weight_BT.double()
     columns = {
-        "ratio": log_ratio_N.exp(),
-        "kl_k1": -log_ratio_N,
-        "kl_k3": torch.expm1(log_ratio_N) - log_ratio_N,
-        "weight": weight_N,
-        "weight_square": weight_N**2,
-        "masked": weight_N == 0,
+        "ratio": log_ratio_BT.exp(),
+        "kl_k1": -log_ratio_BT,
+        "kl_k3": torch.expm1(log_ratio_BT) - log_ratio_BT,
+        "weight": weight_BT,
+        "weight_square": weight_BT**2,
+        "masked": (weight_BT == 0).double(),
     }
-    metrics = Metrics()
-    for name, column_N in columns.items():
-        metrics.mean(name, column_N.sum().item(), len(column_N))
+    metrics, num_tokens = TensorMetrics(), mask_BT.sum()
+    for name, total in zip(columns, masked_sums(list(columns.values()), mask_BT), strict=True):
+        metrics.mean(name, total, num_tokens)
     return metrics

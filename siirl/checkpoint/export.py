@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from siirl.checkpoint import files
 from siirl.checkpoint.files import STATE_FILE
 from siirl.checkpoint.hf_directory import declared_dtype, save_hf
+from siirl.compiler.model_types import OWN_TYPE
 from siirl.errors import CheckpointError, ConfigError, DataError
 from siirl.model_files.adapter_files import write_adapter
 from siirl.model_files.directory import weights_digest
@@ -152,7 +153,7 @@ def _of_base(folder, stored, alpha, dtype, on_base, given: Path | None) -> Itera
         for name in on_base["names"]:
             tensor = source.part(name, 0, source.like(name).shape[0])
             a, b = (adapters.get(f"{_PREFIX}{other}") for other in _adapter_names(name))
-            yield name, _typed(tensor if a is None else _merged(tensor, a, b, alpha, folder), dtype)
+            yield name, _typed(tensor if a is None else _merged(tensor, a, b, alpha, folder), dtype, name)
 
 
 def _read(folder, names, stored, alpha, dtype) -> Iterator[tuple[str, Tensor]]:
@@ -165,15 +166,16 @@ def _read(folder, names, stored, alpha, dtype) -> Iterator[tuple[str, Tensor]]:
         if name in adapters:
             a, b = (tensors[adapter] for adapter in adapters[name])
             tensor = _merged(tensor, a, b, alpha, folder)
-        yield name.removeprefix(_PREFIX).replace(".base_layer.", "."), _typed(tensor, dtype)
+        yield name.removeprefix(_PREFIX).replace(".base_layer.", "."), _typed(tensor, dtype, name)
 
 
 def _empty(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def _typed(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+def _typed(tensor: Tensor, dtype: torch.dtype | None, name: str) -> Tensor:
+    is_cast = dtype is not None and tensor.is_floating_point() and not name.endswith(OWN_TYPE)
+    return tensor.to(dtype) if is_cast else tensor
 
 
 def _merged(tensor: Tensor, a: Tensor, b: Tensor, alpha: float | None, folder: Path) -> Tensor:

@@ -105,6 +105,9 @@ class Backend:
     no_experts: str = "it does not say which experts computed a token"
     """Of a rollout: why experts cannot be replayed from it; empty: they can."""
 
+    no_experts_here: Callable[[Config], str] = lambda cfg: ""
+    """The same of one that says them in some places only."""
+
     takes_images: bool = False
     """Of a rollout: prompts may have images."""
 
@@ -390,6 +393,14 @@ def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolved
             )
 
 
+def _vllm_no_experts(cfg: Config) -> str:
+    if cfg.trainer.device == "cpu":
+        return "vLLM says which experts computed a token on GPUs only"
+    if (ranks := cfg.actor_rollout_ref.rollout.tensor_model_parallel_size) > 1:
+        return f"engines of several ranks (tensor_model_parallel_size={ranks}) were not seen to say experts"
+    return ""
+
+
 TRAIN_BACKENDS = {
     "fsdp": Backend(
         "siirl.engines.train.fsdp:FSDPEngine",
@@ -441,7 +452,8 @@ ROLLOUT_BACKENDS = {
         works_alone=True,
         keeps_kv=True,
         device_share=True,
-        no_experts="vLLM says which experts computed a token on GPUs only, where it was not seen with siirl",
+        no_experts="",
+        no_experts_here=_vllm_no_experts,
         takes_images=True,
         timed=True,
         base_keys=(

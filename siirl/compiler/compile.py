@@ -22,6 +22,7 @@ from siirl.compiler.checks.fields import (
 from siirl.compiler.checks.given_responses import check_given, check_order, check_pairs, check_validation
 from siirl.compiler.checks.image_checks import check_images
 from siirl.compiler.checks.lag_checks import check_kept_kv, check_lag, check_loaders
+from siirl.compiler.checks.low_precision import check_log_prob_bound, check_quantized
 from siirl.compiler.checks.replayed_routers import check_router_replay
 from siirl.compiler.checks.reward_training import check_reward_training
 from siirl.compiler.checks.round_regions import check_rounds
@@ -205,6 +206,8 @@ def _check(
     found.take(check_windows(kept))
     found.take(check_images(kept))
     found.take(check_router_replay(kept))
+    found.take(check_log_prob_bound(kept))
+    found.take(check_quantized(kept))
     found.take(check_reward_models(whole))
     found.take(check_reward_training(kept))
     found.take(check_reward_weights(whole))

@@ -35,17 +35,19 @@ MEGATRON = (
     "seed_oss",
 )
 """What megatron trains, with any head."""
-MEGATRON_LANGUAGE_MODELS = ("cwm",)
+MEGATRON_LANGUAGE_MODELS = ("cwm", "deepseek_v2", "deepseek_v3", "glm4_moe")
 """What megatron trains as a language model only."""
 MBRIDGE = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Types that mbridge was seen to read as siirl does."""
-QKV_BIAS = ("glm4", "seed_oss")
+QKV_BIAS = ("glm4", "glm4_moe", "seed_oss")
 """Whose attention_bias is one of queries, keys and values alone."""
 
 LATENT = ("deepseek_v2", "deepseek_v3")
 """Whose keys and values are computed of a compressed one, and were compared."""
 GROUP_ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 """Whose routers choose experts by groups, or by a bias that balances them, not by their logits alone."""
+OWN_TYPE = ("e_score_correction_bias",)
+"""Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling", "logit_scale")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -53,6 +55,17 @@ HEADS = ("num_attention_heads", "n_head")
 """What a config.json calls the query heads of a layer."""
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """What may have LoRA adapters in a mixture of experts: others would lie on one tensor of all experts."""
+FLOAT8 = (
+    *("arcee", "cwm", "diffllama", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4"),
+    *("gpt_bigcode", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "ministral"),
+    *("ministral3", "mistral", "olmo", "olmo2", "olmo3", "opt", "persimmon", "phi3", "qwen2", "qwen3"),
+    *("seed_oss", "smollm3", "starcoder2"),
+)
+"""Whose linear layers fsdp was seen to multiply in FP8: without experts, images and compressed keys."""
+FLOAT8_MULTIPLE = 16
+"""What the sides of a linear layer are multiples of, for its products to be in FP8."""
+SIDES = ("hidden_size", "intermediate_size", "ffn_dim", "n_inner")
+"""What a config.json calls sides of linear layers."""
 PARTS = ("vision_config", "audio_config", "text_config")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Rope types whose frequencies change if the longest row of a batch is beyond the model's first training."""
@@ -122,12 +135,14 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     problem = why_not(config, rules, ROLES[role].head) or why_not_with_images(config, cfg, role)
     config = language_part(config)
     problem = problem or _why_no_router_loss(model)
+    problem = problem or _why_not_with_group_routing(config, cfg, role)
     if rules == "fsdp":
-        problem = problem or _why_not_with_group_routing(config, cfg, role)
+        problem = problem or _why_not_these_kernels(config, model, ROLES[role].model)
     if strategy == "fsdp":
         problem = problem or _why_not_with_experts(config, cfg, role)
         problem = problem or _why_not_dealt(config, cfg, role)
         problem = problem or _why_not_split(config, cfg, role)
+        problem = problem or _why_not_float8(config, cfg, role)
     problem = problem or _why_not_adapted(config, model, ROLES[role].model)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
@@ -144,6 +159,11 @@ def attention_heads(cfg: Config, role: str) -> int:
     """Of queries in a layer of a role's model; 0 where config.json does not tell."""
     model = role_model(cfg, role)
     return _heads(language_part({**_config_json(model), **model.override_config}))
+
+
+def model_type_of(model: ModelConfig) -> str:
+    """What config.json calls it; empty where it cannot be read."""
+    return str(_config_json(model).get("model_type") or "")
 
 
 def _heads(config: Mapping[str, Any]) -> int:
@@ -206,10 +226,16 @@ def _why_not_with_group_routing(config: Mapping[str, Any], cfg: Config, role: st
         )
     if kind in GROUP_ROUTED and ROLES[role].generates:
         return f"a {kind}, whose weights vLLM has not been seen to take. Set teacher.strategy=fsdp."
-    if kind in LATENT and model.attention_kernels != "torch":
-        return f"attention_kernels={model.attention_kernels} in a {kind}. Set {keys}.attention_kernels=torch."
     if kind in LATENT and model.lora_rank:
         return f"LoRA adapters on compressed keys and values ({kind}). Set {keys}.lora_rank=0."
+    return ""
+
+
+def _why_not_these_kernels(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
+    """Why attention kernels do not take a model's heads, and the fix; empty if they do."""
+    kind, kernels = config.get("model_type"), model.attention_kernels
+    if kind in LATENT and kernels != "torch":
+        return f"attention_kernels={kernels} in a {kind}. Set {keys}.attention_kernels=torch."
     return ""
 
 
@@ -277,6 +303,38 @@ def _why_not_split(config: Mapping[str, Any], cfg: Config, role: str) -> str:
             f"{key}={ranks} does not divide the model's {heads} attention heads: in attention each rank has "
             f"whole heads. Set it to {' or '.join(map(str, fits))}."
         )
+    return ""
+
+
+def _why_not_float8(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why a role's model does not multiply in FP8 as asked, and the fix; empty if it does."""
+    fsdp, key = role_group(cfg, role).fsdp_config, f"{ROLE_GROUPS[role]}.fsdp_config.float8"
+    if not fsdp.float8:
+        return ""
+    dtype, kind = fsdp.mixed_precision.param_dtype, config.get("model_type")
+    if dtype != "bfloat16" and (cfg.trainer.device != "cpu" or dtype == "float16"):
+        return (
+            f"{key}=True with mixed_precision.param_dtype={dtype}: FP8 products come in 16 bits. Set "
+            f"{ROLE_GROUPS[role]}.fsdp_config.mixed_precision.param_dtype=bfloat16."
+        )
+    if kind not in FLOAT8:
+        return (
+            f"{key}=True for a {kind}, whose products in FP8 were compared with nothing (mixtures of experts "
+            f"have theirs in kernels of their own). Set {key}=false, or use a usual model of "
+            f"{', '.join(FLOAT8)}."
+        )
+    sides = {name: config[name] for name in SIDES if isinstance(config.get(name), int)}
+    heads, width = _heads(config), config.get("head_dim")
+    if heads and isinstance(width, int):
+        sides |= {"num_attention_heads * head_dim": heads * width}
+        kv_heads = config.get("num_key_value_heads")
+        sides |= {"num_key_value_heads * head_dim": kv_heads * width} if isinstance(kv_heads, int) else {}
+    for name, side in sides.items():
+        if side % FLOAT8_MULTIPLE:
+            return (
+                f"{key}=True with {name}={side}: FP8 products are of linear layers whose sides are multiples "
+                f"of {FLOAT8_MULTIPLE}. Set {key}=false."
+            )
     return ""
 
 
@@ -362,6 +420,27 @@ def _as_megatron_builds(config: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}={config[name]}"
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         yield f"hidden_act={config['hidden_act']}"
+    if config.get("model_type") in GROUP_ROUTED:
+        yield from _as_megatron_routes(config)
+    key = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+    if config.get("model_type") in LATENT and config.get("v_head_dim", 0) > key:
+        yield f"v_head_dim={config['v_head_dim']} (values wider than keys, of {key} features)"
     normalised = config.get("model_type") == "mixtral" or config.get("norm_topk_prob")
     if config.get("num_experts_per_tok") == 1 and normalised:
         yield "one expert a token at weight 1, whose router learns nothing"
+
+
+def _as_megatron_routes(config: Mapping[str, Any]) -> Iterator[str]:
+    """What the routers of GROUP_ROUTED, and what stands beside them, do not have there."""
+    if not config.get("n_shared_experts", 1):
+        yield f"n_shared_experts={config['n_shared_experts']} (without an expert that all tokens pass)"
+    experts, chosen = config.get("n_routed_experts"), config.get("num_experts_per_tok", 1)
+    method = config.get("topk_method", "greedy") if config.get("model_type") == "deepseek_v2" else ""
+    if method not in ("", "greedy", "group_limited_greedy"):
+        yield f"topk_method={method}"
+    names = ("n_group", "topk_group") if method != "greedy" else ()
+    groups, best = [config.get(name) or 1 for name in names] or (1, 1)
+    if experts and experts < 2 * groups:
+        yield f"n_group={groups} (groups of one expert, which two are to rank)"
+    elif experts and chosen > experts // groups * best:
+        yield f"num_experts_per_tok={chosen} (the best groups have {experts // groups * best})"

@@ -36,6 +36,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
             "*_restarts",
             "trainer.behind_firewall",
         ),
+        "*.max_log_prob_diff",
         *("trainer.restart_window_s", "trainer.memory_checkpoint_freq", "trainer.stuck_s", "ray_init.*"),
     ),
     "how services are asked": (
@@ -53,6 +54,7 @@ FREE: Mapping[str, tuple[str, ...]] = {
         *("*.use_dist_checkpointing", "*.dist_checkpointing_path", "*.share_instance"),
     ),
     "memory and speed": (
+        "*.fsdp_config.float8",
         *("*micro_batch_size*", "*use_dynamic_bsz", "*max_token_len_per_gpu", "*.use_liger"),
         *("*.enable_gradient_checkpointing", "*.gradient_checkpointing_kwargs", "*.attention_kernels"),
         *("*.enforce_eager",),

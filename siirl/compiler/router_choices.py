@@ -54,13 +54,17 @@ def router_choices(config: Mapping[str, Any]) -> RouterChoices | None:
     )
     if experts < 2 or not top_k:
         return None
+    return RouterChoices(len(expert_layers(config)), top_k, experts)
+
+
+def expert_layers(config: Mapping[str, Any]) -> list[int]:
+    """The layers of a mixture of experts that have some."""
     step, dense = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
-    layers = [
+    return [
         layer
         for layer in range(config.get("first_k_dense_replace") or 0, config["num_hidden_layers"])
         if layer not in dense and (layer + 1) % step == 0
     ]
-    return RouterChoices(len(layers), top_k, experts)
 
 
 def read_router_choices(model: ModelConfig) -> RouterChoices | None:

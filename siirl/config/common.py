@@ -38,6 +38,10 @@ class FSDPConfig:
         1, "ranks that have some of the experts each, all that share one copy of the weights; 1: none", low=1
     )
     model_dtype: str = key("float32", "type of the master weights", choices=("float32", "bfloat16"))
+    float8: bool = key(
+        False,
+        "the linear layers of the blocks multiply in FP8 (e4m3), with a scale for each token and feature",
+    )
     mixed_precision: MixedPrecisionConfig = group(MixedPrecisionConfig, "types of compute and communication")
 
 
@@ -189,6 +193,9 @@ class ModelConfig:
     trust_remote_code: bool = key(False, "run Python code that comes with the model")
     hf_hub_token: str | None = key(None, "access token of the hub; null: HF_TOKEN, or a login")
     use_liger: bool = key(False, "use Liger kernels (package liger-kernel)")
+    compile_layers: bool = key(
+        False, "fsdp: compile each layer (torch.compile), so that operations between matrix products are few"
+    )
     attention_kernels: str = key(
         "torch",
         "attention of the trainer in bf16 on a GPU: torch's kernels, or flash_attn_4 (package flash-attn-4)",

@@ -16,6 +16,7 @@ def default_warnings(cfg: Config) -> Iterator[str]:
     yield from _reference_of_another_type(cfg)
     yield from _row_by_row(cfg)
     yield from _uncorrected_lag(cfg)
+    yield from _uncorrected_fp8(cfg)
 
 
 def _unlike_its_paper(cfg: Config) -> Iterator[str]:
@@ -69,6 +70,17 @@ def _uncorrected_lag(cfg: Config) -> Iterator[str]:
             "actor_rollout_ref.actor.rollout_correction.weight=none with actor_rollout_ref.rollout."
             f"max_lag={max_lag}: tokens of older weights count as if the newest had sampled them. Leave it "
             "unset (truncate)."
+        )
+
+
+def _uncorrected_fp8(cfg: Config) -> Iterator[str]:
+    """Tokens that an engine in FP8 has sampled, which count as if the policy itself had."""
+    actor, in_fp8 = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout.in_fp8
+    if in_fp8 and actor.recompute_old_log_prob and not (actor.corrects_rollout or actor.imitates):
+        yield (
+            "actor_rollout_ref.actor.rollout_correction.weight=none with actor_rollout_ref.rollout."
+            f"{in_fp8}: tokens that the engine finds likelier than the policy does count as if they were "
+            "not. Leave it unset (truncate)."
         )
 
 

@@ -105,6 +105,15 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             "Set data.truncation=error, and drop longer prompts by data.filter_overlong_prompts=true.",
         ),
         Contradiction(
+            lambda cfg: (
+                cfg.trainer.device == "cpu"
+                and cfg.actor_rollout_ref.rollout.name == "vllm"
+                and cfg.actor_rollout_ref.rollout.quantization
+            ),
+            "{actor_rollout_ref.rollout.quantization=} with {trainer.device=}: vLLM rounds weights to FP8 on "
+            "GPUs only. Set actor_rollout_ref.rollout.quantization=null.",
+        ),
+        Contradiction(
             lambda cfg: cfg.actor_rollout_ref.rollout.replays and _validates(cfg),
             "{actor_rollout_ref.rollout.name=} cannot validate: no engine samples with the new weights. Set "
             "trainer.val_before_train=false trainer.test_freq=-1.",
@@ -201,6 +210,18 @@ CONTRADICTIONS: Mapping[tuple[str, ...], tuple[Contradiction, ...]] = {
             lambda rollout: rollout.name == "hf" and rollout.tensor_model_parallel_size > 1,
             "{tensor_model_parallel_size=} with {name=}: the hf rollout holds the whole model on each rank. "
             "Set {}.tensor_model_parallel_size=1, or {}.name=vllm.",
+        ),
+        Contradiction(
+            lambda rollout: (
+                rollout.name == "vllm" and rollout.quantization and rollout.max_log_prob_diff is None
+            ),
+            "{quantization=} without a bound for how far it takes the engine from the policy: none suits "
+            "every model. Set {}.max_log_prob_diff, in nats a token: 0.1, for one (bfloat16 alone is below "
+            "0.02).",
+        ),
+        Contradiction(
+            lambda rollout: rollout.name == "vllm" and rollout.quantization and rollout.dtype == "float32",
+            "{quantization=} with {dtype=}: products in FP8 are given in 16 bits. Set {}.dtype=bfloat16.",
         ),
         Contradiction(
             lambda rollout: rollout.replays and not rollout.replay_dir,

@@ -45,11 +45,13 @@ FOLLOWS |= {
 }
 FOLLOWS |= {
     f"{POLICY}.ref.fsdp_config.{name}": f"${{{POLICY}.actor.fsdp_config.{name}}}"
-    for name in ("model_dtype", "mixed_precision.param_dtype", "expert_parallel_size")
+    for name in ("model_dtype", "mixed_precision.param_dtype", "expert_parallel_size", "float8")
 }
 CORRECTION, MAX_LAG = f"{POLICY}.actor.rollout_correction.weight", f"{POLICY}.rollout.max_lag"
-FOLLOWS[CORRECTION] = f"truncate if ${{{MAX_LAG}}}, else none"
-"""Tokens of older weights are weighted, unless the loss compares with the rollout's log-probs anyway."""
+QUANTIZATION = f"{POLICY}.rollout.quantization"
+FOLLOWS[CORRECTION] = f"truncate if ${{{MAX_LAG}}} or ${{{QUANTIZATION}}} (or a KV cache in fp8), else none"
+"""Tokens of older weights, and of an engine in FP8, are weighted, unless the loss compares with the rollout's
+log-probs anyway."""
 COMPUTE_DTYPE = {"fsdp": "fsdp_config.mixed_precision.param_dtype", "megatron": "megatron.param_dtype"}
 """Strategy -> the key of a model that says in which type it computes."""
 REF_DTYPES = tuple(f"{POLICY}.ref.{name}" for name in COMPUTE_DTYPE.values())
@@ -88,8 +90,8 @@ def followed_value(cfg: Config, name: str) -> Any:
         dtype = compute_dtype(cfg, "actor")
         return dtype if dtype in all_keys()[name].rule.choices else all_keys()[name].default
     if name == CORRECTION:
-        lags = get(cfg, MAX_LAG) > 0 and get(cfg, f"{POLICY}.actor.recompute_old_log_prob")
-        return "truncate" if lags else "none"
+        differs = get(cfg, MAX_LAG) > 0 or cfg.actor_rollout_ref.rollout.in_fp8
+        return "truncate" if differs and get(cfg, f"{POLICY}.actor.recompute_old_log_prob") else "none"
     template = FOLLOWS[name]
     whole = REFERENCE.fullmatch(template)
     if whole:

@@ -27,7 +27,7 @@ def judge_config(cfg: Config) -> Config:
     """The configuration that a judge's rollout engine is built from.
 
     Its model is that of the judge; its other settings are those of the policy's rollout, unless the judge's
-    node overrides them.
+    node overrides them. Its weights are not rounded.
     """
     reward_model, rollout = cfg.reward_model, cfg.actor_rollout_ref.rollout
     room = reward_model.max_length or rollout.prompt_length + rollout.response_length + TEMPLATE_TOKENS
@@ -38,6 +38,7 @@ def judge_config(cfg: Config) -> Config:
         prompt_length=room,
         response_length=reward_model.judge.max_tokens,
         max_model_len=None,
+        quantization=None,
     )
     policy = dataclasses.replace(cfg.actor_rollout_ref, model=reward_model.model, rollout=engine)
     return dataclasses.replace(cfg, actor_rollout_ref=policy)
@@ -47,11 +48,13 @@ def scoring_config(cfg: Config) -> Config:
     """The configuration that the rollout engine of a teacher is built from.
 
     Its model is that of the teacher; its other settings are those of the policy's rollout, unless the
-    teacher's node overrides them. It has room for the longest row, and for the one token that it samples.
+    teacher's node overrides them. It has room for the longest row, and for the one token that it samples. Its
+    weights are not rounded.
     """
     rollout = cfg.actor_rollout_ref.rollout
     room = rollout.prompt_length + rollout.response_length + SAMPLED_BESIDE
-    engine = dataclasses.replace(rollout, name=cfg.teacher.strategy, max_model_len=room, max_lag=0)
+    of_policy = {"max_lag": 0, "quantization": None}
+    engine = dataclasses.replace(rollout, name=cfg.teacher.strategy, max_model_len=room, **of_policy)
     policy = dataclasses.replace(cfg.actor_rollout_ref, model=cfg.teacher.model, rollout=engine)
     return dataclasses.replace(cfg, actor_rollout_ref=policy)
 

@@ -161,6 +161,20 @@ class RolloutConfig:
         "number type of the rollout's weights; auto: that of the model directory",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str | None = key(
+        None,
+        "fp8: linear layers multiply in FP8 (e4m3), by weights that each sync rounds, with a scale for each "
+        "feature and token; needs max_log_prob_diff",
+        choices=("fp8",),
+        when="name=vllm",
+    )
+    max_log_prob_diff: float | None = key(
+        None,
+        "most of the mean distance between the trainer's log-probs and the engine's, in nats: after a step "
+        "beyond it the run ends (actor/rollout_log_prob_diff); null: any",
+        low=0,
+        excluded=0,
+    )
     gpu_memory_utilization: float = key(
         0.5,
         "share of device memory for the rollout (hf: of the free memory, for the KV cache of one pass; "
@@ -261,6 +275,16 @@ class RolloutConfig:
     def replays(self) -> bool:
         """Whether responses are those that another run recorded."""
         return not is_broken(self.name) and self.name == "replay"
+
+    @property
+    def in_fp8(self) -> str:
+        """The key, with its value, that has the engine's weights or its KV cache in FP8; "": none."""
+        if is_broken(self.name) or self.name != "vllm":
+            return ""
+        if self.quantization:
+            return f"quantization={self.quantization}"
+        cache = self.engine_kwargs.vllm.get("kv_cache_dtype", "auto")
+        return f"engine_kwargs.vllm.kv_cache_dtype={cache}" if str(cache).startswith("fp8") else ""
 
     @property
     def trained_temperature(self) -> float:

@@ -6,7 +6,7 @@ from typing import Literal
 from siirl.config import Config
 from siirl.config.algorithm_table import ESTIMATORS
 from siirl.config.batch import batch_of
-from siirl.types import EXPERT_FIELDS
+from siirl.types import EXPERT_FIELDS, IMAGE_FIELDS
 from siirl.user_code.source import declared_needs
 
 Names = tuple[str, ...]
@@ -17,8 +17,8 @@ OF_TEACHER = "_teacher_"
 
 
 def with_images(*names: str) -> Callable[[Config], Names]:
-    """These, and the images of the prompt if it may have some: what a model reads."""
-    return lambda cfg: (*names, "images") if cfg.data.has_images else names
+    """These, and the images of the row if it may have some: what a model reads."""
+    return lambda cfg: (*names, *IMAGE_FIELDS) if cfg.data.has_images else names
 
 
 def experts_by(cfg: Config, *modes: str) -> Names:

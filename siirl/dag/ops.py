@@ -197,8 +197,11 @@ DATASET_ROLLOUT = replace(
 INTERACTION = replace(
     ROLLOUT,
     name="interaction",
-    reads=fixed(*PROMPT_FIELDS),
-    writes=with_experts(*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS),
+    reads=with_images(*PROMPT_FIELDS),
+    writes=lambda cfg: (
+        *with_images(*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS)(cfg),
+        *experts_by(cfg, "R3"),
+    ),
     code="interaction:interaction",
     needs=("interaction",),
 )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from siirl.config import Config
 from siirl.dag_worker.worker import DAGWorker
+from siirl.errors import NumericsError
 from siirl.nodes.trained_tokens import MOST_ROWS, Found, sample_records
 from siirl.observe.curve import METRICS_FILE, reward_curve_png
 from siirl.observe.derived import derived_metrics
@@ -31,6 +32,9 @@ MOST_SAMPLES = 64
 
 MOST_SHARE = 0.001
 """Of the run's time, for what tokens were trained with."""
+
+DISTANCE = "actor/rollout_log_prob_diff"
+"""The metric that rollout.max_log_prob_diff bounds."""
 
 PAGES = "conversations"
 """Folder of the pages in a run's output."""
@@ -85,6 +89,7 @@ class Report:
             if self._sinks is not None:
                 values = joined.values()
                 self._sinks.log(step, values | derived_metrics(values) | self._rates(values))
+                self._check_log_probs(step, values)
 
     def samples(self, step: int, kind: str, samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Give sampled rollouts to the sinks, and draw the conversations of a validation.
@@ -139,6 +144,24 @@ class Report:
     def close(self) -> None:
         if self._sinks is not None:
             self._sinks.close()
+
+    def _check_log_probs(self, step: int, values: dict[str, float]) -> None:
+        """NumericsError if a policy's log-probs are further from its rollout engine's than it allows."""
+        plan = self._worker.plan
+        for name, node in plan.nodes.items():
+            bound = self._worker.node_cfg(name).actor_rollout_ref.rollout.max_log_prob_diff
+            if bound is None or not node.spec.trains_policy:
+                continue
+            prefix = f"agent_{node.agent}/" if self._worker.num_agents > 1 else ""
+            found = values.get(f"{prefix}{DISTANCE}")
+            if found is not None and not found <= bound:
+                raise NumericsError(
+                    f"{prefix}{DISTANCE} of step {step} is {found:.3g} nats a token, more than "
+                    f"actor_rollout_ref.rollout.max_log_prob_diff={bound:g}: the rollout engine samples from "
+                    "another policy than the one that is trained. Use finer numbers there (quantization, "
+                    "engine_kwargs.vllm.kv_cache_dtype, dtype), or in the trainer (fsdp_config.float8); or "
+                    "raise the bound, if rollout correction makes up for it. See docs/troubleshooting.md."
+                )
 
     def _join(self, mine: Any, add: Callable[[Any, Any], Any]) -> Any:
         with waiting():

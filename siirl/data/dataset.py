@@ -28,6 +28,7 @@ from siirl.data.check_files import (
 from siirl.data.image_reader import ImageReader
 from siirl.data.images import read_images, with_image_parts
 from siirl.data.response_columns import ResponseColumns
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class PromptDataset:
         """The rows at `indices`: every field of LOADED_FIELDS but row_id and group_id.
 
         data_source, ground_truth and extra_info are None where the file has none, given_responses too;
-        images are [] where there are none.
+        images and image_starts are [] where there are none.
         """
         sample_indices = [int(self._kept[index]) for index in indices]
         records = [self._record(sample_index) for sample_index in sample_indices]
@@ -129,8 +130,8 @@ class PromptDataset:
         ids = self._encode(sample_indices, prompts, images)
         given = self.responses.encode(records, [self.where(index) for index in sample_indices])
         rows = []
-        for sample_index, record, prompt, prompt_ids, responses, seen in zip(
-            sample_indices, records, prompts, ids, given, images, strict=True
+        for sample_index, record, prompt, (prompt_ids, seen), responses in zip(
+            sample_indices, records, prompts, ids, given, strict=True
         ):
             prompt_ids = self._fit(prompt_ids, sample_index)
             rows.append(
@@ -143,7 +144,8 @@ class PromptDataset:
                     "ground_truth": (record.get(GROUND_TRUTH_KEY) or {}).get("ground_truth"),
                     "extra_info": record.get(EXTRA_KEY),
                     "given_responses": responses or None,
-                    "images": seen,
+                    "images": list(seen.images),
+                    "image_starts": list(seen.starts),
                 }
             )
         return rows
@@ -156,10 +158,11 @@ class PromptDataset:
 
     def _encode(
         self, sample_indices: Sequence[int], prompts: Sequence[Prompt], images: Sequence[list[str]]
-    ) -> list[list[int]]:
+    ) -> list[tuple[list[int], Seen]]:
         """Token ids of prompts with their images; DataError where images have no place in the prompt."""
         if self.image_reader is None:
-            return encode_prompts(self.tokenizer, prompts, self.template_kwargs) if prompts else []
+            ids = encode_prompts(self.tokenizer, prompts, self.template_kwargs) if prompts else []
+            return [(of_row, NO_IMAGES) for of_row in ids]
         wheres = [self.where(index) for index in sample_indices]
         written = [
             with_image_parts(prompt, len(seen), where)
@@ -289,7 +292,7 @@ class PromptDataset:
             near = [index for index in chunk if fewest[index] <= self.max_prompt_length]
             images = [self._images(index, records[index]) for index in near]
             ids = self._encode(near, [prompts[index] for index in near], images)
-            lengths = dict(zip(near, map(len, ids), strict=True))
+            lengths = {index: len(of_row) for index, (of_row, _) in zip(near, ids, strict=True)}
             for index in chunk:
                 if index not in lengths:
                     yield index, f"at least {fewest[index]}"

@@ -5,7 +5,7 @@ Legend: I images, X patches of all images, C numbers of a patch, N tokens of a r
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor
 
 from siirl.config import Config
 from siirl.data.images import image_size, open_image
+from siirl.data.seen import Seen
 from siirl.errors import DataError
 
 KEPT_BYTES = 256 << 20
@@ -83,31 +84,22 @@ class ImageReader:
         """Tokens that an image of so many patches takes."""
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
-    def num_patches(self, prompt_ids: Tensor) -> int:
-        """Patches of all images of prompts, by their tokens."""
-        return int((prompt_ids == self.image_token_id).sum()) * self.merge**2
+    def num_patches(self, images: Iterable[str]) -> int:
+        """Patches of all these images."""
+        return sum(map(self.num_tokens, images)) * self.merge**2
 
-    def positions(self, ids: Sequence[int], num_prompt: int, grids: Sequence[Grid]) -> np.ndarray:
+    def positions(self, ids: Sequence[int], starts: Sequence[int], grids: Sequence[Grid]) -> np.ndarray:
         """Frame, row and column of each token of a row for its rotary embedding, int64 [3, N].
 
-        Text counts on in all three. The tokens of an image have its start plus their place in the image, and
-        what follows it begins after the larger of its sides. Image tokens behind the prompt are sampled
-        text. DataError if the prompt has others than those of its images.
+        Text counts on in all three. The tokens of an image, which begin at its start, have the position
+        there plus their place in the image, and what follows it begins after the larger of its sides. Image
+        tokens elsewhere are sampled text. DataError where an image takes other tokens than the row has.
         """
         ids_N = np.asarray(ids)
-        is_image_N = ids_N == self.image_token_id
-        is_image_N[num_prompt:] = False
-        wanted = sum(map(self.tokens_of, grids))
-        if int(is_image_N.sum()) != wanted:
-            raise DataError(
-                f"a prompt has {int(is_image_N.sum())} tokens of images, and its images take {wanted}: it "
-                "was encoded for another processor of images. Give all agents models with the same "
-                "preprocessor_config.json."
-            )
         place_3N = np.empty((3, len(ids_N)), dtype=np.int64)
         at = start = 0
-        for grid in grids:
-            first = at + int(np.argmax(is_image_N[at:]))
+        for first, grid in zip(starts, grids, strict=True):
+            self._check_tokens(ids_N, first, self.tokens_of(grid), starts)
             place_3N[:, at:first] = start + np.arange(first - at)
             start += first - at
             rows, columns = grid[1] // self.merge, grid[2] // self.merge
@@ -117,8 +109,8 @@ class ImageReader:
         place_3N[:, at:] = start + np.arange(len(ids_N) - at)
         return place_3N
 
-    def expand(self, ids: Sequence[int], images: Sequence[str], where: str) -> list[int]:
-        """Token ids of a rendered prompt with each image's token as often as the image takes.
+    def expand(self, ids: Sequence[int], images: Sequence[str], where: str) -> tuple[list[int], Seen]:
+        """Token ids of rendered messages with each image's token as often as the image takes, and where.
 
         DataError unless there is one for each image.
         """
@@ -130,9 +122,25 @@ class ImageReader:
                 "template of a vision model, and keep the image token out of texts."
             )
         counts = iter([self.num_tokens(image) for image in images])
-        return [
-            token for one in ids for token in ([one] * next(counts) if one == self.image_token_id else [one])
-        ]
+        made: list[int] = []
+        starts: list[int] = []
+        for token in ids:
+            if token == self.image_token_id:
+                starts.append(len(made))
+            made += [token] * (next(counts) if token == self.image_token_id else 1)
+        return made, Seen(tuple(images), tuple(starts))
+
+    def _check_tokens(self, ids_N: np.ndarray, start: int, count: int, starts: Sequence[int]) -> None:
+        """DataError unless an image that takes `count` tokens has just these from `start` on."""
+        behind = start + count not in starts
+        is_image_N = ids_N[start : start + count + behind] == self.image_token_id
+        found = int(is_image_N.cumprod().sum())
+        if found != count:
+            more = " or more" if found > count else ""
+            raise DataError(
+                f"an image of a row has {found}{more} tokens, and takes {count}: the row was encoded for "
+                "another processor of images. Give all agents models with the same preprocessor_config.json."
+            )
 
     def _read(self, image: str) -> ImagePatches:
         if image in self._kept:

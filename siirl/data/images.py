@@ -30,10 +30,11 @@ def read_images(value: Any, where: str) -> list[str]:
     if value is None:
         return []
     images = value if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
-    return [_encoded(image, f"{where}: image {number + 1}") for number, image in enumerate(images)]
+    return [encode_image(image, f"{where}: image {number + 1}") for number, image in enumerate(images)]
 
 
-def _encoded(image: Any, where: str) -> str:
+def encode_image(image: Any, where: str) -> str:
+    """An image of a cell in base64. DataError, with `where`, for what is none."""
     if isinstance(image, Mapping):
         image = image.get("bytes") or image.get("path") or image.get("image")
     if isinstance(image, str):

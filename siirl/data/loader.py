@@ -12,7 +12,7 @@ from siirl.data.curriculum import Curriculum, make_curriculum
 from siirl.data.dataset import PromptDataset
 from siirl.data.rows import make_rows
 from siirl.errors import DataError
-from siirl.types import LOADED_FIELDS, PROMPT_FIELDS
+from siirl.types import IMAGE_FIELDS, LOADED_FIELDS, PROMPT_FIELDS
 
 
 class PromptLoader:
@@ -121,7 +121,7 @@ def loaded_fields(cfg: Config) -> tuple[str, ...]:
     """The fields that a run needs of its dataset."""
     needless = {
         "given_responses": not cfg.actor_rollout_ref.rollout.gives_data,
-        "images": not cfg.data.has_images,
+        **dict.fromkeys(IMAGE_FIELDS, not cfg.data.has_images),
     }
     return tuple(name for name in LOADED_FIELDS if not needless.get(name))
 

@@ -7,7 +7,8 @@ import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 
-from siirl.types import FIELDS, FieldSpec
+from siirl.data.seen import NO_IMAGES, Seen
+from siirl.types import FIELDS, IMAGE_FIELDS, FieldSpec
 
 DTYPES: dict[str, torch.dtype] = {
     "int64": torch.int64,
@@ -49,6 +50,14 @@ def objects(rows: TensorDict, name: str) -> list[Any]:
         if id(element) not in read:
             read[id(element)] = element.tolist()
     return [read[id(element)] for element in column.tensordicts]
+
+
+def seen_of(rows: TensorDict) -> list[Seen]:
+    """The images of each row; none where rows do not have the columns."""
+    if "images" not in rows.keys():
+        return [NO_IMAGES] * len(rows)
+    columns = (objects(rows, name) for name in IMAGE_FIELDS)
+    return [Seen(tuple(images), tuple(starts)) for images, starts in zip(*columns, strict=True)]
 
 
 def take_rows(rows: TensorDict, index: Tensor | Sequence[int]) -> TensorDict:

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 
 from siirl.config import from_dict
 from siirl.launch.job import Job
+from siirl.launch.pace import Pace
 from siirl.launch.process import Worker, start_worker, worker_environment
 from siirl.launch.standby import HERE, READY
 
 AFTER_S = 60.0
 """Of the first attempt, until one is started: a shorter run gains nothing."""
+LONG_S = 120.0
+"""A run with at least so much before it is no shorter one."""
 AGAIN_S = 10.0
-"""Of a later one: a machine that ended an attempt may well end the next."""
+"""Of a later one, which the same machine may well end too, and of a run that is known to be long."""
 ANSWER_S = 2.0
 
 
@@ -64,19 +67,20 @@ class Standbys:
     def __init__(self, job: Job):
         self._job, self._there = job, dict[int, _Standby]()
         self._missing: list[int] = []
-        self._from_s, self._after_s = 0.0, AFTER_S
+        self._begun_s, self._wait_s, self._after_s = 0.0, AFTER_S, AFTER_S
+        self._pace = Pace(job)
 
     def begin_attempt(self) -> None:
         """All have been asked for, and an attempt has begun that may be followed by another."""
         self.close()
         trainer = from_dict(self._job.config).trainer
         self._missing = list(range(self._job.world_size)) if trainer.max_restarts else []
-        self._from_s = time.monotonic() + self._after_s
+        self._begun_s, self._wait_s, self._pace = time.monotonic(), self._after_s, Pace(self._job)
         self._after_s = min(AFTER_S, AGAIN_S)
 
     def look(self) -> None:
         """Start the next one if it is time: one after another, beside the work of the run."""
-        if not self._missing or time.monotonic() < self._from_s:
+        if not self._missing or not self._is_time():
             return
         if all(one.looks_ready() or one.worker.ended() for one in self._there.values()):
             rank = self._missing.pop(0)
@@ -84,6 +88,14 @@ class Standbys:
                 self._there[rank] = self._start(rank)
             except OSError:  # no room for another process, or for its files
                 self._missing = []
+
+    def _is_time(self) -> bool:
+        passed_s = time.monotonic() - self._begun_s
+        if passed_s >= self._wait_s:
+            return True
+        if self._pace.left_s() >= LONG_S and passed_s >= AGAIN_S:
+            self._wait_s = 0.0
+        return not self._wait_s
 
     def take(
         self, rank: int, environment: Mapping[str, str], output: int, fds: Mapping[str, int]

@@ -1,12 +1,15 @@
 """From the settings of siiRL or verl to those of siirl: each one kept, changed, dropped, or impossible."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from siirl.compiler.checks.megatron_options import Kind as MegatronMap
 from siirl.compiler.checks.megatron_options import refusal
+from siirl.compiler.model_types import VISION_MODELS, sees_images
 from siirl.config.algorithm_table import LOSSES, OWN_LOSS
 from siirl.config.aliases import ALIASES
 from siirl.config.foreign import OTHER_DEFAULTS, POLICY, ROLLOUT, foreign
@@ -85,6 +88,7 @@ def translate(origin: str, arguments: Sequence[str]) -> Translation:
     _asked_by_a_function(values, result)
     _bounds_of_dppo(result)
     _add_defaults(origin, result)
+    _images(result)
     return result
 
 
@@ -306,6 +310,36 @@ def _one_machine(result: Translation) -> None:
     for place, setting in enumerate(result.settings):
         if setting.name == name:
             result.settings[place] = replace(setting, kind="changed", value=str(gpus), why=why)
+
+
+def _images(result: Translation) -> None:
+    """A model that sees images makes a dataset one of images there; its engine has one rank here."""
+    if not names_vision_model(str(_value(result, f"{POLICY}.model.path") or "")):
+        return
+    kind, engine = "data.dataset_type", f"{ROLLOUT}.tensor_model_parallel_size"
+    wanted = {
+        kind: ("vlm", "there the model says whether prompts may have images"),
+        engine: ("1", "an engine of several ranks takes no images here: each GPU holds the whole model"),
+    }
+    for name, (value, why) in wanted.items():
+        if show(all_keys()[name], _value(result, name)) == value:
+            continue
+        places = [place for place, setting in enumerate(result.settings) if setting.name == name]
+        for place in places:
+            there = result.settings[place].there
+            result.settings[place] = Setting("changed" if there else "added", name, value, there, why)
+        if not places:
+            result.add("added", "", why, name, value)
+
+
+def names_vision_model(path: str) -> bool:
+    """Whether a model sees images, by its config.json if it is here, else by its name."""
+    try:
+        text = (Path(path).expanduser() / "config.json").read_text(encoding="utf-8")
+        return sees_images(str(json.loads(text).get("model_type")))
+    except (OSError, ValueError):
+        name = re.sub(r"[^a-z0-9]", "", Path(path).name.lower())
+        return any(kind.replace("_", "") in name for kind in VISION_MODELS)
 
 
 def _without_effect_there(result: Translation) -> None:

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.aggregate import prompt_shares
+from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.algorithms.token_picks import high_entropy, pick_tokens, token_noise
 from siirl.compiler.interactions.credit_reads import trains_in, warmup_of
 from siirl.dag.fields_read import old_log_prob_source, uses_full_kl
@@ -16,7 +17,6 @@ from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import global_positions, policy_mini_batches
 from siirl.nodes.policy_loss import OLD_LOG_PROB_FIELDS, make_loss_fn, policy_loss_options
 from siirl.nodes.teacher_rows import taught
-from siirl.observe.metrics import Metrics
 from siirl.observe.spans import waiting
 
 
@@ -35,9 +35,9 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
     shown = ctx.trained is not None and actor.reads_advantage  # nobody scores, so nobody shows the others
     kept = None if not shown else ctx.trained.keep(ctx.agent, rows, ctx.tokenizer)
     recomputes = actor.recompute_old_log_prob and not actor.imitates
-    loss_fn = make_loss_fn(ctx.cfg, kept)
+    loss_fn, first_loss_fn = make_loss_fn(ctx.cfg, kept), make_loss_fn(ctx.cfg, kept, begins=True)
     for number, mine_B in enumerate(policy_mini_batches(ctx, rows)):
-        mini_batch, loss = rows[mine_B], loss_fn
+        mini_batch, loss = rows[mine_B], loss_fn if number else first_loss_fn
         mini_batch["place"] = mine_B.nonzero().squeeze(1)
         if actor.loss.picks_tokens:
             mini_batch["picked"] = _picked(ctx, mini_batch)
@@ -49,7 +49,7 @@ def actor_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tensor
         if number == 0 and recomputes and not _has_old(mini_batch):
             mini_batch = mini_batch.exclude("old_log_prob")
             if actor.ppo_epochs > 1:
-                old_BT, loss = _kept(rows, loss_fn)
+                old_BT, loss = _kept(rows, first_loss_fn)
                 rows = rows.copy().set("old_log_prob", old_BT)
         metrics = engine.train_mini_batch(mini_batch, loss, outputs, rollout.trained_temperature)
         ctx.metrics.merge(metrics, "actor/")
@@ -82,10 +82,15 @@ def _kept(rows: TensorDict, loss_fn: LossFn) -> tuple[Tensor, LossFn]:
 
     def keeping(
         outputs: TokenOutputs, micro_batch: TensorDict, counts: BatchCounts
-    ) -> tuple[Tensor, Metrics]:
+    ) -> tuple[Tensor, TensorMetrics]:
         log_prob_BT = outputs.log_prob_BT.detach()
-        old_BT[micro_batch["place"].to(old_BT.device)] = log_prob_BT.to(old_BT.device)
-        return loss_fn(outputs, micro_batch, counts)
+
+        def keep() -> None:
+            old_BT[micro_batch["place"].to(old_BT.device)] = log_prob_BT.to(old_BT.device)
+
+        loss, metrics = loss_fn(outputs, micro_batch, counts)
+        metrics.later(keep)
+        return loss, metrics
 
     return old_BT, keeping
 

@@ -11,7 +11,7 @@ from siirl.compiler.router_choices import read_router_choices
 from siirl.config import Config
 from siirl.dag.fields_read import experts_by
 from siirl.data.chosen_experts import expert_columns
-from siirl.data.rows import objects, pad_stack, take_rows
+from siirl.data.rows import pad_stack, seen_of, take_rows
 from siirl.engines.rollout.base import Completion, RolloutEngine, SamplingParams
 from siirl.nodes.context import OpContext
 from siirl.nodes.recording import dump_rollouts
@@ -39,7 +39,7 @@ def completions_of(
     """What an engine says to each prompt, with its images if it may have some."""
     if "images" not in rows.keys():
         return engine.generate(prompt_tokens(rows), params, seeds)
-    return engine.generate_seeing(prompt_tokens(rows), objects(rows, "images"), params, seeds)
+    return engine.generate_seeing(prompt_tokens(rows), seen_of(rows), params, seeds)
 
 
 def prompt_tokens(rows: TensorDict) -> list[list[int]]:

@@ -9,7 +9,8 @@ from tensordict import TensorDict
 
 from siirl.data.buffer import ORDER
 from siirl.data.chosen_experts import longer
-from siirl.data.rows import objects
+from siirl.data.rows import seen_of
+from siirl.data.seen import Seen
 from siirl.engines.rollout.base import (
     Completion,
     Key,
@@ -172,10 +173,10 @@ class RolloutsInFlight(PromptsInFlight):
 
     def _submit(self, keys: Sequence[Key], params: SamplingParams, step: int) -> None:
         assert self._stream is not None
-        prompts, images = self._prompts(), self._images()
+        prompts, seen = self._prompts(), self._seen()
         named = self._named(keys).items()
         self._stream.submit(
-            [_request(key, prompts[order], images.get(order, ()), one, params) for key, (order, one) in named]
+            [_request(key, prompts[order], seen[order], one, params) for key, (order, one) in named]
         )
         self._running |= dict.fromkeys(keys, step)
 
@@ -232,12 +233,11 @@ class RolloutsInFlight(PromptsInFlight):
         columns = (self.rows[name].tolist() for name in (ORDER, "prompt_ids", "prompt_length"))
         return {order: ids[len(ids) - length :] for order, ids, length in zip(*columns, strict=True)}
 
-    def _images(self) -> dict[int, tuple[str, ...]]:
-        """ORDER -> the images of its prompt, where prompts may have some."""
-        if self.rows is None or "images" not in self.rows.keys():
+    def _seen(self) -> dict[int, Seen]:
+        """ORDER -> the images of its prompt."""
+        if self.rows is None:
             return {}
-        seen = objects(self.rows, "images")
-        return {order: tuple(one) for order, one in zip(self.rows[ORDER].tolist(), seen, strict=True)}
+        return dict(zip(self.rows[ORDER].tolist(), seen_of(self.rows), strict=True))
 
     def _oldest(self, order: int, step: int) -> int:
         """The step of a group's oldest token, also of one that is not told yet; `step` if it has none."""
@@ -306,14 +306,12 @@ def _key(order: int, one: Response) -> str:
     return f"{order}/{one.number}"
 
 
-def _request(
-    key: Key, prompt: list[int], images: tuple[str, ...], one: Response, params: SamplingParams
-) -> Request:
+def _request(key: Key, prompt: list[int], seen: Seen, one: Response, params: SamplingParams) -> Request:
     """The rest of a response."""
     done = len(one.token_ids)
     rest = replace(params, n=1, max_tokens=params.max_tokens - done)
     begun = one.versions[0] if done else None
-    return Request(key, [*prompt, *one.token_ids], rest, one.seed, one.number, done, begun, images)
+    return Request(key, [*prompt, *one.token_ids], rest, one.seed, one.number, done, begun, seen)
 
 
 def _complete(answer: Completion | EpisodeFailed) -> Completion:

@@ -15,6 +15,7 @@ from siirl.agents.contexts import ChatRenderer, Limits, Row
 from siirl.agents.environments import HostedEnvironment, load_environment
 from siirl.agents.episode import Episode
 from siirl.agents.runner import Game, Played, Speaker, run_all
+from siirl.agents.shown import as_written
 from siirl.agents.tool_parsers import tool_parser
 from siirl.agents.tool_use import ToolUse, tool_use
 from siirl.compiler.interactions.stages import process_call
@@ -22,7 +23,8 @@ from siirl.compiler.plan import InteractionPlan, StagePlan
 from siirl.config import Config
 from siirl.config.serve import VERIFIERS
 from siirl.config.trainer import TrainerConfig
-from siirl.data.rows import make_rows, objects
+from siirl.data.image_reader import ImageReader
+from siirl.data.rows import make_rows, objects, seen_of
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.errors import DataError, RolloutError, UserCodeError
 from siirl.nodes.context import OpContext, sum_over_ranks
@@ -37,7 +39,14 @@ from siirl.nodes.generate import (
 from siirl.nodes.lag_report import report_token_lag
 from siirl.nodes.streams import Streams
 from siirl.observe.metrics import MOST_TURNS, Metrics
-from siirl.types import FINISH_LENGTH, FINISH_STOP, INTERACTION_FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
+from siirl.types import (
+    FINISH_LENGTH,
+    FINISH_STOP,
+    IMAGE_FIELDS,
+    INTERACTION_FIELDS,
+    PROMPT_FIELDS,
+    ROLLOUT_FIELDS,
+)
 from siirl.user_code.load_object import load_object
 from siirl.user_code.signatures import Call
 from siirl.user_code.source import check_loaded
@@ -70,6 +79,8 @@ class Interaction:
     make_env: Callable[[], HostedEnvironment] | None
     env_deadline_s: float
     tools: dict[str, ToolUse]
+    readers: dict[str, ImageReader] = field(default_factory=dict)
+    """Of each agent's node whose model sees images."""
     programs: "Programs | None" = None
     """What lets a program play the episodes, if one does."""
     rows: dict[int, TensorDict] = field(default_factory=dict)
@@ -133,13 +144,22 @@ def build_interaction(
         functions,
         make_env,
         deadline_s,
-        {
-            node: use
-            for node, cfg in cfgs.items()
-            if (use := tool_use(cfg.actor_rollout_ref.rollout.multi_turn, f"node {node!r}"))
-        },
+        {node: use for node, cfg in cfgs.items() if (use := _tools(node, cfg))},
+        _readers(plan, cfgs),
         _programs(plan, cfgs[plan.entry].trainer, rank),
     )
+
+
+def _tools(node: str, cfg: Config) -> ToolUse | None:
+    return tool_use(cfg.actor_rollout_ref.rollout.multi_turn, f"node {node!r}", cfg.data.has_images)
+
+
+def _readers(plan: InteractionPlan, cfgs: Mapping[str, Config]) -> dict[str, ImageReader]:
+    """What counts the tokens of images for each agent's node: that of the policy's model."""
+    owners = {stage.agent: stage.node for stage in reversed(plan.stages) if stage.kind == "agent"}
+    speaking = [stage for stage in plan.stages if stage.kind == "agent"]
+    found = {stage.node: ImageReader.from_config(cfgs[owners[stage.policy]]) for stage in speaking}
+    return {node: reader for node, reader in found.items() if reader is not None}
 
 
 def _programs(plan: InteractionPlan, trainer: TrainerConfig, rank: int) -> "Programs | None":
@@ -245,11 +265,15 @@ def episodes_of(
     names = ("raw_prompt", "data_source", "ground_truth", "extra_info")
     tasks = zip(*(objects(rows, name) for name in names), strict=True)
     episodes = []
-    for group_id, values, step in zip(rows["group_id"].tolist(), tasks, steps, strict=True):
+    columns = rows["group_id"].tolist(), tasks, steps, seen_of(rows)
+    for group_id, values, step, seen in zip(*columns, strict=True):
         for sample in range(n):
             episode_id = group_id * n + sample
             task = dict(zip(names, values, strict=True))
-            episode = Episode(episode_id, group_id, sample, seed_of(ctx, str(episode_id), step=step), task)
+            if "images" in rows.keys():
+                task["images"] = list(seen.images)
+            seed = seed_of(ctx, str(episode_id), step=step)
+            episode = Episode(episode_id, group_id, sample, seed, task, seen)
             if one_per_prompt or ctx.validate:
                 drawn = f"env/{group_id}" if one_per_prompt else f"env/{group_id}/{sample}"
                 episode.env_seed = seed_of(ctx, drawn, fixed=ctx.validate, step=step)
@@ -284,7 +308,10 @@ def _speaker(
         shares=shared.streams.shares(name),
         params=replace(sampling_params(cfg, stop_token_ids_of(cfg, tokenizer), validate), n=1),
         renderer=ChatRenderer(
-            tokenizer, cfg.data.apply_chat_template_kwargs, tools.toolbox.schemas if tools else ()
+            tokenizer,
+            cfg.data.apply_chat_template_kwargs,
+            tools.toolbox.schemas if tools else (),
+            shared.readers.get(stage.node),
         ),
         limits=Limits(
             rollout.prompt_length if counted else UNBOUNDED,
@@ -353,8 +380,9 @@ def rows_of(
     num_speakers = sum(stage.policy == policy for stage in plan.stages)
     sources = {int(group): index for index, group in enumerate(prompts["group_id"].tolist())}
     samples = prompts["sample_index"].tolist()
+    seeing = IMAGE_FIELDS if "images" in prompts.keys() else ()
     columns: dict[str, list[Any]] = {
-        name: [] for name in (*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS)
+        name: [] for name in (*PROMPT_FIELDS, *ROLLOUT_FIELDS, *INTERACTION_FIELDS, *seeing)
     }
     shown = {one.episode.episode_id: one.episode.conversation() for one in played}
     for episode, position, speaker, number, row in _spoken(plan, policy, played):
@@ -365,7 +393,7 @@ def rows_of(
             "sample_index": samples[sources[episode.group_id]],
             "prompt_ids": row.prompt_ids,
             "prompt_length": len(row.prompt_ids),
-            "raw_prompt": row.messages,
+            "raw_prompt": as_written(row.messages),
             "data_source": episode.task["data_source"],
             "ground_truth": episode.task["ground_truth"],
             "extra_info": {
@@ -386,9 +414,11 @@ def rows_of(
             "turn_id": row.turn_ids,
             "env_reward": row.rewards,
             "conversation": conversation,
+            "images": list(row.seen.images),
+            "image_starts": list(row.seen.starts),
         }
-        for name, value in values.items():
-            columns[name].append(value)
+        for name, column in columns.items():
+            column.append(values[name])
     return make_rows(columns)
 
 

@@ -18,6 +18,7 @@ from siirl.algorithms.rollout_correction import (
     correction_weights,
     off_policy_negatives,
 )
+from siirl.algorithms.tensor_metrics import TensorMetrics, masked_sums
 from siirl.config import Config
 from siirl.config.actor import ActorConfig
 from siirl.config.algorithm_table import LOSSES
@@ -41,11 +42,12 @@ CLIPS = ("clip_fraction", "clip_fraction_lower")
 """What the stats of policy losses call tokens whose gradient a bound cuts off."""
 
 
-def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
+def make_loss_fn(cfg: Config, kept: KeptRows | None = None, begins: bool = False) -> LossFn:
     """policy loss - entropy_coeff * entropy + kl_loss_coef * KL + distill.coef * divergence from teachers,
     aggregated by loss_agg_mode.
 
-    kept: gets what becomes of each token of the rows, which then have a column "place".
+    kept: gets what becomes of each token of the rows, which then have a column "place". begins: it is for the
+    first optimizer step on the rows, whose own log-probs are those of the policy before it.
     """
     actor = cfg.actor_rollout_ref.actor
     who = "actor_rollout_ref.actor.policy_loss.loss_mode"
@@ -56,9 +58,10 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
     source = old_log_prob_source(cfg)
     main = "distill_loss" if alone else "sft_loss" if actor.loss.imitates else "pg_loss"
     one_step = batch_of(cfg).optimizer_steps == 1
+    as_before = one_step or (begins and source == "rollout")
     old_field = None if one_step and source == "current" else OLD_LOG_PROB_FIELDS[source]
 
-    def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
+    def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, TensorMetrics]:
         mask_BT = rows["response_mask"]
         outputs = _of_trained(outputs, mask_BT)
         column = {name: trained_only(rows[name], mask_BT) for name in LOG_PROB_FIELDS if name in rows.keys()}
@@ -73,7 +76,7 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
         else:
             advantage_BT = rows["advantage"] if actor.reads_advantage else torch.zeros_like(old_BT)
             policy = compute_policy_loss(name, log_prob_BT, old_BT, advantage_BT, mask_BT, options | picked)
-        metrics = Metrics()
+        metrics = TensorMetrics()
         terms = {main: policy.loss_BT}
         stats = policy.stats | {"entropy": outputs.entropy_BT.detach()}
         weight_BT = None
@@ -91,7 +94,8 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
             terms[main] = torch.where(rows["high_entropy"], terms[main], 0)
             stats["high_entropy"] = rows["high_entropy"].to(log_prob_BT.dtype)
         if kept is not None:
-            kept(rows["place"], _token_columns(log_prob_BT, old_BT, stats, weight_BT))
+            told = _token_columns(log_prob_BT, old_BT, stats, weight_BT)
+            metrics.later(partial(kept, rows["place"], told))
         if actor.entropy_coeff:
             terms["entropy_loss"] = -actor.entropy_coeff * outputs.entropy_BT
         if actor.use_kl_loss:
@@ -109,10 +113,11 @@ def make_loss_fn(cfg: Config, kept: KeptRows | None = None) -> LossFn:
         loss = sum(shares.values())
         _report(metrics, stats, {**shares, "loss": loss}, mask_BT, counts)
         if "turn_id" in rows.keys():
-            _report_turns(metrics, stats, rows)
-        if "rollout_log_prob" in column and (one_step or source != "rollout"):
-            ours_BT = log_prob_BT.detach() if one_step else old_BT
-            _report_rollout_difference(metrics, (ours_BT - column["rollout_log_prob"])[mask_BT])
+            by_turn = {name: stats[name] for name in BY_TURN if name in stats}
+            metrics.later(partial(_turn_means, by_turn, rows))
+        if "rollout_log_prob" in column and (as_before or source != "rollout"):
+            ours_BT = log_prob_BT.detach() if as_before else old_BT
+            _report_rollout_difference(metrics, ours_BT - column["rollout_log_prob"], mask_BT)
         return loss, metrics
 
     return loss_fn
@@ -204,24 +209,25 @@ def _shares(
 
 
 def _report(
-    metrics: Metrics,
+    metrics: TensorMetrics,
     stats: dict[str, Tensor],
     shares: dict[str, Tensor],
     mask_BT: Tensor,
     counts: BatchCounts,
 ) -> None:
-    num_tokens = float(mask_BT.sum())
-    for name, value_BT in stats.items():
-        metrics.mean(name, float(value_BT[mask_BT].sum()), num_tokens)
+    num_tokens = mask_BT.sum()
+    for name, total in zip(stats, masked_sums(list(stats.values()), mask_BT), strict=True):
+        metrics.mean(name, total, num_tokens)
     # Shares add up over a mini-batch, whose weights sum to 1, and are averaged over mini-batches.
-    weight = float(mask_BT.any(-1).sum()) / max(counts.num_rows, 1.0)
-    for name, share in shares.items():
-        metrics.mean(name, float(share.detach()), weight)
+    weight = mask_BT.any(-1).sum().double() / max(counts.num_rows, 1.0)
+    values = torch.stack([share.detach() for share in shares.values()]).double().unbind()
+    for name, share in zip(shares, values, strict=True):
+        metrics.mean(name, share, weight)
 
 
-def _report_turns(metrics: Metrics, stats: dict[str, Tensor], rows: TensorDict) -> None:
+def _turn_means(stats: dict[str, Tensor], rows: TensorDict) -> Metrics:
     """speaker_N/... and turn_K/...: means over the trained tokens of a speaker, and of the K-th turns."""
-    names = [name for name in BY_TURN if name in stats]
+    metrics, names = Metrics(), list(stats)
     mask_BT, turn_BT = rows["response_mask"], rows["turn_id"]
     value_NS = torch.stack([stats[name][mask_BT].double() for name in names], -1)
     speaker_BT = rows["speaker"][:, None].expand_as(turn_BT)
@@ -231,14 +237,15 @@ def _report_turns(metrics: Metrics, stats: dict[str, Tensor], rows: TensorDict) 
         for key, count, sums in zip(key_K.tolist(), count_K.tolist(), sum_KS.tolist(), strict=True):
             for name, total in zip(names, sums, strict=True):
                 metrics.mean(f"{kind}_{key}/{name}", total, count)
+    return metrics
 
 
-def _report_rollout_difference(metrics: Metrics, difference_N: Tensor) -> None:
+def _report_rollout_difference(metrics: TensorMetrics, difference_BT: Tensor, mask_BT: Tensor) -> None:
     """Distance of the trainer's log-probs from the rollout engine's under the same weights, in nats.
 
-    Where the trainer computes none before the step (recompute_old_log_prob=False) those of the step itself
-    are, if the batch gets one; with several steps the weights differ, and there is nothing to report.
+    Where the trainer computes none before the step (recompute_old_log_prob=False) those of the first
+    optimizer step are: of the rows of the first mini-batch. Later ones have other weights.
     """
-    metrics.mean("rollout_log_prob_diff", float(difference_N.abs().sum()), len(difference_N))
-    if len(difference_N):
-        metrics.max("rollout_log_prob_diff_max", float(difference_N.abs().max()))
+    distance_BT = trained_only(difference_BT.abs(), mask_BT)
+    metrics.mean("rollout_log_prob_diff", distance_BT.sum(dtype=torch.float64), mask_BT.sum())
+    metrics.max("rollout_log_prob_diff_max", distance_BT.max())

@@ -7,13 +7,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.preference_losses import PairLoss, bradley_terry, dpo
+from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.config.batch import batch_of
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.errors import DataError
 from siirl.nodes.actor_train import trains_now
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import mini_batches, policy_mini_batches
-from siirl.observe.metrics import Metrics
 from siirl.rewards.conversations import ConversationEncoder
 
 PAIR_COLUMNS = ("pair_id", "is_better", "pair_share")
@@ -97,16 +97,16 @@ def pair_mini_batches(ctx: OpContext, rows: TensorDict, steps: Iterator[Tensor])
 def pair_loss_fn(loss: Callable[[TokenOutputs, TensorDict, Tensor, Tensor], PairLoss], name: str) -> LossFn:
     """The mean of a loss over the pairs of a mini-batch, under a name among the metrics."""
 
-    def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
+    def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, TensorMetrics]:
         order_B = torch.argsort(2 * rows["pair_id"] + rows["is_better"].long(), stable=True)
         worse_P, better_P = order_B.view(-1, 2).unbind(1)
         share_P = rows["pair_share"][better_P]
         pairs = loss(outputs, rows, better_P, worse_P)
         total = (pairs.loss_P * share_P.to(pairs.loss_P.dtype)).sum()
-        metrics, weight = Metrics(), float(share_P.sum())
+        metrics, weight = TensorMetrics(), share_P.sum()
         for stat, value_P in pairs.stats.items():
-            metrics.mean(stat, float((value_P.double() * share_P).sum()), weight)
-        metrics.mean(name, float(total.detach()), weight)
+            metrics.mean(stat, (value_P.double() * share_P).sum(), weight)
+        metrics.mean(name, total.detach(), weight)
         return total, metrics
 
     return loss_fn

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from siirl.algorithms.aggregate import aggregate_loss, trained_only
 from siirl.algorithms.stats import explained_variance, explained_variance_sums
+from siirl.algorithms.tensor_metrics import TensorMetrics, masked_sums
 from siirl.algorithms.value_loss import clipped_value_loss
 from siirl.config.batch import batch_of
 from siirl.config.critic import CriticConfig
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.nodes.context import OpContext, sum_over_ranks
 from siirl.nodes.mini_batches import mini_batches
-from siirl.observe.metrics import Metrics
 
 
 def values(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> TensorDict:
@@ -37,7 +37,7 @@ def critic_train(ctx: OpContext, rows: TensorDict, engine: TrainEngine) -> Tenso
 def make_value_loss_fn(critic: CriticConfig) -> LossFn:
     """The clipped value loss, aggregated by critic.loss_agg_mode."""
 
-    def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
+    def loss_fn(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, TensorMetrics]:
         mask_BT = rows["response_mask"]
         columns = (trained_only(x, mask_BT) for x in (outputs.value_BT, rows["value"], rows["return_"]))
         token = clipped_value_loss(*columns, cliprange_value=critic.cliprange_value)
@@ -49,12 +49,12 @@ def make_value_loss_fn(critic: CriticConfig) -> LossFn:
             counts.num_rows,
             counts.response_width,
         )
-        metrics = Metrics()
-        for name, value_BT in token.stats.items():
-            metrics.mean(name, float(value_BT[mask_BT].sum()), float(mask_BT.sum()))
-        metrics.mean("return", float(rows["return_"][mask_BT].sum()), float(mask_BT.sum()))
-        weight = float(mask_BT.any(-1).sum()) / max(counts.num_rows, 1.0)
-        metrics.mean("value_loss", float(share.detach()), weight)
+        metrics, num_tokens = TensorMetrics(), mask_BT.sum()
+        stats = token.stats | {"return": rows["return_"]}
+        for name, total in zip(stats, masked_sums(list(stats.values()), mask_BT), strict=True):
+            metrics.mean(name, total, num_tokens)
+        weight = mask_BT.any(-1).sum().double() / max(counts.num_rows, 1.0)
+        metrics.mean("value_loss", share.detach(), weight)
         return share, metrics
 
     return loss_fn

@@ -12,7 +12,7 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from train_engine_cases import Scenario
 
-from siirl.compiler.model_types import EXPERTS, OF_ANY_HEAD, VISION_MODELS, known_types
+from siirl.compiler.model_types import EXPERTS, LATENT, OF_ANY_HEAD, VISION_MODELS, known_types
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.config.common import STRATEGIES
@@ -157,6 +157,70 @@ def export_is_wrong(rank: int, world: int, kind: str, folder: str) -> str:
 def test_biases_of_routers_leave_the_engine_as_they_came_and_are_sampled_with(tmp_path, kind):
     causal_lms.write_model(tmp_path, causal_lms.tiny_config(kind))
     assert run_workers(export_is_wrong, 2, kind, str(tmp_path), deadline_s=200) == ["", ""]
+
+
+def checkpoint_is_wrong(rank: int, world: int, kind: str, folder: str, strategy: str, lora: bool) -> str:
+    """What of an engine's state `siirl export` writes, or it loads, otherwise than the files have it."""
+    import json
+
+    from safetensors.torch import load_file
+
+    from siirl.checkpoint import state_tree
+    from siirl.checkpoint.export import export_folder
+    from siirl.checkpoint.hf_directory import copy_hf_files
+    from siirl.model_files.stored_tensors import load_tensors, save_tensors
+
+    model = "actor_rollout_ref.model"
+    adapters = (f"{model}.lora_rank=4", f"{model}.target_modules=[q_proj,o_proj]") if lora else ()
+    engine, _ = cases.build_engine(Scenario("", world, overrides=adapters, strategy=strategy), folder)
+    state = engine.state_dict()
+    values, tensors = state_tree.split(state["model"], "model")
+    made = [tempfile.mkdtemp(prefix="siirl-model-type-")]
+    dist.broadcast_object_list(made)
+    saved, out = Path(made[0]), Path(made[0]) / "out"
+    save_tensors(tensors, saved, dist.group.WORLD)
+    if rank == 0:
+        about = {"model": values} | {name: state[name] for name in ("base",) if name in state}
+        (saved / "state.json").write_text(json.dumps({"lora_alpha": 8, "state": about}))
+        copy_hf_files(folder, saved / "hf")
+        config = json.loads((saved / "hf" / "config.json").read_text())
+        (saved / "hf" / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+        export_folder(saved, out)
+    dist.barrier()
+    stored, exported = load_file(Path(folder) / "model.safetensors"), load_file(out / "model.safetensors")
+    if stored.keys() != exported.keys():
+        return f"other names: {sorted(stored.keys() ^ exported.keys())}"
+    kept = [name for name in stored if name.endswith("e_score_correction_bias")]
+    if bool(kept) == (kind == "deepseek_v2"):
+        return f"biases: {kept}"
+    for name, tensor in stored.items():
+        expected = tensor if name in kept else tensor.bfloat16()
+        if exported[name].dtype != expected.dtype or not torch.equal(exported[name], expected):
+            return f"{name} is exported otherwise"
+    if lora:
+        return ""
+    biases = {name: tensors[f"model/{name}"] for name in kept}
+    for bias in biases.values():
+        bias.pieces[0].local.zero_()
+    load_tensors(tensors, saved, dist.group.WORLD)
+    engine.load_state_dict(state)
+    found = dict(engine.export_weights())
+    return "".join(name for name in kept if not torch.equal(found[name], stored[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ROUTED_OTHERWISE)
+def test_checkpoints_and_what_is_exported_of_them_have_the_biases_of_routers(tmp_path, kind, strategy):
+    if kind not in known_types(strategy):
+        assert strategy != "fsdp"
+        return
+    causal_lms.write_model(tmp_path, causal_lms.tiny_config(kind))
+    found = run_workers(checkpoint_is_wrong, 2, kind, str(tmp_path), strategy, False, deadline_s=200)
+    assert found == ["", ""]
+    if kind not in LATENT:
+        found = run_workers(checkpoint_is_wrong, 2, kind, str(tmp_path), strategy, True, deadline_s=200)
+        assert found == ["", ""]
 
 
 def values_are_wrong(rank: int, world: int, kinds: list[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 import tempfile
 from pathlib import Path
 
+import causal_lms
 import pytest
 import torch
 import train_engine_cases as cases
@@ -103,6 +104,21 @@ def read_checkpoint_of_fsdp(rank: int, world: int, path: str, folder: str) -> fl
 
 def test_the_weights_of_a_run_under_fsdp_start_one_under_megatron(models, tmp_path):
     assert run_workers(read_checkpoint_of_fsdp, 2, models["qwen3"], str(tmp_path)) == [0.0, 0.0]
+
+
+def read_biases(rank: int, world: int, path: str, folder: str) -> list[str]:
+    from siirl.checkpoint.convert import to_distributed
+
+    if rank == 0:
+        to_distributed(Path(path), Path(folder) / "stored")
+    torch.distributed.barrier()
+    return wrong_weights(path, world, stored_at(f"{folder}/stored"), pp=2)
+
+
+@pytest.mark.slow
+def test_a_converted_checkpoint_has_the_biases_of_routers(tmp_path):
+    path = causal_lms.write_model(tmp_path / "model", causal_lms.tiny_config("glm4_moe"))
+    assert run_workers(read_biases, 2, str(path), str(tmp_path)) == [[], []]
 
 
 def read_another_model(rank: int, world: int, path: str, folder: str) -> str:

@@ -136,15 +136,16 @@ def test_a_vision_model_learns_from_rows_without_images(folder):
 
 def test_positions_are_those_of_transformers(folder):
     from siirl.data.image_reader import ImageReader
-    from siirl.data.rows import objects
+    from siirl.data.rows import seen_of
 
     model, reader = vision.hf_model(folder), ImageReader(str(folder))
     rows = vision.vision_rows(folder)
-    for row, seen in enumerate(objects(rows, "images")):
+    for row, (seen, starts) in enumerate(seen_of(rows)):
         length = int(rows["prompt_length"][row])
         prompt = rows["prompt_ids"][row, -length:].tolist()
-        inputs: Any = vision.hf_inputs(folder, prompt, [8, 9], seen)
+        answer = rows["response_ids"][row, : rows["response_length"][row]].tolist()
+        inputs: Any = vision.hf_inputs(folder, prompt, answer, seen, starts)
         inputs.pop("pixel_values", None)
         wanted, _ = model.model.get_rope_index(**inputs)
         grids = reader.read(seen).grids if seen else ()
-        assert reader.positions([*prompt, 8, 9], length, grids).tolist() == wanted[:, 0].tolist()
+        assert reader.positions([*prompt, *answer], starts, grids).tolist() == wanted[:, 0].tolist()

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.data.image_reader import ImageReader
+from siirl.data.seen import Seen
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.parallel.dims import ParallelDims
@@ -70,6 +71,12 @@ def prompts(folder) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
+def placed(folder, prompts) -> list[Seen]:
+    reader = ImageReader(str(folder))
+    return [vision.seen_in(reader, *one) for one in zip(prompts, SEEN, strict=True)]
+
+
+@pytest.fixture(scope="module")
 def reference(folder):
     return vision.hf_model(folder)
 
@@ -85,17 +92,17 @@ def log_probs(
 
 
 def test_log_probs_are_those_of_hugging_face_and_tokens_do_not_depend_on_the_batch(
-    reference, folder, engine, prompts
+    reference, folder, engine, prompts, placed
 ):
     params = SamplingParams(max_tokens=6, n=8, temperature=HOT, ignore_eos=True)
-    found = engine.generate_seeing(prompts, SEEN, params, SEEDS)
+    found = engine.generate_seeing(prompts, placed, params, SEEDS)
     assert vision.IMAGE in {token for one in found for sample in one for token in sample.token_ids}
     for prompt, seen, samples in zip(prompts, SEEN, found, strict=True):
         for sample in (one for one in samples if vision.TWIN not in one.token_ids[:-1]):
             wanted = log_probs(reference, folder, prompt, seen, sample.token_ids)
             assert sample.log_probs == pytest.approx(wanted, abs=1e-5)
     for index in (2, 4):
-        (alone,) = engine.generate_seeing([prompts[index]], [SEEN[index]], params, [SEEDS[index]])
+        (alone,) = engine.generate_seeing([prompts[index]], [placed[index]], params, [SEEDS[index]])
         assert tokens(alone) == tokens(found[index])
     assert tokens(found[1]) != tokens(found[2]), "the same tokens with other images"
 
@@ -104,14 +111,14 @@ def tokens(samples: list[Completion]) -> list[list[int]]:
     return [sample.token_ids for sample in samples]
 
 
-def test_a_response_goes_on_behind_its_images(reference, folder, engine, prompts):
+def test_a_response_goes_on_behind_its_images(reference, folder, engine, prompts, placed):
     """As if it had not stopped; also behind a sampled token of an image, which is none of the prompt's."""
     params = SamplingParams(max_tokens=6, temperature=HOT, ignore_eos=True)
-    whole = [one for (one,) in engine.generate_seeing(prompts, SEEN, params, SEEDS)]
+    whole = [one for (one,) in engine.generate_seeing(prompts, placed, params, SEEDS)]
     rest, stream, begun = replace(params, max_tokens=3), engine.stream(), [9, vision.IMAGE, 11]
-    for row, (prompt, seen, one) in enumerate(zip(prompts, SEEN, whole, strict=True)):
+    for row, (prompt, one) in enumerate(zip(prompts, whole, strict=True)):
         for key, tokens in ((f"{row} again", one.token_ids[:3]), (f"{row} other", begun)):
-            stream.submit([Request(key, [*prompt, *tokens], rest, SEEDS[row], start=3, images=seen)])
+            stream.submit([Request(key, [*prompt, *tokens], rest, SEEDS[row], start=3, seen=placed[row])])
     found: dict = {}
     while stream.num_pending:
         found |= dict(stream.collect(30.0))
@@ -125,8 +132,8 @@ def test_a_response_goes_on_behind_its_images(reference, folder, engine, prompts
             assert other.log_probs == pytest.approx(wanted[3:], abs=1e-5)
 
 
-def test_greedy_tokens_are_those_that_hugging_face_generates(reference, folder, engine, prompts):
-    found = engine.generate_seeing(prompts, SEEN, SamplingParams(max_tokens=5, temperature=0.0), SEEDS)
+def test_greedy_tokens_are_those_that_hugging_face_generates(reference, folder, engine, prompts, placed):
+    found = engine.generate_seeing(prompts, placed, SamplingParams(max_tokens=5, temperature=0.0), SEEDS)
     for prompt, seen, (sample,) in zip(prompts, SEEN, found, strict=True):
         answer: list[int] = []
         for _ in range(5):
@@ -141,19 +148,19 @@ def test_equal_tokens_with_other_images_share_no_cache(reference, folder, engine
     params, prompt = SamplingParams(max_tokens=2, temperature=HOT), []
     for seen in ((PAGE, PAGE, PAGE), (other, PAGE, PAGE), (PAGE, PAGE, other), (PAGE, PAGE, PAGE)):
         prompt = vision.prompt_of(reader, seen)
-        ((sample,),) = engine.generate_seeing([prompt], [seen], params, [7])
+        ((sample,),) = engine.generate_seeing([prompt], [vision.seen_in(reader, prompt, seen)], params, [7])
         wanted = log_probs(reference, folder, prompt, seen, sample.token_ids)
         assert sample.log_probs == pytest.approx(wanted, abs=1e-5)
     assert len(prompt) > 32
 
 
-def test_images_are_read_again_by_new_weights_of_the_tower(reference, folder, engine, prompts):
+def test_images_are_read_again_by_new_weights_of_the_tower(reference, folder, engine, prompts, placed):
     stored = load_file(folder / "model.safetensors")
     moved = {name: tensor * 1.3 if "visual" in name else tensor for name, tensor in stored.items()}
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
 
     def sampled() -> list[Completion]:
-        return [one for (one,) in engine.generate_seeing(prompts, SEEN, params, SEEDS)]
+        return [one for (one,) in engine.generate_seeing(prompts, placed, params, SEEDS)]
 
     before = sampled()
     engine.load_weights(moved.items(), 4)

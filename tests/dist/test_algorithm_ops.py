@@ -156,7 +156,7 @@ def test_every_policy_loss_trains(name):
     assert torch.isfinite(loss)
     assert log_prob_BT.grad[mask_BT].abs().max() > 0
     assert not log_prob_BT.grad[~mask_BT].any()
-    assert metrics.values()["entropy"] == 1.0
+    assert metrics.read().values()["entropy"] == 1.0
 
 
 def test_validation_metrics_by_source_and_of_no_rows():

@@ -286,7 +286,7 @@ def whole_update(keys: dict[str, Any]) -> Update:
         words = words.gather(-1, mini["top_ids"]) if "top_ids" in mini.keys() else words
         outputs = TokenOutputs(log_prob_BT[index], entropy_BT[index], plain_full_kl()[index], words)
         loss, of_mini = make_loss_fn(cfg)(outputs, mini, counts)
-        metrics.merge(of_mini)
+        metrics.merge(of_mini.read())
         grads = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         losses.append(loss.item())
         norms.append(torch.nn.utils.get_total_norm(grads).item())

@@ -53,6 +53,19 @@ def test_the_template_with_a_lag_learns_it_from_rows_of_this_step_and_the_one_be
         assert [line[name] for line in lines if name in line] == [0.0, 1.0] * 30, name
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_engines_own_log_probs_in_place_of_old_ones_learn_it_too(tmp_path):
+    """Of two optimizer steps a step: the ratio to the engine corrects for what it samples otherwise."""
+    actor = "actor_rollout_ref.actor"
+    keys = (f"{actor}.recompute_old_log_prob=False", f"{actor}.ppo_mini_batch_size=16")
+    lines = learn(tmp_path, "grpo", *keys)
+    distances = [
+        line["actor/rollout_log_prob_diff"] for line in lines if "actor/rollout_log_prob_diff" in line
+    ]
+    assert len(distances) == 60 and max(distances) < 1e-4
+
+
 def test_other_names_are_refused_with_the_known_ones(tmp_path):
     assert set(NAMES) == {"grpo", "ppo", "dapo", "gspo", "rloo", "reinforce++", "remax"}
     refused = run(tmp_path, "bash", str(SCRIPT), "grop")

@@ -89,6 +89,62 @@ def test_two_ranks_train_on_images_and_a_frozen_tower_stays_bit_equal(arguments,
     assert config["model_type"] == "qwen3_vl" and vision.hf_model(tmp_path / "hf_model")
 
 
+GALLERY = """
+import base64
+
+from siirl.agents.shown import Shown
+
+
+class Gallery:
+    def reset(self, task, seed):
+        self.images, self.left = task["images"] or [IMAGE], 1 + seed % 3
+        return ""
+
+    def step(self, actions):
+        self.left -= 1
+        image = {"bytes": base64.b64decode(self.images[self.left % len(self.images)])}
+        said = sum(map(len, actions.values()))
+        return Shown(f"{self.left % 10} <image> ?", (image,)), float(said % 2), self.left <= 0
+"""
+PARTS = """
+dag_id: gallery
+nodes:
+  - {node_id: talk, node_type: MODEL_INFERENCE, node_role: ROLLOUT}
+  - {node_id: game, node_type: ENV_INTERACT, dependencies: [talk], loop: {to: talk, max_turns: 3},
+     config: {env_path: "FOLDER/gallery.py:Gallery"}}
+  - {node_id: advantages, node_type: COMPUTE, node_role: ADVANTAGE, dependencies: [game]}
+  - {node_id: old, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [talk], only_forward_compute: true}
+  - {node_id: train, node_type: MODEL_TRAIN, node_role: ACTOR, dependencies: [advantages, old]}
+"""
+LAG = (
+    *(f"{ROLLOUT}.max_lag=1", f"{ROLLOUT}.surplus=1"),
+    *(f"{ACTOR}.optim.lr=0", "trainer.total_training_steps=3"),
+)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("sampler", "keys"),
+    [
+        ("hf", ()),
+        pytest.param("hf", LAG, marks=pytest.mark.slow),
+        pytest.param("vllm", (), marks=pytest.mark.slow),
+    ],
+    ids=["hf", "with a lag", "vllm"],
+)
+def test_an_environment_shows_an_image_each_turn(arguments, tmp_path, sampler, keys):
+    (tmp_path / "gallery.py").write_text(GALLERY.replace("IMAGE", repr(vision.SMALL)))
+    (tmp_path / "dag.yaml").write_text(PARTS.replace("FOLDER", str(tmp_path)))
+    given = [one for one in arguments if not one.startswith(("custom_reward", f"{ACTOR}.use_kl_loss"))]
+    more = [f"dag.workflow_path={tmp_path}/dag.yaml", f"{ROLLOUT}.name={sampler}"]
+    turns = [f"{ROLLOUT}.agent.max_turn_tokens=5", "data.max_response_length=40"]
+    job = run_job(2, [*given, *more, *turns, *keys, f"trainer.output_dir={tmp_path}/out"], deadline_s=500)
+    assert max(job.values("interaction/turns_max")) == 3 and max(job.values("interaction/failed")) == 0
+    assert max(job.values("actor/rollout_log_prob_diff_max")) < 1e-4
+    assert keys or min(job.values("actor/grad_norm")) > 0
+    assert not keys or max(job.values("rollout/lag_max")) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_responses_to_images_go_on_in_the_next_step(arguments, tmp_path):

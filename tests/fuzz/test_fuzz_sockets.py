@@ -176,7 +176,7 @@ def test_a_server_that_talks_nonsense_is_an_error_of_its_client_alone(num_cases)
 class Talker:
     """A policy that says a line again and again."""
 
-    async def generate(self, prompt, params, seed):
+    async def generate(self, prompt, params, seed, seen=None):
         tokens = [ord(char) for char in '<tool_call>{"name": "f", "arguments": {}}</tool_call>'] + [3]
         return Generated(tokens, [-1.0] * len(tokens), "stop", 5)
 

@@ -45,7 +45,7 @@ class Script:
     def __init__(self, *lines):
         self.lines, self.read, self.seeds, self.most_tokens = list(lines), [], [], []
 
-    async def generate(self, prompt, params, seed):
+    async def generate(self, prompt, params, seed, seen=None):
         self.read.append(text_of(prompt))
         self.seeds.append(seed)
         self.most_tokens.append(params.max_tokens)

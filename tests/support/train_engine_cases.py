@@ -15,6 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.algorithms.tensor_metrics import TensorMetrics
+from siirl.compiler.model_types import OWN_TYPE
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config, load_config, with_overrides
 from siirl.data.rows import make_rows, take_rows
@@ -91,12 +93,12 @@ def rows_of_rank(rank: int, world: int, split: str) -> list[int]:
     return list(range(bounds[rank], bounds[rank + 1]))
 
 
-def policy_loss(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, Metrics]:
+def policy_loss(outputs: TokenOutputs, rows: TensorDict, counts: BatchCounts) -> tuple[Tensor, TensorMetrics]:
     """This micro-batch's share of the token-mean of -advantage * log_prob - coefficient * entropy."""
     loss_BT = -rows["advantage"] * outputs.log_prob_BT - ENTROPY_COEFF * outputs.entropy_BT
     share = (loss_BT * rows["response_mask"]).sum() / counts.num_tokens
-    metrics = Metrics()
-    metrics.sum("loss", share.item())
+    metrics = TensorMetrics()
+    metrics.sum("loss", share.detach())
     metrics.sum("rows", len(rows))
     return share, metrics
 
@@ -176,7 +178,8 @@ def run_reference(path: Path, lora: str | list[str] = "") -> Outcome:
         adamw.zero_grad()
     if lora:
         model = model.merge_and_unload()
-    outcome.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    kept = {n: buffer for n, buffer in model.named_buffers() if n.endswith(OWN_TYPE)}
+    outcome.weights = {n: p.detach().clone() for n, p in (*model.named_parameters(), *kept.items())}
     return outcome
 
 

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.data.image_reader import ImageReader
-from siirl.data.rows import make_rows
+from siirl.data.rows import make_rows, seen_of
+from siirl.data.seen import Seen
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 SPECIAL = ("<pad>", "<eos>", "<user>", "<assistant>", "<seen>", "</seen>", "<img>", "<video>")
@@ -135,19 +137,31 @@ def image(height: int, width: int, seed: int) -> str:
 SMALL, WIDE, TALL, OTHER = image(40, 40, 0), image(30, 90, 1), image(100, 50, 2), image(30, 90, 3)
 SEEN = ((SMALL,), (SMALL,), (WIDE,), (OTHER,), (WIDE, TALL), (), (), (SMALL,), (WIDE, TALL), (TALL,))
 """Of each row: some have the images of another, some others with the same tokens, some none."""
-NUM_ROWS, WIDTH = len(SEEN), 6
+LATER = {1: SMALL, 4: OTHER, 5: WIDE, 8: SMALL}
+"""Of some rows, the image that is shown in the response, between two turns."""
+NUM_ROWS, WIDTH = len(SEEN), 12
 
 
 def vision_rows(path: Path, step: int = 0, with_images: bool = True) -> TensorDict:
-    """Rows of unequal length for the engines: one has no response, and one has sampled the image token."""
+    """Rows of unequal length for the engines: one has no response, one has sampled the image token, and some
+    are shown an image in the response.
+    """
     reader, draw = ImageReader(str(path)), torch.Generator().manual_seed(100 + step)
-    prompts = [prompt_of(reader, seen if with_images else ()) for seen in SEEN]
+    shown = [seen if with_images else () for seen in SEEN]
+    prompts = [prompt_of(reader, seen) for seen in shown]
+    placed = [seen_in(reader, *one) for one in zip(prompts, shown, strict=True)]
     response_B = torch.randint(1, WIDTH + 1, (NUM_ROWS,), generator=draw)
     response_B[6], response_B[4] = 0, WIDTH
     ids_BT = torch.randint(8, 40, (NUM_ROWS, WIDTH), generator=draw)
-    ids_BT[4, 2] = IMAGE
-    inside_BT = torch.arange(WIDTH) < response_B[:, None]
-    mask_BT = inside_BT & (torch.rand(NUM_ROWS, WIDTH, generator=draw) < 0.8)
+    mask_BT = torch.rand(NUM_ROWS, WIDTH, generator=draw) < 0.8
+    for row, later in LATER.items() if with_images else ():
+        count = reader.num_tokens(later)
+        ids_BT[row, 2 : 4 + count] = torch.tensor([4, *[IMAGE] * count, 5])
+        mask_BT[row, 2 : 4 + count] = False
+        response_B[row] = max(int(response_B[row]), 6 + count)
+        placed[row] = placed[row].joined(Seen((later,), (len(prompts[row]) + 3,)))
+    ids_BT[4, 1] = ids_BT[4, WIDTH - 2] = IMAGE
+    mask_BT &= torch.arange(WIDTH) < response_B[:, None]
     return make_rows(
         {
             "row_id": torch.arange(NUM_ROWS),
@@ -157,7 +171,8 @@ def vision_rows(path: Path, step: int = 0, with_images: bool = True) -> TensorDi
             "response_length": response_B,
             "response_mask": mask_BT,
             "advantage": torch.randn(NUM_ROWS, WIDTH, generator=draw),
-            "images": [list(seen) if with_images else [] for seen in SEEN],
+            "images": [list(one.images) for one in placed],
+            "image_starts": [list(one.starts) for one in placed],
         }
     )
 
@@ -170,13 +185,31 @@ def prompt_of(reader: ImageReader, seen: tuple[str, ...]) -> list[int]:
     return [*ids, 19, 3]
 
 
-def hf_inputs(path: Path, prompt: list[int], response: list[int], seen: list[str]) -> dict[str, Tensor]:
-    """What transformers takes of a row, by its own processor of images."""
+def seen_in(reader: ImageReader, prompt: list[int], images: tuple[str, ...]) -> Seen:
+    """Where the images of a prompt are: each is the next run of image tokens."""
+    starts, at = [], 0
+    for one in images:
+        at = prompt.index(IMAGE, at)
+        starts.append(at)
+        at += reader.num_tokens(one)
+    return Seen(images, tuple(starts))
+
+
+def hf_inputs(
+    path: Path, prompt: list[int], response: list[int], seen: Sequence[str], starts: Sequence[int] = ()
+) -> dict[str, Tensor]:
+    """What transformers takes of a row, by its own processor of images.
+
+    starts: where the images begin that the response shows; its other image tokens are text.
+    """
     from PIL import Image
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    response = [TWIN if token == IMAGE else token for token in response]
-    ids = torch.tensor([prompt + response])
+    reader, of_images = ImageReader(str(path)), set(range(len(prompt)))
+    for one, start in zip(seen, starts, strict=False):
+        of_images |= set(range(start, start + reader.num_tokens(one)))
+    tokens = enumerate(prompt + response)
+    ids = torch.tensor([[TWIN if token == IMAGE and at not in of_images else token for at, token in tokens]])
     inputs = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long()}
     if seen:
         images = [Image.open(io.BytesIO(base64.b64decode(one))) for one in seen]
@@ -198,16 +231,14 @@ def hf_model(path: Path) -> Any:
 
 def hf_outputs(model: Any, path: Path, rows: TensorDict, temperature: float) -> tuple[Tensor, Tensor]:
     """(log_prob, entropy) [B, T] of response tokens, each row alone."""
-    from siirl.data.rows import objects
-
     log_prob_BT, entropy_BT = torch.zeros(len(rows), WIDTH), torch.zeros(len(rows), WIDTH)
-    for row, seen in enumerate(objects(rows, "images")):
+    for row, (seen, starts) in enumerate(seen_of(rows)):
         length, num = int(rows["prompt_length"][row]), int(rows["response_length"][row])
         if not num:
             continue
         prompt = rows["prompt_ids"][row, rows["prompt_ids"].shape[1] - length :].tolist()
         response = rows["response_ids"][row, :num]
-        logits = model(**hf_inputs(path, prompt, response.tolist(), seen)).logits[0]
+        logits = model(**hf_inputs(path, prompt, response.tolist(), seen, starts)).logits[0]
         log_p = torch.log_softmax(logits[length - 1 : -1] / temperature, dim=-1)
         log_prob_BT[row, :num] = log_p.gather(-1, response[:, None]).squeeze(-1)
         entropy_BT[row, :num] = -(log_p.exp() * log_p).sum(-1)

@@ -30,10 +30,11 @@ def _of_a_rollout(node: ResolvedNode, kept: Workflow) -> Iterator[UserError]:
     images = f"not supported yet: {node}: images in prompts (data.dataset_type=vlm)"
     rollout = node.cfg.actor_rollout_ref.rollout
     taking = [name for name, backend in ROLLOUT_BACKENDS.items() if backend.takes_images]
-    if node.id in kept.stages:
+    plans = kept.interactions.values()
+    if any(plan.program and node.id in [stage.node for stage in plan.stages] for plan in plans):
         yield NotSupportedError(
-            f"{images} of an interaction: its turns are texts, and carry none. Let a rollout answer in one "
-            "turn, without environments, tools or other agents."
+            f"{images} of episodes that a program plays (actor_rollout_ref.serve): its messages are texts. "
+            "Let an environment or tools show the images, or remove actor_rollout_ref.serve."
         )
     elif rollout.name not in taking:
         yield NotSupportedError(

@@ -11,12 +11,15 @@ from typing import Any
 
 from siirl.compiler.checks.megatron_options import MODULES, Kind, refusal
 from siirl.compiler.memory.estimate import ModelShape
-from siirl.compiler.model_types import MBRIDGE
+from siirl.compiler.model_types import GROUP_ROUTED, MBRIDGE
 from siirl.config.common import MegatronConfig
 from siirl.errors import ConfigError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.pipeline_layers import SPLIT_OPTIONS, split_layers, suggest_split
 from siirl.parallel.placement import Ranks, format_ranks
+
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type")
+"""Options that add a loss of the router."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +245,13 @@ def _experts(model: MegatronModel) -> Iterator[str]:
             f"moe_token_dispatcher_type=allgather with pp({dims.pp}): pipeline ranks exchange packed rows of "
             "varying length, which it does not take. Set moe_token_dispatcher_type=alltoall."
         )
+    if shape.family in GROUP_ROUTED:
+        for name in (name for name in ROUTER_LOSSES if options.get(name) not in (None, 0, "none")):
+            yield (
+                f"{model.keys}.override_transformer_config.{name}={options[name]} for a {shape.family}: its "
+                "router does not choose by its logits alone, which the loss would balance. Remove it."
+            )
+        return
     balancing, coefficient = options.get("moe_router_load_balancing_type"), options.get("moe_aux_loss_coeff")
     if balancing == "none" and coefficient:
         yield f"moe_aux_loss_coeff={coefficient} with moe_router_load_balancing_type=none: remove one."

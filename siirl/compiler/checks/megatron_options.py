@@ -252,8 +252,8 @@ DECIDED: dict[Kind, dict[str, str]] = {
 MODULES = {
     "layernorm": "Megatron discards their outputs by Transformer Engine's linear layers",
     "moe_act": "siirl's experts have no part of that name to discard",
-    "shared_experts": "the models that siirl builds have none",
-    "mla_up_proj": "the models that siirl builds have no latent attention",
+    "shared_experts": "moe is, and they with it",
+    "mla_up_proj": "the latent attention of siirl has no part of that name",
 }
 """Parts that Megatron-Core could recompute, and why it cannot here."""
 

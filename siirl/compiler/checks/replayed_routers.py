@@ -48,9 +48,13 @@ def _of_a_trainer(node: ResolvedNode) -> str:
 
 
 def _of_a_rollout(node: ResolvedNode) -> str:
-    name = node.cfg.actor_rollout_ref.rollout.name
-    why = ROLLOUT_BACKENDS[name].no_experts if name in ROLLOUT_BACKENDS else Backend.no_experts
-    saying = " or ".join(other for other, backend in ROLLOUT_BACKENDS.items() if not backend.no_experts)
+    name, known = node.cfg.actor_rollout_ref.rollout.name, ROLLOUT_BACKENDS
+
+    def why_none(backend: Backend) -> str:
+        return backend.no_experts or backend.no_experts_here(node.cfg)
+
+    why = why_none(known[name]) if name in known else Backend.no_experts
+    saying = " or ".join(other for other, backend in known.items() if not why_none(backend))
     return f"with rollout.name={name}: {why}. {OFF}, or rollout.name={saying}." if why else ""
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from siirl.compiler.model_types import QKV_BIAS
+from siirl.compiler.memory.layer_params import experts_of, has_experts, latent_sizes, mlp_params, shared_width
+from siirl.compiler.model_types import LATENT, QKV_BIAS
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import RouterChoices
 from siirl.config import Config
@@ -28,13 +29,11 @@ mini-batch."""
 
 FAMILIES = (
     *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3"),
-    *("mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
 )
 FUSED = ("glm4", "phi3")
 """Families whose files have gate and up in one tensor; phi3's queries, keys and values too."""
 _QWEN2 = ("qwen2", "qwen2_moe")
-ONLY_EXPERTS = ("mixtral", "olmoe")
-"""Families whose layers all have experts, of the width that dense MLPs have in others."""
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 GIB = 2**30
 LOGITS_CHUNK = 1 << 28
@@ -93,6 +92,12 @@ class ModelShape:
     """Layers that have experts."""
     norms: int = 2
     """Of a layer, as wide as its hidden states."""
+    qk_norms: bool = False
+    """Each head of queries and keys is normed."""
+    compressed: int = 0
+    """Features that keys and values, and maybe queries, are made of; 0 where these are of hidden states."""
+    cached: int = 0
+    """Values that a rollout keeps of a token in a layer, where these are not its keys and values."""
     layer_tensors: int = 9
     """In the files, of a layer without experts."""
 
@@ -144,16 +149,19 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     head_dim = raw.get("head_dim") or hidden // heads
     q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
     attention = 2 * hidden * q_width + 2 * hidden * kv_width
+    latent = latent_sizes(raw) if family in LATENT else {}
+    if latent:
+        attention, kv_width = latent.pop("params"), latent.pop("kv_width")
     qkv_bias = raw.get("qkv_bias", True) if family.startswith("qwen2") else raw.get("attention_bias")
     output_bias = raw.get("attention_out_bias") or (qkv_bias and family not in (*QKV_BIAS, *_QWEN2))
     attention += (q_width + 2 * kv_width) * bool(qkv_bias) + hidden * bool(output_bias)
-    qk_norms = family.startswith("qwen3") or family == "olmoe"
+    qk_norms = bool(raw.get("use_qk_norm")) or family.startswith("qwen3") or family == "olmoe"
     if qk_norms:
         attention += q_width + kv_width if family == "olmoe" else 2 * head_dim
     norms = 4 if family == "glm4" else 2
-    per_layer = [attention + norms * hidden + _mlp_params(raw, index) for index in range(layers)]
-    moe_layers = sum(_has_experts(raw, index) for index in range(layers))
-    experts = (raw.get("num_experts") or raw["num_local_experts"]) if moe_layers else 0
+    per_layer = [attention + norms * hidden + mlp_params(raw, index) for index in range(layers)]
+    moe_layers = sum(has_experts(raw, index) for index in range(layers))
+    experts = experts_of(raw) if moe_layers else 0
     expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
     embedding = raw["vocab_size"] * hidden
     copies = 1 if raw.get("tie_word_embeddings") else 2
@@ -168,47 +176,26 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         vocabulary=raw["vocab_size"],
         kv_width=kv_width,
         heads=heads,
-        kv_heads=raw.get("num_key_value_heads") or heads,
+        kv_heads=heads if latent else raw.get("num_key_value_heads") or heads,
         tied=copies == 1,
         experts=experts,
         top_k=raw.get("num_experts_per_tok", 0) if moe_layers else 0,
         expert_width=expert_width,
-        shared_width=raw.get("shared_expert_intermediate_size", 0) if moe_layers else 0,
+        shared_width=shared_width(raw) if moe_layers else 0,
         expert_params=experts * 3 * hidden * expert_width,
         moe_layers=moe_layers,
         norms=norms,
+        qk_norms=qk_norms and family != "olmoe",
         layer_tensors=7
         + norms
         + 2 * qk_norms
         + 3 * bool(qkv_bias)
         + bool(output_bias)
         - (family in FUSED)
-        - 2 * (family == "phi3"),
+        - 2 * (family == "phi3")
+        + (3 if raw.get("q_lora_rank") else 1) * bool(latent),
+        **latent,
     )
-
-
-def _has_experts(raw: dict[str, Any], layer: int) -> bool:
-    if raw["model_type"] in ONLY_EXPERTS:
-        return True
-    dense = layer in raw.get("mlp_only_layers", []) or (layer + 1) % raw.get("decoder_sparse_step", 1)
-    return raw["model_type"].endswith("_moe") and not dense
-
-
-def _mlp_params(raw: dict[str, Any], layer: int) -> int:
-    hidden, width = raw["hidden_size"], raw["intermediate_size"]
-    if raw["model_type"] in ONLY_EXPERTS:
-        experts = raw.get("num_experts") or raw["num_local_experts"]
-        return experts * 3 * hidden * width + hidden * experts
-    if not raw["model_type"].endswith("_moe"):
-        bias = 2 * width + hidden if raw.get("mlp_bias") else 0
-        return 3 * hidden * width + bias
-    if not _has_experts(raw, layer):
-        return 3 * hidden * width
-    experts = raw.get("num_experts") or raw["num_local_experts"]
-    count = experts * 3 * hidden * raw["moe_intermediate_size"] + hidden * experts
-    if raw["model_type"] == "qwen2_moe":
-        count += 3 * hidden * raw["shared_expert_intermediate_size"] + hidden
-    return count
 
 
 def fsdp_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_shard: int) -> list[MemoryLine]:
@@ -322,8 +309,8 @@ def kept_values(shape: ModelShape, fused: bool) -> int:
     Without, each norm keeps a copy in fp32 and the normalised input, and the activation its output.
     """
     q_width = query_width(shape)
-    qk_norm = (q_width + shape.kv_width) * shape.family.startswith("qwen3")
-    attention = 2 * q_width + 2 * shape.kv_width
+    qk_norm = (q_width + shape.kv_width) * shape.qk_norms
+    attention = 2 * q_width + 2 * shape.kv_width + 2 * shape.compressed
     if fused:
         return 2 * shape.norms * shape.hidden + qk_norm + attention + mlp_values(shape, 3)
     return 4 * shape.norms * shape.hidden + 3 * qk_norm + attention + mlp_values(shape, 4)
@@ -500,7 +487,8 @@ def _engine_bytes(model: ModelPlan, cfg: Config, shape: ModelShape, rows_per_sha
     rollout = cfg.actor_rollout_ref.rollout
     width, tp = BYTES[rollout.dtype], model.dims.tp
     at_once = min(rows_per_shard, rollout.max_num_seqs)
-    cache = 2 * shape.layers * shape.kv_width * at_once * (rollout.prompt_length + rollout.response_length)
+    each = shape.cached or 2 * shape.kv_width
+    cache = shape.layers * each * at_once * (rollout.prompt_length + rollout.response_length)
     adapter = adapter_params(cfg.actor_rollout_ref.model, shape) if model.base else 0
     params = (shape.params if model.base in (None, model.name) else 0) + adapter
     return -(-params // tp) * width, -(-cache // tp) * width

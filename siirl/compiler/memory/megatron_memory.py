@@ -64,13 +64,14 @@ def rank_params(model: ModelPlan, shape: ModelShape, stage: int, layers: int) ->
     head = shape.embedding_params // copies
     tied_here = shape.tied and dims.pp == 1
     body = shape.params - shape.embedding_params - shape.moe_layers * shape.expert_params
-    dense = layers * body / shape.layers
+    whole = layers * shape.compressed * shape.hidden  # what compresses is small, and not cut
+    dense = layers * body / shape.layers - whole
     if stage == 0:
         dense += head
     if stage == dims.pp - 1 and model.head == "lm" and not tied_here:
         dense += head
     experts = layers * shape.moe_layers / shape.layers * shape.expert_params
-    return int(dense / dims.tp), int(experts / (dims.ep * dims.etp))
+    return int(dense / dims.tp + whole), int(experts / (dims.ep * dims.etp))
 
 
 def layers_in_flight(pp: int, vpp: int, stage: int, chunks: tuple[int, ...]) -> int:

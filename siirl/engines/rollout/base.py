@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from siirl.data.chosen_experts import longer
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.errors import ConfigError, EpisodeFailed, NotSupportedError, RolloutError
 from siirl.observe.metrics import Metrics
 
@@ -106,8 +107,8 @@ class Request:
     kv_version: int | None = None
     """Of the weights that sampled the first of those tokens; None: there is none. An engine that keeps keys
     and values (rollout.keep_kv) looks among those of requests that began under the same weights."""
-    images: tuple[str, ...] = ()
-    """Of the prompt, in base64 and in the order of their tokens."""
+    seen: Seen = NO_IMAGES
+    """The images among its tokens."""
 
     def __post_init__(self) -> None:
         if self.params.n != 1:
@@ -222,11 +223,11 @@ class RolloutEngine(ABC):
     def generate_seeing(
         self,
         prompts: Sequence[Sequence[int]],
-        images: Sequence[Sequence[str]],
+        seen: Sequence[Seen],
         params: SamplingParams,
         seeds: Sequence[int],
     ) -> list[list[Completion]]:
-        """As `generate`, of prompts with images, in base64 and in the order of their tokens; maybe none.
+        """As `generate`, of prompts with images among their tokens; maybe none.
 
         NotSupportedError for an engine that takes none.
         """
@@ -255,7 +256,7 @@ class RolloutEngine(ABC):
         interrupted; NotSupportedError for requests that it cannot answer.
         """
         params = requests[0].params
-        if any((r.sample, r.start, r.params, *r.images) != (0, 0, params) for r in requests):
+        if any((r.sample, r.start, r.params, *r.seen.images) != (0, 0, params) for r in requests):
             raise NotSupportedError(
                 f"not supported yet: rollout engine {self.name!r}: parts of responses, or images in a stream"
             )

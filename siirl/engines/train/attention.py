@@ -17,6 +17,7 @@ PACKED_ATTENTION = "siirl_packed"
 """Name under which transformers finds `packed_attention`; it has no mask function, so no mask is built."""
 
 
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,

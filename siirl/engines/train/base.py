@@ -25,6 +25,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.observe.metrics import Metrics
 
 EXPERTS = "experts"
@@ -64,8 +65,10 @@ class BatchCounts:
     """The configured response length, for normalisation by a constant."""
 
 
-LossFn = Callable[[TokenOutputs, TensorDict, BatchCounts], tuple[Tensor, Metrics]]
+LossFn = Callable[[TokenOutputs, TensorDict, BatchCounts], tuple[Tensor, TensorMetrics]]
 """(outputs, micro-batch rows, counts) -> (this micro-batch's share of the loss, scalar; metrics).
+
+It reads nothing from the device, so that the next micro-batch is packed and queued while this one runs.
 
 Shares of all micro-batches and ranks add up to the loss of the mini-batch.
 """

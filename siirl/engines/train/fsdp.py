@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.data.chosen_experts import no_experts
@@ -40,7 +41,7 @@ from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
     bundles_of,
     count_bundles,
-    prompt_numbers,
+    images_seen,
     repeated_prompt_tokens,
     row_lengths,
     sharing_pays,
@@ -54,6 +55,7 @@ from siirl.engines.train.router_replay import RouterReplay, put_experts
 from siirl.engines.train.settings import engine_settings
 from siirl.engines.train.shared_rows import SumOverRanks
 from siirl.engines.train.stepping import SteppingEngine
+from siirl.engines.train.transfers import Arrivals
 from siirl.engines.train.ulysses import of_all_tokens, own_tokens
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import phase
@@ -112,6 +114,7 @@ class FSDPEngine(SteppingEngine):
             self._hidden_size, dtype, top_k, self._model.hf.config.get_text_config().vocab_size
         )
         columns = new_columns(rows, outputs, vectors, home)
+        arrivals = Arrivals(columns)
         experts = no_experts(rows, self._replay.choices) if sees else {}
         shares = self._shares_prompts(rows)
         self._model.eval()
@@ -119,10 +122,10 @@ class FSDPEngine(SteppingEngine):
             for index in self._split(rows, self._settings.forward_limit):
                 with phase("micro_batch"):
                     batch = self._packed(take_rows(rows, index), shares)
-                    for name, value_BT in self._run_packed(batch, temperature, outputs).items():
-                        columns[name][index] = value_BT.to(home)
+                    arrivals.take(index, self._run_packed(batch, temperature, outputs))
                     if sees and batch.places is not None:
                         put_experts(experts, index, batch.places, self._seen_experts(batch))
+        arrivals.finish()
         for module in fsdp_modules(self._model):
             module.reshard()  # weights that stayed gathered would miss what the next step or load changes
         return TensorDict(columns | experts, batch_size=rows.batch_size)
@@ -154,7 +157,7 @@ class FSDPEngine(SteppingEngine):
         outputs: tuple[str, ...],
         temperature: float,
     ) -> Metrics:
-        metrics, shares = Metrics(), self._shares_prompts(rows)
+        found, shares = TensorMetrics(), self._shares_prompts(rows)
         micro_batches = self._split(rows, self._settings.train_limit)
         if self._router_loss:
             add_up = functools.partial(self._reduce, op=dist.ReduceOp.SUM, group=self._group)
@@ -163,14 +166,17 @@ class FSDPEngine(SteppingEngine):
         for number, index in enumerate(micro_batches):
             is_last = number == len(micro_batches) - 1
             self._model.set_is_last_backward(is_last)
-            if self._accumulates_locally:
+            if self._accumulates_locally:  # weights stay gathered, and gradients whole, until the last
                 self._model.set_requires_gradient_sync(is_last)
+                self._model.set_reshard_after_backward(is_last)
             with phase("micro_batch"):
                 mine = take_rows(rows, index)
                 batch = self._packed(mine, shares)
                 columns, router_loss = self._run(batch, temperature, outputs)
-                loss = self._share(columns, batch, mine, loss_fn, counts, metrics)
+                loss = self._share(columns, batch, mine, loss_fn, counts, found)
                 (loss + router_loss).backward()
+        with phase("read_metrics"):
+            metrics = found.read()
         with phase("optimizer_step"):
             self._step(metrics)
         return metrics
@@ -262,12 +268,12 @@ class FSDPEngine(SteppingEngine):
     def flops(self, rows: TensorDict, backward: bool) -> float:
         """See TrainEngine. A prompt that several of the rows share is computed once, and counted once."""
         flops = functools.partial(model_flops, self._model.hf, backward=backward)
-        prompts, again = rows["prompt_ids"], 0.0
-        if self._shares_prompts(rows):
-            first = {number: row for row, number in reversed(list(enumerate(prompt_numbers(rows))))}
-            prompts, again = prompts[list(first.values())], flops(repeated_prompt_tokens(rows))
+        lengths, shares, again = row_lengths(rows), self._shares_prompts(rows), 0.0
+        if shares:
+            again = flops(repeated_prompt_tokens(rows))
         reader = self._settings.image_reader
-        return flops(row_lengths(rows), num_patches=reader.num_patches(prompts) if reader else 0) - again
+        patches = 0 if reader is None else reader.num_patches(images_seen(rows, shares))
+        return flops(lengths, num_patches=patches) - again
 
     def _split(self, rows: TensorDict, limit: MicroBatchLimit) -> list[list[int]]:
         """Row indices of the micro-batches: as many on every rank. Collective."""

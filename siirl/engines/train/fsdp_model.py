@@ -17,9 +17,11 @@ from transformers import PreTrainedModel
 from siirl.compiler.memory.estimate import SMALL_MODEL_BYTES
 from siirl.compiler.plan import ModelPlan
 from siirl.engines.train.expert_parallel import deal_experts
+from siirl.engines.train.float8 import use_float8
 from siirl.engines.train.frozen_base import join_shards, use_base
 from siirl.engines.train.hf_model import (
     build_skeleton,
+    compile_layers,
     decoder_layers,
     empty_source,
     load_hf_config,
@@ -86,6 +88,10 @@ def build_sharded(
     hf = build_skeleton(config, dtype, own_code, settings.head, kernels)
     if settings.model.use_liger:
         use_liger_kernels(hf)
+    if settings.fsdp.float8:
+        use_float8(decoder_layers(hf), device)
+    if settings.model.compile_layers:
+        compile_layers(hf)
     if trains:
         add_lora(hf, settings.model, settings.seed)
         tower = tower_of(hf)

@@ -156,8 +156,9 @@ def _named(hf: PreTrainedModel) -> Iterator[tuple[str, DTensor]]:
 def base_names(hf: PreTrainedModel, parts: FileParts) -> list[str]:
     """HF names of what a training state leaves out: with adapters, the weights that stay as they are."""
     stored = _stored(hf)
-    left_out = (plain_name(name) for name, _ in hf.named_parameters() if name not in stored)
-    return [part.name for name in left_out for part in parts[name]]
+    left_out = [plain_name(name) for name, _ in hf.named_parameters() if name not in stored]
+    buffers = _buffers(hf) if left_out else {}
+    return [part.name for name in left_out for part in parts[name]] + list(buffers)
 
 
 def _stored(hf: PreTrainedModel) -> dict[str, nn.Parameter]:
@@ -171,7 +172,8 @@ def training_state(
 ) -> dict[str, Any]:
     """{"model": name -> tensor, "optimizer": moment.name -> tensor}: the live tensors. No communication.
 
-    Of a model with adapters it has what trains; the rest are its base's (base_names).
+    Of a model with adapters it has what trains; the rest are its base's (base_names). Else it has what the
+    files have besides weights, too.
     Names are those of the model's files. Tensors are DTensors, or where a parameter holds several tensors of
     the files, those that this rank has: torch.distributed.checkpoint reads both on any number of ranks. The
     step count of AdamW is the engine's version.
@@ -183,8 +185,16 @@ def training_state(
         for moment in MOMENTS:
             held = {name: optimizer.state[param][moment] for name, param in trained.items()}
             moments |= {f"{moment}.{name}": tensor for name, tensor in _held_parts(held, parts).items()}
-    weights = {name: param.detach() for name, param in params.items()}
-    return {"model": _held_parts(weights, parts), "optimizer": moments}
+    weights = _held_parts({name: param.detach() for name, param in params.items()}, parts)
+    if not base_names(hf, parts):
+        weights |= {name: _whole(buffer) for name, buffer in _buffers(hf).items()}
+    return {"model": weights, "optimizer": moments}
+
+
+def _whole(buffer: Tensor) -> Tensor:
+    """A tensor that every rank has, as checkpoints see one."""
+    shape = tuple(buffer.shape)
+    return PiecewiseTensor(shape, [Piece(buffer, (0,) * len(shape))], buffer.dtype)
 
 
 def _held_parts(tensors: dict[str, DTensor], parts: FileParts) -> dict[str, Tensor]:

@@ -245,6 +245,16 @@ def recompute_activations(model: PreTrainedModel, kwargs: dict[str, Any]) -> Non
         model.gradient_checkpointing_enable(kwargs)
 
 
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each block: what stands between its matrix products becomes few kernels, forward and backward.
+
+    Before the model is sharded, as what gathers weights stays outside. The attention of packed rows is not
+    compiled: it is an operation of its own to the compiler. Numbers of tokens are no constants of the code.
+    """
+    for layer in decoder_layers(model):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
 def use_liger_kernels(model: PreTrainedModel) -> None:
     """Replace norms, rotary embedding and MLP of this model by Liger kernels; ConfigError if not there."""
     try:

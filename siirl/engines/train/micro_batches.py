@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from tensordict import TensorDict
 
 from siirl.algorithms.row_cost import row_cost
-from siirl.engines.train.packed_images import images_of
+from siirl.data.rows import seen_of
+from siirl.engines.train.packed_images import prompt_images
 from siirl.errors import ConfigError
 
 PAIRS = "pair_id"
@@ -50,24 +51,37 @@ def row_lengths(rows: TensorDict) -> list[int]:
 
 
 def prompt_numbers(rows: TensorDict) -> list[int]:
-    """Which prompt each row has, by tokens and images: 0, 1, ... in the order of their first rows.
+    """Which prompt each row has, by its tokens and images: 0, 1, ... in the order of their first rows.
 
     On the host.
     """
     ids_BP, width = rows["prompt_ids"].cpu().numpy(), rows["prompt_ids"].shape[1]
-    images = images_of(rows)
+    images = prompt_images(rows)
     seen: dict[tuple[int, bytes, tuple[str, ...]], int] = {}
     return [
-        seen.setdefault((length, ids_P[width - length :].tobytes(), tuple(images[row])), len(seen))
+        seen.setdefault((length, ids_P[width - length :].tobytes(), images[row]), len(seen))
         for row, (ids_P, length) in enumerate(zip(ids_BP, rows["prompt_length"].tolist(), strict=True))
     ]
 
 
-def repeated_prompt_tokens(rows: TensorDict) -> list[int]:
-    """Tokens of the prompt of each row that has one of an earlier row."""
+def repeated_prompts(rows: TensorDict) -> list[int]:
+    """The rows that have the prompt of an earlier row."""
     seen: set[int] = set()
-    prompt = zip(prompt_numbers(rows), rows["prompt_length"].tolist(), strict=True)
-    return [length for number, length in prompt if number in seen or seen.add(number)]
+    return [row for row, number in enumerate(prompt_numbers(rows)) if number in seen or seen.add(number)]
+
+
+def repeated_prompt_tokens(rows: TensorDict) -> list[int]:
+    """Tokens of the prompts of these."""
+    lengths = rows["prompt_length"].tolist()
+    return [lengths[row] for row in repeated_prompts(rows)]
+
+
+def images_seen(rows: TensorDict, share_prompts: bool) -> list[str]:
+    """All images that a tower sees of the rows; with share_prompts those of a prompt once."""
+    images, of_prompts = [seen.images for seen in seen_of(rows)], prompt_images(rows)
+    for row in repeated_prompts(rows) if share_prompts else ():
+        images[row] = images[row][len(of_prompts[row]) :]
+    return [image for of_row in images for image in of_row]
 
 
 def sharing_pays(rows: TensorDict) -> bool:

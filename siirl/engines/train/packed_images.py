@@ -12,7 +12,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.data.image_reader import ImageReader
-from siirl.data.rows import objects
+from siirl.data.rows import seen_of
+from siirl.engines.train.transfers import sent
 
 Segment = tuple[int, int, int]
 """A row that has it, its first column in [prompt | response], its tokens."""
@@ -30,9 +31,10 @@ class PackedImages:
     """int64, the packed tokens that are of images, in the order of the patches."""
 
 
-def images_of(rows: TensorDict) -> list[list[str]]:
-    """The images of each row's prompt, in base64; none where rows do not have the column."""
-    return objects(rows, "images") if "images" in rows.keys() else [[] for _ in range(len(rows))]
+def prompt_images(rows: TensorDict) -> list[tuple[str, ...]]:
+    """Those of the images of each row that its prompt shows."""
+    lengths = rows["prompt_length"].tolist()
+    return [seen.before(length).images for seen, length in zip(seen_of(rows), lengths, strict=True)]
 
 
 def with_images_read(
@@ -44,21 +46,22 @@ def with_images_read(
     """
     num_prompt = rows["prompt_ids"].shape[1]
     prompt, response = rows["prompt_length"].tolist(), rows["response_length"].tolist()
-    of_rows, patches, places, at = images_of(rows), [], [], 0
+    of_rows, patches, places, at = seen_of(rows), [], [], 0
     known: dict[int, np.ndarray] = {}
     index: list[np.ndarray] = []
     for row, column, length in segments:
-        own = reader.read(of_rows[row]) if of_rows[row] else None
+        own = [reader.read([image]) for image in of_rows[row].images]
         if row not in known:
             ids = rows["prompt_ids"][row, num_prompt - prompt[row] :].tolist()
             ids += rows["response_ids"][row, : response[row]].tolist()
-            known[row] = reader.positions(ids, prompt[row], own.grids if own else ())
+            grids = [one.grids[0] for one in own]
+            known[row] = reader.positions(ids, of_rows[row].starts, grids)
         first = column - num_prompt + prompt[row]
         places.append(known[row][:, first : first + length])
-        if own and first < prompt[row]:  # a segment of the prompt, which is never cut
-            patches.append(own)
-            of_prompt = ids_N[at : at + min(length, prompt[row])].cpu().numpy()
-            index.append(at + np.flatnonzero(of_prompt == reader.image_token_id))
+        for start, one in zip(of_rows[row].starts, own, strict=True):
+            if first <= start < first + length:  # a segment never ends inside an image
+                patches.append(one)
+                index.append(at + start - first + np.arange(reader.tokens_of(one.grids[0])))
         at += length
     extra = 0
     if not patches:
@@ -67,12 +70,12 @@ def with_images_read(
         token_E = np.full(extra, reader.image_token_id)
         patches.append(blank)
         index.append(at + np.arange(extra))
-        places.append(reader.positions(token_E, extra, blank.grids))
+        places.append(reader.positions(token_E, [0], blank.grids))
         ids_N = torch.cat([ids_N, torch.from_numpy(token_E).to(ids_N)])
     images = PackedImages(
-        torch.cat([one.pixels_XC for one in patches]).to(device),
-        torch.tensor([grid for one in patches for grid in one.grids]).to(device),
-        torch.from_numpy(np.concatenate(index)).to(device),
+        sent(torch.cat([one.pixels_XC for one in patches]), device),
+        sent(torch.tensor([grid for one in patches for grid in one.grids]), device),
+        sent(torch.from_numpy(np.concatenate(index)), device),
     )
     return ids_N, torch.from_numpy(np.concatenate(places, axis=1)), images, extra
 

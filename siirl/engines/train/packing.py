@@ -21,6 +21,7 @@ from siirl.engines.train.packed_images import (
     with_images_read,
 )
 from siirl.engines.train.sequence_bounds import SequenceBounds, SharedPrompts
+from siirl.engines.train.transfers import sent
 from siirl.errors import DataError
 from siirl.types import EXPERT_FIELDS
 
@@ -133,16 +134,16 @@ def pack_rows(
             segment_N = torch.cat([segment_N, segment_N.new_full((extra,), len(length_S) - 1)])
             inside_N = torch.cat([inside_N, torch.arange(extra, device=inside_N.device)])
     return PackedBatch(
-        input_ids=ids_N.unsqueeze(0).to(device),
-        position_ids=position_N.unsqueeze(-2).to(device),
+        input_ids=sent(ids_N.unsqueeze(0), device),
+        position_ids=sent(position_N.unsqueeze(-2), device),
         bounds=_bounds(length_S, segment_N, inside_N, found.shared, device),
-        predict_index=predict_M.to(device),
-        target=response_BT[answered_BT].to(device),
-        cell=answered_BT.flatten().nonzero().squeeze(1).to(device),
+        predict_index=sent(predict_M, device),
+        target=sent(response_BT[answered_BT], device),
+        cell=sent(answered_BT.flatten().nonzero().squeeze(1), device),
         num_rows=num_rows,
         width=width,
         is_dummy=False,
-        **{name: value_BTX[answered_BT].to(device) for name, value_BTX in given.items()},
+        **{name: sent(value_BTX[answered_BT], device) for name, value_BTX in given.items()},
         images=images,
         experts=_experts(rows, row_N, column_N, device),
         places=(row_N, column_N),
@@ -153,7 +154,7 @@ def _experts(rows: TensorDict, row_N: Tensor, column_N: Tensor, device: torch.de
     """Those of each packed token, if the rows name some."""
     if EXPERT_FIELDS[0] not in rows.keys():
         return None
-    return torch.cat([rows[name] for name in EXPERT_FIELDS], dim=1)[row_N, column_N].to(device)
+    return sent(torch.cat([rows[name] for name in EXPERT_FIELDS], dim=1)[row_N, column_N], device)
 
 
 @dataclass
@@ -211,13 +212,13 @@ def _bounds(
 ) -> SequenceBounds:
     """Bounds of segments of the given lengths, each token's segment and its place inside."""
     longest = int(length_S.max())
-    index_N = (segment_N * longest + inside_N).to(device)
+    index_N = sent(segment_N * longest + inside_N, device)
     if shared is None:
-        return SequenceBounds(_ends(length_S).to(device), index_N, longest)
+        return SequenceBounds(sent(_ends(length_S), device), index_N, longest)
     prompts, after, longest_row = shared
-    ends = (_ends(torch.tensor(lengths)).to(device) for lengths in (prompts, after))
+    ends = (sent(_ends(torch.tensor(lengths)), device) for lengths in (prompts, after))
     common = SharedPrompts(*ends, tuple(prompts), tuple(after), longest_row)
-    return SequenceBounds(_ends(length_S).to(device), index_N, longest, common)
+    return SequenceBounds(sent(_ends(length_S), device), index_N, longest, common)
 
 
 def _ends(length_S: Tensor) -> Tensor:
@@ -233,7 +234,7 @@ def _dummy(
     reader: ImageReader | None,
 ) -> PackedBatch:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    ends = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    ends = torch.arange(2, dtype=torch.int32, device=device)  # made there: a copy would be waited for
     images = None
     if reader is not None:
         images = black_image(reader, zero)

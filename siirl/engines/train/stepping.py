@@ -12,12 +12,14 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.engines.train.base import BatchCounts, LossFn, TokenOutputs, TrainEngine
 from siirl.engines.train.offload import HostCopies
 from siirl.engines.train.packing import PackedBatch, pack_rows
 from siirl.engines.train.pieces import Piece
 from siirl.engines.train.schedules import learning_rate
 from siirl.engines.train.settings import EngineSettings
+from siirl.engines.train.transfers import sent_rows
 from siirl.errors import CheckpointError, NumericsError
 from siirl.model_files.directory import weights_digest
 from siirl.observe.metrics import Metrics
@@ -130,14 +132,14 @@ class SteppingEngine(TrainEngine):
         rows: TensorDict,
         loss_fn: LossFn,
         counts: BatchCounts,
-        metrics: Metrics,
+        metrics: TensorMetrics,
     ) -> Tensor:
         """The loss of one micro-batch; of a rank without rows, 0 with the graph of the dummy it ran."""
         nothing = sum(value_BT.sum() for value_BT in columns.values()) if batch.is_dummy else 0.0
         if not batch.num_rows:
             return nothing
         tokens = TokenOutputs(**{f"{name}_BT": value_BT for name, value_BT in columns.items()})
-        loss, found = loss_fn(tokens, rows.to(self.device), counts)
+        loss, found = loss_fn(tokens, sent_rows(rows, self.device), counts)
         metrics.merge(found)
         return loss + nothing
 

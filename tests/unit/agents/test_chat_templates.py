@@ -77,14 +77,14 @@ def said(tokens):
 )
 def test_what_a_template_does_not_take_becomes_users_and_assistants_in_turn(renderer, messages, expected):
     before = [dict(message) for message in messages]
-    assert said(renderer(STRICT).start(messages)) == expected
+    assert said(renderer(STRICT).start(messages).tokens) == expected
     assert messages == before
 
 
 def test_what_a_template_leaves_out_silently_is_the_users(renderer):
     """Phi's and Gemma's forget the answers of tools."""
     answered = [ASKED, {"role": "assistant", "content": "1"}, {"role": "tool", "content": "2"}]
-    assert said(renderer(FORGETS).start([SYSTEM, *answered])) == "u=s;u=q;a=1;u=2;a="
+    assert said(renderer(FORGETS).start([SYSTEM, *answered]).tokens) == "u=s;u=q;a=1;u=2;a="
 
 
 def test_a_row_grows_by_several_messages_at_once(renderer):
@@ -97,8 +97,8 @@ def test_a_row_grows_by_several_messages_at_once(renderer):
 
 def test_a_template_that_takes_a_conversation_gets_it_as_it_is(renderer):
     free = renderer(None)
-    parts = [said(free.start([message])).split(message["content"])[0] for message in (SYSTEM, ASKED)]
-    text = said(free.start([SYSTEM, ASKED, SOLVED]))
+    parts = [said(free.start([message]).tokens).split(message["content"])[0] for message in (SYSTEM, ASKED)]
+    text = said(free.start([SYSTEM, ASKED, SOLVED]).tokens)
     assert text.startswith(parts[0]) and text.count(parts[1]) == 2 and "\n\n3" not in text
 
 

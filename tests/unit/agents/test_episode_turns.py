@@ -167,7 +167,7 @@ def test_tokens_that_no_text_gives_back_are_kept_as_they_were_sampled():
     """An end within a turn is lost in its text; the row and the next prompt have it nonetheless."""
 
     class Odd(Script):
-        async def generate(self, prompt, params, seed):
+        async def generate(self, prompt, params, seed, seen=None):
             await super().generate(prompt, params, seed)
             return Generated([65, END, 66, END], [-1.0, -2.0, -3.0, -4.0], "stop", 5)
 
@@ -209,14 +209,14 @@ def test_a_sample_goes_on_to_the_next_agent_while_others_still_wait_for_the_firs
     spoken = asyncio.Event()
 
     class Slow(Script):
-        async def generate(self, prompt, params, seed):
+        async def generate(self, prompt, params, seed, seen=None):
             if not self.seeds:
                 self.seeds.append(seed)
                 await asyncio.wait_for(spoken.wait(), 5)
             return await super().generate(prompt, params, seed)
 
     class Counting(Script):
-        async def generate(self, prompt, params, seed):
+        async def generate(self, prompt, params, seed, seen=None):
             if len(self.seeds) == 1:
                 spoken.set()
             return await super().generate(prompt, params, seed)
@@ -276,7 +276,7 @@ def test_a_route_goes_back_no_more_often_than_the_loop_allows():
 @pytest.mark.parametrize(("tokens", "log_probs"), [([], []), ([65, 3], [-1.0])])
 def test_a_policy_that_says_nothing_costs_the_episode(tokens, log_probs):
     class Broken:
-        async def generate(self, prompt, params, seed):
+        async def generate(self, prompt, params, seed, seen=None):
             return Generated(tokens, log_probs, "stop", 1)
 
     (one,) = play([stage("a", 0)], {"a": speaker(Broken())})
@@ -286,7 +286,7 @@ def test_a_policy_that_says_nothing_costs_the_episode(tokens, log_probs):
 @pytest.mark.timeout(30)
 def test_an_interruption_that_no_call_is_interrupted_by_is_heeded():
     class Silent:
-        async def generate(self, prompt, params, seed):
+        async def generate(self, prompt, params, seed, seen=None):
             threading.Timer(0.1, _thread.interrupt_main).start()
             await asyncio.get_running_loop().create_future()
 

@@ -83,7 +83,7 @@ class Script:
     def __post_init__(self):
         self.asked, self.said = [], {}
 
-    async def generate(self, prompt, params, seed):
+    async def generate(self, prompt, params, seed, seen=None):
         await asyncio.sleep(self.delay_s * (len(self.asked) % 3))
         self.asked.append((tuple(prompt), seed, params.max_tokens))
         first = prompt[1]

@@ -327,7 +327,7 @@ class Slow(Script):
         super().__init__(*lines)
         self.waits = waits
 
-    async def generate(self, prompt, params, seed):
+    async def generate(self, prompt, params, seed, seen=None):
         generated = await super().generate(prompt, params, seed)
         await self.waits(len(self.read) - 1)
         return generated
@@ -388,7 +388,7 @@ def test_a_function_that_raises_costs_its_episode():
 
 
 class Fails:
-    async def generate(self, prompt, params, seed):
+    async def generate(self, prompt, params, seed, seen=None):
         raise RuntimeError("the engine is gone")
 
 

@@ -37,7 +37,7 @@ class Sampler:
     def __init__(self, rng):
         self.rng, self.samples = rng, {}
 
-    async def generate(self, prompt, params, seed):
+    async def generate(self, prompt, params, seed, seen=None):
         await asyncio.sleep(0)
         text = "".join(self.rng.choices([*WORDS, CALL], k=self.rng.randrange(1, 4))) or "."
         tokens = [ord(letter) for letter in text][: params.max_tokens]

@@ -11,7 +11,7 @@ import pytest
 from siirl.agents.pump import Pump
 from siirl.errors import DeadlineError, RolloutError
 
-Ask = namedtuple("Ask", "key prompt params seed start kv_version")
+Ask = namedtuple("Ask", "key prompt params seed start kv_version seen")
 
 
 @dataclass
@@ -132,7 +132,9 @@ def test_a_pause_gives_what_there_is_of_each_turn_and_closes():
     policy = pump_of(stream)
 
     async def pause_while_waiting():
-        waiting = [asyncio.ensure_future(policy.generate([p], 1 << 30, 0, 4, f"turn {p}")) for p in (1, 2)]
+        waiting = [
+            asyncio.ensure_future(policy.generate([p], 1 << 30, 0, start=4, key=f"turn {p}")) for p in (1, 2)
+        ]
         await asyncio.sleep(0.05)
         assert [(ask.key, ask.start) for _, ask in stream.waiting.values()] == [("turn 1", 4), ("turn 2", 4)]
         late = asyncio.ensure_future(policy.generate([3], 1, 0))

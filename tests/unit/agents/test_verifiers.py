@@ -38,7 +38,7 @@ class Player:
     def __init__(self, line_of):
         self._line_of = line_of
 
-    async def generate(self, prompt, params, seed):
+    async def generate(self, prompt, params, seed, seen=None):
         line = self._line_of(text_of(prompt), random.Random(seed))
         tokens = [*map(ord, line), END]
         return Generated(tokens, [-1.0] * len(tokens), "stop", 5)

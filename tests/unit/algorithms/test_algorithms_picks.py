@@ -109,7 +109,7 @@ def loss_and_metrics(*overrides: str):
     )
     outputs = TokenOutputs(log_prob_BT=log_prob, entropy_BT=torch.zeros(2, 2))
     loss, metrics = make_loss_fn(cfg)(outputs, rows, BatchCounts(4, 2, 2))
-    return check_only, loss.item(), metrics.values()
+    return check_only, loss.item(), metrics.read().values()
 
 
 def test_corrections_weigh_the_policy_loss():

@@ -335,7 +335,7 @@ def test_weights_are_truncated_or_masked_at_their_bounds():
     masked = masked_weight(log_ratio, MASK, level="token", low=0.4, high=1.5)
     torch.testing.assert_close(masked, torch.tensor([[0.5, 0.0, 1.0], [1.0, 0.0, 1.0]]))
     assert not truncated.requires_grad and not masked.requires_grad
-    stats = correction_stats(log_ratio.detach(), masked, MASK).values()
+    stats = correction_stats(log_ratio.detach(), masked, MASK).read().values()
     assert stats["masked"] == pytest.approx(2 / 5) and stats["weight"] == pytest.approx(2.5 / 5)
     assert stats["ratio"] == pytest.approx((0.5 + 2 + 1 + 0.25 + 1) / 5)
     assert stats["kl_k1"] == pytest.approx(-math.log(0.25) / 5)
@@ -354,4 +354,5 @@ def test_a_hopeless_mismatch_stays_finite():
     log_ratio = torch.tensor([[500.0, -500.0]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     assert importance_ratio(log_ratio, mask, "token").isfinite().all()
-    assert all(map(math.isfinite, correction_stats(log_ratio, torch.ones(1, 2), mask).values().values()))
+    stats = correction_stats(log_ratio, torch.ones(1, 2), mask).read().values()
+    assert all(map(math.isfinite, stats.values()))

@@ -76,7 +76,7 @@ def ours(b: dict[str, Tensor], cfg: Config, **columns: Tensor) -> tuple[Tensor, 
     counts = BatchCounts(float(b["mask"].sum()), float(b["mask"].any(-1).sum()), 32)
     outputs = TokenOutputs(log_prob_BT=log_prob, entropy_BT=b["entropy"])
     loss, metrics = make_loss_fn(cfg)(outputs, TensorDict(rows, batch_size=[B]), counts)
-    return loss.detach(), torch.autograd.grad(loss, log_prob)[0], metrics.values()
+    return loss.detach(), torch.autograd.grad(loss, log_prob)[0], metrics.read().values()
 
 
 @pytest.mark.heavy

@@ -10,7 +10,7 @@ from siirl.compiler.compile import compile_plan, load_dag
 from siirl.compiler.model_types import VISION_MODELS, why_not
 from siirl.compiler.plan import Load, Run
 from siirl.errors import UserError
-from siirl.types import FieldKey
+from siirl.types import IMAGE_FIELDS, FieldKey
 
 ROLLOUT, ACTOR, MODEL = (f"actor_rollout_ref.{name}" for name in ("rollout", "actor", "model"))
 VLM = "data.dataset_type=vlm"
@@ -59,13 +59,26 @@ REFUSED = {
     "liger": ("qwen2_5_vl", (VLM, f"{MODEL}.use_liger=true"), "Liger kernels.*use_liger=false"),
     "megatron": ("qwen3_vl", (VLM, f"{ACTOR}.strategy=megatron"), "a vision_config.*Set strategy=fsdp"),
     "a critic": ("qwen3_vl", (VLM, "algorithm.adv_estimator=gae"), "a value head, which transformers does"),
-    "tools": (
+    "programs": (
         "qwen3_vl",
-        (VLM, f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml"),
-        "of an interaction: its turns are texts",
+        (VLM, "actor_rollout_ref.serve.command=python agent.py"),
+        "of episodes that a program plays .*remove actor_rollout_ref.serve",
     ),
 }
 TOOLS = "tools:\n  - function: math:sqrt\n    name: root\n    description: root\n"
+
+
+def test_images_reach_what_an_interaction_reads_and_gives(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tools.yaml").write_text(TOOLS)
+    tools = f"{ROLLOUT}.multi_turn.enable=true", f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml"
+    plan = compiled(tmp_path, "qwen3_vl", VLM, *tools)
+    runs = {plan.nodes[ins.node].op: ins for ins in plan.instructions if isinstance(ins, Run)}
+    for name in IMAGE_FIELDS:
+        assert (
+            FieldKey(0, name) in runs["interaction"].reads and FieldKey(0, name) in runs["interaction"].writes
+        )
+        assert FieldKey(0, name) in runs["actor_train"].reads
 
 
 @pytest.mark.parametrize(("kind", "keys", "words"), REFUSED.values(), ids=REFUSED)

@@ -19,6 +19,7 @@ BOTH_ENDS = (
     option("account_for_loss_in_pipeline_split", True),
 )
 OPTIMIZER = "actor_rollout_ref.actor.optim.override_optimizer_config"
+HF = "actor_rollout_ref.rollout.name=hf"
 RECIPES = {
     "8B on 8": ("Qwen3-8B", 8, sizes(tp=2, pp=4, cp=1, sp=True)),
     "30B-A3B on 32, 8 chunks a rank": ("Qwen3-30B-A3B", 32, sizes(tp=2, pp=2, vpp=8, ep=4, sp=True)),
@@ -26,6 +27,7 @@ RECIPES = {
     "70B on 64": ("Llama-3.1-70B", 64, sizes(tp=8, pp=4, cp=2, sp=True)),
     "70B on 128": ("Llama-3.1-70B", 128, sizes(tp=8, pp=8, cp=2, sp=True)),
     "405B on 256": ("Llama-3.1-405B", 256, (*sizes(tp=8, pp=16, cp=2, vpp=2, sp=True), *BOTH_ENDS)),
+    "GLM-4.5-Air on 64": ("GLM-4.5-Air", 64, (*sizes(tp=4, pp=2, ep=8, sp=True), HF)),
     "235B on 256": ("Qwen3-235B-A22B", 256, (*sizes(tp=4, pp=8, ep=8, sp=True), *BOTH_ENDS)),
 }
 
@@ -230,6 +232,19 @@ REFUSED = {
         2,
         (option("moe_router_load_balancing_type", "aux_loss"),),
         "aux_loss weighs nothing. Set moe_aux_loss_coeff.",
+    ),
+    "a balancing loss of a router of biases": (
+        "GLM-4.5-Air",
+        2,
+        (HF, option("moe_aux_loss_coeff", 0.1)),
+        "moe_aux_loss_coeff=0.1 for a glm4_moe: its router does not choose by its logits alone, which the "
+        "loss would balance. Remove it.",
+    ),
+    "another loss of a router of biases": (
+        "GLM-4.5-Air",
+        2,
+        (HF, option("moe_z_loss_coeff", 0.1)),
+        "moe_z_loss_coeff=0.1 for a glm4_moe",
     ),
     "a balancing loss that is off": (
         "Qwen3-30B-A3B",

@@ -106,16 +106,26 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
     ("kind", "key", "words"),
     [
         ("glm4_moe", "rollout.name=vllm", r"a glm4_moe with rollout\.name=vllm"),
+        (
+            "glm4_moe",
+            "rollout.name=vllm actor_rollout_ref.actor.strategy=megatron",
+            "strategy=megatron: a glm",
+        ),
         ("deepseek_v3", "rollout.name=vllm", r"a deepseek_v3 with rollout\.name=vllm"),
         ("deepseek_v2", "model.attention_kernels=flash_attn_4", r"flash_attn_4 in a deepseek_v2"),
         ("deepseek_v3", "model.lora_rank=4", "LoRA adapters on compressed keys"),
+        (
+            "deepseek_v3",
+            "model.lora_rank=4 actor_rollout_ref.actor.strategy=megatron",
+            "LoRA adapters on comp",
+        ),
     ],
 )
 def test_what_routing_by_groups_has_not_been_seen_with_is_refused(tmp_path, kind, key, words):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "n_routed_experts": 8}))
     keys = f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=hf"
     compile_plan(load_dag(cfg := config(*keys)), cfg, 1)
-    cfg = config(*keys, f"actor_rollout_ref.{key}")
+    cfg = config(*keys, *f"actor_rollout_ref.{key}".split())
     with pytest.raises(NotSupportedError, match=words):
         compile_plan(load_dag(cfg), cfg, 1)
 
@@ -211,6 +221,27 @@ def test_what_experts_do_not_have_under_fsdp_is_refused_and_the_fix_is_accepted(
 def test_variants_that_megatron_would_build_differently_are_refused(model, words):
     problem = why_not(model, "megatron")
     assert re.search(words, problem), problem
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"n_shared_experts": 0}, "n_shared_experts=0"),
+        ({"n_group": 4, "topk_group": 2}, r"n_group=4 \(groups of one expert"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "one expert a token at weight 1"),
+        ({"n_group": 2, "topk_group": 1, "num_experts_per_tok": 3}, r"tok=3 \(the best groups have 2"),
+        (
+            {"model_type": "deepseek_v3", "v_head_dim": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 4},
+            r"v_head_dim=24 \(values wider than keys, of 20",
+        ),
+        ({"n_group": 2, "topk_group": 1, "attention_bias": True}, ""),
+        ({"model_type": "deepseek_v2", "topk_method": "noaux_tc"}, "topk_method=noaux_tc"),
+        ({"model_type": "deepseek_v2", "n_group": 4, "topk_group": 1, "num_experts_per_tok": 2}, ""),
+    ],
+)
+def test_routers_of_groups_under_megatron_choose_as_those_of_transformers(values, words):
+    problem = why_not({"model_type": "glm4_moe", "n_routed_experts": 4} | values, "megatron")
+    assert re.search(words, problem) if words else problem == "", problem
 
 
 def test_a_critic_needs_a_value_head_of_transformers():

@@ -85,7 +85,16 @@ REFUSED = {
         (R3, MEGATRON, f"{OPTIONS}={{moe_layer_recompute: true}}"),
         "which do not know of which micro-batch they are. Remove the option",
     ),
-    "vllm": ("qwen3_moe", (R3, f"{ROLLOUT}.name=vllm"), "vLLM says .* on GPUs only.*rollout.name=hf"),
+    "vllm on a CPU": (
+        "qwen3_moe",
+        (R3, f"{ROLLOUT}.name=vllm", "trainer.device=cpu"),
+        "vLLM says .* on GPUs only.*rollout.name=hf",
+    ),
+    "vllm on two ranks": (
+        "qwen3_moe",
+        (R3, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=2"),
+        "tensor_model_parallel_size=2.* were not seen to say experts.*rollout.name=hf",
+    ),
     "dense": ("qwen3", (R3, "actor_rollout_ref.model.override_config={num_experts: 0}"), "qwen3 without exp"),
     "another router": ("deepseek_v2", (R2,), "a deepseek_v2, whose router was not seen"),
     "replayed rollouts": ("qwen3_moe", (R3, *RECORDED), "rollout.name=replay: it does not say"),
@@ -100,6 +109,11 @@ REFUSED = {
         "balances what the router would choose now",
     ),
 }
+
+
+def test_vllm_on_gpus_says_the_experts_of_its_rows(tmp_path):
+    plan = compiled(tmp_path, "qwen3_moe", R3, f"{ROLLOUT}.name=vllm", "trainer.device=cuda")
+    assert fields_of(plan)[1] == {"rollout_actor"}
 
 
 @pytest.mark.parametrize("case", REFUSED)

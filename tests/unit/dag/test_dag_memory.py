@@ -3,6 +3,7 @@
 import pytest
 
 from siirl.compiler.memory.estimate import FAMILIES, fsdp_lines, model_shape, read_shape
+from siirl.compiler.model_types import LATENT
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -30,6 +31,14 @@ def test_parameter_counts_equal_those_of_transformers(family, tie):
             "num_experts_per_tok": 2,
             "mlp_only_layers": [1],
         }
+    if family == "glm4_moe":
+        sizes |= {"n_routed_experts": 4, "first_k_dense_replace": 2, "n_shared_experts": 2, "head_dim": 32}
+        sizes |= {"attention_bias": True, "use_qk_norm": True}
+    if family in LATENT:
+        sizes |= {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        sizes |= {"moe_intermediate_size": 32, "first_k_dense_replace": 2, "n_shared_experts": 2}
+        sizes |= {"kv_lora_rank": 16, "q_lora_rank": 24 if tie else None, "qk_rope_head_dim": 8}
+        sizes |= {"qk_nope_head_dim": 12, "v_head_dim": 20}
     if family == "qwen2_moe":
         sizes["shared_expert_intermediate_size"] = 48
     if family == "mixtral":

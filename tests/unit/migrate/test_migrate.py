@@ -1,5 +1,6 @@
 """`siirl migrate`: what becomes of the settings of siiRL and verl, and how many of their scripts run then."""
 
+import json
 import re
 from pathlib import Path
 
@@ -17,12 +18,13 @@ from siirl.config.tree import default_config, split_name
 from siirl.errors import ConfigError, UserError
 from siirl.migrate.document import with_lists
 from siirl.migrate.page import page
-from siirl.migrate.translate import Translation, scalar, translate, typed
+from siirl.migrate.translate import Translation, names_vision_model, scalar, translate, typed
 
 pytestmark = pytest.mark.heavy
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = ROOT / "docs" / "migration.md"
+MODEL_PATH = "actor_rollout_ref.model.path"
 COUNTS = re.compile(r"Of (\d+) launch scripts of (siiRL|verl), (\d+) run unchanged, (\d+) by `siirl migrate`")
 
 
@@ -87,6 +89,47 @@ def test_the_document_counts_the_scripts_that_run(outcomes):
     for origin in ("siirl", "verl"):
         own = [outcome for (where, _), outcome in outcomes.items() if where == origin]
         assert said[origin] == (len(own), sum(now for now, _ in own), sum(then for _, then in own))
+
+
+VISION = {
+    **{"model_type": "qwen2_5_vl", "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
+    **{"num_hidden_layers": 28, "intermediate_size": 18944, "vocab_size": 152064},
+    "vision_config": {"depth": 32, "spatial_merge_size": 2, "hidden_size": 1280},
+}
+
+
+@pytest.mark.parametrize("folder", ["Qwen2.5-VL-7B-Instruct", "checkpoint"])
+def test_scripts_of_vision_models_run_by_their_migration(tmp_path, folder):
+    """Also where the model is there and is looked at, whatever it is called."""
+    model = tmp_path / folder
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(VISION))
+    found = {
+        key: launch for key, launch in launches().items() if "VL" in str(launch.arguments.get(MODEL_PATH))
+    }
+    assert len(found) == 4
+    for (origin, name), launch in found.items():
+        words = [word for word in launch.words() if not word.startswith(MODEL_PATH)]
+        translation = translate(origin, [*words, f"{MODEL_PATH}={model}"])
+        written = {item.name: item.value for item in translation.written()}
+        assert written["data.dataset_type"] == "vlm", name
+        assert written["actor_rollout_ref.rollout.tensor_model_parallel_size"] == "1"
+        assert written["actor_rollout_ref.rollout.name"] == "vllm" and not lost(translation)
+        carried = command(translation)
+        assert not refusal(carried), name
+        for before in ("data.dataset_type=llm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"):
+            assert before.rpartition(".")[2] in refusal([*carried, before]), name
+
+
+@pytest.mark.parametrize(
+    ("path", "sees"),
+    [
+        *(("/m/Qwen3-VL-2B", True), ("Qwen/Qwen2.5-VL-72B-Instruct", True), ("/m/qwen2_5_vl", True)),
+        *(("Qwen/Qwen3-8B", False), ("/m/Qwen2-VL-7B", False), ("", False)),
+    ],
+)
+def test_a_vision_model_that_is_not_here_is_known_by_its_name(path, sees):
+    assert names_vision_model(path) is sees
 
 
 def test_the_lists_of_the_document_are_current():

@@ -27,7 +27,7 @@ from siirl.nodes.episodes_in_flight import EpisodesInFlight
 
 pytestmark = pytest.mark.heavy
 
-Ask = namedtuple("Ask", "key prompt params seed start kv_version")
+Ask = namedtuple("Ask", "key prompt params seed start kv_version seen")
 POLICIES = ("agent_0.rollout", "agent_1.rollout")
 
 
@@ -368,7 +368,7 @@ def in_waves(*arguments):
     """A job of one shard whose engine works inside `collect`, and the engine."""
     job, engine = Job(1, *arguments, PLAY), Waves()
 
-    def asked(key, prompt, params, seed, start, kv_version):
+    def asked(key, prompt, params, seed, start, kv_version, seen):
         return Request(key, prompt, SamplingParams(params.max_tokens), seed, 0, start, kv_version)
 
     def pumps():

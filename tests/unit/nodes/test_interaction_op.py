@@ -95,7 +95,7 @@ class Says:
     def __init__(self, text, fails=(), cut=None):
         self.text, self.fails, self.cut, self.asked = text, fails, cut, []
 
-    async def generate(self, prompt, params, seed):
+    async def generate(self, prompt, params, seed, seen=None):
         self.asked.append(SimpleNamespace(read=text_of(prompt), params=params, seed=seed))
         for word in self.fails:
             if word in text_of(prompt):

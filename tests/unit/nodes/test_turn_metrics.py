@@ -33,7 +33,7 @@ def test_kl_and_entropy_are_reported_by_speaker_and_by_turn_over_trained_tokens(
         batch_size=[2],
     )
     outputs = TokenOutputs(log_prob_BT.requires_grad_(), torch.arange(8.0).reshape(2, 4))
-    values = make_loss_fn(cfg)(outputs, rows, BatchCounts(5, 2, 2))[1].values()
+    values = make_loss_fn(cfg)(outputs, rows, BatchCounts(5, 2, 2))[1].read().values()
     assert values["speaker_0/ref_kl"] == pytest.approx(-(0 + 1 + 2) / 3)
     assert values["speaker_3/ref_kl"] == pytest.approx(-(3 + 5) / 2)
     assert {name: value for name, value in values.items() if name.endswith("entropy") and "turn" in name} == {
@@ -44,7 +44,7 @@ def test_kl_and_entropy_are_reported_by_speaker_and_by_turn_over_trained_tokens(
     }
     assert values["entropy"] == pytest.approx((0 + 1 + 3 + 4 + 7) / 5)
     without = make_loss_fn(cfg)(outputs, rows.exclude("turn_id", "speaker"), BatchCounts(5, 2, 2))[1]
-    assert not any("speaker" in name or "turn" in name for name in without.values())
+    assert not any("speaker" in name or "turn" in name for name in without.read().values())
 
 
 def test_kl_in_the_reward_is_reported_for_each_speaker(monkeypatch):

@@ -16,6 +16,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.config.common import ModelConfig
 from siirl.data.image_reader import ImageReader
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.rollout.base import (
     Completion,
     Key,
@@ -26,6 +27,7 @@ from siirl.engines.rollout.base import (
 )
 from siirl.engines.rollout.call_limits import PAUSED, CallLimits, WeightState, check_finite
 from siirl.engines.rollout.hf.decode import Samples, decode
+from siirl.engines.rollout.hf.decode_attention import use_decode_attention
 from siirl.engines.rollout.hf.prefill import Prompt, PromptReader
 from siirl.engines.rollout.sampling import derive_seed, later_seed
 from siirl.engines.rollout.weight_loading import (
@@ -53,15 +55,13 @@ class _Row(NamedTuple):
     seed: int
     limit: int
     """Most tokens."""
-    images: tuple[str, ...] = ()
+    seen: Seen = NO_IMAGES
     """Of the prompt."""
-    num_sampled: int = 0
-    """Of a prompt for a vision model, tokens at its end that were sampled, see Request.start."""
 
     @property
     def asked(self) -> Prompt:
         """What the model reads for it."""
-        return Prompt(self.prompt, self.images, self.num_sampled)
+        return Prompt(self.prompt, self.seen)
 
 
 class HFRollout(RolloutEngine):
@@ -119,20 +119,20 @@ class HFRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run (too long, empty, unknown
         tokens), and for weights that give log-probs that are not finite.
         """
-        return self.generate_seeing(prompts, [()] * len(prompts), params, seeds)
+        return self.generate_seeing(prompts, [NO_IMAGES] * len(prompts), params, seeds)
 
     def generate_seeing(
         self,
         prompts: Sequence[Sequence[int]],
-        images: Sequence[Sequence[str]],
+        seen: Sequence[Seen],
         params: SamplingParams,
         seeds: Sequence[int],
     ) -> list[list[Completion]]:
         """See RolloutEngine; errors of `generate`."""
         self._limits.check(self._state, prompts, params, seeds)
         rows = [
-            _Row(tuple(prompt), derive_seed(seed, sample), params.max_tokens, tuple(seen))
-            for prompt, seen, seed in zip(prompts, images, seeds, strict=True)
+            _Row(tuple(prompt), derive_seed(seed, sample), params.max_tokens, shown)
+            for prompt, shown, seed in zip(prompts, seen, seeds, strict=True)
             for sample in range(params.n)
         ]
         found = self._run(
@@ -149,8 +149,7 @@ class HFRollout(RolloutEngine):
                 tuple(r.prompt),
                 later_seed(derive_seed(r.seed, r.sample), r.start),
                 r.params.max_tokens,
-                r.images,
-                r.start if self._images else 0,
+                r.seen,
             )
             for r in requests
         ]
@@ -321,6 +320,7 @@ def build_model(model_cfg: ModelConfig, dtype: str, device: torch.device) -> Pre
             if "attention implementation" not in str(error):
                 raise
             raise _unplain(model_cfg, str(error)) from error
+    use_decode_attention(model)
     model.tie_weights()
     return model.eval().requires_grad_(False)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
 from siirl.data.image_reader import ImageReader
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.rollout.hf.kv_cache import Block, new_cache
 from siirl.engines.train.router_replay import RouterReplay
 from siirl.engines.train.vision import see
@@ -21,10 +22,7 @@ class Prompt(NamedTuple):
     """What a model reads before it answers."""
 
     ids: tuple[int, ...]
-    images: tuple[str, ...] = ()
-    """In base64, in the order of their tokens."""
-    num_sampled: int = 0
-    """Tokens at the end of ids that are a response, and so none of an image."""
+    seen: Seen = NO_IMAGES
 
 
 class Read(NamedTuple):
@@ -90,7 +88,7 @@ class PromptReader:
             "past_key_values": cache,
             "use_cache": True,
         }
-        if not any(prompt.images for prompt in prompts):
+        if not any(prompt.seen.images for prompt in prompts):
             output = self.model(
                 input_ids=ids_DP.to(device),
                 position_ids=position_DP.to(device),
@@ -108,14 +106,15 @@ class PromptReader:
         assert self.images is not None, "images for a model that sees none"
         device = self.model.device
         place_3DP = torch.zeros(3, *ids_DP.shape, dtype=torch.int64)
-        is_image_DP = real_DP & (ids_DP == self.images.image_token_id)
-        for row, prompt in enumerate(prompts):
-            grids = self.images.read(prompt.images).grids if prompt.images else ()
-            num_prompt = len(prompt.ids) - prompt.num_sampled
-            place_3N = self.images.positions(prompt.ids, num_prompt, grids)
+        is_image_DP = torch.zeros_like(real_DP)
+        for row, (ids, seen) in enumerate(prompts):
+            grids = [self.images.read([image]).grids[0] for image in seen.images]
+            place_3N = self.images.positions(ids, seen.starts, grids)
             place_3DP[:, row, real_DP[row]] = torch.from_numpy(place_3N)
-            is_image_DP[row, ids_DP.shape[1] - prompt.num_sampled :] = False
-        patches = self.images.read([image for prompt in prompts for image in prompt.images])
+            for start, grid in zip(seen.starts, grids, strict=True):
+                first = ids_DP.shape[1] - len(ids) + start
+                is_image_DP[row, first : first + self.images.tokens_of(grid)] = True
+        patches = self.images.read([image for prompt in prompts for image in prompt.seen.images])
         read = see(
             self.model.model,
             ids_DP.to(device),

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from siirl.data.seen import Seen
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Message
 
@@ -44,8 +45,8 @@ class Generate(Message):
     """Name of a loaded one; None: the model alone."""
     kv_version: int | None = None
     """As of the requests of a Submit."""
-    images: Sequence[tuple[str, ...]] = ()
-    """Of each prompt; (): none has one."""
+    seen: Sequence[Seen] = ()
+    """The images of each prompt; (): none has one."""
 
 
 class Score(Message):

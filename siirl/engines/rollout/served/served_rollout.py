@@ -14,6 +14,7 @@ from torch import Tensor
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
+from siirl.data.seen import NO_IMAGES, Seen
 from siirl.engines.rollout.base import (
     Completion,
     Interrupt,
@@ -89,7 +90,7 @@ class ServedRollout(RolloutEngine):
         base: whose engine this one uses instead, with an adapter of its own.
         ConfigError: it is missing, of another version, or refuses the configuration; RolloutError: it died.
         """
-        self.check_installed()
+        self.check_here(plan, cfg, torch.device(device))
         self.name = plan.name
         self.weight_version = -1
         self._device = torch.device(device)
@@ -125,8 +126,11 @@ class ServedRollout(RolloutEngine):
             self.sleep()
 
     @abstractmethod
-    def check_installed(self) -> None:
-        """ConfigError if the engine is not installed, or in a version that siirl does not work with."""
+    def check_here(self, plan: ModelPlan, cfg: Config, device: torch.device) -> None:
+        """ConfigError if the engine is not installed, or in a version that siirl does not work with.
+
+        NotSupportedError for what it does not do on this device.
+        """
 
     @abstractmethod
     def engine_arguments(self, plan: ModelPlan, hf_config: Any, num_ranks: int) -> dict[str, Any]:
@@ -168,12 +172,12 @@ class ServedRollout(RolloutEngine):
         RolloutError before the first complete sync, for a prompt that cannot run, for log-probs that are not
         finite, and when the engine dies, hangs or fails.
         """
-        return self.generate_seeing(prompts, [()] * len(prompts), params, seeds)
+        return self.generate_seeing(prompts, [NO_IMAGES] * len(prompts), params, seeds)
 
     def generate_seeing(
         self,
         prompts: Sequence[Sequence[int]],
-        images: Sequence[Sequence[str]],
+        seen: Sequence[Seen],
         params: SamplingParams,
         seeds: Sequence[int],
     ) -> list[list[Completion]]:
@@ -183,7 +187,7 @@ class ServedRollout(RolloutEngine):
         if not prompts:
             return []
         with self._streams_held():
-            mine = self._generate(prompts, images, params, seeds) if self._shard.is_first else None
+            mine = self._generate(prompts, seen, params, seeds) if self._shard.is_first else None
             responses = self._shard.share(mine)
         samples = [response.at_version(self.weight_version) for response in responses]
         completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
@@ -422,15 +426,14 @@ class ServedRollout(RolloutEngine):
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],
-        images: Sequence[Sequence[str]],
+        seen: Sequence[Seen],
         params: SamplingParams,
         seeds: Sequence[int],
     ) -> list[Response]:
         self._wake_cache()
         table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
         version = self.weight_version if self.keeps_kv else None
-        seen = [tuple(one) for one in images]
-        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version, seen)
+        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version, list(seen))
         assert self._process is not None
         with phase("generate", rows=params.n * len(prompts)):
             answer = self._process.ask(asked)

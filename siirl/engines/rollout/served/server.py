@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from siirl.data.seen import NO_IMAGES
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served.beating_channel import BeatingChannel
@@ -146,11 +147,11 @@ class Server:
 
     def _generate(self, asked: Generate) -> Generated:
         responses: dict[int, Response | None] = {}
-        seen = asked.images or [()] * len(asked.prompts)
-        for prompt, seeds, images in zip(asked.prompts, asked.seeds, seen, strict=True):
+        of_prompts = asked.seen or [NO_IMAGES] * len(asked.prompts)
+        for prompt, seeds, seen in zip(asked.prompts, asked.seeds, of_prompts, strict=True):
             for seed in seeds:
                 request = Request(
-                    len(responses), prompt, asked.params, seed, images=images, kv_version=asked.kv_version
+                    len(responses), prompt, asked.params, seed, seen=seen, kv_version=asked.kv_version
                 )
                 self._engine.add(request, asked.adapter)
                 responses[len(responses)] = None

@@ -18,7 +18,6 @@ from siirl.engines.rollout.call_limits import PAUSED
 from siirl.engines.rollout.sampling import later_seed
 from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Response
-from siirl.engines.rollout.sglang.idle_process import run_idle
 from siirl.engines.rollout.sglang.native_scheduler import LOADER, SAMPLER, run_scheduler
 from siirl.errors import ConfigError, NotSupportedError, RolloutError
 from siirl.spelling import suggest
@@ -39,7 +38,11 @@ class _Engine(Engine):
     """SGLang's engine, with a scheduler that draws and takes weights as ours do."""
 
     run_scheduler_process_func = staticmethod(run_scheduler)
-    run_detokenizer_process_func = staticmethod(run_idle)
+
+    @classmethod
+    def _launch_detokenizer_subprocesses(cls, *arguments: Any, **options: Any) -> tuple[list, list]:
+        """None: requests and answers are token ids, and go past it."""
+        return [], []
 
 
 class NativeEngine:
@@ -62,7 +65,7 @@ class NativeEngine:
 
     def add(self, request: Request, adapter: str | None) -> None:
         """Queue one response. What it draws depends on its seed and positions alone."""
-        if adapter is not None or request.images:
+        if adapter is not None or request.seen.images:
             raise NotSupportedError("not supported yet: adapters and images with SGLang")
         name = str(request.key)
         task = self._engine.loop.create_task(self._asked(name, request))

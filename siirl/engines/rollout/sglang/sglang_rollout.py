@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import torch
+
 from siirl.compiler.checks.packages import sglang_version
 from siirl.compiler.plan import ModelPlan
+from siirl.config import Config
 from siirl.engines.rollout.served.served_rollout import ServedRollout
 from siirl.engines.rollout.sglang.arguments import engine_arguments, engine_environment
 from siirl.model_files.directory import model_dir
@@ -16,7 +19,7 @@ class SGLangRollout(ServedRollout):
     title = "SGLang"
     native = "siirl.engines.rollout.sglang.native"
 
-    def check_installed(self) -> None:
+    def check_here(self, plan: ModelPlan, cfg: Config, device: torch.device) -> None:
         """See ServedRollout."""
         sglang_version()
 

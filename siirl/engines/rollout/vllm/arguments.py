@@ -14,6 +14,9 @@ from siirl.errors import ConfigError
 MAX_CPU_CACHE_BYTES = 4 << 30
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of LoRA that vLLM has room for: a smaller one takes the next."""
+ONLINE = {"fp8": "fp8_per_channel"}
+"""rollout.quantization -> vLLM's name of the way in which it rounds weights as they are loaded: e4m3, with a
+scale for each output feature, and for each token that they are multiplied by."""
 KEPT_BLOCK = 32
 """Tokens of a block of the KV cache on a CPU with rollout.keep_kv: the fewest that its fast kernels take."""
 
@@ -45,6 +48,8 @@ def engine_arguments(
         "hf_overrides": model.override_config,
         "seed": cfg.trainer.seed,
     }
+    if rollout.quantization:
+        arguments["quantization"] = ONLINE[rollout.quantization]
     if device.type == "cpu":
         if rollout.keeps_kv:  # full blocks are kept, and those of the CPU hold 128 tokens otherwise
             arguments["block_size"] = KEPT_BLOCK

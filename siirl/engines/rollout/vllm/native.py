@@ -38,6 +38,7 @@ from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
 from siirl.engines.rollout.served.shared_buffer import open_buffer
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
+from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.spelling import suggest
 
@@ -69,6 +70,7 @@ class NativeEngine:
             "worker_extension_cls": f"{WorkerExtension.__module__}.{WorkerExtension.__name__}",
             "weight_transfer_config": {"backend": TRANSFER_BACKEND},
         }
+        self._expert_layers = replayed_layers(arguments)
         self._images = _image_prompts(arguments["model"])
         if self._images is not None:
             fixed |= {name: value for name, value in OF_IMAGES.items() if name in known}
@@ -99,10 +101,10 @@ class NativeEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
-        if request.images:
+        if request.seen.images:
             if self._images is None:
                 raise NotSupportedError("not supported yet: images for a model that reads texts")
-            prompt = self._images.prompt(request.prompt, request.images)
+            prompt = self._images.prompt(request.prompt, request.seen)
         if request.kv_version is not None:
             prompt["cache_salt"] = str(request.kv_version)
         self._engine.add_request(str(request.key), prompt, sampling, lora_request=self._adapters.get(adapter))
@@ -122,7 +124,7 @@ class NativeEngine:
 
     def step(self) -> list[Response]:
         """One iteration of the scheduler and the model; the responses that it completed."""
-        return [_response(out, out.outputs[0].finish_reason or "unknown") for out in self._finished()]
+        return [self._response(out, out.outputs[0].finish_reason or "unknown") for out in self._finished()]
 
     def step_scored(self, starts: list[int]) -> dict[int, RowScores]:
         """The same for rows, by their numbers. starts: from where on what is said of each counts."""
@@ -141,7 +143,22 @@ class NativeEngine:
             for known in running
         ]
         self._engine.abort_request(running, internal=True)
-        return [_response(output, PAUSED) for output in outputs]
+        return [self._response(output, PAUSED) for output in outputs]
+
+    def _response(self, output: RequestOutput, reason: str) -> Response:
+        sampled, experts = output.outputs[0], None
+        flat = sampled.logprobs
+        if self._expert_layers is not None and sampled.token_ids:
+            num_tokens = len(output.prompt_token_ids or ()) + len(sampled.token_ids)
+            experts = experts_of(sampled.routed_experts, self._expert_layers, num_tokens)
+        completion = Completion(
+            token_ids=list(sampled.token_ids),
+            log_probs=[flat.logprobs[start] for start in flat.start_indices],
+            finish_reason=reason,
+            weight_version=UNKNOWN,
+            experts=experts,
+        )
+        return Response(_name(output), completion, output.num_cached_tokens or 0)
 
     def abort(self, request_ids: list[str]) -> None:
         """Forget requests that were added under these names."""
@@ -215,18 +232,6 @@ def _image_prompts(model: str) -> Any:
             f"vLLM's code of vision models needs the package {error.name}, which is not installed. Install "
             "what vLLM names, or set rollout.name=hf."
         ) from error
-
-
-def _response(output: RequestOutput, reason: str) -> Response:
-    sampled = output.outputs[0]
-    flat = sampled.logprobs
-    completion = Completion(
-        token_ids=list(sampled.token_ids),
-        log_probs=[flat.logprobs[start] for start in flat.start_indices],
-        finish_reason=reason,
-        weight_version=UNKNOWN,
-    )
-    return Response(_name(output), completion, output.num_cached_tokens or 0)
 
 
 def _row_scores(output: RequestOutput, start: int) -> RowScores:

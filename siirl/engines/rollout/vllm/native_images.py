@@ -25,6 +25,7 @@ from vllm.multimodal.processing import BaseMultiModalProcessor, BaseProcessingIn
 from vllm.multimodal.processing.dummy_inputs import BaseDummyInputsBuilder
 
 from siirl.data.image_reader import Grid, ImageReader
+from siirl.data.seen import Seen
 
 TORCHVISION_PROCESSOR = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
 
@@ -39,28 +40,19 @@ class ImagePrompts:
             MULTIMODAL_REGISTRY.register_processor(_Largest, info=_Sizes, dummy_inputs=_Nothing)(model_class)
             ModelRegistry.register_model(model_class.__name__, model_class)
 
-    def prompt(self, ids: Sequence[int], images: Sequence[str]) -> dict[str, Any]:
-        """Of tokens, with the patches of each image at its own."""
-        patches = [self._reader.read([image]) for image in images]
-        grids = [grid for one in patches for grid in one.grids]
-        hashes = [hashlib.sha256(image.encode()).hexdigest() for image in images]
+    def prompt(self, ids: Sequence[int], seen: Seen) -> dict[str, Any]:
+        """Of tokens, with the patches of each image at its own. Image tokens elsewhere are sampled text."""
+        patches = [self._reader.read([image]) for image in seen.images]
+        lengths = [self._reader.tokens_of(one.grids[0]) for one in patches]
+        places = [PlaceholderRange(offset=at, length=n) for at, n in zip(seen.starts, lengths, strict=True)]
+        hashes = [hashlib.sha256(image.encode()).hexdigest() for image in seen.images]
         return {
             "type": "multimodal",
             "prompt_token_ids": list(ids),
             "mm_kwargs": MultiModalKwargsItems({"image": [_item(p.pixels_XC, p.grids[0]) for p in patches]}),
             "mm_hashes": {"image": hashes},
-            "mm_placeholders": {"image": self._places(ids, grids)},
+            "mm_placeholders": {"image": places},
         }
-
-    def _places(self, ids: Sequence[int], grids: Sequence[Grid]) -> list[PlaceholderRange]:
-        """Of the images' tokens. They are in order; such tokens behind the last image are sampled text."""
-        found: list[PlaceholderRange] = []
-        at = 0
-        for grid in grids:
-            at = list(ids).index(self._reader.image_token_id, at)
-            found.append(PlaceholderRange(offset=at, length=self._reader.tokens_of(grid)))
-            at += found[-1].length
-        return found
 
 
 def _item(pixels_XC: Tensor, grid: Grid) -> MultiModalKwargsItem:

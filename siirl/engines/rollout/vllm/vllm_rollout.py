@@ -2,10 +2,15 @@
 
 from typing import Any
 
+import torch
+
 from siirl.compiler.checks.packages import vllm_version
 from siirl.compiler.plan import ModelPlan
+from siirl.config import Config
 from siirl.engines.rollout.served.served_rollout import ServedRollout
 from siirl.engines.rollout.vllm.arguments import adapter_arguments, engine_arguments, engine_environment
+from siirl.engines.rollout.vllm.routed_experts import ARGUMENT as ROUTED_EXPERTS
+from siirl.errors import NotSupportedError
 from siirl.model_files.directory import model_dir
 
 
@@ -20,15 +25,22 @@ class VLLMRollout(ServedRollout):
         ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
     )
 
-    def check_installed(self) -> None:
+    def check_here(self, plan: ModelPlan, cfg: Config, device: torch.device) -> None:
         """See ServedRollout."""
         vllm_version()
+        if _says_experts(plan, cfg) and device.type == "cpu":
+            raise NotSupportedError(
+                "not supported yet: actor.router_replay.mode=R3 with rollout.name=vllm on a CPU, where vLLM "
+                "does not say which experts computed a token. Set rollout.name=hf."
+            )
 
     def engine_arguments(self, plan: ModelPlan, hf_config: Any, num_ranks: int) -> dict[str, Any]:
         """See ServedRollout."""
         cfg = self._cfg
         folder = str(model_dir(cfg.actor_rollout_ref.model.path))
         arguments = engine_arguments(cfg, folder, hf_config, num_ranks, self._device)
+        if _says_experts(plan, cfg):
+            arguments[ROUTED_EXPERTS] = True
         if plan.is_teacher:
             arguments["max_logprobs"] = max(1, cfg.teacher.top_k)
         return arguments | (adapter_arguments(plan.adapters) if plan.adapters else {})
@@ -36,3 +48,7 @@ class VLLMRollout(ServedRollout):
     def engine_environment(self, num_ranks: int, gpus: list[str]) -> dict[str, str]:
         """See ServedRollout."""
         return engine_environment(num_ranks, self._device, gpus)
+
+
+def _says_experts(plan: ModelPlan, cfg: Config) -> bool:
+    return not plan.is_teacher and cfg.actor_rollout_ref.actor.router_replay.mode == "R3"

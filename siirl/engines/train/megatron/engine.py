@@ -14,6 +14,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.algorithms.tensor_metrics import TensorMetrics
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import router_choices
 from siirl.config import Config
@@ -178,7 +179,7 @@ class MegatronEngine(SteppingEngine):
         outputs: tuple[str, ...],
         temperature: float,
     ) -> Metrics:
-        metrics = Metrics()
+        metrics = TensorMetrics()
         unscaled = self._scale_router_losses(rows)
 
         def share(batch: MicroBatch, index: list[int], found: Outputs) -> tuple[Tensor, Tensor, dict]:
@@ -191,10 +192,11 @@ class MegatronEngine(SteppingEngine):
             module.zero_grad_buffer()
         with self._scope:
             self._run(rows, self._settings.train_limit, share, temperature, outputs, False, {})
-            metrics = self._of_last_stage(metrics)
+            with phase("read_metrics"):
+                found = self._of_last_stage(metrics.read())
             with phase("optimizer_step"):
-                self._step(metrics)
-        return metrics
+                self._step(found)
+        return found
 
     def _scale_router_losses(self, rows: TensorDict) -> float:
         """Let Megatron scale losses so that those of the router are means over the mini-batch's tokens.
@@ -316,7 +318,7 @@ class MegatronEngine(SteppingEngine):
         self._is_gathering = self._gathers_late
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        return {name: (shape, self._config.params_dtype) for name, shape in self._exporter.specs().items()}
+        return self._exporter.specs(self._config.params_dtype)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from siirl.engines.train.lora import adapter_name
 from siirl.engines.train.megatron.model import LocalParams
+from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.megatron.scope import MegatronScope
-from siirl.engines.train.megatron.weights import Entry, hf_shapes, runs
 from siirl.parallel.dims import ParallelDims
 
 BUCKET_BYTES = 64 << 20
@@ -25,6 +25,15 @@ class _Slot:
     entries: tuple[Entry, ...]
     stage: int
     is_expert: bool
+
+    @property
+    def kind(self) -> tuple[int, bool, bool]:
+        """What slots that are gathered together have in common."""
+        return self.stage, self.is_expert, self.entries[0].untrained
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type in which it leaves, where the model's leave in this one."""
+        return torch.float32 if self.entries[0].untrained else dtype
 
 
 class Exporter:
@@ -40,10 +49,14 @@ class Exporter:
         self._base = [slot for slot in slots if not slot.entries[0].adapts]
         self._adapter = [slot for slot in slots if slot.entries[0].adapts]
 
-    def specs(self) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape, in the order of `tensors`. No communication."""
-        names = (block.hf for slot in self._base for entry in slot.entries for block in entry.blocks)
-        return {name: self._shapes[name] for name in dict.fromkeys(names)}
+    def specs(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Hugging Face name -> (shape, type), in the order of `tensors`. No communication."""
+        return {
+            block.hf: (self._shapes[block.hf], slot.dtype(dtype))
+            for slot in self._base
+            for entry in slot.entries
+            for block in entry.blocks
+        }
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """All weights, adapters merged, cast before the gather; memory beyond the weights is about two
@@ -63,7 +76,7 @@ class Exporter:
         bucket: list[_Slot] = []
         num_bytes = 0
         for slot in slots:
-            if bucket and (slot.stage, slot.is_expert) != (bucket[0].stage, bucket[0].is_expert):
+            if bucket and slot.kind != bucket[0].kind:
                 yield from self._gathered(bucket, dtype, merges)
                 bucket, num_bytes = [], 0
             bucket.append(slot)
@@ -79,7 +92,7 @@ class Exporter:
     ) -> Iterator[tuple[str, Tensor]]:
         """One all-gather among the ranks of the stage, then one broadcast to the other stages."""
         sizes = [self._numel(slot) for slot in bucket]
-        stage, is_expert = bucket[0].stage, bucket[0].is_expert
+        stage, is_expert, dtype = bucket[0].stage, bucket[0].is_expert, bucket[0].dtype(dtype)
         group, places = (self._expert if is_expert else self._dense), self._places(is_expert)
         some = next(iter(self._params))[0]
         received = torch.empty(places * sum(sizes), dtype=dtype, device=some.device)
@@ -146,6 +159,7 @@ class Exporter:
             else:
                 kind = entry.name.replace(f"experts.{entry.expert}.", "experts.*.")
                 experts.setdefault((kind, entry.layer), {})[entry.expert] = entry
+        slots.sort(key=lambda slot: slot.entries[0].untrained)  # a bucket has one type
         for (_, layer), found in experts.items():
             per_rank = len(found) // self._dims.ep
             for first in range(per_rank):

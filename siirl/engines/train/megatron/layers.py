@@ -84,17 +84,26 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedRows | None = None,
     ) -> Tensor:
         """query [N, H, D], key and value [N, K, D] -> [N, H, D]."""
-        assert packed_seq_params is not None and packed_seq_params.bounds is not None
-        cos_N1D, sin_N1D = (table.unsqueeze(1) for table in packed_seq_params.rope or ())
-        rotate = _rotated_by_one_kernel if query.is_cuda else _rotated
-        query, key = (rotate(x, cos_N1D, sin_N1D, self.turns_neighbours) for x in (query, key))
-        if packed_seq_params.context is not None:
-            return context_attention(query, key, value, packed_seq_params.context, self.scale, self.window)
+        assert packed_seq_params is not None
+        query, key = self.turned((query, key), packed_seq_params)
+        return self.attended(query, key, value, packed_seq_params)
+
+    def turned(self, heads: tuple[Tensor, Tensor], rows: PackedRows) -> tuple[Tensor, ...]:
+        """Heads [N, H, D] with the rotary embedding of their tokens."""
+        cos_N1D, sin_N1D = (table.unsqueeze(1) for table in rows.rope or ())
+        rotate = _rotated_by_one_kernel if heads[0].is_cuda else _rotated
+        return tuple(rotate(x, cos_N1D, sin_N1D, self.turns_neighbours) for x in heads)
+
+    def attended(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
+        """Of heads that are turned already."""
+        assert rows.bounds is not None
+        if rows.context is not None:
+            return context_attention(query, key, value, rows.context, self.scale, self.window)
         out, _ = packed_attention(
             self,
             *(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)),
             None,
-            sequence_bounds=packed_seq_params.bounds,
+            sequence_bounds=rows.bounds,
             scaling=self.scale,
             sliding_window=self.window,
         )

@@ -27,7 +27,7 @@ from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD, empty_source
 from siirl.engines.train.lora import ADAPTER, add_lora, merged_rows
 from siirl.engines.train.megatron.layers import new_parameter
-from siirl.engines.train.megatron.weights import Block, Entry, runs
+from siirl.engines.train.megatron.parameter_entries import Block, Entry, runs
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import NotSupportedError
 

@@ -76,7 +76,10 @@ def make_micro_batch(
     if experts is not None:
         experts = F.pad(experts, (0, 0, 0, extra), value=-1)[own_n]
     like = torch.empty((), dtype=dtype, device=input_ids.device)
-    cos, sin = rope(like, position_ids)
+    turns = rope(like, position_ids)
+    if torch.is_tensor(turns):  # DeepSeek-V2's: complex numbers, one for two dimensions
+        turns = tuple(torch.cat([part, part], dim=-1).to(dtype) for part in (turns.real, turns.imag))
+    cos, sin = turns
     arguments = PackedRows(
         qkv_format="thd",
         cu_seqlens_q=bounds.cu_seqlens,

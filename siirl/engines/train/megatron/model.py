@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -19,12 +19,15 @@ from transformers import PretrainedConfig
 
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
+from siirl.engines.train.megatron.group_router import GroupRouter
 from siirl.engines.train.megatron.grouped_experts import GroupedExperts
+from siirl.engines.train.megatron.latent_attention import LatentAttention
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
 from siirl.engines.train.megatron.linear_adapters import LinearAdapter, freeze_base, put_adapter
+from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token
 from siirl.engines.train.megatron.scope import MegatronScope
-from siirl.engines.train.megatron.weights import Entry, entries, family_of, hf_shapes, runs, tied_head
+from siirl.engines.train.megatron.weights import entries, family_of, tied_head
 from siirl.errors import DataError
 from siirl.model_files.directory import check_weight_files
 from siirl.model_files.weight_slices import SafetensorsFolder
@@ -80,7 +83,12 @@ def _layer_spec(config: TransformerConfig, num_experts: int | None) -> ModuleSpe
     parts = layer.submodules
     if num_experts and config.moe_grouped_gemm:
         parts.mlp.submodules.experts.module = GroupedExperts
+    if num_experts and config.moe_router_topk_scaling_factor is not None:
+        parts.mlp.submodules.router = GroupRouter
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    if isinstance(config, MLATransformerConfig):
+        parts.self_attention = ModuleSpec(module=LatentAttention)
+        return layer
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
@@ -133,7 +141,8 @@ def wrap_stages(
 
 
 class LocalParams:
-    """This rank's parameters under their global names, with the entries that they are shards of."""
+    """This rank's parameters, and buffers that are not trained, under their global names, with the entries
+    that they are shards of."""
 
     def __init__(
         self,
@@ -152,15 +161,17 @@ class LocalParams:
             known["output_layer.weight"] = tied_head(hf)
         experts = getattr(stages[0].config, "num_moe_experts", None) or 0
         first_expert = scope.groups.ep.rank() * (experts // dims.ep)
-        self.by_name: dict[str, tuple[nn.Parameter, Entry]] = {}
+        self.by_name: dict[str, tuple[Tensor, Entry]] = {}
         self.adapters: dict[str, LinearAdapter] = {}
         for stage in stages:
             for name, module in stage.named_modules():
                 if isinstance(module, LinearAdapter):
                     linear = _global_name(stage, name, 0).removesuffix(".lora")
                     self.adapters[f"{linear}.weight"] = module
-            for name, param in stage.named_parameters():
+            for name, param in (*stage.named_parameters(), *stage.named_buffers()):
                 full = _global_name(stage, name, first_expert)
+                if full not in known and not isinstance(param, nn.Parameter):
+                    continue
                 self.by_name[full] = (param, known[full])
                 _declare(param, known[full])
 
@@ -168,7 +179,7 @@ class LocalParams:
         """(place, size) of this rank on the axis that cuts the entry."""
         return self.places["dense" if entry.expert is None else "expert"]
 
-    def __iter__(self) -> Iterator[tuple[nn.Parameter, Entry]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Entry]]:
         return iter(self.by_name.values())
 
     @property
@@ -178,7 +189,7 @@ class LocalParams:
         return list(hf_shapes(list(base))) if any(entry.adapts for entry in self.entries) else []
 
 
-def _declare(param: nn.Parameter, entry: Entry) -> None:
+def _declare(param: Tensor, entry: Entry) -> None:
     """Say which parameters are cut, for gradient norms, and which are of experts, for their reduction.
 
     Megatron says the first only where it draws weights, and the second (allreduce=False) only with ep > 1.
@@ -217,7 +228,7 @@ def read_weights(params: LocalParams, folder: Path, fresh: Mapping[str, Tensor])
 
 def read_parameter(
     params: LocalParams,
-    param: nn.Parameter,
+    param: Tensor,
     entry: Entry,
     files: SafetensorsFolder,
     shapes: Mapping[str, tuple[int, ...]],

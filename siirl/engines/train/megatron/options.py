@@ -7,14 +7,15 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
 from siirl.compiler.checks.megatron_options import Kind, passed_on, recomputation, refusal
+from siirl.compiler.model_types import GROUP_ROUTED
 from siirl.config.common import MegatronConfig, OptimConfig
 from siirl.engines.train.hf_model import torch_dtype
 from siirl.engines.train.megatron.adamw import OWN_OPTIONS
-from siirl.engines.train.megatron.weights import family_of, head_dim, window_of
+from siirl.engines.train.megatron.weights import family_of, has_qk_norm, head_dim, window_of
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import ConfigError
 from siirl.parallel.dims import ParallelDims
@@ -45,7 +46,7 @@ def transformer_config(
         "add_qkv_bias": family_of(hf).qkv_bias(hf),
         "rotary_interleaved": family_of(hf).turns_neighbours,
         **_windows(hf),
-        "qk_layernorm": family_of(hf).qk_norm,
+        "qk_layernorm": has_qk_norm(hf),
         "tensor_model_parallel_size": dims.tp,
         "pipeline_model_parallel_size": dims.pp,
         "virtual_pipeline_model_parallel_size": dims.vpp if dims.vpp > 1 else None,
@@ -77,6 +78,7 @@ def transformer_config(
         "moe_aux_loss_coeff": 0.0,
         "moe_permute_fusion": False,
         "moe_grouped_gemm": False,
+        "moe_router_dtype": "fp32" if hf.model_type in GROUP_ROUTED else None,  # as transformers has it
     }
     chosen |= _pipeline_options(dims)
     options = megatron.override_transformer_config
@@ -86,7 +88,8 @@ def transformer_config(
     given = {name: value for name, value in overrides.items() if "recompute" not in name}
     given |= recomputation(overrides, trains and settings.model.enable_gradient_checkpointing)
     try:
-        return TransformerConfig(**(fixed | chosen | given))
+        kind = MLATransformerConfig if "kv_lora_rank" in fixed else TransformerConfig
+        return kind(**(fixed | chosen | given))
     except (ValueError, AssertionError, TypeError, ImportError) as error:
         raise ConfigError(
             f"megatron-core refuses the model's configuration: {error}. Check the megatron group and its "

@@ -17,8 +17,9 @@ from transformers import PretrainedConfig
 from siirl.compiler.model_types import MBRIDGE
 from siirl.engines.train.hf_model import VALUE_HEAD, torch_dtype
 from siirl.engines.train.megatron.model import LocalParams, read_parameter, read_weights
+from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes
 from siirl.engines.train.megatron.state import live_pieces
-from siirl.engines.train.megatron.weights import EMBEDDING, Entry, has_experts, hf_shapes, num_experts
+from siirl.engines.train.megatron.weights import EMBEDDING, has_experts, num_experts
 from siirl.engines.train.pieces import PiecewiseTensor
 from siirl.engines.train.settings import EngineSettings
 from siirl.errors import CheckpointError, ConfigError, DataError

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from siirl.engines.train.megatron.adamw import PlacedAdamW, StatePlace
 from siirl.engines.train.megatron.model import LocalParams
-from siirl.engines.train.megatron.weights import Entry, hf_shapes, runs
+from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor, rectangles
 from siirl.errors import CheckpointError
@@ -77,7 +77,7 @@ class OwnedShards:
         """The optimizers that own something; Megatron has one for experts and one for the rest."""
         return {id(part): part for part in self._owner.values()}.values()
 
-    def tensors(self, param: nn.Parameter) -> tuple[dict[str, Tensor], int]:
+    def tensors(self, param: Tensor) -> tuple[dict[str, Tensor], int]:
         """({"param", *MOMENTS: flat tensors}, where in the parameter they begin); {} if nothing is owned."""
         part = self._owner.get(id(param))
         if part is None:

@@ -1,100 +1,25 @@
-"""How Megatron parameters are made of Hugging Face tensors: one table, from which all else follows.
+"""Which parameters a Megatron model has, by family: one table, from which all else follows.
 
-An `Entry` is a whole Megatron parameter, described as rows of Hugging Face tensors; `runs` cuts it for a
-place on the tensor-parallel axis. Loading, export and checkpoints all walk over the same runs. Pure, no
-communication. A new model adds a `Family`, and a function like `_dense_mlp` if its blocks differ.
+Pure, no communication. A new model adds a `Family`, and a function like `_dense_mlp` if its blocks differ.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from transformers import PretrainedConfig
 
 from siirl.compiler.model_types import EXPERTS, why_not
 from siirl.compiler.plan import Head
 from siirl.engines.train.hf_model import VALUE_HEAD
+from siirl.engines.train.megatron.latent_entries import latent_entries, latent_options
+from siirl.engines.train.megatron.parameter_entries import Block, Entry
 from siirl.errors import NotSupportedError
 
+CHOICE_BIAS = "choice_bias"
+"""What a router adds where it chooses experts, as its module calls it."""
 EMBEDDING = "model.embed_tokens.weight"
 """Hugging Face's name of the embedding in every family here."""
-
-Cut = Literal["whole", "rows", "each block", "columns"]
-
-
-class Block(NamedTuple):
-    """Consecutive rows of a Hugging Face tensor."""
-
-    hf: str
-    """Empty: rows that none has, and that stay zero."""
-    row: int
-    num_rows: int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A Megatron parameter, whole."""
-
-    name: str
-    """Megatron's, with layer and expert counted over the whole model."""
-    blocks: tuple[Block, ...]
-    """Its rows, in order."""
-    columns: int | None
-    """None for a vector."""
-    cut: Cut
-    """How tensor parallelism cuts it: by rows; by those of each block (as gate and up); by columns; not."""
-    layer: int | None = None
-    """Its number; None for what stands before ("embedding") and after the layers."""
-    expert: int | None = None
-    """Its number; None outside of experts."""
-    adapts: str = ""
-    """Of half an adapter: the parameter that it is of."""
-
-    @property
-    def num_rows(self) -> int:
-        return sum(block.num_rows for block in self.blocks)
-
-    def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of the parameter on each of `size` tensor-parallel ranks, padding of the last included."""
-        rows = self.num_rows
-        if self.cut == "rows":
-            rows = -(-rows // size)
-        elif self.cut == "each block":
-            rows //= size
-        if self.columns is None:
-            return (rows,)
-        return (rows, self.columns // size if self.cut == "columns" else self.columns)
-
-
-class Run(NamedTuple):
-    """Rows start, start + 1, ... of a local parameter lie at (row, column) of a Hugging Face tensor."""
-
-    start: int
-    num_rows: int
-    hf: str
-    row: int
-    column: int
-
-
-def runs(entry: Entry, place: int, size: int) -> Iterator[Run]:
-    """What the tensor-parallel rank `place` of `size` holds of an entry; rows that pad it are left out."""
-    column = place * (entry.columns or 0) // size if entry.cut == "columns" else 0
-    first, last = 0, entry.num_rows
-    if entry.cut == "rows":
-        chunk = -(-entry.num_rows // size)
-        first, last = place * chunk, min((place + 1) * chunk, entry.num_rows)
-    start = at = 0
-    for block in entry.blocks:
-        if entry.cut == "each block":
-            num = block.num_rows // size
-            if block.hf:
-                yield Run(start, num, block.hf, block.row + place * num, 0)
-            start += num
-            continue
-        low, high = max(first, at), min(last, at + block.num_rows)
-        if low < high and block.hf:
-            yield Run(low - first, high - low, block.hf, block.row + low - at, column)
-        at += block.num_rows
 
 
 @dataclass(frozen=True)
@@ -106,6 +31,7 @@ class Family:
     qkv_bias: Callable[[PretrainedConfig], bool] = lambda config: False
     """Whether queries, keys and values have biases."""
     qk_norm: bool = False
+    """Each head of queries and keys is normed, unless use_qk_norm says that it is not."""
     fused: bool = False
     """Its files have queries, keys and values in one tensor."""
     outer_norms: tuple[str, ...] = ()
@@ -114,6 +40,8 @@ class Family:
     """Its attention sees no further than sliding_window, where config.json has one."""
     turns_neighbours: bool = False
     """The rotary embedding turns dimensions 2i and 2i + 1 together, not i and i + D/2."""
+    attention: Callable[[PretrainedConfig, int], list[Entry]] | None = None
+    """The entries of a layer's attention; None: as in most."""
     options: Callable[[PretrainedConfig], dict[str, Any]] = lambda config: {}
     """Of the TransformerConfig."""
 
@@ -164,10 +92,10 @@ def _experts(
     names: tuple[str, str, str],
     router: str,
     width: str,
-    shared: Callable[[PretrainedConfig, int], list[Entry]] = lambda config, layer: [],
+    besides: Callable[[PretrainedConfig, int], list[Entry]] = lambda config, layer: [],
 ) -> Callable[..., list[Entry]]:
     """Entries of a mixture of experts: Hugging Face's names for gate, up and down, and where they stand;
-    shared: those of what all tokens pass, and of the router besides."""
+    besides: those of what all tokens pass, and of the router."""
 
     def mlp(config: PretrainedConfig, layer: int) -> list[Entry]:
         if not has_experts(config, layer):
@@ -182,7 +110,7 @@ def _experts(
             down = (Block(f"{parts}.{names[2]}.weight", 0, hidden),)
             found.append(Entry(f"{local}.linear_fc1.weight", gate_up, hidden, "each block", layer, expert))
             found.append(Entry(f"{local}.linear_fc2.weight", down, wide, "columns", layer, expert))
-        return found + shared(config, layer)
+        return found + besides(config, layer)
 
     return mlp
 
@@ -214,6 +142,44 @@ def _gated_expert_options(config: PretrainedConfig) -> dict[str, Any]:
     return options | {"moe_shared_expert_intermediate_size": width, "moe_shared_expert_gate": True}
 
 
+def _plain_expert(config: PretrainedConfig, layer: int) -> list[Entry]:
+    """The expert that all tokens of DeepSeek-V2 pass."""
+    return _swiglu(config, layer, _shared_width(config), ".shared_experts", ".shared_experts")
+
+
+def _expert_and_bias(config: PretrainedConfig, layer: int) -> list[Entry]:
+    """The same of DeepSeek-V3 and GLM-4-MoE, and the bias of their routers."""
+    bias = Block(f"model.layers.{layer}.mlp.gate.e_score_correction_bias", 0, num_experts(config))
+    name = f"decoder.layers.{layer}.mlp.router.{CHOICE_BIAS}"
+    return [
+        *_plain_expert(config, layer),
+        Entry(name, (bias,), None, "whole", layer, untrained=True),
+    ]
+
+
+def _shared_width(config: PretrainedConfig) -> int:
+    return config.moe_intermediate_size * config.n_shared_experts
+
+
+def _group_options(config: PretrainedConfig) -> dict[str, Any]:
+    """Of routers that choose among groups of experts: see group_router.py."""
+    options = _expert_options("moe_intermediate_size", lambda config: config.norm_topk_prob)(config)
+    return options | {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": config.n_group,
+        "moe_router_group_topk": config.topk_group,
+        "moe_router_topk_scaling_factor": config.routed_scaling_factor,
+        "moe_shared_expert_intermediate_size": _shared_width(config),
+    }
+
+
+def _softmax_group_options(config: PretrainedConfig) -> dict[str, Any]:
+    """The same of DeepSeek-V2, whose weights never sum up to 1; greedy: there is but one group."""
+    own = {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
+    one = {"moe_router_num_groups": 1, "moe_router_group_topk": 1} if config.topk_method == "greedy" else {}
+    return _group_options(config) | own | one | latent_options(config)
+
+
 def window_of(config: PretrainedConfig, layer: int) -> int | None:
     """Tokens that a layer's attention sees, the last one included; None: all before it."""
     kinds = getattr(config, "layer_types", None)
@@ -232,11 +198,27 @@ FAMILIES = {
     "mistral": Family(_dense_mlp, windows=True),
     "phi3": Family(_fused_mlp, fused=True, windows=True),
     "seed_oss": Family(_dense_mlp, qkv_bias=lambda config: config.attention_bias),
+    "deepseek_v2": Family(
+        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _plain_expert),
+        attention=latent_entries,
+        options=_softmax_group_options,
+    ),
+    "deepseek_v3": Family(
+        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _expert_and_bias),
+        attention=latent_entries,
+        options=lambda config: _group_options(config) | latent_options(config),
+    ),
     "glm4": Family(
         _fused_mlp,
         qkv_bias=lambda config: config.attention_bias,
         outer_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
         turns_neighbours=True,
+    ),
+    "glm4_moe": Family(
+        _experts(_PROJECTIONS, "mlp", "moe_intermediate_size", _expert_and_bias),
+        qkv_bias=lambda config: config.attention_bias,
+        qk_norm=True,
+        options=_group_options,
     ),
     "qwen2": Family(_dense_mlp, qkv_bias=lambda config: True, windows=True),
     "qwen2_moe": Family(
@@ -267,6 +249,11 @@ def family_of(config: PretrainedConfig) -> Family:
     if problem:
         raise NotSupportedError(f"not supported yet: strategy=megatron: {problem}")
     return FAMILIES[config.model_type]
+
+
+def has_qk_norm(config: PretrainedConfig) -> bool:
+    """Whether each head of queries and keys is normed."""
+    return family_of(config).qk_norm and getattr(config, "use_qk_norm", True)
 
 
 def head_dim(config: PretrainedConfig) -> int:
@@ -305,17 +292,6 @@ def entries(config: PretrainedConfig, head: Head = "lm") -> list[Entry]:
     return found
 
 
-def hf_shapes(found: list[Entry]) -> dict[str, tuple[int, ...]]:
-    """Hugging Face name -> whole shape of every tensor that the entries are made of, in order."""
-    rows: dict[str, int] = {}
-    columns: dict[str, int | None] = {}
-    for entry in found:
-        for block in (block for block in entry.blocks if block.hf):
-            rows[block.hf] = max(rows.get(block.hf, 0), block.row + block.num_rows)
-            columns[block.hf] = entry.columns
-    return {name: (num,) if columns[name] is None else (num, columns[name]) for name, num in rows.items()}
-
-
 def num_active_weights(config: PretrainedConfig, head: Head = "lm") -> int:
     """Weights that a token is multiplied by: all matrices but the embedding table, of experts the chosen."""
     total = 0.0
@@ -333,9 +309,8 @@ def tied_head(config: PretrainedConfig) -> Entry:
 
 
 def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
-    family, hidden, size = family_of(config), config.hidden_size, head_dim(config)
+    family, hidden = family_of(config), config.hidden_size
     hf, own = f"model.layers.{layer}", f"decoder.layers.{layer}"
-    heads_size = config.num_attention_heads * size
 
     def vector(name: str, hf_name: str, length: int) -> Entry:
         return Entry(
@@ -343,18 +318,28 @@ def _layer(config: PretrainedConfig, layer: int) -> list[Entry]:
         )
 
     found = [vector("input_layernorm", "input_layernorm", hidden)]
-    for kind in ("weight", "bias") if family.qkv_bias(config) else ("weight",):
-        columns = hidden if kind == "weight" else None
-        blocks = _qkv_blocks(config, f"{hf}.self_attn", kind)
-        found.append(Entry(f"{own}.self_attention.linear_qkv.{kind}", blocks, columns, "rows", layer))
-    if family.qk_norm:
-        found += [vector(f"self_attention.{x}_layernorm", f"self_attn.{x}_norm", size) for x in "qk"]
-    output = (Block(f"{hf}.self_attn.o_proj.weight", 0, hidden),)
-    found.append(Entry(f"{own}.self_attention.linear_proj.weight", output, heads_size, "columns", layer))
+    found += (family.attention or _attention)(config, layer)
     found.append(vector("pre_mlp_layernorm", "post_attention_layernorm", hidden))
     for part, name in zip(("self_attention", "mlp"), family.outer_norms, strict=bool(family.outer_norms)):
         found.append(vector(f"{part}.outer_norm", name, hidden))
     return found + family.mlp(config, layer)
+
+
+def _attention(config: PretrainedConfig, layer: int) -> list[Entry]:
+    family, hidden, size = family_of(config), config.hidden_size, head_dim(config)
+    hf, own = f"model.layers.{layer}.self_attn", f"decoder.layers.{layer}.self_attention"
+    heads_size = config.num_attention_heads * size
+    found = []
+    for kind in ("weight", "bias") if family.qkv_bias(config) else ("weight",):
+        columns = hidden if kind == "weight" else None
+        blocks = _qkv_blocks(config, hf, kind)
+        found.append(Entry(f"{own}.linear_qkv.{kind}", blocks, columns, "rows", layer))
+    if has_qk_norm(config):
+        for x in "qk":
+            norm = (Block(f"{hf}.{x}_norm.weight", 0, size),)
+            found.append(Entry(f"{own}.{x}_layernorm.weight", norm, None, "whole", layer))
+    output = (Block(f"{hf}.o_proj.weight", 0, hidden),)
+    return [*found, Entry(f"{own}.linear_proj.weight", output, heads_size, "columns", layer)]
 
 
 def _qkv_blocks(config: PretrainedConfig, hf: str, kind: str) -> tuple[Block, ...]:

@@ -1,0 +1,100 @@
+"""How a Megatron parameter is made of Hugging Face tensors.
+
+An `Entry` is a whole Megatron parameter, described as rows of Hugging Face tensors; `runs` cuts it for a
+place on the tensor-parallel axis. Loading, export and checkpoints all walk over the same runs. Pure, no
+communication.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Cut = Literal["whole", "rows", "each block", "columns"]
+
+
+class Block(NamedTuple):
+    """Consecutive rows of a Hugging Face tensor."""
+
+    hf: str
+    """Empty: rows that none has, and that stay zero."""
+    row: int
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A Megatron parameter, whole."""
+
+    name: str
+    """Megatron's, with layer and expert counted over the whole model."""
+    blocks: tuple[Block, ...]
+    """Its rows, in order."""
+    columns: int | None
+    """None for a vector."""
+    cut: Cut
+    """How tensor parallelism cuts it: by rows; by those of each block (as gate and up); by columns; not."""
+    layer: int | None = None
+    """Its number; None for what stands before ("embedding") and after the layers."""
+    expert: int | None = None
+    """Its number; None outside of experts."""
+    adapts: str = ""
+    """Of half an adapter: the parameter that it is of."""
+    untrained: bool = False
+    """Float32 whatever the model's type, also in exports, and never changed: a buffer of its module."""
+
+    @property
+    def num_rows(self) -> int:
+        return sum(block.num_rows for block in self.blocks)
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of the parameter on each of `size` tensor-parallel ranks, padding of the last included."""
+        rows = self.num_rows
+        if self.cut == "rows":
+            rows = -(-rows // size)
+        elif self.cut == "each block":
+            rows //= size
+        if self.columns is None:
+            return (rows,)
+        return (rows, self.columns // size if self.cut == "columns" else self.columns)
+
+
+class Run(NamedTuple):
+    """Rows start, start + 1, ... of a local parameter lie at (row, column) of a Hugging Face tensor."""
+
+    start: int
+    num_rows: int
+    hf: str
+    row: int
+    column: int
+
+
+def runs(entry: Entry, place: int, size: int) -> Iterator[Run]:
+    """What the tensor-parallel rank `place` of `size` holds of an entry; rows that pad it are left out."""
+    column = place * (entry.columns or 0) // size if entry.cut == "columns" else 0
+    first, last = 0, entry.num_rows
+    if entry.cut == "rows":
+        chunk = -(-entry.num_rows // size)
+        first, last = place * chunk, min((place + 1) * chunk, entry.num_rows)
+    start = at = 0
+    for block in entry.blocks:
+        if entry.cut == "each block":
+            num = block.num_rows // size
+            if block.hf:
+                yield Run(start, num, block.hf, block.row + place * num, 0)
+            start += num
+            continue
+        low, high = max(first, at), min(last, at + block.num_rows)
+        if low < high and block.hf:
+            yield Run(low - first, high - low, block.hf, block.row + low - at, column)
+        at += block.num_rows
+
+
+def hf_shapes(found: list[Entry]) -> dict[str, tuple[int, ...]]:
+    """Hugging Face name -> whole shape of every tensor that the entries are made of, in order."""
+    rows: dict[str, int] = {}
+    columns: dict[str, int | None] = {}
+    for entry in found:
+        for block in (block for block in entry.blocks if block.hf):
+            rows[block.hf] = max(rows.get(block.hf, 0), block.row + block.num_rows)
+            columns[block.hf] = entry.columns
+    return {name: (num,) if columns[name] is None else (num, columns[name]) for name, num in rows.items()}

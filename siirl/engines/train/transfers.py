@@ -1,0 +1,57 @@
+"""Tensors to the device and back: the host packs and queues ahead while the device computes."""
+
+from collections.abc import Mapping
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`. CUDA: by way of pinned memory, in the order of the current stream."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)  # torch keeps the pinned block until then
+    return tensor.to(device)
+
+
+def sent_rows(rows: TensorDict, device: torch.device) -> TensorDict:
+    """The tensor columns of rows on `device`, as `sent` brings them; object columns stay."""
+    columns = {name: rows.get(name) for name in rows.keys()}
+    moved = {name: sent(x, device) if isinstance(x, Tensor) else x for name, x in columns.items()}
+    return TensorDict(moved, batch_size=rows.batch_size)
+
+
+class Arrivals:
+    """Outputs of micro-batches on their way into the columns of all rows, on the host.
+
+    Of CUDA each is written when the next one is queued, so that the device always has work: the host waits
+    for the copy alone, not for what was queued since.
+    """
+
+    def __init__(self, columns: Mapping[str, Tensor]):
+        self._columns = columns
+        self._last: tuple[list[int], dict[str, Tensor], torch.cuda.Event] | None = None
+
+    def take(self, index: list[int], found: Mapping[str, Tensor]) -> None:
+        """The outputs of the rows at `index`."""
+        coming = {}
+        for name, value in found.items():
+            column = self._columns[name]
+            if value.is_cuda and not column.is_cuda:
+                coming[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+                coming[name].copy_(value, non_blocking=True)
+            else:
+                column[index] = value.to(column.device)
+        copied = torch.cuda.current_stream().record_event() if coming else None
+        self.finish()
+        if copied is not None:
+            self._last = (index, coming, copied)
+
+    def finish(self) -> None:
+        """Write what is still on its way."""
+        if self._last is not None:
+            index, coming, copied = self._last
+            copied.synchronize()
+            for name, value in coming.items():
+                self._columns[name][index] = value
+            self._last = None
