@@ -10,6 +10,7 @@ from typing import Any
 from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.compiler.checks.megatron_options import recomputation
 from siirl.compiler.checks.packages import check_megatron_packages, sglang_version, vllm_version
+from siirl.compiler.checks.sglang_checks import check_sglang
 from siirl.compiler.memory.estimate import (
     BYTES,
     MemoryLine,
@@ -126,18 +127,6 @@ class Backend:
     later: str = ""
     """The feature that does not exist yet."""
 
-
-SGLANG_ARGUMENTS = {
-    "mem_fraction_static": "set rollout.gpu_memory_utilization, by which memory is planned.",
-    "sampling_backend": "siirl draws the tokens, by their seeds. Remove it.",
-    "custom_weight_loader": "siirl loads the weights. Remove it.",
-    "speculative_algorithm": "siirl draws the tokens, one after another. Remove it.",
-    "tp_size": "an engine has one GPU. Remove it.",
-    "pp_size": "an engine has one GPU. Remove it.",
-    "dp_size": "an engine has one GPU; place the rollout on more ranks. Remove it.",
-    "quantization": "quantized layers were not seen to take weights as they are trained. Remove it.",
-}
-"""Arguments of SGLang's engine that cannot be given, and why."""
 
 _BALANCES = (
     "with {}: the loss balances what the router would choose now, and it does not choose. Leave out one of "
@@ -358,20 +347,6 @@ def _check_openai(cfg: Config, role: ModelRole, dims: ParallelDims, node: Resolv
         )
 
 
-def _check_sglang(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
-    check_trained_model(cfg, role, str(node))
-    rollout = cfg.actor_rollout_ref.rollout
-    if dims.tp > 1:
-        raise NotSupportedError(
-            f"not supported yet: {node}: actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp} with "
-            "rollout.name=sglang: an SGLang engine of several GPUs was not seen with siirl. Set it to 1, or "
-            "rollout.name=vllm."
-        )
-    for name, why in SGLANG_ARGUMENTS.items():
-        if name in rollout.engine_kwargs.sglang:
-            raise ConfigError(f"{node}: actor_rollout_ref.rollout.engine_kwargs.sglang.{name}: {why}")
-
-
 def _check_vllm(cfg: Config, role: ModelRole, dims: ParallelDims, node: ResolvedNode) -> None:
     check_trained_model(cfg, role, str(node))
     key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={dims.tp}"
@@ -474,7 +449,7 @@ ROLLOUT_BACKENDS = {
         "siirl.engines.rollout.sglang.sglang_rollout:SGLangRollout",
         _tensor_parallel_replicas,
         vllm_lines,
-        check=_check_sglang,
+        check=lambda cfg, role, dims, node: check_sglang(cfg, dims.tp, node),
         packages=lambda *model: sglang_version(),
         works_alone=True,
         device_share=True,

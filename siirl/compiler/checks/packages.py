@@ -42,7 +42,7 @@ def sglang_version() -> str:
     except importlib.metadata.PackageNotFoundError:
         raise ConfigError(
             "actor_rollout_ref.rollout.name=sglang: SGLang is not installed. Install "
-            f"sglang=={SGLANG}, or set actor_rollout_ref.rollout.name=vllm or hf."
+            "siirl[sglang] (GPU), or set actor_rollout_ref.rollout.name=vllm or hf."
         ) from None
     if version != SGLANG:
         raise ConfigError(
