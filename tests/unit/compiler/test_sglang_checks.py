@@ -86,17 +86,20 @@ def test_vllms_arguments_and_its_fp8_have_no_effect_on_sglang(tmp_path):
 
 
 def test_sglang_must_be_there_in_the_version_that_siirl_knows(monkeypatch):
+    installed = {}
+
     def version(package):
-        assert package == "sglang"
-        if found is None:
+        if package not in installed:
             raise importlib.metadata.PackageNotFoundError
-        return found
+        return installed[package]
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    for found, words in ((None, r"not installed.*siirl\[sglang\]"), ("0.5.16", "0.5.16 is installed")):
-        with pytest.raises(ConfigError, match=words):
-            ROLLOUT_BACKENDS["sglang"].packages(None, "rollout")
-    found = "0.5.17"
+    with pytest.raises(ConfigError, match=r"not installed.*siirl\[sglang\]"):
+        ROLLOUT_BACKENDS["sglang"].packages(config(), "rollout")
+    installed["sglang"] = "0.5.16"
+    with pytest.raises(ConfigError, match=r"0\.5\.16 is installed, siirl works with 0\.5\.17"):
+        ROLLOUT_BACKENDS["sglang"].packages(config(), "rollout")
+    installed["sglang"] = "0.5.17"
     assert sglang_version() == "0.5.17"
 
 

@@ -46,7 +46,8 @@ def test_tokens_as_likely_as_the_last_one_are_kept():
 
 @pytest.mark.parametrize(("with_k", "with_p"), [(False, False), (True, False), (False, True), (True, True)])
 def test_a_token_lies_where_its_seeds_number_does_and_its_log_prob_is_that_before_the_limits(with_k, with_p):
-    temperatures, seeds, numbers = [1.0, 0.7, 1.3, 1.0, 0.5, 0.0], [3, -9, 1 << 50, 7, 7, 7], [0, 5, 99, 1, 2, 3]
+    temperatures = [1.0, 0.7, 1.3, 1.0, 0.5, 0.0]
+    seeds, numbers = [3, -9, 1 << 50, 7, 7, 7], [0, 5, 99, 1, 2, 3]
     top_k_B, top_p_B = limits(with_k, with_p)
     token_B, log_prob_B = draw(
         logits(), torch.tensor(temperatures), torch.tensor(seeds), torch.tensor(numbers), top_k_B, top_p_B
