@@ -8,7 +8,7 @@ from siirl.compiler.checks.packages import sglang_version
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
 from siirl.engines.rollout.served.served_rollout import ServedRollout
-from siirl.engines.rollout.sglang.arguments import engine_arguments, engine_environment
+from siirl.engines.rollout.sglang.sglang_arguments import engine_arguments, engine_environment
 from siirl.model_files.directory import model_dir
 
 
@@ -17,7 +17,7 @@ class SGLangRollout(ServedRollout):
 
     backend = "sglang"
     title = "SGLang"
-    native = "siirl.engines.rollout.sglang.native"
+    native = "siirl.engines.rollout.sglang.native_engine"
 
     def check_here(self, plan: ModelPlan, cfg: Config, device: torch.device) -> None:
         """See ServedRollout."""

@@ -35,6 +35,8 @@ for _name in (
 
 TOP_K_ALL = 1 << 30
 ROWS_AT_ONCE = 512
+STEP_S = 0.004
+"""Least time of a step, about that of a GPU: who stops a response between two finds some of it."""
 SAMPLERS: dict[str, Any] = {}
 
 
@@ -221,6 +223,7 @@ class Scheduler:
         free = self.args.max_running_requests - len(self.running)
         self.running, self.waiting = self.running + self.waiting[:free], self.waiting[free:]
         assert not self.running or not self.asleep
+        until_s = time.monotonic() + STEP_S
         left: list[Req] = []
         for begin in range(0, len(self.running), ROWS_AT_ONCE):
             rows = self.running[begin : begin + ROWS_AT_ONCE]
@@ -233,6 +236,7 @@ class Scheduler:
                 else:
                     left.append(request)
         self.running = left
+        time.sleep(max(0.0, until_s - time.monotonic()))
 
     @torch.no_grad()
     def sampled(self, rows: list[Req]) -> tuple[list[int], list[float]]:
