@@ -9,7 +9,8 @@ from typing import Any
 
 from siirl.compiler.checks.megatron_checks import MegatronModel, advice, check_megatron
 from siirl.compiler.checks.megatron_options import recomputation
-from siirl.compiler.checks.packages import check_megatron_packages, vllm_version
+from siirl.compiler.checks.packages import check_megatron_packages, sglang_version, vllm_version
+from siirl.compiler.checks.sglang_checks import check_sglang
 from siirl.compiler.memory.estimate import (
     BYTES,
     MemoryLine,
@@ -445,7 +446,13 @@ ROLLOUT_BACKENDS = {
         weights=False,
     ),
     "sglang": Backend(
-        "", _tensor_parallel_replicas, vllm_lines, groups=_along("tp"), later="the sglang rollout"
+        "siirl.engines.rollout.sglang.sglang_rollout:SGLangRollout",
+        _tensor_parallel_replicas,
+        vllm_lines,
+        check=lambda cfg, role, dims, node: check_sglang(cfg, dims.tp, node),
+        packages=lambda *model: sglang_version(),
+        works_alone=True,
+        device_share=True,
     ),
 }
 """rollout.name -> backend. A replay has none."""

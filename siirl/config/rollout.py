@@ -70,6 +70,11 @@ class EngineKwargs:
         "arguments of vLLM's engine (EngineArgs), over those that siirl sets",
         when="actor_rollout_ref.rollout.name=vllm",
     )
+    sglang: dict[str, Any] = key(
+        {},
+        "arguments of SGLang's engine (ServerArgs), over those that siirl sets",
+        when="actor_rollout_ref.rollout.name=sglang",
+    )
 
 
 @dataclass(frozen=True)
@@ -139,8 +144,7 @@ class RolloutConfig:
     name: str = key(
         "vllm",
         "rollout engine; dataset: none, the responses are those of data.response_keys",
-        choices=("vllm", "hf", "replay", "dataset", "openai"),
-        later_choices={"sglang": "the sglang rollout"},
+        choices=("vllm", "sglang", "hf", "replay", "dataset", "openai"),
     )
     replay_dir: str | None = key(
         None, "trainer.dump_rollouts_dir of the run whose rollouts are replayed", when="name=replay"
@@ -178,7 +182,9 @@ class RolloutConfig:
         low=0,
     )
     ignore_eos: bool = key(False, "never stop before response_length")
-    enforce_eager: bool = key(True, "run without CUDA graphs and torch.compile", when="name=vllm")
+    enforce_eager: bool = key(
+        True, "run without CUDA graphs (vLLM: and torch.compile)", when="name=vllm|sglang"
+    )
     free_cache_engine: bool = key(
         True, "give device memory back between rollouts (hf: the weights move to host memory)"
     )
@@ -204,7 +210,7 @@ class RolloutConfig:
     enable_chunked_prefill: bool = key(
         True,
         "read a prompt in several steps where it does not fit in one; on a CPU never (vLLM's seeds)",
-        when="name=vllm",
+        when="name=vllm|sglang",
     )
     val_kwargs: ValKwargs = group(ValKwargs, "sampling of validation")
     seed: int = key(0, "seed of sampling, combined with trainer.seed, step and prompt")
@@ -232,7 +238,7 @@ class RolloutConfig:
         "rank; its weights are kept in host memory for that. 0: the run ends, as with "
         "tensor_model_parallel_size above 1",
         low=0,
-        when="name=vllm",
+        when="name=vllm|sglang",
     )
     max_lag: int = key(
         0,

@@ -21,7 +21,10 @@ from siirl.launch.job import Job
 from siirl.launch.run_folder import OWN, absolute, resumes
 
 ATTEMPTS_FILE, ATTEMPTS_DIR = "attempts.jsonl", "attempts"
-LEFT = ("logs/rank_*.log*", "logs/vllm_*.log*", "errors/rank_*", "status/rank_*", "trace/rank_*.jsonl")
+LEFT = (
+    *("logs/rank_*.log*", "logs/vllm_*.log*", "logs/sglang_*.log*"),
+    *("errors/rank_*", "status/rank_*", "trace/rank_*.jsonl"),
+)
 """Patterns of what an attempt leaves in the output folder and the next one writes anew."""
 
 

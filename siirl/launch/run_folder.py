@@ -38,7 +38,10 @@ OWN = (
     "trace.json.gz",
 )
 """Patterns of what a run writes into its output folder, and what none that starts there may find."""
-LOGS = ("logs/rank_*.log*", "logs/vllm_*.log*", "run.yaml", "attempts.jsonl", "attempts")
+LOGS = (
+    *("logs/rank_*.log*", "logs/vllm_*.log*", "logs/sglang_*.log*"),
+    *("run.yaml", "attempts.jsonl", "attempts"),
+)
 """The same, but kept for who wants to know why an earlier run died before it had results."""
 
 

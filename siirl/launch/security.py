@@ -144,6 +144,13 @@ def vllm(run: Subject) -> Iterator[Line]:
         yield Line(False, "vLLM", f"sockets in {tempfile.gettempdir()} and shared memory: this user alone")
 
 
+def sglang(run: Subject) -> Iterator[Line]:
+    """What SGLang's processes talk through."""
+    if any(model.backend == "sglang" for model in run.plan.models.values()):
+        where = f"torch's store of each engine, at a free port of all addresses: {CLUSTER}; no token"
+        yield Line(True, "SGLang", where, FIREWALL)
+
+
 def ray(run: Subject) -> Iterator[Line]:
     """Ray's own ports: who reaches them can start programs."""
     if run.launcher != "ray":
@@ -342,7 +349,7 @@ def _readers(readable: bool) -> str:
 
 Check = Callable[[Subject], Iterator[Line]]
 SECTIONS: Mapping[str, tuple[Check, ...]] = {
-    "listens": (torch_store, gloo, nccl, streams, programs, vllm, ray, prometheus),
+    "listens": (torch_store, gloo, nccl, streams, programs, vllm, sglang, ray, prometheus),
     "asks": (services,),
     "runs": (user, code, sandbox),
     "files": (folders, changeable, secrets),

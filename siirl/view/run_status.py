@@ -17,7 +17,7 @@ from siirl.runs.run_text import moment_text
 from siirl.view.rank_groups import MOST_CELLS, RankGroup, cells, places
 
 MOST_LOGS, MOST_PLACES = 64, 200
-SHOWN_PACKAGES = ("torch", "transformers", "vllm")
+SHOWN_PACKAGES = ("torch", "transformers", "vllm", "sglang")
 MOST_AGENTS = 256
 ENGINES = {
     "rollout/engine_restarts": "engines started again since the report before",
@@ -33,7 +33,7 @@ ENGINES = {
     "perf/idle_s_max": "seconds, most that a rank waited for others",
 }
 """What tells how engines do, and what waits at them or for others."""
-_LOG = re.compile(r"(rank_\d+|vllm_.*|.*rank_\d+)\.log")
+_LOG = re.compile(r"(rank_\d+|vllm_.*|sglang_.*|.*rank_\d+)\.log")
 
 
 def trainer_of(job: dict[str, Any]) -> dict[str, Any]:

@@ -428,9 +428,9 @@ class Chaos:
             case "Ray GCS":
                 return [self._cluster.gcs_pid]
             case "vLLM engine":
-                return [process.pid for process in self._processes("siirl.engines.rollout.vllm.server")]
+                return [process.pid for process in self._processes("siirl.engines.rollout.served.server")]
             case _ if case.job == PARALLEL:
-                (server,) = self._processes("siirl.engines.rollout.vllm.server")
+                (server,) = self._processes("siirl.engines.rollout.served.server")
                 name = "VLLM::EngineCore" if case.who.endswith("core") else "VLLM::Worker_TP1"
                 return [
                     one.pid

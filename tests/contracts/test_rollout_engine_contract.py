@@ -15,8 +15,10 @@ import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from sampling_reference import drawn_tokens, kept_kv_log_probs, next_token_log_probs, truncated
+from sglang_on_cpu import sglang_here
 from transformers import AutoModelForCausalLM
 
+from siirl.compiler.backends import ROLLOUT_BACKENDS
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
@@ -25,7 +27,7 @@ from siirl.engines.rollout.sampling import derive_seed
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
 
-ENGINES = ["hf", "vllm"]
+ENGINES = ["hf", "vllm", "sglang"]
 START_FAST = ["hf"]
 VOCAB = 24
 BLOCK = 32
@@ -76,12 +78,13 @@ def shared_engine(engine_name, model_dir):
         "actor_rollout_ref.rollout.max_lag=1",
         f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={BLOCK}",
     )
-    engine = build(engine_name, model_dir, *lag)
-    with pytest.raises(RolloutError, match="no usable weights"):
-        engine.generate([[5]], SamplingParams(max_tokens=1), [0])
-    assert engine.weight_version == -1
-    yield engine
-    engine.close()
+    with sglang_here():
+        engine = build(engine_name, model_dir, *lag)
+        with pytest.raises(RolloutError, match="no usable weights"):
+            engine.generate([[5]], SamplingParams(max_tokens=1), [0])
+        assert engine.weight_version == -1
+        yield engine
+        engine.close()
 
 
 @pytest.fixture
@@ -453,7 +456,7 @@ def test_requests_join_while_others_run(engine):
     assert_same(answers, expected)
 
 
-@pytest.mark.parametrize("engine_name", ["vllm"], indirect=True)
+@pytest.mark.parametrize("engine_name", ["vllm", "sglang"], indirect=True)
 def test_answers_come_in_order_of_completion_not_of_submission(engine):
     stream = engine.stream()
     long, short = SamplingParams(max_tokens=50), SamplingParams(max_tokens=2)
@@ -477,7 +480,7 @@ def resumed(request: Request, so_far: list[int]) -> Request:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_a_response_that_is_cut_and_continued_is_the_uncut_one(engine, temperature):
-    params = SamplingParams(max_tokens=40, temperature=temperature, top_p=0.9, stop_token_ids=tuple(range(9)))
+    params = SamplingParams(max_tokens=40, temperature=temperature, top_p=0.9, stop_token_ids=(0, 1, 2, 3))
     requests = [Request(f"{p} {s}", PROMPTS[p], params, p, sample=s) for p in range(3) for s in range(2)]
     whole = engine.generate(PROMPTS[:3], replace(params, n=2), [0, 1, 2])
     expected = {request.key: whole[request.seed][request.sample] for request in requests}
@@ -527,10 +530,10 @@ def other(reference):
 
 
 @pytest.fixture(params=[False, True], ids=["read again", "keeps"])
-def keeps_kv(request, engine, monkeypatch):
+def keeps_kv(request, engine, engine_name, monkeypatch):
     """Whether the engine goes on with keys and values of older weights, where it can."""
     if request.param:
-        if not hasattr(engine, "keeps_kv"):
+        if not ROLLOUT_BACKENDS[engine_name].keeps_kv:
             pytest.skip("it keeps none")
         monkeypatch.setattr(engine, "keeps_kv", True)
     return request.param
@@ -611,7 +614,7 @@ def test_under_equal_weights_it_is_all_one_whether_keys_and_values_are_kept(
 
 
 def test_what_is_kept_is_of_the_weights_that_computed_it_and_new_requests_find_nothing_of_it(
-    engine, reference, other, keeps_kv
+    engine, engine_name, reference, other, keeps_kv
 ):
     """Log-probs of what goes on are those of the newer weights over older keys and values; of a request that
     begins under the newer ones, those of the newer ones alone.
@@ -629,7 +632,7 @@ def test_what_is_kept_is_of_the_weights_that_computed_it_and_new_requests_find_n
         moved = max(moved, *(abs(a - b) for a, b in zip(wanted, again, strict=True)))
     assert moved > 0.05, "kept or read again: it would not show"
     metrics = engine.drain_metrics().values()
-    if "rollout/reread_tokens" in metrics:
+    if engine_name == "vllm":
         read = [20 + 18 - 1] * 2 + [36 + 18 - 1] * 2
         kept = [BLOCK] * 4 if keeps_kv else [0] * 3 + [BLOCK]  # two of a prompt share its first block
         assert metrics["rollout/reread_tokens"] == sum(read) - sum(kept)
@@ -730,8 +733,8 @@ def test_a_stream_names_the_request_whose_log_probs_are_not_finite(engine, refer
     stream.close()
 
 
-@pytest.mark.parametrize("engine_name", ["vllm"], indirect=True)
-def test_vllm_holds_the_weights_that_were_sent(engine, reference):
+@pytest.mark.parametrize("engine_name", ["vllm", "sglang"], indirect=True)
+def test_an_engine_of_its_own_process_holds_the_weights_that_were_sent(engine, reference):
     for name in ("model.embed_tokens.weight", "model.layers.1.input_layernorm.weight", "model.norm.weight"):
         (held,) = engine.read_tensor(name)
         sent = reference.get_parameter(name)

@@ -14,9 +14,9 @@ from fixtures_tiny import make_tiny_model_dir
 
 from siirl.config import load_config
 from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
+from siirl.engines.rollout.served.messages import Generate, Start
 from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment
-from siirl.engines.rollout.vllm.engine_process import EngineLost, EngineProcess
-from siirl.engines.rollout.vllm.messages import Generate, Start
 from siirl.engines.train.hf_model import load_hf_config
 
 pytest.importorskip("vllm")
@@ -49,7 +49,7 @@ def start(model_dir, ranks, log_path):
     cpu = torch.device("cpu")
     arguments = engine_arguments(cfg, str(model_dir), load_hf_config(cfg.actor_rollout_ref.model), ranks, cpu)
     process = EngineProcess("engine", engine_environment(ranks, cpu, []), log_path, 500.0)
-    process.ask(Start(arguments))
+    process.ask(Start("siirl.engines.rollout.vllm.native", arguments))
     return process
 
 

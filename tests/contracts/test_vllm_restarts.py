@@ -15,8 +15,8 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, SamplingParams
-from siirl.engines.rollout.vllm import engine_process
-from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.served import engine_process
+from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.errors import RolloutError
 from siirl.parallel.dims import ParallelDims
 

@@ -16,8 +16,8 @@ from siirl.engines import link_folder, links
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.links import make_link
 from siirl.engines.rollout.base import SamplingParams
-from siirl.engines.rollout.vllm import vllm_rollout
-from siirl.engines.rollout.vllm.engine_process import EngineLost
+from siirl.engines.rollout.served import served_rollout
+from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.errors import RolloutError, WeightSyncError
 from siirl.parallel.dims import ParallelDims
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -315,7 +315,7 @@ class LostProcess:
 
 def shared_engine_is_lost(rank, world_size, model_dir, calls):
     """What each rank of one engine raises, for each call in which the engine is lost; its metrics if None."""
-    vllm_rollout.RecoveringEngine = LostProcess
+    served_rollout.RecoveringEngine = LostProcess
     groups = ProcessGroupManager([(0, 1)], "gloo", 20)
     dims = ParallelDims(2, tp=2)
     plan = ModelPlan("agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0, 1), dims, "rollout", ())

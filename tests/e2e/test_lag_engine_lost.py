@@ -23,8 +23,8 @@ def loses_engine(rank, world_size, arguments, output):
 
     Notes when it was lost and back, and when each step's sampling ended.
     """
-    from siirl.engines.rollout.vllm.engine_process import EngineProcess
-    from siirl.engines.rollout.vllm.recovery import RecoveringEngine
+    from siirl.engines.rollout.served.engine_process import EngineProcess
+    from siirl.engines.rollout.served.recovery import RecoveringEngine
     from siirl.nodes.in_flight import RolloutsInFlight
 
     times = {"step": 0, "ended": {}}

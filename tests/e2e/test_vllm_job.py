@@ -53,7 +53,7 @@ def losing(output, ends):
         return [
             child
             for child in psutil.Process().children(recursive=True)
-            if "siirl.engines.rollout.vllm.server" in " ".join(child.cmdline()) and child.pid not in lost
+            if "siirl.engines.rollout.served.server" in " ".join(child.cmdline()) and child.pid not in lost
         ]
 
     def watch():

@@ -6,7 +6,7 @@ import random
 import torch
 
 from siirl.engines.rollout.sampling import uniforms
-from siirl.engines.rollout.vllm.draw_triton import draw
+from siirl.engines.rollout.served.draw_triton import draw
 
 ROWS = 24
 VOCABULARIES = (1, 5, 4095, 4096, 4097, 9000)

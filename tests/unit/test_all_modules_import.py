@@ -16,6 +16,8 @@ MODULES = sorted(module.name for module in pkgutil.walk_packages(siirl.__path__,
 def test_module_imports(name):
     if name.startswith("siirl.engines.train.megatron."):
         pytest.importorskip("megatron.core")
+    if name.startswith("siirl.engines.rollout.sglang.native"):
+        pytest.importorskip("sglang", reason="needs SGLang")
     if name == "siirl.engines.train.flash_four":
         pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4")
     importlib.import_module(name)

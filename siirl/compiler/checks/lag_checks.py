@@ -108,8 +108,8 @@ def check_kept_kv(plan: Plan, configs: Mapping[str, Config]) -> Iterator[UserErr
         off = "Set keep_kv to false: what there is of a response is then read again."
         if not backend_of(model).keeps_kv:
             yield NotSupportedError(
-                f"not supported yet: {kept} with rollout.name={rollout.name}: it reads what a wave left "
-                f"unfinished again, and keeps no keys and values between two. {off} Or set rollout.name=vllm."
+                f"not supported yet: {kept} with rollout.name={rollout.name}: it reads what is unfinished "
+                f"again, and keeps no keys and values of it for that. {off} Or set rollout.name=vllm."
             )
             continue
         if rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:

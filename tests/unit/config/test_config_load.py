@@ -118,7 +118,7 @@ def test_a_value_gets_the_type_of_its_key(override, expected):
         ("data.max_prompt_length=${nope}", ConfigError, ("nope",)),
         (f"{ACTOR}.optim.lr={{", ConfigError, ("malformed", "Quote it")),
         (f"{ACTOR}.ppo_micro_batch_size=8", ConfigError, ("ppo_micro_batch_size_per_gpu",)),
-        (f"{ROLLOUT}.name=sglang", NotSupportedError, (f"not supported yet: {ROLLOUT}.name=sglang",)),
+        (f"{ROLLOUT}.mode=async", NotSupportedError, (f"not supported yet: {ROLLOUT}.mode=async",)),
         ("critic.load_weight=false", NotSupportedError, ("not supported yet: critic.load_weight=false",)),
         (f"{ROLLOUT}.multi_turn.use_all_traj=True", NotSupportedError, ("not supported yet: ", "multi-turn")),
         (f"{ACTOR}.megatron.extra.x=1", ConfigError, ("override_transformer_config",)),

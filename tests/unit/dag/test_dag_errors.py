@@ -257,7 +257,7 @@ CASES = [
     (rollout_with({"rollout.n": "four"}), (), ConfigError, ["node 'rollout_0'", "four"]),
     (rollout_with({"trainer.nnodes": 2}), (), DagError, ["holds for the whole run", "trainer.nnodes=2"]),
     (rollout_with({"data.train_batch_size": 12}), (), ConfigError, ["node 'rollout_0'", "12", "8"]),
-    (rollout_with({"rollout.name": "sglang"}), (), NotSupportedError, ["node 'rollout_0'", "sglang"]),
+    (rollout_with({"rollout.mode": "async"}), (), NotSupportedError, ["node 'rollout_0'", "async"]),
     (train_with({"actor.strategy": "fdsp"}), (), ConfigError, ["node 'train'", "fdsp", "fsdp"]),
     (train_with({"rollout.n": 2}), (), DagError, ["rollout.n=4", "has 2", "rollout node only"]),
     (train_with({"model.path": "/b"}), (), DagError, ["actor_rollout_ref.model.path", "one policy"]),

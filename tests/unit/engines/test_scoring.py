@@ -6,10 +6,10 @@ import torch
 
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.rollout.call_limits import CallLimits
-from siirl.engines.rollout.vllm.engine_shard import EngineShard
-from siirl.engines.rollout.vllm.lora_adapters import SharedEngine
-from siirl.engines.rollout.vllm.messages import RowScores, Score, Scored
-from siirl.engines.rollout.vllm.server import Server
+from siirl.engines.rollout.served.engine_shard import EngineShard
+from siirl.engines.rollout.served.lora_adapters import SharedEngine
+from siirl.engines.rollout.served.messages import RowScores, Score, Scored
+from siirl.engines.rollout.served.server import Server
 from siirl.engines.rollout.vllm.vllm_rollout import VLLMRollout
 from siirl.errors import NotSupportedError, RolloutError
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from siirl.engines.rollout.vllm import engine_parts
-from siirl.engines.rollout.vllm.engine_parts import EngineParts
-from siirl.engines.rollout.vllm.temporary import NAMES, SHARED_MEMORY, TemporaryFolder
+from siirl.engines.rollout.served import engine_parts
+from siirl.engines.rollout.served.engine_parts import EngineParts
+from siirl.engines.rollout.served.temporary import NAMES, SHARED_MEMORY, TemporaryFolder
 
 NAMED = ("EngineCore", "Worker_TP0", "Worker_TP1")
 ENGINE = "; ".join(f"(exec -a VLLM::{name} sleep 300) &" for name in NAMED).replace("&;", "&") + " wait"
 STARTS_ONE = """
 import os, subprocess, sys
 from pathlib import Path
-from siirl.engines.rollout.vllm.temporary import NAMES, TemporaryFolder
+from siirl.engines.rollout.served.temporary import NAMES, TemporaryFolder
 folder = TemporaryFolder()
 engine = subprocess.Popen(["sleep", "300"], env=os.environ | folder.environment(), start_new_session=True)
 Path(folder.path, NAMES).write_text(sys.argv[1])

@@ -21,11 +21,11 @@ from fixtures_tiny import make_tiny_model_dir
 from siirl.config import load_config
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.engines.rollout.vllm import engine_process
-from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment, physical_gpu
-from siirl.engines.rollout.vllm.beating_channel import BeatingChannel
-from siirl.engines.rollout.vllm.engine_process import EngineLost, EngineProcess
-from siirl.engines.rollout.vllm.messages import (
+from siirl.engines.rollout.served import engine_process
+from siirl.engines.rollout.served.beating_channel import BeatingChannel
+from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
+from siirl.engines.rollout.served.engine_shard import physical_gpu
+from siirl.engines.rollout.served.messages import (
     Beat,
     Call,
     Done,
@@ -35,7 +35,8 @@ from siirl.engines.rollout.vllm.messages import (
     Response,
     Submit,
 )
-from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer, open_buffer
+from siirl.engines.rollout.served.shared_buffer import SharedBuffer, open_buffer
+from siirl.engines.rollout.vllm.arguments import engine_arguments, engine_environment
 from siirl.engines.train.hf_model import load_hf_config
 from siirl.errors import RolloutError
 
@@ -239,7 +240,7 @@ def test_a_host_buffer_is_seen_by_who_opens_its_place_and_leaves_nothing_behind(
 
 OWNER = """
 import json, time, torch
-from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
+from siirl.engines.rollout.served.shared_buffer import SharedBuffer
 buffer = SharedBuffer(1 << 20, torch.device("cpu"))
 buffer.data[:] = 7
 print(json.dumps(buffer.place), flush=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
-from siirl.engines.rollout.vllm import recovery
-from siirl.engines.rollout.vllm.engine_process import EngineLost
-from siirl.engines.rollout.vllm.messages import (
+from siirl.engines.rollout.served import recovery
+from siirl.engines.rollout.served.engine_process import EngineLost
+from siirl.engines.rollout.served.messages import (
     UNKNOWN,
     Abort,
     Call,
@@ -28,7 +28,7 @@ from siirl.engines.rollout.vllm.messages import (
     Start,
     Submit,
 )
-from siirl.engines.rollout.vllm.recovery import RecoveringEngine
+from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.errors import ConfigError, RolloutError
 
 LENGTH = 4
@@ -186,7 +186,7 @@ def play(seed, mean, keeps_weights):
     engine = None
     while engine is None:  # the first start is not tried again
         try:
-            engine = RecoveringEngine(make, {}, Path("vllm.log"), 10_000)
+            engine = RecoveringEngine(make, Start("", {}), Path("vllm.log"), 10_000)
         except EngineLost:
             continue
     answers, version, adapter = [], 0, None
@@ -286,7 +286,7 @@ def recovering(monkeypatch, max_restarts, why_none="", losses=None):
         process.ask = lost
         return process
 
-    return RecoveringEngine(make, {}, Path("out/vllm.log"), max_restarts, why_none)
+    return RecoveringEngine(make, Start("", {}), Path("out/vllm.log"), max_restarts, why_none)
 
 
 def test_beyond_the_bound_the_error_names_cause_log_and_key(monkeypatch, caplog):

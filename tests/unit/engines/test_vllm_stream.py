@@ -5,8 +5,8 @@ import math
 import pytest
 
 from siirl.engines.rollout.base import Completion, Request, SamplingParams
-from siirl.engines.rollout.vllm.messages import UNKNOWN, Finished, Response
-from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
+from siirl.engines.rollout.served.messages import UNKNOWN, Finished, Response
+from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
 from siirl.errors import EpisodeFailed, RolloutError
 
 PARAMS = SamplingParams(max_tokens=3)
@@ -52,7 +52,7 @@ def ended(name, token, log_prob=-1.0, reason="stop"):
 
 def stream_of(*ends):
     engine = Engine()
-    return VLLMStream(engine, Board(*ends), "float32"), engine
+    return EngineStream(engine, Board(*ends), "float32"), engine
 
 
 def ask(stream, *lengths):
@@ -105,7 +105,7 @@ class Running(Board):
 
 def test_nothing_runs_while_a_stream_is_held_and_each_token_is_of_the_weights_of_its_time():
     engine, running = Engine(), Running()
-    stream = VLLMStream(engine, running, "float32")
+    stream = EngineStream(engine, running, "float32")
     ask(stream, 2, 4)
     for version in (8, 9):
         stream.hold()
@@ -140,7 +140,7 @@ def test_what_is_held_goes_on_with_the_keys_and_values_of_the_weights_that_it_be
     """A request finds those of its own beginning, and one that begins now none of older weights."""
     engine, board = Engine(), Held()
     engine.keeps_kv = keeps_kv
-    stream = VLLMStream(engine, board, "float32")
+    stream = EngineStream(engine, board, "float32")
     ask(stream, 2)
     for version in (8, 9):
         stream.hold()
@@ -181,7 +181,7 @@ def test_each_stream_of_an_engine_gets_its_own_answers_whoever_listens():
     for name in ("a", "b"):
         engines[name] = Engine()
         engines[name].name = name
-        streams[name] = VLLMStream(engines[name], router, "float32")
+        streams[name] = EngineStream(engines[name], router, "float32")
         ask(streams[name], 2, 4)
     assert process.sent == ["a_0", "a_1", "b_0", "b_1"]
     found = {name: streams[name].collect(0.0) for name in ("a", "b")}

@@ -50,7 +50,7 @@ def wrong(tmp_path, monkeypatch):
         "data.train_file=/no/train.parquet",
         "nonsense",
         "data.max_prompt_length=abc",
-        "actor_rollout_ref.rollout.name=sglang",
+        "actor_rollout_ref.rollout.mode=async",
         "actor_rollout_ref.actor.clip_ratio_low=2",
         "trainer.resume_mode=resume_path",
         "data.val_files=/no/val.parquet",
@@ -61,7 +61,7 @@ def wrong(tmp_path, monkeypatch):
 
 
 EXPECTED = {
-    "command line": ["'data.train_file'", "'nonsense'", "data.max_prompt_length=abc", "rollout.name=sglang"],
+    "command line": ["'data.train_file'", "'nonsense'", "data.max_prompt_length=abc", "rollout.mode=async"],
     "configuration": ["clip_ratio_low=2", "trainer.resume_mode=resume_path"],
     "workflow": ["'nobody'", "'actor_rollout_ref.rollout.tempreture'", "top_p=high", "'algorithm.gama'"],
     "data": ["/no/val.parquet"],

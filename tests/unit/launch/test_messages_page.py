@@ -25,7 +25,7 @@ MESSAGES = {
     "is not an override": ["nonsense"],
     "expected an integer": ["data.max_prompt_length=long"],
     "unknown name; the known ones": ["algorithm.adv_estimator=gea"],
-    "not supported yet": [f"{ROLLOUT}.name=sglang"],
+    "not supported yet": [f"{ROLLOUT}.mode=async"],
     "this key is not used": [f"{ACTOR}.ppo_micro_batch_size=4"],
     "has no effect": ["--elsewhere", *BATCH, "trainer.n_gpus_per_node=1", f"{ACTOR}.kl_loss_coef=0.1"],
     "the advantage is relative": [f"{ROLLOUT}.n=1"],

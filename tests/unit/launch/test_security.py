@@ -148,3 +148,10 @@ def test_metrics_for_other_machines_need_a_token(address, capsys, monkeypatch):
     assert main(command) == 2
     assert "without a token" in capsys.readouterr().err
     assert main([*command, "trainer.prometheus_token_env=METRICS_TOKEN"]) == 0
+
+
+def test_the_store_of_an_sglang_engine_is_open_and_vllm_has_none(capsys):
+    said = lines_of(capsys, "actor_rollout_ref.rollout.name=sglang")
+    assert said["SGLang"][0] and "all addresses" in said["SGLang"][1] and "vLLM" not in said
+    said = lines_of(capsys, "actor_rollout_ref.rollout.name=vllm")
+    assert not said["vLLM"][0] and "SGLang" not in said

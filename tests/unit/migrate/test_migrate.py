@@ -62,6 +62,7 @@ REFUSED = {
     "actor_rollout_ref.rollout.multi_turn.tool_config_path": "there is no such file",
     "actor_rollout_ref.rollout.response_length": "differs from data.max_response_length",
     "algorithm.adv_estimator": "relative to the other samples of a prompt",
+    "actor_rollout_ref.rollout.name": "an SGLang engine of several GPUs was not seen",
 }
 """What the check still says of a few scripts: files that are not here, settings that make no sense."""
 
@@ -268,7 +269,12 @@ def test_the_other_defaults_differ_from_ours():
             [],
         ),
         ("verl", ["model_engine=megatron"], ["actor_rollout_ref.actor.strategy=megatron"], []),
-        ("verl", ["actor_rollout_ref.rollout.name=sglang"], [], ["actor_rollout_ref.rollout.name"]),
+        (
+            "verl",
+            ["actor_rollout_ref.rollout.name=sglang"],
+            ["actor_rollout_ref.rollout.name=sglang"],
+            [],
+        ),
         ("verl", ["trainer.nodes=2"], [], ["trainer.nodes"]),
     ],
 )
@@ -303,7 +309,7 @@ def test_the_page_of_a_script_says_what_was_done(tmp_path, capsys):
         'siirl run "${SETTINGS[@]}" "$@"',
     ):
         assert text in page
-    (tmp_path / "run.sh").write_text(SCRIPT.replace("=vllm", "=sglang"))
+    (tmp_path / "run.sh").write_text(SCRIPT.replace("=vllm", "=trtllm"))
     assert main(["migrate", str(tmp_path / "run.sh")]) == 1
     assert "cannot be had" in capsys.readouterr().out
 

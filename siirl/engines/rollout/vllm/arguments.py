@@ -1,14 +1,19 @@
 """What a vLLM engine is started with: arguments and environment, from the configuration. Imports no vLLM."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
 from siirl.config import Config
+from siirl.engines.rollout.call_limits import max_model_len
+from siirl.errors import ConfigError
 
 MAX_CPU_CACHE_BYTES = 4 << 30
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks of LoRA that vLLM has room for: a smaller one takes the next."""
 ONLINE = {"fp8": "fp8_per_channel"}
 """rollout.quantization -> vLLM's name of the way in which it rounds weights as they are loaded: e4m3, with a
 scale for each output feature, and for each token that they are multiplied by."""
@@ -55,13 +60,6 @@ def engine_arguments(
     return arguments | rollout.engine_kwargs.vllm
 
 
-def max_model_len(cfg: Config, hf_config: PretrainedConfig) -> int:
-    """Positions of prompt and response: rollout.max_model_len, or the lengths; at most the model's."""
-    rollout = cfg.actor_rollout_ref.rollout
-    wanted = rollout.max_model_len or rollout.prompt_length + rollout.response_length
-    return min(wanted, getattr(hf_config.get_text_config(), "max_position_embeddings", None) or wanted)
-
-
 def engine_environment(tensor_parallel: int, device: torch.device, visible: list[str]) -> dict[str, str]:
     """Environment of the engine's process, on top of the worker's. visible: GPUs that it may see."""
     env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1"}
@@ -76,10 +74,17 @@ def engine_environment(tensor_parallel: int, device: torch.device, visible: list
     return env | {name: value for name, value in wishes.items() if name not in os.environ}
 
 
-def physical_gpu(device: torch.device) -> str:
-    """The name of this worker's GPU outside of CUDA_VISIBLE_DEVICES."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",")[device.index or 0].strip() if visible else str(device.index or 0)
+def adapter_arguments(adapters: Mapping[str, int]) -> dict[str, Any]:
+    """Arguments of vLLM's engine for adapters of these ranks, all of them in memory at once."""
+    most = max(adapters.values())
+    room = next((rank for rank in RANKS if rank >= most), None)
+    if room is None:
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_rank={most}: vLLM takes adapters up to rank {RANKS[-1]}. Lower "
+            "it, or set rollout.name=hf."
+        )
+    number = len(adapters)
+    return {"enable_lora": True, "max_loras": number, "max_cpu_loras": number, "max_lora_rank": room}
 
 
 def _cpu_cache_bytes(cfg: Config, hf_config: PretrainedConfig, max_len: int) -> int:

@@ -34,10 +34,11 @@ from siirl.data.image_reader import ImageReader
 from siirl.engines.rollout.base import Completion, Request
 from siirl.engines.rollout.call_limits import PAUSED
 from siirl.engines.rollout.sampling import later_seed
-from siirl.engines.rollout.vllm.messages import UNKNOWN, Response, RowScores
-from siirl.engines.rollout.vllm.native_draws import draw_by_seeds, signed
+from siirl.engines.rollout.served.draws import signed
+from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
+from siirl.engines.rollout.served.shared_buffer import open_buffer
+from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
 from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
-from siirl.engines.rollout.vllm.shared_buffer import open_buffer
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.spelling import suggest
 

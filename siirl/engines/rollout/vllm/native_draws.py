@@ -18,7 +18,10 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-from siirl.engines.rollout.sampling import invert, uniforms
+from siirl.engines.rollout.served import draws
+from siirl.engines.rollout.served.draws import signed
+
+draw = functools.partial(draws.draw, keep=apply_top_k_top_p)
 
 
 def draw_by_seeds(runner: Any) -> None:
@@ -29,53 +32,6 @@ def draw_by_seeds(runner: Any) -> None:
     else:
         sampler.sample = _second_runner(sampler)
         _give_what_is_there(sys.modules[type(sampler).__module__])
-
-
-def signed(seed: int) -> int:
-    """A seed of 64 bits as the int64 that vLLM keeps."""
-    return seed - (1 << 64) if seed >> 63 else seed
-
-
-def draw(
-    logits_BV: Tensor,
-    temperature_B: Tensor,
-    seed_B: Tensor,
-    number_B: Tensor,
-    top_k_B: Tensor | None = None,
-    top_p_B: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(token_B int64, log_prob_B float32). seed_B and number_B, int64: see sampling.uniforms; on one device.
-
-    temperature_B: 0 for the arg-max, whose log-prob is that of temperature 1.
-    """
-    if top_k_B is None and top_p_B is None:
-        return _draw(logits_BV, temperature_B, seed_B, number_B)
-    scaled_BV = _scaled(logits_BV, temperature_B)
-    kept_BV = apply_top_k_top_p(scaled_BV.clone(), top_k_B, top_p_B)
-    token_B, _ = _draw(kept_BV, (temperature_B != 0).float(), seed_B, number_B)
-    return token_B, _taken(scaled_BV.log_softmax(-1), token_B)
-
-
-def _draw(
-    logits_BV: Tensor, temperature_B: Tensor, seed_B: Tensor, number_B: Tensor
-) -> tuple[Tensor, Tensor]:
-    if logits_BV.is_cuda:
-        from siirl.engines.rollout.vllm.draw_triton import draw as draw_in_one_pass
-
-        return draw_in_one_pass(logits_BV, temperature_B, seed_B, number_B)
-    log_prob_BV = _scaled(logits_BV, temperature_B).log_softmax(-1)
-    uniform_B = torch.from_numpy(uniforms(seed_B.tolist(), 1, number_B.tolist())[0])
-    token_B = invert(log_prob_BV.exp(), uniform_B)
-    token_B = torch.where(temperature_B == 0, log_prob_BV.argmax(-1), token_B)
-    return token_B, _taken(log_prob_BV, token_B)
-
-
-def _scaled(logits_BV: Tensor, temperature_B: Tensor) -> Tensor:
-    return logits_BV.float() / torch.where(temperature_B == 0, 1.0, temperature_B)[:, None]
-
-
-def _taken(log_prob_BV: Tensor, token_B: Tensor) -> Tensor:
-    return log_prob_BV.gather(-1, token_B[:, None])[:, 0]
 
 
 class _FirstRunner:

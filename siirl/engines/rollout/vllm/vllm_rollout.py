@@ -1,465 +1,54 @@
-"""The rollout engine on vLLM, in a process of its own: one code path for GPU and CPU."""
+"""The rollout engine on vLLM: one code path for GPU and CPU."""
 
-import dataclasses
-import functools
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from siirl.compiler.checks.packages import vllm_version
 from siirl.compiler.plan import ModelPlan
 from siirl.config import Config
-from siirl.data.seen import NO_IMAGES, Seen
-from siirl.engines.rollout.base import (
-    Completion,
-    Interrupt,
-    Key,
-    Request,
-    RolloutEngine,
-    SamplingParams,
-    WeightPart,
-)
-from siirl.engines.rollout.call_limits import CallLimits, WeightState, check_complete_responses, check_finite
-from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.vllm.arguments import (
-    engine_arguments,
-    engine_environment,
-    max_model_len,
-    physical_gpu,
-)
-from siirl.engines.rollout.vllm.engine_process import EngineProcess
-from siirl.engines.rollout.vllm.engine_shard import engine_shard
-from siirl.engines.rollout.vllm.lora_adapters import (
-    SharedEngine,
-    adapter_arguments,
-    base_alone,
-    load_adapter,
-)
-from siirl.engines.rollout.vllm.messages import Call, Generate, Response, Score
-from siirl.engines.rollout.vllm.recovery import RecoveringEngine
+from siirl.engines.rollout.served.served_rollout import ServedRollout
+from siirl.engines.rollout.vllm.arguments import adapter_arguments, engine_arguments, engine_environment
 from siirl.engines.rollout.vllm.routed_experts import ARGUMENT as ROUTED_EXPERTS
-from siirl.engines.rollout.vllm.row_scores import ONE_TOKEN, checked_scores
-from siirl.engines.rollout.vllm.stream import StreamRouter, VLLMStream
-from siirl.engines.rollout.vllm.weight_transfer import (
-    Bucket,
-    WeightTransfer,
-    joined_places,
-    weights_of_directory,
-)
-from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
-from siirl.engines.train.hf_model import load_hf_config
-from siirl.engines.train.lora import adapter_name
-from siirl.errors import EpisodeFailed, NotSupportedError, RolloutError, WeightSyncError
+from siirl.errors import NotSupportedError
 from siirl.model_files.directory import model_dir
-from siirl.observe.metrics import Metrics
-from siirl.observe.spans import phase
-from siirl.parallel.process_groups import ProcessGroupManager
-
-log = logging.getLogger(__name__)
 
 
-class VLLMRollout(RolloutEngine):
-    """Samples with a vLLM engine on the GPUs of a shard's ranks, or on the CPU.
+class VLLMRollout(ServedRollout):
+    """Samples with a vLLM engine, see ServedRollout."""
 
-    With tensor parallelism the first rank of a shard owns the engine's process; its peers hand over their
-    copy of the weights, and get the results. Weights come by `load_weights` alone. On a GPU `sleep` gives
-    back the memory of the weights and of the KV cache; the next sync brings the weights again.
-    """
+    backend = "vllm"
+    title = "vLLM"
+    native = "siirl.engines.rollout.vllm.native"
+    counters = (
+        ("vllm:num_preemptions", "rollout/vllm_preemptions_total"),
+        ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
+    )
 
-    def __init__(
-        self,
-        plan: ModelPlan,
-        cfg: Config,
-        groups: ProcessGroupManager | None,
-        device: torch.device | str,
-        base: "VLLMRollout | None" = None,
-    ) -> None:
-        """Start the engine, which takes about a minute on a GPU. Collective over the ranks of the shard.
-
-        base: whose engine this one uses instead, with an adapter of its own.
-        ConfigError: vLLM is missing, of another version, or refuses the configuration; RolloutError: it died.
-        """
+    def check_here(self, plan: ModelPlan, cfg: Config, device: torch.device) -> None:
+        """See ServedRollout."""
         vllm_version()
-        self.name = plan.name
-        replays = not plan.is_teacher and cfg.actor_rollout_ref.actor.router_replay.mode == "R3"
-        if replays and torch.device(device).type == "cpu":
+        if _says_experts(plan, cfg) and device.type == "cpu":
             raise NotSupportedError(
                 "not supported yet: actor.router_replay.mode=R3 with rollout.name=vllm on a CPU, where vLLM "
                 "does not say which experts computed a token. Set rollout.name=hf."
             )
-        self.weight_version = -1
-        self._device = torch.device(device)
-        self._dtype = cfg.actor_rollout_ref.rollout.dtype
-        self._state: WeightState = "empty"
-        self._metrics = Metrics()
-        self._cfg, self._adapter = cfg, plan.name if plan.base else None
-        self.keeps_kv = cfg.actor_rollout_ref.rollout.keeps_kv
-        self._newest = -1  # of all versions that it had
-        self._engine = (
-            base._engine if base else SharedEngine(keeps_weights=plan.base is not None or plan.is_teacher)
-        )
-        self._engine.users.append(self)
-        self._shard = engine_shard(plan, groups)
-        model = cfg.actor_rollout_ref.model
-        hf_config = load_hf_config(model)
-        self._specs, self._aliases = weights_of_directory(hf_config, cfg, plan.base is not None)
-        self._limits = CallLimits(
-            plan.name, hf_config.get_text_config().vocab_size, max_model_len(cfg, hf_config)
-        )
-        self._gives_memory_back = (
-            self._device.type == "cuda" and cfg.actor_rollout_ref.rollout.free_cache_engine
-        )
-        self._process: RecoveringEngine | None = base._process if base else None
-        self._router: StreamRouter | None = base._router if base else None
-        alone = len(self._shard.ranks) == 1
-        self._restarts = cfg.actor_rollout_ref.rollout.max_engine_restarts if alone else 0
-        self._transfer = (
-            base._transfer if base else WeightTransfer(self._specs, self._device, keeps=self._restarts > 0)
-        )
-        if base is None:
-            self._start(plan, hf_config, groups)
-            self.sleep()
 
-    def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroupManager | None) -> None:
-        """Start the process, on the first rank of the shard; the others wait."""
+    def engine_arguments(self, plan: ModelPlan, hf_config: Any, num_ranks: int) -> dict[str, Any]:
+        """See ServedRollout."""
         cfg = self._cfg
-        gpus = self._shard.gather(physical_gpu(self._device))
-        if self._shard.is_first:
-            rank = groups.rank if groups else 0
-            logs = Path(cfg.trainer.output_dir).expanduser().absolute() / "logs"
-            log_path = logs / f"vllm_{plan.name}_rank_{rank}.log"
-            log.info("starting vLLM for %s; its output is in %s", plan.name, log_path)
-            num_ranks = len(self._shard.ranks)
-            environment = engine_environment(num_ranks, self._device, gpus)
-            folder = str(model_dir(cfg.actor_rollout_ref.model.path))
-            arguments = engine_arguments(cfg, folder, hf_config, num_ranks, self._device)
-            if not plan.is_teacher and cfg.actor_rollout_ref.actor.router_replay.mode == "R3":
-                arguments[ROUTED_EXPERTS] = True
-            if plan.is_teacher:
-                arguments["max_logprobs"] = max(1, cfg.teacher.top_k)
-            if plan.adapters:
-                arguments |= adapter_arguments(plan.adapters)
-            why_none = "An engine of several ranks is not started again." if num_ranks > 1 else ""
-            with phase("start_vllm"):
-                self._process = RecoveringEngine(
-                    lambda: EngineProcess(plan.name, environment, log_path, cfg.trainer.deadline_s),
-                    arguments,
-                    log_path,
-                    self._restarts,
-                    why_none,
-                )
-            self._router = StreamRouter(self._process)
-        self._shard.meet()
+        folder = str(model_dir(cfg.actor_rollout_ref.model.path))
+        arguments = engine_arguments(cfg, folder, hf_config, num_ranks, self._device)
+        if _says_experts(plan, cfg):
+            arguments[ROUTED_EXPERTS] = True
+        if plan.is_teacher:
+            arguments["max_logprobs"] = max(1, cfg.teacher.top_k)
+        return arguments | (adapter_arguments(plan.adapters) if plan.adapters else {})
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, seeds: Sequence[int]
-    ) -> list[list[Completion]]:
-        """See RolloutEngine. Each sample is a request of its own; a prompt is prefilled once.
+    def engine_environment(self, num_ranks: int, gpus: list[str]) -> dict[str, str]:
+        """See ServedRollout."""
+        return engine_environment(num_ranks, self._device, gpus)
 
-        RolloutError before the first complete sync, for a prompt that cannot run, for log-probs that are not
-        finite, and when the engine dies, hangs or fails.
-        """
-        return self.generate_seeing(prompts, [NO_IMAGES] * len(prompts), params, seeds)
 
-    def generate_seeing(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seen: Sequence[Seen],
-        params: SamplingParams,
-        seeds: Sequence[int],
-    ) -> list[list[Completion]]:
-        """See RolloutEngine; errors of `generate`."""
-        self._check_all_idle("generate")
-        self._limits.check(self._state, prompts, params, seeds)
-        if not prompts:
-            return []
-        with self._streams_held():
-            mine = self._generate(prompts, seen, params, seeds) if self._shard.is_first else None
-            responses = self._shard.share(mine)
-        samples = [response.at_version(self.weight_version) for response in responses]
-        completions = [samples[start : start + params.n] for start in range(0, len(samples), params.n)]
-        check_finite(
-            (
-                (f"sample {sample} of prompt {call}", completion)
-                for call, row in enumerate(completions)
-                for sample, completion in enumerate(row)
-            ),
-            self._dtype,
-        )
-        return completions
-
-    def score(
-        self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
-    ) -> list[tuple[Tensor, Tensor]]:
-        """See RolloutEngine. Collective over the ranks of the shard. Errors as of generate."""
-        self._check_all_idle("score")
-        self._limits.check_weights(self._state)
-        for index, row in enumerate(rows):
-            self._limits.check_prompt(f"row {index}", row, ONE_TOKEN)
-        if not rows:
-            return []
-        scored = self._shard.share(self._score(rows, starts, top_k) if self._shard.is_first else None)
-        return checked_scores(scored, rows, starts, top_k, self.name, self._dtype)
-
-    def _score(
-        self, rows: Sequence[Sequence[int]], starts: Sequence[int], top_k: int
-    ) -> list[tuple[bytes, bytes]]:
-        self._wake_cache()
-        assert self._process is not None
-        with phase("score", rows=len(rows)):
-            answer = self._process.ask(Score(rows, list(starts), top_k))
-        return [(row.token_ids, row.log_probs) for row in answer.rows]
-
-    def new_stream(self, interrupt: Interrupt | None) -> VLLMStream:
-        """See RolloutEngine: the engine's process admits requests between two of its steps."""
-        if self._router is None:
-            raise RolloutError(
-                f"rollout engine {self.name!r}: rank {self._shard.ranks[0]}, the first of its shard, "
-                "has its stream"
-            )
-        return VLLMStream(self, self._router, self._dtype, self._adapter)
-
-    def check_requests(self, requests: Sequence[Request], pending: Iterable[Key]) -> dict[Key, EpisodeFailed]:
-        """Which requests of a stream cannot run, and why, see CallLimits; wakes the KV cache."""
-        refused = self._limits.check_requests(self._state, requests, pending)
-        self._wake_cache()
-        return refused
-
-    def count(
-        self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float], reread: int = 0
-    ) -> None:
-        """Keep what vLLM says for drain_metrics. prompt_tokens: of the responses, as they were submitted.
-
-        reread: those of them that had been read before the response was paused, and were not in the cache.
-        """
-        cached = float(sum(response.num_cached_tokens for response in responses))
-        self._metrics.mean("rollout/prefix_cache_hits", cached, prompt_tokens)
-        if self._cfg.actor_rollout_ref.rollout.max_lag:
-            self._metrics.sum("rollout/reread_tokens", reread)
-        for name, metric in (
-            ("vllm:num_preemptions", "rollout/vllm_preemptions_total"),
-            ("vllm:kv_cache_usage_perc", "rollout/vllm_kv_cache_usage"),
-        ):
-            if name in stats:
-                self._metrics.max(metric, stats[name])
-
-    @property
-    def leads(self) -> bool:
-        """See RolloutEngine."""
-        return self._shard.is_first
-
-    @property
-    def takes(self) -> WeightPart:
-        """See RolloutEngine."""
-        if self._adapter is None:
-            return "merged"
-        return "adapter" if self._engine.loaded else "base_and_adapter"
-
-    def weight_specs(self) -> WeightSpecs:
-        """See RolloutEngine."""
-        wanted = self.takes
-        return {name: spec for name, spec in self._specs.items() if wanted != "adapter" or adapter_name(name)}
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See RolloutEngine; wakes the weights. Collective over the ranks of the shard."""
-        self._check_all_idle("take weights")
-        with self._streams_held():
-            self._load_weights(weights, version)
-
-    def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        # The cache lies under versions: one that comes again, maybe of other weights, must find nothing.
-        keeps_kv, self._newest = self.keeps_kv and version > self._newest, max(version, self._newest)
-        self.wake()
-        self._state, self.weight_version = "loading", -1
-        checked = checked_weights(weights, self.weight_specs(), self._aliases, self.name)
-        adapter: dict[str, Tensor] = {}
-        base = base_alone(checked, self._specs, adapter)
-        try:
-            if self.takes == "adapter":
-                for _ in base:
-                    pass
-            else:
-                self._load_base(base, keeps_kv and self._adapter is None)
-            if self._adapter is not None:
-                number = self._engine.users.index(self) + 1
-                load = functools.partial(
-                    load_adapter,
-                    name=self._adapter,
-                    number=number,
-                    adapter=adapter,
-                    cfg=self._cfg,
-                    keeps_kv=keeps_kv,
-                )
-                with phase("load_adapter", tensors=len(adapter)):
-                    self._together(lambda process: process.act("load_adapter", load, key=number))
-        except RolloutError as error:
-            raise WeightSyncError(str(error)) from error
-        self._state, self.weight_version = "ready", version
-
-    def _load_base(self, weights: Iterator[tuple[str, Tensor]], keeps_kv: bool) -> None:
-        """Replace all weights but adapters, which the engine then has none of.
-
-        keeps_kv: see NativeEngine.finish_update.
-        """
-        for user in self._engine.users:
-            user.lose_weights()
-        self._state, self._engine.loaded = "loading", False
-        with self._transfer.buffer() as buffer:
-            with phase("begin"):
-                self._together(lambda process: process.call("begin_update"))
-            complete = False
-            try:
-                place = joined_places(self._shard.gather(buffer.place))
-                for bucket, data in self._transfer.fill(weights, buffer):
-                    with phase("load", tensors=len(bucket["names"])):
-                        self._update(bucket | {"size": buffer.size, "place": place}, data)
-                complete = True
-            finally:  # after a failure, which is the one to tell of, finishing may fail too
-                with phase("finish"), nullcontext() if complete else suppress(RolloutError):
-                    self._together(
-                        lambda process: process.call("finish_update", keeps_kv=keeps_kv and complete)
-                    )
-        self._engine.loaded = True
-
-    def _update(self, bucket: Bucket, data: Tensor) -> None:
-        """Have the engine load a bucket, whose bytes are `data`."""
-
-        def update(process: RecoveringEngine) -> None:
-            with self._transfer.keeping(bucket, data) as again:
-                process.ask(Call("update", {"bucket": bucket}), Call("update", {"bucket": again}))
-
-        self._together(update)
-
-    def _together(self, act: Callable[[RecoveringEngine], object]) -> None:
-        """Have the first rank of the shard do something with the process; all of it go on, or none does.
-
-        RolloutError on every rank if that failed. A rank that alone went on would wait for the others where
-        they do not come: they take part in the rest of a sync that has failed, which is collective too.
-        """
-        failure: RolloutError | None = None
-        if self._process is not None:
-            try:
-                act(self._process)
-            except RolloutError as error:
-                failure = error
-        told = self._shard.share(failure is not None)
-        if failure is not None:
-            raise failure
-        if told:
-            raise RolloutError(f"rollout engine {self.name!r} failed on rank {self._shard.ranks[0]}")
-
-    def lose_weights(self) -> None:
-        """See Policy."""
-        self._state, self.weight_version = "empty", -1
-
-    def hold_stream(self) -> None:
-        """See Policy."""
-        if self._stream is not None:
-            self._stream.hold()
-
-    def stream_goes_on(self) -> None:
-        """See Policy."""
-        if self._stream is not None:
-            self._stream.go_on()
-
-    def sleep(self) -> None:
-        """Give back the memory of weights and KV cache, on a GPU with free_cache_engine. Idempotent.
-
-        A base with adapters moves to host memory, and is as it was after `wake`.
-        """
-        self._check_all_idle("sleep", even_giving_way=True)
-        engine = self._engine
-        if not self._gives_memory_back or engine.weights_sleep:
-            return
-        with phase("sleep"):
-            self._tell("sleep", keeps_weights=engine.keeps_weights)
-        engine.weights_sleep = engine.cache_sleeps = True
-        if not engine.keeps_weights:
-            self._state, self.weight_version = "asleep", -1
-
-    def wake(self) -> None:
-        """Take memory for the weights again, without values; the KV cache wakes to generate. Idempotent."""
-        if self._engine.weights_sleep:
-            with phase("wake"):
-                torch.cuda.empty_cache()  # what this worker has cached is not the engine's to take
-                self._tell("wake", part="weights")
-            self._engine.weights_sleep = False
-            self._state = "empty" if self._state == "asleep" else self._state
-
-    def close(self) -> None:
-        """End the engine's process, for all its users."""
-        self._stream = None
-        self._state, self.weight_version = "empty", -1
-        if self._process is not None:
-            self._process.close()
-        self._transfer.close()
-
-    def drain_metrics(self) -> Metrics:
-        """What vLLM counted since the last call."""
-        metrics, self._metrics = self._metrics, Metrics()
-        return metrics
-
-    def drain_restarts(self) -> int | None:
-        """See RolloutEngine; what several policies use counts for the one that is asked first."""
-        return None if self._process is None else self._process.drain_restarts()
-
-    def share(self, value: Any) -> Any:
-        """See RolloutEngine."""
-        return self._shard.share(value)
-
-    def read_tensor(self, name: str) -> list[Tensor]:
-        """A parameter under vLLM's own name, of each of its workers; float32. For checks; first rank only."""
-        assert self._process is not None
-        parts = self._process.call("read_tensor", name=name)
-        return [torch.tensor(values, dtype=torch.float32).view(shape) for values, shape in parts]
-
-    def _generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        seen: Sequence[Seen],
-        params: SamplingParams,
-        seeds: Sequence[int],
-    ) -> list[Response]:
-        self._wake_cache()
-        table = [[derive_seed(seed, sample) for sample in range(params.n)] for seed in seeds]
-        version = self.weight_version if self.keeps_kv else None
-        asked = Generate(prompts, dataclasses.replace(params, n=1), table, self._adapter, version, list(seen))
-        assert self._process is not None
-        with phase("generate", rows=params.n * len(prompts)):
-            answer = self._process.ask(asked)
-        check_complete_responses((one.completion.finish_reason for one in answer.responses), self.name)
-        self.count(answer.responses, params.n * sum(len(prompt) for prompt in prompts), answer.stats)
-        return answer.responses
-
-    def _wake_cache(self) -> None:
-        if self._engine.keeps_weights:
-            self.wake()
-        if self._engine.cache_sleeps:
-            with phase("wake"):
-                torch.cuda.empty_cache()
-                self._tell("wake", part="kv_cache")
-            self._engine.cache_sleeps = False
-
-    def _check_all_idle(self, what: str, even_giving_way: bool = False) -> None:
-        """RolloutError if a stream of this engine has pending requests, whoever's it is."""
-        for user in self._engine.users:
-            user.check_idle(what, even_giving_way)
-
-    @contextmanager
-    def _streams_held(self) -> Iterator[None]:
-        """Have no request of a stream run meanwhile, whoever's it is."""
-        for user in self._engine.users:
-            user.hold_stream()
-        yield
-        for user in self._engine.users:
-            user.stream_goes_on()
-
-    def _tell(self, method: str, **arguments: Any) -> None:
-        """Have the engine do something that has no result; the first rank of the shard does."""
-        if self._process is not None:
-            self._process.call(method, **arguments)
+def _says_experts(plan: ModelPlan, cfg: Config) -> bool:
+    return not plan.is_teacher and cfg.actor_rollout_ref.actor.router_replay.mode == "R3"

@@ -1,4 +1,4 @@
-"""The processes that vLLM starts for an engine of several ranks: was one of them lost? Imports no vLLM."""
+"""The processes that an engine starts: was one of them lost? Imports no engine."""
 
 import contextlib
 import re
@@ -7,18 +7,18 @@ from pathlib import Path
 
 import psutil
 
-TITLE = "VLLM::"
-"""What the names of vLLM's processes begin with."""
+TITLES = ("VLLM::", "sglang::")
+"""What the names of the processes of vLLM and SGLang begin with."""
 CORE = "VLLM::EngineCore"
 STOPPED_S, SILENT_S = 5.0, 5.0
-"""A process is lost when it has been stopped, or gone without a word of vLLM's, for so long."""
+"""A process is lost when it has been stopped, or gone without a word of the engine's, for so long."""
 
 
 class EngineParts:
     """The processes below that of an engine, as far as they have been seen.
 
-    One that is gone was lost, unless it, or another of its kind, has logged an error before: vLLM then ends
-    them all, and says why.
+    One that is gone was lost, unless it, or another of its kind, has logged an error before: the engine
+    then ends them all, and says why.
     """
 
     def __init__(self, pid: int, log_path: Path, log_offset: int) -> None:
@@ -33,7 +33,7 @@ class EngineParts:
             for process in self._engine.children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     title = (process.cmdline() or [""])[0].strip()
-                    if title.startswith(TITLE):
+                    if title.startswith(TITLES):
                         self._names[process] = title
 
     def trouble(self) -> str:

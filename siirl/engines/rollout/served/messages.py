@@ -1,4 +1,4 @@
-"""What a worker and the process of its vLLM engine say to each other."""
+"""What a worker and the process of its engine say to each other."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,14 +11,15 @@ from siirl.engines.rollout.base import Completion, Request, SamplingParams
 from siirl.engines.rollout.channel import Message
 
 UNKNOWN = -1
-"""Weight version of what vLLM's process completes."""
+"""Weight version of what the process completes."""
 
 
 class Start(Message):
     """Start the engine: the first message. Answered by Done."""
 
+    native: str
+    """Module that knows the engine's interfaces: its NativeEngine is started, with these arguments."""
     arguments: dict[str, Any]
-    """Of vLLM's EngineArgs."""
 
 
 class Call(Message):
@@ -80,12 +81,12 @@ class Stop(Message):
 
 
 class Response(msgspec.Struct, frozen=True):
-    """A response that vLLM has completed."""
+    """A response that the engine has completed."""
 
     name: str
     """Key of its request."""
     completion: Completion
-    """With vLLM's finish_reason, and weight_version UNKNOWN: the worker counts the versions."""
+    """With the engine's finish_reason, and weight_version UNKNOWN: the worker counts the versions."""
     num_cached_tokens: int
     """Of the prompt, in the prefix cache."""
 

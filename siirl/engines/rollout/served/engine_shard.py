@@ -1,5 +1,6 @@
-"""The ranks that share a vLLM engine: those of a tensor-parallel group."""
+"""The ranks that share an engine: those of a tensor-parallel group."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,3 +54,9 @@ def engine_shard(plan: ModelPlan, groups: ProcessGroupManager | None) -> EngineS
         raise NotSupportedError("not supported yet: tensor parallelism outside of a run")
     ranks = next(ranks for ranks in plan.dims.mesh_groups(plan.ranks)["tp"] if groups.rank in ranks)
     return EngineShard(ranks, groups.get(ranks))
+
+
+def physical_gpu(device: torch.device) -> str:
+    """The name of this worker's GPU outside of CUDA_VISIBLE_DEVICES."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[device.index or 0].strip() if visible else str(device.index or 0)

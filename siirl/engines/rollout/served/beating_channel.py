@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
-from siirl.engines.rollout.vllm.messages import Beat
+from siirl.engines.rollout.served.messages import Beat
 
 BEAT_EVERY_S = 1.0
 

@@ -1,6 +1,6 @@
-"""The process of a vLLM engine: started by a worker, driven by messages over a socket, ends with it.
+"""The process of an engine: started by a worker, driven by messages over a socket, ends with it.
 
-    python -m siirl.engines.rollout.vllm.server FD
+    python -m siirl.engines.rollout.served.server FD
 
 FD: the inherited socket. What is said over it stands in messages.py. The requests of a Submit join those that
 run, and those that a step has completed are told by a Finished, whatever else the worker sends; what it does
@@ -11,6 +11,7 @@ second, from the thread that runs the engine: an engine that hangs falls silent.
 import argparse
 import contextlib
 import ctypes
+import importlib
 import os
 import queue
 import signal
@@ -24,8 +25,8 @@ from typing import Any
 from siirl.data.seen import NO_IMAGES
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
-from siirl.engines.rollout.vllm.beating_channel import BeatingChannel
-from siirl.engines.rollout.vllm.messages import (
+from siirl.engines.rollout.served.beating_channel import BeatingChannel
+from siirl.engines.rollout.served.messages import (
     Abort,
     Alive,
     Call,
@@ -46,7 +47,7 @@ from siirl.engines.rollout.vllm.messages import (
     Stop,
     Submit,
 )
-from siirl.engines.rollout.vllm.temporary import names_noted
+from siirl.engines.rollout.served.temporary import names_noted
 from siirl.errors import UserError
 from siirl.observe.printable import printable
 
@@ -95,11 +96,9 @@ class Server:
     def _answer(self, message: FromWorker) -> None:
         answer: Done | Generated | Scored | Paused = Done()
         match message:
-            case Start(arguments):
-                from siirl.engines.rollout.vllm.native import NativeEngine
-
+            case Start(native, arguments):
                 with names_noted():
-                    self._engine = NativeEngine(arguments)
+                    self._engine = importlib.import_module(native).NativeEngine(arguments)
             case Call(method, arguments):
                 answer = Done(getattr(self._engine, method)(**arguments))
             case Generate():
@@ -180,7 +179,7 @@ class Server:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="a vLLM engine of a siirl run; started by a worker")
+    parser = argparse.ArgumentParser(description="an engine of a siirl run; started by a worker")
     parser.add_argument("fd", type=int)
     descriptor = parser.parse_args(argv).fd
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -189,7 +188,7 @@ def main(argv: list[str] | None = None) -> int:
     os.set_inheritable(descriptor, False)
     Server(BeatingChannel(sock, FromWorker)).run()
     sys.stdout.flush()
-    os._exit(0)  # vLLM's own teardown can hang; nothing is left to save
+    os._exit(0)  # an engine's own teardown can hang; nothing is left to save
 
 
 if __name__ == "__main__":

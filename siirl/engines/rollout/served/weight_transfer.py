@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from siirl.config import Config
-from siirl.engines.rollout.vllm.shared_buffer import SharedBuffer
+from siirl.engines.rollout.served.shared_buffer import SharedBuffer
 from siirl.engines.rollout.weight_loading import WeightSpecs, tensor_names
 from siirl.engines.train.hf_model import model_class
 from siirl.engines.train.lora import adapter_name, add_lora

@@ -1,27 +1,24 @@
-"""Several adapters in one vLLM engine: what its users share, and how an adapter gets into it."""
+"""Several adapters in one engine: what its users share, and how an adapter gets into it."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from siirl.config import Config
-from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.rollout.weight_loading import WeightSpecs
 from siirl.engines.train.lora import adapter_name
-from siirl.errors import ConfigError
 from siirl.model_files.adapter_files import write_adapter
 
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks of LoRA that vLLM has room for: a smaller one takes the next."""
 MEMORY_FOLDER = Path("/dev/shm")
 
 
 class Policy(Protocol):
-    """Who uses a vLLM engine, alone or with others."""
+    """Who uses an engine, alone or with others."""
 
     def check_idle(self, what: str, even_giving_way: bool = False) -> None:
         """RolloutError if a stream of it has pending requests, so that the engine cannot do `what`."""
@@ -38,7 +35,7 @@ class Policy(Protocol):
 
 @dataclass
 class SharedEngine:
-    """A vLLM engine, and who uses it."""
+    """An engine, and who uses it."""
 
     users: list[Policy] = field(default_factory=list)
     """Several, if they are adapters on one base."""
@@ -50,19 +47,6 @@ class SharedEngine:
     """The weights are not on the device."""
     cache_sleeps: bool = False
     """The KV cache is not on the device."""
-
-
-def adapter_arguments(adapters: Mapping[str, int]) -> dict[str, Any]:
-    """Arguments of vLLM's engine for adapters of these ranks, all of them in memory at once."""
-    most = max(adapters.values())
-    room = next((rank for rank in RANKS if rank >= most), None)
-    if room is None:
-        raise ConfigError(
-            f"actor_rollout_ref.model.lora_rank={most}: vLLM takes adapters up to rank {RANKS[-1]}. Lower "
-            "it, or set rollout.name=hf."
-        )
-    number = len(adapters)
-    return {"enable_lora": True, "max_loras": number, "max_cpu_loras": number, "max_lora_rank": room}
 
 
 def base_alone(

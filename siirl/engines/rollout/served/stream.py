@@ -1,4 +1,4 @@
-"""A stream of requests to a vLLM engine's process, which admits them between two of its steps."""
+"""A stream of requests to an engine's process, which admits them between two of its steps."""
 
 import threading
 from collections import defaultdict
@@ -9,8 +9,8 @@ from typing import Protocol
 from siirl.engines.rollout.base import Completion, Key, Request, RolloutStream, Unfinished
 from siirl.engines.rollout.call_limits import COMPLETE, PAUSED, check_finite
 from siirl.engines.rollout.sampling import derive_seed
-from siirl.engines.rollout.vllm.messages import Abort, Finished, Pause, Response, Submit
-from siirl.engines.rollout.vllm.recovery import RecoveringEngine
+from siirl.engines.rollout.served.messages import Abort, Finished, Pause, Response, Submit
+from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.errors import ConfigError, EpisodeFailed, RolloutError
 
 
@@ -100,17 +100,17 @@ class StreamedEngine(Protocol):
     keeps_kv: bool
 
     def check_requests(self, requests: Sequence[Request], pending: Sequence[Key]) -> dict[Key, EpisodeFailed]:
-        """See VLLMRollout."""
+        """See ServedRollout."""
         ...
 
     def count(
         self, responses: Sequence[Response], prompt_tokens: int, stats: dict[str, float], reread: int
     ) -> None:
-        """See VLLMRollout."""
+        """See ServedRollout."""
         ...
 
 
-class VLLMStream(RolloutStream):
+class EngineStream(RolloutStream):
     """Requests go to the engine's process at once; it steps whether or not anybody collects."""
 
     def __init__(

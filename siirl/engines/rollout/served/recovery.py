@@ -19,9 +19,9 @@ import torch
 
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Message
-from siirl.engines.rollout.vllm.engine_process import EngineLost, EngineProcess
-from siirl.engines.rollout.vllm.messages import Abort, Call, Finished, Pause, Response, Start, Submit
-from siirl.engines.rollout.vllm.weight_transfer import MAX_RESTARTS
+from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
+from siirl.engines.rollout.served.messages import Abort, Call, Finished, Pause, Response, Start, Submit
+from siirl.engines.rollout.served.weight_transfer import MAX_RESTARTS
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.spans import phase
 
@@ -82,17 +82,17 @@ class RecoveringEngine:
     def __init__(
         self,
         make: Callable[[], EngineProcess],
-        arguments: dict[str, Any],
+        start: Start,
         log_path: Path,
         max_restarts: int,
         why_none: str = "",
     ) -> None:
-        """Start it. make: a new process; arguments: of its engine. max_restarts: within WINDOW_S.
+        """Start it. make: a new process; start: what it is told first. max_restarts: within WINDOW_S.
 
         why_none: what to say if it is lost and max_restarts is 0, instead of the key. If the first process
         dies before its engine is there, that is not tried again.
         """
-        self._make, self._arguments, self._log_path = make, arguments, log_path
+        self._make, self._start, self._log_path = make, start, log_path
         self._max_restarts, self._why_none = max_restarts, why_none
         self._restarted_s: list[float] = []
         self._num_uncounted = 0
@@ -184,7 +184,7 @@ class RecoveringEngine:
     def _started(self) -> EngineProcess:
         process = _STARTER.submit(self._make).result()
         try:
-            process.ask(Start(self._arguments))
+            process.ask(self._start)
         except BaseException:
             process.kill()
             raise

@@ -1,4 +1,4 @@
-"""An engine process of this worker: started, asked, watched, ended. Imports no vLLM."""
+"""An engine process of this worker: started, asked, watched, ended. Imports no engine."""
 
 import contextlib
 import math
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from siirl.engines.rollout.channel import Channel, ChannelClosed, Message
-from siirl.engines.rollout.vllm.engine_parts import EngineParts
-from siirl.engines.rollout.vllm.messages import (
+from siirl.engines.rollout.served.engine_parts import EngineParts
+from siirl.engines.rollout.served.messages import (
     Alive,
     Beat,
     Call,
@@ -28,7 +28,7 @@ from siirl.engines.rollout.vllm.messages import (
     Start,
     Stop,
 )
-from siirl.engines.rollout.vllm.temporary import TemporaryFolder
+from siirl.engines.rollout.served.temporary import TemporaryFolder
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.logs import last_lines
 
@@ -44,7 +44,7 @@ LAUNCHER_VARIABLES = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "CUDA_DEVICE_MAX_CONNECTIONS",
 )
-"""Environment of our torch.distributed, which vLLM's must not see, and what Megatron wants of CUDA."""
+"""Environment of our torch.distributed, which the engine's must not see, and what Megatron wants of CUDA."""
 POLL_S = 0.5
 STOP_GRACE_S = 3.0
 SILENCE_S = 20.0
@@ -63,7 +63,7 @@ class EngineLost(RolloutError):
 
 
 class EngineProcess:
-    """One process that runs a vLLM engine. Every wait for it has a deadline; its death is named at once."""
+    """One process that runs an engine. Every wait for it has a deadline; its death is named at once."""
 
     def __init__(self, name: str, env: dict[str, str], log_path: Path, deadline_s: float) -> None:
         """Start it. env: on top of this worker's environment. Its output goes to log_path."""
@@ -78,7 +78,7 @@ class EngineProcess:
         with log_path.open("ab") as log, theirs:
             self._log_offset = log.tell()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "siirl.engines.rollout.vllm.server", str(theirs.fileno())],
+                [sys.executable, "-m", "siirl.engines.rollout.served.server", str(theirs.fileno())],
                 env=clean | self._temporary.environment() | env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
