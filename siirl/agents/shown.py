@@ -17,14 +17,12 @@ _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 
 @dataclass(frozen=True)
 class Shown:
-    """A text with <image> where each image belongs; without any, the images come before it.
-
-    images: bytes of a file, a path, {bytes, path}, a data: URL, or an image of Pillow; once it has been read,
-    each in base64.
-    """
+    """A text with <image> where each image belongs; without any, the images come before it."""
 
     text: str = ""
+
     images: tuple[Any, ...] = ()
+    """Each bytes of a file, a path, {bytes, path}, a data: URL, or an image of Pillow; once read, base64."""
 
     def without_images(self) -> str:
         """The text for a model that sees none."""

@@ -32,7 +32,7 @@ def completed(line: str, tmp_path) -> set[str]:
 def test_commands_options_keys_and_values(tmp_path):
     assert {"run", "check", "plan", "view", "resume"} <= completed("siirl ", tmp_path)
     assert completed("siirl plan --dr", tmp_path) == {"--draw"}
-    assert completed(f"siirl run {ROLLOUT}.max_l", tmp_path) == {f"{ROLLOUT}.max_lag="}
+    assert completed(f"siirl run {ROLLOUT}.max_la", tmp_path) == {f"{ROLLOUT}.max_lag="}
     assert {f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name=hf"} <= completed(
         f"siirl check {ROLLOUT}.name=", tmp_path
     )

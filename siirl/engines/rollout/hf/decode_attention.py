@@ -41,5 +41,7 @@ AttentionMaskInterface.register(DECODE_ATTENTION, sdpa_mask)
 
 
 def use_decode_attention(model: PreTrainedModel) -> None:
-    """Have the text of a model that was built with "sdpa" attend by it; an image tower stays as it is."""
-    model.config.get_text_config()._attn_implementation = DECODE_ATTENTION
+    """Have the text of a model that attends by "sdpa" do it; others, as those with sinks, and towers stay."""
+    config = model.config.get_text_config()
+    if config._attn_implementation == "sdpa":
+        config._attn_implementation = DECODE_ATTENTION
