@@ -66,8 +66,9 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-3), ("bfloat16", 0.1)])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 4e-3), ("bfloat16", 0.1)])
 def test_vllm_says_of_images_what_hugging_face_does(folder, tmp_path, dtype, bound):
+    """In float32 vLLM's attention is in TF32."""
     keys = [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.dtype={dtype}", f"{ROLLOUT}.prompt_length=128", *ENGINE]
     model, output = f"actor_rollout_ref.model.path={folder}", f"trainer.output_dir={tmp_path}"
     cfg = load_config(["data.dataset_type=vlm", model, output, "trainer.device=cuda", *keys])

@@ -87,7 +87,7 @@ def test_numbers_that_are_none_do_not_become_some():
 
 def test_torchao_computes_the_same():
     """But for the gradient of the input: its recipe rounds a weight by one scale there."""
-    pytest.importorskip("torchao", reason="pip install 'siirl[oracles]'")
+    pytest.importorskip("torchao", reason="pip install torchao")
     from torchao.float8.config import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear as Theirs
 
