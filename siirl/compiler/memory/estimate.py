@@ -11,17 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from siirl.compiler.memory.layer_params import (
-    FOUR_NORMS,
-    QK_NORMS,
-    TIED,
-    expert_params,
-    experts_of,
-    has_experts,
-    latent_sizes,
-    mlp_params,
-    shared_width,
-)
+from siirl.compiler.memory import layer_params as of_config
 from siirl.compiler.model_types import LATENT, QKV_BIAS, SINKS
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.router_choices import RouterChoices
@@ -41,8 +31,6 @@ FAMILIES = (
     *("llama", "mistral", "ministral", "cwm", "phi3", "seed_oss", "glm4", "qwen2", "qwen3", "gemma3_text"),
     *("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss"),
 )
-FUSED = ("glm4", "phi3")
-"""Families whose files have gate and up in one tensor; phi3's queries, keys and values too."""
 _QWEN2 = ("qwen2", "qwen2_moe")
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
 GIB = 2**30
@@ -159,23 +147,23 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
     head_dim = raw.get("head_dim") or hidden // heads
     q_width, kv_width = heads * head_dim, (raw.get("num_key_value_heads") or heads) * head_dim
     attention = 2 * hidden * q_width + 2 * hidden * kv_width
-    latent = latent_sizes(raw) if family in LATENT else {}
+    latent = of_config.latent_sizes(raw) if family in LATENT else {}
     if latent:
         attention, kv_width = latent.pop("params"), latent.pop("kv_width")
     qkv_bias = raw.get("qkv_bias", True) if family.startswith("qwen2") else raw.get("attention_bias")
     output_bias = raw.get("attention_out_bias") or (qkv_bias and family not in (*QKV_BIAS, *_QWEN2))
     attention += (q_width + 2 * kv_width) * bool(qkv_bias) + hidden * bool(output_bias)
-    qk_norms = bool(raw.get("use_qk_norm")) or family.startswith("qwen3") or family in QK_NORMS
+    qk_norms = bool(raw.get("use_qk_norm")) or family.startswith("qwen3") or family in of_config.QK_NORMS
     if qk_norms:
         attention += q_width + kv_width if family == "olmoe" else 2 * head_dim
     attention += heads * (family in SINKS)
-    norms = 4 if family in FOUR_NORMS else 2
-    per_layer = [attention + norms * hidden + mlp_params(raw, index) for index in range(layers)]
-    moe_layers = sum(has_experts(raw, index) for index in range(layers))
-    experts = experts_of(raw) if moe_layers else 0
+    norms = 4 if family in of_config.FOUR_NORMS else 2
+    per_layer = [attention + norms * hidden + of_config.mlp_params(raw, index) for index in range(layers)]
+    moe_layers = sum(of_config.has_experts(raw, index) for index in range(layers))
+    experts = of_config.experts_of(raw) if moe_layers else 0
     expert_width = raw.get("moe_intermediate_size") or raw["intermediate_size"]
     embedding = raw["vocab_size"] * hidden
-    copies = 1 if raw.get("tie_word_embeddings", family in TIED) else 2
+    copies = 1 if raw.get("tie_word_embeddings", family in of_config.TIED) else 2
     return ModelShape(
         family=family,
         params=sum(per_layer) + hidden + copies * embedding,
@@ -192,8 +180,8 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         experts=experts,
         top_k=raw.get("num_experts_per_tok", 0) if moe_layers else 0,
         expert_width=expert_width,
-        shared_width=shared_width(raw) if moe_layers else 0,
-        expert_params=experts * expert_params(raw, expert_width),
+        shared_width=of_config.shared_width(raw) if moe_layers else 0,
+        expert_params=experts * of_config.expert_params(raw, expert_width),
         moe_layers=moe_layers,
         norms=norms,
         qk_norms=qk_norms and family != "olmoe",
@@ -202,7 +190,7 @@ def model_shape(raw: dict[str, Any]) -> ModelShape:
         + 2 * qk_norms
         + 3 * bool(qkv_bias)
         + bool(output_bias)
-        - (family in FUSED)
+        - (family in of_config.FUSED)
         - 2 * (family == "phi3")
         + (3 if raw.get("q_lora_rank") else 1) * bool(latent),
         **latent,

@@ -8,6 +8,8 @@ ONLY_EXPERTS = ("mixtral", "olmoe", "gpt_oss")
 """Families whose layers all have experts, of the width that dense MLPs have in others."""
 BIASED = ("gpt_oss",)
 """Families whose experts and routers have biases."""
+FUSED = ("glm4", "phi3")
+"""Families whose files have gate and up in one tensor; phi3's queries, keys and values too."""
 FOUR_NORMS = ("glm4", "gemma3_text")
 """Families whose layers norm what attention and MLP give, too."""
 TIED = ("gemma3_text",)
