@@ -1,6 +1,6 @@
 """A model on a training engine as the target of a weight link: a teacher that is a policy, older."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -21,7 +21,7 @@ class WeightTarget(Protocol):
 
     def wake(self) -> None: ...
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None: ...
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 
 
 class FollowedWeights:
@@ -40,7 +40,7 @@ class FollowedWeights:
     def wake(self) -> None:
         """Its weights are on the device already."""
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """WeightSyncError unless every weight of the model arrives once; no communication."""
         checked = checked_weights(weights, self.weight_specs(), {}, self._engine.name)
         self._engine.take_weights(checked, self._share)

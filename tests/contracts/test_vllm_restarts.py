@@ -10,6 +10,7 @@ import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoModelForCausalLM
+from updated_engines import IN_PLACE
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
@@ -17,6 +18,7 @@ from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import Request, SamplingParams
 from siirl.engines.rollout.vllm import engine_process
 from siirl.engines.rollout.vllm.engine_process import EngineProcess
+from siirl.engines.rollout.vllm.weight_writing import ONE_BY_ONE
 from siirl.errors import RolloutError
 from siirl.parallel.dims import ParallelDims
 
@@ -121,7 +123,8 @@ def lasting(model_dir, weights):
         engine.close()
 
 
-PHASES = ("begin_update", "update", "finish_update", "generate", "submit", "pause", "read_tensor")
+BY_LOADERS = ("begin_update", "update", "finish_update")
+PHASES = (*BY_LOADERS, *IN_PLACE, "generate", "submit", "pause", "read_tensor")
 
 
 @pytest.mark.slow
@@ -144,6 +147,8 @@ def test_in_whatever_phase_an_engine_is_lost_it_comes_back_as_it_was(phase, last
             os.kill(process.pid, armed.pop())
 
     monkeypatch.setattr(EngineProcess, "send", send_and_lose)
+    if phase in BY_LOADERS:
+        monkeypatch.setenv(ONE_BY_ONE, "1")
     load(engine, weights[0], 0)
     armed.append(end)
     load(engine, weights[1], 1)

@@ -47,6 +47,9 @@ class FakeTrainer:
         self.fail_at = None
         self.exported_dtypes = []
 
+    def live_weights(self):
+        return None
+
     def export_weights(self, dtype=None):
         self.exported_dtypes.append(dtype)
         for position, (name, tensor) in enumerate(self.edit(self.weights).items()):

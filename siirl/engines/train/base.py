@@ -25,6 +25,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.observe.metrics import Metrics
 
 EXPERTS = "experts"
@@ -112,6 +113,13 @@ class TrainEngine(ABC):
         In the same order on all ranks. LoRA adapters are merged. Every rank must exhaust the iterator; each
         receives every full tensor.
         """
+
+    def live_weights(self) -> LiveWeights | None:
+        """What export_weights yields, in the memory where it is trained, if each rank has all of it there.
+
+        No communication; the same object in every step. None: ask export_weights.
+        """
+        return None
 
     def export_adapter(
         self, dtype: torch.dtype | None = None, with_base: bool = False

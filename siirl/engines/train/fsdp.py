@@ -28,6 +28,7 @@ from siirl.engines.train.fsdp_state import (
     base_names,
     exported,
     exported_adapter,
+    live,
     live_pieces,
     load_training_state,
     parts_of,
@@ -36,6 +37,7 @@ from siirl.engines.train.fsdp_state import (
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
     bundles_of,
@@ -208,7 +210,13 @@ class FSDPEngine(SteppingEngine):
         return scaled_to_norm(grads, self._settings.grad_clip, self._shard_group)
 
     def _update(self) -> None:
+        self._settle()
         self._optimizer.step()
+
+    def _settle(self) -> None:
+        """Wait for those who read the weights, which are about to change or to go."""
+        if live := self.__dict__.get("_live"):
+            live.settle()
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return specs(self._model.hf, self._parts, self._master_dtype)
@@ -216,6 +224,14 @@ class FSDPEngine(SteppingEngine):
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")
         return exported(self._model.hf, self._parts, dtype or self._master_dtype)
+
+    def live_weights(self) -> LiveWeights | None:
+        self._require_on_device("params")
+        return self._live
+
+    @functools.cached_property
+    def _live(self) -> LiveWeights | None:
+        return live(self._model.hf, self._parts)
 
     def export_adapter(
         self, dtype: torch.dtype | None = None, with_base: bool = False
@@ -234,6 +250,7 @@ class FSDPEngine(SteppingEngine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device("params", "optimizer")
         self._check_base(state)
+        self._settle()
         load_training_state(self._training_state(), self._optimizer, state)
         self._load_counts(state)
 
@@ -247,6 +264,8 @@ class FSDPEngine(SteppingEngine):
         return base_names(self._model.hf, self._parts)
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        if params:
+            self._settle()
         if params and self.device.type != "cpu":
             self._base.offload(self.name)
         super().offload(params=params, grads=grads, optimizer=optimizer)

@@ -20,8 +20,8 @@ import torch
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Message
 from siirl.engines.rollout.vllm.engine_process import EngineLost, EngineProcess
+from siirl.engines.rollout.vllm.kept_weights import MAX_RESTARTS
 from siirl.engines.rollout.vllm.messages import Abort, Call, Finished, Pause, Response, Start, Submit
-from siirl.engines.rollout.vllm.weight_transfer import MAX_RESTARTS
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.spans import phase
 
