@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from siirl.compiler.adapted_experts import why_not_adapted
 from siirl.compiler.compiled_layers import why_not_compiled
 from siirl.config import Config
 from siirl.config.common import ModelConfig, TrainedConfig
@@ -60,8 +61,6 @@ SCALES = ("final_logit_softcapping", "attn_logit_softcapping", "logits_scaling",
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 HEADS = ("num_attention_heads", "n_head")
 """What a config.json calls the query heads of a layer."""
-ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""What may have LoRA adapters in a mixture of experts: others would lie on one tensor of all experts."""
 FLOAT8 = (
     *("arcee", "cwm", "diffllama", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4"),
     *("gpt_bigcode", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "ministral"),
@@ -133,7 +132,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     if ROLES[role].generates and not scored:
         return
     model, strategy = role_model(cfg, role), role_group(cfg, role).strategy
-    raw = _config_json(model)
+    raw = config_json(model)
     if "model_type" not in raw or not (scored or strategy in TRAINABLE):
         return
     rules = "fsdp" if scored else strategy
@@ -152,7 +151,8 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         problem = problem or _why_not_split(config, cfg, role)
         problem = problem or _why_not_float8(config, cfg, role)
     problem = problem or why_not_compiled(config, cfg, role)
-    problem = problem or _why_not_adapted(config, model, ROLES[role].model)
+    if any(config.get(name) not in (None, 0, 1) for name in EXPERTS):
+        problem = problem or why_not_adapted(config, model, ROLES[role].model, strategy)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(
@@ -167,19 +167,19 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
 def attention_heads(cfg: Config, role: str) -> int:
     """Of queries in a layer of a role's model; 0 where config.json does not tell."""
     model = role_model(cfg, role)
-    return _heads(language_part({**_config_json(model), **model.override_config}))
+    return _heads(language_part({**config_json(model), **model.override_config}))
 
 
 def model_type_of(model: ModelConfig) -> str:
     """What config.json calls it; empty where it cannot be read."""
-    return str(_config_json(model).get("model_type") or "")
+    return str(config_json(model).get("model_type") or "")
 
 
 def _heads(config: Mapping[str, Any]) -> int:
     return next((config[name] for name in HEADS if isinstance(config.get(name), int)), 0)
 
 
-def _config_json(model: ModelConfig) -> dict[str, Any]:
+def config_json(model: ModelConfig) -> dict[str, Any]:
     """What it says; nothing where it cannot be read."""
     try:
         raw = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
@@ -303,19 +303,6 @@ def _why_not_dealt(config: Mapping[str, Any], cfg: Config, role: str) -> str:
     if isinstance(experts, int) and experts % ranks:
         return (
             f"{key} does not divide the {experts} experts of a layer: each rank has whole ones. Set it to 1."
-        )
-    return ""
-
-
-def _why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
-    """Why a mixture of experts does not get the adapters asked for, and the fix; empty if it does."""
-    targets = model.target_modules
-    if not any(config.get(name) not in (None, 0, 1) for name in EXPERTS):
-        return ""
-    if model.lora_rank and (isinstance(targets, str) or not set(targets) <= set(ADAPTED)):
-        return (
-            f"LoRA adapters on experts ({keys}.target_modules={targets}): a mixture of experts has them on "
-            f"its attention only. Set {keys}.target_modules=[{','.join(ADAPTED)}], or lora_rank=0."
         )
     return ""
 

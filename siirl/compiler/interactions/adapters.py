@@ -9,7 +9,9 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
+from siirl.compiler.adapted_experts import ADAPTED, expert_targets
 from siirl.compiler.backends import ROLLOUT_BACKENDS, backend_of
+from siirl.compiler.model_types import config_json
 from siirl.compiler.plan import ModelPlan
 from siirl.compiler.resolved_node import ResolvedNode
 from siirl.compiler.workflow import Nodes, Workflow
@@ -50,6 +52,8 @@ def check_bases(workflow: Workflow) -> None:
                 f"agents and train both, or unset share_instance: agent {agent} then has a copy of its own."
             )
         _check_same_base(key, node, rollouts[owner])
+        for one in (node, rollouts[owner]):
+            _check_experts(key, one)
 
 
 def _check_same_base(key: str, node: ResolvedNode, owner: ResolvedNode) -> None:
@@ -65,6 +69,18 @@ def _check_same_base(key: str, node: ResolvedNode, owner: ResolvedNode) -> None:
                 f"{key}, but {name} is {own} here and {shared} at {owner}: both use one base. Set it alike, "
                 f"or unset share_instance. Adapters differ in model.{{{', '.join(OWN_KEYS)}}}."
             )
+
+
+def _check_experts(key: str, node: ResolvedNode) -> None:
+    """DagError for adapters on experts: no rollout engine has several of these on one base."""
+    model = node.cfg.actor_rollout_ref.model
+    matrices = expert_targets(config_json(model).get("model_type"), model.target_modules)
+    if matrices:
+        raise DagError(
+            f"{key}, and {node} has LoRA adapters on {', '.join(matrices)} of experts: adapters on one "
+            f"base are on its attention only. Set actor_rollout_ref.model.target_modules=[{','.join(ADAPTED)}] for "
+            "both agents, or unset share_instance."
+        )
 
 
 def with_bases(models: dict[str, ModelPlan], workflow: Workflow) -> dict[str, ModelPlan]:

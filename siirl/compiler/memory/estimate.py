@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from siirl.compiler.adapted_experts import expert_targets
 from siirl.compiler.memory import layer_params as of_config
 from siirl.compiler.model_types import LATENT, QKV_BIAS, SINKS
 from siirl.compiler.plan import ModelPlan
@@ -382,12 +383,14 @@ def distribution_bytes(top_k: int, vocabulary: int) -> int:
 
 
 def adapter_params(model: ModelConfig, shape: ModelShape) -> int:
-    """Numbers in a LoRA adapter on all linear layers, or in a mixture of experts on those of attention; fewer
-    target_modules have fewer."""
+    """Numbers in a LoRA adapter on all linear layers, or in a mixture of experts on those of attention, and
+    on the matrices of experts that are asked for; fewer target_modules have fewer."""
     q_width = shape.hidden if not shape.heads else query_width(shape)
     widths = [(shape.hidden, q_width), (q_width, shape.hidden), *2 * [(shape.hidden, shape.kv_width)]]
     widths += 3 * [(shape.hidden, shape.intermediate)] * (not shape.experts)
-    return model.lora_rank * shape.layers * sum(map(sum, widths))
+    of_experts = len(expert_targets(shape.family, model.target_modules)) * shape.moe_layers * shape.experts
+    of_experts *= shape.hidden + shape.expert_width
+    return model.lora_rank * (shape.layers * sum(map(sum, widths)) + of_experts)
 
 
 def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:

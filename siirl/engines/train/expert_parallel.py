@@ -29,14 +29,14 @@ def deal_experts(hf: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """
     group = mesh.get_group(mesh.ndim - 1)
     dealt: set[nn.Parameter] = set()
-    for module in _modules_of_experts(hf):
+    for module in modules_of_experts(hf):
         if module.num_experts % group.size():
             raise NotSupportedError(
                 f"not supported yet: fsdp_config.expert_parallel_size={group.size()} for layers of "
                 f"{module.num_experts} experts: each rank has whole ones. Set it to 1."
             )
         setattr(module, _RANKS, group)
-        for name, param in list(module.named_parameters(recurse=False)):
+        for name, param in list(module.named_parameters()):  # with adapters, if it has some
             dealt.add(_cut(module, name, param, mesh))
     if not dealt:
         raise NotSupportedError(
@@ -46,7 +46,7 @@ def deal_experts(hf: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     return dealt
 
 
-def _modules_of_experts(hf: nn.Module) -> Iterator[nn.Module]:
+def modules_of_experts(hf: nn.Module) -> Iterator[nn.Module]:
     """Whose forward pass is our experts function (hf_experts)."""
     return (
         module for module in hf.modules() if hasattr(module, "has_gate") and hasattr(module, "num_experts")
@@ -59,8 +59,9 @@ def _cut(module: nn.Module, name: str, param: nn.Parameter, mesh: DeviceMesh) ->
     tensor = DTensor.from_local(
         local, mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
     )
-    setattr(module, name, nn.Parameter(tensor, requires_grad=param.requires_grad))
-    return getattr(module, name)
+    owner, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=param.requires_grad))
+    return module.get_parameter(name)
 
 
 def ranks_of(experts: nn.Module) -> dist.ProcessGroup | None:
@@ -122,6 +123,6 @@ def add_up_copies(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.ndim == 1:
         return
     for module in model.modules():
-        for param in module.parameters(recurse=False) if ranks_of(module) is not None else ():
+        for param in module.parameters() if ranks_of(module) is not None else ():
             if param.grad is not None:
                 dist.all_reduce(param.grad.to_local(), group=mesh.get_group(0))

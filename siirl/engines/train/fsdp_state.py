@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from siirl.engines.train.expert_lora import adapter_parts, adapters_of_experts, merged_experts
 from siirl.engines.train.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor
@@ -28,7 +29,7 @@ FileParts = dict[str, tuple[FilePart, ...]]
 
 def parts_of(hf: PreTrainedModel) -> FileParts:
     """Where the tensors of the model's files are in its parameters; NotSupportedError if they are not."""
-    return file_parts(hf, {name: tuple(param.shape) for name, param in _named(hf)})
+    return file_parts(hf, {name: tuple(param.shape) for name, param in _named(hf)}) | adapter_parts(hf)
 
 
 def specs(
@@ -59,7 +60,7 @@ def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Itera
     Collective: every rank exhausts it. On one rank and without a cast a tensor is the live weight itself:
     copy it to keep it.
     """
-    adapters = adapters_of(hf)
+    adapters, of_experts = adapters_of(hf), adapters_of_experts(hf)
 
     def shards() -> Iterator[_Shard]:
         for name, param in _named(hf):
@@ -67,6 +68,8 @@ def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Itera
             if name in adapters:
                 a, b, scale = adapters[name]
                 local = merged_rows(local, a.full_tensor(), b.to_local(), scale)
+            elif name in of_experts:
+                local = merged_experts(local, of_experts[name])
             yield _Shard(name, local.detach().to(dtype), param)
 
     return itertools.chain(_whole_parts(shards(), parts, dtype), _buffers(hf).items())
@@ -105,7 +108,7 @@ def _whole_parts(
 
 def _split(tensors: Iterable[tuple[str, Tensor]], parts: FileParts) -> Iterator[tuple[str, Tensor]]:
     for name, whole in tensors:
-        if name not in parts:  # an adapter's
+        if name not in parts:  # of an adapter on a linear layer
             yield name, whole
         for part in parts.get(name, ()):
             yield part.name, part.of(whole).contiguous()

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from siirl.engines.train.expert_lora import adapted
 from siirl.engines.train.expert_parallel import computed_elsewhere, held, ranks_of
 from siirl.engines.train.grouped_product import GroupedProduct, expert_by_expert
 
 GROUPED_EXPERTS = "siirl_grouped"
 """Name under which transformers finds `grouped_experts`."""
+GROUPED_MULTIPLE = 8
+"""What the sides of the weights of torch's grouped product are multiples of: 16 bytes."""
 
 
 def grouped_experts(experts: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -48,6 +51,7 @@ def _outputs(experts: nn.Module, x_SD: Tensor, expert_S: Tensor, num_experts: in
         weight = held(getattr(experts, name), x_SD.dtype)
         weight_EOD = weight.transpose(1, 2) if experts.is_transposed else weight
         out_SO = grouped_product(x_SD, weight_EOD, ends_E)
+        out_SO = adapted(experts, name, out_SO, x_SD, functools.partial(grouped_product, ends_E=ends_E))
         if not experts.has_bias:
             return out_SO
         return out_SO + held(getattr(experts, f"{name}_bias"), x_SD.dtype)[expert_S]
@@ -63,9 +67,10 @@ ALL_EXPERTS_FUNCTIONS.register(GROUPED_EXPERTS, grouped_experts)
 def grouped_product(x_SD: Tensor, weight_EOD: Tensor, ends_E: Tensor) -> Tensor:
     """The rows of each expert times its weight: [S, O]; ends_E: int32, where the rows of each end.
 
-    In bf16 on CUDA by torch's grouped product, otherwise expert by expert.
+    In bf16 on CUDA by torch's grouped product, where sides are multiples of 8; otherwise expert by expert.
     """
-    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16:
+    sides = weight_EOD.shape[1:]
+    if x_SD.is_cuda and x_SD.dtype == torch.bfloat16 and not any(side % GROUPED_MULTIPLE for side in sides):
         return GroupedProduct.apply(x_SD, ends_E, weight_EOD)
     counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
     return expert_by_expert(x_SD, weight_EOD.unbind(), counts)

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from siirl.compiler.adapted_experts import expert_targets
 from siirl.config.common import ModelConfig
+from siirl.engines.train.expert_lora import ADAPTER, ExpertAdapter, add_expert_adapters
 from siirl.errors import ConfigError
-
-ADAPTER = "default"
 
 
 def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
@@ -17,11 +17,40 @@ def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
     """
     if cfg.lora_rank <= 0:
         return
+    head = model.get_output_embeddings()
+    value_head = getattr(model, "score", None) if head is None else None
+    kind = model.config.get_text_config().model_type
+    on_experts = expert_targets(kind, cfg.target_modules)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        _add_to_linear_layers(model, cfg, bool(on_experts), value_head)
+        if on_experts:
+            add_expert_adapters(model, on_experts, cfg.lora_rank, cfg.lora_alpha)
+    if value_head is not None:
+        value_head.requires_grad_(True)
+    elif not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ConfigError(
+            f"actor_rollout_ref.model.target_modules={cfg.target_modules!r} includes the output head: "
+            "adapters go on the layers only. Use all-linear."
+        )
+
+
+def _add_to_linear_layers(
+    model: PreTrainedModel, cfg: ModelConfig, besides_experts: bool, value_head: nn.Module | None
+) -> None:
+    """Adapters on the linear layers that are asked for, all else frozen. Of a model with adapters on experts
+    that may be none."""
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = cfg.target_modules if isinstance(cfg.target_modules, str) else list(cfg.target_modules)
-    head = model.get_output_embeddings()
-    value_head = getattr(model, "score", None) if head is None else None
+    inside: nn.Module = model
+    if besides_experts:
+        targets = [f"model.{name}" for name in _linear_layers(model, targets)]
+        inside = nn.Module()  # of a transformers model, peft would take names of experts' matrices for itself
+        inside.model = model
+        if not targets:
+            model.requires_grad_(False)
+            return
     lora = LoraConfig(
         r=cfg.lora_rank,
         lora_alpha=cfg.lora_alpha,
@@ -30,21 +59,24 @@ def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
         lora_dropout=0.0,
     )
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            inject_adapter_in_model(lora, model, adapter_name=ADAPTER)
+        inject_adapter_in_model(lora, inside, adapter_name=ADAPTER)
     except ValueError as error:
         raise ConfigError(
             f"actor_rollout_ref.model.target_modules={cfg.target_modules!r}: {error} "
             "Use all-linear, or names of linear layers."
         ) from error
-    if value_head is not None:
-        value_head.requires_grad_(True)
-    elif not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ConfigError(
-            f"actor_rollout_ref.model.target_modules={cfg.target_modules!r} includes the output head: "
-            "adapters go on the layers only. Use all-linear."
-        )
+
+
+def _linear_layers(model: PreTrainedModel, targets: str | list[str]) -> list[str]:
+    """The linear layers of these names, or all, but the head."""
+    heads = (model.get_output_embeddings(), getattr(model, "score", None))
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not any(module is head for head in heads)
+        and (targets == "all-linear" or name.rpartition(".")[2] in targets)
+    ]
 
 
 def hf_name(name: str) -> str | None:
@@ -68,7 +100,8 @@ def adapters_of(model: nn.Module) -> dict[str, tuple[nn.Parameter, nn.Parameter,
     """HF name of each adapted weight -> (A [r, in], B [out, r], scale); merged: W + scale * B A."""
     found = {}
     for name, module in model.named_modules():
-        if hasattr(module, "lora_A") and ADAPTER in module.lora_A:
+        is_layer = hasattr(module, "lora_A") and not isinstance(module, ExpertAdapter)
+        if is_layer and ADAPTER in module.lora_A:
             pair = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
             found[f"{name}.weight"] = (*pair, module.scaling[ADAPTER])
     return found

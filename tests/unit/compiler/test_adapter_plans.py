@@ -193,3 +193,17 @@ def test_the_memory_estimate_counts_what_trains_under_megatron(tmp_path):
     assert held[8]["parameters"] == held[0]["parameters"] + 2 * adapter
     assert held[8]["gradients"] == 4 * adapter and held[0]["gradients"] == 4 * shape.params
     assert held[8]["optimizer"] == 12 * adapter
+
+
+def test_adapters_on_experts_and_one_base_do_not_go_together(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 4}))
+    keys = (LORA, f"actor_rollout_ref.model.path={tmp_path}")
+    with pytest.raises(
+        DagError, match=r"gate_proj, up_proj, down_proj of experts: .*attention only"
+    ) as caught:
+        compiled(agents({}, on(0)).build(), 1, *keys)
+    fix = next(
+        word for word in str(caught.value).split() if word.startswith("actor_rollout_ref.model.target")
+    )
+    compiled(agents({}, on(0)).build(), 1, *keys, fix)
+    compiled(agents({}, {}).build(), 1, *keys)

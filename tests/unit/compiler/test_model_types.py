@@ -236,23 +236,49 @@ def test_experts_are_dealt_to_all_ranks_that_share_one_copy_of_the_weights(tmp_p
         compile_plan(load_dag(cfg), cfg, world)
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("target_modules=all-linear", "adapters on experts"),
-        ("target_modules=[q_proj,gate_proj,up_proj]", "adapters on experts"),
-        ("use_liger=True", "kernels take the place of each expert"),
-    ],
-)
-def test_what_experts_do_not_have_under_fsdp_is_refused_and_the_fix_is_accepted(tmp_path, key, words):
+def test_kernels_in_the_place_of_each_expert_are_refused_under_fsdp(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 128}))
     model = "actor_rollout_ref.model"
-    keys = (f"{model}.path={tmp_path}", f"{model}.lora_rank={4 * ('target' in key)}")
-    cfg = config(*keys, f"{model}.{key}")
-    with pytest.raises(NotSupportedError, match=words) as caught:
+    cfg = config(f"{model}.path={tmp_path}", f"{model}.use_liger=True")
+    with pytest.raises(NotSupportedError, match="kernels take the place of each expert"):
         compile_plan(load_dag(cfg), cfg, 1)
-    fix = re.search(r"Set (\S+), or", str(caught.value))
-    cfg = config(*keys, *([fix[1]] if fix else []))
+
+
+QWEN_MOE = {"model_type": "qwen3_moe", "num_experts": 128}
+ATTENTION = "q_proj,k_proj,v_proj,o_proj"
+
+
+@pytest.mark.parametrize(
+    ("raw", "targets", "words"),
+    [
+        (QWEN_MOE, "all-linear", ""),
+        (QWEN_MOE, "[q_proj,gate_proj,up_proj]", ""),
+        (QWEN_MOE, "[down_proj]", ""),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "[w1,w3,w2,o_proj]", ""),
+        (QWEN_MOE, "[q_proj,gate_proj]", "gate_proj and up_proj of an expert are adapted together"),
+        (QWEN_MOE, "[q_proj,w1]", "has q_proj, k_proj, .*down_proj. Name some of these, or all-linear"),
+        (QWEN_MOE, "q_proj", "Name some of these, or all-linear"),
+        (QWEN_MOE | {"mlp_only_layers": [0]}, "all-linear", "some of whose layers have none"),
+        (QWEN_MOE | {"decoder_sparse_step": 2}, "[down_proj]", "some of whose layers have none"),
+        (
+            {"model_type": "qwen2_moe", "num_experts": 60},
+            "all-linear",
+            "of a qwen2_moe: it has them on its att",
+        ),
+        (OSS_20B, "all-linear", "of a gpt_oss: it has them on its attention only"),
+    ],
+)
+def test_adapters_lie_on_those_experts_on_which_they_were_compared(tmp_path, raw, targets, words):
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = "actor_rollout_ref.model"
+    keys = (f"{model}.path={tmp_path}", f"{model}.lora_rank=4", f"{model}.target_modules={targets}")
+    cfg = config(*keys)
+    if not words:
+        compile_plan(load_dag(cfg), cfg, 1)
+        return
+    with pytest.raises(NotSupportedError, match=f"LoRA adapters on experts .*{words}"):
+        compile_plan(load_dag(cfg), cfg, 1)
+    cfg = config(*keys, f"{model}.target_modules=[{ATTENTION}]")
     compile_plan(load_dag(cfg), cfg, 1)
 
 

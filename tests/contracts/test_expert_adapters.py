@@ -1,0 +1,259 @@
+"""LoRA adapters on experts under FSDP2, against peft's on a linear layer for each matrix of each expert."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import causal_lms
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+import train_engine_cases as cases
+from dist_harness import run_workers
+from expert_cases import assert_equal_training
+from fixtures_tiny import make_tiny_model_dir
+from torch import Tensor, nn
+from train_engine_cases import Outcome, Scenario
+
+from siirl.compiler.adapted_experts import ADAPTED, EXPERT_MATRICES
+from siirl.model_files.adapter_files import write_adapter
+
+MODEL = "actor_rollout_ref.model"
+SIZES = (f"{MODEL}.lora_rank={cases.LORA_RANK}", f"{MODEL}.lora_alpha={cases.LORA_ALPHA}")
+ALL = (*SIZES, f"{MODEL}.target_modules=all-linear")
+DOWN = (*SIZES, f"{MODEL}.target_modules=[down_proj]")
+ONE_ROW = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+DEALT = (("ep", 2),)
+EXPERTS = {"qwen3_moe": 6, "mixtral": 5, "few": 3}
+
+
+@pytest.fixture(scope="module")
+def model_dirs() -> dict[str, str]:
+    root = Path(tempfile.mkdtemp(prefix="siirl-expert-adapters-"))
+    sizes = {"tie": False, "hidden": 64, "init_std": 0.15}
+    return {
+        name: str(
+            make_tiny_model_dir(root / name, "qwen3_moe" if name == "few" else name, experts=num, **sizes)
+        )
+        for name, num in EXPERTS.items()
+    }
+
+
+class LinearExperts(nn.ModuleList):
+    """Experts as transformers had them once: three linear layers each."""
+
+    def __init__(self, fused: nn.Module, names: tuple[str, str, str]) -> None:
+        super().__init__()
+        self.names = names
+        for both, down in zip(fused.gate_up_proj.detach(), fused.down_proj.detach(), strict=True):
+            expert = nn.Module()
+            for name, weight in zip(names, (*both.chunk(2), down), strict=True):
+                layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+                layer.weight = nn.Parameter(weight.clone())
+                expert.add_module(name, layer)
+            self.append(expert)
+
+    def forward(self, hidden_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:
+        out_ND = torch.zeros_like(hidden_ND)
+        for number, expert in enumerate(self):
+            gate, up, down = (getattr(expert, name) for name in self.names)
+            token, place = (expert_NK == number).nonzero().unbind(1)
+            x = hidden_ND[token]
+            made = down(F.silu(gate(x)) * up(x)) * weight_NK[token, place].unsqueeze(1)
+            out_ND = out_ND.index_add(0, token, made)
+        return out_ND
+
+
+def on_disk(name: str, kind: str) -> str:
+    return name.removeprefix("model.").replace(
+        ".mlp.", ".block_sparse_moe." if kind == "mixtral" else ".mlp."
+    )
+
+
+def reference(path: str, targets: list[str], start: dict[str, Tensor]) -> Outcome:
+    """Plain transformers, peft and AdamW in one process. start: the adapters' first values."""
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    kind = model.config.model_type
+    for layer in model.model.layers:
+        layer.mlp.experts = LinearExperts(layer.mlp.experts, EXPERT_MATRICES[kind])
+    holder = nn.Module()
+    holder.model = model
+    names = [
+        name
+        for name, module in holder.named_modules()
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in targets
+    ]
+    given = {"r": cases.LORA_RANK, "lora_alpha": cases.LORA_ALPHA, "target_modules": names}
+    inject_adapter_in_model(LoraConfig(**given), holder)
+    trained = {on_disk(name, kind): p for name, p in holder.named_parameters() if p.requires_grad}
+    assert trained.keys() == start.keys()
+    with torch.no_grad():
+        for name, param in trained.items():
+            param.copy_(start[name])
+        outcome = Outcome(
+            *cases.reference_outputs(model, cases.sample_rows(0)),
+            cases._squares(model, cases.sample_rows(0)),
+        )
+    adamw = torch.optim.AdamW(
+        trained.values(),
+        lr=cases.LR,
+        betas=(cases.BETA1, 0.999),
+        eps=cases.EPS,
+        weight_decay=cases.WEIGHT_DECAY,
+    )
+    for step in range(cases.NUM_STEPS):
+        rows = cases.sample_rows(step)
+        log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)
+        mask_BT = rows["response_mask"]
+        loss_BT = -rows["advantage"] * log_prob_BT - cases.ENTROPY_COEFF * entropy_BT
+        loss = (loss_BT * mask_BT).sum() / mask_BT.sum()
+        loss.backward()
+        outcome.losses.append(loss.item())
+        outcome.grad_norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), cases.CLIP).item())
+        if step == 0:
+            outcome.grads = {
+                name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in trained.items()
+            }
+        adamw.step()
+        adamw.zero_grad()
+    for module in holder.modules():
+        if isinstance(module, LoraLayer):
+            module.merge()
+    outcome.weights = {
+        on_disk(name, kind).replace(".base_layer.", "."): p.detach()
+        for name, p in holder.named_parameters()
+        if ".lora_" not in name
+    }
+    return outcome
+
+
+def start_of(kind: str, path: str, targets: list[str]) -> dict[str, Tensor]:
+    """Random adapters, of both halves, under the names of the files."""
+    from safetensors import safe_open
+
+    draw, found = torch.Generator().manual_seed(5), {}
+    with safe_open(Path(path) / "model.safetensors", framework="pt") as file:
+        for name in sorted(file.keys()):
+            layer = name.removesuffix(".weight")
+            if layer.rpartition(".")[2] not in targets or ".layers." not in layer:
+                continue
+            rows, inputs = file.get_slice(name).get_shape()
+            for half, shape in (("A", (cases.LORA_RANK, inputs)), ("B", (rows, cases.LORA_RANK))):
+                found[f"{layer}.lora_{half}.default.weight"] = torch.randn(shape, generator=draw) * 0.1
+    return found
+
+
+def targets_of(scenario: Scenario) -> list[str]:
+    kind = "mixtral" if scenario.model == "mixtral" else "qwen3_moe"
+    return ["down_proj"] if DOWN[-1] in scenario.overrides else [*ADAPTED, *EXPERT_MATRICES[kind]]
+
+
+def put(engine: Any, start: dict[str, Tensor]) -> None:
+    held = engine._live_pieces()
+    assert held.keys() <= start.keys()
+    for name, pieces in held.items():
+        for local, offset in pieces:
+            local.copy_(
+                start[name][tuple(slice(at, at + n) for at, n in zip(offset, local.shape, strict=True))]
+            )
+
+
+def trained(
+    rank: int, world: int, scenarios: list[Scenario], paths: dict[str, str], starts: dict[str, dict]
+) -> Any:
+    """Name -> (weights as they were, outcome, adapters as they leave), from rank 0."""
+    found = {}
+    for scenario in scenarios:
+        engine, _ = cases.build_engine(scenario, paths[scenario.model])
+        untouched = {name: weight.clone() for name, weight in engine.export_weights()}
+        put(engine, starts[scenario.name])
+        outcome = cases.train(engine, scenario)
+        left = {name: x.clone() for name, x in engine.export_adapter(torch.float32)}
+        state = cases.whole_tensors(engine.state_dict()["model"])
+        found[scenario.name] = untouched, outcome, left, state
+    return found if rank == 0 else None
+
+
+SCENARIOS = [
+    Scenario("alone", 1, "mixtral", overrides=ALL),
+    Scenario("one row a micro-batch", 1, "qwen3_moe", overrides=(*ALL, ONE_ROW)),
+    Scenario("alone, down", 1, "qwen3_moe", overrides=DOWN),
+    Scenario("two ranks", 2, "mixtral", split="uneven", overrides=ALL),
+    Scenario("two ranks, one without rows", 2, "qwen3_moe", split="first_rank", overrides=ALL),
+    Scenario("two ranks, experts dealt", 2, "qwen3_moe", split="uneven", overrides=ALL, sizes=DEALT),
+    Scenario("two ranks, down, dealt", 2, "qwen3_moe", overrides=(*DOWN, ONE_ROW), sizes=DEALT),
+    Scenario("four ranks, one without experts", 4, "few", split="uneven", overrides=ALL),
+    Scenario("two shards, two copies", 4, "mixtral", overrides=ALL, fsdp_size=2),
+    Scenario("two copies of dealt experts", 4, "qwen3_moe", overrides=ALL, fsdp_size=2, sizes=DEALT),
+    Scenario("two pairs share rows", 4, "qwen3_moe", overrides=ALL, sizes=(("cp", 2),)),
+]
+
+
+@pytest.mark.parametrize(
+    "world", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_adapters_on_experts_train_as_pefts_on_linear_layers(model_dirs, world):
+    scenarios = [scenario for scenario in SCENARIOS if scenario.world == world]
+    starts, theirs = {}, {}
+    for scenario in scenarios:
+        path, targets = model_dirs[scenario.model], targets_of(scenario)
+        starts[scenario.name] = start_of(scenario.model, path, targets)
+        theirs[scenario.name] = reference(path, targets, starts[scenario.name])
+    found = run_workers(trained, world, scenarios, model_dirs, starts, deadline_s=300)[0]
+    for scenario in scenarios:
+        untouched, ours, left, state = found[scenario.name]
+        for name, weight in safetensors.torch.load_file(
+            Path(model_dirs[scenario.model]) / "model.safetensors"
+        ).items():
+            assert torch.equal(untouched[name], weight), name
+        assert_equal_training(ours, theirs[scenario.name])
+        halves = {"lora_A", "lora_B"}
+        for half in halves:
+            grads = [grad for name, grad in ours.grads.items() if half in name and ".experts." in name]
+            assert max(float(grad.abs().max()) for grad in grads) > 1e-4
+        assert left.keys() == {name.replace(".default.", ".") for name in starts[scenario.name]}
+        assert {name.replace(".default.", ".") for name in state} == left.keys()
+        for name, tensor in state.items():
+            assert torch.equal(tensor, left[name.replace(".default.", ".")]), name
+
+
+def left_to_peft(rank: int, world: int, kinds: list[str]) -> dict[str, str]:
+    """Model type -> what is wrong with the adapter as peft reads it from its files."""
+    return {kind: problem for kind in kinds if (problem := wrong_in_peft(kind))}
+
+
+def wrong_in_peft(kind: str) -> str:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    folder, out = (Path(tempfile.mkdtemp(prefix=f"siirl-{name}-")) for name in ("model", "adapter"))
+    causal_lms.write_model(folder, causal_lms.tiny_config(kind))
+    engine, _ = cases.build_engine(Scenario("", 1, overrides=ALL), folder)
+    held = engine._live_pieces()
+    draw = torch.Generator().manual_seed(1)
+    for pieces in held.values():
+        for local, _ in pieces:
+            local.copy_(torch.randn(local.shape, generator=draw) * 0.1)
+    leaves = {name.split(".lora_")[0].rpartition(".")[2] for name in held}
+    if leaves != {*ADAPTED, *EXPERT_MATRICES[kind]}:
+        return f"adapters are on {sorted(leaves)}"
+    rows = cases.sample_rows(0)
+    adapter = {name: x.clone() for name, x in engine.export_adapter(torch.float32)}
+    write_adapter(out, adapter, cases.LORA_RANK, cases.LORA_ALPHA, str(folder))
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    before, _ = cases.reference_outputs(plain, rows)
+    expected, _ = cases.reference_outputs(PeftModel.from_pretrained(plain, out), rows)
+    if float((expected - before).abs().max()) < 0.01:
+        return "peft's adapter changes nothing"
+    found = engine.compute(rows, ("log_prob",), cases.TEMPERATURE)["log_prob"]
+    difference = float((found - expected).detach().abs().max())
+    return "" if difference < 1e-5 else f"log_prob is off by {difference}"
+
+
+def test_peft_reads_the_adapter_of_each_type_that_has_them_on_experts():
+    assert run_workers(left_to_peft, 1, list(EXPERT_MATRICES), deadline_s=200)[0] == {}
