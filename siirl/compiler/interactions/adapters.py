@@ -78,8 +78,8 @@ def _check_experts(key: str, node: ResolvedNode) -> None:
     if matrices:
         raise DagError(
             f"{key}, and {node} has LoRA adapters on {', '.join(matrices)} of experts: adapters on one "
-            f"base are on its attention only. Set actor_rollout_ref.model.target_modules=[{','.join(ADAPTED)}] for "
-            "both agents, or unset share_instance."
+            "base are on its attention only. Set actor_rollout_ref.model.target_modules="
+            f"[{','.join(ADAPTED)}] for both agents, or unset share_instance."
         )
 
 
