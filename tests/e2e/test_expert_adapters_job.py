@@ -49,8 +49,9 @@ def test_adapters_on_experts_train_alike_everywhere_and_leave_as_they_are(inputs
     assert float((wanted[expert] - before[expert]).abs().max()) > 1e-4
 
     from_first = (
-        f"trainer.resume_path={dealt.output}/checkpoints/global_step_1",
+        f"trainer.resume_from_path={dealt.output}/checkpoints/global_step_1",
         "trainer.resume_mode=resume_path",
+        "trainer.resume_changed=true",
     )
     again = run_job(1, overrides(inputs, tmp_path / "again", *KEYS, *from_first), 300)
     gone_on = again.weights()
