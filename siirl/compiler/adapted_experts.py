@@ -15,7 +15,7 @@ EXPERT_MATRICES = {
     "olmoe": _GATE_UP_DOWN,
     "qwen3_moe": _GATE_UP_DOWN,
 }
-"""Model type -> what the files call the gate, up and down matrix of an expert, where fsdp puts adapters on
+"""Model type -> what the files call the gate, up and down matrix of an expert, where adapters are put on
 them, too: types without an expert for all tokens, of whose adapters peft would lose a part."""
 DENSE_LAYERS = ("mlp_only_layers", "first_k_dense_replace")
 """Names in config.json by which some layers have no experts."""
@@ -32,17 +32,16 @@ def expert_targets(kind: str | None, targets: str | Sequence[str]) -> tuple[str,
     return tuple(name for name in known if name in targets)
 
 
-def why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str, strategy: str) -> str:
+def why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
     """Why a mixture of experts does not get the adapters asked for, and the fix; empty if it does."""
     targets, kind = model.target_modules, config.get("model_type")
     if not model.lora_rank or (not isinstance(targets, str) and set(targets) <= set(ADAPTED)):
         return ""
     asked = f"LoRA adapters on experts ({keys}.target_modules={targets})"
     fix = f"Set {keys}.target_modules=[{','.join(ADAPTED)}], or lora_rank=0."
-    matrices = EXPERT_MATRICES.get(kind or "", ()) if strategy == "fsdp" else ()
+    matrices = EXPERT_MATRICES.get(kind or "", ())
     if not matrices:
-        which = f"of a {kind}" if strategy == "fsdp" else f"under {strategy}"
-        return f"{asked} {which}: it has them on its attention only. {fix}"
+        return f"{asked} of a {kind}: it has them on its attention only. {fix}"
     if config.get("decoder_sparse_step", 1) != 1 or any(config.get(name) for name in DENSE_LAYERS):
         return (
             f"{asked} of a {kind} some of whose layers have none: peft and vLLM would read the adapters of "

@@ -16,6 +16,7 @@ from siirl.compiler.memory.estimate import (
     MemoryLine,
     ModelShape,
     adapter_params,
+    expert_adapter_params,
     expert_lines,
     fsdp_lines,
     full_kl_lines,
@@ -313,6 +314,7 @@ def _megatron_lines(model: ModelPlan, cfg: Config, shape: ModelShape, rows: int)
         forward_tokens=micro_batch_tokens(model, cfg, trains=False),
         head=head_lines(model, cfg, words, shape.hidden, width) if model.head == "lm" else (),
         adapter=adapter_params(role_model(cfg, model.role), shape),
+        on_experts=expert_adapter_params(role_model(cfg, model.role), shape),
     )
     full_kl = full_kl_lines(model, cfg, shape, rows, width)
     experts = expert_lines(model, cfg, shape, rows)

@@ -152,7 +152,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         problem = problem or _why_not_float8(config, cfg, role)
     problem = problem or why_not_compiled(config, cfg, role)
     if any(config.get(name) not in (None, 0, 1) for name in EXPERTS):
-        problem = problem or why_not_adapted(config, model, ROLES[role].model, strategy)
+        problem = problem or why_not_adapted(config, model, ROLES[role].model)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(

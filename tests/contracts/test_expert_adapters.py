@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 import train_engine_cases as cases
 from dist_harness import run_workers
-from expert_cases import assert_equal_training
+from expert_cases import assert_equal_training, unequal_replicas
 from fixtures_tiny import make_tiny_model_dir
 from torch import Tensor, nn
 from train_engine_cases import Outcome, Scenario
@@ -25,6 +25,8 @@ ALL = (*SIZES, f"{MODEL}.target_modules=all-linear")
 DOWN = (*SIZES, f"{MODEL}.target_modules=[down_proj]")
 ONE_ROW = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
 DEALT = (("ep", 2),)
+SEQUENCE_PARALLEL = "actor_rollout_ref.actor.megatron.sequence_parallel=True"
+GROUPED = "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_grouped_gemm=True"
 EXPERTS = {"qwen3_moe": 6, "mixtral": 5, "few": 3}
 
 
@@ -153,14 +155,17 @@ def targets_of(scenario: Scenario) -> list[str]:
     return ["down_proj"] if DOWN[-1] in scenario.overrides else [*ADAPTED, *EXPERT_MATRICES[kind]]
 
 
-def put(engine: Any, start: dict[str, Tensor]) -> None:
+def put(engine: Any, scenario: Scenario, start: dict[str, Tensor]) -> None:
+    state = engine.state_dict()
     held = engine._live_pieces()
+    if scenario.strategy == "megatron":  # whose optimizer has weights of its own
+        held = {name: tensor.pieces for name, tensor in state["model"].items()}
     assert held.keys() <= start.keys()
     for name, pieces in held.items():
         for local, offset in pieces:
-            local.copy_(
-                start[name][tuple(slice(at, at + n) for at, n in zip(offset, local.shape, strict=True))]
-            )
+            ends = zip(offset, local.shape, strict=True)
+            local.copy_(start[name][tuple(slice(at, at + size) for at, size in ends)])
+    engine.load_state_dict(state)
 
 
 def trained(
@@ -171,12 +176,19 @@ def trained(
     for scenario in scenarios:
         engine, _ = cases.build_engine(scenario, paths[scenario.model])
         untouched = {name: weight.clone() for name, weight in engine.export_weights()}
-        put(engine, starts[scenario.name])
+        put(engine, scenario, starts[scenario.name])
         outcome = cases.train(engine, scenario)
+        if scenario.strategy == "megatron":
+            assert unequal_replicas(engine) == [], scenario.name
         left = {name: x.clone() for name, x in engine.export_adapter(torch.float32)}
         state = cases.whole_tensors(engine.state_dict()["model"])
         found[scenario.name] = untouched, outcome, left, state
     return found if rank == 0 else None
+
+
+def megatron(name: str, world: int, model: str, *keys: str, **sizes: int) -> Scenario:
+    keys = keys or (*ALL, "actor_rollout_ref.actor.megatron.use_distributed_optimizer=False")
+    return Scenario(name, world, model, "uneven", keys, strategy="megatron", sizes=tuple(sizes.items()))
 
 
 SCENARIOS = [
@@ -191,6 +203,16 @@ SCENARIOS = [
     Scenario("two shards, two copies", 4, "mixtral", overrides=ALL, fsdp_size=2),
     Scenario("two copies of dealt experts", 4, "qwen3_moe", overrides=ALL, fsdp_size=2, sizes=DEALT),
     Scenario("two pairs share rows", 4, "qwen3_moe", overrides=ALL, sizes=(("cp", 2),)),
+    megatron("megatron alone", 1, "qwen3_moe"),
+    megatron("megatron alone, grouped, down", 1, "qwen3_moe", *DOWN, GROUPED),
+    megatron("megatron ep2", 2, "qwen3_moe", ep=2),
+    megatron("megatron tp2", 2, "mixtral", *ALL, SEQUENCE_PARALLEL, tp=2, etp=2),
+    megatron("megatron tp2, experts whole", 2, "mixtral", *ALL, SEQUENCE_PARALLEL, tp=2),
+    megatron("megatron pp2, grouped", 2, "qwen3_moe", *ALL, GROUPED, pp=2),
+    megatron("megatron ep2, etp2, grouped", 4, "qwen3_moe", *ALL, GROUPED, ep=2, etp=2),
+    megatron("megatron tp2, ep2", 4, "qwen3_moe", *ALL, SEQUENCE_PARALLEL, tp=2, ep=2),
+    megatron("megatron tp2, pp2", 4, "mixtral", *ALL, SEQUENCE_PARALLEL, tp=2, pp=2, etp=2),
+    megatron("megatron cp2, ep2", 4, "qwen3_moe", cp=2, ep=2),
 ]
 
 

@@ -383,14 +383,17 @@ def distribution_bytes(top_k: int, vocabulary: int) -> int:
 
 
 def adapter_params(model: ModelConfig, shape: ModelShape) -> int:
-    """Numbers in a LoRA adapter on all linear layers, or in a mixture of experts on those of attention, and
-    on the matrices of experts that are asked for; fewer target_modules have fewer."""
+    """Numbers in a LoRA adapter, those on experts included; fewer target_modules may have fewer."""
     q_width = shape.hidden if not shape.heads else query_width(shape)
     widths = [(shape.hidden, q_width), (q_width, shape.hidden), *2 * [(shape.hidden, shape.kv_width)]]
     widths += 3 * [(shape.hidden, shape.intermediate)] * (not shape.experts)
-    of_experts = len(expert_targets(shape.family, model.target_modules)) * shape.moe_layers * shape.experts
-    of_experts *= shape.hidden + shape.expert_width
-    return model.lora_rank * (shape.layers * sum(map(sum, widths)) + of_experts)
+    return model.lora_rank * shape.layers * sum(map(sum, widths)) + expert_adapter_params(model, shape)
+
+
+def expert_adapter_params(model: ModelConfig, shape: ModelShape) -> int:
+    """Those on matrices of experts."""
+    matrices = len(expert_targets(shape.family, model.target_modules)) * shape.moe_layers * shape.experts
+    return model.lora_rank * matrices * (shape.hidden + shape.expert_width)
 
 
 def micro_batch_tokens(model: ModelPlan, cfg: Config, trains: bool) -> int:

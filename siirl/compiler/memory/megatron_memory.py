@@ -42,6 +42,8 @@ class MegatronMemory:
     """What the last stage's log-prob head takes."""
     adapter: int = 0
     """Numbers in its LoRA adapter, which alone trains then; half of them are whole on every TP rank."""
+    on_experts: int = 0
+    """Of these, those of experts."""
 
 
 def megatron_lines(model: ModelPlan, shape: ModelShape, settings: MegatronMemory) -> list[MemoryLine]:
@@ -91,11 +93,12 @@ def _stage_lines(
     section, dims, name = settings.section, model.dims, model.name
     dense, experts = rank_params(model, shape, stage, sum(chunks))
     width = BYTES[section.param_dtype]
-    adapter = settings.adapter * sum(chunks) // shape.layers if model.trains else 0
-    held = (dense + experts + adapter) * width
+    adapter = (settings.adapter - settings.on_experts) * sum(chunks) // shape.layers if model.trains else 0
+    on_experts = settings.on_experts * sum(chunks) // (shape.layers * dims.ep) if model.trains else 0
+    held = (dense + experts + adapter + on_experts) * width
     lines = [offloadable(name, "parameters", held, section.param_offload, COMPUTING)]
     if model.trains:
-        dense, experts = (adapter, 0) if adapter else (dense, experts)
+        dense, experts = (adapter, on_experts) if settings.adapter else (dense, experts)
         reduced = 4 if section.override_ddp_config.get("grad_reduce_in_fp32", True) else width
         buffer = (dense + experts) * reduced
         lines.append(offloadable(name, "gradients", buffer, section.grad_offload, ("update",)))

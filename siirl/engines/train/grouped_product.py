@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+GROUPED_MULTIPLE = 8
+"""What the sides of the weights of torch's grouped product are multiples of: 16 bytes."""
+
 
 def expert_by_expert(x_SD: Tensor, weights_OD: Iterable[Tensor], counts: Sequence[int]) -> Tensor:
     """[S, O]; counts: rows of each expert."""

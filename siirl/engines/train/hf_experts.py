@@ -12,12 +12,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from siirl.engines.train.expert_lora import adapted
 from siirl.engines.train.expert_parallel import computed_elsewhere, held, ranks_of
-from siirl.engines.train.grouped_product import GroupedProduct, expert_by_expert
+from siirl.engines.train.grouped_product import GROUPED_MULTIPLE, GroupedProduct, expert_by_expert
 
 GROUPED_EXPERTS = "siirl_grouped"
 """Name under which transformers finds `grouped_experts`."""
-GROUPED_MULTIPLE = 8
-"""What the sides of the weights of torch's grouped product are multiples of: 16 bytes."""
 
 
 def grouped_experts(experts: nn.Module, hidden_ND: Tensor, expert_NK: Tensor, weight_NK: Tensor) -> Tensor:

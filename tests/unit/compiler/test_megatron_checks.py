@@ -481,7 +481,11 @@ LORA = "actor_rollout_ref.model.lora_rank=8"
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
-        ("Qwen3-30B-A3B", (), "LoRA adapters on experts .*target_modules=all-linear.*q_proj,k_proj"),
+        (
+            "GLM-4.5-Air",
+            (),
+            "LoRA adapters on experts .*target_modules=all-linear.*of a glm4_moe.*q_proj,k_proj",
+        ),
         ("Qwen3-8B", FROM_CHECKPOINT, "use_dist_checkpointing=true with LoRA.*use_mbridge"),
         (
             "Qwen3-8B",

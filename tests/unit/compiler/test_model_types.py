@@ -271,15 +271,17 @@ ATTENTION = "q_proj,k_proj,v_proj,o_proj"
 def test_adapters_lie_on_those_experts_on_which_they_were_compared(tmp_path, raw, targets, words):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     model = "actor_rollout_ref.model"
-    keys = (f"{model}.path={tmp_path}", f"{model}.lora_rank=4", f"{model}.target_modules={targets}")
-    cfg = config(*keys)
-    if not words:
+    lora = (f"{model}.path={tmp_path}", f"{model}.lora_rank=4", f"{model}.target_modules={targets}")
+    for strategy in ("fsdp",) if raw is OSS_20B else ("fsdp", "megatron"):
+        keys = (*lora, f"{ACTOR}.strategy={strategy}")
+        cfg = config(*keys)
+        if not words:
+            compile_plan(load_dag(cfg), cfg, 1)
+            continue
+        with pytest.raises(NotSupportedError, match=f"LoRA adapters on experts .*{words}"):
+            compile_plan(load_dag(cfg), cfg, 1)
+        cfg = config(*keys, f"{model}.target_modules=[{ATTENTION}]")
         compile_plan(load_dag(cfg), cfg, 1)
-        return
-    with pytest.raises(NotSupportedError, match=f"LoRA adapters on experts .*{words}"):
-        compile_plan(load_dag(cfg), cfg, 1)
-    cfg = config(*keys, f"{model}.target_modules=[{ATTENTION}]")
-    compile_plan(load_dag(cfg), cfg, 1)
 
 
 @pytest.mark.parametrize(

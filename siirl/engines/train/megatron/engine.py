@@ -105,7 +105,7 @@ class MegatronEngine(SteppingEngine):
         added = adapter_entries(entries(self._hf, plan.head), adapters)
         if added:
             scale = settings.model.lora_alpha / settings.model.lora_rank
-            adapt_stages(self._stages, added, scale, self._config, self._scope.groups.tp)
+            adapt_stages(self._stages, added, scale, self._config, self._scope, plan.dims)
         self._params = LocalParams(self._hf, plan.head, self._stages, self._scope, plan.dims, added)
         fresh = new_head(self._hf, plan.head, settings.seed) | adapters
         problem: UserError | None = None

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from siirl.compiler.plan import Head
+from siirl.engines.train.expert_lora import adapter_parts
 from siirl.engines.train.hf_model import VALUE_HEAD, empty_source
 from siirl.engines.train.lora import ADAPTER, add_lora, merged_rows
 from siirl.engines.train.megatron.layers import new_parameter
@@ -44,7 +45,13 @@ def new_adapters(hf: PretrainedConfig, head: Head, settings: EngineSettings) -> 
         return {}
     model = empty_source(hf, settings.model, head)
     add_lora(model, settings.model, settings.seed)
-    return {name: param.detach() for name, param in model.named_parameters() if ".lora_" in name}
+    of_experts, found = adapter_parts(model), {}
+    for name, param in model.named_parameters():
+        if name in of_experts:
+            found |= {part.name: part.of(param.detach()) for part in of_experts[name]}
+        elif ".lora_" in name:
+            found[name] = param.detach()
+    return found
 
 
 def adapter_entries(found: list[Entry], adapters: Mapping[str, Tensor]) -> list[Entry]:
@@ -53,7 +60,7 @@ def adapter_entries(found: list[Entry], adapters: Mapping[str, Tensor]) -> list[
     for entry in found:
         modules = dict.fromkeys(_module(block) for block in entry.blocks)
         adapted = [module for module in modules if module + _A in adapters]
-        if not adapted or not entry.name.endswith(_LINEAR) or entry.expert is not None:
+        if not adapted or not entry.name.endswith(_LINEAR):
             continue
         rank, stem = len(adapters[adapted[0] + _A]), entry.name.removesuffix(".weight")
         cut = entry.cut if entry.cut == "columns" else "whole"
@@ -62,7 +69,7 @@ def adapter_entries(found: list[Entry], adapters: Mapping[str, Tensor]) -> list[
             block._replace(hf=_module(block) + _B if _module(block) in adapted else "")
             for block in entry.blocks
         )
-        a = Entry(f"{stem}.lora.a", stacked, entry.columns, cut, entry.layer, adapts=entry.name)
+        a = Entry(f"{stem}.lora.a", stacked, entry.columns, cut, entry.layer, entry.expert, entry.name)
         whole = "whole" if entry.cut == "columns" else entry.cut
         entries += [a, replace(a, name=f"{stem}.lora.b", blocks=rows, columns=rank, cut=whole)]
         left -= {module + half for module in adapted for half in (_A, _B)}
@@ -70,8 +77,8 @@ def adapter_entries(found: list[Entry], adapters: Mapping[str, Tensor]) -> list[
         layer = min(left).partition(".lora_")[0]
         raise NotSupportedError(
             f"not supported yet: strategy=megatron: LoRA adapters on {layer}. "
-            "Set model.target_modules to names among q_proj, k_proj, v_proj, o_proj and, of a dense model, "
-            "gate_proj, up_proj, down_proj."
+            "Set model.target_modules to names among q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and "
+            "down_proj."
         )
     return entries
 
@@ -120,6 +127,28 @@ class LinearAdapter(nn.Module):
         if self._own_OR is None:
             return self.b
         return self.b.repeat(1, self._own_OR.shape[1] // self.b.shape[1]) * self._own_OR
+
+
+class ExpertAdapter(LinearAdapter):
+    """The same of a linear layer of an expert: its tokens are whole on each expert tensor-parallel rank, and
+    what these make of them is summed elsewhere, so that the gradient of the whole half is left to sum."""
+
+    def __init__(self, config: Any, a: Entry, b: Entry, scale: float, group: dist.ProcessGroup):
+        """group: the expert-tensor-parallel ranks."""
+        super().__init__(config, a, b, scale, group)
+        for half in (self.a, self.b):
+            half.sequence_parallel = False
+
+    def halves(self) -> tuple[Tensor, Tensor]:
+        """A and wide B, to multiply with."""
+        a, b = self.a, self._wide_b()
+        if self._cuts_input:
+            return a, copy_to_tensor_model_parallel_region(b, group=self._group)
+        return copy_to_tensor_model_parallel_region(a, group=self._group), b
+
+    def forward(self, x_NI: Tensor) -> Tensor:
+        a, b = self.halves()
+        return F.linear(F.linear(x_NI, a), b) * self.scale
 
 
 def _own_columns(a: Entry, b: Entry, group: dist.ProcessGroup, like: Tensor) -> Tensor | None:

@@ -23,7 +23,12 @@ from siirl.engines.train.megatron.group_router import GroupRouter
 from siirl.engines.train.megatron.grouped_experts import GroupedExperts
 from siirl.engines.train.megatron.latent_attention import LatentAttention
 from siirl.engines.train.megatron.layers import PackedAttention, RMSNorm
-from siirl.engines.train.megatron.linear_adapters import LinearAdapter, freeze_base, put_adapter
+from siirl.engines.train.megatron.linear_adapters import (
+    ExpertAdapter,
+    LinearAdapter,
+    freeze_base,
+    put_adapter,
+)
 from siirl.engines.train.megatron.parameter_entries import Entry, hf_shapes, runs
 from siirl.engines.train.megatron.pipeline_stage import STAGES, Stage, freeze_padding_token, scale_embedding
 from siirl.engines.train.megatron.scope import MegatronScope
@@ -111,17 +116,26 @@ def _add_outer_norms(stage: Stage, config: TransformerConfig) -> None:
 
 
 def adapt_stages(
-    stages: list[Stage], adapters: Sequence[Entry], scale: float, config: TransformerConfig, group: Any
+    stages: list[Stage],
+    adapters: Sequence[Entry],
+    scale: float,
+    config: TransformerConfig,
+    scope: MegatronScope,
+    dims: ParallelDims,
 ) -> None:
     """Put adapters, without values, on the layers of this rank, and freeze the rest of it.
 
-    adapters: the entries of both halves of each, one after the other; group: the tensor-parallel ranks.
+    adapters: the entries of both halves of each, one after the other.
     """
+    first_expert = _first_expert(stages, scope, dims)
     halves = {a.adapts: (a, b) for a, b in zip(adapters[::2], adapters[1::2], strict=True)}
     for stage in stages:
         for name in [name for name, _ in stage.named_parameters()]:
-            if pair := halves.get(_global_name(stage, name, 0)):
-                adapter = LinearAdapter(config, *pair, scale, group)
+            if pair := halves.get(_global_name(stage, name, first_expert)):
+                if pair[0].expert is None:
+                    adapter = LinearAdapter(config, *pair, scale, scope.groups.tp)
+                else:
+                    adapter = ExpertAdapter(config, *pair, scale, scope.groups.expt_tp)
                 put_adapter(stage, name.removesuffix(".weight"), adapter)
         freeze_base(stage)
 
@@ -161,21 +175,20 @@ class LocalParams:
         known = {entry.name: entry for entry in self.entries}
         if hf.tie_word_embeddings:
             known["output_layer.weight"] = tied_head(hf)
-        experts = getattr(stages[0].config, "num_moe_experts", None) or 0
-        first_expert = scope.groups.ep.rank() * (experts // dims.ep)
+        first_expert = _first_expert(stages, scope, dims)
         self.by_name: dict[str, tuple[Tensor, Entry]] = {}
         self.adapters: dict[str, LinearAdapter] = {}
         for stage in stages:
             for name, module in stage.named_modules():
                 if isinstance(module, LinearAdapter):
-                    linear = _global_name(stage, name, 0).removesuffix(".lora")
+                    linear = _global_name(stage, name, first_expert).removesuffix(".lora")
                     self.adapters[f"{linear}.weight"] = module
             for name, param in (*stage.named_parameters(), *stage.named_buffers()):
                 full = _global_name(stage, name, first_expert)
                 if full not in known and not isinstance(param, nn.Parameter):
                     continue
                 self.by_name[full] = (param, known[full])
-                _declare(param, known[full])
+                _declare(param, known[full], scope.groups.expt_tp.rank())
 
     def place(self, entry: Entry) -> tuple[int, int]:
         """(place, size) of this rank on the axis that cuts the entry."""
@@ -191,15 +204,25 @@ class LocalParams:
         return list(hf_shapes(list(base))) if any(entry.adapts for entry in self.entries) else []
 
 
-def _declare(param: Tensor, entry: Entry) -> None:
+def _first_expert(stages: list[Stage], scope: MegatronScope, dims: ParallelDims) -> int:
+    """The number of the first expert that this rank has of each layer."""
+    experts = getattr(stages[0].config, "num_moe_experts", None) or 0
+    return scope.groups.ep.rank() * (experts // dims.ep)
+
+
+def _declare(param: Tensor, entry: Entry, expert_place: int) -> None:
     """Say which parameters are cut, for gradient norms, and which are of experts, for their reduction.
 
     Megatron says the first only where it draws weights, and the second (allreduce=False) only with ep > 1.
     But copies of an expert lie on other ranks than those of a dense weight wherever etp is not tp: with ep 1
-    and etp 1 on every tensor-parallel rank, each of which has the tokens of its part of the sequence.
+    and etp 1 on every tensor-parallel rank, each of which has the tokens of its part of the sequence. So of
+    the half of an expert's adapter that is whole, the first expert tensor-parallel rank counts its copy.
     """
     param.allreduce = entry.expert is None
-    if entry.cut != "whole" and not hasattr(param, "tensor_model_parallel"):
+    whole = entry.cut == "whole"
+    if whole and entry.expert is not None:
+        param.shared = expert_place > 0
+    if (not whole or entry.expert is not None) and not hasattr(param, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(param, True, 1 if entry.cut == "columns" else 0, 1)
 
 
