@@ -44,8 +44,8 @@ def why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str) ->
         return f"{asked} of a {kind}: it has them on its attention only. {fix}"
     if config.get("decoder_sparse_step", 1) != 1 or any(config.get(name) for name in DENSE_LAYERS):
         return (
-            f"{asked} of a {kind} some of whose layers have none: peft and vLLM would read the adapters of "
-            f"these otherwise. {fix}"
+            f"{asked} of a {kind} some of whose layers have none: peft would lose the adapters of these. "
+            f"{fix}"
         )
     if targets == "all-linear":
         return ""

@@ -20,6 +20,11 @@ KEYS = (
     f"{ACTOR}.optim.lr=1e-2",
     f"+{ACTOR}.optim.override_optimizer_config={{eps:1e-6}}",
 )
+MEGATRON = (
+    f"{ACTOR}.strategy=megatron",
+    f"{ACTOR}.megatron.param_dtype=float32",
+    f"{ACTOR}.megatron.expert_model_parallel_size=2",
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +58,10 @@ def test_adapters_on_experts_train_alike_everywhere_and_leave_as_they_are(inputs
         "trainer.resume_mode=resume_path",
         "trainer.resume_changed=true",
     )
-    again = run_job(1, overrides(inputs, tmp_path / "again", *KEYS, *from_first), 300)
-    gone_on = again.weights()
-    assert max(float((gone_on[name] - mine[name]).abs().max()) for name in mine) < 1e-4
+    for name, (world, more) in {"alone again": (1, ()), "megatron": (2, MEGATRON)}.items():
+        again = run_job(world, overrides(inputs, tmp_path / name, *KEYS, *from_first, *more), 300)
+        gone_on = again.weights()
+        assert max(float((gone_on[name] - mine[name]).abs().max()) for name in mine) < 1e-4, name
 
     checkpoint = dealt.output / "checkpoints" / "global_step_2"
     export_adapter(checkpoint, tmp_path / "adapter", "agent_0.actor")

@@ -1,8 +1,8 @@
 """LoRA adapters on the experts of a layer: on each matrix of each expert that the model's files have.
 
 transformers keeps the matrices of all experts of a layer in one tensor, gate and up together. Adapters lie on
-the tensors of the files, as they would if each were a linear layer: so files of adapters are those of peft
-and vLLM, and one rank's experts need no more than that rank's adapters.
+the tensors of the files, as they would if each were a linear layer: so files of adapters are such
+as peft reads, and one rank's experts need no more than that rank's adapters.
 Legend: E experts, R rank, D inputs, O outputs of a matrix, S pairs of a token and one of its experts.
 """
 
