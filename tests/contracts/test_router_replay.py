@@ -12,6 +12,8 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import largest_gap, names_on_disk
+from proven_models import record
+from recorded_cases import case_of, distance
 from tensordict import TensorDict
 from torch import Tensor
 from train_engine_cases import Scenario
@@ -94,20 +96,25 @@ def replays(
     rank: int, world: int, folder: Path, kinds: list[str], scenarios: list[Scenario]
 ) -> dict[str, str]:
     """Model type and scenario -> what is wrong with how the engine computes with given experts."""
-    return {
-        f"{kind} {scenario.name}": problem
-        for kind in kinds
-        for scenario in scenarios
-        if kind not in LATENT or not set(LORA) <= set(scenario.overrides)
-        if (problem := wrong(folder / kind, kind, scenario))
-    }
+    found = {}
+    for kind in kinds:
+        for scenario in scenarios:
+            adapts, gaps = set(LORA) <= set(scenario.overrides), {}
+            if adapts and kind in LATENT:
+                continue
+            problem = wrong(folder / kind, kind, scenario, gaps)
+            case = case_of(kind, scenario, "replay" + " of adapters" * adapts)
+            record(case, None if problem else gaps["log_prob"], gaps.get("gradient"))
+            found |= {f"{kind} {scenario.name}": problem} if problem else {}
+    return found
 
 
 def with_columns(rows: TensorDict, columns: dict[str, Tensor]) -> TensorDict:
     return TensorDict({name: rows.get(name) for name in rows.keys()} | columns, batch_size=rows.batch_size)
 
 
-def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
+def wrong(folder: Path, kind: str, scenario: Scenario, gaps: dict[str, float]) -> str:
+    """What is wrong; the distances that are found go into gaps."""
     scenario = replace(scenario, overrides=(*scenario.overrides, R2))
     engine, _ = cases.build_engine(scenario, folder)
     mine = cases.rows_of_rank(engine.dp_rank, engine.dp_size, "uneven")
@@ -127,9 +134,9 @@ def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
         return "its own experts give other log-probs"
     found = engine.compute(given, ("log_prob", "entropy", "experts"), cases.TEMPERATURE)
     for name, expected_BT in (("log_prob", log_prob_BT), ("entropy", entropy_BT)):
-        difference = float((found[name] - expected_BT[mine]).abs().max())
-        if not difference < 1e-5:
-            return f"{name} is off by {difference}"
+        gaps[name] = float((found[name] - expected_BT[mine]).abs().max())
+        if not gaps[name] < 1e-5:
+            return f"{name} is off by {gaps[name]}"
     if (found["log_prob"] - own["log_prob"]).abs().max() < 0.01:
         return "other experts give the same log-probs"
     answered_B = given["response_length"] > 0  # rows without a response are not computed
@@ -151,9 +158,11 @@ def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
             for name, param in model.named_parameters()
             if param.requires_grad
         }
-        gap, name = largest_gap(grads, names_on_disk(theirs, kind))
+        theirs = names_on_disk(theirs, kind)
+        gap, name = largest_gap(grads, theirs)
         if not gap < 1e-6:
             return f"the gradient of {name} is off by {gap}"
+        gaps["gradient"] = distance(grads, theirs)
     return ""
 
 

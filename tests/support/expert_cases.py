@@ -1,5 +1,6 @@
 """Mixtures of experts against plain Hugging Face, and copies of a tensor against each other."""
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train_engine_cases as cases
+from safetensors.torch import load_file
+from torch import Tensor
 from train_engine_cases import Outcome
 
 
@@ -39,6 +42,17 @@ def names_on_disk(tensors: dict[str, torch.Tensor], model: str) -> dict[str, tor
         else:
             found[name.replace("mlp.gate.weight", f"{router}.gate.weight")] = tensor
     return found
+
+
+def on_disk(model: Any, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """What a model's files would have under the names that they have for its parameters' tensors."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            found = tensors[name]
+            param.copy_(torch.zeros_like(param) if found is None else found)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def largest_gap(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
