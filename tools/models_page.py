@@ -51,7 +51,9 @@ def _on_cpu(cases: Cases) -> Iterator[str]:
                 parts.setdefault(case.part, {})[case] = proof
         own = parts.pop(TRAINING, {})
         cells = [layouts(own), *farthest(own.values())] if own else [NOT_RUN, "", ""]
-        besides = [f"{part} {farthest(found.values())[0]} ({len(found)})" for part, found in parts.items()]
+        besides = [
+            f"{part} {any_of(farthest(found.values()))} ({len(found)})" for part, found in parts.items()
+        ]
         yield f"| {kind} | {strategy} | {' | '.join(cells)} | {', '.join(besides)} |"
 
 
@@ -77,13 +79,21 @@ def layouts(cases: Cases) -> str:
 
 
 def farthest(found: Iterable[Proof]) -> list[str]:
-    """The largest distances of log-probs and of gradients."""
+    """The largest distances of log-probs and of gradients; empty where none was kept."""
     proofs = list(found)
-    measured = [proof.log_prob for proof in proofs if not isinstance(proof.log_prob, str)]
     bounds = [proof.log_prob for proof in proofs if isinstance(proof.log_prob, str)]
-    log_prob = max(bounds, key=lambda bound: float(bound[1:])) if bounds else f"{max(measured):.1e}"
-    gradients = [proof.gradient for proof in proofs if proof.gradient is not None]
-    return [log_prob, f"{max(gradients):.1e}" if gradients else ""]
+    measured = [proof.log_prob for proof in proofs if isinstance(proof.log_prob, float)]
+    log_prob = max(bounds, key=lambda bound: float(bound[1:])) if bounds else _largest(measured)
+    return [log_prob, _largest([proof.gradient for proof in proofs if proof.gradient is not None])]
+
+
+def any_of(distances: list[str]) -> str:
+    """That of log-probs, or if it has none, of gradients."""
+    return next(filter(None, distances), "")
+
+
+def _largest(numbers: list[float]) -> str:
+    return f"{max(numbers):.1e}" if numbers else ""
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "models_proven.json"
@@ -23,8 +23,7 @@ ALONE = "1 rank"
 """The layout of one rank."""
 
 
-@dataclass(frozen=True, order=True)
-class Case:
+class Case(NamedTuple):
     """What was compared, where."""
 
     model_type: str
@@ -37,11 +36,10 @@ class Case:
     dtype: str
 
 
-@dataclass(frozen=True)
-class Proof:
+class Proof(NamedTuple):
     """How near a case came to what it was compared with."""
 
-    log_prob: float | str
+    log_prob: float | str | None
     """The largest distance, in nats; "<BOUND" where a run passed a test and its distance was not kept."""
     gradient: float | None
     """The norm of the difference over the norm, all tensors together."""
@@ -56,23 +54,23 @@ def load(file: Path) -> Cases:
     """The cases of a file; none if it is not there."""
     if not file.exists():
         return {}
-    size = len(fields(Case))
+    size = len(Case._fields)
     rows = json.loads(file.read_text(encoding="utf-8"))["cases"]
     return {Case(*row[:size]): Proof(*row[size:]) for row in rows}
 
 
 def save(file: Path, cases: Cases) -> None:
     """Write cases, one a line, in one order."""
-    names = [field.name for field in (*fields(Case), *fields(Proof))]
-    lines = [json.dumps([*astuple(case), *astuple(cases[case])]) for case in sorted(cases)]
+    names = [*Case._fields, *Proof._fields]
+    lines = [json.dumps([*case, *cases[case]]) for case in sorted(cases)]
     inner = ",\n  ".join(lines)
     file.write_text(
         f'{{\n "columns": {json.dumps(names)},\n "cases": [\n  {inner}\n ]\n}}\n', encoding="utf-8"
     )
 
 
-def record(case: Case, log_prob: float | None, gradient: float | None = None) -> None:
-    """Keep how near a case came, if that is asked for; log_prob None: it failed.
+def record(case: Case, log_prob: float | None = None, gradient: float | None = None) -> None:
+    """Keep how near a case came, if that is asked for; without any distance it failed.
 
     Of several ranks the first writes; processes take turns.
     """
@@ -83,9 +81,8 @@ def record(case: Case, log_prob: float | None, gradient: float | None = None) ->
         fcntl.flock(lock, fcntl.LOCK_EX)
         cases = load(Path(file))
         before = cases.pop(case, None)
-        if log_prob is not None:
-            proof = Proof(_short(log_prob), None if gradient is None else _short(gradient), _commit())
-            cases[case] = _farther(proof, before)
+        if log_prob is not None or gradient is not None:
+            cases[case] = _farther(Proof(_short(log_prob), _short(gradient), _commit()), before)
         save(Path(file), cases)
 
 
@@ -101,9 +98,12 @@ def _farther(proof: Proof, before: Proof | None) -> Proof:
     """A proof with the larger distances of two, if one commit gave both: a case may have several options."""
     if before is None or before.source != proof.source or isinstance(before.log_prob, str):
         return proof
-    gradients = [one.gradient for one in (before, proof) if one.gradient is not None]
-    log_prob = max(before.log_prob, proof.log_prob)
-    return Proof(log_prob, max(gradients, default=None), proof.source)
+    log_probs, gradients = zip(before[:2], proof[:2], strict=True)
+    return Proof(_largest(log_probs), _largest(gradients), proof.source)
+
+
+def _largest(numbers: Iterable[float | None]) -> float | None:
+    return max((number for number in numbers if number is not None), default=None)
 
 
 def _is_not_first() -> bool:
@@ -112,8 +112,8 @@ def _is_not_first() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_rank() != 0
 
 
-def _short(number: float) -> float:
-    return float(f"{number:.1e}")
+def _short(number: float | None) -> float | None:
+    return None if number is None else float(f"{number:.1e}")
 
 
 @functools.cache

@@ -62,6 +62,8 @@ HEADS = ("num_attention_heads", "n_head")
 """What a config.json calls the query heads of a layer."""
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """What may have LoRA adapters in a mixture of experts: others would lie on one tensor of all experts."""
+TURNED = ("gpt2",)
+"""Whose matrices are stored as [in, out], so that adapters do not merge into them as into others."""
 FLOAT8 = (
     *("arcee", "cwm", "diffllama", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4"),
     *("gpt_bigcode", "granite", "helium", "hunyuan_v1_dense", "hyperclovax", "jais2", "llama", "ministral"),
@@ -308,8 +310,10 @@ def _why_not_dealt(config: Mapping[str, Any], cfg: Config, role: str) -> str:
 
 
 def _why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
-    """Why a mixture of experts does not get the adapters asked for, and the fix; empty if it does."""
-    targets = model.target_modules
+    """Why a model does not get the adapters asked for, and the fix; empty if it does."""
+    targets, kind = model.target_modules, config.get("model_type")
+    if model.lora_rank and kind in TURNED:
+        return f"LoRA adapters of a {kind}, whose matrices are stored as [in, out]. Set {keys}.lora_rank=0."
     if not any(config.get(name) not in (None, 0, 1) for name in EXPERTS):
         return ""
     if model.lora_rank and (isinstance(targets, str) or not set(targets) <= set(ADAPTED)):

@@ -25,7 +25,7 @@ from expert_cases import (
     unequal_replicas,
 )
 from proven_models import TRAINING, record
-from recorded_cases import case_of, distance, record_outcome
+from recorded_cases import case_of, distance, record_gaps, record_outcome
 from safetensors.torch import load_file
 from torch import Tensor
 from train_engine_cases import Scenario
@@ -161,7 +161,7 @@ def results(rank: int, world: int, kind: str, expected: Reference) -> dict[str, 
         gaps: dict[str, float] = {}
         problem, saved = wrong(scenario, expected, saved, gaps)
         case = case_of(OTHERWISE.get(kind, kind), scenario, f"as {kind}" if kind in OTHERWISE else TRAINING)
-        record(case, None if problem else gaps["log_prob"], gaps.get("gradient"))
+        record_gaps(case, {} if problem else gaps)
         if problem:
             found[scenario.name] = problem
     return found

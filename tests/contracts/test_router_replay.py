@@ -12,8 +12,7 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import largest_gap, names_on_disk
-from proven_models import record
-from recorded_cases import case_of, distance
+from recorded_cases import case_of, distance, record_gaps
 from tensordict import TensorDict
 from torch import Tensor
 from train_engine_cases import Scenario
@@ -104,7 +103,7 @@ def replays(
                 continue
             problem = wrong(folder / kind, kind, scenario, gaps)
             case = case_of(kind, scenario, "replay" + " of adapters" * adapts)
-            record(case, None if problem else gaps["log_prob"], gaps.get("gradient"))
+            record_gaps(case, {} if problem else gaps)
             found |= {f"{kind} {scenario.name}": problem} if problem else {}
     return found
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 import train_engine_cases as cases
 from expert_cases import largest_gap, on_disk
-from proven_models import TRAINING, record
-from recorded_cases import case_of, distance
+from proven_models import TRAINING
+from recorded_cases import case_of, distance, record_gaps
+from safetensors.torch import load_file
 from train_engine_cases import Scenario
 
 from siirl.compiler.model_types import OWN_TYPE
@@ -50,7 +51,7 @@ def results(
     for kind in kinds:
         gaps: dict[str, float] = {}
         problem = wrong(kind, scenario, bounds, gaps)
-        record(case_of(kind, scenario, part), None if problem else gaps["log_prob"], gaps.get("gradient"))
+        record_gaps(case_of(kind, scenario, part), {} if problem else gaps)
         found |= {kind: problem} if problem else {}
     return found
 
@@ -69,6 +70,12 @@ def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float])
         causal_lms.write_model(folder, causal_lms.tiny_config(kind, **WINDOWS.get(kind, {})))
     dist.barrier()
     engine, _ = cases.build_engine(scenario, folder)
+    stored = load_file(folder / "model.safetensors")
+    exported = {name: weight.to("cpu", copy=True) for name, weight in engine.export_weights()}
+    if exported.keys() != stored.keys():
+        return f"exports have other weights: {sorted(exported.keys() ^ stored.keys())[:4]}"
+    if unequal := [name for name, weight in stored.items() if not torch.equal(exported[name], weight)]:
+        return f"exported otherwise: {unequal[:4]}"
     rows = cases.sample_rows(0)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)

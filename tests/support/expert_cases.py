@@ -99,6 +99,13 @@ def unequal_replicas(engine: Any) -> list[str]:
     return sorted(wrong)
 
 
+def _logits(router: Any, hidden: Tensor) -> Tensor:
+    """What a router's matrix, the only one that it has, and its bias make of the tokens."""
+    (weight,) = (param for param in router.parameters() if param.ndim == 2)
+    bias = next((param for param in router.parameters() if param.ndim == 1), None)
+    return F.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+
+
 def router_losses_of_hf(path: str, step: int, aux: float, z: float) -> dict[str, torch.Tensor]:
     """Clipped gradients of the policy's loss and the router's, written out, by plain Hugging Face.
 
@@ -107,16 +114,13 @@ def router_losses_of_hf(path: str, step: int, aux: float, z: float) -> dict[str,
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    top_k = model.config.num_experts_per_tok
-    routers = [getattr(layer.mlp, "gate", None) or layer.mlp.router for layer in model.model.layers]
+    top_k = getattr(model.config, "num_experts_per_tok", 0) or model.config.moe_topk
+    recorder = model._can_record_outputs["router_logits"]
+    routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
     seen: list[list[torch.Tensor]] = [[] for _ in routers]
     for number, router in enumerate(routers):
         router.register_forward_hook(
-            lambda module, given, _, number=number: seen[number].append(
-                F.linear(
-                    given[0].reshape(-1, given[0].shape[-1]), module.weight, getattr(module, "bias", None)
-                )
-            )
+            lambda module, given, _, number=number: seen[number].append(_logits(module, given[0]))
         )
     rows = cases.sample_rows(step)
     log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)

@@ -49,6 +49,11 @@ def case_of(model_type: str, scenario: Scenario, part: str = TRAINING, dtype: st
     return Case(model_type, scenario.strategy, part, layout_name(scenario), device, dtype)
 
 
+def record_gaps(case: Case, gaps: Mapping[str, float]) -> None:
+    """Record the distances that a comparison has found; none if it failed."""
+    record(case, gaps.get("log_prob"), gaps.get("gradient"))
+
+
 def record_outcome(case: Case, ours: Any, theirs: Any) -> None:
     """Record what two outcomes, of train_engine_cases or alike, are apart."""
     log_prob = float((ours.log_prob - theirs.log_prob).abs().max())

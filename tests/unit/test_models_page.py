@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import models_page
@@ -41,15 +40,15 @@ def test_every_type_that_a_strategy_trains_has_a_row_with_what_was_proven_or_tha
     found = {(row[0], row[1]): row[2:] for row in tables[2:]}
     assert found.keys() == wanted and len(tables) == 2 + len(wanted)
     for (kind, strategy), (layouts, log_prob, *_) in found.items():
-        own = replace(CASE, model_type=kind, strategy=strategy)
-        proven = [case for case in cases if replace(case, layout=ALONE) == own]
+        own = CASE._replace(model_type=kind, strategy=strategy)
+        proven = [case for case in cases if case._replace(layout=ALONE) == own]
         assert (layouts != models_page.NOT_RUN) == bool(proven), (kind, strategy)
         assert not proven or float(log_prob) < 1e-5, (kind, strategy)
 
 
 def test_nothing_is_said_of_types_that_no_strategy_trains():
     assert models_page.strangers(proven_models.load(proven_models.FILE)) == []
-    odd = [replace(CASE, model_type="opt", strategy="megatron"), replace(CASE, strategy="other")]
+    odd = [CASE._replace(model_type="opt", strategy="megatron"), CASE._replace(strategy="other")]
     assert models_page.strangers(dict.fromkeys([CASE, *odd], NEAR)) == odd
 
 
@@ -84,21 +83,22 @@ def layout_of(settings: dict, strategy: str) -> str:
 
 
 def test_a_row_has_the_largest_distances_and_names_layouts_or_their_sizes():
-    cases = {CASE: NEAR, replace(CASE, layout="cp2"): Proof(4e-6, 1e-7, "abc")}
+    cases = {CASE: NEAR, CASE._replace(layout="cp2"): Proof(4e-6, 1e-7, "abc")}
     assert row_of(cases, "qwen3", "fsdp")[2:] == ["1 rank, cp2", "4.0e-06", "3.0e-07", ""]
-    cases |= {replace(CASE, layout=name): NEAR for name in ("cp2 ep2", "dp2")}
+    cases |= {CASE._replace(layout=name): NEAR for name in ("cp2 ep2", "dp2")}
     assert row_of(cases, "qwen3", "fsdp")[2] == "4 of cp2 dp2 ep2"
-    cases[replace(CASE, part="adapters")] = Proof(5e-6, None, "abc")
-    assert row_of(cases, "qwen3", "fsdp")[5] == "adapters 5.0e-06 (1)"
+    cases[CASE._replace(part="adapters")] = Proof(5e-6, None, "abc")
+    cases[CASE._replace(part="router loss")] = Proof(None, 6e-7, "abc")
+    assert row_of(cases, "qwen3", "fsdp")[5] == "adapters 5.0e-06 (1), router loss 6.0e-07 (1)"
     assert row_of(cases, "qwen3", "megatron")[2:] == ["not run", "", "", ""]
-    bound = {replace(CASE, device="H100"): Proof("<1e-4", None, "a test")}
+    bound = {CASE._replace(device="H100"): Proof("<1e-4", None, "a test")}
     last = rows(models_page.table(cases | bound))[-1]
     assert last == ["qwen3", "fsdp", "H100, float32", TRAINING, ALONE, "<1e-4", ""]
 
 
 def test_partial_runs_add_up_and_a_failure_takes_its_line_away(tmp_path, monkeypatch):
     file = tmp_path / "proven.json"
-    other = replace(CASE, layout="tp2", strategy="megatron")
+    other = CASE._replace(layout="tp2", strategy="megatron")
     proven_models.record(CASE, 1e-6)
     assert not file.exists(), "nobody has asked"
     monkeypatch.setenv("SIIRL_RECORD_MODELS", str(file))
@@ -109,7 +109,7 @@ def test_partial_runs_add_up_and_a_failure_takes_its_line_away(tmp_path, monkeyp
     assert proven_models.load(file) == {CASE: Proof(1.2e-6, 5e-7, "one"), other: Proof(3e-6, None, "one")}
     monkeypatch.setattr(proven_models, "_commit", lambda: "two")
     proven_models.record(CASE, 1e-7, 1e-8)
-    proven_models.record(other, None)
+    proven_models.record(other)
     assert proven_models.load(file) == {CASE: Proof(1e-7, 1e-8, "two")}
     proven_models.save(tmp_path / "more.json", {other: NEAR, CASE: NEAR})
     proven_models.merge(file, [tmp_path / "more.json"])
