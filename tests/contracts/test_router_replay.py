@@ -19,6 +19,7 @@ from train_engine_cases import Scenario
 
 from siirl.compiler.model_types import LATENT
 from siirl.compiler.router_choices import REPLAYED, RouterChoices, router_choices
+from siirl.config.common import STRATEGIES
 from siirl.data.chosen_experts import expert_columns, longer
 from siirl.data.rows import make_rows, take_rows
 from siirl.types import EXPERT_FIELDS
@@ -230,11 +231,12 @@ def sampled_rows(completions: list[Any], prompts: list[list[int]], choices: Rout
     return with_columns(rows, expert_columns(rows, [one.experts for one in completions], choices))
 
 
-def distances(rank: int, world: int, folder: Path) -> dict[str, float]:
+def distances(rank: int, world: int, folder: Path, strategy: str) -> dict[str, float]:
     """Mean distance of the trainer's log-probs from those of an engine whose routers are a little off."""
     from siirl.engines.rollout.base import SamplingParams
 
-    engine, _ = cases.build_engine(Scenario("", 1, overrides=(R3,)), folder)
+    engine, _ = cases.build_engine(Scenario("", 1, overrides=(R3,), strategy=strategy), folder)
+    choices = router_choices(json.loads((folder / "config.json").read_text()))
     rollout, draw = sampler(folder), torch.Generator().manual_seed(0)
     weights = dict(engine.export_weights())
     for name in (name for name in weights if name.endswith("gate.weight")):
@@ -243,7 +245,7 @@ def distances(rank: int, world: int, folder: Path) -> dict[str, float]:
     prompts = [torch.randint(3, 64, (num,), generator=draw).tolist() for num in (3, 9, 5, 9, 1, 7, 7, 4)]
     found = rollout.generate(prompts, SamplingParams(max_tokens=24, n=2, stop_token_ids=(5,)), list(range(8)))
     several = [prompt for prompt in prompts for _ in range(2)]
-    rows = sampled_rows([one for samples in found for one in samples], several, engine._replay.choices)
+    rows = sampled_rows([one for samples in found for one in samples], several, choices)
     mask_BT = rows["response_mask"]
 
     def distance(given: TensorDict) -> float:
@@ -253,10 +255,11 @@ def distances(rank: int, world: int, folder: Path) -> dict[str, float]:
     return {"own": distance(rows.exclude(*EXPERT_FIELDS)), "replayed": distance(rows)}
 
 
-def test_the_trainer_is_ten_times_closer_to_an_engine_whose_experts_it_uses(tmp_path):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_trainer_is_ten_times_closer_to_an_engine_whose_experts_it_uses(tmp_path, strategy):
     many = {"num_experts": 32, "num_local_experts": 32, "num_hidden_layers": 4, "norm_topk_prob": True}
-    causal_lms.write_model(tmp_path, causal_lms.tiny_config("qwen3_moe", **many))
-    found = run_workers(distances, 1, tmp_path)[0]
+    causal_lms.write_model(tmp_path, causal_lms.tiny_config("qwen3_moe", tie_word_embeddings=False, **many))
+    found = run_workers(distances, 1, tmp_path, strategy)[0]
     assert found["replayed"] < found["own"] / 10
     assert found["own"] > 1e-3
 
