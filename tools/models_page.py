@@ -51,9 +51,7 @@ def _on_cpu(cases: Cases) -> Iterator[str]:
                 parts.setdefault(case.part, {})[case] = proof
         own = parts.pop(TRAINING, {})
         cells = [layouts(own), *farthest(own.values())] if own else [NOT_RUN, "", ""]
-        besides = [
-            f"{part} {any_of(farthest(found.values()))} ({len(found)})" for part, found in parts.items()
-        ]
+        besides = [f"{part} {larger(farthest(one.values()))} ({len(one)})" for part, one in parts.items()]
         yield f"| {kind} | {strategy} | {' | '.join(cells)} | {', '.join(besides)} |"
 
 
@@ -87,9 +85,9 @@ def farthest(found: Iterable[Proof]) -> list[str]:
     return [log_prob, _largest([proof.gradient for proof in proofs if proof.gradient is not None])]
 
 
-def any_of(distances: list[str]) -> str:
-    """That of log-probs, or if it has none, of gradients."""
-    return next(filter(None, distances), "")
+def larger(distances: list[str]) -> str:
+    """Of both the larger one."""
+    return max(filter(None, distances), key=float)
 
 
 def _largest(numbers: list[float]) -> str:

@@ -87,7 +87,7 @@ def test_a_row_has_the_largest_distances_and_names_layouts_or_their_sizes():
     assert row_of(cases, "qwen3", "fsdp")[2:] == ["1 rank, cp2", "4.0e-06", "3.0e-07", ""]
     cases |= {CASE._replace(layout=name): NEAR for name in ("cp2 ep2", "dp2")}
     assert row_of(cases, "qwen3", "fsdp")[2] == "4 of cp2 dp2 ep2"
-    cases[CASE._replace(part="adapters")] = Proof(5e-6, None, "abc")
+    cases[CASE._replace(part="adapters")] = Proof(1e-6, 5e-6, "abc")
     cases[CASE._replace(part="router loss")] = Proof(None, 6e-7, "abc")
     assert row_of(cases, "qwen3", "fsdp")[5] == "adapters 5.0e-06 (1), router loss 6.0e-07 (1)"
     assert row_of(cases, "qwen3", "megatron")[2:] == ["not run", "", "", ""]
