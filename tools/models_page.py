@@ -51,8 +51,14 @@ def _on_cpu(cases: Cases) -> Iterator[str]:
                 parts.setdefault(case.part, {})[case] = proof
         own = parts.pop(TRAINING, {})
         cells = [layouts(own), *farthest(own.values())] if own else [NOT_RUN, "", ""]
-        besides = [f"{part} {larger(farthest(one.values()))} ({len(one)})" for part, one in parts.items()]
-        yield f"| {kind} | {strategy} | {' | '.join(cells)} | {', '.join(besides)} |"
+        yield f"| {kind} | {strategy} | {' | '.join(cells)} | {_besides(parts)} |"
+
+
+def _besides(parts: dict[str, Cases]) -> str:
+    """What else was compared, in how many layouts, and the largest distance of all of it."""
+    distances = [text for found in parts.values() for text in farthest(found.values()) if text]
+    named = ", ".join(f"{part} ({len(found)})" for part, found in parts.items())
+    return f"{named}: {max(distances, key=float)}" if parts else ""
 
 
 def _elsewhere(cases: Cases) -> Iterator[str]:
@@ -83,11 +89,6 @@ def farthest(found: Iterable[Proof]) -> list[str]:
     measured = [proof.log_prob for proof in proofs if isinstance(proof.log_prob, float)]
     log_prob = max(bounds, key=lambda bound: float(bound[1:])) if bounds else _largest(measured)
     return [log_prob, _largest([proof.gradient for proof in proofs if proof.gradient is not None])]
-
-
-def larger(distances: list[str]) -> str:
-    """Of both the larger one."""
-    return max(filter(None, distances), key=float)
 
 
 def _largest(numbers: list[float]) -> str:
