@@ -1,4 +1,4 @@
-"""Makes the shared helpers of the test suite importable."""
+"""Makes the shared helpers of the test suite importable, and what tests record their results by."""
 
 import shutil
 import sys
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from siirl.compiler.adapted_experts import why_not_adapted
+from siirl.compiler.adapter_targets import why_not_adapted
 from siirl.compiler.compiled_layers import why_not_compiled
 from siirl.config import Config
 from siirl.config.common import ModelConfig, TrainedConfig
@@ -151,8 +151,8 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
         problem = problem or _why_not_split(config, cfg, role)
         problem = problem or _why_not_float8(config, cfg, role)
     problem = problem or why_not_compiled(config, cfg, role)
-    if any(config.get(name) not in (None, 0, 1) for name in EXPERTS):
-        problem = problem or why_not_adapted(config, model, ROLES[role].model)
+    has_experts = any(config.get(name) not in (None, 0, 1) for name in EXPERTS)
+    problem = problem or why_not_adapted(config, model, ROLES[role].model, has_experts)
     if not problem:
         rollout = cfg.actor_rollout_ref.rollout
         problem = why_not_so_long(

@@ -2,13 +2,13 @@
 
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import causal_lms
 import pytest
 import torch
 import torch.distributed as dist
 import train_engine_cases as cases
+from accepted_cases import results
 from dist_harness import run_workers
 from train_engine_cases import Scenario
 
@@ -24,55 +24,8 @@ SOME = {
     "megatron": ("mixtral", "mistral", "glm4", "qwen2_moe"),
 }
 """What `make test` builds: models whose differences are in attention, dropout and experts."""
-WINDOWS: dict[str, dict[str, Any]] = {
-    **{kind: {"sliding_window": 5} for kind in ("exaone4", "gemma3_text", "ministral", "mistral", "olmo3")},
-    "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-}
-"""Sliding windows that are shorter than rows, and bounds that small numbers reach."""
 SHARED = Scenario("two ranks share rows", 2, sizes=(("cp", 2),))
 DEALT = Scenario("two ranks have some of the experts each", 2, sizes=(("ep", 2),))
-
-
-def results(rank: int, world: int, kinds: list[str], scenario: Scenario) -> dict[str, str]:
-    """Model type -> what is wrong with how the engine trains a small model of it."""
-    return {kind: problem for kind in kinds if (problem := wrong(kind, scenario))}
-
-
-def wrong(kind: str, scenario: Scenario) -> str:
-    from transformers import AutoModelForCausalLM
-
-    from siirl.engines.rollout.hf.hf_rollout import build_model
-    from siirl.engines.rollout.weight_loading import tensor_names
-
-    made = [tempfile.mkdtemp(prefix="siirl-model-type-")]
-    dist.broadcast_object_list(made)
-    folder = Path(made[0])
-    if dist.get_rank() == 0:
-        causal_lms.write_model(folder, causal_lms.tiny_config(kind, **WINDOWS.get(kind, {})))
-    dist.barrier()
-    engine, _ = cases.build_engine(scenario, folder)
-    rows = cases.sample_rows(0)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)
-    found = engine.compute(rows, ("log_prob", "entropy"), cases.TEMPERATURE)
-    for name, expected_BT in (("log_prob", log_prob_BT), ("entropy", entropy_BT)):
-        difference = float((found[name] - expected_BT).abs().max())
-        if not difference < 1e-5:
-            return f"{name} is off by {difference}"
-    mask_BT = rows["response_mask"]
-    loss_BT = -rows["advantage"] * log_prob_BT - cases.ENTROPY_COEFF * entropy_BT
-    ((loss_BT * mask_BT).sum() / mask_BT.sum()).backward()
-    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP))
-    (metrics,) = cases.train_steps(engine, scenario, range(1))
-    if metrics.values()["grad_norm"] != pytest.approx(expected, rel=1e-5):
-        return f"grad_norm is {metrics.values()['grad_norm']} instead of {expected}"
-    model_cfg = load_config(cases.overrides_for(folder)).actor_rollout_ref.model
-    names, _ = tensor_names(build_model(model_cfg, "float32", torch.device("meta")))
-    exported = {name: shape for name, (shape, _) in engine.weight_specs().items()}
-    if {name: shape for name, (shape, _) in names.items()} != exported:
-        return f"rollouts have other weights: {sorted(names.keys() ^ exported.keys())[:4]}"
-    return ""
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,6 +10,8 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import assert_equal_training, largest_gap, router_losses_of_hf
+from proven_models import TRAINING
+from recorded_cases import case_of, record_outcome
 from safetensors.torch import load_file, save_file
 from train_engine_cases import Scenario
 
@@ -52,11 +54,14 @@ def test_sinks_and_experts_with_biases_train_as_in_plain_hf(model_dir, world):
     paths = {"gpt_oss": str(model_dir)}
     outcomes = run_workers(cases.run_scenarios, world, scenarios, paths, deadline_s=300)[0]
     for scenario in scenarios:
-        theirs = cases.run_reference(model_dir, ATTENTION if "lora" in scenario.name else "")
+        adapts = "lora" in scenario.name
+        theirs = cases.run_reference(model_dir, ATTENTION if adapts else "")
         assert_equal_training(outcomes[scenario.name], theirs)
+        case = case_of("gpt_oss", scenario, "adapters" if adapts else TRAINING)
+        record_outcome(case, outcomes[scenario.name], theirs)
         sinks = [name for name in theirs.grads if name.endswith("self_attn.sinks")]
         assert all(theirs.grads[name].abs().min() > 1e-6 for name in sinks)
-        assert len(sinks) == (0 if "lora" in scenario.name else 2)
+        assert len(sinks) == (0 if adapts else 2)
 
 
 def gradients(rank: int, world: int, path: Path, scenario: Scenario) -> dict[str, torch.Tensor]:

@@ -2,9 +2,9 @@
 
 import pytest
 import train_engine_cases as cases
+from accepted_cases import results
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
-from test_accepted_models import results
 from train_engine_cases import Scenario
 
 from siirl.compiler.compiled_layers import COMPILED

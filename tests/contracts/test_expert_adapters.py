@@ -16,7 +16,7 @@ from fixtures_tiny import make_tiny_model_dir
 from torch import Tensor, nn
 from train_engine_cases import Outcome, Scenario
 
-from siirl.compiler.adapted_experts import ADAPTED, EXPERT_MATRICES
+from siirl.compiler.adapter_targets import ADAPTED, EXPERT_MATRICES
 from siirl.model_files.adapter_files import write_adapter
 
 MODEL = "actor_rollout_ref.model"

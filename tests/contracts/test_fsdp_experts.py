@@ -11,6 +11,8 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import assert_equal_training, names_on_disk, reference_on_disk, router_losses_of_hf
 from fixtures_tiny import make_tiny_model_dir
+from proven_models import TRAINING
+from recorded_cases import case_of, record_outcome
 from safetensors.torch import load_file
 from train_engine_cases import Scenario
 
@@ -96,6 +98,8 @@ def test_experts_train_as_in_plain_hf(model_dirs, world):
         adapted = ATTENTION if "lora" in scenario.name else ""
         theirs = reference_on_disk(model_dirs[scenario.model], family, adapted)
         assert_equal_training(outcomes[scenario.name], theirs)
+        case = case_of(family, scenario, "adapters" if adapted else TRAINING)
+        record_outcome(case, outcomes[scenario.name], theirs)
 
 
 def gradients(rank: int, world: int, path: str, scenario: Scenario) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import assert_equal_training, reference_on_disk
 from fixtures_tiny import make_tiny_model_dir
+from recorded_cases import case_of, record_outcome
 from train_engine_cases import Outcome, Scenario
 
 ACTOR = "actor_rollout_ref.actor"
@@ -87,4 +88,5 @@ def test_adapters_under_megatron_equal_peft_and_adamw(case):
     ours = run_workers(cases.run_scenarios, case.world, [case], model_dirs())[0][case.name]
     chosen = [key.partition("=[")[2].rstrip("]") for key in case.overrides if "target_modules" in key]
     targets = tuple(chosen[0].split(",")) if chosen else ()
-    assert_equal_training(ours, reference(case.model, targets))
+    assert_equal_training(ours, theirs := reference(case.model, targets))
+    record_outcome(case_of(case.model, case, "adapters"), ours, theirs)

@@ -9,6 +9,7 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import assert_equal_training, reference_on_disk
 from fixtures_tiny import make_tiny_model_dir
+from recorded_cases import case_of, record_outcome, type_of
 from train_engine_cases import Outcome, Scenario
 
 ACTOR = "actor_rollout_ref.actor"
@@ -134,13 +135,11 @@ def outcome(case: Scenario) -> Outcome:
     return run_workers(cases.run_scenarios, case.world, [case], model_dirs())[0][case.name]
 
 
-@pytest.fixture(params=SCENARIOS, ids=lambda case: case.name)
-def pair(request) -> tuple[Outcome, Outcome]:
-    return outcome(request.param), reference(request.param.model)
-
-
-def test_a_megatron_model_equals_plain_hf_and_adamw(pair):
-    assert_equal_training(*pair)
+@pytest.mark.parametrize("case", SCENARIOS, ids=lambda case: case.name)
+def test_a_megatron_model_equals_plain_hf_and_adamw(case):
+    ours, theirs = outcome(case), reference(case.model)
+    assert_equal_training(ours, theirs)
+    record_outcome(case_of(type_of(model_dirs()[case.model]), case), ours, theirs)
 
 
 @pytest.mark.slow

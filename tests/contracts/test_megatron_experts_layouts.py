@@ -12,6 +12,7 @@ import pytest
 import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import assert_equal_training, unequal_replicas
+from recorded_cases import case_of, record_outcome
 from test_megatron_engine import (
     MEGATRON,
     PLAIN_OPTIMIZER,
@@ -97,7 +98,8 @@ def train_all(rank: int, world: int, layouts: list[Scenario], paths: dict[str, s
 def check(case: Scenario, few: bool) -> None:
     ours, unequal = outcomes(case.world, few, batch_of(case, few))[case.name]
     assert unequal == []
-    assert_equal_training(ours, reference(case.model))
+    assert_equal_training(ours, theirs := reference(case.model))
+    record_outcome(case_of(case.model, case), ours, theirs)
 
 
 @pytest.mark.parametrize("case", FEW, ids=lambda case: case.name)

@@ -20,9 +20,12 @@ from expert_cases import (
     assert_equal_training,
     largest_gap,
     names_on_disk,
+    on_disk,
     reference_on_disk,
     unequal_replicas,
 )
+from proven_models import TRAINING, record
+from recorded_cases import case_of, distance, record_gaps, record_outcome
 from safetensors.torch import load_file
 from torch import Tensor
 from train_engine_cases import Scenario
@@ -120,17 +123,6 @@ def layouts(world: int, experts: bool) -> list[Scenario]:
     return found + [layout(world, tp=world)] * (world == 4 and not experts)
 
 
-def on_disk(model: Any, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """What a model's files would have under the names that they have for its parameters' tensors."""
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            found = tensors[name]
-            param.copy_(torch.zeros_like(param) if found is None else found)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return load_file(Path(folder) / "model.safetensors")
-
-
 @dataclass
 class Reference:
     """What plain Hugging Face computes of a model, a row at a time, and its gradient, clipped."""
@@ -166,16 +158,21 @@ def results(rank: int, world: int, kind: str, expected: Reference) -> dict[str, 
     found: dict[str, str] = {}
     saved: Path | None = None
     for scenario in layouts(world, has_experts(kind)):
-        problem, saved = wrong(scenario, expected, saved)
+        gaps: dict[str, float] = {}
+        problem, saved = wrong(scenario, expected, saved, gaps)
+        case = case_of(OTHERWISE.get(kind, kind), scenario, f"as {kind}" if kind in OTHERWISE else TRAINING)
+        record_gaps(case, {} if problem else gaps)
         if problem:
             found[scenario.name] = problem
     return found
 
 
-def wrong(scenario: Scenario, expected: Reference, saved: Path | None) -> tuple[str, Path | None]:
+def wrong(
+    scenario: Scenario, expected: Reference, saved: Path | None, gaps: dict[str, float]
+) -> tuple[str, Path | None]:
     """What is wrong in a layout, and where its state lies, from which the next one goes on.
 
-    saved: that of the layout before, after the same step.
+    saved: that of the layout before, after the same step. gaps: what is found of distances goes there.
     """
     engine, groups = cases.build_engine(scenario, expected.folder)
     try:
@@ -186,9 +183,9 @@ def wrong(scenario: Scenario, expected: Reference, saved: Path | None) -> tuple[
             return f"exported otherwise: {unequal[:4]}", None
         found = engine.compute(cases.sample_rows(0), ("log_prob", "entropy"), cases.TEMPERATURE)
         for name, expected_BT in expected.outputs.items():
-            difference = float((found[name] - expected_BT).abs().max())
-            if not difference < 1e-5:
-                return f"{name} is off by {difference}", None
+            gaps[name] = float((found[name] - expected_BT).abs().max())
+            if not gaps[name] < 1e-5:
+                return f"{name} is off by {gaps[name]}", None
         (metrics,) = cases.train_steps(engine, scenario, range(1))
         if metrics.values()["grad_norm"] != pytest.approx(expected.norm, rel=1e-5):
             return f"grad_norm is {metrics.values()['grad_norm']} instead of {expected.norm}", None
@@ -198,6 +195,7 @@ def wrong(scenario: Scenario, expected: Reference, saved: Path | None) -> tuple[
         gap, name = largest_gap(grads, expected.grads)
         if not gap < 1e-6:
             return f"the gradient of {name} is off by {gap}", None
+        gaps["gradient"] = distance(grads, expected.grads)
         if dist.get_world_size() > engine._dims.pp and (unequal := unequal_replicas(engine)):
             return f"copies differ: {unequal[:4]}", None
         return resumed(engine, saved)
@@ -247,7 +245,9 @@ def test_adapters_of_every_type_equal_peft(kind):
     chosen = (f"{MODEL}.target_modules=[{','.join(ATTENTION)}]",) if has_experts(kind) else ()
     scenario = of_all_kinds(kind, SEQUENCE_PARALLEL, *LORA, *chosen)
     ours = run_workers(cases.run_scenarios, 4, [scenario], {"": path}, deadline_s=300)[0][kind]
-    assert_equal_training(ours, reference_on_disk(path, kind, targets))
+    theirs = reference_on_disk(path, kind, targets)
+    assert_equal_training(ours, theirs)
+    record_outcome(case_of(kind, scenario, "adapters"), ours, theirs)
 
 
 def train_critic(rank: int, world: int, path: str, scenario: Scenario) -> heads.CriticOutcome:
@@ -267,4 +267,6 @@ def test_values_of_every_type_equal_plain_hf(kind):
     named = {name: names_on_disk(getattr(theirs, name), kind) for name in ("grads", "weights")}
     scenario = of_all_kinds(kind, "critic.megatron.sequence_parallel=True")
     ours = run_workers(train_critic, 4, path, scenario, deadline_s=300)[0]
-    heads.assert_equal(ours, replace(theirs, **named))
+    heads.assert_equal(ours, theirs := replace(theirs, **named))
+    gap = float((ours.before - theirs.before).abs().max())
+    record(case_of(kind, scenario, "values"), gap, distance(ours.grads, theirs.grads))

@@ -12,12 +12,14 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import largest_gap, names_on_disk
+from recorded_cases import case_of, distance, record_gaps
 from tensordict import TensorDict
 from torch import Tensor
 from train_engine_cases import Scenario
 
 from siirl.compiler.model_types import LATENT
 from siirl.compiler.router_choices import REPLAYED, RouterChoices, router_choices
+from siirl.config.common import STRATEGIES
 from siirl.data.chosen_experts import expert_columns, longer
 from siirl.data.rows import make_rows, take_rows
 from siirl.types import EXPERT_FIELDS
@@ -94,20 +96,25 @@ def replays(
     rank: int, world: int, folder: Path, kinds: list[str], scenarios: list[Scenario]
 ) -> dict[str, str]:
     """Model type and scenario -> what is wrong with how the engine computes with given experts."""
-    return {
-        f"{kind} {scenario.name}": problem
-        for kind in kinds
-        for scenario in scenarios
-        if kind not in LATENT or not set(LORA) <= set(scenario.overrides)
-        if (problem := wrong(folder / kind, kind, scenario))
-    }
+    found = {}
+    for kind in kinds:
+        for scenario in scenarios:
+            adapts, gaps = set(LORA) <= set(scenario.overrides), {}
+            if adapts and kind in LATENT:
+                continue
+            problem = wrong(folder / kind, kind, scenario, gaps)
+            case = case_of(kind, scenario, "replay" + " of adapters" * adapts)
+            record_gaps(case, {} if problem else gaps)
+            found |= {f"{kind} {scenario.name}": problem} if problem else {}
+    return found
 
 
 def with_columns(rows: TensorDict, columns: dict[str, Tensor]) -> TensorDict:
     return TensorDict({name: rows.get(name) for name in rows.keys()} | columns, batch_size=rows.batch_size)
 
 
-def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
+def wrong(folder: Path, kind: str, scenario: Scenario, gaps: dict[str, float]) -> str:
+    """What is wrong; the distances that are found go into gaps."""
     scenario = replace(scenario, overrides=(*scenario.overrides, R2))
     engine, _ = cases.build_engine(scenario, folder)
     mine = cases.rows_of_rank(engine.dp_rank, engine.dp_size, "uneven")
@@ -127,9 +134,9 @@ def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
         return "its own experts give other log-probs"
     found = engine.compute(given, ("log_prob", "entropy", "experts"), cases.TEMPERATURE)
     for name, expected_BT in (("log_prob", log_prob_BT), ("entropy", entropy_BT)):
-        difference = float((found[name] - expected_BT[mine]).abs().max())
-        if not difference < 1e-5:
-            return f"{name} is off by {difference}"
+        gaps[name] = float((found[name] - expected_BT[mine]).abs().max())
+        if not gaps[name] < 1e-5:
+            return f"{name} is off by {gaps[name]}"
     if (found["log_prob"] - own["log_prob"]).abs().max() < 0.01:
         return "other experts give the same log-probs"
     answered_B = given["response_length"] > 0  # rows without a response are not computed
@@ -151,9 +158,11 @@ def wrong(folder: Path, kind: str, scenario: Scenario) -> str:
             for name, param in model.named_parameters()
             if param.requires_grad
         }
-        gap, name = largest_gap(grads, names_on_disk(theirs, kind))
+        theirs = names_on_disk(theirs, kind)
+        gap, name = largest_gap(grads, theirs)
         if not gap < 1e-6:
             return f"the gradient of {name} is off by {gap}"
+        gaps["gradient"] = distance(grads, theirs)
     return ""
 
 
@@ -222,11 +231,12 @@ def sampled_rows(completions: list[Any], prompts: list[list[int]], choices: Rout
     return with_columns(rows, expert_columns(rows, [one.experts for one in completions], choices))
 
 
-def distances(rank: int, world: int, folder: Path) -> dict[str, float]:
+def distances(rank: int, world: int, folder: Path, strategy: str) -> dict[str, float]:
     """Mean distance of the trainer's log-probs from those of an engine whose routers are a little off."""
     from siirl.engines.rollout.base import SamplingParams
 
-    engine, _ = cases.build_engine(Scenario("", 1, overrides=(R3,)), folder)
+    engine, _ = cases.build_engine(Scenario("", 1, overrides=(R3,), strategy=strategy), folder)
+    choices = router_choices(json.loads((folder / "config.json").read_text()))
     rollout, draw = sampler(folder), torch.Generator().manual_seed(0)
     weights = dict(engine.export_weights())
     for name in (name for name in weights if name.endswith("gate.weight")):
@@ -235,7 +245,7 @@ def distances(rank: int, world: int, folder: Path) -> dict[str, float]:
     prompts = [torch.randint(3, 64, (num,), generator=draw).tolist() for num in (3, 9, 5, 9, 1, 7, 7, 4)]
     found = rollout.generate(prompts, SamplingParams(max_tokens=24, n=2, stop_token_ids=(5,)), list(range(8)))
     several = [prompt for prompt in prompts for _ in range(2)]
-    rows = sampled_rows([one for samples in found for one in samples], several, engine._replay.choices)
+    rows = sampled_rows([one for samples in found for one in samples], several, choices)
     mask_BT = rows["response_mask"]
 
     def distance(given: TensorDict) -> float:
@@ -245,10 +255,11 @@ def distances(rank: int, world: int, folder: Path) -> dict[str, float]:
     return {"own": distance(rows.exclude(*EXPERT_FIELDS)), "replayed": distance(rows)}
 
 
-def test_the_trainer_is_ten_times_closer_to_an_engine_whose_experts_it_uses(tmp_path):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_trainer_is_ten_times_closer_to_an_engine_whose_experts_it_uses(tmp_path, strategy):
     many = {"num_experts": 32, "num_local_experts": 32, "num_hidden_layers": 4, "norm_topk_prob": True}
-    causal_lms.write_model(tmp_path, causal_lms.tiny_config("qwen3_moe", **many))
-    found = run_workers(distances, 1, tmp_path)[0]
+    causal_lms.write_model(tmp_path, causal_lms.tiny_config("qwen3_moe", tie_word_embeddings=False, **many))
+    found = run_workers(distances, 1, tmp_path, strategy)[0]
     assert found["replayed"] < found["own"] / 10
     assert found["own"] > 1e-3
 

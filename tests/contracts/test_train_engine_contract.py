@@ -12,6 +12,8 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import assert_equal_training, largest_gap, reference_on_disk
 from fixtures_tiny import make_tiny_model_dir
+from proven_models import TRAINING
+from recorded_cases import case_of, record_outcome, type_of
 from train_engine_cases import Outcome, Scenario
 
 ACTOR = "actor_rollout_ref.actor"
@@ -107,8 +109,12 @@ def outcomes(world: int) -> dict[str, Outcome]:
 
 
 @pytest.fixture(params=SCENARIOS, ids=lambda scenario: scenario.name)
-def pair(request) -> tuple[Outcome, Outcome]:
-    scenario = request.param
+def scenario(request) -> Scenario:
+    return request.param
+
+
+@pytest.fixture
+def pair(scenario) -> tuple[Outcome, Outcome]:
     return outcomes(scenario.world)[scenario.name], reference(scenario.model, "lora" in scenario.name)
 
 
@@ -120,12 +126,14 @@ def test_log_probs_and_entropies_equal_plain_hf_one_row_at_a_time(pair):
     torch.testing.assert_close(ours.prob_square, theirs.prob_square, atol=1e-6, rtol=0)
 
 
-def test_gradients_equal_plain_hf(pair):
+def test_gradients_equal_plain_hf(scenario, pair):
     ours, theirs = pair
     assert ours.grads.keys() == theirs.grads.keys()
     gap, name = largest_gap(ours.grads, theirs.grads)
     assert gap < 1e-6, name
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=1e-4)
+    part = "adapters" if "lora" in scenario.name else TRAINING
+    record_outcome(case_of(type_of(model_dirs()[scenario.model]), scenario, part), ours, theirs)
 
 
 def test_weights_after_three_steps_equal_plain_hf_and_adamw(pair):

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import train_engine_cases as cases
 import vision_cases as vision
 from dist_harness import run_workers
+from proven_models import TRAINING
+from recorded_cases import case_of, record_outcome
 from torch import Tensor
 from train_engine_cases import Scenario
 
@@ -109,8 +111,11 @@ def check(folder: Path, scenarios: tuple[Scenario, ...], with_images: bool = Tru
         run, scenarios[0].world, list(scenarios), str(folder), with_images, deadline_s=200
     )
     for scenario in scenarios:
-        frozen = "frozen" in scenario.name
-        assert_same(found[scenario.name], expected(folder, with_images, frozen))
+        frozen, seen = "frozen" in scenario.name, found[scenario.name]
+        assert_same(seen, wanted := expected(folder, with_images, frozen))
+        kind = next(kind for kind in vision.KINDS if folder.name.startswith(kind))
+        part = "frozen tower" if frozen else TRAINING if with_images else "rows without images"
+        record_outcome(case_of(kind, scenario, part), seen, wanted)
     return found
 
 

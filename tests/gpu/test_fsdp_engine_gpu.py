@@ -9,6 +9,7 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
+from recorded_cases import case_of, on_cuda, record_outcome
 from train_engine_cases import Scenario
 
 pytestmark = [
@@ -50,6 +51,7 @@ def test_fp32_on_cuda_equals_plain_hf_on_cpu(model_dir, world):
     assert_near(ours, theirs, 1e-4, 1e-3)
     for name, weight in theirs.weights.items():
         assert (ours.weights[name] - weight).abs().mean() < 0.01 * cases.LR, name
+    record_outcome(case_of("qwen3", on_cuda(Scenario("", world))), ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +62,10 @@ def test_fp32_on_cuda_equals_plain_hf_on_cpu(model_dir, world):
 def test_bf16_with_variable_length_kernels_stays_near_fp32(model_dir, overrides, package):
     if not importlib.util.find_spec(package):
         pytest.skip(f"needs {package}")
-    overrides = BF16 + overrides
-    assert_near(outcome_of(model_dir, 1, overrides), cases.run_reference(Path(model_dir)), 0.2, 0.05)
+    ours, theirs = outcome_of(model_dir, 1, BF16 + overrides), cases.run_reference(Path(model_dir))
+    assert_near(ours, theirs, 0.2, 0.05)
+    if not overrides:
+        record_outcome(case_of("qwen3", on_cuda(Scenario("", 1)), dtype="bfloat16"), ours, theirs)
 
 
 def offload_and_return(rank: int, world: int, path: str) -> None:

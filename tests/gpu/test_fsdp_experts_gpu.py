@@ -12,6 +12,8 @@ from dist_harness import run_workers
 from expert_cases import reference_on_disk
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import ROOT, Finished, Inputs, overrides
+from proven_models import record
+from recorded_cases import case_of, on_cuda, record_outcome
 from train_engine_cases import Scenario
 
 from siirl.engines.train.hf_experts import grouped_product
@@ -83,6 +85,7 @@ def test_experts_in_fp32_train_as_in_plain_hf(model_dirs, model, world):
     assert ours.weights.keys() == theirs.weights.keys()
     for name, weight in theirs.weights.items():
         assert (ours.weights[name] - weight).abs().mean() < 0.01 * cases.LR, name
+    record_outcome(case_of(model, on_cuda(Scenario("", world))), ours, theirs)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -90,6 +93,7 @@ def test_experts_in_bf16_stay_near_fp32(model_dirs, model):
     ours, theirs = outcome_of(model_dirs[model], 1, BF16), reference_on_disk(model_dirs[model], model)
     assert (ours.log_prob - theirs.log_prob).abs().mean() < 0.05
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=0.1)
+    record_outcome(case_of(model, on_cuda(Scenario("", 1)), dtype="bfloat16"), ours, theirs)
 
 
 def test_the_main_job_trains_experts_that_vllm_samples_from(tmp_path):
@@ -122,3 +126,5 @@ def test_the_main_job_trains_experts_that_vllm_samples_from(tmp_path):
     ]
     print(f"\ndistances of log-probs: {diffs}")
     assert len(diffs) == 3 and max(diffs) < 0.05
+    ran = on_cuda(Scenario("", keys["trainer.n_gpus_per_node"]))
+    record(case_of("qwen3_moe", ran, "job with vLLM, mean", "bfloat16"), max(diffs))

@@ -10,6 +10,7 @@ import torch
 import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import reference_on_disk, unequal_replicas
+from recorded_cases import case_of, on_cuda, record_outcome
 from safetensors.torch import load_file
 from train_engine_cases import Scenario
 
@@ -90,6 +91,7 @@ def test_fp32_on_cuda_equals_plain_hf_on_cpu(model_dirs, kind, world):
     assert ours.grads.keys() == theirs.grads.keys()
     for name, grad in theirs.grads.items():
         assert (ours.grads[name] - grad).abs().max() < 1e-5, name
+    record_outcome(case_of(kind, on_cuda(scenario_of(kind, world))), ours, theirs)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -97,8 +99,10 @@ def test_fp32_on_cuda_equals_plain_hf_on_cpu(model_dirs, kind, world):
 def test_bf16_with_variable_length_kernels_stays_near_fp32(model_dirs, kind, world):
     if HAS_CUDA and torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} CUDA devices")
-    ours = outcome_of(scenario_of(kind, world, BF16, GROUPED), model_dirs[kind])
+    scenario = scenario_of(kind, world, BF16, GROUPED)
+    ours = outcome_of(scenario, model_dirs[kind])
     theirs = reference_on_disk(model_dirs[kind], kind)
     gap = (ours.log_prob - theirs.log_prob).abs()  # a token may go to another expert
     assert gap.mean() < 0.05
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=0.1)
+    record_outcome(case_of(kind, on_cuda(scenario), dtype="bfloat16"), ours, theirs)

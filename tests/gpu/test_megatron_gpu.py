@@ -11,6 +11,7 @@ import value_head_cases as heads
 from dist_harness import run_workers
 from expert_cases import reference_on_disk, unequal_replicas
 from fixtures_tiny import make_tiny_model_dir
+from recorded_cases import case_of, on_cuda, record_outcome
 from train_engine_cases import Scenario
 
 from siirl.parallel.process_groups import ProcessGroupManager
@@ -87,6 +88,7 @@ def test_fp32_on_cuda_equals_plain_hf_on_cpu(model_dirs, scenario):
         assert (ours.grads[name] - grad).abs().max() < 1e-5, name
     for name, weight in theirs.weights.items():
         assert (ours.weights[name] - weight).abs().mean() < 0.01 * cases.LR, name
+    record_outcome(case_of("qwen3", on_cuda(scenario)), ours, theirs)
 
 
 HALF = [
@@ -103,8 +105,9 @@ HALF = [
 @pytest.mark.parametrize("scenario", HALF, ids=lambda scenario: scenario.name)
 def test_bf16_with_variable_length_kernels_stays_near_fp32(model_dirs, scenario):
     require(scenario)
-    theirs = cases.run_reference(Path(model_dirs[scenario.model]))
-    assert_near(outcome_of(scenario, model_dirs), theirs, 0.2, 0.05)
+    ours, theirs = outcome_of(scenario, model_dirs), cases.run_reference(Path(model_dirs[scenario.model]))
+    assert_near(ours, theirs, 0.2, 0.05)
+    record_outcome(case_of("qwen3", on_cuda(scenario), dtype="bfloat16"), ours, theirs)
 
 
 EXPERTS = [
@@ -141,6 +144,7 @@ def test_experts_on_cuda_equal_plain_hf_on_cpu_and_their_copies_each_other(model
         assert (ours.grads[name] - grad).abs().max() < 1e-5, name
     for name, weight in theirs.weights.items():
         assert (ours.weights[name] - weight).abs().mean() < 0.01 * cases.LR, name
+    record_outcome(case_of(scenario.model, on_cuda(scenario)), ours, theirs)
 
 
 @pytest.mark.parametrize("grouped", [True, False])
@@ -149,10 +153,11 @@ def test_experts_in_bf16_stay_near_fp32(model_dirs, world, grouped):
     option = f"+{MEGATRON}.override_transformer_config.moe_grouped_gemm={grouped}"
     scenario = layout(world, BF16, option, model="mixtral", ep=world)
     require(scenario)
-    ours, theirs = outcome_of(scenario, model_dirs), cases.run_reference(Path(model_dirs["mixtral"]))
+    ours, theirs = outcome_of(scenario, model_dirs), reference_on_disk(model_dirs["mixtral"], "mixtral")
     gap = (ours.log_prob - theirs.log_prob).abs()  # a token may go to another expert
     assert gap.mean() < 0.05
     assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=0.1)
+    record_outcome(case_of("mixtral", on_cuda(scenario), dtype="bfloat16"), ours, theirs)
 
 
 def train_critic(rank: int, world: int, path: str, scenario: Scenario) -> heads.CriticOutcome:

@@ -9,6 +9,9 @@ import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import ROOT, Finished, Inputs, overrides
+from proven_models import record
+from recorded_cases import case_of, on_cuda
+from train_engine_cases import Scenario
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,3 +66,5 @@ def test_trainer_and_vllm_are_closer_by_the_same_experts(inputs, tmp_path):
     for name in ("R3", "R3 by CUDA graphs"):
         assert max(mean[name]) < min(mean["disabled"]) / 1.5
         assert max(largest[name]) < min(largest["disabled"]) / 2
+    ran = on_cuda(Scenario("", 1))
+    record(case_of("qwen3_moe", ran, "job with vLLM, R3, mean", "bfloat16"), max(mean["R3"]))

@@ -11,7 +11,10 @@ import torch
 import vision_cases as vision
 from fixtures_tiny import write_parquet
 from job_harness import ROOT, Finished
+from proven_models import record
+from recorded_cases import case_of, on_cuda, type_of
 from safetensors.torch import load_file
+from train_engine_cases import Scenario
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
@@ -95,6 +98,8 @@ def test_vllm_says_of_images_what_hugging_face_does(folder, tmp_path, dtype, bou
     distance = torch.cat(distances)
     print(f"{folder.name} {dtype}: mean {distance.mean():.2e}, largest {distance.max():.2e}")
     assert float(distance.mean()) < bound / 4 and float(distance.max()) < bound
+    ran = on_cuda(Scenario("", 1))
+    record(case_of(type_of(folder), ran, "sampled by vLLM", dtype), float(distance.max()))
 
 
 def rows() -> list[dict]:
@@ -144,3 +149,5 @@ def test_two_steps_of_the_job(folder, tmp_path, turns):
     print(f"{folder.name} {'turns' if turns else 'prompts'}: log-prob distances {distances}")
     assert len(distances) == 2 and max(distances) < 0.03
     assert min(job.values("actor/grad_norm")) > 0
+    part = "job with vLLM, images between turns, mean" if turns else "job with vLLM, mean"
+    record(case_of(type_of(folder), on_cuda(Scenario("", 1)), part, "bfloat16"), max(distances))

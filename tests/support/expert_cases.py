@@ -1,5 +1,6 @@
 """Mixtures of experts against plain Hugging Face, and copies of a tensor against each other."""
 
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train_engine_cases as cases
+from safetensors.torch import load_file
+from torch import Tensor
 from train_engine_cases import Outcome
 
 
@@ -39,6 +42,17 @@ def names_on_disk(tensors: dict[str, torch.Tensor], model: str) -> dict[str, tor
         else:
             found[name.replace("mlp.gate.weight", f"{router}.gate.weight")] = tensor
     return found
+
+
+def on_disk(model: Any, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """What a model's files would have under the names that they have for its parameters' tensors."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            found = tensors[name]
+            param.copy_(torch.zeros_like(param) if found is None else found)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def largest_gap(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -85,6 +99,13 @@ def unequal_replicas(engine: Any) -> list[str]:
     return sorted(wrong)
 
 
+def _logits(router: Any, hidden: Tensor) -> Tensor:
+    """What a router's matrix, the only one that it has, and its bias make of the tokens."""
+    (weight,) = (param for param in router.parameters() if param.ndim == 2)
+    bias = next((param for param in router.parameters() if param.ndim == 1), None)
+    return F.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+
+
 def router_losses_of_hf(path: str, step: int, aux: float, z: float) -> dict[str, torch.Tensor]:
     """Clipped gradients of the policy's loss and the router's, written out, by plain Hugging Face.
 
@@ -93,16 +114,13 @@ def router_losses_of_hf(path: str, step: int, aux: float, z: float) -> dict[str,
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    top_k = model.config.num_experts_per_tok
-    routers = [getattr(layer.mlp, "gate", None) or layer.mlp.router for layer in model.model.layers]
+    top_k = getattr(model.config, "num_experts_per_tok", 0) or model.config.moe_topk
+    recorder = model._can_record_outputs["router_logits"]
+    routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
     seen: list[list[torch.Tensor]] = [[] for _ in routers]
     for number, router in enumerate(routers):
         router.register_forward_hook(
-            lambda module, given, _, number=number: seen[number].append(
-                F.linear(
-                    given[0].reshape(-1, given[0].shape[-1]), module.weight, getattr(module, "bias", None)
-                )
-            )
+            lambda module, given, _, number=number: seen[number].append(_logits(module, given[0]))
         )
     rows = cases.sample_rows(step)
     log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from siirl.compiler.adapted_experts import ADAPTED, expert_targets
+from siirl.compiler.adapter_targets import ADAPTED, expert_targets
 from siirl.compiler.backends import ROLLOUT_BACKENDS, backend_of
 from siirl.compiler.model_types import config_json
 from siirl.compiler.plan import ModelPlan

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from siirl.compiler.adapted_experts import expert_targets
+from siirl.compiler.adapter_targets import expert_targets
 from siirl.compiler.memory import layer_params as of_config
 from siirl.compiler.model_types import LATENT, QKV_BIAS, SINKS
 from siirl.compiler.plan import ModelPlan

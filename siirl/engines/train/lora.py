@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from siirl.compiler.adapted_experts import expert_targets
+from siirl.compiler.adapter_targets import expert_targets
 from siirl.config.common import ModelConfig
 from siirl.engines.train.expert_lora import ADAPTER, ExpertAdapter, add_expert_adapters
 from siirl.errors import ConfigError
@@ -13,7 +13,8 @@ from siirl.errors import ConfigError
 def add_lora(model: PreTrainedModel, cfg: ModelConfig, seed: int) -> None:
     """Insert adapters in place and freeze everything else but a value head; does nothing when lora_rank is 0.
 
-    The caller's RNG state is untouched. ConfigError if target_modules matches nothing, or the output head.
+    The caller's RNG state is untouched. ConfigError if target_modules matches nothing, the output head, or
+    what is no nn.Linear: adapters of others (GPT-2's turned matrices, embeddings) do not merge by B A.
     """
     if cfg.lora_rank <= 0:
         return
@@ -65,6 +66,13 @@ def _add_to_linear_layers(
             f"actor_rollout_ref.model.target_modules={cfg.target_modules!r}: {error} "
             "Use all-linear, or names of linear layers."
         ) from error
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if base is not None and not isinstance(base, nn.Linear):
+            raise ConfigError(
+                f"actor_rollout_ref.model.target_modules={cfg.target_modules!r} includes {name} "
+                f"({type(base).__name__}): adapters go on linear layers. Leave it out, or set lora_rank=0."
+            )
 
 
 def _linear_layers(model: PreTrainedModel, targets: str | list[str]) -> list[str]:

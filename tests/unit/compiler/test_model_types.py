@@ -123,6 +123,7 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
         ("deepseek_v3", "rollout.name=vllm", r"a deepseek_v3 with rollout\.name=vllm"),
         ("deepseek_v2", "model.attention_kernels=flash_attn_4", r"flash_attn_4 in a deepseek_v2"),
         ("deepseek_v3", "model.lora_rank=4", "LoRA adapters on compressed keys"),
+        ("gpt2", "model.lora_rank=4", "LoRA adapters of a gpt2, whose matrices are stored as"),
         (
             "deepseek_v3",
             "model.lora_rank=4 actor_rollout_ref.actor.strategy=megatron",
@@ -130,8 +131,9 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
         ),
     ],
 )
-def test_what_routing_by_groups_has_not_been_seen_with_is_refused(tmp_path, kind, key, words):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "n_routed_experts": 8}))
+def test_what_a_type_has_not_been_seen_with_is_refused(tmp_path, kind, key, words):
+    experts = {} if kind == "gpt2" else {"n_routed_experts": 8}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, **experts}))
     keys = f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=hf"
     compile_plan(load_dag(cfg := config(*keys)), cfg, 1)
     cfg = config(*keys, *f"actor_rollout_ref.{key}".split())

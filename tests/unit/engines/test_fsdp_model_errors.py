@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from types import SimpleNamespace
 
+import causal_lms
 import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
@@ -117,6 +118,21 @@ def test_lora_on_nothing_or_on_the_head_is_refused(config, tiny, targets):
     values = model_config(config, tiny, lora_rank=2, target_modules=targets)
     with pytest.raises(ConfigError, match="target_modules"):
         add_lora(skeleton(tiny), values, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "found"),
+    [
+        ("gpt2", "all-linear", r"attn.c_attn \(Conv1D\)"),
+        ("qwen3", ("q_proj", "embed_tokens"), r"embed_tokens \(Embedding\)"),
+    ],
+)
+def test_lora_on_what_is_no_linear_layer_is_refused(config, tiny, tmp_path, kind, targets, found):
+    """Into GPT-2's square matrices, stored as [in, out], it would merge the wrong way round."""
+    causal_lms.tiny_config(kind).save_pretrained(tmp_path)
+    values = model_config(config, tmp_path, lora_rank=2, target_modules=targets)
+    with pytest.raises(ConfigError, match=found):
+        add_lora(skeleton(tmp_path), values, 0)
 
 
 def test_optimizer_overrides_that_change_its_state_are_refused(config):

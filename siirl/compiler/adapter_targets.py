@@ -1,4 +1,4 @@
-"""Which parts of a mixture of experts may have LoRA adapters. Pure."""
+"""Which parts of a model may have LoRA adapters, those of a mixture of experts above all. Pure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +17,8 @@ EXPERT_MATRICES = {
 }
 """Model type -> what the files call the gate, up and down matrix of an expert, where adapters are put on
 them, too: types without an expert for all tokens, of whose adapters peft would lose a part."""
+TURNED = ("gpt2",)
+"""Whose matrices are stored as [in, out], so that adapters do not merge into them as into others."""
 DENSE_LAYERS = ("mlp_only_layers", "first_k_dense_replace")
 """Names in config.json by which some layers have no experts."""
 
@@ -32,10 +34,14 @@ def expert_targets(kind: str | None, targets: str | Sequence[str]) -> tuple[str,
     return tuple(name for name in known if name in targets)
 
 
-def why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str) -> str:
-    """Why a mixture of experts does not get the adapters asked for, and the fix; empty if it does."""
+def why_not_adapted(config: Mapping[str, Any], model: ModelConfig, keys: str, has_experts: bool) -> str:
+    """Why a model does not get the adapters asked for, and the fix; empty if it does."""
     targets, kind = model.target_modules, config.get("model_type")
-    if not model.lora_rank or (not isinstance(targets, str) and set(targets) <= set(ADAPTED)):
+    if not model.lora_rank:
+        return ""
+    if kind in TURNED:
+        return f"LoRA adapters of a {kind}, whose matrices are stored as [in, out]. Set {keys}.lora_rank=0."
+    if not has_experts or (not isinstance(targets, str) and set(targets) <= set(ADAPTED)):
         return ""
     asked = f"LoRA adapters on experts ({keys}.target_modules={targets})"
     fix = f"Set {keys}.target_modules=[{','.join(ADAPTED)}], or lora_rank=0."

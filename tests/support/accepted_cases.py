@@ -1,0 +1,120 @@
+"""A small model of a type, trained by an engine and by transformers: what is wrong, and how far off it is."""
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import causal_lms
+import pytest
+import torch
+import torch.distributed as dist
+import train_engine_cases as cases
+from expert_cases import largest_gap, on_disk
+from proven_models import TRAINING
+from recorded_cases import case_of, distance, record_gaps
+from safetensors.torch import load_file
+from train_engine_cases import Scenario
+
+from siirl.compiler.model_types import OWN_TYPE
+from siirl.config import load_config
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    **{kind: {"sliding_window": 5} for kind in ("exaone4", "gemma3_text", "ministral", "mistral", "olmo3")},
+    "gpt_oss": {"sliding_window": 5, "swiglu_limit": 0.7},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+}
+"""Sliding windows that are shorter than rows, and bounds that small numbers reach."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How near is near enough."""
+
+    log_prob: float = 1e-5
+    """Of log-probs and entropies, in nats."""
+    gradient: float = 1e-6
+    """Of each number of the gradient, whose norm is cut to CLIP."""
+    norm: float = 1e-5
+    """Of the gradient's norm, relative."""
+
+
+EXACT = Bounds()
+
+
+def results(
+    rank: int, world: int, kinds: list[str], scenario: Scenario, bounds: Bounds = EXACT
+) -> dict[str, str]:
+    """Model type -> what is wrong with how the engine trains a small model of it."""
+    found = {}
+    part = "compiled layers" if any("compile_layers" in key for key in scenario.overrides) else TRAINING
+    for kind in kinds:
+        gaps: dict[str, float] = {}
+        problem = wrong(kind, scenario, bounds, gaps)
+        record_gaps(case_of(kind, scenario, part), {} if problem else gaps)
+        found |= {kind: problem} if problem else {}
+    return found
+
+
+def wrong(kind: str, scenario: Scenario, bounds: Bounds, gaps: dict[str, float]) -> str:
+    """What is wrong; the distances that are found go into gaps."""
+    from transformers import AutoModelForCausalLM
+
+    from siirl.engines.rollout.hf.hf_rollout import build_model
+    from siirl.engines.rollout.weight_loading import tensor_names
+
+    made = [tempfile.mkdtemp(prefix="siirl-model-type-")]
+    dist.broadcast_object_list(made)
+    folder = Path(made[0])
+    if dist.get_rank() == 0:
+        causal_lms.write_model(folder, causal_lms.tiny_config(kind, **WINDOWS.get(kind, {})))
+    dist.barrier()
+    engine, _ = cases.build_engine(scenario, folder)
+    stored = load_file(folder / "model.safetensors")
+    exported = {name: weight.to("cpu", copy=True) for name, weight in engine.export_weights()}
+    if exported.keys() != stored.keys():
+        return f"exports have other weights: {sorted(exported.keys() ^ stored.keys())[:4]}"
+    if unequal := [name for name, weight in stored.items() if not torch.equal(exported[name], weight)]:
+        return f"exported otherwise: {unequal[:4]}"
+    rows = cases.sample_rows(0)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    log_prob_BT, entropy_BT = cases.reference_outputs(model, rows)
+    found = engine.compute(rows, ("log_prob", "entropy"), cases.TEMPERATURE)
+    for name, expected_BT in (("log_prob", log_prob_BT), ("entropy", entropy_BT)):
+        gaps[name] = float((found[name] - expected_BT.detach()).abs().max())
+        if not gaps[name] < bounds.log_prob:
+            return f"{name} is off by {gaps[name]}"
+    mask_BT = rows["response_mask"]
+    loss_BT = -rows["advantage"] * log_prob_BT - cases.ENTROPY_COEFF * entropy_BT
+    ((loss_BT * mask_BT).sum() / mask_BT.sum()).backward()
+    expected = float(torch.nn.utils.clip_grad_norm_(model.parameters(), cases.CLIP))
+    (metrics,) = cases.train_steps(engine, scenario, range(1))
+    if metrics.values()["grad_norm"] != pytest.approx(expected, rel=bounds.norm):
+        return f"grad_norm is {metrics.values()['grad_norm']} instead of {expected}"
+    if problem := wrong_gradients(engine, model, bounds, gaps):
+        return problem
+    model_cfg = load_config(cases.overrides_for(folder)).actor_rollout_ref.model
+    names, _ = tensor_names(build_model(model_cfg, "float32", torch.device("meta")))
+    exported = {name: shape for name, (shape, _) in engine.weight_specs().items()}
+    if {name: shape for name, (shape, _) in names.items()} != exported:
+        return f"rollouts have other weights: {sorted(names.keys() ^ exported.keys())[:4]}"
+    return ""
+
+
+def wrong_gradients(engine: Any, model: Any, bounds: Bounds, gaps: dict[str, float]) -> str:
+    """What of the engine's first gradient, tensor by tensor, is not that of a model of transformers.
+
+    The first rank compares: transformers writes files there alone.
+    """
+    ours = cases.first_step_gradients(engine)
+    if dist.get_rank():
+        return ""
+    theirs = on_disk(model, {name: param.grad for name, param in model.named_parameters()})
+    theirs = {name: grad for name, grad in theirs.items() if not name.endswith(OWN_TYPE)}
+    if ours.keys() != theirs.keys():
+        return f"other gradients: {sorted(ours.keys() ^ theirs.keys())[:4]}"
+    gap, name = largest_gap(ours, theirs)
+    if not gap < bounds.gradient:
+        return f"the gradient of {name} is off by {gap}"
+    gaps["gradient"] = distance(ours, theirs)
+    return ""

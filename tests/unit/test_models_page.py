@@ -1,0 +1,118 @@
+"""The tables of docs/models.md are made of what tests have recorded, and name every type that is trained."""
+
+import json
+import re
+from pathlib import Path
+
+import models_page
+import proven_models
+import pytest
+from proven_models import ALONE, TRAINING, Case, Proof
+
+from siirl.compiler.model_types import TRAINABLE, known_types
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CASE = Case("qwen3", "fsdp", TRAINING, ALONE, "CPU", "float32")
+NEAR = Proof(2e-6, 3e-7, "abc")
+
+
+def rows(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
+
+
+def row_of(cases: proven_models.Cases, kind: str, strategy: str) -> list[str]:
+    (found,) = [row for row in rows(models_page.table(cases)) if row[:2] == [kind, strategy]]
+    return found
+
+
+def test_the_page_is_the_generated_one():
+    page = models_page.PAGE.read_text()
+    if page != models_page.with_table(page, proven_models.load(proven_models.FILE)):
+        pytest.fail("docs/models.md is out of date: run `make docs`")
+
+
+def test_every_type_that_a_strategy_trains_has_a_row_with_what_was_proven_or_that_nothing_was():
+    cases = proven_models.load(proven_models.FILE)
+    page = models_page.PAGE.read_text()
+    wanted = {(kind, strategy) for strategy in TRAINABLE for kind in known_types(strategy)}
+    written = page.partition(models_page.BEGIN)[2].partition(models_page.END)[0]
+    tables = [row for row in rows(written) if len(row) == 6]
+    found = {(row[0], row[1]): row[2:] for row in tables[2:]}
+    assert found.keys() == wanted and len(tables) == 2 + len(wanted)
+    for (kind, strategy), (layouts, log_prob, *_) in found.items():
+        own = CASE._replace(model_type=kind, strategy=strategy)
+        proven = [case for case in cases if case._replace(layout=ALONE) == own]
+        assert (layouts != models_page.NOT_RUN) == bool(proven), (kind, strategy)
+        assert not proven or float(log_prob) < 1e-5, (kind, strategy)
+
+
+def test_nothing_is_said_of_types_that_no_strategy_trains():
+    assert models_page.strangers(proven_models.load(proven_models.FILE)) == []
+    odd = [CASE._replace(model_type="opt", strategy="megatron"), CASE._replace(strategy="other")]
+    assert models_page.strangers(dict.fromkeys([CASE, *odd], NEAR)) == odd
+
+
+def test_what_benchmarks_tell_is_what_they_measured():
+    """Lines that name a file of benchmarks/results have the largest distance of its steps."""
+    told = {
+        case: proof
+        for case, proof in proven_models.load(proven_models.FILE).items()
+        if proof.source.startswith("backends_gpu")
+    }
+    assert told
+    for case, proof in told.items():
+        result = json.loads((RESULTS / proof.source).read_text())
+        steps = result["runs"][case.strategy]["actor/rollout_log_prob_diff"]["all"]
+        assert proof.log_prob == pytest.approx(max(steps), rel=0.05), case
+        assert f"NVIDIA {case.device}" == result["machine"]["gpus"][0]
+        assert case.layout in (
+            result["settings"]["layout"],
+            "tp2 pp2",
+            f"dp{result['settings']['gpus']}",
+            ALONE,
+        )
+
+
+def layout_of(settings: dict, strategy: str) -> str:
+    """The layout of a benchmark's run: of megatron the one that was asked for, of fsdp all GPUs."""
+    if settings["gpus"] == 1:
+        return ALONE
+    if strategy == "fsdp":
+        return f"dp{settings['gpus']}"
+    return " ".join(re.findall(r"[a-z]+\d+", settings["layout"]))
+
+
+def test_a_row_has_the_largest_distances_and_names_layouts_or_their_sizes():
+    cases = {CASE: NEAR, CASE._replace(layout="cp2"): Proof(4e-6, 1e-7, "abc")}
+    assert row_of(cases, "qwen3", "fsdp")[2:] == ["1 rank, cp2", "4.0e-06", "3.0e-07", ""]
+    cases |= {CASE._replace(layout=name): NEAR for name in ("cp2 ep2", "dp2")}
+    assert row_of(cases, "qwen3", "fsdp")[2] == "4 of cp2 dp2 ep2"
+    cases[CASE._replace(part="adapters")] = Proof(1e-6, 5e-6, "abc")
+    cases[CASE._replace(part="router loss")] = Proof(None, 6e-7, "abc")
+    assert row_of(cases, "qwen3", "fsdp")[5] == "adapters (1), router loss (1): 5.0e-06"
+    assert row_of(cases, "qwen3", "megatron")[2:] == ["not run", "", "", ""]
+    bound = {CASE._replace(device="H100"): Proof("<1e-4", None, "a test")}
+    last = rows(models_page.table(cases | bound))[-1]
+    assert last == ["qwen3", "fsdp", "H100, float32", TRAINING, ALONE, "<1e-4", ""]
+
+
+def test_partial_runs_add_up_and_a_failure_takes_its_line_away(tmp_path, monkeypatch):
+    file = tmp_path / "proven.json"
+    other = CASE._replace(layout="tp2", strategy="megatron")
+    proven_models.record(CASE, 1e-6)
+    assert not file.exists(), "nobody has asked"
+    monkeypatch.setenv("SIIRL_RECORD_MODELS", str(file))
+    monkeypatch.setattr(proven_models, "_commit", lambda: "one")
+    proven_models.record(CASE, 1.234e-6, 2e-7)
+    proven_models.record(other, 3e-6)
+    proven_models.record(CASE, 1.1e-6, 5e-7)
+    assert proven_models.load(file) == {CASE: Proof(1.2e-6, 5e-7, "one"), other: Proof(3e-6, None, "one")}
+    monkeypatch.setattr(proven_models, "_commit", lambda: "two")
+    proven_models.record(CASE, 1e-7, 1e-8)
+    proven_models.record(other)
+    assert proven_models.load(file) == {CASE: Proof(1e-7, 1e-8, "two")}
+    proven_models.save(tmp_path / "more.json", {other: NEAR, CASE: NEAR})
+    proven_models.merge(file, [tmp_path / "more.json"])
+    assert proven_models.load(file) == {CASE: NEAR, other: NEAR}
+    proven_models.save(tmp_path / "again.json", dict(reversed(proven_models.load(file).items())))
+    assert (tmp_path / "again.json").read_text() == file.read_text()

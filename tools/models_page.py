@@ -1,0 +1,101 @@
+"""The tables of docs/models.md: what was proven of each model type that siirl trains.
+
+`python tools/models_page.py [FILE ...]` adds the cases of FILEs to docs/models_proven.json, and writes them.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from proven_models import ALONE, FILE, ROOT, TRAINING, Case, Cases, Proof, load, merge
+
+from siirl.compiler.model_types import TRAINABLE, known_types
+
+PAGE = ROOT / "docs" / "models.md"
+BEGIN, END = "<!-- what was proven, of models_proven.json: begin -->", "<!-- end -->"
+CPU, FP32 = "CPU", "float32"
+NOT_RUN = "not run"
+NAMED = 3
+"""Up to so many layouts are named; of more, the sizes that they have."""
+
+
+def table(cases: Cases) -> str:
+    """Both tables: what ran on CPUs, with a row for each type that is trained, and what ran on GPUs."""
+    return "\n".join(["", *_on_cpu(cases), "", *_elsewhere(cases), ""])
+
+
+def with_table(text: str, cases: Cases) -> str:
+    """The page with its tables as they are now."""
+    head, _, rest = text.partition(BEGIN)
+    return f"{head}{BEGIN}\n{table(cases)}\n{END}{rest.partition(END)[2]}"
+
+
+def strangers(cases: Cases) -> list[Case]:
+    """Cases of types that their strategy is not said to train."""
+    return [
+        case
+        for case in cases
+        if case.strategy not in TRAINABLE or case.model_type not in known_types(case.strategy)
+    ]
+
+
+def _on_cpu(cases: Cases) -> Iterator[str]:
+    yield "| model type | strategy | layouts | log-prob | gradient | besides |"
+    yield "|---|---|---|---|---|---|"
+    here = {case: proof for case, proof in cases.items() if (case.device, case.dtype) == (CPU, FP32)}
+    rows = sorted((kind, strategy) for strategy in TRAINABLE for kind in known_types(strategy))
+    for kind, strategy in rows:
+        parts: dict[str, Cases] = {}
+        for case, proof in sorted(here.items(), key=lambda item: item[0]):
+            if (case.model_type, case.strategy) == (kind, strategy):
+                parts.setdefault(case.part, {})[case] = proof
+        own = parts.pop(TRAINING, {})
+        cells = [layouts(own), *farthest(own.values())] if own else [NOT_RUN, "", ""]
+        yield f"| {kind} | {strategy} | {' | '.join(cells)} | {_besides(parts)} |"
+
+
+def _besides(parts: dict[str, Cases]) -> str:
+    """What else was compared, in how many layouts, and the largest distance of all of it."""
+    distances = [text for found in parts.values() for text in farthest(found.values()) if text]
+    named = ", ".join(f"{part} ({len(found)})" for part, found in parts.items())
+    return f"{named}: {max(distances, key=float)}" if parts else ""
+
+
+def _elsewhere(cases: Cases) -> Iterator[str]:
+    yield "| model type | strategy | device | what | layouts | log-prob | gradient |"
+    yield "|---|---|---|---|---|---|---|"
+    rows: dict[tuple[str, ...], Cases] = {}
+    for case in sorted(cases):
+        if case.device != CPU:
+            key = (case.model_type, case.strategy, f"{case.device}, {case.dtype}", case.part)
+            rows.setdefault(key, {})[case] = cases[case]
+    for key, found in rows.items():
+        yield f"| {' | '.join([*key, layouts(found), *farthest(found.values())])} |"
+
+
+def layouts(cases: Cases) -> str:
+    """The layouts of cases: their names, or their number and the sizes in them."""
+    names = sorted({case.layout for case in cases}, key=lambda name: (name != ALONE, len(name), name))
+    if len(names) <= NAMED:
+        return ", ".join(names)
+    sizes = sorted({word for name in names if name != ALONE for word in name.split()})
+    return f"{len(names)} of {' '.join(sizes)}"
+
+
+def farthest(found: Iterable[Proof]) -> list[str]:
+    """The largest distances of log-probs and of gradients; empty where none was kept."""
+    proofs = list(found)
+    bounds = [proof.log_prob for proof in proofs if isinstance(proof.log_prob, str)]
+    measured = [proof.log_prob for proof in proofs if isinstance(proof.log_prob, float)]
+    log_prob = max(bounds, key=lambda bound: float(bound[1:])) if bounds else _largest(measured)
+    return [log_prob, _largest([proof.gradient for proof in proofs if proof.gradient is not None])]
+
+
+def _largest(numbers: list[float]) -> str:
+    return f"{max(numbers):.1e}" if numbers else ""
+
+
+if __name__ == "__main__":
+    merge(FILE, map(Path, sys.argv[1:]))
+    found = load(FILE)
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
