@@ -12,6 +12,8 @@ from siirl.errors import RolloutError
 
 ALL = frozenset({"weights", "kv_cache"})
 """The parts that sleep."""
+BEGINS, FINISHES = "begin_", "finish_"
+"""How methods of NativeEngine are named between which weights are replaced, in whatever way."""
 
 
 class Renewal:
@@ -31,7 +33,7 @@ class Renewal:
 
     def begins(self, method: str) -> bool:
         """It is told to do this; False if that is done already."""
-        if method == "begin_update":
+        if method.startswith(BEGINS):
             self._updating = True
         if method == "sleep" and self._rests:
             self._rests = False
@@ -41,7 +43,7 @@ class Renewal:
     def done(self, method: str, arguments: Mapping[str, Any]) -> None:
         """It has done this."""
         match method:
-            case "finish_update":
+            case _ if method.startswith(FINISHES):
                 self._updating = self._without_weights = False
             case "sleep":
                 self._sleep, self._asleep = dict(arguments), ALL
