@@ -119,6 +119,7 @@ class EngineKeeper:
         with self._lock:
             for name in [name for name, one in self._kept.items() if one.idle_since_s is None]:
                 self._kept.pop(name).end()
+                _say(name, f"it was not idle {SETTLE_S:g} s after its worker had gone")
 
     def close(self) -> None:
         """End all engines. Idempotent."""
@@ -208,10 +209,20 @@ class EngineKeeper:
         one = self._kept.pop(wanted.log_path, None)
         if one is None:
             return None
-        if one.digest == wanted.digest and one.is_fit():
+        same = one.digest == wanted.digest
+        if same and one.is_fit():
             return one
         one.end()
+        _say(
+            wanted.log_path, "it is stopped or at work" if same else "another one is to be started otherwise"
+        )
         return None
+
+
+def _say(log_path: str, why: str) -> None:
+    """Write to the log of an engine why it has been ended."""
+    with contextlib.suppress(OSError), Path(log_path).open("a") as log:
+        log.write(f"siirl: the engine has been ended: {why}.\n")
 
 
 def _started(wanted: Wanted, connection: int, log: int) -> _Kept:

@@ -176,6 +176,7 @@ def test_an_engine_that_was_started_otherwise_is_ended_before_another_is_started
     site.go(engine)
     following = site.engine(site.start(**change.get("arguments", {})), **change.get("environment", {}))
     assert following.pid != engine.pid and not lives(engine.pid) and len(site.told("start")) == 2
+    assert "the engine has been ended: another one is to be started otherwise." in site.log_path.read_text()
 
 
 def part_of_an_update(engine):
@@ -202,6 +203,7 @@ def test_in_every_doubt_a_new_engine_is_started(before, site):
     before(engine)
     site.go(engine)
     assert not lives(engine.pid) and site.keeper.logs() == set()
+    assert "the engine is not fit for another worker: it was not whole" in site.log_path.read_text()
     assert site.engine().pid != engine.pid and len(site.told("start")) == 2
 
 
@@ -235,6 +237,7 @@ def test_one_that_is_not_idle_in_time_is_ended(site, monkeypatch):
     os.kill(engine.pid, signal.SIGSTOP)
     site.go(engine)
     assert not lives(engine.pid) and site.keeper.logs() == set()
+    assert "it was not idle 0.5 s after its worker had gone" in site.log_path.read_text()
 
 
 @slow

@@ -100,11 +100,14 @@ class Server:
         self._outbox.put(None)
         self._channel.close()
         self._running.clear()
+        why_not = "it was not whole when its worker went, within a weight sync or after an error"
         try:
-            return self._renewal.renew(self._engine)
+            if self._renewal.renew(self._engine):
+                return True
         except Exception as error:  # noqa: BLE001 - the edge of the process: another one is started
-            print(f"siirl: the engine is not fit for another worker: {error!r}", file=sys.stderr)
-            return False
+            why_not = repr(error)
+        print(f"siirl: the engine is not fit for another worker: {why_not}.", file=sys.stderr, flush=True)
+        return False
 
     def _answer(self, message: FromWorker) -> None:
         answer: Done | Generated | Scored | Paused = Done()
