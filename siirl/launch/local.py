@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from siirl.config import from_dict
 from siirl.launch.attempts import Attempts
+from siirl.launch.engine_keeper import EngineKeeper
 from siirl.launch.failure import Death, death_of, only_followers, oom_kill_count
 from siirl.launch.health import Watch
 from siirl.launch.job import Job
@@ -45,27 +46,34 @@ def run_local(job: Job) -> int:
 
 
 def _run(job: Job) -> int:
-    attempts, stop, standbys = Attempts(job, lambda: step_in(job.memory_dir)), Stop(), Standbys(job)
+    stop, standbys, keeper = Stop(), Standbys(job), EngineKeeper(from_dict(job.config))
+    attempts = Attempts(job, lambda: step_in(job.memory_dir), keeper.logs)
     consoles: list[ConsoleTee] = []
 
     def match_size() -> None:
         for console in consoles[-1:]:
             console.match_size()
 
-    with catch_signals(stop, match_size), contextlib.closing(standbys):
+    with catch_signals(stop, match_size), contextlib.closing(standbys), contextlib.closing(keeper):
         while True:
             workers: list[Worker] = []
-            deaths = _attempt(attempts.job, consoles, workers, standbys, stop)
+            deaths = _attempt(attempts.job, consoles, workers, standbys, keeper, stop)
             offsets = {worker.rank: worker.log_offset for worker in workers}
             if stop.numbers or not deaths or not (told := attempts.after(deaths, offsets)):
                 break
             print(told, file=sys.stderr, flush=True)
-            await_groups(workers)  # a device's memory is free only then
+            await_groups(workers)  # a device's memory is free only then,
+            keeper.settle()  # and when engines that stay have given theirs back
     return conclude(attempts.job, deaths, stop, offsets, attempts.fruitless)
 
 
 def _attempt(
-    job: Job, consoles: list[ConsoleTee], workers: list[Worker], standbys: Standbys, stop: Stop
+    job: Job,
+    consoles: list[ConsoleTee],
+    workers: list[Worker],
+    standbys: Standbys,
+    keeper: EngineKeeper,
+    stop: Stop,
 ) -> list[Death]:
     """Start all workers, and watch them until they have ended; how those died that ended badly."""
     job_path = job.prepare()
@@ -75,7 +83,7 @@ def _attempt(
     with lifeline() as lifeline_fd, heartbeat_file(job.world_size) as heartbeat_fd:
         watch = Watch(workers, heartbeat_fd, from_dict(job.config).trainer.stuck_s)
         try:
-            fds = {LIFELINE: lifeline_fd, HEARTBEAT: heartbeat_fd}
+            fds = {LIFELINE: lifeline_fd, HEARTBEAT: heartbeat_fd, **keeper.descriptors()}
             _start(job, str(job_path), tee, fds, workers, standbys)
             return _watch(job, workers, watch, standbys, stop, oom_before)
         finally:

@@ -48,6 +48,8 @@ SAID = {
 """What happens to a disk, or who is lost -> what is said of it."""
 PARALLEL = "parallel vLLM"
 """Whose names begin so: processes of an engine of two ranks."""
+KEPT = "kept vLLM"
+"""Whose names begin so: ranks with an engine each, that stays when they are struck."""
 JUMPS_S = {"a day ahead": 86400, "a day back": -86400}
 """Of the clock that all processes of the run read."""
 
@@ -72,13 +74,13 @@ class Case:
     @property
     def job(self) -> str:
         """The kind of job: "local", or what it runs on or asks."""
-        kinds = ("Ray", "vLLM", PARALLEL, "standby", *SERVICES)
+        kinds = ("Ray", "vLLM", PARALLEL, KEPT, "standby", *SERVICES)
         return next((kind for kind in kinds if self.who.startswith(kind)), "local")
 
     @property
     def rank(self) -> int:
         """The rank that is held in the phase."""
-        return 1 if self.who in ("rank 1", *BESIDE_STANDBYS, *RAY_PARTS) else 0
+        return 1 if self.who in ("rank 1", f"{KEPT} rank 1", *BESIDE_STANDBYS, *RAY_PARTS) else 0
 
 
 STEPS = ("load", "rollout", "reward", "train", "weight sync", "validation", "save")
@@ -130,6 +132,8 @@ def make_cases() -> list[Case]:
     add("standby's launcher", ("export",), ("SIGKILL",), COMMAND_AGAIN)
     for how in ("SIGKILL", "SIGSEGV", "SIGTERM", "SIGSTOP"):
         add("vLLM engine", ("rollout", "train"), (how,), GOES_ON)
+    for who in (f"{KEPT} rank 0", f"{KEPT} rank 1"):
+        add(who, ("rollout", "train", "weight sync"), ("SIGKILL",), STARTS_AGAIN)
     for part in (f"{PARALLEL} core", f"{PARALLEL} worker"):
         add(part, ("rollout",), ("SIGKILL", "SIGSTOP"), STARTS_AGAIN)
     add(TOOL_SERVER, ("rollout", "tool", "train"), ("SIGKILL", "SIGSTOP"), GOES_ON)
@@ -169,6 +173,7 @@ FILES = {
     "ray": (*RAY_PARTS, "Ray driver", "Ray GCS"),
     "vllm": ("vLLM engine",),
     "parallel_vllm": (f"{PARALLEL} core", f"{PARALLEL} worker"),
+    "kept_engines": (f"{KEPT} rank 0", f"{KEPT} rank 1"),
     "services": SERVICES,
 }
 """test_chaos_FILE.py -> who is struck there. Workers of the suite take whole files: 10 minutes at most."""

@@ -21,6 +21,7 @@ from chaos_cases import (
     CUT,
     DISKS,
     JUMPS_S,
+    KEPT,
     NAMED,
     OUT_OF_MEMORY,
     PARALLEL,
@@ -35,6 +36,7 @@ from job_harness import ROOT, Finished, Inputs, overrides
 from ray_machines import RayMachines
 
 from siirl.checkpoint import files
+from siirl.engines.rollout.served.engine_child import SERVER
 from siirl.launch.standby import NAME as STANDBY
 
 STEPS = 24
@@ -105,6 +107,8 @@ def keys_of(kind: str, inputs: Inputs, ray_address: str = "", folder: Path | str
     model = f"actor_rollout_ref.model.path={inputs.model.parent / 'vllm'}"
     if kind == PARALLEL:
         return [*KEYS, *ON_VLLM, *IN_PARALLEL, model]
+    if kind == KEPT:
+        return [*KEYS, *ON_VLLM, "trainer.n_gpus_per_node=2", model]
     return [*KEYS, *ON_VLLM, model] if kind == "vLLM" else list(KEYS)
 
 
@@ -290,6 +294,7 @@ class Chaos:
         if case.job == "Ray":
             time.sleep(NEWS_S)
         standbys = self._await_standbys(job) if case.job == "standby" and not self._standbys_struck else []
+        engines = self.engines() if case.job == KEPT else {}
         struck_s = time.monotonic()
         if case.who in DISKS:
             self._strike_disk(held["pid"], case.how)
@@ -343,6 +348,8 @@ class Chaos:
         else:
             self._wait_until(lambda: self.steps_done() >= max(step, 1), job, f"the step of {case.name}")
         self.took_s.append(time.monotonic() - struck_s)
+        if engines and case.phase != "weight sync":  # within a sync, an engine has weights of two versions
+            assert len(engines) == 2 and self.engines() == engines, case.name
         if case.then != STARTS_AGAIN:
             assert self.attempts() == failed, case.name
         self._arm(following)
@@ -428,9 +435,9 @@ class Chaos:
             case "Ray GCS":
                 return [self._cluster.gcs_pid]
             case "vLLM engine":
-                return [process.pid for process in self._processes("siirl.engines.rollout.served.server")]
+                return [process.pid for process in self._processes(SERVER)]
             case _ if case.job == PARALLEL:
-                (server,) = self._processes("siirl.engines.rollout.served.server")
+                (server,) = self._processes(SERVER)
                 name = "VLLM::EngineCore" if case.who.endswith("core") else "VLLM::Worker_TP1"
                 return [
                     one.pid
@@ -444,6 +451,10 @@ class Chaos:
             case "memory keeper":
                 return [process.pid for process in self._processes("siirl-keeper")]
         return [held]
+
+    def engines(self) -> dict[int, float]:
+        """Those that run: their numbers, and when they were started."""
+        return {process.pid: process.create_time() for process in self._processes(SERVER)}
 
     def _processes(self, word: str = "") -> list[psutil.Process]:
         """Of this job, with a word in their command: by their environment, wherever they hang."""

@@ -153,10 +153,11 @@ class ServedRollout(RolloutEngine):
             environment = self.engine_environment(num_ranks, gpus)
             arguments = self.engine_arguments(plan, hf_config, num_ranks)
             why_none = "An engine of several ranks is not started again." if num_ranks > 1 else ""
+            start = Start(self.native, arguments)
             with phase(f"start_{self.backend}"):
                 self._process = RecoveringEngine(
-                    lambda: EngineProcess(plan.name, environment, log_path, cfg.trainer.deadline_s),
-                    Start(self.native, arguments),
+                    lambda: EngineProcess(plan.name, environment, log_path, cfg.trainer.deadline_s, start),
+                    start,
                     log_path,
                     self._restarts,
                     why_none,
@@ -397,7 +398,7 @@ class ServedRollout(RolloutEngine):
             self._state = "empty" if self._state == "asleep" else self._state
 
     def close(self) -> None:
-        """End the engine's process, for all its users."""
+        """End the engine's process, for all its users; where the launcher keeps engines, it does that."""
         self._stream = None
         self._state, self.weight_version = "empty", -1
         if self._process is not None:

@@ -1,11 +1,13 @@
-"""The process of an engine: started by a worker, driven by messages over a socket, ends with it.
+"""The process of an engine: driven by its worker's messages over a socket.
 
-    python -m siirl.engines.rollout.served.server FD
+    python -m siirl.engines.rollout.served.server FD [KEEPER_FD]
 
-FD: the inherited socket. What is said over it stands in messages.py. The requests of a Submit join those that
-run, and those that a step has completed are told by a Finished, whatever else the worker sends; what it does
-not read yet waits here, and the engine goes on. While it generates, the process says Alive about every
-second, from the thread that runs the engine: an engine that hangs falls silent.
+FD: the inherited socket. What is said over it stands in messages.py. The process ends with its worker; with a
+socket to a keeper, which has started it, it waits for another worker then, if its engine is fit for one
+(renewal.py). The requests of a Submit join those that run, and those that a step has completed are told by a
+Finished, whatever else the worker sends; what it does not read yet waits here, and the engine goes on. While
+it generates, the process says Alive about every second, from the thread that runs the engine: an engine that
+hangs falls silent.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from siirl.data.seen import NO_IMAGES
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Channel, ChannelClosed
 from siirl.engines.rollout.served.beating_channel import BeatingChannel
+from siirl.engines.rollout.served.kept_engine import next_worker
 from siirl.engines.rollout.served.messages import (
     Abort,
     Alive,
@@ -47,6 +50,7 @@ from siirl.engines.rollout.served.messages import (
     Stop,
     Submit,
 )
+from siirl.engines.rollout.served.renewal import Renewal
 from siirl.engines.rollout.served.temporary import names_noted
 from siirl.errors import UserError
 from siirl.observe.printable import printable
@@ -56,42 +60,54 @@ PR_SET_PDEATHSIG = 1
 
 
 class Server:
-    """Answers the worker's messages with one engine."""
+    """Answers the messages of its worker, and of those that come after it, with one engine."""
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
         self._engine: Any = None
         self._running: set[str] = set()  # requests of the stream
         self._spoken_s = time.monotonic()
-        self._inbox: queue.Queue[FromWorker | None] = queue.Queue()
-        self._outbox: queue.Queue[FromEngine] = queue.Queue()
+        self._renewal = Renewal()
+        self.connect(channel)
 
-    def run(self) -> None:
-        """Until the worker closes the channel or says Stop."""
+    def connect(self, channel: Channel) -> None:
+        """From now on, `run` answers the messages of this channel."""
+        self._channel = channel
+        self._alone = threading.Event()  # the worker has gone
+        self._inbox: queue.Queue[FromWorker | None] = queue.Queue()
+        self._outbox: queue.Queue[FromEngine | None] = queue.Queue()
+
+    def run(self) -> bool:
+        """Until the worker closes the channel or says Stop; whether it did not say so."""
         # Threads of their own: the worker can always send, and the engine go on, while neither is read.
-        for work in (self._read, self._write):
-            threading.Thread(target=work, daemon=True).start()
+        ways = (self._channel, self._inbox, self._alone), (self._channel, self._outbox)
+        for work, way in zip((_read, _write), ways, strict=True):
+            threading.Thread(target=work, args=way, daemon=True).start()
         while True:
             while self._running and self._inbox.empty():
                 self._guarded(True, self._advance)
             match self._inbox.get():
-                case None | Stop():
-                    return
+                case None:
+                    return True
+                case Stop():
+                    return False
                 case Submit() as submitted:
                     self._guarded(True, self._submit, submitted)
                 case message:
                     self._guarded(False, self._answer, message)
 
-    def _read(self) -> None:
-        with contextlib.suppress(ChannelClosed):
-            while True:
-                self._inbox.put(self._channel.receive())
-        self._inbox.put(None)
-
-    def _write(self) -> None:
-        with contextlib.suppress(ChannelClosed):
-            while True:
-                self._channel.send(self._outbox.get())
+    def renew(self) -> bool:
+        """Make the engine fit for another worker; whether it is."""
+        self._outbox.put(None)
+        self._channel.close()
+        self._running.clear()
+        why_not = "it was not whole when its worker went, within a weight sync or after an error"
+        try:
+            if self._renewal.renew(self._engine):
+                return True
+        except Exception as error:  # noqa: BLE001 - the edge of the process: another one is started
+            why_not = repr(error)
+        print(f"siirl: the engine is not fit for another worker: {why_not}.", file=sys.stderr, flush=True)
+        return False
 
     def _answer(self, message: FromWorker) -> None:
         answer: Done | Generated | Scored | Paused = Done()
@@ -100,7 +116,9 @@ class Server:
                 with names_noted():
                     self._engine = importlib.import_module(native).NativeEngine(arguments)
             case Call(method, arguments):
-                answer = Done(getattr(self._engine, method)(**arguments))
+                if self._renewal.begins(method):
+                    answer = Done(getattr(self._engine, method)(**arguments))
+                    self._renewal.done(method, arguments)
             case Generate():
                 answer = self._generate(message)
             case Score():
@@ -115,14 +133,18 @@ class Server:
         """Do it; an error goes to the worker, which ends the run or goes on. of_stream: of its requests."""
         try:
             work(*arguments)
+        except ChannelClosed:  # nobody is there to be told; `run` ends
+            return
         except Exception as error:  # noqa: BLE001 - the edge of the process: the worker is told
             if of_stream:
                 self._abort()
             known = isinstance(error, UserError)
+            self._renewal.sound = self._renewal.sound and known
             text = str(error) if known else f"{type(error).__name__}: {error}"
             self._outbox.put(Failed(printable(text), known, of_stream))
 
     def _submit(self, submitted: Submit) -> None:
+        self._renewal.check_weights()
         for request in submitted.requests:
             self._engine.add(request, submitted.adapter)
             self._running.add(str(request.key))
@@ -146,6 +168,7 @@ class Server:
         self._running.clear()
 
     def _generate(self, asked: Generate) -> Generated:
+        self._renewal.check_weights()
         responses: dict[int, Response | None] = {}
         of_prompts = asked.seen or [NO_IMAGES] * len(asked.prompts)
         for prompt, seeds, seen in zip(asked.prompts, asked.seeds, of_prompts, strict=True):
@@ -164,6 +187,7 @@ class Server:
         return Generated([*responses.values()], self._engine.stats())
 
     def _score(self, asked: Score) -> Scored:
+        self._renewal.check_weights()
         for number, tokens in enumerate(asked.rows):
             self._engine.add_scored(number, tokens, asked.top_k)
         scores: dict[int, RowScores] = {}
@@ -173,22 +197,50 @@ class Server:
         return Scored([scores[number] for number in range(len(asked.rows))])
 
     def _say_alive(self, progress: str) -> None:
+        """To the worker. ChannelClosed if it has gone, so that the work for it ends."""
+        if self._alone.is_set():
+            raise ChannelClosed("the worker has gone")
         if time.monotonic() - self._spoken_s > ALIVE_EVERY_S:
             self._spoken_s = time.monotonic()
             self._outbox.put(Alive(progress))
 
 
+def _read(channel: Channel, inbox: queue.Queue[FromWorker | None], alone: threading.Event) -> None:
+    with contextlib.suppress(ChannelClosed):
+        while True:
+            inbox.put(channel.receive())
+    alone.set()
+    inbox.put(None)
+
+
+def _write(channel: Channel, outbox: queue.Queue[FromEngine | None]) -> None:
+    with contextlib.suppress(ChannelClosed):
+        while (message := outbox.get()) is not None:
+            channel.send(message)
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="an engine of a siirl run; started by a worker")
     parser.add_argument("fd", type=int)
-    descriptor = parser.parse_args(argv).fd
+    parser.add_argument("keeper_fd", type=int, nargs="?", help="a socket to who keeps it without a worker")
+    given = parser.parse_args(argv)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the worker, which ends us
-    sock = socket.socket(fileno=descriptor)
-    os.set_inheritable(descriptor, False)
-    Server(BeatingChannel(sock, FromWorker)).run()
+    server, keeper = Server(_connected(given.fd)), None
+    if given.keeper_fd is not None:
+        os.set_inheritable(given.keeper_fd, False)
+        keeper = socket.socket(fileno=given.keeper_fd)
+    while (
+        server.run() and keeper is not None and server.renew() and (sock := next_worker(keeper)) is not None
+    ):
+        server.connect(BeatingChannel(sock, FromWorker))
     sys.stdout.flush()
     os._exit(0)  # an engine's own teardown can hang; nothing is left to save
+
+
+def _connected(descriptor: int) -> BeatingChannel:
+    os.set_inheritable(descriptor, False)
+    return BeatingChannel(socket.socket(fileno=descriptor), FromWorker)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from transformers import PretrainedConfig
 
 from siirl.config import Config
 from siirl.engines.rollout.call_limits import max_model_len
+from siirl.engines.rollout.served.cpu_cache import MAX_CPU_CACHE_BYTES, cache_bytes_per_token, cached_tokens
 
-MAX_CPU_CACHE_BYTES = 4 << 30
 BESIDE = 2
 """Positions that SGLang wants of a context besides prompt and response."""
 
@@ -68,9 +68,5 @@ WISHES = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"}
 
 def _cpu_cache_tokens(cfg: Config, hf_config: PretrainedConfig, max_len: int) -> int:
     """Tokens of a KV cache that holds max_num_seqs of the longest rows, up to MAX_CPU_CACHE_BYTES."""
-    text = hf_config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    per_token = 2 * text.num_hidden_layers * heads * head_dim * 4
-    rows = cfg.actor_rollout_ref.rollout.max_num_seqs + 8
-    return min(rows * (max_len + BESIDE), MAX_CPU_CACHE_BYTES // per_token)
+    tokens = cached_tokens(cfg.actor_rollout_ref.rollout.max_num_seqs, max_len + BESIDE)
+    return min(tokens, MAX_CPU_CACHE_BYTES // cache_bytes_per_token(hf_config))

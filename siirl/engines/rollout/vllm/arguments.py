@@ -9,14 +9,17 @@ from transformers import PretrainedConfig
 
 from siirl.config import Config
 from siirl.engines.rollout.call_limits import max_model_len
+from siirl.engines.rollout.served.cpu_cache import MAX_CPU_CACHE_BYTES, cache_bytes_per_token, cached_tokens
 from siirl.errors import ConfigError
 
-MAX_CPU_CACHE_BYTES = 4 << 30
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks of LoRA that vLLM has room for: a smaller one takes the next."""
 ONLINE = {"fp8": "fp8_per_channel"}
 """rollout.quantization -> vLLM's name of the way in which it rounds weights as they are loaded: e4m3, with a
 scale for each output feature, and for each token that they are multiplied by."""
+CPU_BLOCK = 128
+"""Tokens that a block of vLLM's KV cache on a CPU holds at most."""
+LEAST_CPU_CACHE_BYTES = 64 << 20
 KEPT_BLOCK = 32
 """Tokens of a block of the KV cache on a CPU with rollout.keep_kv: the fewest that its fast kernels take."""
 
@@ -89,10 +92,6 @@ def adapter_arguments(adapters: Mapping[str, int]) -> dict[str, Any]:
 
 def _cpu_cache_bytes(cfg: Config, hf_config: PretrainedConfig, max_len: int) -> int:
     """A KV cache in host memory that holds max_num_seqs of the longest rows, up to MAX_CPU_CACHE_BYTES."""
-    text = hf_config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    per_token = 2 * text.num_hidden_layers * heads * head_dim * 4
-    rows = cfg.actor_rollout_ref.rollout.max_num_seqs + 8
-    blocks = -(-max_len // 128) + 1  # vLLM's CPU blocks hold up to 128 tokens
-    return min(max(rows * blocks * 128 * per_token, 64 << 20), MAX_CPU_CACHE_BYTES)
+    blocks = -(-max_len // CPU_BLOCK) + 1
+    tokens = cached_tokens(cfg.actor_rollout_ref.rollout.max_num_seqs, blocks * CPU_BLOCK)
+    return min(max(tokens * cache_bytes_per_token(hf_config), LEAST_CPU_CACHE_BYTES), MAX_CPU_CACHE_BYTES)

@@ -164,6 +164,22 @@ class NativeEngine:
         """Forget requests that were added under these names."""
         self._engine.abort_request(request_ids)
 
+    def renew(self) -> None:
+        """Forget all that a worker has asked and left in caches: another one comes. Also while it sleeps.
+
+        Adapters stay loaded under names that nobody can ask for, until begin_update.
+        """
+        self._engine.abort_request([*self._engine.output_processor.request_states], internal=True)
+        self._adapters.clear()
+        if self._images is not None:
+            self._engine.reset_encoder_cache()
+        if self._engine.has_unfinished_requests() or not self._engine.reset_prefix_cache():
+            raise RuntimeError("requests are still in work")
+
+    def greet(self) -> None:
+        """Answer, in all processes of the engine."""
+        self._engine.collective_rpc("greet")
+
     def sleep(self, keeps_weights: bool) -> None:
         """Give back the device memory of weights and KV cache. The weights are gone, or in host memory."""
         self._engine.sleep(level=1 if keeps_weights else 2)
@@ -328,6 +344,9 @@ def _cut(buffer: Tensor, info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
 
 class WorkerExtension:
     """Methods that vLLM's workers get from us: called by name through collective_rpc."""
+
+    def greet(self) -> None:
+        """See NativeEngine."""
 
     def draw_by_seeds(self) -> None:
         """See native_draws."""
