@@ -13,6 +13,7 @@ import train_engine_cases as cases
 from dist_harness import run_workers
 from expert_cases import assert_equal_training, unequal_replicas
 from fixtures_tiny import make_tiny_model_dir
+from recorded_cases import case_of, record_gaps, record_outcome
 from torch import Tensor, nn
 from train_engine_cases import Outcome, Scenario
 
@@ -234,6 +235,8 @@ def test_adapters_on_experts_train_as_pefts_on_linear_layers(model_dirs, world):
         ).items():
             assert torch.equal(untouched[name], weight), name
         assert_equal_training(ours, theirs[scenario.name])
+        kind = "mixtral" if scenario.model == "mixtral" else "qwen3_moe"
+        record_outcome(case_of(kind, scenario, "adapters on experts"), ours, theirs[scenario.name])
         halves = {"lora_A", "lora_B"}
         for half in halves:
             grads = [grad for name, grad in ours.grads.items() if half in name and ".experts." in name]
@@ -255,7 +258,8 @@ def wrong_in_peft(kind: str) -> str:
 
     folder, out = (Path(tempfile.mkdtemp(prefix=f"siirl-{name}-")) for name in ("model", "adapter"))
     causal_lms.write_model(folder, causal_lms.tiny_config(kind))
-    engine, _ = cases.build_engine(Scenario("", 1, overrides=ALL), folder)
+    scenario = Scenario("", 1, overrides=ALL)
+    engine, _ = cases.build_engine(scenario, folder)
     held = engine._live_pieces()
     draw = torch.Generator().manual_seed(1)
     for pieces in held.values():
@@ -274,6 +278,7 @@ def wrong_in_peft(kind: str) -> str:
         return "peft's adapter changes nothing"
     found = engine.compute(rows, ("log_prob",), cases.TEMPERATURE)["log_prob"]
     difference = float((found - expected).detach().abs().max())
+    record_gaps(case_of(kind, scenario, "adapters on experts"), {"log_prob": difference})
     return "" if difference < 1e-5 else f"log_prob is off by {difference}"
 
 
