@@ -135,7 +135,14 @@ def planned(steps: int, share: float, seed: int) -> list[Kill]:
 class Run:
     """The quickstart's job, as it runs."""
 
-    def __init__(self, args: argparse.Namespace, folder: Path, name: str, wait_s: float):
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        folder: Path,
+        name: str,
+        wait_s: float,
+        python: str = sys.executable,
+    ):
         self.output, self._console, self._ranks = folder / name, folder / f"{name}.txt", args.ranks
         workflow = write_workflow(folder / f"{name}.yaml", wait_s)
         keys = [
@@ -147,7 +154,7 @@ class Run:
             *("trainer.logger=[]", f"trainer.output_dir={self.output}"),
         ]
         environment = os.environ | {
-            "PYTHON": sys.executable,
+            "PYTHON": python,
             "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
             "QUICKSTART_DIR": str(folder),
             **{"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
