@@ -1,5 +1,6 @@
 """Prompts of a rollout whose responses go on from step to step: what of them is there, and who leaves."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -216,15 +217,16 @@ class RolloutsInFlight(PromptsInFlight):
     def load_state(self, states: Sequence[dict[str, Any]], shard: int, num_shards: int) -> None:
         """See PromptsInFlight. Groups with another number of responses than n begin anew."""
         super().load_state(states, shard, num_shards)
-        known: dict[int, list[Response]] = {}
+        self.responses = {order: self.responses[order] for order in self._orders()}
+
+    def _load_work(self, states: Sequence[dict[str, Any]]) -> None:
+        """See PromptsInFlight."""
         for state in states:
             orders = sorted(set(state["columns"].get(ORDER, {"values": []})["values"]))
             for order, group in zip(orders, state.get("responses", ()), strict=True):
-                known[order] = [Response(**one) for one in group]
-        self.responses = {order: known[order] for order in self._orders()}
-        for order, group in self.responses.items():
-            if len(group) != self._n:
-                self.responses[order] = [Response(group[0].seed, i) for i in range(self._n)]
+                self.responses[order] = [Response(**one) for one in group]
+                if len(group) != self._n:
+                    self._begin_anew(order)
 
     def _prompts(self) -> dict[int, list[int]]:
         """ORDER -> the tokens of its prompt."""
@@ -244,6 +246,10 @@ class RolloutsInFlight(PromptsInFlight):
         return min(
             one.first_step or self._running.get(_key(order, one), step) for one in self.responses[order]
         )
+
+    def _in_turn(self, orders: Sequence[int]) -> list[int]:
+        """See PromptsInFlight."""
+        return sorted(orders, key=lambda order: (self._oldest(order, sys.maxsize), order))
 
     def _too_old(self, step: int) -> list[int]:
         """See PromptsInFlight."""
@@ -269,8 +275,13 @@ class RolloutsInFlight(PromptsInFlight):
         ]
         self._take_back(stale)
         for order in stale:
-            self.responses[order] = [Response(one.seed, one.number) for one in self.responses[order]]
+            self._begin_anew(order)
         return len(stale)
+
+    def _begin_anew(self, order: int) -> None:
+        """With the seed that it had."""
+        seed = self.responses[order][0].seed
+        self.responses[order] = [Response(seed, number) for number in range(self._n)]
 
     def _take_back(self, orders: Sequence[int]) -> None:
         """Have nothing of these groups run."""

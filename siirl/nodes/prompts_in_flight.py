@@ -133,6 +133,7 @@ class PromptsInFlight(RowBuffer):
                 "version of siirl has saved it, and some would be trained twice. Resume with that version, "
                 "or start anew with trainer.resume_mode=disable."
             )
+        self._load_work(states)
         self._num_given = max((state.get("num_given", 0) for state in states), default=0)
         self._last_batch = max((state.get("last_batch", 0) for state in states), default=0)
         if len(states) == num_shards:
@@ -174,15 +175,27 @@ class PromptsInFlight(RowBuffer):
             self.remove(torch.tensor(orders, dtype=torch.int64))
             self._num_dropped += len(orders)
 
+    def _load_work(self, states: Sequence[dict[str, Any]]) -> None:
+        """Take what there is of all groups besides their prompts, before they are dealt to the shards."""
+
+    def _in_turn(self, orders: Sequence[int]) -> list[int]:
+        """ORDERs as they are worked on: what was begun first comes first."""
+        return sorted(orders)
+
     def _active(self) -> list[int]:
-        """The ORDERs of the groups that are in work: those that leave and the surplus."""
-        return self._orders()[: self._num_active]
+        """The ORDERs of the groups that are in work: those that leave and the surplus.
+
+        While the number of shards stays the same, what is begun has the lowest ORDERs. Dealt to others it may
+        lie behind what nobody has begun, and must leave before that: later it would be too old, or left over.
+        """
+        return sorted(self._in_turn(self._orders())[: self._num_active])
 
     def _share(self, orders: Tensor, shard: int, num_shards: int) -> Tensor:
         """See RowBuffer: dealt in the turn in which the shards will give them."""
-        owners = torch.tensor(_owners(self._batch_size, num_shards))
-        place = (self._first + torch.arange(len(orders))) % self._batch_size
-        return orders[owners[place] == shard]
+        owners = _owners(self._batch_size, num_shards)
+        in_turn = enumerate(self._in_turn(orders.tolist()), self._first)
+        mine = [order for place, order in in_turn if owners[place % self._batch_size] == shard]
+        return torch.tensor(sorted(mine), dtype=torch.int64)
 
     def _orders(self) -> list[int]:
         return self.orders().tolist()

@@ -121,6 +121,7 @@ def make_cases() -> list[Case]:
     add("output folder", ("train", "save"), ("full", "read-only"), NAMED)
     add("shared memory", ("train", "write in memory"), ("full", "read-only"), GOES_ON)
     add("Ray worker", ("rollout", "save"), ("SIGKILL", "SIGSEGV"), STARTS_AGAIN)
+    add("Ray worker", ("rollout", "train", "save"), ("SIGSTOP",), STARTS_AGAIN)
     add("Ray actor", ("rollout", "train"), ("SIGKILL",), STARTS_AGAIN)
     add("Ray driver", ("rollout", "save"), ("SIGKILL", "SIGTERM"), COMMAND_AGAIN)
     add("Ray raylet", ("train",), ("SIGKILL",), NAMED)

@@ -80,6 +80,8 @@ ALONE_S = 120
 """How long a machine of a Ray cluster that hears of no other goes on: Ray gives it up after a minute."""
 NEWS_S = 1.5
 """How long Ray's driver takes to hear where a worker is."""
+NAMED_S = 30.0
+"""How long it may take until it is recorded who was struck."""
 STOPPED_S = 1.0
 """How long a launcher is stopped, while the run goes on to its next steps."""
 CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGHUP": 129, "SIGKILL": -9, "SIGSEGV": -11}
@@ -295,7 +297,7 @@ class Chaos:
             time.sleep(NEWS_S)
         standbys = self._await_standbys(job) if case.job == "standby" and not self._standbys_struck else []
         engines = self.engines() if case.job == KEPT else {}
-        struck_s = time.monotonic()
+        struck_s, struck_at_s = time.monotonic(), time.time()
         if case.who in DISKS:
             self._strike_disk(held["pid"], case.how)
         elif case.who == "clock":
@@ -337,7 +339,9 @@ class Chaos:
             return job
         if case.then == STARTS_AGAIN:
             self._wait_until(lambda: len(self.attempts()) > len(failed), job, f"the end of {case.name}")
-            self._check_attempt(case, step, self.attempts()[-1])
+            attempt = self.attempts()[-1]
+            self._check_attempt(case, step, attempt)
+            assert attempt["ended_s"] - struck_at_s < NAMED_S, (case, attempt)
             self._wait_until(
                 lambda: all(process.name() != STANDBY for process in standbys),
                 job,

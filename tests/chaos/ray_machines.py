@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ray_lock import ray_to_ourselves
+from ray_lock import cluster_here, ray_to_ourselves
 
 NETWORK = "10.213.{}.{}"
 JOIN_S = 60
@@ -83,14 +83,8 @@ def with_a_cable() -> Iterator[RayMachines]:
 
 @contextlib.contextmanager
 def _cluster() -> Iterator[Any]:
-    from ray.cluster_utils import Cluster
-
-    with ray_to_ourselves():
-        cluster = Cluster()
-        try:
-            yield cluster
-        finally:
-            cluster.shutdown()
+    with ray_to_ourselves(), cluster_here() as cluster:
+        yield cluster
 
 
 def _await_machines(address: str, count: int) -> None:

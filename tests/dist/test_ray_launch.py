@@ -19,7 +19,7 @@ import pytest
 from fixtures_tiny import make_tiny_model_dir
 from job_harness import Inputs, overrides
 from launch_jobs import ROOT, environment, make_job, wait_until_dead
-from ray_lock import ray_to_ourselves
+from ray_lock import cluster_here, ray_to_ourselves
 
 from siirl.config import from_dict
 from siirl.errors import ConfigError, PlacementError
@@ -82,16 +82,13 @@ def homes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def cluster(homes):
-    from ray.cluster_utils import Cluster
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
         patch.delenv("OMP_NUM_THREADS", raising=False)
-        cluster = Cluster()
-        for home in homes:
-            cluster.add_node(num_cpus=2, include_dashboard=False, env_vars={"HOME": str(home)})
-        yield cluster
-        cluster.shutdown()
+        with cluster_here() as cluster:
+            for home in homes:
+                cluster.add_node(num_cpus=2, include_dashboard=False, env_vars={"HOME": str(home)})
+            yield cluster
 
 
 @pytest.fixture(scope="module")

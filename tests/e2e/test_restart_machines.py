@@ -18,7 +18,7 @@ import torch
 from job_harness import Inputs, overrides
 from killed_jobs import ranks_of, start, steps_done, wait_until
 from launch_jobs import ROOT
-from ray_lock import ray_to_ourselves
+from ray_lock import cluster_here, ray_to_ourselves
 from test_restart_job import KEYS, check_same, inputs, results, undisturbed  # noqa: F401
 
 from siirl.checkpoint.files import saved_steps
@@ -147,18 +147,13 @@ def check_close(output: Path, undisturbed) -> None:  # noqa: F811
 
 @contextlib.contextmanager
 def ray_cluster(mark: str):
-    from ray.cluster_utils import Cluster
-
     added = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", MARK: mark}
     with ray_to_ourselves(), pytest.MonkeyPatch.context() as patch:
         for name, value in added.items():
             patch.setenv(name, value)
-        cluster = Cluster()
-        try:
+        with cluster_here() as cluster:
             cluster.add_node(num_cpus=1, include_dashboard=False)
             yield cluster
-        finally:
-            cluster.shutdown()
 
 
 def ray_words(cluster, inputs: Inputs, output: Path, *keys: str) -> list[str]:  # noqa: F811

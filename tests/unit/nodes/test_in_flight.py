@@ -3,10 +3,12 @@
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import product
+from random import Random
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from siirl.config.load import load_config
@@ -405,6 +407,7 @@ def test_dynamic_sampling_with_a_lag_keeps_what_it_keeps_without_and_within_the_
 
 @settings(max_examples=20, deadline=None)
 @given(SMALL, ROUNDS, st.integers(1, 3), st.randoms(use_true_random=False))
+@example((2, 2, 1, 1, 1.0, 2), (6, 1.0), 1, Random(2))  # saved after its first step, and killed
 def test_dynamic_sampling_that_is_killed_and_resumed_loses_none_and_trains_none_twice(
     case, rounds, other_shards, rng
 ):
@@ -431,6 +434,24 @@ def test_dynamic_sampling_that_is_killed_and_resumed_loses_none_and_trains_none_
         )
         if resumed_shards == shards:
             assert (trained, dropped) == (whole.trained, whole.dropped) and resumed.restarted == 0
+
+
+@pytest.mark.parametrize(("shards", "others"), [(2, 1), (3, 1), (2, 3), (3, 2), (1, 2)])
+def test_what_was_begun_leaves_first_when_it_is_dealt_to_other_shards(shards, others):
+    """In the order of reading it would wait behind what nobody has begun: to be left over, or too old."""
+    begun_before = 0
+    for batch, read, max_lag in product((2, 3), (3, 5, 6), (1, 2)):
+        how = {"read": read, "prompts": 200}
+        job = Job(shards, batch, 1, max_lag, max_lag, 3, **how)
+        job.advance()
+        begun_before += begun(job)
+        resumed = Job(others, batch, 1, max_lag, max_lag, 3, **how)
+        resumed.resume(1, job.state())
+        assert begun(resumed) == begun(job)
+        while resumed.step < 3:
+            resumed.advance()
+        assert begun(resumed) == resumed.restarted == 0 and max(resumed.lags) <= max_lag
+    assert begun_before > 12
 
 
 def test_rows_of_a_step_of_several_rounds_are_as_old_as_they_may_be():
