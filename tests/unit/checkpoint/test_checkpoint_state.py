@@ -4,8 +4,6 @@ import json
 import pickle
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -338,61 +336,6 @@ def test_an_adapter_is_exported_alone_as_peft_reads_it_without_its_base(tmp_path
     checkpoint = CheckpointManager(tmp_path / "c", 1, None).save(2, unscaled, {}, {})
     with pytest.raises(CheckpointError, match="no lora_alpha"):
         export_adapter(checkpoint, tmp_path / "out2")
-
-
-SAMPLE = """
-import json, sys
-from vllm import LLM, SamplingParams
-from vllm.lora.request import LoRARequest
-
-base, adapter = sys.argv[1:]
-engine = LLM(
-    base, enable_lora=True, max_lora_rank=8, skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
-    max_model_len=64, max_num_seqs=4, kv_cache_memory_bytes=1 << 26,
-)
-params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=0, detokenize=False, ignore_eos=True)
-prompts = [{"prompt_token_ids": ids} for ids in ([6, 7, 8, 9], [11])]
-found = {}
-for name, request in (("base", None), ("adapted", LoRARequest("exported", 1, adapter))):
-    outputs = engine.generate(prompts, params, lora_request=request, use_tqdm=False)
-    found[name] = []
-    for prompt, output in zip(prompts, outputs):
-        ids = list(output.outputs[0].token_ids)
-        log_probs = [at[token].logprob for at, token in zip(output.outputs[0].logprobs, ids)]
-        found[name].append([prompt["prompt_token_ids"], ids, log_probs])
-print("FOUND", json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_an_exported_adapter_is_read_by_vllm_which_says_what_peft_does(tmp_path):
-    from peft import AutoPeftModelForCausalLM
-
-    pytest.importorskip("vllm")
-    sizes = {
-        "init_std": 0.3,
-        "head_dim": 32,
-        "max_positions": 64,
-    }  # vLLM's CPU attention has no smaller heads
-    base, checkpoint, _ = saved_adapter(tmp_path, make_tiny_model_dir(tmp_path / "made", **sizes))
-    out = tmp_path / "adapter"
-    assert cli.main(["export", "--adapter", str(checkpoint), str(out)]) == 0
-    done = subprocess.run(
-        [sys.executable, "-c", SAMPLE, str(base), str(out)], capture_output=True, text=True, timeout=200
-    )
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND")] or [done.stderr[-3000:]]
-    found = json.loads(line.removeprefix("FOUND"))
-    models = {
-        "base": AutoModelForCausalLM.from_pretrained(base),
-        "adapted": AutoPeftModelForCausalLM.from_pretrained(out),
-    }
-    for name, model in models.items():
-        for prompt, ids, log_probs in found[name]:
-            with torch.no_grad():
-                logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
-            expected = logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(log_probs), expected, atol=1e-4, rtol=0)
-    assert found["base"] != found["adapted"]
 
 
 def test_what_is_not_an_adapter_alone_is_not_exported_as_one(tmp_path, tiny_model):
