@@ -11,6 +11,7 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,8 @@ from siirl.types import FIELDS, PROMPT_FIELDS, ROLLOUT_FIELDS
 
 FORMAT = "2"
 LENGTH_OF = {"P": "prompt_length", "T": "response_length"}
+NEEDED = tuple(dict.fromkeys(("row_id", "group_id", "prompt_ids", "prompt_length", *ROLLOUT_FIELDS)))
+"""The columns of a part that are read."""
 OBJECTS = tuple(name for name in PROMPT_FIELDS if FIELDS[name].dtype == "object")
 SAME_TOKENIZER = "Token ids would mean other texts. Use the model directory of the run that recorded them."
 FIXES = {
@@ -127,10 +130,10 @@ def _read(part: Path, wanted: Tensor, expected: dict[str, str]) -> dict[str, Ten
                         f"{part} was recorded with {key} {metadata.get(key)}, this run has {value}. "
                         f"{FIXES[key]}"
                     )
-            mine = torch.isin(file.get_tensor("group_id"), wanted)
+            mine = torch.isin(_column(file, "group_id"), wanted)
             if not bool(mine.any()):
                 return None
-            columns = {name: file.get_tensor(name) for name in file.keys()}
+            columns = {name: _column(file, name) for name in NEEDED}
         return {name: _padded(columns, name)[mine] for name in columns}
     except UserError:
         raise
@@ -138,6 +141,14 @@ def _read(part: Path, wanted: Tensor, expected: dict[str, str]) -> dict[str, Ten
         raise DataError(
             f"{part} cannot be read: {type(error).__name__}: {error}. Record the step again."
         ) from error
+
+
+def _column(file: Any, name: str) -> Tensor:
+    """A column of an open part; ValueError if it is of another kind than `record` writes."""
+    column, dtype = file.get_tensor(name), DTYPES[FIELDS[name].dtype]
+    if column.dim() != 1 or column.is_floating_point() != dtype.is_floating_point:
+        raise ValueError(f"{name} is {column.dtype} of {column.dim()} dimensions")
+    return column
 
 
 def _check_prompts(rows: dict[str, Tensor], prompts: TensorDict, n: int, folder: Path) -> None:

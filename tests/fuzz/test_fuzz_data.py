@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from siirl.data.dataset import PromptDataset
 from siirl.data.replayed_rows import conditions, record, recorded_rows
 from siirl.data.rows import make_rows
-from siirl.errors import UserError
+from siirl.errors import DataError, UserError
 
 pytestmark = pytest.mark.heavy
 ROLES = st.sampled_from(["user", "system", "assistant", "tool", "", "nobody"])
@@ -138,3 +138,25 @@ def test_any_recorded_rollouts_give_rows_or_an_error_in_words(num_cases, tokeniz
             assert len(columns["response_ids"]) == 2 * N
 
     explore(num_cases, check, st.one_of(mangled(part.read_bytes()), st.binary(max_size=64)))
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        (b'"finish_reason":', b'"finish reason":'),
+        (b'"row_id":', b'"row_iD":'),
+        (b'"group_id":{"dtype":"I64"', b'"group_id":{"dtype":"F64"'),
+        (b'"rollout_log_prob":{"dtype":"F32"', b'"rollout_log_prob":{"dtype":"I32"'),
+    ],
+)
+def test_recorded_rollouts_without_a_column_or_with_another_kind_of_it_are_refused(
+    written, instead, tokenizer, tmp_path
+):
+    """A byte of the header is another one."""
+    under = conditions(tokenizer, N, 1.0)
+    part, prompts = recorded(tmp_path / "agent_0" / "step_1", under)
+    content = part.read_bytes()
+    assert content.count(written) == 1
+    part.write_bytes(content.replace(written, instead))
+    with pytest.raises(DataError, match=f"{part} cannot be read.*Record the step again"):
+        recorded_rows(part.parent, prompts, N, under)
