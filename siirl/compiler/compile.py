@@ -23,6 +23,7 @@ from siirl.compiler.checks.given_responses import check_given, check_order, chec
 from siirl.compiler.checks.image_checks import check_images
 from siirl.compiler.checks.lag_checks import check_kept_kv, check_lag, check_loaders
 from siirl.compiler.checks.low_precision import check_log_prob_bound, check_quantized
+from siirl.compiler.checks.replaced_weights import check_weights_in_place
 from siirl.compiler.checks.replayed_routers import check_router_replay
 from siirl.compiler.checks.reward_training import check_reward_training
 from siirl.compiler.checks.round_regions import check_rounds
@@ -303,6 +304,7 @@ def _emit(
     found.take(check_order(plan))
     found.take(check_validation(plan, workflow.run))
     found.take(check_kept_kv(plan, configs))
+    found.take(check_weights_in_place(plan, configs))
     return plan, configs
 
 

@@ -9,7 +9,7 @@ succeeded.
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,6 +22,7 @@ from siirl.engines.followed_weights import WeightTarget
 from siirl.engines.link_folder import read_weights, write_weights
 from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.base import TrainEngine
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.errors import WeightSyncError
 from siirl.observe.metrics import Metrics
 from siirl.observe.spans import note, phase, waiting
@@ -81,6 +82,7 @@ class WeightLink:
         self._source = source
         self._target = target
         self._rank = groups.rank
+        self._is_local = plan.kind == "local"
         self._group = groups.get(plan.ranks)
         self._broken = False
         self._num_bytes = 0
@@ -104,7 +106,11 @@ class WeightLink:
             return metrics
         self._broken, self._num_bytes = False, 0
         with phase("transfer", version=version):
-            self._transfer(self._stream(dtype, root, broadcast, version, part), version)
+            if (live := self._live(part)) is not None:
+                self._num_bytes = live.num_bytes(dtype)
+                self._transfer(live, version)
+            else:
+                self._transfer(self._stream(dtype, root, broadcast, version, part), version)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             note(bytes=self._num_bytes)
@@ -143,11 +149,18 @@ class WeightLink:
         broadcast = bool(targets.keys() - sources.keys())
         return version, current, dtype, min(sources), broadcast, PARTS[parts.pop()]
 
-    def _transfer(self, stream: Iterator[Named], version: int) -> None:
+    def _live(self, part: WeightPart) -> LiveWeights | None:
+        """The weights where they are trained, if the target of each rank is there and takes them so."""
+        if not self._is_local or part != "merged" or self._source is None or self._target is None:
+            return None
+        return self._source.live_weights() if self._target.reads_live else None
+
+    def _transfer(self, stream: Iterator[Named] | LiveWeights, version: int) -> None:
         try:
             failure = self._load(stream, version)
-            for _ in stream:
-                pass  # export and broadcast are collective: take part to the end
+            if not isinstance(stream, LiveWeights):
+                for _ in stream:
+                    pass  # export and broadcast are collective: take part to the end
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self}, version {version}: the weights did not arrive: {error}"
@@ -157,7 +170,7 @@ class WeightLink:
         if failures:
             raise WeightSyncError(f"{self}, version {version}, failed. {' '.join(failures)}")
 
-    def _load(self, stream: Iterator[Named], version: int) -> str:
+    def _load(self, stream: Iterable[Named], version: int) -> str:
         """Hand the stream to the target; why the target failed, or an empty text."""
         if self._target is None:
             return ""
