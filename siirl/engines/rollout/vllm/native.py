@@ -169,7 +169,11 @@ class NativeEngine:
         self._engine.abort_request(request_ids)
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Give back the device memory of weights and KV cache. The weights are gone, or in host memory."""
+        """Give back the device memory of weights and KV cache. The weights are gone, or in host memory.
+
+        A step that was begun ahead may still run, and not every version waits for it before it unmaps.
+        """
+        self._engine.collective_rpc("settle_device")
         self._engine.sleep(level=1 if keeps_weights else 2)
 
     def wake(self, part: str) -> None:
@@ -438,11 +442,11 @@ class WorkerExtension:
     def _loading(self) -> Iterator[None]:
         """What vLLM has around it while it loads; nothing else of this process is on the device meanwhile."""
         with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
-            self._settle_device()
+            self.settle_device()
             yield
-            self._settle_device()
+            self.settle_device()
 
-    def _settle_device(self) -> None:
+    def settle_device(self) -> None:
         """Wait for all that the device has been given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
