@@ -101,6 +101,9 @@ class Backend:
     keeps_kv: bool = False
     """It can go on with the keys and values of a paused response (rollout.keep_kv)."""
 
+    writes_in_place: bool = False
+    """It can have weights written where its first sync put them (rollout.replace_weights)."""
+
     device_share: bool = False
     """On a GPU it takes a share of the device (rollout.gpu_memory_utilization) while it is awake."""
 
@@ -428,6 +431,7 @@ ROLLOUT_BACKENDS = {
         packages=lambda *model: vllm_version(),
         works_alone=True,
         keeps_kv=True,
+        writes_in_place=True,
         device_share=True,
         no_experts="",
         no_experts_here=_vllm_no_experts,

@@ -39,6 +39,7 @@ def judge_config(cfg: Config) -> Config:
         response_length=reward_model.judge.max_tokens,
         max_model_len=None,
         quantization=None,
+        replace_weights="by_loaders",
     )
     policy = dataclasses.replace(cfg.actor_rollout_ref, model=reward_model.model, rollout=engine)
     return dataclasses.replace(cfg, actor_rollout_ref=policy)
@@ -53,7 +54,7 @@ def scoring_config(cfg: Config) -> Config:
     """
     rollout = cfg.actor_rollout_ref.rollout
     room = rollout.prompt_length + rollout.response_length + SAMPLED_BESIDE
-    of_policy = {"max_lag": 0, "quantization": None}
+    of_policy = {"max_lag": 0, "quantization": None, "replace_weights": "by_loaders"}
     engine = dataclasses.replace(rollout, name=cfg.teacher.strategy, max_model_len=room, **of_policy)
     policy = dataclasses.replace(cfg.actor_rollout_ref, model=cfg.teacher.model, rollout=engine)
     return dataclasses.replace(cfg, actor_rollout_ref=policy)

@@ -229,8 +229,18 @@ class RolloutConfig:
     weight_link: str = key(
         "auto",
         "how the trainer's weights reach the engine; auto: shared memory on the same ranks, NCCL or gloo to "
-        "others; checkpoint: a folder in trainer.output_dir that all ranks must see",
-        choices=("auto", "checkpoint"),
+        "others, from one rank; spread: the same, to others from up to four ranks of the trainer at once; "
+        "checkpoint: a folder in trainer.output_dir that all ranks must see",
+        choices=("auto", "spread", "checkpoint"),
+    )
+    replace_weights: str = key(
+        "by_loaders",
+        "how weights get into an engine's parameters; by_loaders: vLLM's loaders take each tensor; in_place: "
+        "from its second sync on they are written where the first one put them, by a few copies, and samples "
+        "of the bytes are compared (measured on one H200, see gpu.md); in_place_checked: all bytes are "
+        "compared",
+        choices=("by_loaders", "in_place", "in_place_checked"),
+        when="name=vllm",
     )
     max_engine_restarts: int = key(
         2,

@@ -1,6 +1,6 @@
 """A model on a training engine as the target of a weight link: a teacher that is a policy, older."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -16,12 +16,14 @@ class WeightTarget(Protocol):
 
     takes: WeightPart
     weight_version: int
+    reads_live: bool
+    """Whether it takes weights where they are trained (LiveWeights), if its rank has them whole."""
 
     def weight_specs(self) -> WeightSpecs: ...
 
     def wake(self) -> None: ...
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None: ...
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 
 
 class FollowedWeights:
@@ -30,6 +32,7 @@ class FollowedWeights:
     takes: WeightPart = "merged"
     weight_version = -1
     """None: a moving average moves also where the policy did not."""
+    reads_live = False
 
     def __init__(self, engine: TrainEngine, share: float):
         self._engine, self._share = engine, share
@@ -40,7 +43,7 @@ class FollowedWeights:
     def wake(self) -> None:
         """Its weights are on the device already."""
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """WeightSyncError unless every weight of the model arrives once; no communication."""
         checked = checked_weights(weights, self.weight_specs(), {}, self._engine.name)
         self._engine.take_weights(checked, self._share)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoModelForCausalLM
+from updated_engines import IN_PLACE
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
@@ -111,7 +112,11 @@ def lasting(model_dir, weights):
     """An engine that may be lost often, and what it answers under each of the weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_process, "SILENCE_S", 8.0)
-        engine = build(model_dir, "actor_rollout_ref.rollout.max_engine_restarts=100")
+        engine = build(
+            model_dir,
+            "actor_rollout_ref.rollout.max_engine_restarts=100",
+            "actor_rollout_ref.rollout.replace_weights=in_place",
+        )
         expected = []
         for version, one in enumerate(weights):
             load(engine, one, version)
@@ -121,7 +126,8 @@ def lasting(model_dir, weights):
         engine.close()
 
 
-PHASES = ("begin_update", "update", "finish_update", "generate", "submit", "pause", "read_tensor")
+BY_LOADERS = ("begin_update", "update", "finish_update")
+PHASES = (*BY_LOADERS, *IN_PLACE, "generate", "submit", "pause", "read_tensor")
 
 
 @pytest.mark.slow
@@ -144,6 +150,7 @@ def test_in_whatever_phase_an_engine_is_lost_it_comes_back_as_it_was(phase, last
             os.kill(process.pid, armed.pop())
 
     monkeypatch.setattr(EngineProcess, "send", send_and_lose)
+    monkeypatch.setattr(engine._weights, "by_loaders", phase in BY_LOADERS)
     load(engine, weights[0], 0)
     armed.append(end)
     load(engine, weights[1], 1)

@@ -206,6 +206,11 @@ class RolloutEngine(ABC):
         return True
 
     @property
+    def reads_live(self) -> bool:
+        """Whether it takes weights where they are trained (LiveWeights), if its rank has them whole."""
+        return False
+
+    @property
     def takes(self) -> WeightPart:
         """What the next `load_weights` must bring; the same on all ranks of the model."""
         return "merged"

@@ -26,6 +26,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from siirl.algorithms.tensor_metrics import TensorMetrics
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.observe.metrics import Metrics
 
 EXPERTS = "experts"
@@ -115,6 +116,13 @@ class TrainEngine(ABC):
         In the same order on all ranks. LoRA adapters are merged. Every rank must exhaust the iterator; each
         receives every full tensor.
         """
+
+    def live_weights(self) -> LiveWeights | None:
+        """What export_weights yields, in the memory where it is trained, if each rank has all of it there.
+
+        No communication; the same object as long as the memory is the same. None: ask export_weights.
+        """
+        return None
 
     def export_adapter(
         self, dtype: torch.dtype | None = None, with_base: bool = False

@@ -29,14 +29,17 @@ from siirl.engines.train.fsdp_state import (
     base_names,
     exported,
     exported_adapter,
+    live,
     live_pieces,
     load_training_state,
     parts_of,
     specs,
+    storages,
     training_state,
 )
 from siirl.engines.train.hf_model import config_changes, torch_dtype
 from siirl.engines.train.language_model import model_flops, run_packed, seen_back
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.micro_batches import (
     MicroBatchLimit,
     bundles_of,
@@ -69,6 +72,8 @@ class FSDPEngine(SteppingEngine):
     learning rate follows the number of optimizer steps taken; schedules that need the total are told by
     `set_total_steps`.
     """
+
+    _live: LiveWeights | None = None
 
     def __init__(
         self,
@@ -214,7 +219,13 @@ class FSDPEngine(SteppingEngine):
         return scaled_to_norm(grads, self._settings.grad_clip, self._shard_group)
 
     def _update(self) -> None:
+        self._settle()
         self._optimizer.step()
+
+    def _settle(self) -> None:
+        """Wait for those who read the weights, which are about to change or to go."""
+        if self._live is not None:
+            self._live.settle()
 
     def weight_specs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return specs(self._model.hf, self._parts, self._master_dtype)
@@ -222,6 +233,13 @@ class FSDPEngine(SteppingEngine):
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._require_on_device("params")
         return exported(self._model.hf, self._parts, dtype or self._master_dtype)
+
+    def live_weights(self) -> LiveWeights | None:
+        self._require_on_device("params")
+        if self._live is None or not self._live.lies_in(storages(self._model.hf)):
+            self._settle()
+            self._live = live(self._model.hf, self._parts)
+        return self._live
 
     def export_adapter(
         self, dtype: torch.dtype | None = None, with_base: bool = False
@@ -240,6 +258,7 @@ class FSDPEngine(SteppingEngine):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._require_on_device("params", "optimizer")
         self._check_base(state)
+        self._settle()
         load_training_state(self._training_state(), self._optimizer, state)
         self._load_counts(state)
 
@@ -253,6 +272,8 @@ class FSDPEngine(SteppingEngine):
         return base_names(self._model.hf, self._parts)
 
     def offload(self, *, params: bool, grads: bool, optimizer: bool) -> None:
+        if params:
+            self._settle()
         if params and self.device.type != "cpu":
             self._base.offload(self.name)
         super().offload(params=params, grads=grads, optimizer=optimizer)

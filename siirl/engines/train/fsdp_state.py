@@ -13,6 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from siirl.engines.train.expert_lora import adapter_parts, adapters_of_experts, merged_experts
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name, adapters_of, hf_name, merged_rows, plain_name
 from siirl.engines.train.optimizer import MOMENTS
 from siirl.engines.train.pieces import Piece, PiecewiseTensor
@@ -73,6 +74,29 @@ def exported(hf: PreTrainedModel, parts: FileParts, dtype: torch.dtype) -> Itera
             yield _Shard(name, local.detach().to(dtype), param)
 
     return itertools.chain(_whole_parts(shards(), parts, dtype), _buffers(hf).items())
+
+
+def live(hf: PreTrainedModel, parts: FileParts) -> LiveWeights | None:
+    """What `exported` yields without a cast, as views of live memory, where this rank has all of it.
+
+    None where weights are sharded, or adapters are to be merged. No communication.
+    """
+    if adapters_of(hf) or adapters_of_experts(hf):
+        return None
+    tensors: dict[str, Tensor] = {}
+    memory = storages(hf)
+    for name, param in _named(hf):
+        if param.device_mesh.size(param.device_mesh.ndim - 1) > 1:
+            return None
+        local = param.to_local().detach()
+        tensors |= {part.name: part.of(local) for part in parts[name]}
+    return LiveWeights(tensors | _buffers(hf), memory)
+
+
+def storages(hf: PreTrainedModel) -> list[int]:
+    """Numbers of the memory in which this rank's parameters and buffers lie: other ones, if it is other."""
+    tensors = itertools.chain((param.to_local() for _, param in _named(hf)), hf.buffers())
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
 def exported_adapter(

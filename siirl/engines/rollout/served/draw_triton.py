@@ -82,7 +82,8 @@ def _choose(
     temperature = tl.load(temperature_ptr + row)
     logits_at = logits_ptr + row.to(tl.int64) * stride
     if temperature == 0.0:
-        token = tl.load(best_ptr + row * blocks + tl.argmax(tops, axis=0))
+        # Of tops that are not numbers the arg-max may be a place past the last block.
+        token = tl.load(best_ptr + row * blocks + tl.minimum(tl.argmax(tops, axis=0), blocks - 1))
     else:
         target = _uniform(tl.load(seed_ptr + row), tl.load(number_ptr + row)) * total
         block = _passed(mass, target, place)

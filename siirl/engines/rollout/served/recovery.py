@@ -20,8 +20,8 @@ import torch
 from siirl.engines.rollout.base import Request
 from siirl.engines.rollout.channel import Message
 from siirl.engines.rollout.served.engine_process import EngineLost, EngineProcess
+from siirl.engines.rollout.served.kept_weights import MAX_RESTARTS
 from siirl.engines.rollout.served.messages import Abort, Call, Finished, Pause, Response, Start, Submit
-from siirl.engines.rollout.served.weight_transfer import MAX_RESTARTS
 from siirl.errors import ConfigError, RolloutError
 from siirl.observe.spans import phase
 

@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,23 +34,21 @@ from siirl.engines.rollout.call_limits import (
 from siirl.engines.rollout.sampling import derive_seed
 from siirl.engines.rollout.served.engine_process import EngineProcess
 from siirl.engines.rollout.served.engine_shard import engine_shard, physical_gpu
+from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.lora_adapters import (
     SharedEngine,
     base_alone,
     load_adapter,
 )
-from siirl.engines.rollout.served.messages import Call, Generate, Response, Score, Start
+from siirl.engines.rollout.served.messages import Generate, Response, Score, Start
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.served.row_scores import ONE_TOKEN, checked_scores
 from siirl.engines.rollout.served.stream import EngineStream, StreamRouter
-from siirl.engines.rollout.served.weight_transfer import (
-    Bucket,
-    WeightTransfer,
-    joined_places,
-    weights_of_directory,
-)
+from siirl.engines.rollout.served.weight_transfer import weights_of_directory
+from siirl.engines.rollout.served.weights_in_place import WeightsInPlace
 from siirl.engines.rollout.weight_loading import WeightSpecs, checked_weights
 from siirl.engines.train.hf_model import load_hf_config
+from siirl.engines.train.live_weights import LiveWeights
 from siirl.engines.train.lora import adapter_name
 from siirl.errors import EpisodeFailed, RolloutError, WeightSyncError
 from siirl.observe.metrics import Metrics
@@ -118,9 +116,7 @@ class ServedRollout(RolloutEngine):
         self._router: StreamRouter | None = base._router if base else None
         alone = len(self._shard.ranks) == 1
         self._restarts = cfg.actor_rollout_ref.rollout.max_engine_restarts if alone else 0
-        self._transfer = (
-            base._transfer if base else WeightTransfer(self._specs, self._device, keeps=self._restarts > 0)
-        )
+        self._weights: EngineWeights = base._weights if base else self._new_weights()
         if base is None:
             self._start(plan, hf_config, groups)
             self.sleep()
@@ -139,6 +135,13 @@ class ServedRollout(RolloutEngine):
     @abstractmethod
     def engine_environment(self, num_ranks: int, gpus: list[str]) -> dict[str, str]:
         """Environment of its process, on top of the worker's. gpus: that it may see."""
+
+    def _new_weights(self) -> EngineWeights:
+        way = self._cfg.actor_rollout_ref.rollout.replace_weights
+        parts = (self.name, self._specs, self._device, self._restarts > 0, self._shard)
+        if way == "by_loaders":
+            return EngineWeights(*parts)
+        return WeightsInPlace(*parts, whole=way == "in_place_checked")
 
     def _start(self, plan: ModelPlan, hf_config: Any, groups: ProcessGroupManager | None) -> None:
         """Start the process, on the first rank of the shard; the others wait."""
@@ -267,6 +270,11 @@ class ServedRollout(RolloutEngine):
             return "merged"
         return "adapter" if self._engine.loaded else "base_and_adapter"
 
+    @property
+    def reads_live(self) -> bool:
+        """See WeightTarget."""
+        return self._weights.reads_live
+
     def weight_specs(self) -> WeightSpecs:
         """See RolloutEngine."""
         wanted = self.takes
@@ -291,7 +299,8 @@ class ServedRollout(RolloutEngine):
                 for _ in base:
                     pass
             else:
-                self._load_base(base, keeps_kv and self._adapter is None)
+                live = weights if isinstance(weights, LiveWeights) else None
+                self._load_base(base, live, keeps_kv and self._adapter is None)
             if self._adapter is not None:
                 number = self._engine.users.index(self) + 1
                 load = functools.partial(
@@ -303,62 +312,25 @@ class ServedRollout(RolloutEngine):
                     keeps_kv=keeps_kv,
                 )
                 with phase("load_adapter", tensors=len(adapter)):
-                    self._together(lambda process: process.act("load_adapter", load, key=number))
+                    self._weights.together(
+                        self._process, lambda process: process.act("load_adapter", load, key=number)
+                    )
         except RolloutError as error:
             raise WeightSyncError(str(error)) from error
         self._state, self.weight_version = "ready", version
 
-    def _load_base(self, weights: Iterator[tuple[str, Tensor]], keeps_kv: bool) -> None:
+    def _load_base(
+        self, weights: Iterator[tuple[str, Tensor]], live: LiveWeights | None, keeps_kv: bool
+    ) -> None:
         """Replace all weights but adapters, which the engine then has none of.
 
-        keeps_kv: see NativeEngine.finish_update.
+        live, keeps_kv: see EngineWeights.replace.
         """
         for user in self._engine.users:
             user.lose_weights()
         self._state, self._engine.loaded = "loading", False
-        with self._transfer.buffer() as buffer:
-            with phase("begin"):
-                self._together(lambda process: process.call("begin_update"))
-            complete = False
-            try:
-                place = joined_places(self._shard.gather(buffer.place))
-                for bucket, data in self._transfer.fill(weights, buffer):
-                    with phase("load", tensors=len(bucket["names"])):
-                        self._update(bucket | {"size": buffer.size, "place": place}, data)
-                complete = True
-            finally:  # after a failure, which is the one to tell of, finishing may fail too
-                with phase("finish"), nullcontext() if complete else suppress(RolloutError):
-                    self._together(
-                        lambda process: process.call("finish_update", keeps_kv=keeps_kv and complete)
-                    )
+        self._weights.replace(self._process, weights, keeps_kv, live)
         self._engine.loaded = True
-
-    def _update(self, bucket: Bucket, data: Tensor) -> None:
-        """Have the engine load a bucket, whose bytes are `data`."""
-
-        def update(process: RecoveringEngine) -> None:
-            with self._transfer.keeping(bucket, data) as again:
-                process.ask(Call("update", {"bucket": bucket}), Call("update", {"bucket": again}))
-
-        self._together(update)
-
-    def _together(self, act: Callable[[RecoveringEngine], object]) -> None:
-        """Have the first rank of the shard do something with the process; all of it go on, or none does.
-
-        RolloutError on every rank if that failed. A rank that alone went on would wait for the others where
-        they do not come: they take part in the rest of a sync that has failed, which is collective too.
-        """
-        failure: RolloutError | None = None
-        if self._process is not None:
-            try:
-                act(self._process)
-            except RolloutError as error:
-                failure = error
-        told = self._shard.share(failure is not None)
-        if failure is not None:
-            raise failure
-        if told:
-            raise RolloutError(f"rollout engine {self.name!r} failed on rank {self._shard.ranks[0]}")
 
     def lose_weights(self) -> None:
         """See Policy."""
@@ -404,7 +376,7 @@ class ServedRollout(RolloutEngine):
         self._state, self.weight_version = "empty", -1
         if self._process is not None:
             self._process.close()
-        self._transfer.close()
+        self._weights.close()
 
     def drain_metrics(self) -> Metrics:
         """What the engine counted since the last call."""
@@ -451,6 +423,7 @@ class ServedRollout(RolloutEngine):
                 torch.cuda.empty_cache()
                 self._tell("wake", part="kv_cache")
             self._engine.cache_sleeps = False
+        self._weights.go_on_keeping()
 
     def _check_all_idle(self, what: str, even_giving_way: bool = False) -> None:
         """RolloutError if a stream of this engine has pending requests, whoever's it is."""

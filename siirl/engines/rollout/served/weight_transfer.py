@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,14 +9,12 @@ import torch
 from torch import Tensor
 
 from siirl.config import Config
+from siirl.engines.rollout.served.kept_weights import KeptWeights
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer
 from siirl.engines.rollout.weight_loading import WeightSpecs, tensor_names
 from siirl.engines.train.hf_model import model_class
 from siirl.engines.train.lora import adapter_name, add_lora
-from siirl.errors import RolloutError
 
-MAX_RESTARTS = "actor_rollout_ref.rollout.max_engine_restarts"
-"""The key; at 0 no weights are kept."""
 BUCKET_BYTES = 256 << 20
 """Weights reach the engine in pieces of this size, or of the largest tensor."""
 ALIGN_BYTES = 16
@@ -27,35 +24,26 @@ Bucket = dict[str, Any]
 
 
 class WeightTransfer:
-    """Packs tensors, in the engine's types, into a buffer that its process reads; may keep them all.
+    """Packs whole tensors, in the engine's types, into a buffer that its process reads; may keep them all.
 
     What is kept is for a process that takes the place of the first one. It lies in host memory: on a CPU the
     process reads the weights there in the first place; on a GPU it is a copy of what passes through a buffer
     of the device.
     """
 
-    def __init__(self, specs: WeightSpecs, device: torch.device, keeps: bool) -> None:
-        """specs: of the engine's weights; adapters come another way."""
-        self._specs, self._device, self._keeps = specs, device, keeps
+    def __init__(self, specs: WeightSpecs, device: torch.device, keeps: bool, locks: bool = False) -> None:
+        """specs: of the engine's weights; adapters come another way. locks: see KeptWeights."""
+        self._specs, self._device = specs, device
         self._sizes = {name: _room(*spec) for name, spec in specs.items() if adapter_name(name) is None}
-        self._kept: SharedBuffer | None = None
-        self._num_kept = 0
-        self._copier = ThreadPoolExecutor(1, "keep-weights")
+        self.kept = KeptWeights(sum(self._sizes.values()), device, locks) if keeps else None
 
     @contextmanager
     def buffer(self) -> Iterator[SharedBuffer]:
         """The memory that the process maps during an update. RolloutError if the host has no room for it."""
-        if self._keeps and self._kept is None:
-            try:
-                self._kept = SharedBuffer(sum(self._sizes.values()), torch.device("cpu"))
-            except OSError as error:
-                raise RolloutError(
-                    f"{error}: it keeps the weights for an engine that is started again. Set "
-                    f"{MAX_RESTARTS}=0, and none is."
-                ) from error
-        self._num_kept = 0
-        if self._kept is not None and self._device.type == "cpu":
-            yield self._kept
+        if self.kept is not None:
+            self.kept.restart()
+        if self.kept is not None and self._device.type == "cpu":
+            yield self.kept.buffer
             return
         largest, total = max(self._sizes.values()), sum(self._sizes.values())
         buffer = SharedBuffer(max(largest, min(total, BUCKET_BYTES)), self._device)
@@ -73,12 +61,13 @@ class WeightTransfer:
         """
         entries: list[tuple[str, torch.dtype, list[int], int]] = []
         begin = end = 0
+        stays = self.kept is not None and buffer is self.kept.buffer
         for name, tensor in weights:
             shape, dtype = self._specs[name]
             room = _room(shape, dtype)
             if entries and end + room - begin > min(buffer.size, BUCKET_BYTES):
                 yield self._described(entries), buffer.data[begin:end]
-                entries, begin = [], end if buffer is self._kept else 0
+                entries, begin = [], end if stays else 0
                 end = begin
             size = math.prod(shape) * dtype.itemsize
             buffer.data[end : end + size].view(dtype).view(shape).copy_(tensor)
@@ -93,23 +82,23 @@ class WeightTransfer:
 
         Gives what another process is to load in the place of it, with size and place.
         """
-        if self._kept is None or self._device.type == "cpu":
+        if self.kept is None or self._device.type == "cpu":
             yield bucket
             return
-        begin, self._num_kept = self._num_kept, self._num_kept + len(data)
-        copying = self._copier.submit(self._kept.data[begin : self._num_kept].copy_, data)
+        begin = self.kept.reserve(len(data))
+        copying = self.kept.copying(begin, data)
         first = bucket["starts"][0]
         starts = [begin + start - first for start in bucket["starts"]]
+        buffer = self.kept.buffer
         try:
-            yield bucket | {"starts": starts, "size": self._kept.size, "place": self._kept.place}
+            yield bucket | {"starts": starts, "size": buffer.size, "place": buffer.place}
         finally:
             copying.result()
 
     def close(self) -> None:
         """Free what is kept. Idempotent."""
-        self._copier.shutdown()
-        if self._kept is not None:
-            self._kept.close()
+        if self.kept is not None:
+            self.kept.close()
 
     def _described(self, entries: list[tuple[str, torch.dtype, list[int], int]]) -> Bucket:
         if self._device.type == "cuda":

@@ -6,6 +6,7 @@ Imported in an engine process and in vLLM's workers, never in a training worker.
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm import SamplingParams as VLLMSamplingParams
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -38,6 +40,7 @@ from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
 from siirl.engines.rollout.served.shared_buffer import open_buffer
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
+from siirl.engines.rollout.vllm.native_places import Places
 from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.spelling import suggest
@@ -78,6 +81,7 @@ class NativeEngine:
         self._engine.collective_rpc("draw_by_seeds")
         self._keeps_stats = self._engine.log_stats
         self._adapters: dict[str | None, LoRARequest] = {}
+        self._learns = False
 
     def add(self, request: Request, adapter: str | None) -> None:
         """Queue one response. Its seed makes it independent of what else is in the batch.
@@ -181,30 +185,63 @@ class NativeEngine:
         self._engine.collective_rpc("greet")
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Give back the device memory of weights and KV cache. The weights are gone, or in host memory."""
+        """Give back the device memory of weights and KV cache. The weights are gone, or in host memory.
+
+        A step that was begun ahead may still run, and not every version waits for it before it unmaps.
+        """
+        self._engine.collective_rpc("settle_device")
         self._engine.sleep(level=1 if keeps_weights else 2)
 
     def wake(self, part: str) -> None:
         """Take memory again: part "weights" or "kv_cache"."""
         self._engine.wake_up(tags=[part])
 
-    def begin_update(self) -> None:
-        """Begin to replace the weights; adapters are forgotten."""
+    def begin_update(self, tensors: dict[str, list] | None = None) -> None:
+        """Begin to replace the weights; adapters are forgotten.
+
+        tensors: of the files, of which it is found out where they land, see WeightWriter; None: it is not.
+        """
         self._engine.collective_rpc("unwrap_layers")
         self._engine.collective_rpc("unpack_experts")
         self._engine.collective_rpc("start_weight_update")
+        self._learns = tensors is not None
+        if tensors is not None:
+            self._engine.collective_rpc("learn_places", kwargs=tensors)
 
     def update(self, bucket: dict[str, Any]) -> None:
         """Load the tensors of a bucket (see BucketInfo) in all workers of the engine."""
         self._engine.collective_rpc("update_weights", kwargs={"update_info": bucket})
 
-    def finish_update(self, keeps_kv: bool) -> None:
+    def finish_update(self, keeps_kv: bool) -> str:
         """Complete an update; what was computed with other weights is forgotten, unless keeps_kv: then only
         requests of the same kv_version find it.
+
+        Returns why weights cannot be written in place; "" if they can be from now on, where that was asked.
         """
         self._engine.collective_rpc("finish_weight_update")
+        reasons = self._engine.collective_rpc("check_places") if self._learns else []
         self._engine.collective_rpc("complete_update")
         self._engine.collective_rpc("wrap_layers")
+        self._forget(keeps_kv)
+        return next(filter(None, reasons), "")
+
+    def begin_writing(self) -> None:
+        """Begin to write the weights in place."""
+        self._engine.collective_rpc("unpack_experts")
+        self._engine.collective_rpc("begin_places")
+
+    def write(self, filling: dict[str, Any]) -> None:
+        """Write what is in the sender's buffer, see WeightWriter.fillings, in all workers of the engine."""
+        self._engine.collective_rpc("write_places", args=(filling,))
+
+    def finish_writing(self, keeps_kv: bool) -> None:
+        """Complete an update in place, as finish_update."""
+        self._engine.collective_rpc("finish_places")
+        self._engine.collective_rpc("pack_layers")
+        self._forget(keeps_kv)
+
+    def _forget(self, keeps_kv: bool) -> None:
+        """Drop what was computed with other weights."""
         if self._images is not None:
             self._engine.reset_encoder_cache()
         if not keeps_kv:
@@ -292,6 +329,7 @@ class BucketTransfer(WeightTransferEngine):
     def __init__(self, config: Any, *others: Any) -> None:
         super().__init__(config, *others)
         self._source: tuple[str, Tensor] | None = None  # what is mapped, and the mapping
+        self.saw: Callable[[str, Tensor], None] | None = None  # told of what is loaded
 
     def init_transfer_engine(self, init_info: NoInfo) -> None:
         """Nothing to meet."""
@@ -310,6 +348,9 @@ class BucketTransfer(WeightTransferEngine):
         """Load a bucket. The model keeps references until a layer is complete, so it gets copies."""
         buffer = self._buffer(update_info)
         copies = [(name, part.clone()) for name, part in _cut(buffer, update_info)]
+        if self.saw is not None:
+            for copy in copies:
+                self.saw(*copy)
         (load_weights or self.model.load_weights)(copies)
         if buffer.is_cuda:
             torch.cuda.synchronize()
@@ -358,6 +399,8 @@ class WorkerExtension:
         A reload copies what came over what the kernel reads. vLLM's CPU kernels fill the width of experts up
         to a multiple of 32 with zeros: where they do, the one does not fit over the other.
         """
+        if self.device.type != "cpu":
+            return
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         for layer in _cpu_experts(self.model_runner.model):
@@ -367,18 +410,65 @@ class WorkerExtension:
                 weight.data = weight.data.new_empty(shapes[name].shape)
 
     def complete_update(self) -> None:
-        """Unmap the buffer in which the weights came; on the CPU, repack a tied output head, and experts.
+        """Unmap the buffer in which the weights came; then as pack_layers."""
+        self.weight_transfer_engine.shutdown()
+        self.pack_layers()
+
+    def pack_layers(self) -> None:
+        """On the CPU, repack a tied output head, and experts.
 
         vLLM's CPU kernels multiply by a packed copy of a layer's weights. A reload packs those layers again
         that got weights under their own name, and a tied head gets them under the embedding's. Experts are
         packed when their kernel is built, and vLLM 0.32 builds it once.
         """
-        self.weight_transfer_engine.shutdown()
+        if self.device.type != "cpu":
+            return
         for layer in self.model_runner.model.modules():
             if isinstance(layer, ParallelLMHead) and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
         for layer in _cpu_experts(self.model_runner.model):
             layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    def learn_places(self, names: list[str], shapes: list[list[int]], dtypes: list[str]) -> None:
+        """Find out where the tensors of the files land: after the begin of an update, of each by loaders."""
+        self._places = Places(self.model_runner.model, self.device, names, shapes, dtypes)
+        with self._loading():
+            self._places.learn()
+        self.weight_transfer_engine.saw = self._places.saw
+
+    def check_places(self) -> str:
+        """After an update, why weights cannot be written in place, or ""."""
+        self.weight_transfer_engine.saw = None
+        self._places.check()
+        return self._places.why_not
+
+    def begin_places(self) -> None:
+        """See Places.begin."""
+        with self._loading():
+            self._places.begin()
+
+    def write_places(self, filling: dict[str, Any]) -> None:
+        """See Places.write."""
+        with self._loading():
+            self._places.write(filling)
+
+    def finish_places(self) -> None:
+        """See Places.finish."""
+        with self._loading():
+            self._places.finish()
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """What vLLM has around it while it loads; nothing else of this process is on the device meanwhile."""
+        with set_current_vllm_config(self.vllm_config), torch.device(self.device), torch.no_grad():
+            self.settle_device()
+            yield
+            self.settle_device()
+
+    def settle_device(self) -> None:
+        """Wait for all that the device has been given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def unwrap_layers(self) -> None:
         """Put layers in the place of those that add LoRA to them: weights are loaded by the layers' names."""

@@ -1,0 +1,101 @@
+"""A copy of an engine's weights in host memory, for a process that takes the place of a lost one."""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from siirl.engines.rollout.served.shared_buffer import SharedBuffer
+from siirl.errors import RolloutError
+
+log = logging.getLogger(__name__)
+
+MAX_RESTARTS = "actor_rollout_ref.rollout.max_engine_restarts"
+"""The key; at 0 no weights are kept."""
+
+
+class KeptWeights:
+    """Memory for all weights of an engine, taken at the first update.
+
+    It is filled from its begin to its end, in the order in which weights come: at once, or in the background
+    after the update, from weights that stay where they are until that is done.
+    """
+
+    def __init__(self, size: int, device: torch.device, locks: bool) -> None:
+        """locks: lock its pages if weights come from a GPU, which then copies beside what else it does."""
+        self._size, self._locks = size, locks and device.type == "cuda"
+        self._buffer: SharedBuffer | None = None
+        self._is_locked = False
+        self._filled = 0
+        self._copier = ThreadPoolExecutor(1, "keep-weights")
+        self._due: Callable[[], None] | None = None
+        self._running: Future | None = None
+
+    @property
+    def buffer(self) -> SharedBuffer:
+        """RolloutError if the host has no room for it."""
+        if self._buffer is None:
+            try:
+                self._buffer = SharedBuffer(self._size, torch.device("cpu"))
+            except OSError as error:
+                raise RolloutError(
+                    f"{error}: it keeps the weights for an engine that is started again. Set "
+                    f"{MAX_RESTARTS}=0, and none is."
+                ) from error
+            if self._locks:
+                self._lock(self._buffer.data)
+        return self._buffer
+
+    def restart(self) -> None:
+        """What is kept is about to be replaced. RolloutError if the host has no room for it."""
+        self._due = None
+        self.wait()
+        self._filled = 0
+        _ = self.buffer
+
+    def reserve(self, size: int) -> int:
+        """The first byte of a place for `size` bytes."""
+        begin, self._filled = self._filled, self._filled + size
+        return begin
+
+    def copying(self, begin: int, data: Tensor) -> Future:
+        """Copy bytes there, beside what this thread does."""
+        return self._copier.submit(self.buffer.data[begin : begin + len(data)].copy_, data)
+
+    def fill_later(self, fill: Callable[[], None]) -> None:
+        """What `fill` writes is missing until it has run: by `start`, or when somebody waits for it."""
+        self._due = fill
+
+    def start(self) -> None:
+        """Begin with what is missing, in the background."""
+        if self._due is not None:
+            self._running, self._due = self._copier.submit(self._due), None
+
+    def wait(self) -> None:
+        """Until nothing is missing."""
+        self.start()
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def close(self) -> None:
+        """Free it. Idempotent."""
+        self._due = None
+        self._copier.shutdown()
+        if self._buffer is not None:
+            if self._is_locked:
+                torch.cuda.cudart().cudaHostUnregister(self._buffer.data.data_ptr())
+                self._is_locked = False
+            self._buffer.close()
+
+    def _lock(self, data: Tensor) -> None:
+        """Lock the pages, by which the device copies into them several times as fast."""
+        try:
+            code = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)
+        except RuntimeError as error:
+            code = error
+        self._is_locked = str(code) in ("0", "cudaError.success") or code == 0
+        if not self._is_locked:
+            log.warning("the memory that keeps the weights could not be locked (%s): copies are slow", code)

@@ -1,0 +1,227 @@
+"""Weights on their way into the parameters of an engine, once the places of all of them are known there."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from siirl.engines.rollout.served.kept_weights import KeptWeights
+from siirl.engines.rollout.served.samples import sampled_sum
+from siirl.engines.rollout.served.shared_buffer import SharedBuffer
+from siirl.engines.rollout.weight_loading import WeightSpecs
+from siirl.engines.train.live_weights import LiveWeights
+from siirl.engines.train.lora import adapter_name
+
+BUCKET_BYTES = 256 << 20
+"""Weights are written in pieces of this size."""
+ALIGN_BYTES = 16
+CUT_ROWS = 16
+"""What is larger than a buffer is cut after a multiple of so many rows, whose bytes ALIGN_BYTES divides."""
+
+
+@dataclass
+class Filling:
+    """Rows that lie in the buffer together."""
+
+    begin: int
+    end: int = 0
+    entries: list[int] = field(default_factory=list)
+    """Four numbers for each: which tensor, its first row here, how many, and their first byte."""
+    pairs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """(where they are put, where they come from)."""
+    ended: list[tuple[str, int]] = field(default_factory=list)
+    """Tensors whose last rows these are, and the byte after `begin` where they start, maybe before it."""
+    kept: int = 0
+    """The byte of the kept copy that `begin` is."""
+
+    def put(self) -> None:
+        """Copy the rows into the buffer, cast, those of equal types at once."""
+        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+        for target, source in self.pairs:
+            targets, sources = groups.setdefault((target.dtype, source.dtype), ([], []))
+            targets.append(target)
+            sources.append(source)
+        for targets, sources in groups.values():
+            torch._foreach_copy_(targets, sources)
+
+
+class WeightWriter:
+    """Packs rows of tensors into a buffer that the engine's process maps once and for all.
+
+    With `kept`, a copy for another process: on a CPU that is the buffer itself. Of weights that stay where
+    they are (LiveWeights), a GPU's copy is made after the update.
+    """
+
+    def __init__(
+        self, specs: WeightSpecs, device: torch.device, kept: KeptWeights | None, whole: bool
+    ) -> None:
+        """whole: have all bytes compared by who reads them, instead of samples."""
+        self._specs = {name: spec for name, spec in specs.items() if adapter_name(name) is None}
+        self._device, self._kept, self._whole = device, kept, whole
+        self._numbers = {name: number for number, name in enumerate(self._specs)}
+        self._buffer: SharedBuffer | None = None
+        self._live: tuple[LiveWeights, list[Filling]] | None = None
+        self._num_written = 0
+
+    def tensors(self) -> dict[str, list]:
+        """What the engine is to find the places of, as JSON values."""
+        return {
+            "names": list(self._specs),
+            "shapes": [list(shape) for shape, _ in self._specs.values()],
+            "dtypes": [str(dtype).removeprefix("torch.") for _, dtype in self._specs.values()],
+        }
+
+    def buffer(self) -> SharedBuffer:
+        """The memory that the process maps. RolloutError if the host has no room for a kept copy."""
+        if self._kept is not None and self._device.type == "cpu":
+            return self._kept.buffer
+        if self._buffer is None:
+            rows = (math.prod(shape[1:]) * dtype.itemsize for shape, dtype in self._specs.values())
+            total = sum(_room(math.prod(shape) * dtype.itemsize) for shape, dtype in self._specs.values())
+            size = max(min(total, BUCKET_BYTES), CUT_ROWS * _room(max(rows)))
+            self._buffer = SharedBuffer(size, self._device)
+        return self._buffer
+
+    @torch.no_grad()
+    def fillings(
+        self, weights: Iterable[tuple[str, Tensor]], live: LiveWeights | None
+    ) -> Iterator[tuple[Filling, dict[str, Any]]]:
+        """Fill the buffer again and again; what is in it, and what the process is told of it.
+
+        weights: checked ones; of `live`, they are asked for once only. What was kept is lost.
+        """
+        if self._kept is not None:
+            self._kept.restart()
+        buffer = self.buffer()
+        self._num_written += 1
+        if live is None:
+            found = self._cut(weights, buffer, put_at_once=True)
+        elif self._live is not None and self._live[0] is live:
+            found = iter(self._live[1])
+        else:
+            self._live = (live, list(self._cut(weights, buffer, put_at_once=False)))
+            found = iter(self._live[1])
+        if live is not None and self._kept is not None and self._device.type != "cpu":
+            self._kept.fill_later(self._keep_live)
+            live.read_until(self._kept.wait)
+        self._settle_device()  # whoever wrote the weights, on whatever stream
+        for filling in found:
+            if live is not None:
+                filling.put()
+            number = self._num_written * 977 + filling.kept // ALIGN_BYTES
+            total = int(sampled_sum(buffer.data[filling.begin : filling.end], number, self._whole))
+            self._settle_device()
+            yield (
+                filling,
+                {
+                    "entries": filling.entries,
+                    "begin": filling.begin,
+                    "end": filling.end,
+                    "number": number,
+                    "whole": self._whole,
+                    "sum": total,
+                },
+            )
+
+    def begin_keeping(self, filling: Filling, live: LiveWeights | None) -> Any:
+        """Copy a filling to where weights are kept, if they are not there and not kept later: a future."""
+        if self._kept is None or self._device.type == "cpu" or live is not None:
+            return None
+        return self._kept.copying(filling.kept, self.buffer().data[filling.begin : filling.end])
+
+    def kept_bucket(self, filling: Filling) -> dict[str, Any]:
+        """What another process is to load in the place of this filling; waits until it is kept."""
+        assert self._kept is not None
+        self._kept.wait()
+        specs = [self._specs[name] for name, _ in filling.ended]
+        return {
+            "names": [name for name, _ in filling.ended],
+            "dtypes": [str(dtype).removeprefix("torch.") for _, dtype in specs],
+            "shapes": [list(shape) for shape, _ in specs],
+            "starts": [filling.kept + start for _, start in filling.ended],
+            "size": self._kept.buffer.size,
+            "place": self._kept.buffer.place,
+        }
+
+    def keep_now(self) -> None:
+        """Begin to copy what is to be kept and is not yet, in the background."""
+        if self._kept is not None:
+            self._kept.start()
+
+    def close(self) -> None:
+        """Free the buffer. Idempotent."""
+        self._live = None
+        if self._buffer is not None:
+            self._buffer.close()
+
+    def _keep_live(self) -> None:
+        """Copy all live weights to where they are kept, by way of the buffer, on a stream of their own."""
+        assert self._kept is not None and self._live is not None
+        buffer, kept = self.buffer().data, self._kept.buffer.data
+        with torch.cuda.device(self._device), torch.no_grad():
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for filling in self._live[1]:
+                    filling.put()
+                    data = buffer[filling.begin : filling.end]
+                    kept[filling.kept : filling.kept + len(data)].copy_(data, non_blocking=True)
+            stream.synchronize()
+
+    def _cut(
+        self, weights: Iterable[tuple[str, Tensor]], buffer: SharedBuffer, put_at_once: bool
+    ) -> Iterator[Filling]:
+        """Deal rows into fillings; only a tensor that is larger than the buffer is cut."""
+        limit = min(buffer.size, max(BUCKET_BYTES, self._largest_row() * CUT_ROWS))
+        stays = self._kept is not None and buffer is self._kept.buffer
+        filling = Filling(0)
+        used = 0
+
+        def closed() -> Filling:
+            nonlocal filling, used
+            done = filling
+            done.end = done.begin + used
+            done.kept = self._kept.reserve(used) if self._kept is not None else 0
+            filling, used = Filling(done.end if stays else 0), 0
+            return done
+
+        for name, tensor in weights:
+            shape, dtype = self._specs[name]
+            rows, row_bytes = (shape[0] if shape else 1), math.prod(shape[1:]) * dtype.itemsize
+            first = 0
+            while first < rows:
+                size = min(rows - first, (limit - used) // max(row_bytes, 1))
+                if size < rows - first:
+                    size = size // CUT_ROWS * CUT_ROWS if rows * row_bytes > limit else 0
+                if size == 0:
+                    yield closed()
+                    continue
+                start = filling.begin + used
+                place = buffer.data[start : start + size * row_bytes].view(dtype)
+                source = tensor.detach()[first : first + size] if shape else tensor.detach()
+                target = place.view(size, *shape[1:]) if shape else place.view(())
+                if put_at_once:
+                    target.copy_(source)
+                else:
+                    filling.pairs.append((target, source))
+                filling.entries += [self._numbers[name], first, size, start]
+                if first + size == rows:
+                    filling.ended.append((name, used - first * row_bytes))
+                first, used = first + size, used + _room(size * row_bytes)
+        if used:
+            yield closed()
+
+    def _settle_device(self) -> None:
+        """Wait for all that the device has been given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _largest_row(self) -> int:
+        return max(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in self._specs.values())
+
+
+def _room(num_bytes: int) -> int:
+    """Bytes in a buffer: rounded up, so that what comes next starts where any type may."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,0 +1,39 @@
+"""A model's weights in the memory in which they are trained, for who reads them there."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class LiveWeights:
+    """Whole tensors under the names of the model's files: views of live memory, the same in every step.
+
+    As an iterable it is what export_weights yields, in the master type.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], memory: Sequence[int] = ()) -> None:
+        """memory: the storages of all of the model, which stay theirs as long as these views are there."""
+        self._tensors, self._memory = dict(tensors), list(memory)
+        self._readers: list[Callable[[], None]] = []
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._tensors.items())
+
+    def lies_in(self, memory: Sequence[int]) -> bool:
+        """Whether the model still lies in the memory that these are views of."""
+        return self._memory == list(memory)
+
+    def num_bytes(self, dtype: torch.dtype | None) -> int:
+        """Of all tensors, once floating ones are of `dtype`; None: of their own."""
+        types = ((x, dtype if dtype and x.is_floating_point() else x.dtype) for x in self._tensors.values())
+        return sum(x.numel() * found.itemsize for x, found in types)
+
+    def read_until(self, done: Callable[[], None]) -> None:
+        """Somebody reads them in the background: `done` returns once that has ended."""
+        self._readers.append(done)
+
+    def settle(self) -> None:
+        """Wait for those who read: the weights are about to change, or to go."""
+        while self._readers:
+            self._readers.pop()()

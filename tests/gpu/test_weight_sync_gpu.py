@@ -1,0 +1,84 @@
+"""Weights written in place on a GPU: CUDA graphs, an engine that sleeps, a copy kept in the background.
+
+    python -m pytest tests/gpu/test_weight_sync_gpu.py -s
+
+Prints why, if vLLM's loaders have to take a model's weights one by one.
+"""
+
+import logging
+import os
+import signal
+
+import pytest
+import torch
+from updated_engines import IN_PLACE, build, by_loaders, note_calls, samples, versions, write_model
+
+from siirl.engines.rollout.served import weight_writing
+from siirl.engines.train.live_weights import LiveWeights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(400),
+]
+ROLLOUT = "actor_rollout_ref.rollout"
+CASES = {
+    "qwen3": {"tie_word_embeddings": True, "vocab_size": 70},
+    "qwen3_moe": {"tie_word_embeddings": False, "hidden_size": 256, "moe_intermediate_size": 128},
+}
+MUST_BE_IN_PLACE = ("qwen3",)
+
+
+def engine_on_gpu(folder, *overrides):
+    return build(
+        folder,
+        f"{ROLLOUT}.dtype=bfloat16",
+        f"{ROLLOUT}.enforce_eager=False",
+        f"{ROLLOUT}.max_num_seqs=16",
+        f"{ROLLOUT}.gpu_memory_utilization=0.1",
+        *overrides,
+        device="cuda:0",
+    )
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_updates_in_place_are_those_of_the_loaders_also_after_a_restart(kind, tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.WARNING)
+    write_model(tmp_path, kind, head_dim=64, **{"hidden_size": 128} | CASES[kind])
+    sets = versions(tmp_path, 4, "cuda:0")
+    methods = note_calls(monkeypatch)
+    engine = engine_on_gpu(tmp_path)
+    try:
+        expected = []
+        for version, weights in enumerate(sets):
+            engine.sleep()
+            by_loaders(engine, weights, version)
+            expected.append(samples(engine))
+        assert len({str(one) for one in expected}) == len(sets)
+        engine.sleep()
+        engine.load_weights(sets[0].items(), 10)
+        assert samples(engine) == expected[0]
+        methods.clear()
+        monkeypatch.setattr(weight_writing, "BUCKET_BYTES", 50_000)  # large tensors are cut
+        live = LiveWeights({name: tensor.clone() for name, tensor in sets[0].items()})
+        for version in (1, 2, 3, 1, 2):
+            monkeypatch.setattr(engine._weights._writer, "_whole", version == 2)
+            engine.sleep()
+            live.settle()  # as a trainer does before it changes them
+            for name, tensor in live:
+                tensor.copy_(sets[version][name])
+            engine.load_weights(live if version != 3 else sets[3].items(), 20 + version)
+            assert samples(engine) == expected[version], (version, methods, caplog.text)
+        print(f"\n{kind}: {sorted(set(methods))}\n{caplog.text}")
+        if kind in MUST_BE_IN_PLACE:
+            assert set(methods) == set(IN_PLACE), caplog.text
+        live.settle()
+        for tensor in dict(live).values():
+            tensor.zero_()  # what is kept has been copied by now
+        os.kill(engine._process.pid, signal.SIGKILL)
+        assert samples(engine) == expected[2] and engine.drain_restarts() == 1
+        engine.sleep()
+        engine.load_weights(sets[1].items(), 30)
+        assert samples(engine) == expected[1]
+    finally:
+        engine.close()

@@ -1,0 +1,100 @@
+"""A vLLM engine that takes one set of weights after another, by vLLM's loaders or in place."""
+
+from pathlib import Path
+from typing import Any
+
+import causal_lms
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from siirl.compiler.plan import ModelPlan
+from siirl.config import load_config
+from siirl.engines.engine_registry import make_rollout_engine
+from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.served.messages import Call
+from siirl.engines.rollout.served.recovery import RecoveringEngine
+from siirl.engines.rollout.weight_loading import stored_tensors_of, tensor_names
+from siirl.parallel.dims import ParallelDims
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [2, 3, 4]]
+SIZES = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 128}
+IN_PLACE = ["begin_writing", "write", "finish_writing"]
+
+
+def write_model(folder: Path, kind: str, **sizes: Any) -> None:
+    """A model's directory; its weights are random, and another kind of model has other ones."""
+    causal_lms.write_model(folder, causal_lms.tiny_config(kind, **SIZES | sizes))
+
+
+def build(folder: Path, *overrides: str, device: str = "cpu") -> Any:
+    cfg = load_config(
+        [
+            "actor_rollout_ref.rollout.name=vllm",
+            f"actor_rollout_ref.model.path={folder}",
+            "actor_rollout_ref.rollout.dtype=float32",
+            "actor_rollout_ref.rollout.max_model_len=64",
+            "actor_rollout_ref.rollout.replace_weights=in_place",
+            "trainer.deadline_s=240",
+            f"trainer.output_dir={folder}/outputs",
+            *overrides,
+        ]
+    )
+    plan = ModelPlan(
+        "agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0,), ParallelDims(1), "rollout_actor", ()
+    )
+    return make_rollout_engine(plan, cfg, None, torch.device(device))
+
+
+def versions(folder: Path, count: int, device: str = "cpu") -> list[dict[str, Tensor]]:
+    """Sets of weights under the names of the files, in fp32; each tensor is another in each of them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    specs, _ = tensor_names(model)
+    stored = stored_tensors_of(model)
+    draw = torch.Generator().manual_seed(7)
+    return [
+        {
+            name: (stored[name].detach() + 0.2 * torch.randn(stored[name].shape, generator=draw)).to(device)
+            for name in specs
+        }
+        for _ in range(count)
+    ]
+
+
+def note_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls to engines from here on, in their order."""
+    called, act = [], RecoveringEngine.act
+
+    def noting(engine, kind, action, again=None, key=None):
+        def noted(process):
+            ask = process.ask
+
+            def asked(message):
+                if isinstance(message, Call):
+                    called.append(message.method)
+                return ask(message)
+
+            process.ask = asked
+            try:
+                return action(process)
+            finally:
+                del process.ask
+
+        return act(engine, kind, noted, again or action, key)
+
+    monkeypatch.setattr(RecoveringEngine, "act", noting)
+    return called
+
+
+def samples(engine: Any, max_tokens: int = 24) -> list[list[tuple[list[int], list[float]]]]:
+    """Tokens and log-probs of what it samples."""
+    rows = engine.generate(PROMPTS, SamplingParams(max_tokens=max_tokens), range(len(PROMPTS)))
+    return [[(one.token_ids, one.log_probs) for one in row] for row in rows]
+
+
+def by_loaders(engine: Any, weights: dict[str, Tensor], version: int) -> None:
+    """An update by vLLM's loaders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine._weights, "by_loaders", True)
+        engine.load_weights(weights.items(), version)

@@ -1,0 +1,68 @@
+"""rollout.replace_weights: where weights are written in place on demand, and where that is refused."""
+
+import json
+
+import pytest
+from plan_cases import config
+
+from siirl.compiler.compile import compile_plan, load_dag
+from siirl.config import effect_warnings
+from siirl.config.checks import check_config
+from siirl.config.roles import judge_config, scoring_config
+from siirl.errors import NotSupportedError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+QWEN3 = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+IN_PLACE = f"{ROLLOUT}.replace_weights=in_place"
+
+
+def checked(folder, *keys, kind="qwen3"):
+    (folder / "config.json").write_text(json.dumps(QWEN3 | {"model_type": kind}))
+    base = (f"actor_rollout_ref.model.path={folder}", f"{ROLLOUT}.name=vllm", "trainer.device=cuda")
+    cfg = config(*base, *keys)
+    check_config(cfg)
+    compile_plan(load_dag(cfg), cfg, 2)
+    return cfg
+
+
+def test_by_default_loaders_take_each_tensor(tmp_path):
+    assert checked(tmp_path).actor_rollout_ref.rollout.replace_weights == "by_loaders"
+
+
+@pytest.mark.parametrize("way", ["in_place", "in_place_checked"])
+@pytest.mark.parametrize("other", [f"{ROLLOUT}.max_lag=1", "actor_rollout_ref.model.lora_rank=8"])
+def test_weights_in_place_go_with_vllm(way, other, tmp_path):
+    cfg = checked(tmp_path, f"{ROLLOUT}.replace_weights={way}", other)
+    assert not [line for line in effect_warnings(cfg) if "replace_weights" in line]
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "words"),
+    [
+        ((f"{ROLLOUT}.name=sglang",), "qwen3", "with rollout.name=sglang: it takes weights in its own way"),
+        ((f"{ROLLOUT}.name=hf",), "qwen3", "with rollout.name=hf: it takes weights in its own way"),
+        (
+            (f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.max_log_prob_diff=0.1"),
+            "qwen3",
+            "with quantized weights: each sync rounds them anew",
+        ),
+        ((f"{ROLLOUT}.engine_kwargs.vllm={{quantization: fp8}}",), "qwen3", "with quantized weights"),
+        (("trainer.rollout_only=true",), "qwen3", "with trainer.rollout_only=true: weights come once"),
+        (
+            (f"{ROLLOUT}.tensor_model_parallel_size=2",),
+            "qwen3",
+            "with tensor_model_parallel_size=2: it was seen with engines of one rank only",
+        ),
+        ((), "phi3", "for a phi3: it was held against vLLM's loaders for llama, qwen2"),
+    ],
+)
+def test_where_weights_cannot_be_written_in_place_the_check_says_so(keys, kind, words, tmp_path):
+    with pytest.raises(NotSupportedError, match=words) as raised:
+        checked(tmp_path, IN_PLACE, *keys, kind=kind)
+    assert f"Set {ROLLOUT}.replace_weights=by_loaders." in str(raised.value)
+
+
+def test_a_judge_and_a_teacher_take_weights_as_ever(tmp_path):
+    cfg = checked(tmp_path, IN_PLACE)
+    for made in (judge_config(cfg), scoring_config(cfg)):
+        assert made.actor_rollout_ref.rollout.replace_weights == "by_loaders"

@@ -1,0 +1,243 @@
+"""The weights of an engine's process are those that were sent, by loaders or in place, whenever it is lost.
+
+The process is a model of the real one. It reads the very memory that the worker fills.
+"""
+
+import random
+
+import pytest
+import torch
+
+from siirl.engines.rollout.served import recovery, weight_writing
+from siirl.engines.rollout.served.engine_process import EngineLost
+from siirl.engines.rollout.served.engine_shard import EngineShard
+from siirl.engines.rollout.served.engine_weights import EngineWeights
+from siirl.engines.rollout.served.messages import Call, Done, Start
+from siirl.engines.rollout.served.recovery import RecoveringEngine
+from siirl.engines.rollout.served.samples import fingerprint, sampled_sum
+from siirl.engines.rollout.served.shared_buffer import open_buffer
+from siirl.engines.rollout.served.weights_in_place import WeightsInPlace
+from siirl.engines.train.live_weights import LiveWeights
+from siirl.errors import RolloutError
+
+CPU = torch.device("cpu")
+SPECS = {
+    "large": ((70, 6), torch.bfloat16),
+    "odd": ((3, 5), torch.float32),
+    "vector": ((33,), torch.bfloat16),
+    "one": ((), torch.float32),
+    "counts": ((4,), torch.int64),
+}
+
+
+class ModelProcess:
+    def __init__(self, rng, mean):
+        self.rng, self.left = rng, rng.expovariate(1 / mean) if mean else float("inf")
+        self.weights, self.updating, self.asked, self.knows = {}, "", False, False
+        self.learns = True
+
+    def ask(self, message):
+        late = self.rng.random() < 0.5
+        self.left -= 1
+        lost = self.left < 0
+        if lost and not late:
+            raise EngineLost("it died.", "")
+        result = None
+        if isinstance(message, Call):
+            result = getattr(self, message.method)(**message.arguments)
+        else:
+            assert isinstance(message, Start)
+        if lost:
+            raise EngineLost("it died.", "")
+        return Done(result)
+
+    def call(self, method, **arguments):
+        return self.ask(Call(method, arguments)).result
+
+    def forget(self):
+        return []
+
+    def kill(self):
+        self.left = -1
+
+    def expect(self):
+        pass
+
+    def idle(self):
+        pass
+
+    def begin_update(self, tensors=None):
+        self.updating, self.weights = "loaders", {}
+        self.asked = tensors is not None
+
+    def update(self, bucket):
+        assert self.updating == "loaders"
+        data = open_buffer(bucket["place"], bucket["size"], CPU)
+        for name, dtype, shape, start in zip(
+            bucket["names"], bucket["dtypes"], bucket["shapes"], bucket["starts"], strict=True
+        ):
+            found = SPECS[name]
+            assert (tuple(shape), getattr(torch, dtype)) == found and name not in self.weights
+            size = found[1].itemsize * torch.Size(shape).numel()
+            self.weights[name] = data[start : start + size].view(found[1]).view(shape).clone()
+
+    def finish_update(self, keeps_kv):
+        assert self.updating == "loaders"
+        self.updating = ""
+        if self.asked:
+            self.knows = self.learns
+        return "" if self.knows or not self.asked else "it does not know"
+
+    def begin_writing(self):
+        assert self.knows
+        self.updating, self.weights = "in place", {}
+
+    def write(self, filling):
+        assert self.updating == "in place"
+        data = open_buffer(filling["place"], filling["place"]["size"], CPU)
+        part = data[filling["begin"] : filling["end"]]
+        assert int(sampled_sum(part, filling["number"], filling["whole"])) == filling["sum"]
+        names = list(SPECS)
+        for index, first, rows, start in zip(*[iter(filling["entries"])] * 4, strict=True):
+            shape, dtype = SPECS[names[index]]
+            rest = shape[1:] if shape else ()
+            size = rows * torch.Size(rest).numel() * dtype.itemsize
+            values = data[start : start + size].view(dtype)
+            whole = self.weights.setdefault(names[index], torch.empty(shape, dtype=dtype))
+            if shape:
+                whole[first : first + rows] = values.view(rows, *rest)
+            else:
+                whole.copy_(values[0])
+
+    def finish_writing(self, keeps_kv):
+        assert self.updating == "in place"
+        self.updating = ""
+
+
+def a_set(rng):
+    draw = torch.Generator().manual_seed(rng.randrange(1 << 30))
+    made = {}
+    for name, (shape, dtype) in SPECS.items():
+        values = torch.randn(shape, generator=draw) * 100
+        made[name] = values.to(dtype) if not dtype.is_floating_point else values
+    return made
+
+
+def holds(process, weights):
+    wanted = {name: tensor.to(SPECS[name][1]) for name, tensor in weights.items()}
+    return process.weights.keys() == wanted.keys() and all(
+        torch.equal(process.weights[name], wanted[name]) for name in wanted
+    )
+
+
+def ways_of(process, log):
+    """Notes the calls of a process."""
+    ask = process.ask
+    process.ask = lambda message: (log.append(message.kind), ask(message))[1]
+
+
+def in_place(keeps):
+    return WeightsInPlace("engine", SPECS, CPU, keeps, EngineShard((0,)), whole=False)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize("seed", range(40))
+def test_a_process_has_the_weights_that_were_sent_last_whenever_it_is_lost(
+    seed, keeps, tmp_path, monkeypatch
+):
+    lose_a_process(random.Random(seed), keeps, in_place(keeps), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_by_default_the_loaders_take_each_tensor_and_nobody_asks_where_they_land(seed, tmp_path, monkeypatch):
+    by_loaders = EngineWeights("engine", SPECS, CPU, True, EngineShard((0,)))
+    log = lose_a_process(random.Random(seed), True, by_loaders, tmp_path, monkeypatch)
+    assert not {"begin_writing", "write", "finish_writing"}.intersection(log) and not by_loaders.reads_live
+
+
+def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch):
+    """Updates of all kinds into processes that are lost now and then; the calls that they got."""
+    monkeypatch.setattr(weight_writing, "BUCKET_BYTES", 200)  # the large tensor is cut
+    processes, log = [], []
+
+    def make():
+        processes.append(ModelProcess(rng, rng.choice([0, 6, 25]) if keeps else 0))
+        ways_of(processes[-1], log)
+        return processes[-1]
+
+    monkeypatch.setattr(recovery, "WINDOW_S", 0.0)
+    engine = RecoveringEngine(lambda: _living(make), Start("", {}), tmp_path / "log", 10_000 if keeps else 0)
+    live_sets = LiveWeights(a_set(rng))
+    try:
+        for _ in range(12):
+            now = a_set(rng)
+            live = rng.random() < 0.4
+            if live:
+                live_sets.settle()
+                for name, tensor in live_sets:
+                    tensor.copy_(now[name])
+            if isinstance(sent, WeightsInPlace):
+                sent.by_loaders = rng.random() < 0.25
+                sent._writer._whole = rng.random() < 0.5
+            weights = iter(live_sets if live else now.items())
+            sent.replace(engine, weights, False, live_sets if live else None)
+            assert holds(processes[-1], now)
+            if keeps and rng.random() < 0.3:  # lost while it is used
+                processes[-1].left = -1
+                engine.call("idle")
+                assert holds(processes[-1], now)
+            if rng.random() < 0.2:  # an update fails, and the next one is whole
+                with pytest.raises(ZeroDivisionError):
+                    sent.replace(engine, failing(now), False)
+    finally:
+        sent.close()
+    assert "update" in log and ("write" in log) == isinstance(sent, WeightsInPlace)
+    return log
+
+
+def _living(make):
+    """A process that lives long enough to start: whose first one dies is not tried again."""
+    process = make()
+    process.left = max(process.left, 1.0)
+    return process
+
+
+def failing(weights):
+    yield from list(weights.items())[:3]
+    raise ZeroDivisionError
+
+
+def test_what_a_process_cannot_learn_is_loaded_each_time_and_said_once(tmp_path, caplog):
+    log, rng = [], random.Random(0)
+    process = ModelProcess(rng, 0)
+    process.learns = False
+    ways_of(process, log)
+    engine = RecoveringEngine(lambda: process, Start("", {}), tmp_path / "log", 0)
+    sent = in_place(keeps=False)
+    for _ in range(3):
+        now = a_set(rng)
+        sent.replace(engine, iter(now.items()), False)
+        assert holds(process, now)
+    sent.close()
+    assert "write" not in log and caplog.text.count("it does not know") == 1
+
+
+def test_a_fingerprint_tells_values_and_their_order():
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    other, swapped = values.clone(), values.clone()
+    other[7] = torch.nextafter(other[7], torch.tensor(9.0))
+    swapped[[3, 900]] = swapped[[900, 3]]
+    same = values.view(20, 50).t().contiguous().t()
+    assert int(fingerprint(same)) == int(fingerprint(values)) != int(fingerprint(other))
+    assert int(fingerprint(swapped)) != int(fingerprint(values))
+    assert int(fingerprint(torch.tensor([float("nan")]))) == int(fingerprint(torch.tensor([float("nan")])))
+
+
+def test_a_lost_process_without_restarts_ends_the_update(tmp_path):
+    process = ModelProcess(random.Random(0), 0)
+    engine = RecoveringEngine(lambda: process, Start("", {}), tmp_path / "log", 0)
+    sent = in_place(keeps=False)
+    process.left = 1
+    with pytest.raises(RolloutError, match="not started again"):
+        sent.replace(engine, iter(a_set(random.Random(1)).items()), False)
+    sent.close()

@@ -1,0 +1,162 @@
+"""Weights are written where vLLM's loaders put them, and nowhere else: a toy model under vLLM's reload."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+pytest.importorskip("vllm")
+from vllm.model_executor.model_loader.reload import layerwise
+
+from siirl.engines.rollout.served.samples import sampled_sum
+from siirl.engines.rollout.served.shared_buffer import SharedBuffer
+from siirl.engines.rollout.vllm.native_places import Places
+from siirl.engines.rollout.vllm.placed_pieces import Piece
+
+CPU = torch.device("cpu")
+FILES = {"q": (6, 4), "k": (2, 4), "table": (5, 4), "norm": (4,)}
+"""Tensors of the files: q and k are one parameter of the model, whose table has two rows of padding."""
+
+
+class Joined(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+        self.weight.weight_loader = self.load
+
+    def load(self, param, loaded, first):
+        param.data.narrow(0, first, len(loaded)).copy_(loaded)
+
+
+class Toy(nn.Module):
+    def __init__(self, load=None):
+        super().__init__()
+        self.joined, self.table, self.norm = Joined(), nn.Module(), nn.Module()
+        self.table.weight = nn.Parameter(torch.zeros(7, 4), requires_grad=False)
+        self.norm.weight = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.table.weight.weight_loader = load or self.load_rows
+        self.norm.weight.weight_loader = load or self.load_rows
+
+    def load_rows(self, param, loaded):
+        param.data[: len(loaded)].copy_(loaded)
+
+    def load_weights(self, weights):
+        first = {"q": 0, "k": 6}
+        for name, tensor in weights:
+            if name in first:
+                param = self.joined.weight
+                param.weight_loader(param, tensor, first[name])
+            else:
+                param = getattr(self, name).weight
+                param.weight_loader(param, tensor)
+
+
+def a_set(seed):
+    draw = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=draw) for name, shape in FILES.items()}
+
+
+def learned(model, weights):
+    """Places of a model that has been loaded with weights."""
+    layerwise.record_metadata_for_reloading(model)
+    layerwise.initialize_layerwise_reload(model)
+    names = list(FILES)
+    places = Places(model, CPU, names, [list(FILES[name]) for name in names], ["float32"] * len(names))
+    with torch.no_grad():
+        places.learn()
+        for name, tensor in weights.items():
+            places.saw(name, tensor)
+        model.load_weights(list(weights.items()))
+        layerwise.finalize_layerwise_reload(model, None)
+        places.check()
+    return places
+
+
+def write(places, weights, buffer):
+    places.begin()
+    entries, start = [], 0
+    for number, tensor in enumerate(weights.values()):
+        buffer.data[start : start + tensor.nbytes].view(torch.float32).copy_(tensor.flatten())
+        entries += [number, 0, len(tensor), start]
+        start += tensor.nbytes
+    total = int(sampled_sum(buffer.data[:start], 1, True))
+    place = buffer.place | {"size": buffer.size}
+    told = {"entries": entries, "begin": 0, "end": start, "number": 1, "whole": True, "sum": total}
+    places.write(told | {"place": place})
+    places.finish()
+
+
+def holds(model, weights):
+    joined = torch.cat([weights["q"], weights["k"]])
+    return (
+        torch.equal(model.joined.weight, joined)
+        and torch.equal(model.table.weight[:5], weights["table"])
+        and torch.equal(model.norm.weight, weights["norm"])
+    )
+
+
+@pytest.fixture
+def buffer():
+    made = SharedBuffer(1024, CPU)
+    yield made
+    made.close()
+
+
+def test_writes_land_where_the_loaders_put_the_same_tensors(buffer):
+    model = Toy()
+    places = learned(model, a_set(0))
+    assert places.why_not == "" and holds(model, a_set(0))
+    padding = model.table.weight[5:].clone()
+    for seed in (1, 2):
+        model.table.weight.data[5:] = 9.0  # as after a sleep, which forgets all values
+        write(places, a_set(seed), buffer)
+        assert holds(model, a_set(seed)) and torch.equal(model.table.weight[5:], padding)
+
+
+def test_views_follow_a_parameter_that_lies_elsewhere_and_another_layout_is_an_error(buffer):
+    model = Toy()
+    places = learned(model, a_set(0))
+    write(places, a_set(1), buffer)
+    old = model.joined.weight.data
+    model.joined.weight.data = torch.zeros(8, 4)
+    write(places, a_set(2), buffer)
+    assert holds(model, a_set(2)) and torch.equal(old, torch.cat([a_set(1)["q"], a_set(1)["k"]]))
+    model.joined.weight.data = torch.zeros(4, 8).t()
+    with pytest.raises(RuntimeError, match="weight of a Joined has another layout"):
+        places.begin()
+
+
+def doubled(param, loaded):
+    param.data[: len(loaded)].copy_(loaded * 2)
+
+
+def doubled_later(param, loaded):
+    param.data[: len(loaded)].copy_(loaded)
+    if not param.is_meta:
+        param.data.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [(doubled, "values that are computed"), (doubled_later, "is changed after it is loaded")],
+)
+def test_what_is_computed_from_the_files_is_not_written_in_place(load, words):
+    assert words in learned(Toy(load), a_set(0)).why_not
+
+
+def test_a_layer_that_keeps_another_tensor_is_not_written_in_place():
+    model = Toy()
+    model.joined.turned = torch.zeros(4, 8)
+    assert "turned of a Joined may be made of its weights" in learned(model, a_set(0)).why_not
+
+
+def test_what_a_restarted_engine_reads_from_the_host_is_compared_on_the_device():
+    """A GPU that is not there: operations on tensors of two devices are errors all the same."""
+    with FakeTensorMode(allow_non_fake_inputs=False):
+        layer = nn.Module()
+        layer.weight = nn.Parameter(torch.zeros(3, 2, device="cuda"), requires_grad=False)
+        places = Places(layer, torch.device("cuda", 0), ["w"], [[3, 2]], ["float32"])
+        places._pieces = {"w": [Piece(layer, "weight", 0, (2, 1), (3, 2), 0, (2, 1))]}
+        places.saw("w", torch.zeros(3, 2))
+        names, differ = places._compared()
+    assert names == ["w"] and differ.device.type == "cuda"
