@@ -1,7 +1,7 @@
 """compile_plan: DAG, configuration and cluster size in, Plan out. Pure; the same result in every process."""
 
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,7 +35,16 @@ from siirl.compiler.layouts import AgentRows, LayoutTable, NodePlacement, agent_
 from siirl.compiler.memory.awake_engines import check_awake, with_shares
 from siirl.compiler.models import plan_links, plan_models
 from siirl.compiler.moved_rows import with_moved_rows
-from siirl.compiler.plan import Instruction, LinkPlan, ModelPlan, NodePlan, Plan, Repeat, RoutePlan
+from siirl.compiler.plan import (
+    Instruction,
+    LinkPlan,
+    ModelPlan,
+    NodePlan,
+    Plan,
+    Repeat,
+    RoutePlan,
+    sender_groups,
+)
 from siirl.compiler.resolved_node import ResolvedNode, check_node_config, resolve_nodes
 from siirl.compiler.serving import heads_of, place_interactions, serving_ranks
 from siirl.compiler.teachers import check_teachers, with_teachers
@@ -292,7 +301,7 @@ def _emit(
         interactions=dict(workflow.interactions),
         groups=_groups(
             world_size,
-            models.values(),
+            models,
             [*table.by_id.values(), *sections.routes.values(), *links.values()],
             instructions,
         ),
@@ -355,15 +364,18 @@ def _is_undisturbed(rollout: ModelPlan, models: Iterable[ModelPlan]) -> bool:
 
 def _groups(
     world_size: int,
-    models: Iterable[ModelPlan],
+    models: Mapping[str, ModelPlan],
     others: Iterable[Layout | RoutePlan | LinkPlan],
     instructions: Iterable[Instruction],
 ) -> tuple[Ranks, ...]:
     """The distinct rank tuples that anything communicates over, the world first."""
     groups: dict[Ranks, None] = {tuple(range(world_size)): None}
-    for model in models:
+    for model in models.values():
         groups[model.ranks] = None
         groups.update(dict.fromkeys(backend_of(model).groups(model.dims, model.ranks)))
     for item in (*others, *(ins for ins in instructions if isinstance(ins, Repeat))):
         groups[item.ranks] = None
+        if isinstance(item, LinkPlan) and item.kind == "spread":
+            sources, targets = (models[name].ranks for name in (item.source, item.target))
+            groups.update(dict.fromkeys(sender_groups(sources, sorted({*targets} - {*sources}))))
     return tuple(groups)

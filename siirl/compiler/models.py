@@ -51,8 +51,9 @@ def plan_links(models: dict[str, ModelPlan], nodes: Nodes) -> dict[str, LinkPlan
             source = models[f"agent_{target.agent}.actor"]
             name = f"agent_{target.agent}.weights"
             union = tuple(sorted({*source.ranks, *target.ranks}))
-            kind = "local" if union == source.ranks else "broadcast"
-            if nodes[target.node].cfg.actor_rollout_ref.rollout.weight_link == "checkpoint":
+            way = nodes[target.node].cfg.actor_rollout_ref.rollout.weight_link
+            kind = "local" if union == source.ranks else "spread" if way == "spread" else "broadcast"
+            if way == "checkpoint":
                 kind = "checkpoint"
             links[name] = LinkPlan(name, source.name, target.name, union, kind)
     return links | _links_to_teachers(models, nodes)

@@ -3,6 +3,7 @@
 A plan is the same for every rank, process and hash seed; it travels to the workers as JSON (`to_json`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -112,9 +113,10 @@ class LinkPlan:
     source: str
     target: str
     ranks: Ranks
-    kind: Literal["local", "broadcast", "checkpoint"]
+    kind: Literal["local", "broadcast", "spread", "checkpoint"]
     """ "local": every rank of the target holds the source too. "broadcast": to ranks that do not, over NCCL
-    or gloo. "checkpoint": by a folder that all ranks see."""
+    or gloo, from one rank of the source. "spread": the same from several at once. "checkpoint": by a folder
+    that all ranks see."""
     every_steps: int | None = None
     """Of a teacher that is a policy: it takes the weights at the beginning of every such step, but the first.
     None: a rollout, which takes them whenever they are newer."""
@@ -125,6 +127,17 @@ class LinkPlan:
     def lags(self) -> bool:
         """Whether the target is something else than the source at the beginning of a step."""
         return self.every_steps is not None and (self.every_steps, self.share) != (1, 1.0)
+
+
+MOST_SENDERS = 4
+"""Ranks of a source that send weights over a link of kind "spread"; each has a process group for that."""
+
+
+def sender_groups(sources: Sequence[int], receivers: Sequence[int]) -> tuple[Ranks, ...]:
+    """The groups in which ranks of a source broadcast to the ranks that hold none: a sender each."""
+    count = min(len(sources), MOST_SENDERS)
+    senders = [sources[number * len(sources) // count] for number in range(count)]
+    return tuple(tuple(sorted((sender, *receivers))) for sender in senders)
 
 
 @dataclass(frozen=True)

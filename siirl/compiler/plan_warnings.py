@@ -20,6 +20,13 @@ def plan_warnings(cfg: Config, plan: Plan, node_cfgs: Mapping[str, Config]) -> l
     lines = [*effect_warnings(cfg, node_cfgs.values()), *_node_warnings(plan, node_cfgs)]
     for model in plan.models.values():
         lines += backend_of(model).advice(model, node_cfgs[model.node])
+    for link in plan.links.values():
+        node = plan.models[link.target].node
+        if link.kind == "local" and node_cfgs[node].actor_rollout_ref.rollout.weight_link == "spread":
+            lines.append(
+                f"node {node!r}: actor_rollout_ref.rollout.weight_link=spread has no effect: all of its "
+                "ranks hold the trainer."
+            )
     return list(dict.fromkeys(lines))
 
 

@@ -229,8 +229,9 @@ class RolloutConfig:
     weight_link: str = key(
         "auto",
         "how the trainer's weights reach the engine; auto: shared memory on the same ranks, NCCL or gloo to "
-        "others; checkpoint: a folder in trainer.output_dir that all ranks must see",
-        choices=("auto", "checkpoint"),
+        "others, from one rank; spread: the same, to others from up to four ranks of the trainer at once; "
+        "checkpoint: a folder in trainer.output_dir that all ranks must see",
+        choices=("auto", "spread", "checkpoint"),
     )
     replace_weights: str = key(
         "by_loaders",

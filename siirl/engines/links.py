@@ -2,23 +2,38 @@
 
 All ranks of a link call `push` together. Ranks that hold a trainer export its weights (a collective of
 theirs); a target on such a rank loads them as they pass by. If some target ranks hold no trainer, the
-lowest trainer rank broadcasts the tensors to them in buckets, each announced by a header; a link of kind
-"checkpoint" has it write a folder that the targets read. No rank goes on before all agree that the sync
-succeeded.
+lowest trainer rank broadcasts the tensors to them in buckets. In the first sync each is announced by a
+header; the next ones go by the plan that this has made (link_buckets.py), with a link of kind "spread" from
+several trainer ranks at once. A link of kind "checkpoint" has the lowest rank write a folder that the targets
+read. No rank goes on before all agree that the sync succeeded.
 """
 
 import json
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from siirl.compiler.plan import LinkPlan
+from siirl.compiler.plan import LinkPlan, sender_groups
 from siirl.engines.followed_weights import WeightTarget
+from siirl.engines.link_buckets import (
+    DTYPES,
+    BucketPlan,
+    Entry,
+    GaveUp,
+    Named,
+    PlannedSync,
+    Sender,
+    digest_of_specs,
+    empty_bucket,
+    pack,
+    room,
+    unpack,
+)
 from siirl.engines.link_folder import read_weights, write_weights
 from siirl.engines.rollout.base import WeightPart
 from siirl.engines.train.base import TrainEngine
@@ -30,17 +45,33 @@ from siirl.parallel.process_groups import ProcessGroupManager
 
 BUCKET_BYTES = 64 << 20
 """Tensors are broadcast together up to this size; a larger one goes alone."""
-ALIGN_BYTES = 16
+IN_FLIGHT = 4
+"""Buckets of a link of kind "spread" that are on their way at once."""
 MESSAGE_BYTES = 512
-DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)} | {
-    str(dtype): dtype
-    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
-}
 PARTS: tuple[WeightPart, ...] = get_args(WeightPart)
 TARGET_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, OSError)
 """What an engine may raise while it loads: told to all ranks, so that none waits for the one that failed."""
 
-Named = tuple[str, Tensor]
+
+class Meeting(NamedTuple):
+    """What all ranks of a link know of each other before a sync."""
+
+    version: int
+    """That of the trainer."""
+    is_current: bool
+    """All targets have it."""
+    dtype: torch.dtype | None
+    """To send in; None: each tensor in its own."""
+    part: WeightPart
+    sources: tuple[int, ...]
+    receivers: tuple[int, ...]
+    """Ranks of the target without a trainer."""
+    plan_holds: bool
+    """All ranks know the plan of the last sync, and it is still one."""
+
+    @property
+    def root(self) -> int:
+        return self.sources[0]
 
 
 def make_link(
@@ -82,8 +113,13 @@ class WeightLink:
         self._source = source
         self._target = target
         self._rank = groups.rank
-        self._is_local = plan.kind == "local"
+        self._kind = plan.kind
+        self._groups = groups
         self._group = groups.get(plan.ranks)
+        self._plan: BucketPlan | None = None
+        self._plan_specs = 0  # digest of what the source said of its export when the plan was made
+        self._announced: list[tuple[Entry, ...]] = []
+        self._device = "cpu"  # on which what was announced lies
         self._broken = False
         self._num_bytes = 0
 
@@ -99,18 +135,21 @@ class WeightLink:
         """
         start = time.perf_counter()
         with phase("compare_versions"):
-            version, current, dtype, root, broadcast, part = self._exchange()
+            meeting = self._exchange()
+        version = meeting.version
         metrics = Metrics()
         metrics.max(f"weight_sync/{self.name}_version", version)
-        if current:
+        if meeting.is_current:
             return metrics
         self._broken, self._num_bytes = False, 0
         with phase("transfer", version=version):
-            if (live := self._live(part)) is not None:
-                self._num_bytes = live.num_bytes(dtype)
+            if (live := self._live(meeting.part)) is not None:
+                self._num_bytes = live.num_bytes(meeting.dtype)
                 self._transfer(live, version)
+            elif meeting.receivers and self._folder is None:
+                self._send_over(meeting)
             else:
-                self._transfer(self._stream(dtype, root, broadcast, version, part), version)
+                self._transfer(self._stream(meeting), version)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             note(bytes=self._num_bytes)
@@ -118,8 +157,7 @@ class WeightLink:
         metrics.max("weight_sync/bytes", self._num_bytes)
         return metrics
 
-    def _exchange(self) -> tuple[int, bool, torch.dtype | None, int, bool, WeightPart]:
-        """(version, whether all have it, dtype, broadcasting rank, whether any needs that, what to send)."""
+    def _exchange(self) -> Meeting:
         source, target = self._source, self._target
         mine = [
             int(source is not None),
@@ -128,6 +166,7 @@ class WeightLink:
             target.weight_version if target is not None else 0,
             _dtype_code(target) if target is not None else 0,
             PARTS.index(target.takes) if target is not None else 0,
+            self._plan_digest(),
         ]
         table = self._all_gather(torch.tensor(mine)).tolist()
         sources = {rank: row[1] for rank, row in zip(self._ranks, table, strict=True) if row[0]}
@@ -146,12 +185,45 @@ class WeightLink:
             raise WeightSyncError(f"{self}: the target's ranks want different weights: {wanted}.")
         dtype = list(DTYPES.values())[codes.pop()] if len(codes) == 1 and codes != {-1} else None
         current = all(held == version for held, _, _ in targets.values())
-        broadcast = bool(targets.keys() - sources.keys())
-        return version, current, dtype, min(sources), broadcast, PARTS[parts.pop()]
+        ranks = tuple(sorted(sources)), tuple(sorted(targets.keys() - sources.keys()))
+        found = Meeting(version, current, dtype, PARTS[parts.pop()], *ranks, plan_holds=False)
+        same = self._plan is not None and len({row[6] for row in table}) == 1 and table[0][6] != 0
+        return found._replace(plan_holds=same and self._plan.made_for == _made_for(found))
+
+    def _plan_digest(self) -> int:
+        """Of the plan that this rank knows; 0: it knows none, or what the source exports has changed."""
+        if self._plan is None or (self._source is not None and self._specs_digest() != self._plan_specs):
+            return 0
+        return self._plan.digest
+
+    def _specs_digest(self) -> int:
+        return digest_of_specs(self._source.weight_specs()) if self._source is not None else 0
+
+    def _send_over(self, meeting: Meeting) -> None:
+        """A sync with ranks that hold no trainer: by the plan, or by headers, which make one."""
+        if meeting.plan_holds:
+            plan, self._plan = self._plan, None  # a sync that fails leaves none
+            self._transfer(self._stream(meeting, self._planned(plan, meeting)), meeting.version)
+            self._plan = plan
+            return
+        self._plan, self._announced = None, []
+        self._transfer(self._stream(meeting), meeting.version)
+        self._plan_specs = self._specs_digest()
+        self._plan = BucketPlan(tuple(self._announced), self._device, _made_for(meeting))
+
+    def _planned(self, plan: BucketPlan, meeting: Meeting) -> PlannedSync:
+        if self._kind != "spread":
+            return PlannedSync(plan, [Sender(meeting.root, self._ranks, self._group)], self._rank, 1)
+        senders = []
+        for ranks in sender_groups(meeting.sources, meeting.receivers):
+            group = self._groups.get(ranks) if self._rank in ranks else None
+            (rank,) = set(ranks) - set(meeting.receivers)
+            senders.append(Sender(rank, ranks, group))
+        return PlannedSync(plan, senders, self._rank, IN_FLIGHT)
 
     def _live(self, part: WeightPart) -> LiveWeights | None:
         """The weights where they are trained, if the target of each rank is there and takes them so."""
-        if not self._is_local or part != "merged" or self._source is None or self._target is None:
+        if self._kind != "local" or part != "merged" or self._source is None or self._target is None:
             return None
         return self._source.live_weights() if self._target.reads_live else None
 
@@ -161,6 +233,8 @@ class WeightLink:
             if not isinstance(stream, LiveWeights):
                 for _ in stream:
                     pass  # export and broadcast are collective: take part to the end
+        except GaveUp as error:
+            failure = f"rank {self._rank}: {error}"
         except RuntimeError as error:
             raise WeightSyncError(
                 f"{self}, version {version}: the weights did not arrive: {error}"
@@ -183,17 +257,17 @@ class WeightLink:
             return f"rank {self._rank}: {error}"
         return ""
 
-    def _stream(
-        self, dtype: torch.dtype | None, root: int, broadcast: bool, version: int, part: WeightPart
-    ) -> Iterator[Named]:
+    def _stream(self, meeting: Meeting, planned: PlannedSync | None = None) -> Iterator[Named]:
         """The tensors as this rank gets them; sets _broken if getting them fails (not: using them)."""
+        dtype, root, part = meeting.dtype, meeting.root, meeting.part
         try:
             if self._folder is not None:
-                tensors = self._through_folder(self._folder, dtype, root, version, part)
+                tensors = self._through_folder(self._folder, dtype, root, meeting.version, part)
             elif self._source is None:
-                tensors = self._received(root)
-            elif broadcast:
-                tensors = self._sent(_export(self._source, dtype, part), root)
+                tensors = planned.received() if planned else self._received(root)
+            elif meeting.receivers:
+                exported = _export(self._source, dtype, part)
+                tensors = planned.sent(exported) if planned else self._sent(exported, root)
             else:
                 tensors = _export(self._source, dtype, part)
             yield from self._counted(tensors)
@@ -237,11 +311,11 @@ class WeightLink:
         filled = 0
         try:
             for name, tensor in tensors:
-                if bucket and filled + _room(tensor) > BUCKET_BYTES:
+                if bucket and filled + room(tensor.nbytes) > BUCKET_BYTES:
                     self._broadcast(bucket, root)
                     bucket, filled = [], 0
                 bucket.append((name, tensor))
-                filled += _room(tensor)
+                filled += room(tensor.nbytes)
                 yield name, tensor
         except RuntimeError as error:
             if self._rank == root:
@@ -254,16 +328,14 @@ class WeightLink:
         if self._rank != root:
             self._receive_bucket(root)
             return
-        entries = [[name, list(tensor.shape), str(tensor.dtype)] for name, tensor in bucket]
+        entries = tuple(Entry.of(name, tensor) for name, tensor in bucket)
         device = bucket[0][1].device if bucket else torch.device("cpu")
         self._header({"device": device.type, "tensors": entries}, root)
         if not bucket:
             return
-        flat = torch.empty(sum(_room(tensor) for _, tensor in bucket), dtype=torch.uint8, device=device)
-        start = 0
-        for _, tensor in bucket:
-            flat[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
-            start += _room(tensor)
+        self._note(entries, device.type)
+        flat = empty_bucket(entries, device)
+        pack(bucket, flat)
         with waiting():
             dist.broadcast(flat, src=root, group=self._group)
 
@@ -278,18 +350,17 @@ class WeightLink:
             raise WeightSyncError(f"{self}: rank {root}: {header['error']}")
         if not header["tensors"]:
             return []
-        empty = [
-            torch.empty(shape, dtype=DTYPES[dtype], device="meta") for _, shape, dtype in header["tensors"]
-        ]
-        device = torch.device(header["device"])
-        flat = torch.empty(sum(map(_room, empty)), dtype=torch.uint8, device=device)
+        entries = tuple(Entry(name, tuple(shape), dtype) for name, shape, dtype in header["tensors"])
+        self._note(entries, header["device"])
+        flat = empty_bucket(entries, header["device"])
         with waiting():
             dist.broadcast(flat, src=root, group=self._group)
-        bucket, start = [], 0
-        for (name, _, _), like in zip(header["tensors"], empty, strict=True):
-            bucket.append((name, flat[start : start + like.nbytes].view(like.dtype).view(like.shape)))
-            start += _room(like)
-        return bucket
+        return unpack(entries, flat)
+
+    def _note(self, entries: tuple[Entry, ...], device: str) -> None:
+        """For the plan of the next sync."""
+        self._announced.append(entries)
+        self._device = device
 
     def _header(self, content: dict[str, Any] | None, root: int) -> dict[str, Any]:
         """Broadcast a JSON object from the root."""
@@ -334,6 +405,6 @@ def _dtype_code(target: WeightTarget) -> int:
     return list(DTYPES.values()).index(wanted.pop()) if len(wanted) == 1 else -1
 
 
-def _room(tensor: Tensor) -> int:
-    """Bytes of a tensor in a bucket: rounded up, so that each starts where any dtype may."""
-    return -(-tensor.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+def _made_for(meeting: Meeting) -> tuple:
+    """What a plan of buckets depends on, besides what is exported."""
+    return (str(meeting.dtype), meeting.part, meeting.sources, meeting.receivers)

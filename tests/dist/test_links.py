@@ -10,7 +10,7 @@ from dist_harness import run_workers
 from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoModelForCausalLM
 
-from siirl.compiler.plan import LinkPlan, ModelPlan
+from siirl.compiler.plan import LinkPlan, ModelPlan, sender_groups
 from siirl.config import load_config
 from siirl.engines import link_folder, links
 from siirl.engines.engine_registry import make_rollout_engine
@@ -46,15 +46,22 @@ class FakeTrainer:
         self.edit = lambda tensors: tensors
         self.fail_at = None
         self.exported_dtypes = []
+        self.meets = True
+        self.specs_of = None  # as what is exported
+
+    def weight_specs(self):
+        said = (self.specs_of or self.edit)(self.weights)
+        return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in said.items()}
 
     def export_weights(self, dtype=None):
         self.exported_dtypes.append(dtype)
         for position, (name, tensor) in enumerate(self.edit(self.weights).items()):
             if position == self.fail_at:
                 raise RuntimeError("out of memory")
-            total = torch.tensor([float(position)])
-            dist.all_reduce(total, group=self.group)
-            assert total == position * dist.get_world_size(self.group), "collectives of two tensors met"
+            if self.meets:
+                total = torch.tensor([float(position)])
+                dist.all_reduce(total, group=self.group)
+                assert total == position * dist.get_world_size(self.group), "collectives of two tensors met"
             yield name, (tensor * self.scale).to(dtype or tensor.dtype)
 
 
@@ -76,7 +83,10 @@ def build_rollout(model_dir, dtype="float32"):
 
 def all_groups(places):
     """The process groups of several links, created on every rank of the world."""
-    tuples = [group for sources, targets in places for group in (tuple(sources), ranks_of(sources, targets))]
+    tuples = []
+    for sources, targets in places:
+        receivers = sorted({*targets} - {*sources})
+        tuples += [tuple(sources), ranks_of(sources, targets), *sender_groups(sources, receivers)]
     return ProcessGroupManager(list(dict.fromkeys(tuples)), "gloo", 20)
 
 
@@ -84,11 +94,11 @@ def ranks_of(sources, targets):
     return tuple(sorted({*sources, *targets}))
 
 
-def build_link(rank, model_dir, groups, sources, targets, dtype="float32", folder=None):
+def build_link(rank, model_dir, groups, sources, targets, dtype="float32", folder=None, across="broadcast"):
     ranks = ranks_of(sources, targets)
     trainer = FakeTrainer(model_dir, groups, tuple(sources)) if rank in sources else None
     rollout = build_rollout(model_dir, dtype) if rank in targets else None
-    kind = "local" if set(targets) == set(sources) else "broadcast"
+    kind = "local" if set(targets) == set(sources) else across
     kind = "checkpoint" if folder else kind
     folder = Path(folder or "never", "-".join(map(str, ranks)))
     plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", ranks, kind)
@@ -297,6 +307,99 @@ def test_an_export_that_raises_fails_all_ranks_and_nobody_hangs(model_dir, kind,
             message, version = out[rank][index]
             assert "out of memory" in message
             assert version == (-1 if rank in targets else None)
+
+
+ACROSS = [([0, 1], [2, 3]), ([0, 1, 2], [3]), ([0], [1, 2, 3]), ([0, 2], [1, 2, 3])]
+
+
+def syncs_by_a_plan(rank, model_dir, groups, sources, targets, across):
+    """What is generated after each of four syncs, and (headers, sender of each broadcast) of it."""
+    links.BUCKET_BYTES = 3000
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, across=across)
+    header, broadcast, results, seen = links.WeightLink._header, dist.broadcast, [], []
+
+    def counted(link, *args):
+        seen[-1][0].append(1)
+        return header(link, *args)
+
+    def noted(tensor, src, **options):
+        seen[-1][1].append(src)
+        return broadcast(tensor, src=src, **options)
+
+    links.WeightLink._header, links.dist.broadcast = counted, noted
+    try:
+        for version in range(4):
+            seen.append(([], []))
+            if trainer:
+                trainer.version, trainer.scale = version, 0.5**version
+                trainer.edit = turned if version == 3 else lambda tensors: tensors
+            link.push()
+            results.append(log_probs(rollout) if rollout else None)
+    finally:
+        links.WeightLink._header, links.dist.broadcast = header, broadcast
+    return results, [(len(headers), srcs) for headers, srcs in seen]
+
+
+def turned(weights):
+    return dict(reversed(weights.items()))
+
+
+@pytest.mark.parametrize("across", ["broadcast", "spread"])
+def test_later_syncs_go_by_the_plan_of_the_first_without_headers(model_dir, across):
+    """The last sync's export has another order: a plan that does not hold any more is made anew."""
+    state, expected = tied_once(model_dir), []
+    rollout = build_rollout(model_dir)
+    for version in range(4):
+        rollout.load_weights([(name, tensor * 0.5**version) for name, tensor in state.items()], version)
+        expected.append(log_probs(rollout))
+    out = run_workers(everywhere, 4, syncs_by_a_plan, model_dir, ACROSS, across)
+    for index, (sources, targets) in enumerate(ACROSS):
+        for rank in ranks_of(sources, targets):
+            results, seen = out[rank][index]
+            assert results == (expected if rank in targets else [None] * 4)
+            assert [headers > 0 for headers, _ in seen] == [True, False, False, True]
+            senders = set(seen[1][1])
+            if across == "broadcast":
+                assert senders == {sources[0]}
+            elif rank in sources:
+                assert senders == {rank}, "a trainer takes part in its own broadcasts alone"
+            else:
+                assert senders == set(sources) and len(seen[1][1]) > len(sources)
+
+
+def one_gives_up(rank, model_dir, groups, sources, targets, across):
+    """Messages of two syncs that fail: an export of one rank raises, then one is not what it says."""
+    links.BUCKET_BYTES = 3000
+    trainer, rollout, link = build_link(rank, model_dir, groups, sources, targets, across=across)
+    messages = []
+    for version in range(6):
+        if trainer:
+            trainer.version, trainer.meets = version, False
+            trainer.fail_at = 7 if version == 1 and rank == sources[-1] else None
+            trainer.edit = with_cut_norm if version == 4 else lambda tensors: tensors
+            trainer.specs_of = lambda tensors: tensors
+        if version in (1, 4):
+            with pytest.raises(WeightSyncError) as caught:
+                link.push()
+            messages.append(str(caught.value))
+            # A rank that sends nothing spoils nothing: the sync fails all the same.
+            if rollout and (version == 4 or across == "spread" or sources[-1] == sources[0]):
+                assert rollout.weight_version == -1
+        else:
+            link.push()
+    return messages, rollout and rollout.weight_version
+
+
+@pytest.mark.parametrize("across", ["broadcast", "spread"])
+def test_a_rank_that_gives_up_midway_fails_all_at_once_and_the_next_sync_is_whole(model_dir, across):
+    places = [([0], [1, 2, 3]), ([0, 1], [2, 3])]
+    out = run_workers(everywhere, 4, one_gives_up, model_dir, places, across, deadline_s=30)
+    for index, (sources, targets) in enumerate(places):
+        for rank in ranks_of(sources, targets):
+            (raised, changed), version = out[rank][index]
+            assert "the trainer's export failed: out of memory" in raised and f"rank {sources[-1]}" in raised
+            assert "model.norm.weight (torch.float32, [31]) came where the first sync had" in changed
+            assert version == (5 if rank in targets else None)
 
 
 class LostProcess:

@@ -10,7 +10,10 @@ from siirl.observe.metrics import Metrics
 from siirl.observe.spans import Observer, observing, waiting
 
 ROOT = Path(__file__).parents[3] / "siirl"
-ROOMS = ("nodes", "data", "dag_worker", "checkpoint", "engines/links.py", "engines/train/stepping.py")
+ROOMS = (
+    *("nodes", "data", "dag_worker", "checkpoint"),
+    *("engines/links.py", "engines/link_buckets.py", "engines/train/stepping.py"),
+)
 FILES = sorted(
     file for room in ROOMS for file in [ROOT / room, *(ROOT / room).rglob("*.py")] if file.is_file()
 )

@@ -1,0 +1,238 @@
+"""Tensors that travel together between ranks, and a plan of all of them: made once, then followed.
+
+The first sync of a link announces each bucket by a header. What it announced is the plan of the next ones:
+every rank knows which tensors come in which bucket and who sends it, so only their bytes travel, with a
+trailer that says by what plan they lie there, or why the sender gave up. Whatever fails, all ranks take part
+in all broadcasts, so nobody waits for one that does not come.
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from siirl.errors import WeightSyncError
+from siirl.observe.spans import waiting
+
+ALIGN_BYTES = 16
+TRAILER_BYTES = 512
+"""At the end of a bucket of a plan: the plan's digest, then why the sender gave up, or nothing."""
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)} | {
+    str(dtype): dtype
+    for dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+}
+
+Named = tuple[str, Tensor]
+
+
+class GaveUp(WeightSyncError):
+    """A sync by a plan has failed, and this rank has taken part in all of its broadcasts."""
+
+
+class Entry(NamedTuple):
+    """A tensor of a bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> "Entry":
+        return cls(name, tuple(tensor.shape), str(tensor.dtype))
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * DTYPES[self.dtype].itemsize
+
+
+def room(num_bytes: int) -> int:
+    """Bytes of a tensor in a bucket: rounded up, so that each starts where any dtype may."""
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+def empty_bucket(entries: Iterable[Entry], device: str | torch.device, beside: int = 0) -> Tensor:
+    """Memory for tensors, and for `beside` further bytes behind them."""
+    size = sum(room(entry.num_bytes) for entry in entries)
+    return torch.empty(size + beside, dtype=torch.uint8, device=device)
+
+
+def pack(bucket: Sequence[Named], flat: Tensor) -> None:
+    """Copy the bytes of tensors into a bucket."""
+    start = 0
+    for _, tensor in bucket:
+        flat[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
+        start += room(tensor.nbytes)
+
+
+def unpack(entries: Iterable[Entry], flat: Tensor) -> list[Named]:
+    """The tensors of a bucket, views of it."""
+    bucket, start = [], 0
+    for entry in entries:
+        data = flat[start : start + entry.num_bytes]
+        bucket.append((entry.name, data.view(DTYPES[entry.dtype]).view(entry.shape)))
+        start += room(entry.num_bytes)
+    return bucket
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Which tensors come in which bucket, in this order."""
+
+    buckets: tuple[tuple[Entry, ...], ...]
+    device: str
+    """Type of the device on which they lie."""
+    made_for: tuple
+    """What else must be the same for it to hold, on all ranks."""
+
+    @cached_property
+    def digest(self) -> int:
+        """A number above 0 of 63 bits that other plans do not have."""
+        return digest_of([self.buckets, self.device, self.made_for])
+
+
+def digest_of(content: Any) -> int:
+    """Of JSON values: a number above 0 of 63 bits."""
+    text = json.dumps(content, default=str).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1 or 1
+
+
+def digest_of_specs(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> int:
+    """Of what an engine exports, as it says beforehand."""
+    return digest_of([(name, tuple(shape), str(dtype)) for name, (shape, dtype) in specs.items()])
+
+
+class Sender(NamedTuple):
+    """Who broadcasts a bucket, and among whom."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    group: Any
+    """None on ranks that are not among them."""
+
+
+class PlannedSync:
+    """One sync by a plan, as one rank takes part in it. Senders take turns, a bucket each."""
+
+    def __init__(self, plan: BucketPlan, senders: Sequence[Sender], rank: int, in_flight: int) -> None:
+        """in_flight: how many broadcasts are begun before the first of them must have ended."""
+        self._plan, self._senders, self._rank, self._in_flight = plan, senders, rank, in_flight
+        self._begun: deque[tuple[int, Tensor, Any]] = deque()
+        self._number = 0  # of the next bucket
+
+    def sent(self, tensors: Iterator[Named]) -> Iterator[Named]:
+        """Pass the trainer's tensors on, and send this rank's share. GaveUp if others come, or not all."""
+        bucket: list[Named] = []
+        try:
+            for name, tensor in _exported(tensors):
+                self._check_next(len(bucket), name, tensor)
+                bucket.append((name, tensor))
+                if len(bucket) == len(self._plan.buckets[self._number]):
+                    self._send(bucket)
+                    bucket = []
+                yield name, tensor
+            if self._number < len(self._plan.buckets):
+                raise GaveUp(f"{self._expected(len(bucket))} did not come from the trainer's export")
+        except GaveUp as error:
+            while self._number < len(self._plan.buckets):
+                self._send(None, str(error))
+            self._end()
+            raise
+        self._end()
+
+    def received(self) -> Iterator[Named]:
+        """The tensors that come. GaveUp, once all buckets have come, if a sender did."""
+        failure = ""
+        for entries in self._plan.buckets:
+            while self._number < len(self._plan.buckets) and len(self._begun) < self._in_flight:
+                self._begin()
+            number, flat = self._ended()
+            failure = failure or self._trouble(number, flat)
+            if not failure:
+                yield from unpack(entries, flat)
+        if failure:
+            raise GaveUp(failure)
+
+    def _expected(self, place: int) -> str:
+        return self._plan.buckets[self._number][place].name
+
+    def _check_next(self, place: int, name: str, tensor: Tensor) -> None:
+        if self._number == len(self._plan.buckets):
+            raise GaveUp(f"{name} came, which the first sync did not have")
+        planned = self._plan.buckets[self._number][place]
+        found = Entry.of(name, tensor)
+        if found != planned or tensor.device.type != self._plan.device:
+            raise GaveUp(
+                f"{found.name} ({found.dtype}, {list(found.shape)}) came where the first sync had "
+                f"{planned.name} ({planned.dtype}, {list(planned.shape)})"
+            )
+
+    def _send(self, bucket: Sequence[Named] | None, failure: str = "") -> None:
+        """Take part in the next broadcast; as its sender, with the tensors, or with why there are none."""
+        sender = self._sender()
+        if self._rank not in sender.ranks:
+            self._number += 1
+            return
+        while len(self._begun) >= self._in_flight:
+            self._ended()
+        if self._rank != sender.rank:
+            self._begin()
+            return
+        flat = empty_bucket(self._plan.buckets[self._number], self._plan.device, TRAILER_BYTES)
+        if bucket is not None:
+            pack(bucket, flat)
+        flat[-TRAILER_BYTES:] = _trailer(self._plan.digest, failure).to(flat.device)
+        self._begin(flat)
+
+    def _begin(self, flat: Tensor | None = None) -> None:
+        """Begin the next broadcast, to end later."""
+        sender = self._sender()
+        if flat is None:
+            flat = empty_bucket(self._plan.buckets[self._number], self._plan.device, TRAILER_BYTES)
+        with waiting():
+            work = dist.broadcast(flat, src=sender.rank, group=sender.group, async_op=True)
+        self._begun.append((self._number, flat, work))
+        self._number += 1
+
+    def _ended(self) -> tuple[int, Tensor]:
+        """The oldest broadcast that was begun, once it has ended: number and bytes of its bucket."""
+        number, flat, work = self._begun.popleft()
+        with waiting():
+            work.wait()
+        return number, flat
+
+    def _end(self) -> None:
+        while self._begun:
+            self._ended()
+
+    def _sender(self) -> Sender:
+        return self._senders[self._number % len(self._senders)]
+
+    def _trouble(self, number: int, flat: Tensor) -> str:
+        """Why a bucket cannot be used, or ""."""
+        trailer = flat[-TRAILER_BYTES:].cpu().numpy().tobytes()
+        rank = self._senders[number % len(self._senders)].rank
+        if text := trailer[8:].rstrip(b"\0").decode(errors="replace"):
+            return f"rank {rank}: {text}"
+        if int.from_bytes(trailer[:8], "big") != self._plan.digest:
+            return f"rank {rank} sends other buckets than those of the first sync"
+        return ""
+
+
+def _exported(tensors: Iterator[Named]) -> Iterator[Named]:
+    """Tells errors of the export from those of sending."""
+    try:
+        yield from tensors
+    except RuntimeError as error:
+        raise GaveUp(f"the trainer's export failed: {error}") from error
+
+
+def _trailer(digest: int, failure: str) -> Tensor:
+    text = digest.to_bytes(8, "big") + failure.encode()[: TRAILER_BYTES - 8]
+    return torch.frombuffer(bytearray(text.ljust(TRAILER_BYTES, b"\0")), dtype=torch.uint8)

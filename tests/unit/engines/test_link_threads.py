@@ -1,0 +1,175 @@
+"""Weight links of all kinds, with ranks that are threads and collectives that go through memory."""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from siirl.compiler.plan import LinkPlan
+from siirl.engines import link_buckets, links
+from siirl.engines.links import make_link
+from siirl.errors import WeightSyncError
+
+
+class Place:
+    """The process groups of one rank."""
+
+    def __init__(self, rank, network):
+        self.rank, self.network, self.counts = rank, network, {}
+
+    def get(self, ranks):
+        assert self.rank in ranks
+        return (self, tuple(ranks))
+
+
+class Network:
+    """Collectives of threads: each of a group has a number, by the order in which a rank comes to them."""
+
+    def __init__(self):
+        self.changed, self.given = threading.Condition(), {}
+        self.bytes_of = {}
+
+    def _number(self, group):
+        place, ranks = group
+        place.counts[ranks] = place.counts.get(ranks, 0) + 1
+        return ranks, place.counts[ranks]
+
+    def _await(self, key, count):
+        with self.changed:
+            came = self.changed.wait_for(lambda: len(self.given.get(key, ())) == count, timeout=10)
+        assert came, f"a rank waits for {key}, and not all come"
+        return self.given[key]
+
+    def _give(self, key, rank, value):
+        with self.changed:
+            self.given.setdefault(key, {})[rank] = value
+            self.changed.notify_all()
+
+    def all_gather(self, rows, mine, group):
+        key, rank = self._number(group), group[0].rank
+        self._give(key, rank, mine.clone())
+        for row, value in zip(rows, (self._await(key, len(rows))[r] for r in group[1]), strict=True):
+            row.copy_(value)
+
+    def broadcast(self, flat, src, group, async_op=False):
+        key, rank = self._number(group), group[0].rank
+        if rank == src:
+            self._give(key, src, flat.clone())
+            self.bytes_of[rank] = self.bytes_of.get(rank, 0) + flat.nbytes
+
+        def wait():
+            flat.copy_(self._await(key, 1)[src])
+
+        return SimpleNamespace(wait=wait) if async_op else wait()
+
+
+class Trainer:
+    def __init__(self):
+        self.version, self.scale, self.fails_at, self.more, self.says_more = 0, 1.0, None, False, False
+        draw = torch.Generator().manual_seed(0)
+        self.weights = {f"w{n}": torch.randn(n % 5 + 1, 7, generator=draw) for n in range(30)}
+        self.weights["count"] = torch.arange(4)
+
+    def weight_specs(self):
+        more = {"more": torch.ones(2)} if self.says_more else {}
+        return {name: (tuple(x.shape), x.dtype) for name, x in (self.weights | more).items()}
+
+    def export_weights(self, dtype=None):
+        made = {"more": torch.ones(2)} | self.weights if self.more else self.weights
+        for number, (name, tensor) in enumerate(made.items()):
+            if number == self.fails_at:
+                raise RuntimeError("out of memory")
+            yield name, tensor * self.scale if tensor.is_floating_point() else tensor
+
+
+class Target:
+    takes, reads_live, weight_version = "merged", False, -1
+
+    def __init__(self, specs):
+        self.specs, self.held, self.fails = specs, {}, False
+
+    def weight_specs(self):
+        return self.specs
+
+    def wake(self):
+        pass
+
+    def load_weights(self, weights, version):
+        self.weight_version, self.held = -1, {}
+        for name, tensor in weights:
+            if self.fails and len(self.held) == 9:
+                raise RuntimeError("no room")
+            self.held[name] = tensor.clone()
+        self.weight_version = version
+
+
+TROUBLES = ("none", "none", "none", "export", "target", "said", "unsaid")
+
+
+def expected(turns):
+    """For each turn whether it goes by a plan, and words of how it fails; up to one that ends the link."""
+    plan, told = None, []
+    for trouble in turns:
+        says, more = trouble == "said", trouble in ("said", "unsaid")
+        planned = plan is not None and plan[0] == says
+        words = {"export": "out of memory", "target": "no room"}.get(trouble, "")
+        if planned and plan[1] != more:
+            words = "came where the first sync had"
+        told.append((planned, words))
+        plan = None if words else plan if planned else (says, more)
+        if trouble == "export" and not planned:
+            break  # by headers, ranks of the trainer do not hear of each other's failure in order
+    return told
+
+
+@pytest.mark.parametrize("kind", ["broadcast", "spread"])
+@pytest.mark.parametrize("seed", range(25))
+def test_a_link_brings_all_weights_or_fails_on_all_ranks_and_goes_on(seed, kind, monkeypatch):
+    """Exports and targets that fail on one rank, and exports that change, with notice or without."""
+    rng, network = random.Random(seed), Network()
+    monkeypatch.setattr(links, "dist", network)
+    monkeypatch.setattr(link_buckets, "dist", network)
+    monkeypatch.setattr(links, "BUCKET_BYTES", 300)
+    ranks = tuple(range(rng.randint(2, 5)))
+    sources = tuple(sorted(rng.sample(ranks, rng.randint(1, len(ranks) - 1))))
+    targets = {rank for rank in ranks if rank not in sources or rng.random() < 0.4}
+    turns = [rng.choice(TROUBLES) for _ in range(10)]
+    culprits = [(rng.choice(sources), rng.choice(sorted(targets))) for _ in turns]
+    plan, outcomes = LinkPlan("link", "trainer", "rollout", ranks, kind), expected(turns)
+
+    def run(rank):
+        trainer = Trainer() if rank in sources else None
+        target = Target(Trainer().weight_specs()) if rank in targets else None
+        link = make_link(plan, trainer, target, Place(rank, network), Path("never"))
+        for version, (planned, words) in enumerate(outcomes, 1):
+            trouble, (source, failing) = turns[version - 1], culprits[version - 1]
+            if trainer:
+                trainer.version, trainer.scale = version, 0.5**version
+                fails = trouble == "export" and (rank == source or not planned)
+                trainer.fails_at = 11 if fails else None
+                trainer.more, trainer.says_more = trouble in ("said", "unsaid"), trouble == "said"
+            if target:
+                target.fails = trouble == "target" and rank == failing
+            if words:
+                with pytest.raises(WeightSyncError, match=words):
+                    link.push()
+            else:
+                link.push()
+                check(target, version)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        list(pool.map(run, ranks))
+    assert len(network.bytes_of) == len(sources) or kind == "broadcast" or not any(p for p, _ in outcomes)
+
+
+def check(target, version):
+    if target is None:
+        return
+    assert target.weight_version == version and {*target.held} - {"more"} == {*Trainer().weights}
+    for name, tensor in Trainer().weights.items():
+        exact = tensor * 0.5**version if tensor.is_floating_point() else tensor
+        assert torch.equal(target.held[name], exact)
