@@ -57,7 +57,7 @@ def _on_cpu(cases: Cases) -> Iterator[str]:
 def _besides(parts: dict[str, Cases]) -> str:
     """What else was compared, in how many layouts, and the largest distance of all of it."""
     distances = [text for found in parts.values() for text in farthest(found.values()) if text]
-    named = ", ".join(f"{part} ({len(found)})" for part, found in parts.items())
+    named = ", ".join(f"{part} {len(found)}" if len(found) > 1 else part for part, found in parts.items())
     return f"{named}: {max(distances, key=float)}" if parts else ""
 
 

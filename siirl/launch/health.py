@@ -24,7 +24,7 @@ LOOK_S, MOST_LOOK_S = 1.0, 2.0
 STOPPED_S, SILENT_S, FACTOR, KNOWN_TIMES = 5.0, 20.0, 10.0, 2
 WRITES, WRITES_FACTOR = ("start", "checkpoint", "after checkpoint", "export"), 6.0
 """Places in which a slow disk may hold a whole process: patience is so many times as long."""
-STACKS_S = 0.5
+STACKS_S = 1.0
 """How long workers take to write them."""
 NO_PROGRESS_S = 0.05
 """CPU time in a silence that is none."""

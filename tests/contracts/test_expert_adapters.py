@@ -236,7 +236,7 @@ def test_adapters_on_experts_train_as_pefts_on_linear_layers(model_dirs, world):
             assert torch.equal(untouched[name], weight), name
         assert_equal_training(ours, theirs[scenario.name])
         kind = "mixtral" if scenario.model == "mixtral" else "qwen3_moe"
-        record_outcome(case_of(kind, scenario, "adapters on experts"), ours, theirs[scenario.name])
+        record_outcome(case_of(kind, scenario, "expert adapters"), ours, theirs[scenario.name])
         halves = {"lora_A", "lora_B"}
         for half in halves:
             grads = [grad for name, grad in ours.grads.items() if half in name and ".experts." in name]
@@ -278,7 +278,7 @@ def wrong_in_peft(kind: str) -> str:
         return "peft's adapter changes nothing"
     found = engine.compute(rows, ("log_prob",), cases.TEMPERATURE)["log_prob"]
     difference = float((found - expected).detach().abs().max())
-    record_gaps(case_of(kind, scenario, "adapters on experts"), {"log_prob": difference})
+    record_gaps(case_of(kind, scenario, "expert adapters"), {"log_prob": difference})
     return "" if difference < 1e-5 else f"log_prob is off by {difference}"
 
 

@@ -31,6 +31,8 @@ SPECS = {
 
 
 class ModelProcess:
+    stayed = False
+
     def __init__(self, rng, mean):
         self.rng, self.left = rng, rng.expovariate(1 / mean) if mean else float("inf")
         self.weights, self.updating, self.asked, self.knows = {}, "", False, False
@@ -50,6 +52,8 @@ class ModelProcess:
         if lost:
             raise EngineLost("it died.", "")
         return Done(result)
+
+    begin = ask
 
     def call(self, method, **arguments):
         return self.ask(Call(method, arguments)).result

@@ -7,6 +7,7 @@ import torch
 from siirl.engines.rollout.base import RolloutEngine
 from siirl.engines.rollout.call_limits import CallLimits
 from siirl.engines.rollout.served.engine_shard import EngineShard
+from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.lora_adapters import SharedEngine
 from siirl.engines.rollout.served.messages import RowScores, Score, Scored
 from siirl.engines.rollout.served.server import Server
@@ -48,6 +49,7 @@ def engine(process: Process) -> VLLMRollout:
     made._limits = CallLimits(made.name, vocab=20, max_context=5)
     made._engine, made._process = SharedEngine(users=[made]), process
     made._shard = EngineShard((0,))
+    made._weights = EngineWeights(made.name, {}, torch.device("cpu"), False, made._shard)
     return made
 
 
