@@ -52,6 +52,8 @@ SINKS = ("gpt_oss",)
 """Whose attention has a learned logit more in each softmax, of each head."""
 GROUP_ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 """Whose routers choose experts by groups, or by a bias that balances them, not by their logits alone."""
+NOT_IN_VLLM = ("aria_text", "diffllama", "helium", "ministral", "persimmon")
+"""Of which vLLM (0.32) has no model of its own."""
 OWN_TYPE = ("e_score_correction_bias",)
 """Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
 DELTA_NETS = "linear_attention"
@@ -141,7 +143,7 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     problem = why_not(config, rules, ROLES[role].head) or why_not_with_images(config, cfg, role)
     config = language_part(config)
     problem = problem or _why_no_router_loss(model)
-    problem = problem or _why_not_with_group_routing(config, cfg, role)
+    problem = problem or _why_not_as_asked(config, cfg, role)
     if rules == "fsdp":
         problem = problem or _why_not_these_kernels(config, model, ROLES[role].model)
         problem = problem or _why_not_with_sinks(config, cfg, role)
@@ -225,10 +227,14 @@ def _why_no_router_loss(model: ModelConfig) -> str:
     )
 
 
-def _why_not_with_group_routing(config: Mapping[str, Any], cfg: Config, role: str) -> str:
-    """Why a model of GROUP_ROUTED does not go with what is asked, and the fix; empty if it does."""
+def _why_not_as_asked(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why vLLM does not sample a model, or LATENT has no adapters, and the fix; empty if all is well."""
     model, keys, kind = role_model(cfg, role), ROLES[role].model, config.get("model_type")
-    if role == "actor" and cfg.actor_rollout_ref.rollout.name == "vllm" and kind in GROUP_ROUTED:
+    sampled = role == "actor" and cfg.actor_rollout_ref.rollout.name == "vllm"
+    if kind in NOT_IN_VLLM and (sampled or ROLES[role].generates):
+        fix = "actor_rollout_ref.rollout.name=hf" if sampled else "teacher.strategy=fsdp"
+        return f"a {kind} in vLLM, which has no model of this type. Set {fix}."
+    if sampled and kind in GROUP_ROUTED:
         return (
             f"a {kind} with rollout.name=vllm: that vLLM takes its weights as they are trained has not been "
             "seen. Set actor_rollout_ref.rollout.name=hf."

@@ -16,6 +16,7 @@ from siirl.compiler.model_types import (
     LENGTH_DEPENDENT,
     MEGATRON,
     MEGATRON_LANGUAGE_MODELS,
+    NOT_IN_VLLM,
     OF_ANY_HEAD,
     VISION_MODELS,
     known_types,
@@ -419,3 +420,25 @@ def test_rows_beyond_what_each_is_computed_by_itself_are_refused_by_check(tmp_pa
         check(tmp_path, strategy, **model)
     rope["original_max_position_embeddings"] = 4096
     assert not why_not_so_long(model, 4096)
+
+
+@pytest.mark.parametrize("kind", NOT_IN_VLLM)
+def test_vllm_samples_no_types_that_it_does_not_know(tmp_path, kind):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    keys = (f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=vllm")
+    cfg = config(*keys)
+    with pytest.raises(NotSupportedError, match=rf"a {kind} in vLLM, .*rollout\.name=hf"):
+        compile_plan(load_dag(cfg), cfg, 1)
+    cfg = config(*keys, "actor_rollout_ref.rollout.name=hf")
+    compile_plan(load_dag(cfg), cfg, 1)
+
+
+@pytest.mark.slow  # imports vLLM
+def test_vllm_has_a_model_of_every_other_type_of_language_model():
+    registry = pytest.importorskip("vllm", reason="vLLM is not installed").ModelRegistry
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = set(registry.get_supported_archs())
+    kinds = [kind for kind in known_types("fsdp") if kind not in VISION_MODELS]
+    lacking = [kind for kind in kinds if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind] not in known]
+    assert lacking == sorted(NOT_IN_VLLM)
