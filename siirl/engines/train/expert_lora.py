@@ -7,7 +7,7 @@ Legend: E experts, R rank, D inputs, O outputs of a matrix, S pairs of a token a
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -68,25 +68,20 @@ class _Place(NamedTuple):
     """Of each expert, the linear layer that its matrix would be."""
 
 
-def add_expert_adapters(
-    model: PreTrainedModel, targets: Iterable[str] | None, rank: int, alpha: float
-) -> set[str]:
-    """Insert adapters in place, on matrices of these names in the model's files, None for all; the names.
+def add_expert_adapters(model: PreTrainedModel, targets: Collection[str], rank: int, alpha: float) -> None:
+    """Insert adapters in place, on matrices of these names in the model's files.
 
     Random numbers are drawn from torch's default generator. ConfigError where the files have the experts
     otherwise than one matrix each.
     """
-    found: set[str] = set()
     for prefix, module in list(_experts(model)):
         adapters = nn.ModuleDict()
         for name, place in _places(model, prefix, module).items():
-            if targets is None or name in targets:
+            if name in targets:
                 like = getattr(module, place.param)
                 adapters[name] = ExpertAdapter(like, place, rank, alpha)
         if len(adapters):
             module.add_module(ADAPTERS, adapters)
-            found |= set(adapters.keys())
-    return found
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
