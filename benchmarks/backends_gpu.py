@@ -166,10 +166,19 @@ def parse_layout(text: str, gpus: int) -> dict[str, int]:
     return sizes
 
 
+def budgets(job: Job) -> dict[str, int]:
+    """Key -> tokens of a micro-batch."""
+    forward = job.args.forward_tokens or job.shape.forward_tokens
+    return {
+        f"{ACTOR}.ppo_max_token_len_per_gpu": job.args.train_tokens or job.shape.train_tokens,
+        f"{REF}.log_prob_max_token_len_per_gpu": forward,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": forward,
+    }
+
+
 def common_keys(job: Job) -> list[str]:
     """What every run is told, whatever its strategy."""
     args, shape, folder = job.args, job.shape, job.folder
-    budget = args.train_tokens or shape.train_tokens
     values = {
         "algorithm.adv_estimator": "grpo",
         "data.train_files": folder / "train.parquet",
@@ -182,13 +191,11 @@ def common_keys(job: Job) -> list[str]:
         f"{ACTOR}.optim.lr": 1e-6,
         f"{ACTOR}.ppo_mini_batch_size": max(1, job.prompts // 2),
         f"{ACTOR}.use_dynamic_bsz": True,
-        f"{ACTOR}.ppo_max_token_len_per_gpu": budget,
         f"{ACTOR}.use_kl_loss": True,
         f"{REF}.log_prob_use_dynamic_bsz": True,
-        f"{REF}.log_prob_max_token_len_per_gpu": args.forward_tokens or shape.forward_tokens,
         f"{ROLLOUT}.n": shape.samples,
         f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": args.forward_tokens or shape.forward_tokens,
+        **budgets(job),
         "custom_reward_function.path": "benchmarks/grpo_gpu_reward.py",
         "trainer.device": "cuda" if job.on_gpu else "cpu",
         "trainer.n_gpus_per_node": args.gpus,
@@ -234,7 +241,10 @@ def strategy_keys(job: Job, run: str) -> list[str]:
         sizes = {SIZES[name]: size for name, size in job.megatron_sizes.items()}
         values = sizes | {"param_dtype": "bfloat16", "param_offload": False}
         values["sequence_parallel"] = job.megatron_sizes.get("tp", 1) > 1
+        # Of a row that several ranks share, Megatron's micro-batches count all tokens.
+        row = job.shape.prompt_tokens + job.shape.response_tokens
         return [
+            *(f"{key}={max(budget, row)}" for key, budget in budgets(job).items()),
             *(f"{role}.strategy=megatron" for role in (ACTOR, REF)),
             *(f"{role}.megatron.{key}={value}" for role in (ACTOR, REF) for key, value in values.items()),
         ]
