@@ -24,6 +24,7 @@ off leaves what it has. `--runs` says which runs; files of several calls are joi
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -180,7 +181,7 @@ def common_keys(job: Job) -> list[str]:
     """What every run is told, whatever its strategy."""
     args, shape, folder = job.args, job.shape, job.folder
     values = {
-        "algorithm.adv_estimator": "grpo",
+        "algorithm.adv_estimator": "grpo" if shape.samples > 1 else "reinforce_plus_plus",
         "data.train_files": folder / "train.parquet",
         "data.val_files": folder / "train.parquet",
         "data.train_batch_size": job.prompts,
@@ -436,6 +437,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
             )
     elif args.command == "vllm":
         prompts = prompts // 2
+    shape = dataclasses.replace(shape, samples=args.samples or shape.samples)
     on_gpu = torch.cuda.is_available() and args.shape not in ON_CPU
     job = Job(args, folder, shape, args.prompts or prompts, on_gpu, parse_layout(args.layout, args.gpus))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -469,6 +471,7 @@ def arguments() -> argparse.Namespace:
         sub.add_argument("--runs", default=runs, type=lambda text: text.split(","), help=",".join(runs))
         sub.add_argument("--steps", type=int, default=steps)
         sub.add_argument("--prompts", type=int, help="of a step, on all GPUs together")
+        sub.add_argument("--samples", type=int, help="of a prompt")
         sub.add_argument("--train-tokens", type=int, help="budget of a micro-batch in the update")
         sub.add_argument("--forward-tokens", type=int, help="and in passes without gradient")
         sub.add_argument("--checkpointing", action="store_true", help="recompute activations")
