@@ -24,6 +24,7 @@ off leaves what it has. `--runs` says which runs; files of several calls are joi
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -166,12 +167,21 @@ def parse_layout(text: str, gpus: int) -> dict[str, int]:
     return sizes
 
 
+def budgets(job: Job) -> dict[str, int]:
+    """Key -> tokens of a micro-batch."""
+    forward = job.args.forward_tokens or job.shape.forward_tokens
+    return {
+        f"{ACTOR}.ppo_max_token_len_per_gpu": job.args.train_tokens or job.shape.train_tokens,
+        f"{REF}.log_prob_max_token_len_per_gpu": forward,
+        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": forward,
+    }
+
+
 def common_keys(job: Job) -> list[str]:
     """What every run is told, whatever its strategy."""
     args, shape, folder = job.args, job.shape, job.folder
-    budget = args.train_tokens or shape.train_tokens
     values = {
-        "algorithm.adv_estimator": "grpo",
+        "algorithm.adv_estimator": "grpo" if shape.samples > 1 else "reinforce_plus_plus",
         "data.train_files": folder / "train.parquet",
         "data.val_files": folder / "train.parquet",
         "data.train_batch_size": job.prompts,
@@ -182,13 +192,11 @@ def common_keys(job: Job) -> list[str]:
         f"{ACTOR}.optim.lr": 1e-6,
         f"{ACTOR}.ppo_mini_batch_size": max(1, job.prompts // 2),
         f"{ACTOR}.use_dynamic_bsz": True,
-        f"{ACTOR}.ppo_max_token_len_per_gpu": budget,
         f"{ACTOR}.use_kl_loss": True,
         f"{REF}.log_prob_use_dynamic_bsz": True,
-        f"{REF}.log_prob_max_token_len_per_gpu": args.forward_tokens or shape.forward_tokens,
         f"{ROLLOUT}.n": shape.samples,
         f"{ROLLOUT}.log_prob_use_dynamic_bsz": True,
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu": args.forward_tokens or shape.forward_tokens,
+        **budgets(job),
         "custom_reward_function.path": "benchmarks/grpo_gpu_reward.py",
         "trainer.device": "cuda" if job.on_gpu else "cpu",
         "trainer.n_gpus_per_node": args.gpus,
@@ -234,7 +242,10 @@ def strategy_keys(job: Job, run: str) -> list[str]:
         sizes = {SIZES[name]: size for name, size in job.megatron_sizes.items()}
         values = sizes | {"param_dtype": "bfloat16", "param_offload": False}
         values["sequence_parallel"] = job.megatron_sizes.get("tp", 1) > 1
+        # Of a row that several ranks share, Megatron's micro-batches count all tokens.
+        row = job.shape.prompt_tokens + job.shape.response_tokens
         return [
+            *(f"{key}={max(budget, row)}" for key, budget in budgets(job).items()),
             *(f"{role}.strategy=megatron" for role in (ACTOR, REF)),
             *(f"{role}.megatron.{key}={value}" for role in (ACTOR, REF) for key, value in values.items()),
         ]
@@ -426,6 +437,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
             )
     elif args.command == "vllm":
         prompts = prompts // 2
+    shape = dataclasses.replace(shape, samples=args.samples or shape.samples)
     on_gpu = torch.cuda.is_available() and args.shape not in ON_CPU
     job = Job(args, folder, shape, args.prompts or prompts, on_gpu, parse_layout(args.layout, args.gpus))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -459,6 +471,7 @@ def arguments() -> argparse.Namespace:
         sub.add_argument("--runs", default=runs, type=lambda text: text.split(","), help=",".join(runs))
         sub.add_argument("--steps", type=int, default=steps)
         sub.add_argument("--prompts", type=int, help="of a step, on all GPUs together")
+        sub.add_argument("--samples", type=int, help="of a prompt")
         sub.add_argument("--train-tokens", type=int, help="budget of a micro-batch in the update")
         sub.add_argument("--forward-tokens", type=int, help="and in passes without gradient")
         sub.add_argument("--checkpointing", action="store_true", help="recompute activations")

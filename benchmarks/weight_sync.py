@@ -1,7 +1,7 @@
-"""Weights from a trainer into a vLLM engine on the same device: by vLLM's loaders, and written in place.
+"""Weights from a trainer into a vLLM engine: by vLLM's loaders, and written in place.
 
     python benchmarks/weight_sync.py [--shapes 0.6B 1.7B] [--blocks 2] [--syncs 4] [--tokens 384]
-        [--replace-weights in_place_checked] [--cpu]
+        [--replace-weights in_place_checked] [--max-engine-restarts 0] [--apart] [--cpu]
 
 One process: an FSDP2 trainer of fp32 master weights, an engine in bf16 that sleeps between rollouts, and the
 link between them, as in a run. A block is --syncs steps: sleep, move the weights, wake, sync, generate
@@ -10,7 +10,14 @@ first sync, which finds the places, is told apart. At the end both ways bring th
 parameters and greedy answers must be equal. By loaders is what rollout.replace_weights=by_loaders does, in
 place what --replace-weights says.
 
-Writes benchmarks/results/weight_sync_<device>.json (--out for another place). --cpu: a small shape.
+--apart: two processes with a device each, two GPUs over NCCL: the trainer alone on rank 0, the engine alone
+on rank 1, where it stays awake. Three ways take turns, a sync each, --blocks x --syncs of them: buckets that
+are announced by headers and vLLM's loaders (as every first sync goes), the plan of buckets and the loaders
+(what further ones do by default), the plan and in place. Told are the seconds of the slowest rank, and where
+each rank spent them. At the end each way replaces weights of another sign that the first one has brought.
+
+Writes benchmarks/results/weight_sync_<device>.json, or weight_sync_apart_<device>.json (--out for another
+place). --cpu: a small shape, over gloo.
 """
 
 import argparse
@@ -26,21 +33,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from grpo_gpu import REPOSITORY, SHAPES, make_model
 
 from siirl.compiler.plan import LinkPlan, ModelPlan
-from siirl.config import load_config
+from siirl.config import Config, load_config
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.links import make_link
 from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.train.fsdp import FSDPEngine
+from siirl.observe.spans import Observer, observing
 from siirl.parallel.dims import ParallelDims
-from siirl.parallel.process_groups import ProcessGroupManager
+from siirl.parallel.process_groups import ProcessGroupManager, connect_when_used
 
 NAMED = {"0.6B": SHAPES["B"], "1.7B": SHAPES["A"]}
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}  # fmt: skip
 WAYS = ("loaders", "in_place")
+APART = ("headers_loaders", "plan_loaders", "plan_in_place")
 READ = ("model.norm.weight", "model.layers.0.self_attn.q_norm.weight")
 
 
@@ -55,12 +66,17 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=384)
     ways = ("in_place", "in_place_checked")
     parser.add_argument("--replace-weights", choices=ways, default=ways[0])
+    parser.add_argument(
+        "--max-engine-restarts", type=int, default=2, help="0: no copy of the weights is kept"
+    )
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        print("RESULT " + json.dumps(of_shape(args, args.one)), flush=True)
+        found = of_shape_apart(args, args.one) if args.apart else of_shape(args, args.one)
+        print("RESULT " + json.dumps(found), flush=True)
         return 0
     report: dict[str, Any] = {"command": " ".join(sys.argv), "commit": commit(), **machine()}
     report["shapes"] = {}
@@ -73,18 +89,23 @@ def main() -> int:
             return 1
         report["shapes"][shape] = found = json.loads(lines[0].removeprefix("RESULT "))
         print_shape(shape, found)
-    place = REPOSITORY / "benchmarks" / "results" / f"weight_sync_{'cpu' if args.cpu else 'gpu'}.json"
-    out = args.out or place
+    name = f"weight_sync{'_apart' * args.apart}_{'cpu' if args.cpu else 'gpu'}.json"
+    out = args.out or REPOSITORY / "benchmarks" / "results" / name
     out.write_text(json.dumps(report, indent=1) + "\n")
     return 0
 
 
 def print_shape(shape: str, found: dict[str, Any]) -> None:
     print(f"{shape}: first sync {found['first_sync_s']:.3f} s; equal: {found['equal']}", flush=True)
-    for way in WAYS:
+    for way in APART if "plan_loaders" in found else WAYS:
         for name, values in found[way].items():
+            if name == "where":
+                continue
             each = " ".join(f"{value:.4g}" for value in values)
-            print(f"  {way:9s} {name:10s} median {statistics.median(values):8.4f}   {each}", flush=True)
+            print(f"  {way:15s} {name:10s} median {statistics.median(values):8.4f}   {each}", flush=True)
+        for rank, phases in enumerate(found[way].get("where", ())):
+            told = ", ".join(f"{name} {seconds:.4f}" for name, seconds in phases.items())
+            print(f"    rank {rank}, medians: {told}", flush=True)
 
 
 def of_shape(args: argparse.Namespace, shape: str) -> dict[str, Any]:
@@ -105,14 +126,24 @@ def of_shape(args: argparse.Namespace, shape: str) -> dict[str, Any]:
 
 
 def build(args: argparse.Namespace, folder: Path, device: torch.device, groups: ProcessGroupManager) -> tuple:
+    cfg = configuration(args, folder, device)
+    engine = make_rollout_engine(model_plan("rollout", 0), cfg, groups, device)
+    trainer = FSDPEngine(model_plan("actor", 0), cfg, groups, device)
+    trainer.version = 1
+    plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", (0,), "local")
+    return trainer, engine, make_link(plan, trainer, engine, groups, folder / "never")
+
+
+def configuration(args: argparse.Namespace, folder: Path, device: torch.device) -> Config:
     rollout = "actor_rollout_ref.rollout"
-    cfg = load_config(
+    return load_config(
         [
             f"actor_rollout_ref.model.path={folder}/model",
             "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
             f"{rollout}.name=vllm",
             f"{rollout}.dtype=bfloat16",
             f"{rollout}.replace_weights={args.replace_weights}",
+            f"{rollout}.max_engine_restarts={args.max_engine_restarts}",
             f"{rollout}.max_model_len=2048",
             f"{rollout}.max_num_seqs=512",
             f"{rollout}.max_num_batched_tokens=16384",
@@ -123,25 +154,155 @@ def build(args: argparse.Namespace, folder: Path, device: torch.device, groups: 
             "trainer.deadline_s=400",
         ]
     )
+
+
+def model_plan(role: Any, rank: int) -> ModelPlan:
+    kind, trains = ("fsdp", True) if role == "actor" else ("vllm", False)
     dims = ParallelDims(1)
-    plans = [
-        ModelPlan(f"agent_0.{role}", 0, role, kind, "lm", role == "actor", (0,), dims, role, (role,))
-        for role, kind in (("actor", "fsdp"), ("rollout", "vllm"))
-    ]
-    engine = make_rollout_engine(plans[1], cfg, groups, device)
-    trainer = FSDPEngine(plans[0], cfg, groups, device)
-    trainer.version = 1
-    plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", (0,), "local")
-    return trainer, engine, make_link(plan, trainer, engine, groups, folder / "never")
+    return ModelPlan(f"agent_0.{role}", 0, role, kind, "lm", trains, (rank,), dims, role, (role,))
+
+
+def of_shape_apart(args: argparse.Namespace, shape: str) -> dict[str, Any]:
+    """Times of three ways, with a trainer on one rank and an engine on another."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(of_rank, (args, shape, folder), 2, start_method="spawn")
+        return json.loads(Path(folder, "found").read_text())
+
+
+def of_rank(rank: int, args: argparse.Namespace, shape: str, temporary: str) -> None:
+    folder, device = Path(temporary), torch.device("cpu")
+    if not args.cpu:
+        device = torch.device("cuda", rank)
+        torch.cuda.set_device(device)
+    connect_when_used()
+    backend = "gloo" if args.cpu else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    groups = ProcessGroupManager([(0,), (1,), (0, 1)], backend, 400)
+    if rank == 0:
+        make_model(folder / "model", SMALL if args.cpu else NAMED[shape])
+    meet()
+    cfg = configuration(args, folder, device)
+    trainer = FSDPEngine(model_plan("actor", 0), cfg, groups, device) if rank == 0 else None
+    rollout: Any = None if trainer else make_rollout_engine(model_plan("rollout", 1), cfg, groups, device)
+    if trainer is not None:
+        trainer.version = 1
+    plan = LinkPlan("agent_0.sync", "agent_0.actor", "agent_0.rollout", (0, 1), "broadcast")
+    try:
+        found = Apart(args, trainer, rollout, make_link(plan, trainer, rollout, groups, folder)).measure()
+        if rank == 0:
+            (folder / "found").write_text(json.dumps(found))
+    finally:
+        if rollout is not None:
+            rollout.close()
+    dist.destroy_process_group()
+
+
+def meet() -> None:
+    dist.all_reduce(torch.zeros(1))
+
+
+class Apart:
+    """One rank of two: it has a trainer, or an engine."""
+
+    def __init__(self, args: argparse.Namespace, trainer: FSDPEngine | None, rollout: Any, link: Any) -> None:
+        self._args, self._trainer, self._rollout, self._link = args, trainer, rollout, link
+        self._observer = Observer()
+        self._prompts = prompts(args)
+        if rollout is not None:
+            parts = (rollout.name, rollout._specs, rollout._device, args.max_engine_restarts > 0)
+            self._in_place, self._by_loaders = rollout._weights, EngineWeights(*parts, rollout._shard)
+
+    def measure(self) -> dict[str, Any]:
+        """Seconds of the slowest rank in each sync, and of each rank's phases; on both ranks."""
+        first_s, _ = self._sync("first")
+        mine: dict[str, list[tuple[float, dict[str, float]]]] = {way: [] for way in APART}
+        for turn in range(self._args.blocks * self._args.syncs + 1):
+            for way in APART:
+                if self._trainer is not None:
+                    move(self._trainer)
+                took = self._sync(way)
+                if turn:  # the first one of each way takes memory, and makes views that are used again
+                    mine[way].append(took)
+                self._generate()
+        found: dict[str, Any] = {"first_sync_s": first_s, **self._compared()}
+        told: list[Any] = [None, None]
+        dist.all_gather_object(told, mine)
+        for way in APART:
+            syncs = zip(*(each[way] for each in told), strict=True)
+            found[way] = {
+                "sync_s": [max(seconds for seconds, _ in ranks) for ranks in syncs],
+                "where": [medians([phases for _, phases in each[way]]) for each in told],
+            }
+        return found
+
+    def _sync(self, way: str) -> tuple[float, dict[str, float]]:
+        """One sync; the seconds of this rank, and of its phases."""
+        if way == "headers_loaders":
+            self._link._plan = None
+        assert way in ("first", "headers_loaders") or self._link._plan is not None
+        if self._rollout is not None:
+            self._rollout._weights = self._by_loaders if way.endswith("loaders") else self._in_place
+        self._observer.begin_step()
+        waited_s = self._observer.idle_s
+        meet()
+        begin = time.perf_counter()
+        with observing(self._observer), self._observer.span("sync", 0):
+            self._link.push()
+        seconds = time.perf_counter() - begin
+        phases: dict[str, float] = {"waiting": self._observer.idle_s - waited_s}
+        for span in self._observer.spans:
+            phases[span.name] = phases.get(span.name, 0.0) + span.duration_s
+        return seconds, phases
+
+    def _generate(self) -> None:
+        if self._rollout is not None:
+            params = SamplingParams(max_tokens=self._args.tokens, n=8, ignore_eos=True)
+            self._rollout.generate(self._prompts, params, range(len(self._prompts)))
+        meet()
+
+    def _compared(self) -> dict[str, Any]:
+        """Whether each way, over weights of another sign, leaves the same parameters and greedy answers."""
+        seen = []
+        greedy = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
+        for way in APART:
+            for used in ("headers_loaders", way):
+                self._turn_signs()
+                self._sync(used)
+            if self._rollout is not None:
+                tensors = [part.tolist() for name in READ for part in self._rollout.read_tensor(name)]
+                rows = self._rollout.generate(self._prompts[:8], greedy, range(8))
+                seen.append((tensors, [row[0].token_ids for row in rows]))
+        found: list[Any] = [None]
+        if self._rollout is not None:
+            why_not = self._in_place._told_why
+            found = [{"equal": all(one == seen[0] for one in seen), "why_not_in_place": why_not}]
+        dist.broadcast_object_list(found, src=1)
+        return found[0]
+
+    @torch.no_grad()
+    def _turn_signs(self) -> None:
+        if self._trainer is not None:
+            for _, tensor in self._trainer.live_weights() or ():
+                tensor.neg_()
+            self._trainer.version += 1
+
+
+def prompts(args: argparse.Namespace) -> list[list[int]]:
+    return [[2 + (row * 7919 + at * 31) % 500 for at in range(256)] for row in range(args.prompts)]
+
+
+def medians(syncs: list[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for sync in syncs for name in sync)
+    return {name: statistics.median(sync.get(name, 0.0) for sync in syncs) for name in names}
 
 
 def measure(args: argparse.Namespace, trainer: FSDPEngine, rollout: Any, link: Any) -> dict[str, Any]:
-    prompts = [[2 + (row * 7919 + at * 31) % 500 for at in range(256)] for row in range(args.prompts)]
     params = SamplingParams(max_tokens=args.tokens, n=8, ignore_eos=True)
+    asked = prompts(args)
     begin = time.perf_counter()
     link.push()
     found: dict[str, Any] = {"first_sync_s": time.perf_counter() - begin}
-    rollout.generate(prompts, params, range(len(prompts)))
+    rollout.generate(asked, params, range(len(asked)))
     found |= {way: {"sync_s": [], "wake_s": [], "rollout_s": []} for way in WAYS}
     for _ in range(args.blocks):
         for way in WAYS:
@@ -154,11 +315,11 @@ def measure(args: argparse.Namespace, trainer: FSDPEngine, rollout: Any, link: A
                 times.append(time.perf_counter())
                 link.push()
                 times.append(time.perf_counter())
-                rollout.generate(prompts, params, range(len(prompts)))
+                rollout.generate(asked, params, range(len(asked)))
                 times.append(time.perf_counter())
                 for name, span in (("wake_s", 0), ("sync_s", 1), ("rollout_s", 2)):
                     found[way][name].append(times[span + 1] - times[span])
-    found["equal"] = same_weights(trainer, rollout, link, prompts)
+    found["equal"] = same_weights(trainer, rollout, link, asked)
     return found
 
 
@@ -173,7 +334,7 @@ def move(trainer: FSDPEngine) -> None:
     trainer.version += 1
 
 
-def same_weights(trainer: FSDPEngine, rollout: Any, link: Any, prompts: list[list[int]]) -> bool:
+def same_weights(trainer: FSDPEngine, rollout: Any, link: Any, asked: list[list[int]]) -> bool:
     """Whether both ways leave the same parameters and greedy answers."""
     seen = []
     greedy = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
@@ -183,7 +344,7 @@ def same_weights(trainer: FSDPEngine, rollout: Any, link: Any, prompts: list[lis
         rollout.sleep()
         link.push()
         tensors = [part.tolist() for name in READ for part in rollout.read_tensor(name)]
-        rows = rollout.generate(prompts[:8], greedy, range(len(prompts[:8])))
+        rows = rollout.generate(asked[:8], greedy, range(len(asked[:8])))
         seen.append((tensors, [row[0].token_ids for row in rows]))
     return seen[0] == seen[1] == seen[2]
 

@@ -96,6 +96,7 @@ def test_experts_in_bf16_stay_near_fp32(model_dirs, model):
     record_outcome(case_of(model, on_cuda(Scenario("", 1)), dtype="bfloat16"), ours, theirs)
 
 
+@pytest.mark.timeout(450)
 def test_the_main_job_trains_experts_that_vllm_samples_from(tmp_path):
     inputs = Inputs.make(tmp_path / "inputs")
     shape = {"tie": False, "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 64, "init_std": 0.1}

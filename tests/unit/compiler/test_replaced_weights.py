@@ -5,10 +5,12 @@ import json
 import pytest
 from plan_cases import config
 
-from siirl.compiler.compile import compile_plan, load_dag
+from siirl.compiler.compile import TEMPLATES, compile_plan, load_dag
 from siirl.config import effect_warnings
 from siirl.config.checks import check_config
 from siirl.config.roles import judge_config, scoring_config
+from siirl.dag.spec import NodeSpec, dag_spec
+from siirl.dag.yaml_file import load_dag_file
 from siirl.errors import NotSupportedError
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -34,6 +36,14 @@ def test_by_default_loaders_take_each_tensor(tmp_path):
 def test_weights_in_place_go_with_vllm(way, other, tmp_path):
     cfg = checked(tmp_path, f"{ROLLOUT}.replace_weights={way}", other)
     assert not [line for line in effect_warnings(cfg) if "replace_weights" in line]
+
+
+def test_engines_on_ranks_without_a_trainer_take_what_is_sent_to_them_in_place(tmp_path):
+    cfg, dag = checked(tmp_path, IN_PLACE), load_dag_file(TEMPLATES / "grpo.yaml")
+    places = {"ROLLOUT": "1", "ACTOR": "0", "REFERENCE": "0"}
+    nodes = [NodeSpec(**{**vars(node), "placement": places.get(node.node_role)}) for node in dag.nodes]
+    plan, _ = compile_plan(dag_spec(dag.dag_id, nodes, dag.description), cfg, 2)
+    assert [link.kind for link in plan.links.values()] == ["broadcast"]
 
 
 @pytest.mark.parametrize(
