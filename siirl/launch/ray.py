@@ -25,9 +25,10 @@ from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.process import KILL_GRACE_S, TERM_GRACE_S
 from siirl.launch.ray_actor import Launch, RankActor, forwarded_environment
 from siirl.launch.ray_cluster import Need, Stopped, bundle_nodes, connected, reserve
+from siirl.launch.ray_head import HeadLost
 from siirl.launch.ray_memory import RayMemory
 from siirl.launch.ray_rank import Rank
-from siirl.launch.ray_watch import HeadLost, RankWatch
+from siirl.launch.ray_watch import RankWatch
 from siirl.launch.run_record import command_line
 from siirl.launch.scaled import Scaled
 from siirl.observe.run_progress import record_end
@@ -221,6 +222,8 @@ class RayTrainer:
         self._gather("start a worker", [rank.place for rank in self._ranks], refs, START_S)
 
     def _launch_of(self, rank: Rank, port: int, window_size: bytes = b"") -> Launch:
+        import ray
+
         start = rank.rank - rank.rank % self.job.local_world_size
         here = self._ranks[start : start + self.job.local_world_size]
         added = {name: str(value) for name, value in self.cfg.ray_init.env_vars.items()}
@@ -234,6 +237,7 @@ class RayTrainer:
             env=forwarded_environment(os.environ) | added,
             cwd=os.getcwd(),
             window_size=window_size,
+            head=ray.get_runtime_context().gcs_address,
         )
 
     def _leave(self, error: HeadLost) -> NoReturn:

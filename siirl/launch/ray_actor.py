@@ -30,7 +30,16 @@ from siirl.launch.health import Process, look_at
 from siirl.launch.job import Job
 from siirl.launch.log_sizes import MOST_BYTES, LogSizes
 from siirl.launch.output_relay import OutputSource
-from siirl.launch.process import Worker, end_all, end_with_parent, lifeline, start_worker, worker_environment
+from siirl.launch.process import (
+    WATCH_S,
+    Worker,
+    end_all,
+    end_with_parent,
+    lifeline,
+    start_worker,
+    worker_environment,
+)
+from siirl.launch.ray_head import CutOff
 from siirl.launch.run_folder import held
 from siirl.launch.run_record import is_recorded, open_folder
 from siirl.observe.heartbeat import FD_VARIABLE as HEARTBEAT
@@ -81,6 +90,8 @@ class Launch:
     """Its directory, entered if it exists here."""
     window_size: bytes = b""
     """Of its terminal, empty if it has none."""
+    head: str = ""
+    """host:port of the head of the cluster; empty: nobody looks whether this machine is cut off from it."""
 
 
 @dataclass(frozen=True)
@@ -199,10 +210,14 @@ class RankActor:
             self._copier = threading.Thread(target=copy, args=(self._output.write,), daemon=True)
             self._copier.start()
         self._job, self._logs = job, LogSizes(job.log_dir)
+        self._cut_off = CutOff(launch.head)
+        if launch.head:
+            threading.Thread(target=self._end_when_cut_off, name="cut-off", daemon=True).start()
 
     def poll(self, offset: int, wait_s: float, window_size: bytes = b"") -> Reply:
         """What is new since byte `offset` of the worker's output; waits up to `wait_s` for something."""
         assert self._worker is not None
+        self._cut_off.asked()
         rank, deadline = self._worker.rank, time.monotonic() + wait_s
         self._logs.look()
         self._forget(offset)
@@ -257,6 +272,19 @@ class RankActor:
         """End the worker and all that it started; returns when they are gone."""
         if self._worker is not None:
             end_all([self._worker])
+
+    def _end_when_cut_off(self) -> None:
+        """The run goes on elsewhere by then, or has ended. Ray's own processes need minutes to notice."""
+        while not (why := self._cut_off.look()):
+            time.sleep(WATCH_S)
+        print(f"siirl: {why}: its worker ends", file=sys.stderr, flush=True)
+        self.stop()
+        leave()
+
+
+def leave() -> None:
+    """End this process as a kill does."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _environment(launch: Launch) -> dict[str, str]:

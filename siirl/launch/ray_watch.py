@@ -1,13 +1,10 @@
 """Watching the workers of a Ray run: their output as it comes, which one failed first, which one was lost."""
 
-import contextlib
 import dataclasses
-import socket
 import time
 from collections.abc import Sequence
 
 from siirl.config import from_dict
-from siirl.errors import PlacementError
 from siirl.launch.failure import Death, only_followers, write_failure
 from siirl.launch.health import STACKS_S
 from siirl.launch.job import Job
@@ -16,49 +13,14 @@ from siirl.launch.outcome import Stop
 from siirl.launch.output_relay import ConsoleWriter
 from siirl.launch.ray_actor import Reply
 from siirl.launch.ray_cluster import Stopped, alive_nodes
+from siirl.launch.ray_head import LOST_AFTER_S, HeadWatch
 from siirl.launch.ray_health import RayHealth
 from siirl.launch.ray_rank import Rank
 
 TICK_S = 0.2
 POLL_WAIT_S = 0.5
 GATHER_S = 0.5  # after a first death, wait for those that follow: the one seen first need not be the first
-LOST_AFTER_S = 18.0  # an actor answers within a second; Ray itself may need a minute to miss a machine
 REST_S = 3.0
-HEAD_EVERY_S, HEAD_CONNECT_S = 3.0, 1.0
-
-
-class HeadLost(PlacementError):
-    """The head of the cluster is gone: Ray can do nothing more for this run."""
-
-
-class HeadWatch:
-    """Asks now and then whether the head of the cluster, at host:port, takes connections.
-
-    Ray itself says nothing for a minute, and then ends the process of the driver.
-    """
-
-    def __init__(self, address: str, patience_s: float = LOST_AFTER_S):
-        self._address, self._patience_s = address, patience_s
-        self._answered_s = self._asked_s = time.monotonic()
-
-    def look(self) -> None:
-        """HeadLost: it has taken none for too long."""
-        now_s = time.monotonic()
-        if now_s - self._asked_s < HEAD_EVERY_S:
-            return
-        host, _, port = self._address.rpartition(":")
-        with (
-            contextlib.suppress(OSError),
-            socket.create_connection((host.strip("[]"), int(port)), HEAD_CONNECT_S),
-        ):
-            self._answered_s = now_s
-        self._asked_s = time.monotonic()
-        if (silent_s := now_s - self._answered_s) > self._patience_s:
-            raise HeadLost(
-                f"the head of the Ray cluster, {self._address}, has taken no connections for {silent_s:.0f} "
-                "s: its GCS has ended, or its machine is gone. The workers have been ended. Start the "
-                "cluster again; then the same command goes on from the last checkpoint (trainer.save_freq)."
-            )
 
 
 class RankWatch:

@@ -76,8 +76,8 @@ gets weights that an older one has already."""
 ROUNDED, ROUNDED_BY = re.compile(r"actor/rollout_log_prob_diff"), 1e-5
 """How a rollout rounds depends on which turns share a batch: log-probs differ by less than this."""
 PATIENCE_S = 240
-ALONE_S = 120
-"""How long a machine of a Ray cluster that hears of no other goes on: Ray gives it up after a minute."""
+ALONE_S = 30
+"""How long the run's processes go on on a machine of a Ray cluster that hears of no other."""
 NEWS_S = 1.5
 """How long Ray's driver takes to hear where a worker is."""
 NAMED_S = 30.0

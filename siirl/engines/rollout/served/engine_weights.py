@@ -90,6 +90,7 @@ class EngineWeights:
         """Have the engine load all buckets, by way of the buffer."""
         place = joined_places(self._shard.gather(buffer.place))
         for bucket, data in self._transfer.fill(weights, buffer):
+            self._shard.meet()  # each worker of the engine reads the buffer of a rank of its own
             with phase("load", tensors=len(bucket["names"])):
                 self._update(process, bucket | {"size": buffer.size, "place": place}, data)
 
