@@ -279,16 +279,16 @@ def run_main_job(job: Job, run: str, keys: list[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def counted(rows: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, Any]:
+def counted(rows: list[dict[str, Any]], names: tuple[str, ...], warm_up: int) -> dict[str, Any]:
     """Median and all values of the counted steps."""
-    series = {name: [row[name] for row in rows[WARM_UP_STEPS:] if name in row] for name in names}
+    series = {name: [row[name] for row in rows[warm_up:] if name in row] for name in names}
     return {name: {"median": statistics.median(x), "all": x} for name, x in series.items() if x}
 
 
 def compare(job: Job, keys: list[str], names: tuple[str, ...]) -> None:
     """Run each strategy, and divide Megatron's medians by FSDP2's."""
     for run in job.args.runs:
-        job.result["runs"][run] = counted(run_main_job(job, run, keys), names)
+        job.result["runs"][run] = counted(run_main_job(job, run, keys), names, job.args.warm_up)
         job.save()
     runs = job.result["runs"]
     if {"fsdp", "megatron"} <= runs.keys():
@@ -448,7 +448,9 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     if args.command != "vllm":
         make_rows(job)
     print(f"model, data and rows made in {time.perf_counter() - begin_s:.0f} s", flush=True)
-    settings = {name: getattr(args, name) for name in ("command", "shape", "gpus", "layout", "steps")}
+    settings = {
+        name: getattr(args, name) for name in ("command", "shape", "gpus", "layout", "steps", "warm_up")
+    }
     row = {"prompts": job.prompts, "samples": shape.samples}
     row |= {"prompt_tokens": shape.prompt_tokens, "response_tokens": shape.response_tokens}
     job.result.update(settings=settings | row, machine=machine(), keys={}, runs={})
@@ -470,6 +472,7 @@ def arguments() -> argparse.Namespace:
         sub.add_argument("--layout", default="tp1", help="sizes of the Megatron model: tp2pp2, tp4, dp4")
         sub.add_argument("--runs", default=runs, type=lambda text: text.split(","), help=",".join(runs))
         sub.add_argument("--steps", type=int, default=steps)
+        sub.add_argument("--warm-up", type=int, default=WARM_UP_STEPS, help="steps that are not counted")
         sub.add_argument("--prompts", type=int, help="of a step, on all GPUs together")
         sub.add_argument("--samples", type=int, help="of a prompt")
         sub.add_argument("--train-tokens", type=int, help="budget of a micro-batch in the update")
