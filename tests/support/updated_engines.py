@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import causal_lms
 import pytest
@@ -13,6 +14,7 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.weight_loading import stored_tensors_of, tensor_names
@@ -21,6 +23,7 @@ from siirl.parallel.process_groups import ProcessGroupManager
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [2, 3, 4]]
 SIZES = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 128}
+LOADERS: WeakKeyDictionary[Any, EngineWeights] = WeakKeyDictionary()
 IN_PLACE = ["begin_writing", "write", "finish_writing"]
 
 
@@ -100,5 +103,13 @@ def samples(engine: Any, max_tokens: int = 24) -> list[list[tuple[list[int], lis
 def by_loaders(engine: Any, weights: dict[str, Tensor], version: int) -> None:
     """An update by vLLM's loaders."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._weights, "by_loaders", True)
+        patch.setattr(engine, "_weights", loaders_of(engine))
         engine.load_weights(weights.items(), version)
+
+
+def loaders_of(engine: Any) -> EngineWeights:
+    """What an engine has with replace_weights=by_loaders; one for each, which may have to come back."""
+    if engine not in LOADERS:
+        parts = (engine.name, engine._specs, engine._device, engine._restarts > 0, engine._shard)
+        LOADERS[engine] = EngineWeights(*parts)
+    return LOADERS[engine]

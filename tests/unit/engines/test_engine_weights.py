@@ -172,6 +172,7 @@ def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "WINDOW_S", 0.0)
     engine = RecoveringEngine(lambda: _living(make), Start("", {}), tmp_path / "log", 10_000 if keeps else 0)
     live_sets = LiveWeights(a_set(rng))
+    loaders = EngineWeights("engine", SPECS, CPU, keeps, EngineShard((0,)))
     try:
         for _ in range(12):
             now = a_set(rng)
@@ -180,11 +181,12 @@ def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch):
                 live_sets.settle()
                 for name, tensor in live_sets:
                     tensor.copy_(now[name])
+            way = sent
             if isinstance(sent, WeightsInPlace):
-                sent.by_loaders = rng.random() < 0.25
+                way = loaders if rng.random() < 0.25 else sent
                 sent._writer._whole = rng.random() < 0.5
             weights = iter(live_sets if live else now.items())
-            sent.replace(engine, weights, False, live_sets if live else None)
+            way.replace(engine, weights, False, live_sets if live else None)
             assert holds(processes[-1], now)
             if keeps and rng.random() < 0.3:  # lost while it is used
                 processes[-1].left = -1
@@ -195,6 +197,7 @@ def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch):
                     sent.replace(engine, failing(now), False)
     finally:
         sent.close()
+        loaders.close()
     assert "update" in log and ("write" in log) == isinstance(sent, WeightsInPlace)
     return log
 
