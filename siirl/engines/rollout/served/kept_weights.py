@@ -23,9 +23,9 @@ class KeptWeights:
     after the update, from weights that stay where they are until that is done.
     """
 
-    def __init__(self, size: int, device: torch.device, locks: bool) -> None:
-        """locks: lock its pages if weights come from a GPU, which then copies beside what else it does."""
-        self._size, self._locks = size, locks and device.type == "cuda"
+    def __init__(self, size: int, device: torch.device) -> None:
+        """device: where weights come from. For a GPU pages are locked: it copies beside what else it does."""
+        self._size, self._locks = size, device.type == "cuda"
         self._buffer: SharedBuffer | None = None
         self._is_locked = False
         self._filled = 0

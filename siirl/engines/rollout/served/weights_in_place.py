@@ -12,7 +12,7 @@ from siirl.engines.rollout.served.engine_shard import EngineShard
 from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
-from siirl.engines.rollout.served.weight_transfer import WeightTransfer, joined_places
+from siirl.engines.rollout.served.weight_transfer import joined_places
 from siirl.engines.rollout.served.weight_writing import Filling, WeightWriter
 from siirl.engines.rollout.weight_loading import WeightSpecs
 from siirl.engines.train.live_weights import LiveWeights
@@ -40,7 +40,6 @@ class WeightsInPlace(EngineWeights):
     ) -> None:
         """See EngineWeights. whole: all bytes of each update are compared, instead of samples."""
         super().__init__(name, specs, device, keeps, shard)
-        self._transfer = WeightTransfer(specs, device, keeps, locks=True)
         self._writer = WeightWriter(specs, device, self._transfer.kept, whole)
         self._knows: EngineProcess | None = None  # the process that knows the places
         self._in_place = False  # whether that of the shard's first rank does
