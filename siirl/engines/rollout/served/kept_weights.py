@@ -61,8 +61,8 @@ class KeptWeights:
         return begin
 
     def copying(self, begin: int, data: Tensor) -> Future:
-        """Copy bytes there, beside what this thread does."""
-        return self._copier.submit(self.buffer.data[begin : begin + len(data)].copy_, data)
+        """Copy bytes there, beside what this thread and its stream of the device do."""
+        return self._copier.submit(_copy_aside, self.buffer.data[begin : begin + len(data)], data)
 
     def fill_later(self, fill: Callable[[], None]) -> None:
         """What `fill` writes is missing until it has run: by `start`, or when somebody waits for it."""
@@ -99,3 +99,15 @@ class KeptWeights:
         self._is_locked = str(code) in ("0", "cudaError.success") or code == 0
         if not self._is_locked:
             log.warning("the memory that keeps the weights could not be locked (%s): copies are slow", code)
+
+
+def _copy_aside(target: Tensor, source: Tensor) -> None:
+    """Copy what is complete, on a stream of its own."""
+    if not source.is_cuda:
+        target.copy_(source)
+        return
+    with torch.cuda.device(source.device):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()

@@ -145,11 +145,7 @@ class WeightsInPlace(EngineWeights):
             else:
                 load(process)
 
-        try:
-            self.together(process, lambda engine: engine.act("update", write, load))
-        finally:
-            if keeping is not None:
-                keeping.result()
+        self.together(process, lambda engine: engine.act("update", write, load))
 
     def _finish_writing(self, engine: RecoveringEngine, keeps_kv: bool, complete: bool) -> str:
         """End an update in place, also one that has failed."""
