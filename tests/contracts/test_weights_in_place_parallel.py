@@ -3,12 +3,10 @@
 import os
 
 import pytest
-import torch
 from dist_harness import run_workers
 from updated_engines import (
     IN_PLACE,
     PROMPTS,
-    SIZES,
     build,
     by_loaders,
     note_calls,
@@ -16,6 +14,7 @@ from updated_engines import (
     versions,
     write_model,
 )
+from worker_shares import check_parameters
 
 from siirl.engines.rollout.base import SamplingParams
 from siirl.engines.rollout.served import weight_writing
@@ -24,20 +23,18 @@ from siirl.parallel.process_groups import ProcessGroupManager
 
 pytest.importorskip("vllm")
 
-HEAD = SIZES["head_dim"]
 KINDS = {
-    "llama": {
-        "vocab_size": 70,
-        "tie_word_embeddings": False,
-    },  # rows of padding in vLLM, on the second worker
+    "llama": {"tie_word_embeddings": False, "vocab_size": 70},
     "llama tied": {"tie_word_embeddings": True},
-    "qwen2 tied": {"tie_word_embeddings": True},  # with biases
+    "qwen2 tied": {"tie_word_embeddings": True},
     "qwen3": {"tie_word_embeddings": False},
-    "qwen3 tied": {"vocab_size": 70, "tie_word_embeddings": True},
-    "qwen3, a head for both": {"num_key_value_heads": 1},  # both workers have that of keys and values
+    "qwen3 tied": {"tie_word_embeddings": True, "vocab_size": 70},
+    "qwen3, a head for both": {"tie_word_embeddings": False, "num_key_value_heads": 1},
     "qwen3_moe": {"tie_word_embeddings": False},
     "gemma3_text": {"vocab_size": 70},
 }
+"""Of 70 words the second worker has six, and rows of padding. qwen2 has biases. One head of keys and values
+is whole on both."""
 UNABLE = """
 import importlib.abc
 import importlib.machinery
@@ -72,55 +69,6 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.insert(0, Finder())
 """
 """Code that each Python process runs first."""
-
-
-def shares(weights, rank):
-    """What a worker of two has of a set of weights, by the rules of tensor parallelism alone."""
-    rows = {name: half(tensor, rank) for name, tensor in weights.items()}
-    columns = {name: half(tensor.t(), rank).t() for name, tensor in weights.items() if tensor.ndim == 2}
-    found = {}
-    for name, tensor in weights.items():
-        place, _, kind = name.rpartition(".")
-        start, _, part = place.rpartition(".")
-        match part:
-            case "q_proj":
-                keys, values = f"{start}.k_proj.{kind}", f"{start}.v_proj.{kind}"
-                of_heads = rows if len(weights[keys]) > HEAD else weights
-                joined = [rows[name], of_heads[keys], of_heads[values]]
-                found[f"{start}.qkv_proj.{kind}"] = torch.cat(joined)
-            case "gate_proj":
-                found[f"{start}.gate_up_proj.{kind}"] = torch.cat(
-                    [rows[name], rows[f"{start}.up_proj.{kind}"]]
-                )
-            case "o_proj" | "down_proj":
-                found[name] = columns[name]
-            case "embed_tokens" | "lm_head":
-                room = -(-len(tensor) // 64) * 64  # with rows of zeros at the end
-                filled = torch.zeros(room, tensor.shape[1])
-                filled[: len(tensor)] = tensor
-                found[name] = half(filled, rank)
-            case "k_proj" | "v_proj" | "up_proj":
-                pass
-            case _:
-                found[name] = tensor
-    if "lm_head.weight" not in found:
-        found["lm_head.weight"] = found["model.embed_tokens.weight"]
-    return found
-
-
-def half(tensor, rank):
-    return tensor.chunk(2)[rank]
-
-
-def check_parameters(engine, weights, folder):
-    """Both workers have their shares of the weights, bit for bit; but of experts, which vLLM joins."""
-    for name in shares(weights, 0):
-        if "experts" in name or (
-            name == "lm_head.weight" and "gemma3" in (folder / "config.json").read_text()
-        ):
-            continue
-        for rank, held in enumerate(engine.read_tensor(name)):
-            assert torch.equal(held, shares(weights, rank)[name]), (name, rank)
 
 
 def answers(engine):
