@@ -209,8 +209,7 @@ class Apart:
         self._observer = Observer()
         self._prompts = prompts(args)
         if rollout is not None:
-            parts = (rollout.name, rollout._specs, rollout._device, args.max_engine_restarts > 0)
-            self._in_place, self._by_loaders = rollout._weights, EngineWeights(*parts, rollout._shard)
+            self._in_place, self._by_loaders = rollout._weights, loaders_of(args, rollout)
 
     def measure(self) -> dict[str, Any]:
         """Seconds of the slowest rank in each sync, and of each rank's phases; on both ranks."""
@@ -287,6 +286,12 @@ class Apart:
             self._trainer.version += 1
 
 
+def loaders_of(args: argparse.Namespace, rollout: Any) -> EngineWeights:
+    """What rollout.replace_weights=by_loaders gives an engine."""
+    keeps = args.max_engine_restarts > 0
+    return EngineWeights(rollout.name, rollout._specs, rollout._device, keeps, rollout._shard)
+
+
 def prompts(args: argparse.Namespace) -> list[list[int]]:
     return [[2 + (row * 7919 + at * 31) % 500 for at in range(256)] for row in range(args.prompts)]
 
@@ -304,9 +309,10 @@ def measure(args: argparse.Namespace, trainer: FSDPEngine, rollout: Any, link: A
     found: dict[str, Any] = {"first_sync_s": time.perf_counter() - begin}
     rollout.generate(asked, params, range(len(asked)))
     found |= {way: {"sync_s": [], "wake_s": [], "rollout_s": []} for way in WAYS}
+    ways = {"in_place": rollout._weights, "loaders": loaders_of(args, rollout)}
     for _ in range(args.blocks):
         for way in WAYS:
-            rollout._weights.by_loaders = way == "loaders"
+            rollout._weights = ways[way]
             for _ in range(args.syncs):
                 move(trainer)
                 rollout.sleep()
@@ -319,7 +325,7 @@ def measure(args: argparse.Namespace, trainer: FSDPEngine, rollout: Any, link: A
                 times.append(time.perf_counter())
                 for name, span in (("wake_s", 0), ("sync_s", 1), ("rollout_s", 2)):
                     found[way][name].append(times[span + 1] - times[span])
-    found["equal"] = same_weights(trainer, rollout, link, asked)
+    found["equal"] = same_weights(trainer, rollout, link, asked, ways)
     return found
 
 
@@ -334,12 +340,14 @@ def move(trainer: FSDPEngine) -> None:
     trainer.version += 1
 
 
-def same_weights(trainer: FSDPEngine, rollout: Any, link: Any, asked: list[list[int]]) -> bool:
+def same_weights(
+    trainer: FSDPEngine, rollout: Any, link: Any, asked: list[list[int]], ways: dict[str, Any]
+) -> bool:
     """Whether both ways leave the same parameters and greedy answers."""
     seen = []
     greedy = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
     for way in ("in_place", "loaders", "in_place"):
-        rollout._weights.by_loaders = way == "loaders"
+        rollout._weights = ways[way]
         trainer.version += 1
         rollout.sleep()
         link.push()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fixtures_tiny import make_tiny_model_dir
 from transformers import AutoModelForCausalLM
-from updated_engines import IN_PLACE
+from updated_engines import IN_PLACE, loaders_of
 
 from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
@@ -150,7 +150,8 @@ def test_in_whatever_phase_an_engine_is_lost_it_comes_back_as_it_was(phase, last
             os.kill(process.pid, armed.pop())
 
     monkeypatch.setattr(EngineProcess, "send", send_and_lose)
-    monkeypatch.setattr(engine._weights, "by_loaders", phase in BY_LOADERS)
+    if phase in BY_LOADERS:
+        monkeypatch.setattr(engine, "_weights", loaders_of(engine))
     load(engine, weights[0], 0)
     armed.append(end)
     load(engine, weights[1], 1)

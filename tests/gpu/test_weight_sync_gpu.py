@@ -11,10 +11,13 @@ import signal
 
 import pytest
 import torch
+from dist_harness import run_workers
 from updated_engines import IN_PLACE, build, by_loaders, note_calls, samples, versions, write_model
+from worker_shares import check_parameters
 
 from siirl.engines.rollout.served import weight_writing
 from siirl.engines.train.live_weights import LiveWeights
+from siirl.parallel.process_groups import ProcessGroupManager
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +32,7 @@ CASES = {
 MUST_BE_IN_PLACE = ("qwen3",)
 
 
-def engine_on_gpu(folder, *overrides):
+def engine_on_gpu(folder, *overrides, device="cuda:0", groups=None):
     return build(
         folder,
         f"{ROLLOUT}.dtype=bfloat16",
@@ -37,7 +40,8 @@ def engine_on_gpu(folder, *overrides):
         f"{ROLLOUT}.max_num_seqs=16",
         f"{ROLLOUT}.gpu_memory_utilization=0.1",
         *overrides,
-        device="cuda:0",
+        device=device,
+        groups=groups,
     )
 
 
@@ -80,5 +84,46 @@ def test_updates_in_place_are_those_of_the_loaders_also_after_a_restart(kind, tm
         engine.sleep()
         engine.load_weights(sets[1].items(), 30)
         assert samples(engine) == expected[1]
+        engine.load_weights(sets[3].items(), 31)  # as from another rank; kept half a buffer at a time
+        os.kill(engine._process.pid, signal.SIGKILL)
+        assert samples(engine) == expected[3] and engine.drain_restarts() == 1
     finally:
         engine.close()
+
+
+def updates_of_two(rank, world_size, folder):
+    """Updates by loaders, then in place, of an engine on two GPUs; the calls in place, and why not."""
+    device, patch = f"cuda:{rank}", pytest.MonkeyPatch()
+    torch.cuda.set_device(device)
+    sets, methods = versions(folder, 3, device), note_calls(patch)
+    groups = ProcessGroupManager([(0, 1)], "cpu:gloo,cuda:nccl", 300)
+    engine = engine_on_gpu(folder, device=device, groups=groups)
+    try:
+        expected = []
+        for version, weights in enumerate(sets):
+            engine.sleep()
+            by_loaders(engine, weights, version)
+            expected.append(samples(engine))
+        assert len({str(one) for one in expected}) == len(sets)
+        engine.load_weights(sets[0].items(), 10)
+        methods.clear()
+        patch.setattr(weight_writing, "BUCKET_BYTES", 50_000)  # large tensors are cut
+        for number, version in enumerate((1, 2, 1), 20):
+            patch.setattr(engine._weights._writer, "_whole", version == 2)
+            engine.sleep()
+            engine.load_weights(sets[version].items(), number)
+            assert samples(engine) == expected[version]
+            if rank == 0:
+                check_parameters(engine, sets[version], folder, torch.bfloat16)
+        return set(methods) - {"read_tensor", "sleep", "wake"}, engine._weights._told_why
+    finally:
+        engine.close()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_workers_of_an_engine_on_two_gpus_write_their_shares(tied, tmp_path):
+    write_model(tmp_path, "qwen3", head_dim=64, hidden_size=128, vocab_size=70, tie_word_embeddings=tied)
+    backend = "cpu:gloo,cuda:nccl"
+    (methods, why_not), _ = run_workers(updates_of_two, 2, tmp_path, deadline_s=350, backend=backend)
+    assert why_not == "" and methods == set(IN_PLACE)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import causal_lms
 import pytest
@@ -13,13 +14,16 @@ from siirl.compiler.plan import ModelPlan
 from siirl.config import load_config
 from siirl.engines.engine_registry import make_rollout_engine
 from siirl.engines.rollout.base import SamplingParams
+from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
 from siirl.engines.rollout.weight_loading import stored_tensors_of, tensor_names
 from siirl.parallel.dims import ParallelDims
+from siirl.parallel.process_groups import ProcessGroupManager
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [2, 3, 4]]
 SIZES = {"head_dim": 32, "hidden_size": 128, "max_position_embeddings": 128}
+LOADERS: WeakKeyDictionary[Any, EngineWeights] = WeakKeyDictionary()
 IN_PLACE = ["begin_writing", "write", "finish_writing"]
 
 
@@ -28,7 +32,10 @@ def write_model(folder: Path, kind: str, **sizes: Any) -> None:
     causal_lms.write_model(folder, causal_lms.tiny_config(kind, **SIZES | sizes))
 
 
-def build(folder: Path, *overrides: str, device: str = "cpu") -> Any:
+def build(
+    folder: Path, *overrides: str, device: str = "cpu", groups: ProcessGroupManager | None = None
+) -> Any:
+    """An engine on the ranks of the world, with `groups`; else on one rank outside of a run."""
     cfg = load_config(
         [
             "actor_rollout_ref.rollout.name=vllm",
@@ -41,10 +48,10 @@ def build(folder: Path, *overrides: str, device: str = "cpu") -> Any:
             *overrides,
         ]
     )
-    plan = ModelPlan(
-        "agent_0.rollout", 0, "rollout", "vllm", "lm", False, (0,), ParallelDims(1), "rollout_actor", ()
-    )
-    return make_rollout_engine(plan, cfg, None, torch.device(device))
+    ranks = tuple(range(groups.world_size if groups else 1))
+    dims = ParallelDims(len(ranks), tp=len(ranks))
+    plan = ModelPlan("agent_0.rollout", 0, "rollout", "vllm", "lm", False, ranks, dims, "rollout_actor", ())
+    return make_rollout_engine(plan, cfg, groups, torch.device(device))
 
 
 def versions(folder: Path, count: int, device: str = "cpu") -> list[dict[str, Tensor]]:
@@ -96,5 +103,13 @@ def samples(engine: Any, max_tokens: int = 24) -> list[list[tuple[list[int], lis
 def by_loaders(engine: Any, weights: dict[str, Tensor], version: int) -> None:
     """An update by vLLM's loaders."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine._weights, "by_loaders", True)
+        patch.setattr(engine, "_weights", loaders_of(engine))
         engine.load_weights(weights.items(), version)
+
+
+def loaders_of(engine: Any) -> EngineWeights:
+    """What an engine has with replace_weights=by_loaders; one for each, which may have to come back."""
+    if engine not in LOADERS:
+        parts = (engine.name, engine._specs, engine._device, engine._restarts > 0, engine._shard)
+        LOADERS[engine] = EngineWeights(*parts)
+    return LOADERS[engine]

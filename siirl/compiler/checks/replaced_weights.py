@@ -34,8 +34,6 @@ def _why_not(model: ModelPlan, cfg: Config) -> str:
         return "for agents on one base, whose weights come once"
     if cfg.trainer.rollout_only:
         return "with trainer.rollout_only=true: weights come once"
-    if model.dims.tp > 1:
-        return f"with tensor_model_parallel_size={model.dims.tp}: it was seen with engines of one rank only"
     if kind and kind not in SEEN:
         return f"for a {kind}: it was held against vLLM's loaders for {', '.join(SEEN)} only"
     return ""

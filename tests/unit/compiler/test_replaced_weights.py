@@ -32,7 +32,14 @@ def test_by_default_loaders_take_each_tensor(tmp_path):
 
 
 @pytest.mark.parametrize("way", ["in_place", "in_place_checked"])
-@pytest.mark.parametrize("other", [f"{ROLLOUT}.max_lag=1", "actor_rollout_ref.model.lora_rank=8"])
+@pytest.mark.parametrize(
+    "other",
+    [
+        f"{ROLLOUT}.max_lag=1",
+        "actor_rollout_ref.model.lora_rank=8",
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+    ],
+)
 def test_weights_in_place_go_with_vllm(way, other, tmp_path):
     cfg = checked(tmp_path, f"{ROLLOUT}.replace_weights={way}", other)
     assert not [line for line in effect_warnings(cfg) if "replace_weights" in line]
@@ -58,11 +65,6 @@ def test_engines_on_ranks_without_a_trainer_take_what_is_sent_to_them_in_place(t
         ),
         ((f"{ROLLOUT}.engine_kwargs.vllm={{quantization: fp8}}",), "qwen3", "with quantized weights"),
         (("trainer.rollout_only=true",), "qwen3", "with trainer.rollout_only=true: weights come once"),
-        (
-            (f"{ROLLOUT}.tensor_model_parallel_size=2",),
-            "qwen3",
-            "with tensor_model_parallel_size=2: it was seen with engines of one rank only",
-        ),
         ((), "phi3", "for a phi3: it was held against vLLM's loaders for llama, qwen2"),
     ],
 )

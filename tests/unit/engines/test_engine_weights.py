@@ -4,11 +4,12 @@ The process is a model of the real one. It reads the very memory that the worker
 """
 
 import random
+import time
 
 import pytest
 import torch
 
-from siirl.engines.rollout.served import recovery, weight_writing
+from siirl.engines.rollout.served import kept_weights, recovery, weight_writing
 from siirl.engines.rollout.served.engine_process import EngineLost
 from siirl.engines.rollout.served.engine_shard import EngineShard
 from siirl.engines.rollout.served.engine_weights import EngineWeights
@@ -152,6 +153,20 @@ def test_a_process_has_the_weights_that_were_sent_last_whenever_it_is_lost(
     lose_a_process(random.Random(seed), keeps, in_place(keeps), tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_kept_elsewhere_is_copied_while_more_comes(seed, tmp_path, monkeypatch):
+    """As on a GPU: nothing is put where bytes are that are still being copied."""
+    sent, rng, copy = in_place(keeps=True), random.Random(seed), kept_weights._copy_aside
+
+    def late(target, source):
+        time.sleep(rng.choice([0.0, 0.003]))
+        copy(target, source)
+
+    monkeypatch.setattr(kept_weights, "_copy_aside", late)
+    monkeypatch.setattr(sent._writer, "_keeps_apart", True)
+    lose_a_process(random.Random(seed), True, sent, tmp_path, monkeypatch, live_share=0.0)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_by_default_the_loaders_take_each_tensor_and_nobody_asks_where_they_land(seed, tmp_path, monkeypatch):
     by_loaders = EngineWeights("engine", SPECS, CPU, True, EngineShard((0,)))
@@ -159,7 +174,7 @@ def test_by_default_the_loaders_take_each_tensor_and_nobody_asks_where_they_land
     assert not {"begin_writing", "write", "finish_writing"}.intersection(log) and not by_loaders.reads_live
 
 
-def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch):
+def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch, live_share=0.4):
     """Updates of all kinds into processes that are lost now and then; the calls that they got."""
     monkeypatch.setattr(weight_writing, "BUCKET_BYTES", 200)  # the large tensor is cut
     processes, log = [], []
@@ -172,19 +187,21 @@ def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch):
     monkeypatch.setattr(recovery, "WINDOW_S", 0.0)
     engine = RecoveringEngine(lambda: _living(make), Start("", {}), tmp_path / "log", 10_000 if keeps else 0)
     live_sets = LiveWeights(a_set(rng))
+    loaders = EngineWeights("engine", SPECS, CPU, keeps, EngineShard((0,)))
     try:
         for _ in range(12):
             now = a_set(rng)
-            live = rng.random() < 0.4
+            live = rng.random() < live_share
             if live:
                 live_sets.settle()
                 for name, tensor in live_sets:
                     tensor.copy_(now[name])
+            way = sent
             if isinstance(sent, WeightsInPlace):
-                sent.by_loaders = rng.random() < 0.25
+                way = loaders if rng.random() < 0.25 else sent
                 sent._writer._whole = rng.random() < 0.5
             weights = iter(live_sets if live else now.items())
-            sent.replace(engine, weights, False, live_sets if live else None)
+            way.replace(engine, weights, False, live_sets if live else None)
             assert holds(processes[-1], now)
             if keeps and rng.random() < 0.3:  # lost while it is used
                 processes[-1].left = -1
@@ -195,6 +212,7 @@ def lose_a_process(rng, keeps, sent, tmp_path, monkeypatch):
                     sent.replace(engine, failing(now), False)
     finally:
         sent.close()
+        loaders.close()
     assert "update" in log and ("write" in log) == isinstance(sent, WeightsInPlace)
     return log
 

@@ -1,5 +1,8 @@
 """Weights are written where vLLM's loaders put them, and nowhere else: a toy model under vLLM's reload."""
 
+import functools
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +13,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 
 from siirl.engines.rollout.served.samples import sampled_sum
 from siirl.engines.rollout.served.shared_buffer import SharedBuffer
+from siirl.engines.rollout.vllm.native import NativeEngine
 from siirl.engines.rollout.vllm.native_places import Places
 from siirl.engines.rollout.vllm.placed_pieces import Piece
 
@@ -51,6 +55,32 @@ class Toy(nn.Module):
                 param.weight_loader(param, tensor)
 
 
+CUTS = {"q": (1, 2, 2), "table": (0, 3, 2), "norm": (0, 0, 4)}
+"""What the second of two workers has: columns of q, the last rows of the table, all of norm, nothing of k."""
+
+
+class Share(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name, cut in CUTS.items():
+            layer = nn.Module()
+            held = torch.zeros(FILES[name]).narrow(*cut).clone()
+            layer.weight = nn.Parameter(held, requires_grad=False)
+            layer.weight.weight_loader = functools.partial(self.load, cut)
+            layer.weight.weight_loader.__name__ = "load"
+            self.add_module(name, layer)
+
+    @staticmethod
+    def load(cut, param, loaded):
+        param.data.copy_(loaded.narrow(*cut))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            if name in CUTS:
+                param = getattr(self, name).weight
+                param.weight_loader(param, tensor)
+
+
 def a_set(seed):
     draw = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=draw) for name, shape in FILES.items()}
@@ -72,13 +102,15 @@ def learned(model, weights):
     return places
 
 
-def write(places, weights, buffer):
+def write(places, weights, buffer, at_once=99):
+    """at_once: rows of a tensor that come together."""
     places.begin()
     entries, start = [], 0
     for number, tensor in enumerate(weights.values()):
-        buffer.data[start : start + tensor.nbytes].view(torch.float32).copy_(tensor.flatten())
-        entries += [number, 0, len(tensor), start]
-        start += tensor.nbytes
+        for first, part in zip(range(0, 99, at_once), tensor.split(at_once), strict=False):
+            buffer.data[start : start + part.nbytes].view(torch.float32).copy_(part.flatten())
+            entries += [number, first, len(part), start]
+            start += part.nbytes
     total = int(sampled_sum(buffer.data[:start], 1, True))
     place = buffer.place | {"size": buffer.size}
     told = {"entries": entries, "begin": 0, "end": start, "number": 1, "whole": True, "sum": total}
@@ -111,6 +143,24 @@ def test_writes_land_where_the_loaders_put_the_same_tensors(buffer):
         model.table.weight.data[5:] = 9.0  # as after a sleep, which forgets all values
         write(places, a_set(seed), buffer)
         assert holds(model, a_set(seed)) and torch.equal(model.table.weight[5:], padding)
+
+
+@pytest.mark.parametrize("at_once", [99, 2])
+def test_a_worker_writes_its_own_columns_and_rows_of_whole_tensors(at_once, buffer):
+    model = Share()
+    places = learned(model, a_set(0))
+    assert places.why_not == ""
+    write(places, a_set(1), buffer, at_once)
+    for name, cut in CUTS.items():
+        assert torch.equal(getattr(model, name).weight, a_set(1)[name].narrow(*cut)), name
+
+
+@pytest.mark.parametrize("reasons", [["", ""], ["", "the second cannot"]])
+def test_the_worker_that_cannot_speaks_for_its_engine(reasons):
+    engine = NativeEngine.__new__(NativeEngine)
+    engine._engine, engine._images, engine._learns = Mock(), None, True
+    engine._engine.collective_rpc.side_effect = {"check_places": reasons}.get
+    assert engine.finish_update(keeps_kv=True) == reasons[1]
 
 
 def test_views_follow_a_parameter_that_lies_elsewhere_and_another_layout_is_an_error(buffer):

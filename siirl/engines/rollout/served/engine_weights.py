@@ -1,7 +1,7 @@
 """How an engine's weights are replaced: bucket by bucket, each tensor by the engine's own loaders."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -44,18 +44,7 @@ class EngineWeights:
         process: on the first rank of the shard. keeps_kv: see NativeEngine.finish_update. live: where
         `weights` come from, if they stay there.
         """
-        with self._transfer.buffer() as buffer:
-            with phase("begin"):
-                self.together(process, lambda engine: engine.call("begin_update"))
-            complete = False
-            try:
-                self._load(process, weights, buffer)
-                complete = True
-            finally:  # after a failure, which is the one to tell of, finishing may fail too
-                with phase("finish"), nullcontext() if complete else suppress(RolloutError):
-                    self.together(
-                        process, lambda engine: engine.call("finish_update", keeps_kv=keeps_kv and complete)
-                    )
+        self._load_all(process, weights, keeps_kv)
 
     def go_on_keeping(self) -> None:
         """The engine samples from here on: what is to be kept may be copied beside it."""
@@ -83,6 +72,46 @@ class EngineWeights:
         if failed:
             raise RolloutError(f"rollout engine {self._name!r} failed on rank {self._shard.ranks[0]}")
         return result
+
+    def _load_all(
+        self,
+        process: RecoveringEngine | None,
+        weights: Iterator[tuple[str, Tensor]],
+        keeps_kv: bool,
+        has_begun: bool = False,
+    ) -> Any:
+        """Have the engine's loaders take all weights. What finish_update gives, on every rank."""
+        with self._transfer.buffer() as buffer:
+            if not has_begun:
+                with phase("begin"):
+                    self.together(process, self._begin_loading)
+            with self._finishing(process, self._finish_loading, keeps_kv) as finished:
+                self._load(process, weights, buffer)
+        return finished.pop()
+
+    @contextmanager
+    def _finishing(
+        self, process: RecoveringEngine | None, finish: Callable[..., Any], keeps_kv: bool
+    ) -> Iterator[list[Any]]:
+        """What has begun and happens inside is finished, also if it fails; gives what `finish` gave.
+
+        finish: called with the engine, whether it keeps its KV cache, and whether all is there.
+        """
+        finished: list[Any] = []
+        complete = False
+        try:
+            yield finished
+            complete = True
+        finally:  # after a failure, which is the one to tell of, finishing may fail too
+            with phase("finish"), nullcontext() if complete else suppress(RolloutError):
+                keeps = keeps_kv and complete
+                finished.append(self.together(process, lambda engine: finish(engine, keeps, complete)))
+
+    def _begin_loading(self, engine: RecoveringEngine) -> None:
+        engine.call("begin_update")
+
+    def _finish_loading(self, engine: RecoveringEngine, keeps_kv: bool, complete: bool) -> Any:
+        return engine.call("finish_update", keeps_kv=keeps_kv)
 
     def _load(
         self, process: RecoveringEngine | None, weights: Iterator[tuple[str, Tensor]], buffer: Any

@@ -23,9 +23,9 @@ class KeptWeights:
     after the update, from weights that stay where they are until that is done.
     """
 
-    def __init__(self, size: int, device: torch.device, locks: bool) -> None:
-        """locks: lock its pages if weights come from a GPU, which then copies beside what else it does."""
-        self._size, self._locks = size, locks and device.type == "cuda"
+    def __init__(self, size: int, device: torch.device) -> None:
+        """device: where weights come from. For a GPU pages are locked: it copies beside what else it does."""
+        self._size, self._locks = size, device.type == "cuda"
         self._buffer: SharedBuffer | None = None
         self._is_locked = False
         self._filled = 0
@@ -61,8 +61,8 @@ class KeptWeights:
         return begin
 
     def copying(self, begin: int, data: Tensor) -> Future:
-        """Copy bytes there, beside what this thread does."""
-        return self._copier.submit(self.buffer.data[begin : begin + len(data)].copy_, data)
+        """Copy bytes there, beside what this thread and its stream of the device do."""
+        return self._copier.submit(_copy_aside, self.buffer.data[begin : begin + len(data)], data)
 
     def fill_later(self, fill: Callable[[], None]) -> None:
         """What `fill` writes is missing until it has run: by `start`, or when somebody waits for it."""
@@ -99,3 +99,15 @@ class KeptWeights:
         self._is_locked = str(code) in ("0", "cudaError.success") or code == 0
         if not self._is_locked:
             log.warning("the memory that keeps the weights could not be locked (%s): copies are slow", code)
+
+
+def _copy_aside(target: Tensor, source: Tensor) -> None:
+    """Copy what is complete, on a stream of its own."""
+    if not source.is_cuda:
+        target.copy_(source)
+        return
+    with torch.cuda.device(source.device):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        stream.synchronize()

@@ -31,11 +31,11 @@ class WeightTransfer:
     of the device.
     """
 
-    def __init__(self, specs: WeightSpecs, device: torch.device, keeps: bool, locks: bool = False) -> None:
-        """specs: of the engine's weights; adapters come another way. locks: see KeptWeights."""
+    def __init__(self, specs: WeightSpecs, device: torch.device, keeps: bool) -> None:
+        """specs: of the engine's weights; adapters come another way."""
         self._specs, self._device = specs, device
         self._sizes = {name: _room(*spec) for name, spec in specs.items() if adapter_name(name) is None}
-        self.kept = KeptWeights(sum(self._sizes.values()), device, locks) if keeps else None
+        self.kept = KeptWeights(sum(self._sizes.values()), device) if keeps else None
 
     @contextmanager
     def buffer(self) -> Iterator[SharedBuffer]:

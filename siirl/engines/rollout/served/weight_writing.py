@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +65,8 @@ class WeightWriter:
         self._numbers = {name: number for number, name in enumerate(self._specs)}
         self._buffer: SharedBuffer | None = None
         self._live: tuple[LiveWeights, list[Filling]] | None = None
+        self._keeps_apart = kept is not None and device.type != "cpu"
+        self._copying: dict[int, Future] = {}  # first bytes of what is being copied to where it is kept
         self._num_written = 0
 
     def tensors(self) -> dict[str, list]:
@@ -76,12 +79,11 @@ class WeightWriter:
 
     def buffer(self) -> SharedBuffer:
         """The memory that the process maps. RolloutError if the host has no room for a kept copy."""
-        if self._kept is not None and self._device.type == "cpu":
+        if self._kept is not None and not self._keeps_apart:
             return self._kept.buffer
         if self._buffer is None:
-            rows = (math.prod(shape[1:]) * dtype.itemsize for shape, dtype in self._specs.values())
             total = sum(_room(math.prod(shape) * dtype.itemsize) for shape, dtype in self._specs.values())
-            size = max(min(total, BUCKET_BYTES), CUT_ROWS * _room(max(rows)))
+            size = max(min(total, BUCKET_BYTES), 2 * self._rows_to_cut())
             self._buffer = SharedBuffer(size, self._device)
         return self._buffer
 
@@ -93,6 +95,8 @@ class WeightWriter:
 
         weights: checked ones; of `live`, they are asked for once only. What was kept is lost.
         """
+        while self._copying:  # the last ones of the update before
+            self._copying.popitem()[1].result()
         if self._kept is not None:
             self._kept.restart()
         buffer = self.buffer()
@@ -104,10 +108,10 @@ class WeightWriter:
         else:
             self._live = (live, list(self._cut(weights, buffer, put_at_once=False)))
             found = iter(self._live[1])
-        if live is not None and self._kept is not None and self._device.type != "cpu":
+        if live is not None and self._kept is not None and self._keeps_apart:
             self._kept.fill_later(self._keep_live)
             live.read_until(self._kept.wait)
-        self._settle_device()  # whoever wrote the weights, on whatever stream
+        self._settle_device(all_streams=True)  # whoever wrote the weights
         for filling in found:
             if live is not None:
                 filling.put()
@@ -126,11 +130,17 @@ class WeightWriter:
                 },
             )
 
-    def begin_keeping(self, filling: Filling, live: LiveWeights | None) -> Any:
-        """Copy a filling to where weights are kept, if they are not there and not kept later: a future."""
-        if self._kept is None or self._device.type == "cpu" or live is not None:
+    def begin_keeping(self, filling: Filling, live: LiveWeights | None) -> Future | None:
+        """Begin to copy a filling to where weights are kept, if it is not there and not kept later.
+
+        The next one fills the other half of the buffer meanwhile; after the last one the engine samples.
+        """
+        if not self._keeps_apart or live is not None:
             return None
-        return self._kept.copying(filling.kept, self.buffer().data[filling.begin : filling.end])
+        assert self._kept is not None
+        data = self.buffer().data[filling.begin : filling.end]
+        self._copying[filling.begin] = copying = self._kept.copying(filling.kept, data)
+        return copying
 
     def kept_bucket(self, filling: Filling) -> dict[str, Any]:
         """What another process is to load in the place of this filling; waits until it is kept."""
@@ -173,9 +183,14 @@ class WeightWriter:
     def _cut(
         self, weights: Iterable[tuple[str, Tensor]], buffer: SharedBuffer, put_at_once: bool
     ) -> Iterator[Filling]:
-        """Deal rows into fillings; only a tensor that is larger than the buffer is cut."""
-        limit = min(buffer.size, max(BUCKET_BYTES, self._largest_row() * CUT_ROWS))
+        """Deal rows into fillings; only a tensor that is larger than one is cut.
+
+        Where each is copied to a place of its own while the next one comes, they take turns with the halves.
+        """
+        limit = min(buffer.size, max(BUCKET_BYTES, 2 * self._rows_to_cut()))
         stays = self._kept is not None and buffer is self._kept.buffer
+        half = limit // 2 // ALIGN_BYTES * ALIGN_BYTES if put_at_once and self._keeps_apart else 0
+        limit = half or limit
         filling = Filling(0)
         used = 0
 
@@ -184,7 +199,7 @@ class WeightWriter:
             done = filling
             done.end = done.begin + used
             done.kept = self._kept.reserve(used) if self._kept is not None else 0
-            filling, used = Filling(done.end if stays else 0), 0
+            filling, used = Filling(done.end if stays else half - done.begin), 0
             return done
 
         for name, tensor in weights:
@@ -197,6 +212,8 @@ class WeightWriter:
                     size = size // CUT_ROWS * CUT_ROWS if rows * row_bytes > limit else 0
                 if size == 0:
                     yield closed()
+                    if (copying := self._copying.pop(filling.begin, None)) is not None:
+                        copying.result()
                     continue
                 start = filling.begin + used
                 place = buffer.data[start : start + size * row_bytes].view(dtype)
@@ -213,13 +230,17 @@ class WeightWriter:
         if used:
             yield closed()
 
-    def _settle_device(self) -> None:
-        """Wait for all that the device has been given."""
-        if self._device.type == "cuda":
+    def _settle_device(self, all_streams: bool = False) -> None:
+        """Wait for all that the device has been given, or for this thread's stream of it."""
+        if self._device.type == "cuda" and all_streams:
             torch.cuda.synchronize(self._device)
+        elif self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
 
-    def _largest_row(self) -> int:
-        return max(math.prod(shape[1:]) * dtype.itemsize for shape, dtype in self._specs.values())
+    def _rows_to_cut(self) -> int:
+        """Bytes of the largest rows after which a tensor is cut."""
+        rows = (math.prod(shape[1:]) * dtype.itemsize for shape, dtype in self._specs.values())
+        return CUT_ROWS * _room(max(rows))
 
 
 def _room(num_bytes: int) -> int:

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -13,11 +12,10 @@ from siirl.engines.rollout.served.engine_shard import EngineShard
 from siirl.engines.rollout.served.engine_weights import EngineWeights
 from siirl.engines.rollout.served.messages import Call
 from siirl.engines.rollout.served.recovery import RecoveringEngine
-from siirl.engines.rollout.served.weight_transfer import WeightTransfer, joined_places
+from siirl.engines.rollout.served.weight_transfer import joined_places
 from siirl.engines.rollout.served.weight_writing import Filling, WeightWriter
 from siirl.engines.rollout.weight_loading import WeightSpecs
 from siirl.engines.train.live_weights import LiveWeights
-from siirl.errors import RolloutError
 from siirl.observe.spans import phase
 
 log = logging.getLogger(__name__)
@@ -42,18 +40,15 @@ class WeightsInPlace(EngineWeights):
     ) -> None:
         """See EngineWeights. whole: all bytes of each update are compared, instead of samples."""
         super().__init__(name, specs, device, keeps, shard)
-        self._transfer = WeightTransfer(specs, device, keeps, locks=True)
         self._writer = WeightWriter(specs, device, self._transfer.kept, whole)
         self._knows: EngineProcess | None = None  # the process that knows the places
         self._in_place = False  # whether that of the shard's first rank does
         self._told_why = ""
-        self.by_loaders = False
-        """Have further updates be as those of EngineWeights: to compare both."""
 
     @property
     def reads_live(self) -> bool:
         """See EngineWeights."""
-        return not self.by_loaders
+        return True
 
     def replace(
         self,
@@ -63,18 +58,18 @@ class WeightsInPlace(EngineWeights):
         live: LiveWeights | None = None,
     ) -> None:
         """See EngineWeights."""
-        if self.by_loaders:
-            super().replace(process, weights, keeps_kv)
-            return
-        if not self._in_place:
-            self._load_all(process, weights, keeps_kv, has_begun=False)
-            return
-        with phase("begin"):
-            in_place = self.together(process, lambda engine: self._begin(engine, in_place=True))
-        if in_place:
-            self._write_all(process, weights, live, keeps_kv)
+        begun, self._in_place = self._in_place, False
+        if begun:
+            with phase("begin"):
+                self._in_place = self.together(process, self._begin_writing)
+        if self._in_place:
+            why_not = self._write_all(process, weights, live, keeps_kv)
         else:
-            self._load_all(process, weights, keeps_kv, has_begun=True)
+            why_not = self._load_all(process, weights, keeps_kv, has_begun=begun)
+        self._in_place = not why_not
+        if why_not and why_not != self._told_why:
+            log.warning("rollout engine %r takes weights one by one, in every sync: %s", self._name, why_not)
+        self._told_why = why_not
 
     def go_on_keeping(self) -> None:
         """See EngineWeights; copies live weights in the background."""
@@ -85,58 +80,32 @@ class WeightsInPlace(EngineWeights):
         super().close()
         self._writer.close()
 
-    def _begin(self, engine: RecoveringEngine, in_place: bool) -> bool:
-        """Begin an update, in place if the process can; whether it is. One that was started since cannot."""
-        tensors = self._writer.tensors()
+    def _begin_loading(self, engine: RecoveringEngine) -> None:
+        engine.call("begin_update", tensors=self._writer.tensors())
 
-        def load(process: EngineProcess) -> bool:
-            process.call("begin_update", tensors=tensors)
-            return False
+    def _finish_loading(self, engine: RecoveringEngine, keeps_kv: bool, complete: bool) -> str:
+        """Why the next update cannot be in place, or ""."""
+        return engine.act("finish_update", lambda process: self._finish_in(process, keeps_kv))
 
-        def begin(process: EngineProcess) -> bool:
-            if not in_place or process is not self._knows:
-                return load(process)
-            process.call("begin_writing")
-            return True
-
-        return engine.act("begin_update", begin, load)
-
-    def _load_all(
-        self,
-        process: RecoveringEngine | None,
-        weights: Iterator[tuple[str, Tensor]],
-        keeps_kv: bool,
-        has_begun: bool,
-    ) -> None:
-        self._in_place = False
-        with self._transfer.buffer() as buffer:
-            if not has_begun:
-                with phase("begin"):
-                    self.together(process, lambda engine: self._begin(engine, in_place=False))
-            complete = False
-            try:
-                self._load(process, weights, buffer)
-                complete = True
-            finally:  # after a failure, which is the one to tell of, finishing may fail too
-                with phase("finish"), nullcontext() if complete else suppress(RolloutError):
-                    kept_kv = keeps_kv and complete
-                    why_not = self.together(process, lambda engine: self._finish(engine, kept_kv))
-        self._look_ahead(why_not)
-
-    def _finish(self, engine: RecoveringEngine, keeps_kv: bool) -> str:
-        """End an update by loaders. Why the next one cannot be in place, or ""."""
-        return engine.act("finish_update", lambda process: self._finish_loading(process, keeps_kv))
-
-    def _finish_loading(self, process: EngineProcess, keeps_kv: bool) -> str:
+    def _finish_in(self, process: EngineProcess, keeps_kv: bool) -> str:
         why_not = process.call("finish_update", keeps_kv=keeps_kv)
         self._knows = None if why_not else process
         return why_not
 
-    def _look_ahead(self, why_not: str) -> None:
-        self._in_place = not why_not
-        if why_not and why_not != self._told_why:
-            log.warning("rollout engine %r takes weights one by one, in every sync: %s", self._name, why_not)
-        self._told_why = why_not
+    def _begin_writing(self, engine: RecoveringEngine) -> bool:
+        """Begin an update in place; False: by loaders, of a process that was started since."""
+
+        def load(process: EngineProcess) -> bool:
+            process.call("begin_update", tensors=self._writer.tensors())
+            return False
+
+        def write(process: EngineProcess) -> bool:
+            if process is not self._knows:
+                return load(process)
+            process.call("begin_writing")
+            return True
+
+        return engine.act("begin_update", write, load)
 
     def _write_all(
         self,
@@ -144,22 +113,15 @@ class WeightsInPlace(EngineWeights):
         weights: Iterator[tuple[str, Tensor]],
         live: LiveWeights | None,
         keeps_kv: bool,
-    ) -> None:
-        complete = False
-        try:
+    ) -> str:
+        with self._finishing(process, self._finish_writing, keeps_kv) as finished:
             buffer = self._writer.buffer()
             place = joined_places(self._shard.gather(buffer.place)) | {"size": buffer.size}
             for filling, told in self._writer.fillings(weights, live):
                 self._shard.meet()  # each worker of the engine reads the buffer of a rank of its own
                 with phase("load", tensors=len(filling.entries) // 4):
                     self._write(process, filling, told | {"place": place}, live)
-            complete = True
-        finally:
-            with phase("finish"), nullcontext() if complete else suppress(RolloutError):
-                why_not = self.together(
-                    process, lambda engine: self._finish_writing(engine, keeps_kv and complete, complete)
-                )
-        self._look_ahead(why_not)
+        return finished.pop()
 
     def _write(
         self,
@@ -183,17 +145,13 @@ class WeightsInPlace(EngineWeights):
             else:
                 load(process)
 
-        try:
-            self.together(process, lambda engine: engine.act("update", write, load))
-        finally:
-            if keeping is not None:
-                keeping.result()
+        self.together(process, lambda engine: engine.act("update", write, load))
 
     def _finish_writing(self, engine: RecoveringEngine, keeps_kv: bool, complete: bool) -> str:
         """End an update in place, also one that has failed."""
 
         def load(process: EngineProcess) -> str:
-            return self._finish_loading(process, keeps_kv)
+            return self._finish_in(process, keeps_kv)
 
         def write(process: EngineProcess) -> str:
             if process is not self._knows:

@@ -40,7 +40,7 @@ from siirl.engines.rollout.served.draws import signed
 from siirl.engines.rollout.served.messages import UNKNOWN, Response, RowScores
 from siirl.engines.rollout.served.shared_buffer import open_buffer
 from siirl.engines.rollout.vllm.native_draws import draw_by_seeds
-from siirl.engines.rollout.vllm.native_places import Places
+from siirl.engines.rollout.vllm.native_places import Places, read_parameter
 from siirl.engines.rollout.vllm.routed_experts import experts_of, replayed_layers
 from siirl.errors import ConfigError, NotSupportedError
 from siirl.spelling import suggest
@@ -487,7 +487,7 @@ class WorkerExtension:
 
     def read_tensor(self, name: str) -> tuple[list, list[int]]:
         """A parameter as plain numbers and its shape, for tests."""
-        tensor = self.model_runner.model.get_parameter(name).detach().float().cpu()
+        tensor = read_parameter(self.model_runner.model, name).detach().float().cpu()
         return tensor.flatten().tolist(), list(tensor.shape)
 
 

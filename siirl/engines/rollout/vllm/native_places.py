@@ -402,6 +402,15 @@ class Places:
                 raise RuntimeError("weights that were written are not those that are there")
 
 
+def read_parameter(model: nn.Module, name: str) -> Tensor:
+    """A parameter; where a CPU kernel multiplies by a packed copy, by what: it multiplies the identity."""
+    layer, param = model.get_submodule(name.rpartition(".")[0]), model.get_parameter(name)
+    if not hasattr(layer, "cpu_linear") or not name.endswith(".weight"):
+        return param
+    like = param if param.numel() else layerwise.get_layerwise_info(layer).restore_metadata[0]["weight"]
+    return layer.cpu_linear(torch.eye(like.shape[1], dtype=param.dtype), param, None).t()
+
+
 def _packs_experts(layer: nn.Module) -> bool:
     """Whether these are experts whose weights a CPU kernel reads packed, see unpack_experts."""
     weight = layer._parameters.get("w13_weight")
