@@ -13,6 +13,7 @@ from typing import Any
 
 from siirl.compiler.adapter_targets import why_not_adapted
 from siirl.compiler.compiled_layers import why_not_compiled
+from siirl.compiler.vllm_models import why_not_in_vllm
 from siirl.config import Config
 from siirl.config.common import ModelConfig, TrainedConfig
 from siirl.config.roles import ROLE_GROUPS, ROLES, Head, role_group, role_model, sequence_ranks
@@ -52,8 +53,6 @@ SINKS = ("gpt_oss",)
 """Whose attention has a learned logit more in each softmax, of each head."""
 GROUP_ROUTED = ("deepseek_v2", "deepseek_v3", "glm4_moe")
 """Whose routers choose experts by groups, or by a bias that balances them, not by their logits alone."""
-NOT_IN_VLLM = ("aria_text", "diffllama", "helium", "ministral", "persimmon")
-"""Of which vLLM (0.32) has no model of its own."""
 OWN_TYPE = ("e_score_correction_bias",)
 """Tensors of the files, by the end of their names, that keep their own type whatever the model's."""
 DELTA_NETS = "linear_attention"
@@ -143,7 +142,8 @@ def check_trained_model(cfg: Config, role: str, who: str) -> None:
     problem = why_not(config, rules, ROLES[role].head) or why_not_with_images(config, cfg, role)
     config = language_part(config)
     problem = problem or _why_no_router_loss(model)
-    problem = problem or _why_not_as_asked(config, cfg, role)
+    problem = problem or why_not_in_vllm(config, cfg, role)
+    problem = problem or _why_not_adapted(config, cfg, role)
     if rules == "fsdp":
         problem = problem or _why_not_these_kernels(config, model, ROLES[role].model)
         problem = problem or _why_not_with_sinks(config, cfg, role)
@@ -227,21 +227,10 @@ def _why_no_router_loss(model: ModelConfig) -> str:
     )
 
 
-def _why_not_as_asked(config: Mapping[str, Any], cfg: Config, role: str) -> str:
-    """Why vLLM does not sample a model, or LATENT has no adapters, and the fix; empty if all is well."""
-    model, keys, kind = role_model(cfg, role), ROLES[role].model, config.get("model_type")
-    sampled = role == "actor" and cfg.actor_rollout_ref.rollout.name == "vllm"
-    if kind in NOT_IN_VLLM and (sampled or ROLES[role].generates):
-        fix = "actor_rollout_ref.rollout.name=hf" if sampled else "teacher.strategy=fsdp"
-        return f"a {kind} in vLLM, which has no model of this type. Set {fix}."
-    if sampled and kind in GROUP_ROUTED:
-        return (
-            f"a {kind} with rollout.name=vllm: that vLLM takes its weights as they are trained has not been "
-            "seen. Set actor_rollout_ref.rollout.name=hf."
-        )
-    if kind in GROUP_ROUTED and ROLES[role].generates:
-        return f"a {kind}, whose weights vLLM has not been seen to take. Set teacher.strategy=fsdp."
-    if kind in LATENT and model.lora_rank:
+def _why_not_adapted(config: Mapping[str, Any], cfg: Config, role: str) -> str:
+    """Why LATENT has no adapters, and the fix; empty if none are asked for."""
+    kind, keys = config.get("model_type"), ROLES[role].model
+    if kind in LATENT and role_model(cfg, role).lora_rank:
         return f"LoRA adapters on compressed keys and values ({kind}). Set {keys}.lora_rank=0."
     return ""
 
@@ -263,13 +252,6 @@ def _why_not_with_sinks(config: Mapping[str, Any], cfg: Config, role: str) -> st
         return (
             f"attention_kernels={model.attention_kernels} for attention sinks ({kind}). "
             f"Set {ROLES[role].model}.attention_kernels=torch."
-        )
-    scored = ROLES[role].generates
-    if scored or (role == "actor" and cfg.actor_rollout_ref.rollout.name == "vllm"):
-        fix = "teacher.strategy=fsdp" if scored else "actor_rollout_ref.rollout.name=hf"
-        return (
-            f"a {kind} in vLLM: its loader of this model copies experts and sinks past what takes weights "
-            f"into an engine that runs, so that they would not arrive. Set {fix}."
         )
     return ""
 

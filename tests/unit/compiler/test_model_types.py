@@ -16,13 +16,13 @@ from siirl.compiler.model_types import (
     LENGTH_DEPENDENT,
     MEGATRON,
     MEGATRON_LANGUAGE_MODELS,
-    NOT_IN_VLLM,
     OF_ANY_HEAD,
     VISION_MODELS,
     known_types,
     why_not,
     why_not_so_long,
 )
+from siirl.compiler.vllm_models import NOT_IN_VLLM
 from siirl.config.common import STRATEGIES
 from siirl.errors import NotSupportedError, PlacementError
 
@@ -115,13 +115,13 @@ def test_a_balancing_loss_is_for_experts(tmp_path, model, words):
 @pytest.mark.parametrize(
     ("kind", "key", "words"),
     [
-        ("glm4_moe", "rollout.name=vllm", r"a glm4_moe with rollout\.name=vllm"),
+        ("glm4_moe", "rollout.name=vllm", r"a glm4_moe in vLLM: .*has not been seen.*rollout\.name=hf"),
         (
             "glm4_moe",
             "rollout.name=vllm actor_rollout_ref.actor.strategy=megatron",
             "strategy=megatron: a glm",
         ),
-        ("deepseek_v3", "rollout.name=vllm", r"a deepseek_v3 with rollout\.name=vllm"),
+        ("deepseek_v3", "rollout.name=vllm", r"a deepseek_v3 in vLLM: .*has not been seen.*rollout\.name=hf"),
         ("deepseek_v2", "model.attention_kernels=flash_attn_4", r"flash_attn_4 in a deepseek_v2"),
         ("deepseek_v3", "model.lora_rank=4", "LoRA adapters on compressed keys"),
         ("gpt2", "model.lora_rank=4", "LoRA adapters of a gpt2, whose matrices are stored as"),
@@ -189,7 +189,7 @@ def test_gpt_oss_is_trained_as_it_was_compared(tmp_path, rollout, changes, keys,
         (OSS_20B, r"a gpt_oss in vLLM: .*would not arrive.*teacher\.strategy=fsdp"),
         (
             {"model_type": "glm4_moe", "n_routed_experts": 8},
-            "a glm4_moe, whose weights vLLM has not been seen",
+            "a glm4_moe in vLLM: .*has not been seen",
         ),
         ({"model_type": "bloom"}, "bloom is no model type whose results"),
         ({"model_type": "qwen3_vl"}, "a qwen3_vl with data.dataset_type=llm"),
@@ -427,10 +427,36 @@ def test_vllm_samples_no_types_that_it_does_not_know(tmp_path, kind):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     keys = (f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=vllm")
     cfg = config(*keys)
-    with pytest.raises(NotSupportedError, match=rf"a {kind} in vLLM, .*rollout\.name=hf"):
+    with pytest.raises(NotSupportedError, match=rf"a {kind} in vLLM: it has no model.*rollout\.name=hf"):
         compile_plan(load_dag(cfg), cfg, 1)
     cfg = config(*keys, "actor_rollout_ref.rollout.name=hf")
     compile_plan(load_dag(cfg), cfg, 1)
+
+
+WINDOW = {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "refused"),
+    [
+        *((kind, {}, True) for kind in ("qwen2", "qwen2_moe", "qwen3")),
+        *((kind, {"use_sliding_window": False}, False) for kind in ("qwen2", "qwen2_moe", "qwen3")),
+        ("qwen2", {"max_window_layers": 0}, False),
+        ("qwen2", {"max_window_layers": 4}, False),
+        ("qwen2", {"sliding_window": None}, False),
+        ("qwen3", {"layer_types": ["full_attention"] * 4}, False),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"] * 2}, True),
+        ("qwen2_moe", {"max_window_layers": 0}, False),
+        ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"] * 2}, False),
+    ],
+)
+def test_vllm_is_refused_where_windows_of_some_layers_would_be_lost(tmp_path, kind, changes, refused):
+    """Whose config.json lists its layers, or has only what transformers makes the list of."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | WINDOW | changes))
+    cfg = config(f"actor_rollout_ref.model.path={tmp_path}", "actor_rollout_ref.rollout.name=vllm")
+    words = rf"a {kind} in vLLM: with sliding windows in some.*rollout\.name=hf"
+    with pytest.raises(NotSupportedError, match=words) if refused else nullcontext():
+        compile_plan(load_dag(cfg), cfg, 1)
 
 
 @pytest.mark.slow  # imports vLLM
