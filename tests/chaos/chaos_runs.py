@@ -415,7 +415,8 @@ class Chaos:
             return  # whose end was seen first; the other one may be anywhere
         assert attempt["rank"] == case.rank, (case, attempt)
         if case.how == OUT_OF_MEMORY:  # it may go on for a while
-            assert "the kernel's OOM killer ended" in self.console, self.console
+            told = "the kernel's OOM killer ended"  # recorded first, then said
+            self._wait_until(lambda: told in self.console, None, told)
         elif not case.phase.startswith("write"):
             assert (attempt["node"], attempt["step"]) == (PHASES[case.phase], step), (case, attempt)
 
